@@ -1,0 +1,186 @@
+"""Typed, frozen configs and the command line made from them.
+
+A command's options *are* the fields of one frozen dataclass: `option()` gives a field its help
+text, `add_options` turns the fields into argparse flags, `resolve` merges (defaults < --config
+file < flags) and rejects unknown keys. Nothing here imports torch, so `--help` is instant.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import tomllib
+import types
+import typing
+from pathlib import Path
+from typing import Any, TypeVar
+
+from spec_data.shards.errors import ConfigError, MissingError, SpecDataError
+
+T = TypeVar("T")
+
+
+def option(
+    default: Any = dataclasses.MISSING, *, help: str, choices: tuple = (), metavar: str = ""
+):
+    """A dataclass field that is also a command-line option.
+
+    `default` missing makes the option required. Tuples become repeatable options that also take
+    several values (`--corpus a b --corpus c`).
+    """
+    metadata = {"help": help, "choices": choices, "metavar": metavar}
+    if default is dataclasses.MISSING:
+        return dataclasses.field(metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def _scalar(annotation: Any) -> tuple[type, bool]:
+    """The scalar type of an annotation, and whether it is a tuple of that type."""
+    if isinstance(annotation, types.UnionType):
+        annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
+    if typing.get_origin(annotation) is tuple:
+        return typing.get_args(annotation)[0], True
+    return annotation, False
+
+
+def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
+    """Add one flag per field of the config dataclass `cls`, plus `--config FILE`."""
+    parser.add_argument("--config", metavar="FILE", help="TOML or JSON file with these options")
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        kind, many = _scalar(hints[field.name])
+        required = field.default is dataclasses.MISSING
+        default = None if required else field.default
+        note = "required" if required else f"default: {_shown(default)}"
+        flag = "--" + field.name.replace("_", "-")
+        kwargs: dict[str, Any] = {
+            "help": f"{field.metadata['help']} ({note})".replace("%", "%%"),
+            "default": None,
+        }
+        if kind is bool:
+            kwargs["action"] = argparse.BooleanOptionalAction if default else "store_true"
+        else:
+            kwargs["type"] = kind
+            kwargs["metavar"] = field.metadata["metavar"] or kind.__name__.upper()
+            if field.metadata["choices"]:
+                kwargs["choices"] = field.metadata["choices"]
+                kwargs["metavar"] = None
+            if many:
+                kwargs.update(nargs="+", action="extend")
+        parser.add_argument(flag, **kwargs)
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == ():
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value)
+
+
+def resolve(cls: type[T], namespace: argparse.Namespace) -> T:
+    """Build `cls` from parsed flags over a `--config` file over the defaults."""
+    given = {k: v for k, v in vars(namespace).items() if v is not None}
+    path = given.pop("config", None)
+    values = read_config_file(Path(path)) if path else {}
+    names = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    values.update({k: v for k, v in given.items() if k in names})
+    return from_dict(cls, values, where=path or "the command line")
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Read a flat TOML or JSON table; dashes in keys count as underscores."""
+    if not path.is_file():
+        raise MissingError(f"--config {path}: no such file")
+    try:
+        text = path.read_text(encoding="utf-8")
+        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (json.JSONDecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: not valid {path.suffix or 'TOML'}: {error}") from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"--config {path}: expected a table of options, found a {type(table)}")
+    return {key.replace("-", "_"): value for key, value in table.items()}
+
+
+def from_dict(cls: type[T], values: dict[str, Any], where: str = "config") -> T:
+    """Build the config `cls` from plain values; unknown keys and wrong types are errors."""
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    unknown = sorted(set(values) - set(fields))
+    if unknown:
+        raise ConfigError(
+            f"unknown option {', '.join(unknown)} in {where}; known: {', '.join(sorted(fields))}"
+        )
+    missing = [
+        "--" + n.replace("_", "-")
+        for n, f in fields.items()
+        if f.default is dataclasses.MISSING and n not in values
+    ]
+    if missing:
+        raise ConfigError(f"missing option {', '.join(missing)} (see --help)")
+    hints = typing.get_type_hints(cls)
+    return cls(**{k: _checked(k, v, hints[k], fields[k], where) for k, v in values.items()})
+
+
+def _checked(name: str, value: Any, annotation: Any, field: dataclasses.Field, where: str) -> Any:
+    """Coerce one value to its field's type, or say what was expected."""
+    kind, many = _scalar(annotation)
+    if value is None:
+        return None
+    if many:
+        items = value if isinstance(value, (list, tuple)) else [value]
+        return tuple(_one(name, item, kind, field, where) for item in items)
+    return _one(name, value, kind, field, where)
+
+
+def _one(name: str, value: Any, kind: type, field: dataclasses.Field, where: str) -> Any:
+    exact = isinstance(value, bool) == (kind is bool)
+    if kind is float and isinstance(value, int) and exact:
+        value = float(value)
+    if not isinstance(value, kind) or not exact:
+        raise ConfigError(f"{name} = {value!r} in {where}: expected {kind.__name__}")
+    choices = field.metadata.get("choices")
+    if choices and value not in choices:
+        raise ConfigError(f"{name} = {value!r} in {where}: choose from {', '.join(choices)}")
+    return value
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The config as JSON-ready plain values (tuples become lists)."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def differing_fields(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """One line per field in which two settings tables differ: `name: old -> new`."""
+    names = sorted(set(old) | set(new))
+    return [
+        f"{n}: {old.get(n, '(absent)')!r} -> {new.get(n, '(absent)')!r}"
+        for n in names
+        if old.get(n) != new.get(n)
+    ]
+
+
+def run_cli(main: typing.Callable[[], int | None], debug: bool) -> int:
+    """Call `main`, turning the errors a user can cause into one message and an exit code."""
+    try:
+        return main() or 0
+    except SpecDataError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 141
+    except OSError as error:
+        if debug:
+            raise
+        print(f"error: {error} (run again with --debug for the traceback)", file=sys.stderr)
+        return 1
+    except Exception as error:
+        if debug:
+            raise
+        kind = type(error).__name__
+        print(f"error: {kind}: {error} (run again with --debug for the traceback)", file=sys.stderr)
+        return 1

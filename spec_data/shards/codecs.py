@@ -1,0 +1,74 @@
+"""How the values of a column are stored: Arrow storage type, encode, decode, bytes per value.
+
+A codec is declared per column in the manifest. `bf16` keeps the bits of a bfloat16 in a uint16
+(Arrow has no bfloat16); it is exact for targets that run in bfloat16 and rounds those that run in
+float32. The others store plain numbers.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from spec_data.shards.errors import DatasetError
+
+
+@dataclass(frozen=True)
+class Codec:
+    """One way to store numbers. `storage` is numpy/Arrow, `logical` is what a reader hands out."""
+
+    name: str
+    storage: np.dtype
+    arrow: pa.DataType
+    logical: torch.dtype
+
+    @property
+    def bytes_per_value(self) -> int:
+        """Bytes of one stored value."""
+        return int(self.storage.itemsize)
+
+    def encode(self, values: Tensor) -> np.ndarray:
+        """Stored numbers of `values`, same shape, C-contiguous, on the CPU."""
+        if self.name == "bf16":
+            bits = values.detach().to(torch.bfloat16).contiguous().view(torch.int16).cpu()
+            return bits.numpy().view(np.uint16)
+        return values.detach().cpu().numpy().astype(self.storage, copy=False)
+
+    def decode(self, stored: np.ndarray) -> Tensor:
+        """A fresh tensor of the logical dtype; never a view of `stored`."""
+        out = torch.empty(stored.shape, dtype=self.logical)
+        self.decode_into(stored, out)
+        return out
+
+    def decode_into(self, stored: np.ndarray, out: Tensor) -> None:
+        """Copy stored values into `out` (same shape), converting to its dtype."""
+        if self.name == "bf16":
+            if out.dtype == torch.bfloat16:
+                np.copyto(out.view(torch.int16).numpy(), stored.view(np.int16))
+            else:
+                out.copy_(torch.from_numpy(stored.view(np.int16).copy()).view(torch.bfloat16))
+        else:
+            np.copyto(out.numpy(), stored, casting="unsafe")
+
+
+CODECS = {
+    codec.name: codec
+    for codec in (
+        Codec("bf16", np.dtype(np.uint16), pa.uint16(), torch.bfloat16),
+        Codec("int32", np.dtype(np.int32), pa.int32(), torch.int64),
+        Codec("bool8", np.dtype(np.uint8), pa.uint8(), torch.bool),
+        Codec("float32", np.dtype(np.float32), pa.float32(), torch.float32),
+    )
+}
+
+
+def codec_named(name: str, column: str) -> Codec:
+    """Look a codec up, or say which ones this release reads."""
+    if name not in CODECS:
+        raise DatasetError(
+            f"column {column!r} is stored with codec {name!r}, which this release cannot read "
+            f"(known: {', '.join(CODECS)}); upgrade spec-data"
+        )
+    return CODECS[name]

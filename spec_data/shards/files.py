@@ -1,0 +1,59 @@
+"""Files that are whole or absent: write to a temporary name, fsync, rename, fsync the folder."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+_BLOCK = 1 << 22
+
+
+def replace_durably(temporary: Path, final: Path) -> None:
+    """Rename `temporary` (already fsynced) over `final` and make the rename durable."""
+    temporary.replace(final)
+    sync_directory(final.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in `directory` survive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, data: bytes | str) -> None:
+    """Write a small file in one step; a reader sees the old one, the new one, or none."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    payload = data.encode() if isinstance(data, str) else data
+    with temporary.open("wb") as file:
+        file.write(payload)
+        file.flush()
+        os.fsync(file.fileno())
+    replace_durably(temporary, path)
+
+
+def dump_json(value: Any) -> str:
+    """JSON as every file of a dataset holds it: stable bytes, readable, newline at the end."""
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def canonical_json(value: Any) -> bytes:
+    """JSON without whitespace and with sorted keys: what is hashed."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def sha256_json(value: Any) -> str:
+    """Hash of a JSON value, independent of key order."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    """Hash of a whole file, read in blocks."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()

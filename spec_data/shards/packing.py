@@ -1,0 +1,93 @@
+"""Documents to packs: pure functions of lengths and arrays, shared by capture and training.
+
+Shapes: B rows (packs), T slots of a row, D documents. A pack holds whole documents side by side;
+`document_ids` numbers them 0, 1, ... within the row and is -1 in padding; `position_ids` restart
+at 0 in every document. Nothing (attention, shift, label) ever crosses a document boundary.
+Whole documents only: splitting one would cost its later tokens their context.
+"""
+
+import bisect
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+PADDING = -1
+
+
+def pack_documents(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Group documents into rows of at most `capacity` tokens by best-fit decreasing.
+
+    Deterministic; ties go to the lower index. Rows come in order of their first document, and
+    documents of a row in ascending index, so that nearby documents stay nearby.
+
+    Raises:
+        ValueError: a document is empty or longer than `capacity`.
+    """
+    for index, length in enumerate(lengths):
+        if not 0 < length <= capacity:
+            raise ValueError(f"document {index} has {length} tokens; rows hold 1 to {capacity}")
+    rows: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (free tokens, row), ascending
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        spot = bisect.bisect_left(free, (lengths[index], -1))
+        if spot == len(free):
+            rows.append([index])
+            bisect.insort(free, (capacity - lengths[index], len(rows) - 1))
+        else:
+            room, row = free.pop(spot)
+            rows[row].append(index)
+            bisect.insort(free, (room - lengths[index], row))
+    return sorted(sorted(row) for row in rows)
+
+
+def utilisation(lengths: Sequence[int], rows: Sequence[Sequence[int]], capacity: int) -> float:
+    """Share of the slots of all rows that hold a token, 0..1."""
+    return sum(lengths) / (len(rows) * capacity) if rows else 0.0
+
+
+def row_layout(row_lengths: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
+    """Give `(document_ids, position_ids)`, int64 [B, width], for rows of document lengths."""
+    document_ids = torch.full((len(row_lengths), width), PADDING)
+    position_ids = torch.zeros(len(row_lengths), width, dtype=torch.long)
+    for b, lengths in enumerate(row_lengths):
+        start = 0
+        for d, length in enumerate(lengths):
+            document_ids[b, start : start + length] = d
+            position_ids[b, start : start + length] = torch.arange(length)
+            start += length
+    return document_ids, position_ids
+
+
+def shift_left(values: Tensor, document_ids: Tensor) -> Tensor:
+    """Move `values` [B, T, ...] left by one inside each document, zero-filling its last slot."""
+    out = torch.zeros_like(values)
+    out[:, :-1] = values[:, 1:]
+    crosses = torch.ones_like(document_ids, dtype=torch.bool)
+    crosses[:, :-1] = document_ids[:, 1:] != document_ids[:, :-1]
+    crosses |= document_ids == PADDING
+    return out.masked_fill_(crosses.view(*crosses.shape, *[1] * (values.ndim - 2)), 0)
+
+
+def doc_remaining(document_ids: Tensor) -> Tensor:
+    """Number of real tokens after each slot in its document, int64 [B, T]; 0 in padding."""
+    remaining = torch.zeros_like(document_ids)
+    for t in range(document_ids.shape[1] - 2, -1, -1):
+        same = (document_ids[:, t] == document_ids[:, t + 1]) & (document_ids[:, t] != PADDING)
+        remaining[:, t] = torch.where(same, remaining[:, t + 1] + 1, 0)
+    return remaining
+
+
+def block_causal_mask(document_ids: Tensor, window: int | None = None) -> Tensor:
+    """Boolean attention mask [B, 1, T, T]: True where query slot i may see key slot j.
+
+    j <= i, same document, and i - j < `window` when the layer slides (documents are contiguous,
+    so slot distance is token distance). Padding counts as one more document: no row is empty.
+    """
+    slots = torch.arange(document_ids.shape[1], device=document_ids.device)
+    distance = slots[:, None] - slots[None, :]
+    seen = distance >= 0
+    if window is not None:
+        seen = seen & (distance < window)
+    same = document_ids[:, :, None] == document_ids[:, None, :]
+    return (same & seen)[:, None]

@@ -1,0 +1,250 @@
+"""HiddenStatesDataset: open instantly, read any document, copy straight into a caller's buffer.
+
+Opening reads the manifest and stats the shards; the index and each shard are memory-mapped at
+first use. Everything handed out is a copy: a tensor over mapped memory is read-only behind
+torch's back, and one in-place operation on it would kill the process.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from spec_data.shards.errors import DatasetError, MissingError
+from spec_data.shards.schema import Column, Manifest, ShardRecord, arrow_schema
+
+MANIFEST = "manifest.json"
+INDEX = "index.arrow"
+
+
+class HiddenStatesDataset:
+    """A sealed dataset directory: one row per document, token frame, unshifted.
+
+    Row t of a document holds x_t, m_t, the captured states at t, and what the target predicts for
+    x_{t+1}: `hidden.final` (or top-k or logits), `target_argmax`, `target_logsumexp`.
+    """
+
+    def __init__(self, path: str | Path, columns: Sequence[str] | None = None) -> None:
+        """Open `path`; `columns` projects the token columns (default: all).
+
+        Raises:
+            MissingError: no such directory, an unsealed dataset, or a shard that is gone.
+            DatasetError: a damaged or foreign manifest, a truncated shard, an unknown column.
+        """
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise MissingError(f"{self.path}: no such dataset directory")
+        if not (self.path / MANIFEST).is_file():
+            if (self.path / ".generate").is_dir():
+                raise MissingError(
+                    f"{self.path}: not sealed yet; run the same `spec-data generate` again to "
+                    "finish it, or `spec-data seal` once all its workers are done"
+                )
+            raise MissingError(f"{self.path}: no {MANIFEST}, so this is not a spec-data dataset")
+        self.manifest = Manifest.read(self.path / MANIFEST)
+        self._check_sizes()
+        known = {c.name: c for c in self.manifest.columns}
+        unknown = [name for name in columns or () if name not in known]
+        if unknown:
+            raise DatasetError(
+                f"{self.path}: no column {', '.join(unknown)}; it has {', '.join(known)}"
+            )
+        wanted = columns if columns is not None else tuple(known)
+        self._columns: dict[str, Column] = {name: known[name] for name in wanted}
+        self._shards: dict[int, _Shard] = {}
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Token columns after projection."""
+        return tuple(self._columns)
+
+    @property
+    def target_dir(self) -> Path:
+        """Folder with the target's config.json, tokenizer and head.safetensors."""
+        return self.path / "target"
+
+    def _check_sizes(self) -> None:
+        """A truncated or missing shard is an error at open, not garbage in a batch."""
+        for record in self.manifest.shards:
+            file = self.path / record.file
+            if not file.is_file():
+                raise MissingError(f"{file}: shard is missing; copy the dataset again")
+            size = file.stat().st_size
+            if size != record.bytes:
+                raise DatasetError(
+                    f"{file}: {size:,} bytes, the manifest says {record.bytes:,}: truncated or "
+                    "replaced; copy this shard again"
+                )
+
+    @cached_property
+    def _index(self) -> pa.Table:
+        file = self.path / INDEX
+        if not file.is_file():
+            raise MissingError(f"{file}: missing; copy it again or run `spec-data seal`")
+        try:
+            table = pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
+        except (pa.ArrowInvalid, OSError) as error:
+            raise DatasetError(f"{file}: damaged ({error}); copy it again") from None
+        rows = self.manifest.raw["totals"]["documents"]
+        if table.num_rows != rows:
+            raise DatasetError(f"{file}: {table.num_rows} documents, the manifest says {rows}")
+        return table
+
+    def _index_column(self, name: str) -> np.ndarray:
+        return self._index.column(name).to_numpy()
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens per document, int64 [N]."""
+        return self._index_column("tokens").astype(np.int64)
+
+    @cached_property
+    def supervised(self) -> np.ndarray:
+        """Supervised tokens per document, int64 [N]."""
+        return self._index_column("supervised").astype(np.int64)
+
+    @cached_property
+    def first_supervised(self) -> np.ndarray:
+        """Index of the first supervised token, int64 [N]; the length when there is none."""
+        return self._index_column("first_supervised").astype(np.int64)
+
+    @cached_property
+    def _places(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._index_column("shard"), self._index_column("row")
+
+    @cached_property
+    def doc_ids(self) -> list[str]:
+        """Content hash of every document."""
+        return self._index.column("doc_id").to_pylist()
+
+    def __len__(self) -> int:
+        return int(self.manifest.raw["totals"]["documents"])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """A document as fresh tensors (safe to modify), with `doc_id`, `source` and `turns`."""
+        shard, row = self._locate(index)
+        out: dict[str, Any] = shard.texts(row)
+        for column in self._columns.values():
+            out[column.name] = column.coder.decode(shard.tokens(column, row))
+        return out
+
+    def read_into(
+        self, index: int, out: dict[str, Tensor], start: int = 0, length: int | None = None
+    ) -> int:
+        """Copy the first `length` tokens of a document into `out[column][start : start+length]`.
+
+        `out` tensors are CPU, [T] or [T, W], and set the dtype; columns not in `out` are not
+        touched. Gives the number of tokens written.
+
+        Raises:
+            DatasetError: a column that is not there, or a buffer that is too short.
+        """
+        shard, row = self._locate(index)
+        count = int(self.lengths[index]) if length is None else length
+        for name, buffer in out.items():
+            column = self._columns.get(name)
+            if column is None:
+                raise DatasetError(f"{self.path}: no column {name!r} to read; {self.columns}")
+            stored = shard.tokens(column, row)[:count]
+            if start + len(stored) > len(buffer):
+                raise DatasetError(
+                    f"buffer of {len(buffer)} tokens is too short for tokens {start} to "
+                    f"{start + len(stored)} of document {index}"
+                )
+            column.coder.decode_into(stored, buffer[start : start + len(stored)])
+        return min(count, int(self.lengths[index]))
+
+    def _locate(self, index: int) -> tuple["_Shard", int]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        shards, rows = self._places
+        number = int(shards[index])
+        if number not in self._shards:
+            self._shards[number] = _Shard(self.path, self.manifest, number)
+        return self._shards[number], int(rows[index])
+
+
+class _Shard:
+    """One mapped shard; numpy views of its record batches are made at first touch."""
+
+    def __init__(self, path: Path, manifest: Manifest, number: int) -> None:
+        self.record: ShardRecord = manifest.shards[number]
+        self.file = path / self.record.file
+        try:
+            stream = pa.ipc.open_stream(pa.memory_map(str(self.file)))
+            self.batches: list[pa.RecordBatch] = list(stream)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise DatasetError(f"{self.file}: damaged ({error}); copy it again") from None
+        if not stream.schema.equals(arrow_schema(manifest.columns), check_metadata=True):
+            raise DatasetError(
+                f"{self.file}: its columns are not those of the manifest; it belongs to another "
+                "dataset or release"
+            )
+        self.starts = np.cumsum([0] + [b.num_rows for b in self.batches])
+        if self.starts[-1] != self.record.rows:
+            raise DatasetError(
+                f"{self.file}: {self.starts[-1]} documents, the manifest says {self.record.rows}"
+            )
+        self._views: dict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = {}
+
+    def _batch_of(self, row: int) -> tuple[int, int]:
+        batch = int(np.searchsorted(self.starts, row, side="right")) - 1
+        return batch, row - int(self.starts[batch])
+
+    def texts(self, row: int) -> dict[str, Any]:
+        """doc_id, source and turns of a row."""
+        batch, local = self._batch_of(row)
+        return {
+            name: self.batches[batch].column(name)[local].as_py()
+            for name in ("doc_id", "source", "turns")
+        }
+
+    def tokens(self, column: Column, row: int) -> np.ndarray:
+        """Stored values of one document, [T] or [T, W]: a read-only view of the mapped file."""
+        batch, local = self._batch_of(row)
+        key = (batch, column.name)
+        if key not in self._views:
+            array = self.batches[batch].column(column.name)
+            values = array.values
+            if column.width is not None:
+                values = values.values
+            flat = values.to_numpy(zero_copy_only=True)
+            shaped = flat.reshape(-1, column.width) if column.width is not None else flat
+            self._views[key] = (array.offsets.to_numpy(), shaped)
+        offsets, view = self._views[key]
+        return view[offsets[local] : offsets[local + 1]]
+
+
+def load_head_tensors(dataset: str | Path) -> dict[str, Tensor]:
+    """The target's `embed_tokens` [V, H], `lm_head` [V, H], `norm` [H] (and `lm_head_bias` [V]).
+
+    Native dtype; with tied embeddings `lm_head` is the very tensor `embed_tokens`.
+
+    Raises:
+        MissingError, DatasetError: the file is absent or not what the manifest describes.
+    """
+    from_file = Path(dataset) / "target" / "head.safetensors"
+    if not from_file.is_file():
+        raise MissingError(f"{from_file}: missing; copy the dataset again")
+    head = Manifest.read(Path(dataset) / MANIFEST).head
+    try:
+        tensors = load_file(from_file)
+    except SafetensorError as error:
+        raise DatasetError(f"{from_file}: damaged ({error}); copy it again") from None
+    if head.tied:
+        tensors.setdefault("lm_head", tensors.get("embed_tokens", torch.empty(0)))
+    for name in ("embed_tokens", "lm_head"):
+        shape = tuple(tensors[name].shape) if name in tensors else None
+        if shape != (head.vocab_size, head.hidden_size):
+            raise DatasetError(
+                f"{from_file}: {name} has shape {shape}, the manifest says "
+                f"({head.vocab_size}, {head.hidden_size})"
+            )
+    return tensors

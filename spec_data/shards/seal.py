@@ -1,0 +1,161 @@
+"""Turn a folder of finished shards into a dataset: index, card, `datasets` files, manifest.
+
+The manifest is written last: its presence is what "sealed" means.
+"""
+
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from spec_data.shards.errors import DatasetError
+from spec_data.shards.files import dump_json, replace_durably, sha256_file, write_atomically
+from spec_data.shards.reader import INDEX, MANIFEST
+from spec_data.shards.schema import Manifest, ShardRecord, arrow_schema, fingerprint
+
+INDEX_SCHEMA = pa.schema(
+    [
+        pa.field("doc_id", pa.string(), nullable=False),
+        pa.field("source", pa.string(), nullable=False),
+        *(
+            pa.field(name, pa.int32(), nullable=False)
+            for name in ("shard", "row", "tokens", "supervised", "first_supervised")
+        ),
+    ]
+)
+
+
+def seal(directory: Path, draft: dict[str, Any], records: Sequence[ShardRecord]) -> Manifest:
+    """Write everything but the shards, and give the manifest.
+
+    `draft` is the manifest without `shards`, `totals` and `fingerprint`.
+
+    Raises:
+        DatasetError: a shard is not the one its record describes.
+    """
+    raw = draft | {
+        "shards": [vars(r) for r in records],
+        "totals": {
+            "documents": sum(r.rows for r in records),
+            "tokens": sum(r.tokens for r in records),
+            "supervised": sum(r.supervised for r in records),
+            "bytes": sum(r.bytes for r in records),
+        },
+    }
+    raw["fingerprint"] = fingerprint(raw)
+    manifest = Manifest(raw, str(directory / MANIFEST))
+    _write_index(directory, manifest)
+    files = [{"filename": r.file} for r in records]
+    state = {
+        "_data_files": files,
+        "_fingerprint": raw["fingerprint"][:16],
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": None,
+    }
+    write_atomically(directory / "state.json", dump_json(state))
+    write_atomically(directory / "dataset_info.json", dump_json({}))
+    write_atomically(directory / "README.md", dataset_card(manifest))
+    write_atomically(directory / MANIFEST, dump_json(raw))
+    return manifest
+
+
+def check_shard(directory: Path, record: ShardRecord) -> None:
+    """Compare a shard's size and checksum with its record."""
+    file = directory / record.file
+    if not file.is_file() or file.stat().st_size != record.bytes:
+        raise DatasetError(f"{file}: missing or truncated; delete it and generate again")
+    if sha256_file(file) != record.sha256:
+        raise DatasetError(
+            f"{file}: its bytes are not those that were written; delete it and go on"
+        )
+
+
+def _write_index(directory: Path, manifest: Manifest) -> None:
+    """index.arrow: one small row per document, in shard order, in one record batch."""
+    columns: dict[str, list[pa.Array]] = {name: [] for name in INDEX_SCHEMA.names}
+    for number, record in enumerate(manifest.shards):
+        for name, array in _index_rows(directory / record.file, number, manifest).items():
+            columns[name].append(array)
+    arrays = [
+        pa.concat_arrays(columns[f.name]) if columns[f.name] else pa.array([], f.type)
+        for f in INDEX_SCHEMA
+    ]
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, INDEX_SCHEMA) as stream:
+        stream.write_batch(pa.RecordBatch.from_arrays(arrays, schema=INDEX_SCHEMA))
+    temporary = directory / f".{INDEX}.{os.getpid()}.tmp"
+    with temporary.open("wb") as file:
+        file.write(sink.getbuffer())
+        file.flush()
+        os.fsync(file.fileno())
+    replace_durably(temporary, directory / INDEX)
+
+
+def _index_rows(file: Path, number: int, manifest: Manifest) -> dict[str, pa.Array]:
+    """The index rows of one shard, from its own columns (states are not touched)."""
+    stream = pa.ipc.open_stream(pa.memory_map(str(file)))
+    if not stream.schema.equals(arrow_schema(manifest.columns), check_metadata=True):
+        raise DatasetError(f"{file}: its columns are not those of this dataset")
+    ids, sources, tokens, supervised, first = [], [], [], [], []
+    for batch in stream:
+        ids.append(batch.column("doc_id"))
+        sources.append(batch.column("source"))
+        masks = batch.column("loss_mask")
+        offsets, values = masks.offsets.to_numpy(), masks.values.to_numpy()
+        lengths = np.diff(offsets)
+        total = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
+        count = total[offsets[1:]] - total[offsets[:-1]]
+        tokens.append(lengths)
+        supervised.append(count)
+        position = np.searchsorted(total, total[offsets[:-1]] + 1) - 1 - offsets[:-1]
+        first.append(np.where(count > 0, position, lengths))
+    rows = sum(len(t) for t in tokens)
+    return {
+        "doc_id": pa.concat_arrays(ids),
+        "source": pa.concat_arrays(sources),
+        "shard": pa.array(np.full(rows, number, np.int32)),
+        "row": pa.array(np.arange(rows, dtype=np.int32)),
+        "tokens": pa.array(np.concatenate(tokens).astype(np.int32)),
+        "supervised": pa.array(np.concatenate(supervised).astype(np.int32)),
+        "first_supervised": pa.array(np.concatenate(first).astype(np.int32)),
+    }
+
+
+def dataset_card(manifest: Manifest) -> str:
+    """README.md of a dataset: the Hub's YAML header and what is inside, in words."""
+    raw, totals = manifest.raw, manifest.raw["totals"]
+    licences = sorted({s["licence"] for s in raw["corpus"] if s.get("licence")})
+    rows = "\n".join(
+        f"| `{c.name}` | {c.codec} | {c.width or 1} | {c.bytes_per_token:,} |"
+        for c in manifest.columns
+    )
+    dropped = ", ".join(f"{k} {v:,}" for k, v in raw["documents"]["dropped"].items()) or "none"
+    return f"""---
+tags:
+- speculative-decoding
+- hidden-states
+- spec-data
+license: {licences[0] if len(licences) == 1 else "other"}
+---
+# Hidden states of {raw["target"]["name"]}
+
+Made by spec-data for training speculative-decoding drafts: {totals["documents"]:,} documents,
+{totals["tokens"]:,} tokens ({totals["supervised"]:,} supervised), {totals["bytes"]:,} bytes in
+{len(raw["shards"])} shards. {raw["layer_convention"].capitalize()}; captured: {raw["layers"]}.
+Corpus: {", ".join(s["source"] for s in raw["corpus"])}. Responses are
+{raw["policy"]}. Documents dropped: {dropped}.
+
+| column | codec | values per token | bytes per token |
+| --- | --- | --- | --- |
+{rows}
+
+Open it with `spec_data.HiddenStatesDataset(dir)` or `datasets.load_from_disk(dir)`; prove it with
+`spec-data verify dir`. `manifest.json` holds everything that decided these bytes.
+"""
