@@ -1,0 +1,205 @@
+"""From options to a plan: identify everything, render the corpus, cut units. No target is loaded.
+
+`Setup` is what the options resolve to before the corpus is read; `make_plan` reads the corpus;
+`settings` is the table of everything that decides the dataset's bytes. Two runs with one table
+may share a directory; any difference is refused, named field by field.
+"""
+
+import json
+import platform
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+import spec_data
+from spec_data.chat import Renderer, RenderError
+from spec_data.config import differing_fields
+from spec_data.corpus import CorpusReader, SourceReport
+from spec_data.hooks import parse_layers
+from spec_data.identity import resolve_model, target_identity, tokenizer_identity
+from spec_data.options import GenerateConfig, parse_size
+from spec_data.progress import progress
+from spec_data.shards.errors import ConfigError, CorpusError, TargetError
+from spec_data.shards.schema import FORMAT_VERSION, Column, token_columns
+from spec_data.units import Plan, PlanBuilder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A target and tokenizer found on disk, and the columns a dataset of it will have."""
+
+    config: GenerateConfig
+    model_dir: Path
+    tokenizer: PreTrainedTokenizerBase
+    target: dict[str, Any]
+    tokenizer_id: dict[str, Any]
+    layers: tuple[int, ...]
+    columns: tuple[Column, ...]
+    vocab_size: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Payload bytes of a stored token."""
+        return sum(c.bytes_per_token for c in self.columns)
+
+
+def set_up(config: GenerateConfig) -> Setup:
+    """Resolve a target and tokenizer without loading any weights.
+
+    Raises:
+        MissingError, TargetError: no such model, or layers that it does not have.
+    """
+    model_dir, commit = resolve_model(config.target, config.revision)
+    target = target_identity(config.target, model_dir, commit)
+    if not target["num_layers"] or not target["hidden_size"]:
+        raise TargetError(f"{model_dir / 'config.json'}: no num_hidden_layers or hidden_size")
+    layers = parse_layers(config.layers, target["num_layers"])
+    tokenizer = load_tokenizer(model_dir, config.trust_remote_code)
+    vocab = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    vocab_size = (vocab.get("text_config") or vocab).get("vocab_size") or len(tokenizer)
+    return Setup(
+        config=config,
+        model_dir=model_dir,
+        tokenizer=tokenizer,
+        target=target,
+        tokenizer_id=tokenizer_identity(tokenizer, config.template_kwargs),
+        layers=layers,
+        columns=token_columns(layers, target["hidden_size"], config.supervision, vocab_size),
+        vocab_size=vocab_size,
+    )
+
+
+def load_tokenizer(directory: Path, trust: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory.
+
+    Raises:
+        TargetError: the directory has none that transformers can load.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust)
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        raise TargetError(f"{directory}: no usable tokenizer ({error})") from None
+
+
+def end_token_ids(directory: Path) -> list[int]:
+    """Token ids that end generation, from generation_config.json or config.json."""
+    for name in ("generation_config.json", "config.json"):
+        file = directory / name
+        ids = (
+            json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            if file.is_file()
+            else None
+        )
+        if ids is not None:
+            return [ids] if isinstance(ids, int) else list(ids)
+    return []
+
+
+def make_plan(setup: Setup) -> Plan:
+    """Read, render and cut the corpus.
+
+    Raises:
+        CorpusError: the corpus cannot be read, or nothing of it is left.
+    """
+    config = setup.config
+    reader = corpus_reader(config)
+    renderer = Renderer(
+        setup.tokenizer,
+        mask=config.mask,
+        template_kwargs=config.template_kwargs,
+        eot_token_ids=end_token_ids(setup.model_dir),
+        vocab_size=setup.vocab_size,
+    )
+    builder = PlanBuilder(config.max_length)
+    unrendered: Counter[str] = Counter()
+    for record in progress(reader, desc="render", unit=" rows"):
+        try:
+            documents = renderer.render(record)
+        except RenderError as error:
+            unrendered[error.reason] += 1
+            if config.on_bad_row == "fail":
+                raise CorpusError(str(error)) from None
+            continue
+        for document in documents:
+            builder.add(document)
+    builder.counts.rows = sum(r.rows for r in reader.reports)
+    builder.counts.bad_rows = sum(r.bad for r in reader.reports)
+    builder.counts.unrendered = dict(sorted(unrendered.items()))
+    builder.counts.rendering = dict(renderer.methods + renderer.counts)
+    builder.lost(renderer.dropped)
+    return builder.build(
+        [corpus_entry(r) for r in reader.reports],
+        settings(setup, reader.reports),
+        config.pack_length,
+        setup.bytes_per_token,
+        parse_size(config.max_shard_size),
+    )
+
+
+def corpus_reader(config: GenerateConfig) -> CorpusReader:
+    """The reader of a config's sources."""
+    bad: Literal["skip", "fail"] = "fail" if config.on_bad_row == "fail" else "skip"
+    return CorpusReader(config.corpus, on_bad_row=bad, limit=config.limit or None)
+
+
+def corpus_entry(report: SourceReport) -> dict[str, Any]:
+    """What the manifest says of one source."""
+    return asdict(report)
+
+
+def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
+    """Everything that decides the bytes of a dataset, flat enough to name what differs."""
+    config = setup.config
+    device = "cuda" if config.device == "auto" and torch.cuda.is_available() else config.device
+    return {
+        "format_version": FORMAT_VERSION,
+        "target": {k: v for k, v in setup.target.items() if k != "name"},
+        "target_name": setup.target["name"],
+        "tokenizer": setup.tokenizer_id,
+        "corpus": [{"source": r.source, "sha256": r.sha256} for r in reports],
+        "layers": list(setup.layers),
+        "supervision": config.supervision,
+        "mask": config.mask,
+        "max_length": config.max_length,
+        "pack_length": config.pack_length,
+        "batch_tokens": config.batch_tokens,
+        "packing": config.packing,
+        "limit": config.limit,
+        "dtype": config.dtype,
+        "attn": config.attn,
+        "device": "cpu" if device == "auto" else device.split(":")[0],
+        "max_shard_size": config.max_shard_size,
+        "on_policy": config.on_policy,
+        "versions": {
+            "spec_data": spec_data.__version__,
+            "torch": torch.__version__.split("+")[0],
+            "transformers": transformers.__version__,
+            "machine": platform.machine(),
+        },
+    }
+
+
+def same_settings(setup: Setup, saved: dict[str, Any], where: Path) -> None:
+    """Refuse to go on with, or mix into, data made with other settings.
+
+    The corpus is read again (not rendered) so that its hash can be compared.
+
+    Raises:
+        ConfigError: names every field that differs.
+    """
+    reader = corpus_reader(setup.config)
+    for _ in reader:
+        pass
+    different = differing_fields(saved, settings(setup, reader.reports))
+    if different:
+        raise ConfigError(
+            f"{where} holds data made with other settings, which must not be mixed:\n  "
+            + "\n  ".join(different)
+            + "\nUse the old settings, another --out, or delete the directory."
+        )

@@ -1,0 +1,171 @@
+"""What the commands print: sizes, counts and documents as plain aligned text."""
+
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from spec_data.plan import Setup, load_tokenizer
+from spec_data.shards.errors import DatasetError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.schema import Column, Manifest
+from spec_data.units import Plan
+
+_SUPERVISED, _PLAIN, _RESET = "\033[1;32m", "\033[2m", "\033[0m"
+
+
+def table(rows: Iterable[Sequence[Any]]) -> str:
+    """Left-align the first column, right-align the rest."""
+    cells = [[str(c) for c in row] for row in rows]
+    widths = [max(len(r[i]) for r in cells) for i in range(len(cells[0]))]
+    return "\n".join(
+        "  ".join(
+            c.ljust(w) if i == 0 else c.rjust(w)
+            for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    )
+
+
+def facts(rows: Iterable[tuple[str, str]]) -> str:
+    """Names padded to one width, values after them."""
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
+
+
+def size(count: float) -> str:
+    """Bytes for people: 1.5 GB."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.2f} {unit}"
+        count /= 1000
+    return f"{count:,.2f} TB"
+
+
+def column_rows(columns: Sequence[Column], tokens: int) -> str:
+    """One line per column: codec, bytes per token, payload."""
+    rows: list[Sequence[Any]] = [("column", "codec", "bytes/token", "payload")]
+    rows += [
+        (c.name, c.codec, f"{c.bytes_per_token:,}", size(c.bytes_per_token * tokens))
+        for c in columns
+    ]
+    total = sum(c.bytes_per_token for c in columns)
+    rows.append(("all token columns", "", f"{total:,}", size(total * tokens)))
+    return table(rows)
+
+
+def counts_text(counts: dict[str, Any]) -> str:
+    """Where every corpus row and document went."""
+    read = counts.get("read", counts.get("rows", 0))
+    lines = [
+        ("corpus rows read", f"{read:,}"),
+        ("  bad rows", f"{counts['bad_rows']:,}"),
+        *((f"  not rendered: {k}", f"{v:,}") for k, v in counts["unrendered"].items()),
+        *((f"  {k}", f"{v:,}") for k, v in counts["rendering"].items()),
+        ("documents rendered", f"{counts['rendered']:,}"),
+        *((f"  dropped: {k}", f"{v:,}") for k, v in counts["dropped"].items()),
+        (f"  cut at the maximal length (-{counts['tokens_cut']:,} tokens)", f"{counts['cut']:,}"),
+        ("documents kept", f"{counts['rendered'] - sum(counts['dropped'].values()):,}"),
+    ]
+    return table(lines)
+
+
+def estimate_text(setup: Setup, plan: Plan) -> str:
+    """What generate would write, to the byte."""
+    total = sum(plan.unit_bytes(u, setup.columns) for u in range(len(plan.units)))
+    out = Path(setup.config.out)
+    existing = next(p for p in [out, *out.absolute().parents] if p.exists())
+    free = shutil.disk_usage(existing).free
+    lines = [
+        ("target", f"{setup.target['name']} ({setup.target['num_layers']} blocks)"),
+        ("layers (output of block k, from 0)", ", ".join(map(str, setup.layers))),
+        ("documents", f"{len(plan.lengths):,}"),
+        ("tokens", f"{plan.tokens:,}"),
+        ("supervised tokens", f"{plan.supervised:,}"),
+        ("longest document", f"{int(plan.lengths.max()):,}"),
+        ("pack length", f"{plan.pack_length:,}"),
+        ("packing utilisation", f"{plan.utilisation():.1%}"),
+        ("shards", f"{len(plan.units):,}"),
+        ("bytes per token", f"{total / plan.tokens:,.1f}"),
+        ("bytes of all shards", f"{total:,} ({size(total)})"),
+        ("free on this disk", size(free) + ("" if free > total else "  NOT ENOUGH")),
+    ]
+    sources = "\n".join(f"  {_source_text(s)}" for s in plan.corpus)
+    return "\n\n".join(
+        [
+            "corpus\n" + sources,
+            counts_text(vars(plan.counts)),
+            column_rows(setup.columns, plan.tokens),
+            facts(lines),
+        ]
+    )
+
+
+def _source_text(source: dict[str, Any]) -> str:
+    return (
+        f"{source['source']}: {source['kind']}, {source['format']}, {source['rows']:,} rows, "
+        f"{source['bad']:,} bad"
+    )
+
+
+def dataset_text(manifest: Manifest) -> str:
+    """What is inside a sealed dataset."""
+    raw, totals = manifest.raw, manifest.raw["totals"]
+    target, packing = raw["target"], raw["packing"]
+    tokens = max(totals["tokens"], 1)
+    lines = [
+        ("target", f"{target['name']}, {target.get('num_layers')} blocks, {target.get('dtype')}"),
+        ("layers (output of block k, from 0)", ", ".join(map(str, manifest.layers))),
+        ("supervision", manifest.supervision),
+        ("documents", f"{totals['documents']:,}"),
+        ("tokens", f"{totals['tokens']:,}"),
+        ("supervised tokens", f"{totals['supervised']:,}"),
+        ("shards", f"{len(manifest.shards):,}"),
+        ("bytes of all shards", f"{totals['bytes']:,} ({size(totals['bytes'])})"),
+        ("bytes per token", f"{totals['bytes'] / tokens:,.1f}"),
+        ("captured", _packing_text(packing)),
+        ("responses", raw["policy"]),
+        ("fingerprint", manifest.fingerprint[:16]),
+    ]
+    parts = [facts(lines), column_rows(manifest.columns, totals["tokens"])]
+    if "rendered" in raw["documents"]:
+        parts.append(counts_text(raw["documents"]))
+    return "\n\n".join(parts)
+
+
+def _packing_text(packing: dict[str, Any]) -> str:
+    form = packing.get("form", "unknown")
+    if "utilisation" not in packing:
+        return form
+    proof = packing["differences"].get(form)
+    proven = f"differs from unpacked by {proof:.1e} (allowed {packing['tolerance']:.1e})"
+    if form in ("rows", "single"):
+        return f"one document per row: {', '.join(packing['differences'])} tried"
+    return f"{form}, {packing['utilisation']:.1%} full, {proven}"
+
+
+def document_text(dataset: HiddenStatesDataset, index: int, colour: bool) -> str:
+    """A document's text with the supervised tokens marked (green, or between « and »)."""
+    if not 0 <= index < len(dataset):
+        raise DatasetError(f"--doc {index}: the dataset has documents 0 to {len(dataset) - 1}")
+    row = dataset[index]
+    tokenizer = load_tokenizer(dataset.target_dir)
+    head = (
+        f"document {index}  {row['doc_id']}  {row['source']}  {len(row['input_ids'])} tokens, "
+        f"{int(row['loss_mask'].sum())} supervised"
+    )
+    turns = "  ".join(f"{t['role']} [{t['start']}:{t['end']}]" for t in row["turns"])
+    pieces, mask = [], row["loss_mask"].tolist()
+    ids = row["input_ids"].tolist()
+    start = 0
+    for stop in range(1, len(ids) + 1):
+        if stop < len(ids) and mask[stop] == mask[start]:
+            continue
+        text = tokenizer.decode(ids[start:stop], skip_special_tokens=False)
+        if colour:
+            pieces.append(f"{_SUPERVISED if mask[start] else _PLAIN}{text}{_RESET}")
+        else:
+            pieces.append(f"«{text}»" if mask[start] else text)
+        start = stop
+    return f"{head}\n{turns}\n\n{''.join(pieces)}"

@@ -1,0 +1,272 @@
+"""One corpus row (a JSON object, a Parquet row) -> one `Record`: pure, no files.
+
+A row is recognised by its columns, in the order of `FORMATS`; the first whose columns are present
+and not null wins, so a row with both `messages` and a ready-made `text` is a conversation. What
+cannot be understood raises `BadRow` with the reason; nothing is guessed and nothing is dropped: an
+image part or a role nobody knows makes the row bad, not shorter.
+
+Normalisation, so that one template call renders every source alike:
+- ShareGPT speakers become OpenAI roles; content made of text parts is joined without a separator.
+- A string `prompt` / `completion` (and Alpaca's `instruction`, `input`, `output`) is a user turn
+  and an assistant turn: a draft serves a chat, not raw text. Alpaca's `input` follows its
+  instruction after a blank line; `history` pairs and a `system` column come first.
+- OpenAI tool calls carry `arguments` as a JSON string; it is parsed, as vLLM and SGLang do before
+  they apply the template. Null fields are left out (`apply_chat_template` does the same); for
+  Arrow sources at every depth, because there a struct has every key that any row has.
+"""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+FORMATS = ("messages", "conversations", "prompt+completion", "instruction", "input_ids", "text")
+_NEEDS = {name: tuple(name.split("+")) for name in FORMATS} | {
+    "instruction": ("instruction", "output")
+}
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_OPTIONAL = ("input", "history", "system", "loss_mask", "tools", "chat_template_kwargs", *_MEDIA)
+
+COLUMNS = tuple(dict.fromkeys([c for needs in _NEEDS.values() for c in needs])) + _OPTIONAL
+"""Every column that is ever looked at: columnar readers project to these."""
+
+_ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")} | {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "function": "tool",
+    "observation": "tool",
+}
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+class BadRow(ValueError):
+    """A row that is not usable; the message says why, the reader adds where."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One corpus row, format recognised, not tokenised: exactly one of the first three is set.
+
+    `source` names the file or dataset as its `SourceReport` does, `where` the row for messages
+    (`path:line`, or `path row N` counted from 0).
+    """
+
+    source: str
+    where: str
+    messages: list[dict[str, Any]] | None = None
+    text: str | None = None
+    input_ids: list[int] | None = None
+    loss_mask: list[int] | None = None
+    tools: list[Any] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def recognise(row: dict[str, Any]) -> str | None:
+    """The name of the row's format, or None when no known set of columns is there."""
+    return next(
+        (name for name in FORMATS if all(row.get(c) is not None for c in _NEEDS[name])), None
+    )
+
+
+def parse_row(row: Any, *, source: str, where: str, arrow: bool = False) -> tuple[str, Record]:
+    """Turn one row into (format name, Record).
+
+    Args:
+        arrow: the row comes from an Arrow table, so nulls inside structs mean "no such key".
+
+    Raises:
+        BadRow: the row is of no known format, or is broken.
+    """
+    if not isinstance(row, dict):
+        raise BadRow(f"expected an object with named columns, found {_kind(row)}")
+    kind = recognise(row)
+    if kind is None:
+        found = ", ".join(sorted(k for k, v in row.items() if v is not None)) or "none"
+        raise BadRow(f"no known columns (found: {found}; known formats: {', '.join(FORMATS)})")
+    if arrow and kind not in ("text", "input_ids"):
+        row = _without_none(row)
+    for column in _MEDIA:
+        if row.get(column):
+            raise BadRow(f"the row has '{column}'; only text can be rendered")
+    if kind == "text":
+        return kind, Record(source=source, where=where, text=_given_text(row["text"]))
+    if kind == "input_ids":
+        ids, mask = _integers(row, "input_ids", (int,)), row.get("loss_mask")
+        if mask is not None:
+            mask = [int(v) for v in _integers(row, "loss_mask", (int, bool))]
+        return kind, Record(source=source, where=where, input_ids=ids, loss_mask=mask)
+    return kind, Record(
+        source=source,
+        where=where,
+        messages=_with_system(_conversation(kind, row), row.get("system")),
+        tools=_tools(row.get("tools")),
+        template_kwargs=_template_kwargs(row.get("chat_template_kwargs")),
+    )
+
+
+def _conversation(kind: str, row: dict[str, Any]) -> list[dict[str, Any]]:
+    if kind == "prompt+completion":
+        prompt, completion = row["prompt"], row["completion"]
+        return _side(prompt, "prompt", "user") + _side(completion, "completion", "assistant")
+    if kind == "instruction":
+        return _alpaca(row)
+    return _messages(row[kind], kind)
+
+
+def _side(value: Any, column: str, role: str) -> list[dict[str, Any]]:
+    """One side of a prompt+completion row: a string, one message or a list of messages."""
+    if isinstance(value, str):
+        return [{"role": role, "content": _text(value, column)}]
+    return _messages([value] if isinstance(value, dict) else value, column)
+
+
+def _alpaca(row: dict[str, Any]) -> list[dict[str, Any]]:
+    instruction = _text(row["instruction"], "instruction")
+    extra = _text(row.get("input") or "", "input")
+    question = "\n\n".join(part for part in (instruction, extra) if part)
+    if not question:
+        raise BadRow("instruction and input are both empty")
+    pairs = [*(row.get("history") or []), (question, row["output"])]
+    messages = []
+    for pair in pairs:
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise BadRow("history is not a list of [question, answer] pairs")
+        messages.append({"role": "user", "content": _text(pair[0], "history question")})
+        messages.append({"role": "assistant", "content": _text(pair[1], "output")})
+    return messages
+
+
+def _messages(value: Any, column: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise BadRow(f"{column} is {_kind(value)}, not a list of messages")
+    if not value:
+        raise BadRow(f"{column} is empty")
+    return [_message(message, f"{column}[{i}]") for i, message in enumerate(value)]
+
+
+def _message(message: Any, name: str) -> dict[str, Any]:
+    """One message in OpenAI form (`role`, `content`, then every other key as it was)."""
+    if not isinstance(message, dict):
+        raise BadRow(f"{name} is {_kind(message)}, not a message")
+    speaker = message.get("role", message.get("from"))
+    role = _ROLES.get(speaker) if isinstance(speaker, str) else None
+    if role is None:
+        raise BadRow(f"{name} has the unknown role {speaker!r}; known: {', '.join(_ROLES)}")
+    content = message.get("content", message.get("value"))
+    result: dict[str, Any] = {"role": role}
+    if content is not None:
+        result["content"] = _content(content, name)
+    elif role != "assistant" or not (message.get("tool_calls") or message.get("reasoning_content")):
+        raise BadRow(f"{name} ({role}) has no content")
+    taken = ("role", "from", "content", "value")
+    result.update({k: v for k, v in message.items() if k not in taken and v is not None})
+    if result.get("tool_calls"):
+        result["tool_calls"] = _tool_calls(result["tool_calls"], name)
+    return result
+
+
+def _content(content: Any, name: str) -> str:
+    if isinstance(content, str):
+        return _text(content, name)
+    if not isinstance(content, list):
+        raise BadRow(f"the content of {name} is {_kind(content)}, not text")
+    return "".join(_part(part, name) for part in content)
+
+
+def _part(part: Any, name: str) -> str:
+    if isinstance(part, str):
+        return _text(part, name)
+    kind = part.get("type") if isinstance(part, dict) else _kind(part)
+    if not isinstance(part, dict) or kind not in _TEXT_PARTS:
+        raise BadRow(f"{name} holds a part of type {kind!r}; only text parts can be rendered")
+    return _text(part.get("text"), f"a text part of {name}")
+
+
+def _tool_calls(calls: Any, name: str) -> list[Any]:
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise BadRow(f"tool_calls of {name} is not a list of objects")
+    return [_tool_call(call) for call in calls]
+
+
+def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _tool_call(call["function"])}
+    arguments = call.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        return {**call, "arguments": json.loads(arguments)}
+    except json.JSONDecodeError:
+        return call  # not JSON: some templates print the string as it is
+
+
+def _with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:
+    if not system or messages[0]["role"] in ("system", "developer"):
+        return messages
+    return [{"role": "system", "content": _text(system, "system")}, *messages]
+
+
+def _tools(value: Any) -> list[Any] | None:
+    value = _from_json(value, "tools")
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise BadRow("tools is not a list of tool descriptions")
+    return value
+
+
+def _template_kwargs(value: Any) -> dict[str, Any]:
+    value = _from_json(value, "chat_template_kwargs")
+    if value and not isinstance(value, dict):
+        raise BadRow(f"chat_template_kwargs is {_kind(value)}, not a table")
+    return value or {}
+
+
+def _from_json(value: Any, column: str) -> Any:
+    """Columnar files often hold nested values as JSON text."""
+    if not isinstance(value, str) or not value.strip():
+        return value or None
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise BadRow(f"{column} is a string but not JSON: {error}") from None
+
+
+def _given_text(value: Any) -> str:
+    if not _text(value, "text").strip():
+        raise BadRow("text is empty")
+    return value
+
+
+def _integers(row: dict[str, Any], column: str, kinds: tuple[type, ...]) -> list[int]:
+    """A column of integers; lengths and ranges are the renderer's business."""
+    values = row[column]
+    if not isinstance(values, list) or not all(type(v) in kinds for v in values):
+        raise BadRow(f"{column} is not a list of integers")
+    if not values:
+        raise BadRow(f"{column} is empty")
+    return values
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise BadRow(f"{name} is {_kind(value)}, not text")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise BadRow(f"{name} holds half of a surrogate pair, which is no character") from None
+    return value
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_none(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list):
+        return [_without_none(v) for v in value]
+    return value
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
+    return "null" if value is None else names.get(type(value), "a number")
