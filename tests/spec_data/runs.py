@@ -1,0 +1,79 @@
+"""A tiny target with a real tokenizer on disk, a corpus, and ways to run and compare generate."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from spec_data.generate import generate
+from spec_data.options import GenerateConfig
+from tests.families import tiny_model
+from tests.spec_data.templates import tokenizer
+
+
+def save_target(path: Path, family: str = "llama") -> Path:
+    """A model directory: random weights of a family, a byte-level tokenizer with ChatML."""
+    tok = tokenizer("chatml")
+    model = tiny_model(family)
+    model.resize_token_embeddings(len(tok), mean_resizing=False)
+    model.config.eos_token_id = tok.eos_token_id
+    model.save_pretrained(path)
+    tok.save_pretrained(path)
+    return path
+
+
+def write_corpus(path: Path, rows: int = 30) -> Path:
+    """Chats of one and two answers, of different lengths, no two alike."""
+    with path.open("w", encoding="utf-8") as file:
+        for i in range(rows):
+            messages = [
+                {"role": "user", "content": f"question {i}"},
+                {"role": "assistant", "content": f"answer {i} " + "so " * (i % 7)},
+            ]
+            if i % 3 == 0:
+                messages += [
+                    {"role": "user", "content": "more"},
+                    {"role": "assistant", "content": f"{i} again"},
+                ]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return path
+
+
+def options(target: Path, corpus: Path, out: Path, **changes) -> dict:
+    """Options of a run with several units."""
+    return {
+        "target": str(target),
+        "corpus": (str(corpus),),
+        "out": str(out),
+        "layers": "0,2,4",
+        "max_shard_size": "120KB",
+        "batch_tokens": 512,
+        "device": "cpu",
+    } | changes
+
+
+def run(target: Path, corpus: Path, out: Path, **changes):
+    """Generate in this process; gives the manifest."""
+    return generate(GenerateConfig(**options(target, corpus, out, **changes)))
+
+
+def start_cli(given: dict, threads: int = 1) -> subprocess.Popen:
+    """Generate in a process of its own."""
+    program = "import sys; from spec_data.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", program, "generate"]
+    for name, value in given.items():
+        values = value if isinstance(value, tuple) else (value,)
+        command += ["--" + name.replace("_", "-"), *map(str, values)]
+    env = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def digests(directory: Path) -> dict[str, str]:
+    """sha256 of every file below a directory."""
+    return {
+        str(p.relative_to(directory)): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in sorted(directory.rglob("*"))
+        if p.is_file()
+    }
