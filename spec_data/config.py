@@ -151,12 +151,9 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def differing_fields(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """One line per field in which two settings tables differ: `name: old -> new`."""
-    names = sorted(set(old) | set(new))
-    return [
-        f"{n}: {old.get(n, '(absent)')!r} -> {new.get(n, '(absent)')!r}"
-        for n in names
-        if old.get(n) != new.get(n)
-    ]
+    absent = "(absent)"
+    pairs = {n: (old.get(n, absent), new.get(n, absent)) for n in sorted(set(old) | set(new))}
+    return [f"{n}: {a!r} -> {b!r}" for n, (a, b) in pairs.items() if a != b]
 
 
 def run_cli(main: typing.Callable[[], int | None], debug: bool) -> int:

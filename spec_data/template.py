@@ -23,6 +23,8 @@ RESERVED = {  # arguments of apply_chat_template that decide what is rendered, n
 
 @dataclass(frozen=True)
 class Rendered:
+    """Token ids of one render, and its generation tags."""
+
     ids: list[int]
     tags: list[int] | None  # 1 at tokens inside generation tags; None for templates without
 

@@ -1,0 +1,213 @@
+"""Which documents make global batch k: a pure function of (seed, epoch, lengths), no I/O.
+
+Order is planned, not drawn from a buffer: contiguous blocks of documents are shuffled, strung
+into windows of about `window_tokens`, documents are shuffled inside a window, and packed on their
+lengths. Batch k of an epoch is therefore the same on any number of ranks and after any resume,
+and the whole state of a stream is two integers. Every usable document appears exactly once an
+epoch; the last batch of an epoch may be short, because dropping it would drop documents.
+
+Random numbers are splitmix64 hashes of (seed, epoch, what, index), since numpy's generators may
+change between releases and an order may not.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from spec_data.shards.errors import ConfigError
+from spec_data.shards.packing import pack_documents
+
+Pack = list[int]
+"""Dataset rows of the documents of one pack."""
+
+BLOCKS_PER_WINDOW = 16
+PACKING_GROUP = 4096
+"""Documents packed together at most: best-fit gains nothing from more, and stays fast."""
+
+_BLOCK, _DOCUMENT, _PACK = 1, 2, 3
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """splitmix64 finaliser of uint64 values."""
+    with np.errstate(over="ignore"):
+        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def _keys(indices: np.ndarray, *stream: int) -> np.ndarray:
+    """One pseudo-random uint64 per index, for the given stream of integers."""
+    base = hashlib.blake2b(repr(stream).encode(), digest_size=8).digest()
+    start = np.frombuffer(base, dtype="<u8").astype(np.uint64)
+    with np.errstate(over="ignore"):
+        return _mix(start + (indices.astype(np.uint64) + 1) * np.uint64(0x9E3779B97F4A7C15))
+
+
+def split_documents(doc_ids: Sequence[str], fraction: float, seed: int) -> np.ndarray:
+    """Boolean [N], True for validation documents: those whose hashed id falls below `fraction`.
+
+    A document's side depends on its id and the seed alone, so growing or reordering a dataset
+    moves no document, and copies of a document (equal ids) are never on both sides. One exception
+    keeps small data usable: where the hash would leave a side empty although 0 < fraction and
+    there are two distinct documents, the document nearest the border crosses it.
+    """
+    if fraction <= 0 or not len(doc_ids):
+        return np.zeros(len(doc_ids), dtype=bool)
+    digests = [
+        hashlib.blake2b(f"{seed}:{doc_id}".encode(), digest_size=8).digest() for doc_id in doc_ids
+    ]
+    hashes = np.frombuffer(b"".join(digests), dtype="<u8")
+    mask = hashes < np.uint64(min(fraction, 1.0) * (2**64 - 2048))
+    low, high = hashes.min(), hashes.max()
+    if low != high and not mask.any():
+        mask = hashes == low
+    if low != high and mask.all():
+        mask = hashes != high
+    return mask
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Which documents a trainer can use at one pack length, and what happened to the others."""
+
+    usable: np.ndarray  # bool [N]
+    cut: int  # usable documents cut to the pack length
+    left_out: dict[str, int] = field(default_factory=dict)  # reason -> documents
+
+
+def select_documents(
+    lengths: np.ndarray, supervised: np.ndarray, first_supervised: np.ndarray, seq_len: int
+) -> Selection:
+    """Leave out documents that cannot supervise anything once cut to `seq_len`, by reason."""
+    nothing = supervised == 0
+    beyond = ~nothing & (first_supervised >= seq_len)
+    usable = ~(nothing | beyond)
+    reasons = {
+        "no supervised token": int(nothing.sum()),
+        f"first supervised token past --seq-len {seq_len}": int(beyond.sum()),
+    }
+    return Selection(
+        usable=usable,
+        cut=int((usable & (lengths > seq_len)).sum()),
+        left_out={reason: count for reason, count in reasons.items() if count},
+    )
+
+
+class BatchPlan:
+    """The global batches of every epoch over the documents where `usable` is True."""
+
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        usable: np.ndarray,
+        *,
+        seq_len: int,
+        rows_per_batch: int,
+        seed: int = 0,
+        window_tokens: int = 1 << 22,
+        fingerprint: str = "",
+    ) -> None:
+        """Plan over `lengths` int64 [N]; documents longer than `seq_len` count as cut to it.
+
+        `rows_per_batch` is the number of packs in a global batch; `fingerprint` names the dataset.
+        """
+        for name, value in (("seq_len", seq_len), ("rows_per_batch", rows_per_batch)):
+            if value < 1:
+                raise ConfigError(f"{name} is {value}: expected at least 1")
+        self.rows = np.flatnonzero(usable)
+        self.lengths = np.minimum(lengths, seq_len).astype(np.int64)
+        self.seq_len = seq_len
+        self.rows_per_batch = rows_per_batch
+        self.seed = seed
+        self.window_tokens = max(1, window_tokens)
+        digest = hashlib.sha256(self.rows.astype("<i8").tobytes())
+        digest.update(self.lengths[self.rows].astype("<i8").tobytes())
+        self._identity = {
+            "fingerprint": fingerprint,
+            "documents": digest.hexdigest()[:16],
+            "seed": seed,
+            "seq_len": seq_len,
+            "rows_per_batch": rows_per_batch,
+            "window_tokens": self.window_tokens,
+        }
+        self._planned: tuple[int, list[list[Pack]]] | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one epoch, after the cut."""
+        return int(self.lengths[self.rows].sum())
+
+    def batches(self, epoch: int) -> list[list[Pack]]:
+        """Global batches of an epoch: batch -> packs -> dataset rows. The last may be short."""
+        planned = self._planned
+        if planned is None or planned[0] != epoch:
+            packs = [pack for group in self._groups(epoch) for pack in self._packs(group, epoch)]
+            size = self.rows_per_batch
+            planned = epoch, [packs[i : i + size] for i in range(0, len(packs), size)]
+            self._planned = planned
+        return planned[1]
+
+    def windows(self, epoch: int) -> list[np.ndarray]:
+        """The dataset rows of each window, in training order: whole shuffled blocks."""
+        if not len(self.rows):
+            return []
+        lengths = self.lengths[self.rows]
+        before = np.cumsum(lengths) - lengths
+        block = before // max(1, self.window_tokens // BLOCKS_PER_WINDOW)
+        turn = _keys(block, self.seed, epoch, _BLOCK)
+        by_block = np.lexsort((block, turn))
+        length = lengths[by_block]
+        window = (np.cumsum(length) - length) // self.window_tokens
+        inside = _keys(by_block, self.seed, epoch, _DOCUMENT)
+        order = by_block[np.lexsort((inside, window))]
+        borders = np.flatnonzero(np.diff(window)) + 1
+        return np.split(self.rows[order], borders)
+
+    def _groups(self, epoch: int) -> list[np.ndarray]:
+        return [
+            window[i : i + PACKING_GROUP]
+            for window in self.windows(epoch)
+            for i in range(0, len(window), PACKING_GROUP)
+        ]
+
+    def _packs(self, group: np.ndarray, epoch: int) -> list[Pack]:
+        """Pack a shuffled group; the packs are shuffled again, as best-fit sorts them by size."""
+        rows = group.tolist()
+        packs = pack_documents(self.lengths[group].tolist(), self.seq_len)
+        first = np.array([rows[pack[0]] for pack in packs])
+        order = np.argsort(_keys(first, self.seed, epoch, _PACK), kind="stable").tolist()
+        return [[rows[i] for i in packs[p]] for p in order]
+
+    def state(self, epoch: int, batches_done: int) -> dict[str, Any]:
+        """A position in the order, with everything the order depends on."""
+        return {**self._identity, "epoch": epoch, "batches_done": batches_done}
+
+    def position(self, state: dict[str, Any]) -> tuple[int, int]:
+        """`(epoch, batches_done)` of a state that this very plan made.
+
+        Raises:
+            ConfigError: the state belongs to another order; the message has both values.
+        """
+        differing = [
+            f"{name} was {state.get(name)!r}, is {value!r}"
+            for name, value in self._identity.items()
+            if state.get(name) != value
+        ]
+        if differing:
+            raise ConfigError(
+                "the saved position belongs to another order of batches: "
+                + "; ".join(differing)
+                + ". Go on with the same dataset and settings, or start in another --out"
+            )
+        return int(state["epoch"]), int(state["batches_done"])
+
+
+def rank_slice(batch: Sequence[Pack], rank: int, world_size: int) -> list[Pack]:
+    """The packs of a global batch that one rank reads; empty where a short batch runs out.
+
+    Strided, so that ranks differ by one pack at most; over all ranks every pack appears once.
+    """
+    return list(batch[rank::world_size])

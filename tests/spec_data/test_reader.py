@@ -1,0 +1,233 @@
+"""The dataset on disk: FORMAT.md read with numpy alone, copies, projection, damage."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from spec_data.shards.errors import DatasetError, MissingError
+from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
+from spec_data.shards.schema import fingerprint
+from tests.factory import random_documents, states_of, tiny_dataset, tiny_llama
+
+LAYERS = (0, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tiny_dataset(tmp_path_factory.mktemp("reader") / "data", n_docs=25, docs_per_shard=7)
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    return tiny_dataset(tmp_path / "data", n_docs=9, docs_per_shard=4)
+
+
+def test_round_trip_is_the_target_to_one_bf16_rounding(path):
+    dataset, model = HiddenStatesDataset(path), tiny_llama()
+    documents = random_documents(25, 64, 0)
+    assert len(dataset) == 25
+    assert len(dataset.manifest.shards) == 4
+    for index, (ids, mask, turns) in enumerate(documents):
+        row = dataset[index]
+        assert row["input_ids"].tolist() == ids
+        assert row["loss_mask"].int().tolist() == mask
+        assert [(t["role"], t["start"], t["end"]) for t in row["turns"]] == turns
+        for name, value in states_of(model, ids, LAYERS).items():
+            expected = value.to(torch.bfloat16) if name.startswith("hidden") else value
+            assert torch.equal(row[name], expected), name
+        assert dataset.lengths[index] == len(ids)
+        assert dataset.supervised[index] == sum(mask)
+        assert dataset.first_supervised[index] == mask.index(1)
+
+
+def test_format_md_is_enough_to_read_it_with_numpy(path):
+    """No import of spec_data, torch or datasets: only what FORMAT.md says."""
+    program = f"""
+import json, sys
+import numpy as np, pyarrow as pa
+manifest = json.load(open({str(path / "manifest.json")!r}))
+H = manifest["head"]["hidden_size"]
+out = []
+for shard in manifest["shards"]:
+    for batch in pa.ipc.open_stream(pa.memory_map({str(path)!r} + "/" + shard["file"])):
+        for r in range(batch.num_rows):
+            a = batch.column("hidden.L1")
+            bits = a.values.values.to_numpy().reshape(-1, H)
+            b = a.offsets.to_numpy()
+            state = (bits[b[r] : b[r + 1]].astype(np.uint32) << 16).view(np.float32)
+            ids = batch.column("input_ids")
+            o = ids.offsets.to_numpy()
+            tokens = ids.values.to_numpy()[o[r] : o[r + 1]]
+            out.append([tokens.tolist(), float(state.astype(np.float64).sum())])
+assert not {{"spec_data", "torch", "datasets"}} & set(sys.modules)
+print(json.dumps(out))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    rows = json.loads(done.stdout)
+    dataset = HiddenStatesDataset(path)
+    assert len(rows) == len(dataset)
+    for index, (ids, total) in enumerate(rows):
+        assert ids == dataset[index]["input_ids"].tolist()
+        assert total == pytest.approx(float(dataset[index]["hidden.L1"].double().sum()), abs=1e-9)
+
+
+def test_format_md_names_every_column_codec_and_manifest_key(path):
+    import spec_data.shards as package
+
+    text = (Path(package.__path__[0]) / "FORMAT.md").read_text()
+    assert len(text.splitlines()) < 100
+    dataset = HiddenStatesDataset(path)
+    for column in dataset.manifest.columns:
+        assert re.sub(r"L\d+", "L<k>", column.name) in text
+        assert f"`{column.codec}`" in text
+    for key in dataset.manifest.raw:
+        assert f"`{key}`" in text, key
+
+
+def test_what_is_handed_out_may_be_modified(path):
+    dataset = HiddenStatesDataset(path)
+    first = dataset[3]
+    for value in first.values():
+        if isinstance(value, torch.Tensor):
+            value.zero_()
+    assert dataset[3]["hidden.L0"].abs().sum() > 0
+
+
+def test_projection_touches_only_what_is_asked(path):
+    dataset = HiddenStatesDataset(path, columns=("input_ids", "hidden.L1"))
+    assert set(dataset[0]) == {"doc_id", "source", "turns", "input_ids", "hidden.L1"}
+    with pytest.raises(DatasetError, match=r"no column hidden\.L7"):
+        HiddenStatesDataset(path, columns=("hidden.L7",))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_read_into_writes_just_its_span(path, dtype):
+    dataset = HiddenStatesDataset(path)
+    buffer = {
+        "hidden.L2": torch.full((60, 32), 7.0, dtype=dtype),
+        "input_ids": torch.full((60,), -9),
+        "loss_mask": torch.zeros(60, dtype=torch.bool),
+    }
+    length = int(dataset.lengths[5])
+    assert dataset.read_into(5, buffer, start=10, length=length - 1) == length - 1
+    row, end = dataset[5], 10 + length - 1
+    assert torch.equal(buffer["hidden.L2"][10:end], row["hidden.L2"][:-1].to(dtype))
+    assert torch.equal(buffer["input_ids"][10:end], row["input_ids"][:-1])
+    assert torch.equal(buffer["loss_mask"][10:end], row["loss_mask"][:-1])
+    assert bool((buffer["hidden.L2"][:10] == 7).all() and (buffer["hidden.L2"][end:] == 7).all())
+    assert dataset.read_into(5, {"input_ids": buffer["input_ids"]}) == length
+    with pytest.raises(DatasetError, match="too short"):
+        dataset.read_into(5, buffer, start=59)
+    with pytest.raises(DatasetError, match="no column 'logits'"):
+        dataset.read_into(5, {"logits": torch.zeros(9)})
+
+
+def test_opening_touches_no_shard(path, monkeypatch):
+    opened = []
+    real = pa.memory_map
+    monkeypatch.setattr(pa, "memory_map", lambda p, *a: opened.append(Path(p).name) or real(p, *a))
+    dataset = HiddenStatesDataset(path)
+    assert len(dataset) == 25
+    assert opened == []
+    _ = dataset[0], dataset.lengths
+    assert opened == ["index.arrow", "unit-00000.arrow"]
+
+
+def test_negative_and_wild_indices(path):
+    dataset = HiddenStatesDataset(path)
+    assert dataset[-1]["doc_id"] == dataset[24]["doc_id"]
+    for wrong in (25, -26):
+        with pytest.raises(IndexError):
+            dataset[wrong]
+
+
+def change_manifest(path: Path, **changes) -> None:
+    raw = json.loads((path / "manifest.json").read_text()) | changes
+    raw["fingerprint"] = fingerprint(raw)
+    (path / "manifest.json").write_text(json.dumps(raw))
+
+
+def test_damage_is_an_error_that_names_the_file(damaged):
+    shard = damaged / "shards" / "unit-00001.arrow"
+    whole = shard.read_bytes()
+    os.truncate(shard, len(whole) - 1)
+    with pytest.raises(DatasetError, match=r"unit-00001\.arrow: .* bytes, the manifest says"):
+        HiddenStatesDataset(damaged)
+    shard.unlink()
+    with pytest.raises(MissingError, match=r"unit-00001\.arrow: shard is missing"):
+        HiddenStatesDataset(damaged)
+    shard.write_bytes(b"\0" * len(whole))
+    with pytest.raises(DatasetError, match=r"unit-00001\.arrow: damaged"):
+        HiddenStatesDataset(damaged)[5]
+    shard.write_bytes(whole)
+    (damaged / "index.arrow").write_bytes(b"rubbish")
+    with pytest.raises(DatasetError, match=r"index\.arrow: damaged"):
+        _ = HiddenStatesDataset(damaged).lengths
+
+
+def test_shards_of_another_dataset_are_refused(damaged, tmp_path):
+    other = tiny_dataset(tmp_path / "other", n_docs=9, docs_per_shard=4, layers=(0, 1, 3))
+    foreign = (other / "shards" / "unit-00001.arrow").read_bytes()
+    (damaged / "shards" / "unit-00001.arrow").write_bytes(foreign)
+    shards = json.loads((damaged / "manifest.json").read_text())["shards"]
+    shards[1]["bytes"] = len(foreign)
+    change_manifest(damaged, shards=shards)
+    with pytest.raises(DatasetError, match="belongs to another"):
+        HiddenStatesDataset(damaged)[5]
+
+
+def test_manifests_that_cannot_be_trusted_are_refused(damaged):
+    file = damaged / "manifest.json"
+    text = file.read_text()
+    file.write_text(text.replace('"tiny"', '"tinY"', 1))
+    with pytest.raises(DatasetError, match="does not match its own fingerprint"):
+        HiddenStatesDataset(damaged)
+    file.write_text(text[:100])
+    with pytest.raises(DatasetError, match="not valid JSON"):
+        HiddenStatesDataset(damaged)
+    file.write_text(text)
+    change_manifest(damaged, format_version="2.0")
+    with pytest.raises(DatasetError, match=r"format version 2\.0, this release reads 1\.0"):
+        HiddenStatesDataset(damaged)
+    file.write_text(text)
+    columns = json.loads(text)["columns"]
+    columns[2]["codec"] = "zip9"
+    change_manifest(damaged, columns=columns)
+    with pytest.raises(DatasetError, match="codec 'zip9', which this release cannot read"):
+        HiddenStatesDataset(damaged)[0]
+    file.write_text('{"format": "something"}')
+    with pytest.raises(DatasetError, match="not a spec-data manifest"):
+        HiddenStatesDataset(damaged)
+
+
+def test_directories_that_are_no_datasets(tmp_path):
+    with pytest.raises(MissingError, match="no such dataset directory"):
+        HiddenStatesDataset(tmp_path / "none")
+    with pytest.raises(MissingError, match="not a spec-data dataset"):
+        HiddenStatesDataset(tmp_path)
+
+
+def test_head_tensors_are_checked(damaged):
+    assert set(load_head_tensors(damaged)) == {"embed_tokens", "lm_head", "norm"}
+    file = damaged / "target" / "head.safetensors"
+    file.write_bytes(file.read_bytes()[:50])
+    with pytest.raises(DatasetError, match="damaged"):
+        load_head_tensors(damaged)
+
+
+def test_numpy_route_and_reader_agree_on_every_column(path):
+    table = pa.ipc.open_stream(pa.memory_map(str(path / "shards" / "unit-00002.arrow"))).read_all()
+    dataset = HiddenStatesDataset(path)
+    for column in dataset.manifest.columns:
+        flat = np.asarray(table.column(column.name)[3].as_py())
+        row = dataset[7 * 2 + 3][column.name]
+        stored = row.view(torch.int16).numpy().view(np.uint16) if column.codec == "bf16" else row
+        assert np.array_equal(np.asarray(stored), flat.astype(np.asarray(stored).dtype))
