@@ -103,4 +103,5 @@ class Chat:
 
 
 def render_error(record: Record, reason: str, message: str) -> RenderError:
+    """A RenderError that says which record it is about."""
     return RenderError(reason, f"{record.where}: {message}")

@@ -1,0 +1,316 @@
+"""A run directory: settings, metrics, checkpoints that survive any crash, the best draft.
+
+    RUN/fit.json               every option, resolved: `--config RUN/fit.json` repeats the run
+    RUN/run.json               what the run is: draft, dataset, settings that may not change
+    RUN/metrics.jsonl          one line per log or validation, append-only
+    RUN/checkpoint-00000500/   a draft directory + training_state.safetensors and .json
+    RUN/last, RUN/best         links to the newest checkpoint and the best draft directory
+
+A directory is written under a temporary name, synced and renamed; a link is replaced in one step.
+So a kill at any moment leaves the previous state whole, and leftovers are recognised by name.
+training_state.json, written last, holds the hash of every other file. No pickle anywhere.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from spec_data.config import differing_fields
+from spec_data.shards.errors import ConfigError, DraftError, MissingError, RunError
+from spec_data.shards.files import dump_json, sha256_file, sync_directory, write_atomically
+
+log = logging.getLogger(__name__)
+
+STATE_TENSORS = "training_state.safetensors"
+STATE = "training_state.json"
+STATE_FORMAT = 1
+_TEMPORARY = ".tmp-"
+_CHECKPOINT = re.compile(r"checkpoint-(\d{8,})$")
+
+
+@dataclass
+class Saved:
+    """A checkpoint as read back: `state` is plain JSON, `tensors` everything else."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def resolve_draft_dir(path: str | Path) -> Path:
+    """The draft directory meant by `path`: itself, or for a run directory its best draft.
+
+    A run that has no best draft yet gives its last checkpoint.
+
+    Raises:
+        MissingError: nothing there, or a directory that is neither draft nor run.
+    """
+    path = Path(path)
+    candidates = [path, path / "best", path / "last", *reversed(_checkpoints(path))]
+    for candidate in candidates:
+        if (candidate / "config.json").is_file() and (candidate / "model.safetensors").is_file():
+            return candidate
+    if not path.exists():
+        raise MissingError(f"{path}: no such draft directory or run")
+    raise MissingError(
+        f"{path}: neither a draft (config.json and model.safetensors) nor a run with a checkpoint"
+    )
+
+
+def _checkpoints(run: Path) -> list[Path]:
+    """Checkpoint directories of a run, oldest first."""
+    found = [p for p in run.glob("checkpoint-*") if p.is_dir() and _CHECKPOINT.match(p.name)]
+    return sorted(found, key=_step_of)
+
+
+def _step_of(checkpoint: Path) -> int:
+    match = _CHECKPOINT.match(checkpoint.name)
+    return int(match[1]) if match else -1
+
+
+class RunDirectory:
+    """One run's directory, held by one process at a time."""
+
+    def __init__(self, path: str | Path, keep: int = 2) -> None:
+        """Take `path` (made if absent), keeping the newest `keep` checkpoints.
+
+        Raises:
+            ConfigError: it holds other things than a run. RunError: another process runs in it.
+        """
+        self.path = Path(path)
+        self.keep = keep
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"--out {self.path}: a file; give a directory")
+        names = {p.name for p in self.path.iterdir()} if self.path.is_dir() else set()
+        if names - {".lock"} and "run.json" not in names:
+            raise ConfigError(
+                f"--out {self.path}: not empty and not a run of spec-train; give another directory"
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise RunError(
+                f"--out {self.path}: another spec-train fit is running in it; wait for it or give "
+                "another directory"
+            ) from None
+        for leftover in [*self.path.glob(_TEMPORARY + "*"), *self.path.glob(".*.tmp")]:
+            _remove(leftover)
+
+    def close(self) -> None:
+        """Let go of the directory."""
+        self._lock.close()
+
+    # -- settings ---------------------------------------------------------------------------------
+
+    def record(self, options: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
+        """Write fit.json and run.json, or check them; gives the notes kept in run.json.
+
+        A run without any checkpoint has nothing to lose: it begins again with the new settings.
+
+        Raises:
+            ConfigError: the run was started with another identity; names the fields.
+        """
+        file = self.path / "run.json"
+        notes: dict[str, Any] = {}
+        if file.is_file():
+            old = _read_json(file)
+            differing = differing_fields(old.get("identity", {}), identity)
+            if differing and (_checkpoints(self.path) or list(self.path.glob("damaged-*"))):
+                raise ConfigError(
+                    f"--out {self.path} holds a run with other settings:\n  "
+                    + "\n  ".join(differing)
+                    + "\nGo on with the old ones, or start in another --out (with --init-from "
+                    f"{self.path} to begin with what this run has learned)"
+                )
+            notes = {} if differing else old.get("notes", {})
+        write_atomically(self.path / "fit.json", dump_json(options))
+        write_atomically(file, dump_json({"identity": identity, "notes": notes}))
+        return notes
+
+    def note(self, **notes: Any) -> None:
+        """Add facts to run.json that are costly to find out again."""
+        file = self.path / "run.json"
+        run = _read_json(file)
+        run["notes"] = {**run.get("notes", {}), **notes}
+        write_atomically(file, dump_json(run))
+
+    # -- metrics ----------------------------------------------------------------------------------
+
+    def append_metrics(self, line: dict[str, Any]) -> None:
+        """Append one line to metrics.jsonl; numbers that are not finite become null."""
+        clean = {k: None if isinstance(v, float) and v - v != 0 else v for k, v in line.items()}
+        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(clean, allow_nan=False) + "\n")
+
+    def begin(self) -> None:
+        """Clear what an attempt that never saved a checkpoint has left."""
+        for stale in [self.path / "best", *self.path.glob("best-*"), self.path / "metrics.jsonl"]:
+            _remove(stale)
+
+    def truncate_metrics(self, step: int) -> None:
+        """Drop lines past `step` (and a half-written last line)."""
+        file = self.path / "metrics.jsonl"
+        if not file.is_file():
+            return
+        kept = []
+        for line in file.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(json.JSONDecodeError, KeyError, TypeError):
+                if json.loads(line)["step"] <= step:
+                    kept.append(line + "\n")
+        write_atomically(file, "".join(kept))
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        save_draft: Callable[[Path], None],
+        tensors: dict[str, Tensor],
+        state: dict[str, Any],
+    ) -> Path:
+        """Write checkpoint `step`, point `last` at it, and drop the oldest beyond `keep`."""
+        final = self.path / f"checkpoint-{step:08d}"
+
+        def write(folder: Path) -> None:
+            save_draft(folder)
+            contiguous = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+            save_file(contiguous, folder / STATE_TENSORS)
+            files = {p.name: sha256_file(p) for p in sorted(folder.iterdir())}
+            whole = {"format": STATE_FORMAT, "step": step, **state, "files": files}
+            (folder / STATE).write_text(dump_json(whole), encoding="utf-8")
+
+        if final.exists():  # only after it was found damaged, or the same step was saved twice
+            _remove(final)
+        self._write_directory(final, write)
+        self._link("last", final)
+        for old in _checkpoints(self.path)[: -self.keep]:
+            _remove(old)
+        return final
+
+    def load_newest(self) -> Saved | None:
+        """The newest whole checkpoint, or None where there is none at all.
+
+        A damaged one is reported, set aside as `damaged-...`, and the one before it is taken.
+
+        Raises:
+            RunError: there are checkpoints, and none is whole.
+        """
+        found = list(reversed(_checkpoints(self.path)))
+        problems = []
+        for checkpoint in found:
+            try:
+                return _read_checkpoint(checkpoint)
+            except DraftError as error:
+                problems.append(str(error))
+                aside = self.path / f"damaged-{checkpoint.name}"
+                _remove(aside)
+                checkpoint.rename(aside)
+                log.warning("%s; kept as %s, trying the one before", error, aside.name)
+        if problems:
+            raise RunError(
+                f"{self.path}: no checkpoint is whole: " + "; ".join(problems) + ". Start in "
+                "another --out, or empty this one to begin again"
+            )
+        return None
+
+    def save_best(
+        self, step: int, save_draft: Callable[[Path], None], metrics: dict[str, Any]
+    ) -> Path:
+        """Replace `best` by the draft as it is now, with the figures that made it so."""
+
+        def write(folder: Path) -> None:
+            save_draft(folder)
+            (folder / "validation.json").write_text(
+                dump_json({"step": step, **metrics}), encoding="utf-8"
+            )
+
+        # a resumed run measures the same step again: never touch what `best` points at
+        final = self.path / f"best-{step:08d}"
+        if self._pointed("best") == final.name:
+            final = self.path / f"{final.name}-again"
+        _remove(final)
+        self._write_directory(final, write)
+        self._link("best", final)
+        for old in self.path.glob("best-*"):
+            if old.name != final.name:
+                _remove(old)
+        return final
+
+    def _pointed(self, name: str) -> str | None:
+        link = self.path / name
+        return link.readlink().name if link.is_symlink() else None
+
+    def _write_directory(self, final: Path, write: Callable[[Path], None]) -> None:
+        folder = self.path / f"{_TEMPORARY}{final.name}"
+        _remove(folder)
+        folder.mkdir()
+        write(folder)
+        mode = folder.stat().st_mode & 0o666  # safetensors makes files only their owner can read
+        for file in folder.iterdir():
+            file.chmod(mode)
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+        sync_directory(folder)
+        folder.rename(final)
+        sync_directory(self.path)
+
+    def _link(self, name: str, folder: Path) -> None:
+        """Point the relative link `name` at `folder`, replacing the old one in one step."""
+        temporary = self.path / f"{_TEMPORARY}link-{name}"
+        _remove(temporary)
+        temporary.symlink_to(folder.name, target_is_directory=True)
+        temporary.replace(self.path / name)
+        sync_directory(self.path)
+
+
+def _remove(path: Path) -> None:
+    """Delete a file, link or directory; a directory goes under a temporary name first, so that a
+    kill on the way never leaves half of one under its own name."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.is_dir():
+        if not path.name.startswith(_TEMPORARY):
+            path = path.rename(path.with_name(f"{_TEMPORARY}old-{path.name}"))
+        shutil.rmtree(path)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"{file}: cannot be read ({error}); restore it or start another --out"
+        ) from None
+
+
+def _read_checkpoint(path: Path) -> Saved:
+    """Read and verify one checkpoint; DraftError says what is wrong with it."""
+    try:
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        for name, digest in state["files"].items():
+            if sha256_file(path / name) != digest:
+                raise DraftError(f"{path / name}: damaged (its checksum differs)")
+        if state["format"] != STATE_FORMAT:
+            raise RunError(f"{path}: written by another release (format {state['format']})")
+        tensors = load_file(path / STATE_TENSORS)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        if isinstance(error, DraftError):
+            raise
+        raise DraftError(f"{path}: damaged checkpoint ({error})") from None
+    return Saved(path=path, step=int(state["step"]), state=state, tensors=tensors)

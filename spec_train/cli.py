@@ -1,0 +1,124 @@
+"""The spec-train commands: parse, call, report. Work modules are imported by the command that
+needs them, so that --help costs nothing."""
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from spec_data import __version__
+from spec_data.config import add_options, resolve, run_cli
+from spec_train.config import DRAFT_OPTIONS, EvalConfig, fit_config, split_config
+
+_RAW = argparse.RawDescriptionHelpFormatter
+
+FIT_HELP = """\
+Fit a draft to a dataset made by `spec-data generate`. The target is never opened: its embeddings
+and head are part of the dataset. RUN gets fit.json (every option, resolved), metrics.jsonl,
+checkpoint-<step>/ directories that resume, and two links: `best` (the draft with the longest
+simulated acceptance on held-out documents) and `last`. Both are Hugging Face directories that
+inference engines load.
+
+Stop it whenever you like: Ctrl-C or SIGTERM finishes the step and saves; after a crash the newest
+whole checkpoint counts. The same command goes on from there, in the middle of an epoch."""
+
+FIT_EXAMPLES = """\
+examples:
+  spec-train fit {draft} --data DATA --out RUN
+  spec-train fit {draft} --data DATA --out RUN --steps 2000 --batch-size 2 --accumulation 4
+      a step of 8 packs, two at a time in memory; the result is that of one batch of 8
+  spec-train fit {draft} --config RUN/fit.json --out AGAIN
+      the same run once more, bit for bit on a CPU
+  spec-train fit {draft} --data NEW --out MORE --init-from RUN
+      begin with what RUN has learned
+  spec-train fit {draft} --data DATA --out ZERO --steps 0
+      the untrained draft, to compare with"""
+
+EVAL_HELP = """\
+Measure a draft: on stored states (--data, no target needed), or by real speculative decoding
+against the target (--target and --prompts), which also checks that greedy output is the target's
+own."""
+
+EVAL_EXAMPLES = """\
+examples:
+  spec-train eval --draft RUN --data DATA
+  spec-train eval --draft RUN --target MODEL --prompts prompts.jsonl --json result.json
+RUN stands for its best draft; name RUN/last or RUN/checkpoint-<step> for another."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="spec-train",
+        description="Fit speculative-decoding drafts on stored hidden states, without the target.",
+        epilog="spec-train fit eagle3 --data DATA --out RUN\n"
+        "spec-train eval --draft RUN --data DATA",
+        formatter_class=_RAW,
+    )
+    parser.add_argument("--version", action="version", version=f"spec-train {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{fit,eval}")
+    fit = commands.add_parser(
+        "fit", help="train a draft", description=FIT_HELP, formatter_class=_RAW
+    )
+    drafts = fit.add_subparsers(dest="draft", required=True, metavar="DRAFT")
+    for name, options in DRAFT_OPTIONS.items():
+        leaf = drafts.add_parser(
+            name,
+            help=(options.__doc__ or "").splitlines()[0],
+            description=FIT_HELP,
+            epilog=FIT_EXAMPLES.format(draft=name),
+            formatter_class=_RAW,
+        )
+        add_options(leaf, fit_config(name))
+        leaf.set_defaults(run=_fit)
+        _add_debug(leaf)
+    evaluate = commands.add_parser(
+        "eval",
+        help="measure a draft",
+        description=EVAL_HELP,
+        epilog=EVAL_EXAMPLES,
+        formatter_class=_RAW,
+    )
+    add_options(evaluate, EvalConfig)
+    evaluate.set_defaults(run=_eval)
+    _add_debug(evaluate)
+    return parser
+
+
+def _add_debug(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )
+
+
+def _fit(arguments: argparse.Namespace) -> int:
+    joined: Any = resolve(fit_config(arguments.draft), arguments)
+    config, options = split_config(arguments.draft, joined)
+    from spec_train.fit import fit
+
+    result = fit(arguments.draft, config, options)
+    if result.stopped_by is not None:
+        print("the same command goes on from here", file=sys.stderr)
+        return 128 + result.stopped_by
+    return 0
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    config = resolve(EvalConfig, arguments)
+    from spec_train.evaluate import run_eval
+
+    run_eval(config)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `spec-train`; gives the exit code."""
+    arguments = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    run: Callable[[argparse.Namespace], int] = arguments.run
+    return run_cli(lambda: run(arguments), arguments.debug)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,270 @@
+"""The options of `spec-train`: one frozen dataclass per command, one per draft.
+
+No torch here, so `--help` is instant. `fit_config(draft)` joins FitConfig with the options of one
+draft into a single class, which is the command line of `spec-train fit DRAFT` and the flat table
+in a run's fit.json; `split_config` takes the two parts out again.
+"""
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from spec_data.config import option
+from spec_data.shards.errors import ConfigError, DraftError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitConfig:
+    """Options of `spec-train fit` that every draft shares."""
+
+    data: str = option(help="dataset directory made by `spec-data generate`", metavar="DIR")
+    out: str = option(
+        help="run directory; the same command again goes on where it stopped", metavar="RUN"
+    )
+    steps: int | None = option(
+        None, help="optimizer steps in all; 0 writes the untrained draft", metavar="N"
+    )
+    epochs: int | None = option(
+        None, help="passes over the training split, instead of --steps; 3 if neither is given"
+    )
+    batch_size: int = option(4, help="packs per micro-batch: lower it when memory runs out")
+    accumulation: int = option(
+        1, help="micro-batches per optimizer step; the step is that of one big batch"
+    )
+    seq_len: int = option(2048, help="tokens per pack; longer documents are cut to it, and counted")
+    lr: float | None = option(
+        None,
+        help="peak learning rate; not given: 1e-4 at hidden size 4096 (the EAGLE-3 recipe), "
+        "growing with 1/sqrt(hidden size) to at most 1e-3 for small drafts",
+    )
+    warmup_ratio: float = option(0.02, help="share of the steps that warm up linearly")
+    min_lr_ratio: float = option(0.05, help="where the cosine ends, as a share of --lr")
+    weight_decay: float = option(0.0, help="AdamW decay of matrices; never of norms and biases")
+    clip: float = option(0.5, help="largest gradient norm; 0 turns clipping off")
+    seed: int = option(0, help="decides initial weights, order and validation split")
+    validation: float = option(
+        0.02, help="share of documents held out, chosen by a hash of the document id"
+    )
+    validation_documents: int = option(
+        512, help="at most so many held-out documents are measured each time; 0 = all"
+    )
+    window_tokens: int = option(
+        4_194_304, help="documents are shuffled inside windows of so many tokens"
+    )
+    dtype: str = option(
+        "auto",
+        help="arithmetic; weights and optimizer are fp32 always. auto: bf16 on a GPU, else fp32",
+        choices=("auto", "fp32", "bf16"),
+    )
+    device: str = option("auto", help="cpu, cuda, cuda:1 ...; auto: a GPU where there is one")
+    init_from: str | None = option(
+        None, help="start from the weights of this draft (a run, checkpoint or draft directory)"
+    )
+    log_every: int = option(10, help="steps between lines of metrics.jsonl")
+    eval_every: int = option(500, help="steps between validations (also before the first step)")
+    save_every: int = option(500, help="steps between checkpoints")
+    keep: int = option(2, help="checkpoints kept, besides the best draft")
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.epochs is not None:
+            raise ConfigError(
+                f"--steps {self.steps} and --epochs {self.epochs}: give one or the other"
+            )
+        _at_least(self, 0, "steps", "clip", "weight_decay", "validation_documents", "seed")
+        _at_least(self, 1, "epochs", "batch_size", "accumulation", "window_tokens", "keep")
+        _at_least(self, 1, "log_every", "eval_every", "save_every")
+        _at_least(self, 4, "seq_len")
+        _share(self, "warmup_ratio", "min_lr_ratio", "validation")
+        if self.lr is not None and not 0 < self.lr < math.inf:
+            raise ConfigError(f"--lr {self.lr}: a learning rate is above 0")
+
+    @property
+    def packs_per_step(self) -> int:
+        """Packs of one optimizer step, whatever the micro-batch size."""
+        return self.batch_size * self.accumulation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Options:
+    """Options of the EAGLE-3 draft (arXiv 2503.01840)."""
+
+    layers: str = option("auto", help="layer ids to draft from, as 1,3,5; auto = all captured")
+    draft_vocab_size: int = option(
+        32000, help="most frequent supervised tokens the draft can propose; 0 = all"
+    )
+    ttt_steps: int = option(7, help="unroll steps of the training-time test = drafted depth")
+    step_decay: float = option(0.8, help="weight of unroll step s is step_decay ** s")
+    loss: str = option(
+        "ce",
+        help="loss of a slot: cross-entropy with the target's distribution, or the acceptance "
+        "losses of arXiv 2602.23881",
+        choices=("ce", "alpha", "lambda"),
+    )
+    lambda_scale: float = option(1.0, help="scale of the cross-entropy's share in loss lambda")
+    lambda_decay: float = option(3.0, help="decay of that share with the acceptance")
+    slots: str = option(
+        "serving",
+        help="which slots count: serving = known and drafted token supervised, "
+        "shifted = known token alone",
+        choices=("serving", "shifted"),
+    )
+    fc_norm: bool = option(False, help="norm every captured layer before fc (EAGLE-3.1)")
+    norm_output: bool = option(False, help="feed back the normed output (EAGLE-3.1)")
+    head_init: str = option(
+        "target", help="start of the draft's LM head", choices=("target", "random")
+    )
+
+    def __post_init__(self) -> None:
+        """Reject values outside their range."""
+        if self.ttt_steps < 1:
+            raise DraftError(f"ttt_steps = {self.ttt_steps}: at least 1")
+        if not 0 < self.step_decay <= 1:
+            raise DraftError(f"step_decay = {self.step_decay}: above 0 and at most 1")
+        if self.draft_vocab_size < 0:
+            raise DraftError(f"draft_vocab_size = {self.draft_vocab_size}: 0 (all) or more")
+
+    def layer_ids(self, captured: tuple[int, ...]) -> tuple[int, ...]:
+        """The ascending layer ids to draft from.
+
+        Raises:
+            DraftError: an id is no number, or not among the `captured` ones.
+        """
+        if self.layers == "auto":
+            return tuple(sorted(captured))
+        try:
+            wanted = sorted({int(part) for part in self.layers.split(",")})
+        except ValueError:
+            raise DraftError(f"layers = {self.layers!r}: write ids with commas, as 1,3,5") from None
+        missing = [k for k in wanted if k not in captured]
+        if missing:
+            raise DraftError(
+                f"layers = {self.layers}: the dataset has no layer {missing}, only {list(captured)}"
+            )
+        return tuple(wanted)
+
+
+DRAFT_OPTIONS: dict[str, type] = {"eagle3": Eagle3Options}
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _at_least(config: Any, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value >= least:
+            raise ConfigError(f"{_flag(name)} {value}: expected at least {least}")
+
+
+def _share(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not 0 <= value < 1:
+            raise ConfigError(f"{_flag(name)} {value}: expected a share from 0 to below 1")
+
+
+@functools.cache
+def fit_config(draft: str) -> type:
+    """The class whose fields are FitConfig's followed by those of the named draft."""
+    if draft not in DRAFT_OPTIONS:
+        raise ConfigError(f"unknown draft {draft!r}; known: {', '.join(sorted(DRAFT_OPTIONS))}")
+    return dataclasses.make_dataclass(
+        "Fit" + DRAFT_OPTIONS[draft].__name__,
+        [],
+        bases=(DRAFT_OPTIONS[draft], FitConfig),
+        frozen=True,
+        kw_only=True,
+    )
+
+
+def part(cls: type[T], joined: Any) -> T:
+    """The `cls` part of a joined config."""
+    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    return cls(**{name: getattr(joined, name) for name in names})
+
+
+def split_config(draft: str, joined: Any) -> tuple[FitConfig, Any]:
+    """The (FitConfig, draft options) parts of a `fit_config(draft)` instance."""
+    return part(FitConfig, joined), part(DRAFT_OPTIONS[draft], joined)
+
+
+def default_lr(hidden_size: int) -> float:
+    """Peak learning rate by draft width, to two digits: 1e-4 at 4096, 4e-4 at 256, at most 1e-3.
+
+    1e-4 is what EAGLE-3 trainers use for targets of 4096 and more; it leaves a draft of hidden
+    size 64 to 512 far from converged in the few thousand steps such a draft needs.
+    """
+    return float(f"{min(1e-3, 1e-4 * math.sqrt(4096 / hidden_size)):.1e}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Options of `spec-train eval`: a draft against a dataset, against its target, or both."""
+
+    draft: str = option(help="draft directory, checkpoint or run (its best draft)", metavar="DIR")
+    data: str | None = option(
+        None, help="dataset to simulate acceptance on, without the target", metavar="DIR"
+    )
+    split: str = option(
+        "auto",
+        help="documents of --data: those the run of this draft held out (validation), the others, "
+        "or all. auto: validation on the dataset it was trained on, else all",
+        choices=("auto", "validation", "train", "all"),
+    )
+    target: str | None = option(
+        None, help="model directory or name, to decode with for real", metavar="MODEL"
+    )
+    prompts: str | None = option(
+        None, help="JSONL rows with messages, prompt or turns, for --target", metavar="FILE"
+    )
+    json: str | None = option(None, help="write every figure to this file", metavar="FILE")
+    save_responses: str | None = option(
+        None,
+        help="write the greedy responses as input_ids and loss_mask, a corpus for `spec-data "
+        "generate` in the target's own words",
+        metavar="FILE",
+    )
+    temperature: float = option(0.0, help="0 decodes greedily; above 0 samples, losslessly too")
+    max_new_tokens: int = option(256, help="tokens of a response at most")
+    limit: int = option(0, help="first N prompts and first N documents only; 0 = all", metavar="N")
+    draft_tokens: int = option(
+        0, help="tokens drafted per round; 0 = the unroll steps the draft was trained with"
+    )
+    seed: int = option(0, help="decides the samples when --temperature is above 0")
+    dtype: str = option(
+        "auto",
+        help="of target and draft. auto: the target's own on a GPU, else fp32, in which greedy "
+        "decoding can be proven lossless",
+        choices=("auto", "fp32", "bf16", "fp16"),
+    )
+    device: str = option("auto", help="cpu, cuda, cuda:1 ...; auto: a GPU where there is one")
+    attn: str = option(
+        "auto", help="the target's attention implementation (eager, sdpa, flash_attention_2 ...)"
+    )
+    chat_template_kwargs: str | None = option(
+        None,
+        help='JSON object for the chat template, such as {"enable_thinking": false}; not given: '
+        "as the training data was rendered, where that is known",
+        metavar="JSON",
+    )
+    trust_remote_code: bool = option(False, help="run model code that comes with the target")
+
+    def __post_init__(self) -> None:
+        if self.data is None and self.target is None:
+            raise ConfigError("nothing to evaluate on: give --data, or --target with --prompts")
+        if (self.target is None) != (self.prompts is None):
+            given, other = ("--prompts", "--target") if self.prompts else ("--target", "--prompts")
+            raise ConfigError(f"{given} needs {other}: real decoding takes both")
+        if self.save_responses and (self.target is None or self.temperature > 0):
+            raise ConfigError(
+                "--save-responses writes greedy responses: it needs --target and temperature 0"
+            )
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"--temperature {self.temperature}: expected 0 or above")
+        _at_least(self, 0, "limit", "draft_tokens", "seed")
+        _at_least(self, 1, "max_new_tokens")

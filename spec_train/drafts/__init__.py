@@ -1,0 +1,32 @@
+"""The drafts by name. A draft is a class of the Draft protocol; adding one adds a line here."""
+
+from pathlib import Path
+
+from spec_data.shards.errors import DraftError
+from spec_train.drafts.eagle3 import Eagle3Draft
+from spec_train.drafts.eagle3_config import ARCHITECTURE as EAGLE3
+from spec_train.drafts.eagle3_model import read_config
+from spec_train.drafts.protocol import Draft, DraftLoss
+
+DRAFTS: dict[str, type[Eagle3Draft]] = {"eagle3": Eagle3Draft}
+_ARCHITECTURES = {EAGLE3: "eagle3"}
+
+
+def load_draft(directory: str | Path) -> Eagle3Draft:
+    """Read a draft directory, whatever its kind.
+
+    Raises:
+        MissingError, DraftError: not a draft, or one of an unknown architecture.
+    """
+    folder = Path(directory)
+    names = read_config(folder).get("architectures") or []
+    kind = next((_ARCHITECTURES[name] for name in names if name in _ARCHITECTURES), None)
+    if kind is None:
+        raise DraftError(
+            f"{folder / 'config.json'}: architectures {names} are no draft of spec-train; known: "
+            f"{', '.join(_ARCHITECTURES)}"
+        )
+    return DRAFTS[kind].from_pretrained(folder)
+
+
+__all__ = ["DRAFTS", "Draft", "DraftLoss", "load_draft"]

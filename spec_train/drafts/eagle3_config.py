@@ -1,0 +1,215 @@
+"""Options and configuration of an EAGLE-3 draft: derived from the target's config.json.
+
+The configuration file is the one every engine reads: `architectures`, both keys for the layer ids
+(engines disagree on what an id means), no null fields. What only this project needs is under
+`spec_train`.
+"""
+
+import dataclasses
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from spec_data.config import from_dict, to_dict
+from spec_data.shards.errors import DraftError
+from spec_data.shards.schema import LAYER_CONVENTION
+from spec_train.config import Eagle3Options
+from spec_train.drafts.layers import RopeSettings, rope_parameters
+
+log = logging.getLogger(__name__)
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+SLOTS = ("serving", "shifted")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config:
+    """Everything that decides the draft's shapes and arithmetic. Layer id: block output, from 0."""
+
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    vocab_size: int
+    draft_vocab_size: int
+    layers: tuple[int, ...]
+    rope_parameters: dict[str, Any]
+    dtype: str = "bfloat16"
+    fc_norm: bool = False
+    norm_output: bool = False
+    token_ids: dict[str, Any] = field(default_factory=dict)  # bos/eos/pad as the target has them
+
+    @classmethod
+    def from_target(
+        cls,
+        target_config: dict[str, Any],
+        *,
+        layers: tuple[int, ...],
+        vocab_size: int,
+        draft_vocab_size: int,
+        options: Eagle3Options,
+        dtype: str | None = None,
+    ) -> "Eagle3Config":
+        """Derive a draft's configuration from the target's config.json.
+
+        `dtype` is the target's element type if the config does not name it.
+
+        Raises:
+            DraftError: the config lacks a size, or its heads do not divide.
+        """
+        text = text_config(target_config)
+        hidden = _size(text, "hidden_size", "n_embd", "d_model")
+        heads = _size(text, "num_attention_heads", "n_head")
+        kv_heads = text.get("num_key_value_heads") or heads
+        if heads % kv_heads:
+            raise DraftError(f"target config: {heads} heads are no multiple of {kv_heads} kv heads")
+        limit = _size(text, "max_position_embeddings", "n_positions")
+        blocks = text.get("num_hidden_layers") or text.get("n_layer")
+        if blocks and layers and layers[-1] >= blocks - 1:
+            log.warning(
+                "layer %d is the target's last block: engines disagree on what its output is "
+                "(before or after the final norm); drafts for serving should not use it",
+                layers[-1],
+            )
+        eps = next(
+            (
+                text[k]
+                for k in ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
+                if k in text
+            ),
+            1e-6,
+        )
+        return cls(
+            hidden_size=hidden,
+            target_hidden_size=hidden,
+            intermediate_size=text.get("intermediate_size") or text.get("n_inner") or 4 * hidden,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=text.get("head_dim") or hidden // heads,
+            rms_norm_eps=eps,
+            max_position_embeddings=limit,
+            vocab_size=vocab_size,
+            draft_vocab_size=draft_vocab_size,
+            layers=layers,
+            rope_parameters=rope_parameters(text | {"max_position_embeddings": limit}),
+            dtype=target_dtype(target_config) or dtype or "bfloat16",
+            fc_norm=options.fc_norm,
+            norm_output=options.norm_output,
+            token_ids=_token_ids(target_config),
+        )
+
+    @property
+    def rope(self) -> RopeSettings:
+        """The part that the rotary embedding reads."""
+        return RopeSettings(
+            rope_parameters=self.rope_parameters,
+            head_dim=self.head_dim,
+            hidden_size=self.hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            max_position_embeddings=self.max_position_embeddings,
+        )
+
+    def to_json(self, options: Eagle3Options) -> dict[str, Any]:
+        """config.json of the draft."""
+        rope = self.rope_parameters
+        out: dict[str, Any] = {
+            "architectures": [ARCHITECTURE],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+        }
+        plain = dataclasses.asdict(self)
+        out |= {k: v for k, v in plain.items() if k not in ("layers", "token_ids")}
+        out |= self.token_ids
+        out |= {
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+            "norm_before_residual": False,
+            "norm_before_fc": False,
+            "torch_dtype": self.dtype,
+            "rope_theta": rope["rope_theta"],
+        }
+        if "partial_rotary_factor" in rope:
+            out["partial_rotary_factor"] = rope["partial_rotary_factor"]
+        if rope["rope_type"] != "default":
+            out["rope_scaling"] = rope  # the name that engines on older transformers read
+        # vLLM and llama.cpp take an id as the *input* of that block, SGLang (nested) as its output.
+        out["eagle_aux_hidden_state_layer_ids"] = [k + 1 for k in self.layers]
+        out["eagle_config"] = {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": list(self.layers),
+        }
+        out["spec_train"] = {
+            "draft": "eagle3",
+            "layers": list(self.layers),
+            "layer_convention": LAYER_CONVENTION,
+            "options": to_dict(options),
+        }
+        return out
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any], where: str) -> tuple["Eagle3Config", Eagle3Options]:
+        """Read a config.json that `to_json` wrote.
+
+        Raises:
+            DraftError: it is not an EAGLE-3 draft of this project, or fields are missing.
+        """
+        own = raw.get("spec_train")
+        if ARCHITECTURE not in raw.get("architectures", ()) or not isinstance(own, dict):
+            raise DraftError(
+                f"{where}: not an EAGLE-3 draft written by spec-train (architectures "
+                f"{raw.get('architectures')}, spec_train {'present' if own else 'missing'})"
+            )
+        names = [f.name for f in dataclasses.fields(cls) if f.name not in ("layers", "token_ids")]
+        missing = [name for name in names if name not in raw]
+        missing += [f"spec_train.{k}" for k in ("layers", "options") if k not in own]
+        if missing:
+            raise DraftError(f"{where}: lacks {', '.join(missing)}; it was edited or damaged")
+        config = cls(
+            **{name: raw[name] for name in names},
+            layers=tuple(own["layers"]),
+            token_ids=_token_ids(raw),
+        )
+        return config, from_dict(Eagle3Options, own["options"], where=where)
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a target's config (multimodal targets nest it)."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config
+
+
+def target_dtype(config: dict[str, Any]) -> str | None:
+    """Name of the target's element type; None where the config does not say."""
+    for table in (config, text_config(config)):
+        for key in ("dtype", "torch_dtype"):
+            if isinstance(table.get(key), str):
+                return str(table[key]).removeprefix("torch.")
+    return None
+
+
+def special_ids(config: dict[str, Any]) -> list[int]:
+    """Ids of the special tokens that a target's config names; a draft can always propose them."""
+    values = _token_ids(config).values()
+    return [i for value in values for i in (value if isinstance(value, list) else [value])]
+
+
+def _token_ids(config: dict[str, Any]) -> dict[str, Any]:
+    tables = (text_config(config), config)
+    found = {key: table[key] for table in tables for key in _TOKEN_KEYS if key in table}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def _size(config: dict[str, Any], *names: str) -> int:
+    for name in names:
+        if isinstance(config.get(name), int):
+            return config[name]
+    raise DraftError(f"the target's config.json has no {names[0]}; cannot shape a draft for it")

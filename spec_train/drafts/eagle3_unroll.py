@@ -1,0 +1,192 @@
+"""The EAGLE-3 unroll: S steps of the layer over whole documents, in the shifted frame.
+
+Step 0 carries the projected features and makes a key at every slot; step s carries the step
+before's own state and adds one key per slot, seen by that slot alone. So queries, MLP and later
+keys are computed at `active` slots only: those with a step that anything depends on.
+
+B rows, T slots, A active slots, S unroll steps, H hidden size, h heads, d head size.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from spec_data.shards.errors import DraftError
+from spec_data.shards.packing import PADDING, shift_left
+from spec_train.attention import (
+    active_mask,
+    default_backend,
+    prepare_mask,
+    repeat_heads,
+    unrolled_attention,
+)
+from spec_train.drafts.eagle3_config import SLOTS
+from spec_train.drafts.eagle3_model import Eagle3Model
+from spec_train.head import TargetHead
+
+if TYPE_CHECKING:
+    from spec_train.batch import DraftBatch
+
+
+class Unroll:
+    """The unrolled draft over one batch: step-0 keys and mask made once, then `advance`."""
+
+    def __init__(
+        self,
+        draft: Eagle3Model,
+        aux: Tensor,
+        input_ids: Tensor,
+        document_ids: Tensor,
+        position_ids: Tensor,
+        active: Tensor,
+    ) -> None:
+        """Compute what the steps share.
+
+        Args:
+            draft: the model.
+            aux: aux states [B, T, n*H].
+            input_ids: known tokens of step 0 (shifted), int64 [B, T].
+            document_ids, position_ids: int64 [B, T].
+            active: slots to compute outputs for, int64 [B, A].
+        """
+        self.draft = draft
+        attention = draft.midlayer.self_attn
+        features = draft.project(aux)
+        lengths = None
+        if draft.rotary.limit is not None:
+            lengths = document_lengths(document_ids)
+            self._lengths: Tensor | None = lengths.gather(1, active)
+        else:
+            self._lengths = None
+        cos, sin = draft.rotary.cos_sin(position_ids, lengths, features.dtype)
+        u = draft.midlayer.inputs(draft.embed(input_ids), features)
+        k0, v0 = attention.keys_values(u, cos, sin)
+        heads = draft.config.num_attention_heads
+        self._k0, self._v0 = repeat_heads(k0, heads), repeat_heads(v0, heads)
+        self._backend = draft.attention_backend
+        if self._backend == "auto":
+            self._backend = default_backend(k0.device.type, k0.dtype, k0.shape[-1])
+        self._mask = prepare_mask(active_mask(document_ids, active), self._backend, k0.dtype)
+        self._positions = position_ids.gather(1, active)
+        self._first: Tensor | None = gather_slots(u, active)
+        self._diag_k: list[Tensor] = []
+        self._diag_v: list[Tensor] = []
+        self._steps = 0
+        self.carried = gather_slots(features, active)
+
+    def advance(self, token_ids: Tensor) -> Tensor:
+        """Run the next step on its known tokens [B, A] (step 0: as given at the start).
+
+        Returns:
+            The states [B, A, H] that go to `head_input`, and on to the next step.
+        """
+        layer, attention = self.draft.midlayer, self.draft.midlayer.self_attn
+        positions = self._positions + self._steps
+        cos, sin = self.draft.rotary.cos_sin(positions, self._lengths, self.carried.dtype)
+        if self._first is not None:
+            u, self._first = self._first, None
+        else:
+            u = layer.inputs(self.draft.embed(token_ids), self.carried)
+            k, v = attention.keys_values(u, cos, sin)
+            heads = self.draft.config.num_attention_heads
+            self._diag_k.append(repeat_heads(k, heads))
+            self._diag_v.append(repeat_heads(v, heads))
+        q = attention.queries(u, cos, sin)
+        out = unrolled_attention(
+            q,
+            self._k0,
+            self._v0,
+            _stack(self._diag_k, q),
+            _stack(self._diag_v, q),
+            self._mask,
+            attention.scale,
+            self._backend,
+        )
+        self.carried = self.draft.feedback(layer.outputs(self.carried, out))
+        self._steps += 1
+        return self.carried
+
+
+def _stack(parts: list[Tensor], like: Tensor) -> Tensor:
+    """[B, h, A, d] per step -> [B, h, s, A, d]."""
+    if parts:
+        return torch.stack(parts, dim=2)
+    return like.new_zeros(like.shape[0], like.shape[1], 0, *like.shape[2:])
+
+
+def gather_slots(x: Tensor, active: Tensor) -> Tensor:
+    """Rows [B, A, H] of `x` [B, T, H] at slots `active` [B, A]."""
+    return x.gather(1, active[..., None].expand(-1, -1, x.shape[-1]))
+
+
+def document_offsets(document_ids: Tensor) -> Tensor:
+    """Index of every slot within its document, int64 [B, T] (documents are contiguous)."""
+    slots = torch.arange(document_ids.shape[1], device=document_ids.device)
+    starts = torch.ones_like(document_ids, dtype=torch.bool)
+    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    return slots - torch.where(starts, slots, 0).cummax(dim=1).values
+
+
+def document_lengths(document_ids: Tensor) -> Tensor:
+    """Number of slots of the document that each slot belongs to, int64 [B, T]."""
+    ahead = document_offsets(document_ids.flip(1)).flip(1)
+    return document_offsets(document_ids) + ahead + 1
+
+
+def slot_masks(loss_mask: Tensor, document_ids: Tensor, slots: str) -> Tensor:
+    """Slot mask of step 0, boolean [B, T], from a shifted loss mask.
+
+    "serving": known and drafted token both supervised. "shifted": the known token alone.
+
+    Raises:
+        DraftError: another policy.
+    """
+    if slots not in SLOTS:
+        raise DraftError(f"slots = {slots!r}: choose from {', '.join(SLOTS)}")
+    known = loss_mask.bool() & (document_ids != PADDING)
+    return known & shift_left(known, document_ids) if slots == "serving" else known
+
+
+def step_masks(mask: Tensor, document_ids: Tensor, steps: int) -> Tensor:
+    """Slot masks of every step, boolean [S, B, T]: step s is step 0 moved left by s."""
+    masks = [mask]
+    for _ in range(steps - 1):
+        masks.append(shift_left(masks[-1], document_ids))
+    return torch.stack(masks)
+
+
+@torch.no_grad()
+def serving_chains(
+    draft: Eagle3Model, batch: "DraftBatch", head: TargetHead | None, depth: int
+) -> Tensor:
+    """Draft greedy chains from every slot, each step fed the draft's own last token.
+
+    Args:
+        draft: the model.
+        batch: documents in the token frame.
+        head: not read: an EAGLE-3 draft has its own head.
+        depth: tokens per chain.
+
+    Returns:
+        Target ids, int64 [B, T, depth]. Entry (t, d) is the draft for token t + 2 + d of the
+        document, tokens up to t + 1 being given. Slots with no known token (the last of a
+        document, padding) hold drafts of nothing: ignore them.
+    """
+    known = shift_left(batch.input_ids, batch.document_ids)
+    active = torch.arange(known.shape[1], device=known.device).expand_as(known)
+    unroll = Unroll(
+        draft,
+        batch.aux(draft.config.layers),
+        known,
+        batch.document_ids,
+        batch.position_ids,
+        active,
+    )
+    chains = []
+    for _ in range(depth):
+        states = unroll.advance(known).flatten(0, 1)
+        best = [draft.logits(part).argmax(-1) for part in states.split(512)]
+        known = draft.draft_ids[torch.cat(best)].view_as(known)
+        chains.append(known)
+    return torch.stack(chains, dim=-1)

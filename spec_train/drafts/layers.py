@@ -1,0 +1,187 @@
+"""Parts of a draft layer: norm, rotary embedding, gated MLP; in the arithmetic of the engines.
+
+Rotary frequencies come from transformers' initialisers, so every rope type of the target is
+reproduced by the code that the target itself runs. Two types depend on the length of a sequence:
+
+- longrope: a document that reaches past `original_max_position_embeddings` uses the long factors
+  for all its tokens, a shorter one the short factors. transformers decides by the longest row of a
+  forward; deciding per document gives the same figures whatever a document is packed with.
+- dynamic: frequencies are those of sequences up to `max_position_embeddings`. Longer ones are not
+  stretched (no dataset holds them: the target's own limit comes first).
+
+B rows, T slots, H hidden size, d head size, r rotary dimensions (r <= d).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from spec_data.shards.errors import DraftError
+
+_LENGTH_AWARE = ("llama3", "yarn", "longrope")  # need original_max_position_embeddings
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm: at least float32 inside, the input's dtype outside."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        """Start at weight 1."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Norm the last dimension of [..., size]."""
+        precise = x if x.dtype == torch.float64 else x.float()
+        precise = precise * torch.rsqrt(precise.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * precise.to(x.dtype)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate x) * up x), no biases."""
+
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        """Make the three projections."""
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] -> [..., H]."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """The rope settings of a target's (text) config, in transformers 5's flat form.
+
+    Reads `rope_parameters` (flat, or one dict per layer type: the full-attention one counts),
+    `rope_scaling`, and the top-level `rope_theta`, `partial_rotary_factor` and
+    `original_max_position_embeddings` of older files. Values are copied, never adjusted.
+
+    Raises:
+        DraftError: an unknown rope type, or per-layer-type settings without full attention.
+    """
+    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if any(isinstance(value, dict) for value in found.values()):
+        if not isinstance(found.get("full_attention"), dict):
+            raise DraftError(
+                f"rope_parameters has layer types {sorted(found)} of which none is full_attention; "
+                "a draft attends fully and cannot tell which settings to use"
+            )
+        found = dict(found["full_attention"])
+    found = {key: value for key, value in found.items() if value is not None}
+    kind = found.pop("type", None)  # the older name; rope_type wins where both are given
+    found.setdefault("rope_type", kind or "default")
+    found.setdefault("rope_theta", _first(config, "rope_theta", "rotary_emb_base", default=1e4))
+    partial = _first(config, "partial_rotary_factor", "rotary_pct", default=None)
+    if partial is not None:
+        found.setdefault("partial_rotary_factor", partial)
+    if found["rope_type"] in _LENGTH_AWARE:
+        limit = config.get("original_max_position_embeddings")  # Phi-3 keeps it outside
+        if limit is not None:
+            found["original_max_position_embeddings"] = limit
+        found.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    if found["rope_type"] not in ("default", *ROPE_INIT_FUNCTIONS):
+        raise DraftError(
+            f"rope type {found['rope_type']!r} of the target is unknown; known: "
+            f"default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}"
+        )
+    return found
+
+
+def _first(config: dict[str, Any], *names: str, default: Any) -> Any:
+    return next((config[name] for name in names if config.get(name) is not None), default)
+
+
+@dataclass
+class RopeSettings:
+    """What transformers' rope initialisers read of a config."""
+
+    rope_parameters: dict[str, Any]
+    head_dim: int
+    hidden_size: int
+    num_attention_heads: int
+    max_position_embeddings: int
+
+    def standardize_rope_params(self) -> None:
+        """Nothing to do: `rope_parameters` is in the standard form already."""
+
+
+def rope_frequencies(settings: RopeSettings, length: int | None = None) -> tuple[Tensor, float]:
+    """Inverse frequencies float32 [r/2] and the factor on cos and sin, for a sequence length."""
+    kind = settings.rope_parameters["rope_type"]
+    if kind != "default":
+        initialise = ROPE_INIT_FUNCTIONS[kind]
+        inv_freq, factor = initialise(settings, torch.device("cpu"), seq_len=length)
+        return inv_freq.float(), float(factor)
+    size = int(settings.head_dim * settings.rope_parameters.get("partial_rotary_factor", 1.0))
+    steps = torch.arange(0, size, 2, dtype=torch.float)
+    return 1.0 / (settings.rope_parameters["rope_theta"] ** (steps / size)), 1.0
+
+
+class Rotary(nn.Module):
+    """Cosines and sines of positions. Frequencies stay float32 under any cast of the module."""
+
+    inv_freq: Tensor
+    long_inv_freq: Tensor | None
+
+    def __init__(self, settings: RopeSettings) -> None:
+        """Compute the frequencies once."""
+        super().__init__()
+        self._exact, self.factor = rope_frequencies(settings)
+        self._exact_long: Tensor | None = None
+        self.limit: int | None = None
+        if settings.rope_parameters["rope_type"] == "longrope":
+            self.limit = int(settings.rope_parameters["original_max_position_embeddings"])
+            self._exact_long, _ = rope_frequencies(settings, self.limit + 1)
+        self.register_buffer("inv_freq", self._exact.clone(), persistent=False)
+        self.register_buffer("long_inv_freq", self._exact_long, persistent=False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Rotary":
+        """Follow the module to its device, not to its dtype."""
+        super()._apply(fn, recurse)
+        self.inv_freq = self._exact.to(self.inv_freq.device)
+        if self._exact_long is not None:
+            self.long_inv_freq = self._exact_long.to(self.inv_freq.device)
+        return self
+
+    def forward(self, position_ids: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Give cos, sin, float32 [B, T, r].
+
+        Args:
+            position_ids: int64 [B, T].
+            lengths: tokens of the document each slot belongs to, [B, T]; only longrope reads it.
+                By default a row is one document that ends at its greatest position.
+        """
+        return self.cos_sin(position_ids, lengths, torch.float32)
+
+    def cos_sin(
+        self, position_ids: Tensor, lengths: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward`, in float64 when `dtype` is float64."""
+        precise = torch.float64 if dtype == torch.float64 else torch.float32
+        inv_freq = self.inv_freq
+        if self.limit is not None and self.long_inv_freq is not None:
+            if lengths is None:
+                lengths = position_ids.amax(-1, keepdim=True) + 1
+            inv_freq = torch.where(
+                (lengths > self.limit)[..., None], self.long_inv_freq, self.inv_freq
+            )
+        angles = position_ids[..., None].to(precise) * inv_freq.to(precise)
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos() * self.factor, angles.sin() * self.factor
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first r dimensions of heads [B, h, T, d] by cos, sin [B, T, r]; keep the rest."""
+    size = cos.shape[-1]
+    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+    turned, rest = x[..., :size], x[..., size:]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
+    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned

@@ -1,0 +1,271 @@
+"""`spec-train eval`: measure a draft on a dataset, against its target, or both, and report.
+
+`run_eval` prints a table, writes every figure to --json, and fails (exit code 1) when greedy output
+differed from plain decoding by more than the dtype's noise. Its `acceptance_length` is that of real
+decoding where a target was given, else that of the serving-like walk over the dataset.
+"""
+
+import json
+import logging
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from spec_data import __version__
+from spec_data.config import to_dict
+from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
+from spec_data.shards.files import dump_json, write_atomically
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.schema import Manifest
+from spec_train.checkpoint import resolve_draft_dir
+from spec_train.config import EvalConfig
+from spec_train.drafts import load_draft
+from spec_train.drafts.eagle3 import Eagle3Draft
+from spec_train.evaluate_data import check_fit, evaluate_data
+from spec_train.evaluate_target import check_draft, check_tokenizer, evaluate_target, load_target
+from spec_train.prompts import Prompt, parse_template_kwargs, read_prompts
+
+log = logging.getLogger(__name__)
+
+_RUN_FIELDS = ("data", "seed", "validation", "seq_len")
+
+
+def run_eval(config: EvalConfig) -> dict[str, Any]:
+    """Evaluate as `config` says; gives the figures that --json holds.
+
+    Raises:
+        SpecDataError: draft, dataset, target or prompts do not exist or do not fit together.
+        RunError: greedy decoding with the draft was not what the target alone says.
+    """
+    _check_outputs(config)
+    folder = resolve_draft_dir(config.draft)
+    run = read_run(Path(config.draft), folder)
+    device = usable_device(config.device)
+    prompts = read_prompts(Path(config.prompts), config.limit) if config.prompts else []
+    draft = load_draft(folder).eval()
+    if config.data is not None:  # what does not fit is said before the target is loaded
+        check_fit(draft, HiddenStatesDataset(config.data))
+    depth = config.draft_tokens or draft.options.ttt_steps
+    report: dict[str, Any] = {"acceptance_length": None, "draft": str(folder)}
+    saved: list[dict[str, list[int]]] = []
+    if config.target is not None:
+        found, saved = _decode(config, draft, device, depth, run, prompts)
+        report |= found
+    else:
+        draft.to(device, _dtype(config.dtype, device))
+    if config.data is not None:
+        report["data"] = evaluate_data(
+            draft, Path(config.data), split=config.split, run=run, depth=depth, limit=config.limit
+        )
+        if config.target is None:
+            report["acceptance_length"] = report["data"]["walk"]["acceptance_length"]
+    report |= _setting(draft, device, depth) | {"options": to_dict(config)}
+    if config.save_responses:
+        lines = "".join(json.dumps(row) + "\n" for row in saved)
+        write_atomically(Path(config.save_responses), lines)
+    if config.json:
+        write_atomically(Path(config.json), dump_json(report))
+    print(table(report))
+    _require_lossless(report)
+    return report
+
+
+def _decode(
+    config: EvalConfig,
+    draft: Eagle3Draft,
+    device: torch.device,
+    depth: int,
+    run: dict[str, Any] | None,
+    prompts: Sequence[Prompt],
+) -> tuple[dict[str, Any], list[dict[str, list[int]]]]:
+    """Load the target, check that everything belongs together, decode; moves the draft to it."""
+    model, tokenizer = load_target(config, device)
+    warnings = check_draft(draft, model)
+    draft.to(device, model.dtype)
+    kwargs: dict[str, Any] = {}
+    if config.chat_template_kwargs is not None:
+        kwargs = parse_template_kwargs(config.chat_template_kwargs)
+    elif run is not None:
+        kwargs = run["chat_template_kwargs"] or {}
+    warnings += check_tokenizer(tokenizer, kwargs, run)
+    for warning in warnings:
+        log.warning("warning: %s", warning)
+    found, saved = evaluate_target(
+        draft, model, tokenizer, config, prompts, depth=depth, template_kwargs=kwargs
+    )
+    about = {"target": config.target, "warnings": warnings, "chat_template_kwargs": kwargs}
+    return about | found, saved
+
+
+def _check_outputs(config: EvalConfig) -> None:
+    """A path that cannot be written is an error before the work, not after it."""
+    for flag, name in (("--json", config.json), ("--save-responses", config.save_responses)):
+        if name is not None and (not Path(name).parent.is_dir() or Path(name).is_dir()):
+            raise ConfigError(f"{flag} {name}: not a file in an existing directory")
+
+
+def usable_device(name: str) -> torch.device:
+    """The device called `name`; auto is a GPU where there is one.
+
+    Raises:
+        ConfigError: it cannot be used here.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device {name}: not usable here ({error})") from None
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        name = "bf16" if device.type == "cuda" else "fp32"
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
+    """What is known of the run that made the draft: None for a draft without one.
+
+    Gives the run's data, seed, validation and seq_len, the fingerprint of its `dataset`, and the
+    `chat_template_kwargs` that dataset was rendered with (None where it cannot be read any more).
+
+    Raises:
+        ConfigError: a fit.json that is not one.
+    """
+    for place in (given, given.parent, folder.parent):
+        if (place / "fit.json").is_file() and (place / "run.json").is_file():
+            break
+    else:
+        return None
+    try:
+        options = json.loads((place / "fit.json").read_text(encoding="utf-8"))
+        identity = json.loads((place / "run.json").read_text(encoding="utf-8"))["identity"]
+        found = {name: options[name] for name in _RUN_FIELDS} | {"dataset": identity["dataset"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{place}: fit.json or run.json is damaged ({type(error).__name__}: {error}); restore "
+            "it, or copy the draft directory alone to evaluate it without its run"
+        ) from None
+    found["chat_template_kwargs"] = None
+    try:
+        raw = Manifest.read(Path(found["data"]) / "manifest.json").raw
+        found["chat_template_kwargs"] = raw["tokenizer"].get("chat_template_kwargs")
+    except (MissingError, DatasetError):
+        log.info("%s: the training data is gone; its tokenizer is not compared", found["data"])
+    return found
+
+
+def _setting(draft: Any, device: torch.device, depth: int) -> dict[str, Any]:
+    """Where and how the figures were measured."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    return {
+        "draft_tokens": depth,
+        "dtype": str(draft.fc.weight.dtype).removeprefix("torch."),
+        "device": f"{device} {name}".strip(),
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "spec-data": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _require_lossless(report: dict[str, Any]) -> None:
+    different = report.get("different")
+    if different:
+        raise RunError(
+            f"greedy decoding with the draft differs from the target alone in {len(different)} of "
+            f"{report['responses']} responses, beyond ties:\n  " + "\n  ".join(different[:5])
+        )
+
+
+def table(report: dict[str, Any]) -> str:
+    """The figures as aligned lines: name, value, meaning."""
+    lines: list[tuple[str, str, str]] = []
+    if "target" in report:
+        lines += _decoding_lines(report)
+    if "data" in report:
+        lines += _data_lines(report["data"])
+    name_width = max(len(name) for name, _, _ in lines)
+    value_width = max(len(value) for _, value, _ in lines)
+    return "\n".join(
+        f"{name:<{name_width}}  {value:>{value_width}}  {meaning}".rstrip()
+        for name, value, meaning in lines
+    )
+
+
+def _decoding_lines(report: dict[str, Any]) -> list[tuple[str, str, str]]:
+    kind = "greedy" if report["temperature"] == 0 else f"temperature {report['temperature']:g}"
+    lines = [
+        ("real decoding", "", f"{report['target']}, {kind}, {report['dtype']}, {report['device']}"),
+        (
+            "  acceptance length",
+            f"{report['acceptance_length']:.3f}",
+            f"tokens per target verification, {report['draft_tokens']} drafted each",
+        ),
+        ("  accepted by depth", "", _rates(report["accept_rate"])),
+        (
+            "  rounds",
+            f"{report['rounds']:,}",
+            f"verifications, in {report['responses']:,} responses",
+        ),
+        (
+            "  tokens",
+            f"{report['tokens']:,}",
+            f"{report['stopped']:,} responses ended by themselves",
+        ),
+        ("  tokens/s", f"{report['tokens_per_second']:.1f}", "with the draft, prefill included"),
+        ("  tokens/s plain", f"{report['plain_tokens_per_second']:.1f}", "the target alone"),
+        ("  speed-up", f"{report['speedup'] or 0:.2f}x", "in this implementation, batch of one"),
+    ]
+    if report["identical"] is not None:
+        wrong = len(report["different"])
+        meaning = f"responses equal to plain greedy decoding; {report['ties']} ties, {wrong} wrong"
+        lines.append(("  lossless", f"{report['identical']}/{report['responses']}", meaning))
+    if report["too_long"]:
+        lines.append(("  left out", str(len(report["too_long"])), "prompts that fill the context"))
+    return lines
+
+
+def _data_lines(data: dict[str, Any]) -> list[tuple[str, str, str]]:
+    walk, slots, forced = data["walk"], data["slots"], data["teacher_forced"]
+    rates = [
+        forced[f"accept_rate/{d}"] for d in range(1, len(forced)) if f"accept_rate/{d}" in forced
+    ]
+    return [
+        ("dataset", "", f"{data['path']}, {data['split']}: {data['documents']:,} documents"),
+        (
+            "  serving-like length",
+            f"{walk['acceptance_length']:.3f}",
+            f"own tokens and states, {walk['rounds']:,} rounds: predicts real greedy decoding",
+        ),
+        ("  accepted by depth", "", _rates(walk["accept_rate"])),
+        (
+            "  over all slots",
+            f"{slots['acceptance_length']:.3f}",
+            f"the same from every supervised token, {slots['rounds']:,} chains",
+        ),
+        (
+            "  teacher-forced length",
+            f"{forced['acceptance_length']:.3f}",
+            "the documents' tokens at every depth, as in training",
+        ),
+        ("  accepted by depth", "", _rates(rates)),
+        (
+            "  on-policy",
+            f"{data['on_policy']:.1%}",
+            f"of {data['supervised_tokens']:,} tokens are the target's own greedy choice",
+        ),
+        ("  censored", f"{walk['censored']:.1%}", "of rounds leave the document, then estimated"),
+    ]
+
+
+def _rates(rates: list[float | None]) -> str:
+    return " ".join("-" if r is None else f"{r:.2f}" for r in rates)

@@ -1,0 +1,248 @@
+"""From options to a run: which documents, which draft, which steps; new or resumed.
+
+Everything here happens once, before the first step; `trainer` has the loop. Nothing opens the
+target: its config, embeddings and head are part of the dataset.
+"""
+
+import dataclasses
+import json
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_data.config import differing_fields, to_dict
+from spec_data.shards.errors import ConfigError, DatasetError, DraftError
+from spec_data.shards.plan import BatchPlan, Selection, select_documents, split_documents
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.checkpoint import RunDirectory, Saved, resolve_draft_dir
+from spec_train.config import FitConfig, default_lr
+from spec_train.drafts import DRAFTS
+from spec_train.head import TargetHead
+from spec_train.trainer import FitResult, Trainer
+
+log = logging.getLogger(__name__)
+
+DEFAULT_EPOCHS = 3
+MAY_CHANGE = (
+    *("data", "out", "device", "log_every", "eval_every", "save_every", "keep"),
+    *("batch_size", "accumulation"),  # their product may not: packs_per_step
+)
+"""Options a resumed run may change: they decide where things are and how often they are written."""
+
+
+def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
+    """Fit the draft `draft_name` as `config` and its own `options` say, or go on with that run.
+
+    Raises:
+        ConfigError: the run directory holds a run with other settings.
+        DatasetError, MissingError: the dataset cannot be read. RunError: training failed.
+    """
+    dataset = HiddenStatesDataset(config.data)
+    config = resolve_config(config, dataset)
+    splits = make_splits(dataset, config)
+    run = RunDirectory(config.out, config.keep)
+    try:
+        table = {**to_dict(config), **to_dict(options)}
+        identity = {
+            "draft": draft_name,
+            "dataset": dataset.manifest.fingerprint,
+            "packs_per_step": config.packs_per_step,
+            **{name: value for name, value in table.items() if name not in MAY_CHANGE},
+        }
+        total = run.record(table, identity).get("total_steps")
+        if total is None:
+            total = _total_steps(config, splits)
+            run.note(total_steps=total)
+        saved = run.load_newest()
+        if saved is not None and saved.step >= total:
+            result = FitResult(run.path, saved.step, True, best=saved.state["best"])
+            log.info("%s: nothing to do, %s", run.path, result)
+            return result
+        torch.manual_seed(config.seed)
+        dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float32
+        head = TargetHead.from_dataset(dataset.path, dtype, config.device)
+        draft = _make_draft(draft_name, config, options, dataset, splits, head, saved)
+        trainer = Trainer(draft, head, config, dataset, splits.train, splits.validation, run, total)
+        if saved is not None:
+            trainer.restore(saved)
+            run.truncate_metrics(saved.step)
+        else:
+            run.begin()
+        _announce(trainer, splits)
+        return trainer.run()
+    finally:
+        run.close()
+
+
+def resolve_config(config: FitConfig, dataset: HiddenStatesDataset) -> FitConfig:
+    """Replace every automatic option by its value, so that fit.json alone repeats the run."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.empty(0, device=device).device.type
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device {device}: not usable here ({error})") from None
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "bf16" if kind == "cuda" else "fp32"
+    return dataclasses.replace(
+        config,
+        device=device,
+        dtype=dtype,
+        lr=config.lr if config.lr is not None else default_lr(dataset.manifest.hidden_size),
+        epochs=DEFAULT_EPOCHS if config.steps is None and config.epochs is None else config.epochs,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Splits:
+    """What a run trains on and what it measures on, both decided by document ids and seed."""
+
+    selection: Selection
+    train: BatchPlan
+    validation: BatchPlan
+    held_out: int  # documents kept from training; `validation` may measure fewer
+
+
+def make_splits(dataset: HiddenStatesDataset, config: FitConfig) -> Splits:
+    """Select, split and plan the documents of a dataset.
+
+    Raises:
+        DatasetError: nothing is left to train on; the message says why.
+    """
+    selection = select_documents(
+        dataset.lengths, dataset.supervised, dataset.first_supervised, config.seq_len
+    )
+    usable = np.flatnonzero(selection.usable)
+    ids = [dataset.doc_ids[row] for row in usable.tolist()]
+    side = split_documents(ids, config.validation, config.seed)
+    if side.all():
+        reasons = [f"{count} {reason}" for reason, count in selection.left_out.items()]
+        raise DatasetError(
+            f"{dataset.path}: no document to train on, of {len(dataset)}"
+            + (f" ({'; '.join(reasons)})" if reasons else "")
+            + (f"; {len(usable)} held out by --validation" if len(usable) else "")
+        )
+    measured = np.flatnonzero(side)
+    if 0 < config.validation_documents < len(measured):
+        # the lowest ids: ids are content hashes, so this is a fair and lasting choice
+        measured = np.array(
+            sorted(measured.tolist(), key=ids.__getitem__)[: config.validation_documents]
+        )
+
+    def plan(rows: np.ndarray, packs: int) -> BatchPlan:
+        mask = np.zeros(len(dataset), dtype=bool)
+        mask[rows] = True
+        return BatchPlan(
+            dataset.lengths,
+            mask,
+            seq_len=config.seq_len,
+            rows_per_batch=packs,
+            seed=config.seed,
+            window_tokens=config.window_tokens,
+            fingerprint=dataset.manifest.fingerprint,
+        )
+
+    return Splits(
+        selection=selection,
+        train=plan(usable[~side], config.packs_per_step),
+        validation=plan(usable[measured], config.batch_size),
+        held_out=int(side.sum()),
+    )
+
+
+def count_supervised_tokens(dataset: HiddenStatesDataset, plan: BatchPlan) -> Tensor:
+    """How often each token id is a supervised token of the plan's documents, int64 [V].
+
+    Reads ids and masks only, one document at a time.
+    """
+    counts = np.zeros(dataset.manifest.vocab_size, dtype=np.int64)
+    ids = torch.zeros(plan.seq_len, dtype=torch.int64)
+    mask = torch.zeros(plan.seq_len, dtype=torch.bool)
+    out = {"input_ids": ids, "loss_mask": mask}
+    for row in plan.rows.tolist():
+        tokens = dataset.read_into(row, out, 0, int(plan.lengths[row]))
+        np.add.at(counts, ids[:tokens][mask[:tokens]].numpy(), 1)
+    return torch.from_numpy(counts)
+
+
+def _total_steps(config: FitConfig, splits: Splits) -> int:
+    if config.steps is not None:
+        return config.steps
+    epochs = config.epochs or 0
+    return sum(len(splits.train.batches(epoch)) for epoch in reversed(range(epochs)))
+
+
+def _make_draft(
+    name: str,
+    config: FitConfig,
+    options: Any,
+    dataset: HiddenStatesDataset,
+    splits: Splits,
+    head: TargetHead,
+    saved: Saved | None,
+) -> Any:
+    """The draft to train: of the checkpoint, of --init-from, or fresh."""
+    kind = DRAFTS[name]
+    if saved is not None:  # its vocabulary too comes from there: no data is read for it
+        return kind.from_pretrained(saved.path)
+    fresh = kind.build(
+        options,
+        target_config=json.loads((dataset.target_dir / "config.json").read_text("utf-8")),
+        manifest=dataset.manifest,
+        head=head,
+        token_counts=count_supervised_tokens(dataset, splits.train),
+    )
+    if config.init_from is None:
+        return fresh
+    folder = resolve_draft_dir(config.init_from)
+    loaded = kind.from_pretrained(folder)
+    old, new = to_dict(loaded.config), to_dict(fresh.config)
+    differing = differing_fields(old | {"dtype": ""}, new | {"dtype": ""})  # of the file alone
+    if differing:
+        raise DraftError(
+            f"--init-from {folder}: a draft of another shape or target:\n  "
+            + "\n  ".join(differing)
+        )
+    loaded.options = options
+    return loaded
+
+
+def _announce(trainer: Trainer, splits: Splits) -> None:
+    """Say what will be trained on what."""
+    dataset, config, plan, stream = trainer.dataset, trainer.config, splits.train, trainer.stream
+    log.info(
+        "dataset    %s: %s documents, %s tokens, %s supervised",
+        dataset.path,
+        *(f"{n:,}" for n in (len(dataset), dataset.lengths.sum(), dataset.supervised.sum())),
+    )
+    reasons = [f"{count:,} with {reason}" for reason, count in splits.selection.left_out.items()]
+    log.info(
+        "documents  %s for training, %s held out (%s measured); %s cut to %d tokens; %s",
+        *(f"{n:,}" for n in (len(plan.rows), splits.held_out, len(splits.validation.rows))),
+        *(f"{splits.selection.cut:,}", config.seq_len),
+        "left out: " + "; ".join(reasons) if reasons else "none left out",
+    )
+    batches = plan.batches(stream.epoch)
+    packs = [pack for batch in batches for pack in batch]
+    full = plan.tokens / (len(packs) * plan.seq_len)
+    log.info(
+        "an epoch   %s tokens in %s packs of %d (%.1f %% full): %s steps of %d packs",
+        *(f"{plan.tokens:,}", f"{len(packs):,}", plan.seq_len, 100 * full),
+        *(f"{len(batches):,}", plan.rows_per_batch),
+    )
+    width = {column.name: column.bytes_per_token for column in dataset.manifest.columns}
+    log.info(
+        "columns    %s: %d of %d bytes per token are read",
+        *(", ".join(stream.columns), sum(width[c] for c in stream.columns), sum(width.values())),
+    )
+    log.info(
+        "training   %s parameters, steps %d to %d, learning rate %g, %s on %s, into %s",
+        *(f"{sum(p.numel() for p in trainer.params):,}", trainer.step, trainer.total, config.lr),
+        *(config.dtype, config.device, config.out),
+    )

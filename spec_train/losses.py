@@ -1,0 +1,155 @@
+"""Losses between a teacher and a draft distribution over the draft vocabulary.
+
+`head_loss` is the head and the loss in one: rows of normed draft states go in, a scalar comes out,
+and the gradients are made in the forward pass, chunk by chunk. So no more than one chunk of logits
+exists at any time, whatever the number of slots, and a teacher row is computed once for all unroll
+steps that need it. The price is that gradients of the gradients do not exist.
+
+With p the teacher, q the draft, a = sum_v min(p, q):
+    ce      -sum_v p log q
+    alpha   -log a                       (LK losses, arXiv 2602.23881)
+    lambda  r ce + (1 - r) (1 - a),      r = scale exp(-decay a), no gradient through r
+All per slot: r depends on its own slot alone, so sums over micro-batches add up exactly.
+
+N teacher rows, S unroll steps, H hidden size, Vd draft vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+KINDS = ("ce", "alpha", "lambda")
+CHUNK_ELEMENTS = 1 << 22  # logits of one chunk: 16 MiB in float32; larger ones gain nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossKind:
+    """Which loss, with the two numbers of "lambda"."""
+
+    name: str = "ce"
+    scale: float = 1.0
+    decay: float = 3.0
+
+
+def wide(x: Tensor) -> Tensor:
+    """`x` in float32, or as it is when it is float64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def distribution_loss(
+    logits: Tensor, teacher: Tensor, kind: LossKind
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, expected acceptance and gradient of the loss for draft logits.
+
+    Args:
+        logits: draft logits [..., Vd], float32 or float64.
+        teacher: probabilities that broadcast against `logits`, same dtype.
+        kind: which loss.
+
+    Returns:
+        loss [...], acceptance sum_v min(p, q) [...], d loss / d logits [..., Vd].
+    """
+    lse = logits.logsumexp(-1, keepdim=True)
+    q = torch.exp(logits - lse)
+    acceptance = torch.minimum(teacher, q).sum(-1)
+    entropy = lse.squeeze(-1) - (teacher * logits).sum(-1)  # = -sum p log q, for sum p = 1
+    if kind.name == "ce":
+        return entropy, acceptance, q.sub_(teacher)
+    inside = q * (q < teacher)
+    slope = inside - q * inside.sum(-1, keepdim=True)  # d acceptance / d logits
+    if kind.name == "alpha":
+        floor = torch.finfo(acceptance.dtype).tiny
+        safe = acceptance.clamp_min(floor)
+        return -safe.log(), acceptance, slope.mul_(-1 / safe[..., None])
+    r = kind.scale * torch.exp(-kind.decay * acceptance)
+    loss = r * entropy + (1 - r) * (1 - acceptance)
+    slope = slope.mul_((r - 1)[..., None]).add_(r[..., None] * (q - teacher))
+    return loss, acceptance, slope
+
+
+@dataclass(frozen=True)
+class RowStats:
+    """Per teacher row and step, no gradients: loss, expected acceptance, best draft index."""
+
+    loss: Tensor  # [N, S]
+    acceptance: Tensor  # [N, S]
+    best: Tensor  # int64 [N, S]
+
+
+def head_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher: Callable[[slice], Tensor],
+    weights: Tensor,
+    kind: LossKind,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[Tensor, RowStats]:
+    """Sum of `weights` times the loss of every row, through the head `weight`.
+
+    Args:
+        hidden: states that enter the head [N, S, H].
+        weight: head [Vd, H].
+        teacher: gives the probabilities [n, Vd] of a slice of the N rows; called once per chunk.
+        weights: [N, S] float32; 0 leaves a row out.
+        kind: which loss.
+        chunk_elements: bound on the logits that exist at a time.
+
+    Returns:
+        The sum, a float32 (or float64) scalar with a graph, and the figures of every row.
+    """
+    rows = max(1, chunk_elements // (hidden.shape[1] * weight.shape[0]))
+    wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    total, *stats = _HeadLoss.apply(hidden, weight, teacher, weights, kind, rows, wanted)
+    return total, RowStats(*stats)
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        teacher: Callable[[slice], Tensor],
+        weights: Tensor,
+        kind: LossKind,
+        rows: int,
+        wanted: bool,
+    ) -> tuple[Tensor, ...]:
+        n, steps, size = hidden.shape
+        double = hidden.dtype == torch.float64
+        total = hidden.new_zeros((), dtype=torch.float64 if double else torch.float32)
+        loss, acceptance = total.new_zeros(n, steps), total.new_zeros(n, steps)
+        best = torch.zeros(n, steps, dtype=torch.long, device=hidden.device)
+        d_hidden = torch.empty_like(hidden) if wanted else None
+        d_weight = torch.zeros_like(weight, dtype=total.dtype) if wanted else None
+        for start in range(0, n, rows):
+            part = slice(start, min(start + rows, n))
+            logits = wide(F.linear(hidden[part], weight))
+            best[part] = logits.argmax(-1)
+            row_loss, acceptance[part], slope = distribution_loss(
+                logits, teacher(part)[:, None].to(logits.dtype), kind
+            )
+            loss[part] = row_loss
+            total += (row_loss * weights[part]).sum()
+            if d_hidden is not None and d_weight is not None:
+                slope = slope.mul_(weights[part][..., None]).to(weight.dtype)
+                d_hidden[part] = (slope @ weight).to(hidden.dtype)
+                d_weight += slope.flatten(0, 1).T @ hidden[part].reshape(-1, size).to(slope.dtype)
+        if d_weight is not None:
+            ctx.save_for_backward(d_hidden, d_weight.to(weight.dtype))
+        ctx.mark_non_differentiable(loss, acceptance, best)
+        return total, loss, acceptance, best
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        d_hidden, d_weight = ctx.saved_tensors
+        scale = grads[0]
+        return (
+            d_hidden * scale.to(d_hidden.dtype),
+            d_weight * scale.to(d_weight.dtype),
+            *[None] * 5,
+        )

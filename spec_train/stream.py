@@ -1,0 +1,244 @@
+"""From plan to batches: one thread reads ahead into reused buffers.
+
+A ring of buffers, each one micro-batch, bounds memory whatever the dataset's size; the reader
+copies documents straight into them (page-locked on CUDA). One thread rather than worker
+processes: copying releases the interpreter lock, and processes would pay for shared memory, page
+faults and a second copy. A buffer is handed out inside a `Step` and is overwritten only after
+`Step.release` or after the next step was asked for.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spec_data.shards.errors import DatasetError
+from spec_data.shards.packing import row_layout
+from spec_data.shards.plan import BatchPlan, Pack, rank_slice
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.batch import DraftBatch
+
+READ_AHEAD = 2
+"""Micro-batches read beyond those of the step in use."""
+ROUND = 32
+"""Rows are padded to the longest of the micro-batch, rounded up to this many slots."""
+_SMALL = {
+    "input_ids": torch.int64,
+    "loss_mask": torch.bool,
+    "target_argmax": torch.int64,
+    "target_logsumexp": torch.float32,
+}
+
+
+class _Buffer:
+    """The tensors of one micro-batch, [B, seq_len, ...], filled again and again."""
+
+    def __init__(
+        self,
+        dataset: HiddenStatesDataset,
+        columns: Sequence[str],
+        rows: int,
+        seq_len: int,
+        dtype: torch.dtype,
+        pin: bool,
+    ) -> None:
+        stored = {c.name: c for c in dataset.manifest.columns}
+        self.tensors: dict[str, Tensor] = {}
+        for name in dict.fromkeys((*_SMALL, *columns)):
+            column = stored.get(name)
+            width = column.width if column else None
+            kind = _SMALL.get(name, dtype)
+            if column and name not in _SMALL and not name.startswith("hidden."):
+                kind = column.coder.logical
+            shape = (rows, seq_len) if width is None else (rows, seq_len, width)
+            self.tensors[name] = torch.zeros(shape, dtype=kind, pin_memory=pin)
+        self.columns = tuple(columns)
+        self.seq_len = seq_len
+        self.pinned = pin
+        self.copied: Any = None  # CUDA event: the last copy out of these tensors is done
+
+    def fill(self, dataset: HiddenStatesDataset, packs: list[Pack], plan: BatchPlan) -> DraftBatch:
+        """Read `packs` side by side; slots after the last token of a row are zero."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        lengths = [[int(plan.lengths[row]) for row in pack] for pack in packs]
+        longest = max(map(sum, lengths))
+        width = min(self.seq_len, -(-longest // ROUND) * ROUND)
+        for b, (pack, counts) in enumerate(zip(packs, lengths, strict=True)):
+            out = {name: self.tensors[name][b, :width] for name in self.columns}
+            start = 0
+            for row, count in zip(pack, counts, strict=True):
+                written = dataset.read_into(row, out, start, count)
+                if written != count:
+                    raise DatasetError(
+                        f"{dataset.path}: document {row} gave {written} tokens, the index says "
+                        f"{count}; run `spec-data verify`"
+                    )
+                start += count
+            for values in out.values():
+                values[start:] = 0
+        return self._batch(packs, lengths, width)
+
+    def _batch(self, packs: list[Pack], lengths: list[list[int]], width: int) -> DraftBatch:
+        document_ids, position_ids = row_layout(lengths, width)
+        view = {name: t[: len(packs), :width] for name, t in self.tensors.items()}
+        small = {name: view.pop(name) for name in _SMALL}
+        return DraftBatch(
+            **small,
+            position_ids=position_ids,
+            document_ids=document_ids,
+            hidden=view,
+            rows=[list(pack) for pack in packs],
+        )
+
+
+class Step:
+    """The micro-batches of one optimizer step (of this rank): batch `index` of `of` in `epoch`."""
+
+    def __init__(
+        self, epoch: int, index: int, of: int, free: "queue.SimpleQueue[_Buffer | None]"
+    ) -> None:
+        self.epoch, self.index, self.of = epoch, index, of
+        self.batches: list[DraftBatch] = []
+        self._buffers: list[_Buffer | None] = []
+        self._free = free
+
+    def add(self, batch: DraftBatch, buffer: _Buffer) -> None:
+        """Append a micro-batch that lives in `buffer`."""
+        self.batches.append(batch)
+        self._buffers.append(buffer)
+
+    def release(self, i: int) -> None:
+        """Give the buffer of micro-batch i back to the reader; the batch is void after this."""
+        buffer, self._buffers[i] = self._buffers[i], None
+        if buffer is None:
+            return
+        if buffer.pinned:
+            buffer.copied = torch.cuda.Event()
+            buffer.copied.record()
+        self._free.put(buffer)
+
+
+class BatchStream:
+    """Steps of a plan from a position on, read ahead by a thread while `take` is iterated."""
+
+    def __init__(
+        self,
+        dataset: HiddenStatesDataset,
+        plan: BatchPlan,
+        columns: Sequence[str],
+        *,
+        batch_size: int,
+        dtype: torch.dtype = torch.float32,
+        pin: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        """Read `columns` of `dataset`; a step's packs come in micro-batches of `batch_size`.
+
+        States have `dtype`; `pin` page-locks the buffers. Buffers are made by the first `take`.
+        """
+        self.dataset, self.plan = dataset, plan
+        self.columns = tuple(dict.fromkeys(("input_ids", "loss_mask", *columns)))
+        self.batch_size, self.dtype, self.pin = batch_size, dtype, pin
+        self.rank, self.world_size = rank, world_size
+        self.epoch, self.batches_done = 0, 0
+        self.waited = 0.0  # seconds the consumer stood still for data
+        self._ring: list[_Buffer] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position after the last step handed out."""
+        return self.plan.state(self.epoch, self.batches_done)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved position, reading nothing.
+
+        Raises:
+            ConfigError: the state belongs to another dataset, seed or pack length.
+        """
+        self.epoch, self.batches_done = self.plan.position(state)
+
+    def take(self, count: int) -> Generator[Step, None, None]:
+        """Yield the next `count` steps, going through as many epochs as it takes.
+
+        Close the generator (or finish it) to stop the thread. What the thread raises is raised
+        here, where the step it was reading is due.
+        """
+        if count and not len(self.plan.rows):
+            raise DatasetError(f"{self.dataset.path}: no document to train on in this split")
+        self._make_ring()
+        free: queue.SimpleQueue[_Buffer | None] = queue.SimpleQueue()
+        ready: queue.SimpleQueue[Step | BaseException | None] = queue.SimpleQueue()
+        for buffer in self._ring:
+            free.put(buffer)
+        stop = threading.Event()
+        position = self.epoch, self.batches_done
+        thread = threading.Thread(
+            target=self._read, args=(position, count, free, ready, stop), name="read-ahead"
+        )
+        thread.start()
+        try:
+            while isinstance(step := self._next(ready), Step):
+                self.epoch, self.batches_done = step.epoch, step.index + 1
+                yield step
+                for i in range(len(step.batches)):
+                    step.release(i)
+            if step is not None:
+                raise step
+        finally:
+            stop.set()
+            free.put(None)
+            thread.join()
+
+    def _make_ring(self) -> None:
+        per_rank = -(-self.plan.rows_per_batch // self.world_size)
+        size = min(self.batch_size, per_rank)
+        wanted = -(-per_rank // size) + READ_AHEAD
+        while len(self._ring) < wanted:
+            self._ring.append(
+                _Buffer(self.dataset, self.columns, size, self.plan.seq_len, self.dtype, self.pin)
+            )
+
+    def _next(self, ready: "queue.SimpleQueue") -> Step | BaseException | None:
+        start = time.perf_counter()
+        item = ready.get()
+        self.waited += time.perf_counter() - start
+        return item
+
+    def _walk(
+        self, epoch: int, done: int, count: int
+    ) -> Iterator[tuple[int, int, int, list[Pack]]]:
+        while count > 0:
+            batches = self.plan.batches(epoch)
+            for index in range(done, min(len(batches), done + count)):
+                packs = rank_slice(batches[index], self.rank, self.world_size)
+                yield epoch, index, len(batches), packs
+            count -= max(0, len(batches) - done)
+            epoch, done = epoch + 1, 0
+
+    def _read(
+        self,
+        position: tuple[int, int],
+        count: int,
+        free: "queue.SimpleQueue[_Buffer | None]",
+        ready: "queue.SimpleQueue[Step | BaseException | None]",
+        stop: threading.Event,
+    ) -> None:
+        """Body of the thread: fill free buffers, hand out whole steps, then None or an error."""
+        try:
+            for epoch, index, of, packs in self._walk(*position, count):
+                step = Step(epoch, index, of, free)
+                for i in range(0, len(packs), self.batch_size):
+                    buffer = free.get()
+                    if buffer is None or stop.is_set():
+                        return
+                    part = packs[i : i + self.batch_size]
+                    step.add(buffer.fill(self.dataset, part, self.plan), buffer)
+                ready.put(step)
+            ready.put(None)
+        except BaseException as error:
+            ready.put(error)

@@ -1,0 +1,265 @@
+"""The EAGLE-3 training loss, slowly: one document, slot, unroll step and head at a time.
+
+An oracle (float64) for the fast implementation, sharing no code with it: no batch, no packing, no
+mask tensor, no shifted frame. Everything is indexed by the token positions of ONE document: a
+wrong shift, mask or boundary in the fast code cannot be repeated here. Gradients are autograd's.
+Weights come as a state dict in the checkpoint's key layout, so the names are under test as well.
+
+T tokens of a document, n captured layers, H hidden size, V / Vd target / draft vocabulary, S unroll
+steps, d head size. Slot t sees the target's states of token t and the known token t+1, and drafts
+token t+2; at unroll step s everything but the slot's own states moves s tokens further.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceConfig:
+    """What the checkpoint's config.json and the training options decide."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_inv_freq: Tensor  # [rotary dimensions / 2]
+    rope_factor: float = 1.0  # multiplies cos and sin (yarn, longrope)
+    attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
+    norm_output: bool = False
+    steps: int = 7
+    decay: float = 0.8
+    slots: str = "serving"  # or "shifted"
+    kind: str = "ce"  # or "alpha", "lambda"
+    lambda_scale: float = 1.0
+    lambda_decay: float = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """One document: nothing shifted, nothing padded."""
+
+    x: Sequence[int]  # token ids, [T]
+    m: Sequence[int]  # loss mask, [T]
+    aux: Tensor  # [T, n*H] float64
+    z: Tensor  # [T, V] float64; z[t] are the target's logits for token t+1
+
+
+@dataclass(kw_only=True)
+class StepSums:
+    """What one unroll step adds up over slots; divided once, over all documents."""
+
+    loss: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    supervised: int = 0  # slots the loss sees: in the slot mask, teacher's choice in the vocabulary
+    drafted: int = 0  # slots of the slot mask; those outside the vocabulary are misses
+    hits: int = 0
+    acceptance: float = 0.0  # sum over slots of sum_v min(p, q); a miss adds nothing
+
+
+@dataclass(kw_only=True)
+class Reference:
+    """Loss of a list of documents with its parts."""
+
+    loss: Tensor
+    steps: list[StepSums]
+    chains: int  # chains whose S depths are all in the slot mask
+    survivors: list[int]  # [S] chains hit at every depth up to this one
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per verification by greedy chains of S drafts; 1 when there is no chain."""
+        return 1.0 + sum(n / self.chains for n in self.survivors) if self.chains else 1.0
+
+
+def slot_counts(m: Sequence[int], t: int, s: int, slots: str) -> bool:
+    """Whether slot t is in the slot mask of unroll step s, given the document's loss mask."""
+
+    def supervised(position: int) -> bool:
+        return position < len(m) and bool(m[position])
+
+    known, drafted = supervised(t + 1 + s), supervised(t + 2 + s)
+    if slots == "serving":
+        return known and drafted
+    if slots == "shifted":
+        return known
+    raise ValueError(f"slots={slots!r}")
+
+
+def reference_loss(
+    state: Mapping[str, Tensor],
+    config: ReferenceConfig,
+    documents: Sequence[Document],
+    counts: Sequence[float] | None = None,
+) -> Reference:
+    """Compute the loss over all `documents`; `counts` replaces the denominators, one per step."""
+    steps = [StepSums() for _ in range(config.steps)]
+    chains, survivors = 0, [0] * config.steps
+    for document in documents:
+        hits = _add_document(state, config, document, steps)
+        for t in range(len(document.x)):
+            if not all(slot_counts(document.m, t, s, config.slots) for s in range(config.steps)):
+                continue
+            chains += 1
+            for s in range(config.steps):
+                survivors[s] += all(hits[t, earlier] for earlier in range(s + 1))
+    total = torch.zeros((), dtype=torch.float64)
+    weights = 0.0
+    for s, step in enumerate(steps):
+        count = step.supervised if counts is None else counts[s]
+        weights += config.decay**s
+        if count:
+            total = total + config.decay**s * step.loss / count
+    return Reference(loss=total / weights, steps=steps, chains=chains, survivors=survivors)
+
+
+def reference_logits(
+    state: Mapping[str, Tensor], config: ReferenceConfig, x: Sequence[int], aux: Tensor
+) -> dict[tuple[int, int], Tensor]:
+    """Draft logits [Vd] for every (slot, step) whose known token exists."""
+    slots = len(x) - 1  # the last token's slot has no known token
+    carried = [_project(state, config, aux[t]) for t in range(slots)]
+    keys: dict[tuple[int, int, int], Tensor] = {}  # (slot, step, kv head) -> [d]
+    values: dict[tuple[int, int, int], Tensor] = {}
+    logits: dict[tuple[int, int], Tensor] = {}
+    for s in range(config.steps):
+        inputs = {}
+        for t in range(slots - s):
+            embedding = state["embed_tokens.weight"][x[t + 1 + s]]
+            inputs[t] = torch.cat(
+                [
+                    _rms(embedding, state["midlayer.input_layernorm.weight"], config),
+                    _rms(carried[t], state["midlayer.hidden_norm.weight"], config),
+                ]
+            )
+            key = _linear(state, "midlayer.self_attn.k_proj", inputs[t])
+            value = _linear(state, "midlayer.self_attn.v_proj", inputs[t])
+            for h in range(config.kv_heads):
+                part = slice(h * config.head_dim, (h + 1) * config.head_dim)
+                keys[t, s, h] = _rope(key[part], t + s, config)
+                values[t, s, h] = value[part]
+        for t in range(slots - s):
+            attended = _attend(state, config, inputs[t], t, s, keys, values)
+            middle = carried[t] + _linear(state, "midlayer.self_attn.o_proj", attended)
+            output = middle + _mlp(
+                state, _rms(middle, state["midlayer.post_attention_layernorm.weight"], config)
+            )
+            normed = _rms(output, state["norm.weight"], config)
+            logits[t, s] = state["lm_head.weight"] @ normed
+            carried[t] = normed if config.norm_output else output
+    return logits
+
+
+def _add_document(
+    state: Mapping[str, Tensor], config: ReferenceConfig, document: Document, steps: list[StepSums]
+) -> dict[tuple[int, int], bool]:
+    """Add a document's slots to `steps`; give the hits of its (slot, step) pairs."""
+    draft_ids = _draft_ids(state)
+    logits = reference_logits(state, config, document.x, document.aux)
+    hits: dict[tuple[int, int], bool] = {}
+    for (t, s), draft_logits in logits.items():
+        if not slot_counts(document.m, t, s, config.slots):
+            continue
+        teacher_logits = document.z[t + 1 + s]
+        wanted = int(teacher_logits.argmax())  # over the whole vocabulary of the target
+        steps[s].drafted += 1
+        hits[t, s] = False
+        if wanted not in draft_ids:
+            continue
+        steps[s].supervised += 1
+        hits[t, s] = draft_ids[int(draft_logits.argmax())] == wanted
+        steps[s].hits += hits[t, s]
+        p = torch.softmax(teacher_logits[draft_ids], 0)
+        log_q = torch.log_softmax(draft_logits, 0)
+        accepted = torch.minimum(p, log_q.exp()).sum()
+        steps[s].acceptance += float(accepted.detach())
+        steps[s].loss = steps[s].loss + _slot_loss(p, log_q, accepted, config)
+    return hits
+
+
+def _slot_loss(p: Tensor, log_q: Tensor, accepted: Tensor, config: ReferenceConfig) -> Tensor:
+    cross_entropy = -(p * log_q).sum()
+    if config.kind == "ce":
+        return cross_entropy
+    if config.kind == "alpha":
+        return -torch.log(accepted)
+    if config.kind == "lambda":
+        r = config.lambda_scale * torch.exp(-config.lambda_decay * accepted.detach())
+        return r * cross_entropy + (1 - r) * (1 - accepted)
+    raise ValueError(f"kind={config.kind!r}")
+
+
+def _draft_ids(state: Mapping[str, Tensor]) -> list[int]:
+    """Target ids of the rows of lm_head, from the map's offsets; all of them without a map."""
+    rows = range(state["lm_head.weight"].shape[0])
+    if "d2t" not in state:
+        return list(rows)
+    ids = [i + int(state["d2t"][i]) for i in rows]
+    chosen = [i for i, inside in enumerate(state["t2d"].tolist()) if inside]
+    if ids != chosen:
+        raise ValueError("d2t and t2d name different tokens")
+    return ids
+
+
+def _project(state: Mapping[str, Tensor], config: ReferenceConfig, aux: Tensor) -> Tensor:
+    """Aux states of one token [n*H] -> feature [H]; every layer's part normed first where asked."""
+    norms = sum(name.startswith("fc_norm.") for name in state)
+    if norms:
+        parts = aux.chunk(norms)
+        aux = torch.cat(
+            [_rms(part, state[f"fc_norm.{i}.weight"], config) for i, part in enumerate(parts)]
+        )
+    return _linear(state, "fc", aux)
+
+
+def _attend(
+    state: Mapping[str, Tensor],
+    config: ReferenceConfig,
+    u: Tensor,
+    t: int,
+    s: int,
+    keys: Mapping[tuple[int, int, int], Tensor],
+    values: Mapping[tuple[int, int, int], Tensor],
+) -> Tensor:
+    """One softmax over step-0 keys of slots 0..t and this slot's own keys of steps 1..s."""
+    scale = 1 / math.sqrt(config.head_dim)
+    if config.attention_scale is not None:
+        scale = config.attention_scale
+    queries = _linear(state, "midlayer.self_attn.q_proj", u)
+    seen = [(j, 0) for j in range(t + 1)] + [(t, step) for step in range(1, s + 1)]
+    outputs = []
+    for h in range(config.heads):
+        query = _rope(queries[h * config.head_dim : (h + 1) * config.head_dim], t + s, config)
+        group = h * config.kv_heads // config.heads  # consecutive query heads share a kv head
+        scores = torch.stack([query @ keys[j, step, group] * scale for j, step in seen])
+        weights = torch.softmax(scores, 0)
+        outputs.append(
+            sum(w * values[j, step, group] for w, (j, step) in zip(weights, seen, strict=True))
+        )
+    return torch.cat(outputs)
+
+
+def _rope(vector: Tensor, position: int, config: ReferenceConfig) -> Tensor:
+    """Rotate pairs (i, i + r/2) of the first r dimensions of [d] by position * inv_freq[i]."""
+    half = config.rope_inv_freq.numel()
+    angle = position * config.rope_inv_freq.double()
+    cos, sin = config.rope_factor * angle.cos(), config.rope_factor * angle.sin()
+    first, second, rest = vector[:half], vector[half : 2 * half], vector[2 * half :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest])
+
+
+def _mlp(state: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    gate = _linear(state, "midlayer.mlp.gate_proj", x)
+    up = _linear(state, "midlayer.mlp.up_proj", x)
+    return _linear(state, "midlayer.mlp.down_proj", gate * torch.sigmoid(gate) * up)
+
+
+def _linear(state: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    y = state[f"{name}.weight"] @ x
+    return y + state[f"{name}.bias"] if f"{name}.bias" in state else y
+
+
+def _rms(x: Tensor, weight: Tensor, config: ReferenceConfig) -> Tensor:
+    return weight * x / torch.sqrt((x * x).mean() + config.rms_norm_eps)

@@ -1,0 +1,135 @@
+"""Both back ends are one attention: values, gradients, grouped heads, packs, padding."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from spec_train import attention
+from spec_train.attention import (
+    PreparedMask,
+    active_mask,
+    active_slots,
+    default_backend,
+    prepare_mask,
+    repeat_heads,
+    unrolled_attention,
+)
+
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, -1, -1], [0, 0, 0, 0, 0, 0, 0, 0, 0], [-1] * 9])
+USED = torch.tensor(
+    [[0, 1, 1, 0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1, 1, 1, 0], [0] * 9], dtype=torch.bool
+)
+
+
+def _inputs(
+    used: Tensor, steps: int, heads: int, kv_heads: int, dtype: torch.dtype, size: int = 4
+) -> tuple[list[Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    active = active_slots(used)
+    rows, width = used.shape
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_()
+
+    tensors = [
+        draw(rows, heads, active.shape[1], size),
+        draw(rows, kv_heads, width, size),
+        draw(rows, kv_heads, width, size),
+        draw(rows, kv_heads, steps, active.shape[1], size),
+        draw(rows, kv_heads, steps, active.shape[1], size),
+    ]
+    return tensors, active_mask(DOCUMENTS[:rows], active)
+
+
+def test_active_slots_are_the_used_ones_in_order_and_padded_with_the_last() -> None:
+    assert active_slots(USED).tolist() == [[1, 2, 5, 6, 6], [3, 4, 5, 6, 7], [8] * 5]
+    assert active_slots(torch.zeros(1, 3, dtype=torch.bool)).tolist() == [[2]]
+
+
+def test_a_mask_row_sees_its_own_document_up_to_itself() -> None:
+    active = active_slots(USED)
+    mask = active_mask(DOCUMENTS, active)[:, 0]
+    for b, a, t in itertools.product(*map(range, mask.shape)):
+        slot = int(active[b, a])
+        assert mask[b, a, t] == (t <= slot and DOCUMENTS[b, t] == DOCUMENTS[b, slot])
+    assert mask.any(-1).all()  # also in rows of padding alone
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_dense_is_one_softmax_over_step_zero_and_the_diagonal(steps: int) -> None:
+    (q, k0, v0, dk, dv), mask = _inputs(USED, steps, 4, 2, torch.float64)
+    out = unrolled_attention(q, k0, v0, dk, dv, mask, 0.7)
+    for b, h, a in itertools.product(*map(range, q.shape[:3])):
+        seen = [t for t in range(mask.shape[-1]) if mask[b, 0, a, t]]
+        keys = [k0[b, h // 2, t] for t in seen] + [dk[b, h // 2, s, a] for s in range(steps)]
+        values = [v0[b, h // 2, t] for t in seen] + [dv[b, h // 2, s, a] for s in range(steps)]
+        weights = torch.softmax(torch.stack([q[b, h, a] @ k * 0.7 for k in keys]), 0)
+        torch.testing.assert_close(out[b, h, a], weights @ torch.stack(values))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (3, 1)])
+@pytest.mark.parametrize("steps", [0, 1, 4])
+@pytest.mark.parametrize("block", [2, 128])
+def test_merged_equals_dense_in_values_and_gradients(
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    steps: int,
+    block: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "BLOCK", block)
+    tensors, mask = _inputs(USED, steps, heads, kv_heads, dtype)
+    results = {}
+    for backend in attention.BACKENDS:
+        out = unrolled_attention(*tensors, mask, 0.5, backend)
+        pull = torch.linspace(-1, 2, out.numel(), dtype=dtype).view_as(out)
+        results[backend] = [out, *torch.autograd.grad((out * pull).sum(), tensors)]
+    for dense, merged in zip(results["dense"], results["merged"], strict=True):
+        torch.testing.assert_close(merged, dense)
+
+
+def test_merged_gradients_are_those_of_finite_differences() -> None:
+    tensors, mask = _inputs(USED[:1], 2, 2, 1, torch.float64, size=3)
+
+    def run(*inputs: Tensor) -> Tensor:
+        return unrolled_attention(*inputs, mask, 0.5, "merged")
+
+    assert torch.autograd.gradcheck(run, tensors)
+
+
+def test_great_scores_on_either_side_neither_overflow_nor_vanish() -> None:
+    tensors, mask = _inputs(USED, 2, 2, 2, torch.float32)
+    for scaled in (0, 1, 3):  # queries, step-0 keys, diagonal keys
+        great = [x.detach() * (300 if i == scaled else 1) for i, x in enumerate(tensors)]
+        dense, merged = (unrolled_attention(*great, mask, 1.0, b) for b in attention.BACKENDS)
+        assert merged.isfinite().all()
+        torch.testing.assert_close(merged, dense)
+
+
+def test_blocks_hold_every_seen_key_and_skip_other_documents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "BLOCK", 2)
+    mask = active_mask(DOCUMENTS, active_slots(USED))
+    prepared = prepare_mask(mask, "merged", torch.float32)
+    seen = torch.zeros_like(mask)
+    for block in prepared.blocks:
+        seen[block.row, 0, block.queries, block.keys] = (block.bias == 0)[0, 0]
+    assert torch.equal(seen, mask)
+    spans = {(b.row, b.queries.start): (b.keys.start, b.keys.stop) for b in prepared.blocks}
+    assert spans[0, 0] == (0, 3) and spans[0, 2] == (3, 7) and spans[1, 0] == (0, 5)
+    assert prepare_mask(mask, "dense", torch.float32) == PreparedMask(mask)
+
+
+def test_consecutive_query_heads_share_a_key_head() -> None:
+    x = torch.arange(2.0).view(1, 2, 1, 1)
+    assert repeat_heads(x, 4).flatten().tolist() == [0, 0, 1, 1]
+
+
+def test_the_back_end_is_dense_where_no_kernel_is_proven() -> None:
+    assert default_backend("cpu", torch.float32, 32) == "merged"
+    assert default_backend("cuda", torch.bfloat16, 128) == "dense"

@@ -1,0 +1,152 @@
+"""The command line: instant help, clear refusals, exit codes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from spec_train.cli import main
+from spec_train.config import DRAFT_OPTIONS, FitConfig, default_lr, fit_config
+from tests.factory import tiny_dataset
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return tiny_dataset(tmp_path_factory.mktemp("data") / "set", n_docs=30)
+
+
+def flags(data: Path, out: Path, *more: str) -> list[str]:
+    small = ["--seq-len", "48", "--ttt-steps", "2", "--steps", "2", "--validation", "0.1"]
+    return ["fit", "eagle3", "--data", str(data), "--out", str(out), *small, *more]
+
+
+@pytest.mark.parametrize("words", [[], ["fit"], ["fit", "eagle3"], ["eval"]])
+def test_help_is_instant_and_imports_no_heavy_library(words):
+    code = (
+        "import sys, time\n"
+        "start = time.process_time()\n"
+        "from spec_train.cli import main\n"
+        "try:\n    main(sys.argv[1:])\n"
+        "except SystemExit as stop:\n    assert stop.code == 0\n"
+        "spent = time.process_time() - start\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "assert spent < 0.5, spent\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words, "--help"],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "usage: spec-train" in done.stdout
+
+
+def test_help_names_every_option_and_shows_examples(capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "eagle3", "--help"])
+    text = capsys.readouterr().out
+    for name in fit_config("eagle3").__dataclass_fields__:
+        assert "--" + name.replace("_", "-") in text
+    assert "examples:" in text and "--init-from RUN" in text
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0 and capsys.readouterr().out.startswith("spec-train ")
+
+
+@pytest.mark.parametrize("draft", DRAFT_OPTIONS)
+def test_no_draft_option_hides_a_common_one(draft):
+    common, own = FitConfig.__dataclass_fields__, DRAFT_OPTIONS[draft].__dataclass_fields__
+    assert not set(common) & set(own)
+    assert list(fit_config(draft).__dataclass_fields__) == [*common, *own]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--epochs", "2"], "one or the other"),
+        (["--lr", "0"], "above 0"),
+        (["--lr", "nan"], "above 0"),
+        (["--clip", "nan"], "at least 0"),
+        (["--batch-size", "0"], "--batch-size 0: expected at least 1"),
+        (["--validation", "1.5"], "--validation 1.5"),
+        (["--ttt-steps", "0"], "ttt_steps"),
+        (["--layers", "77"], "77"),
+        (["--device", "warp:9"], "--device warp:9"),
+        (["--init-from", "/nowhere"], "/nowhere"),
+        (["--data", "/nowhere"], "/nowhere"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line_and_exit_code_2(data, tmp_path, capsys, more, message):
+    assert main(flags(data, tmp_path / "run", *more)) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+
+
+def test_unknown_keys_of_a_config_file_are_refused(data, tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    file.write_text("learning-rate = 1e-3\n")
+    assert main(flags(data, tmp_path / "run", "--config", str(file))) == 2
+    assert "unknown option learning_rate" in capsys.readouterr().err
+
+
+def test_debug_raises(data, tmp_path):
+    with pytest.raises(ValueError, match="one or the other"):
+        main(flags(data, tmp_path / "run", "--epochs", "2", "--debug"))
+
+
+def test_config_file_and_flags_make_one_config(data, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("lr = 0.002\nfc-norm = true\nseq-len = 999\n")
+    assert main(flags(data, tmp_path / "run", "--config", str(file))) == 0
+    resolved = json.loads((tmp_path / "run" / "fit.json").read_text())
+    assert (resolved["lr"], resolved["fc_norm"], resolved["seq_len"]) == (0.002, True, 48)
+    assert (resolved["dtype"], resolved["epochs"]) == ("fp32", None)
+
+
+def test_lr_default_follows_the_width(data, tmp_path):
+    assert main(flags(data, tmp_path / "run")) == 0
+    assert json.loads((tmp_path / "run" / "fit.json").read_text())["lr"] == 1e-3
+    rates = [default_lr(width) for width in (32, 256, 1024, 4096, 8192)]
+    assert rates == [1e-3, 4e-4, 2e-4, 1e-4, 7.1e-5]
+
+
+def test_start_says_what_is_trained_on_what(data, tmp_path, caplog):
+    caplog.set_level("INFO")
+    assert main(flags(data, tmp_path / "run", "--seq-len", "16")) == 0
+    text = caplog.text
+    for part in ("30 documents", "held out", "cut to 16 tokens", "left out: ", "past --seq-len 16",
+                 "steps of 4 packs", "bytes per token", "parameters", "hidden.final"):  # fmt: skip
+        assert part in text, part
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_exits_with_its_code(data, tmp_path, number):
+    out = tmp_path / "run"
+    arguments = flags(data, out, "--steps", "100000", "--save-every", "100000", "--log-every", "1")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "spec_train.cli", *arguments],
+        env={**os.environ, "PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while process.poll() is None and '"train"' not in (
+        (out / "metrics.jsonl").read_text() if (out / "metrics.jsonl").exists() else ""
+    ):
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, error
+    assert "stopped and saved at step" in error and "same command goes on" in error
+    assert len(list(out.glob("checkpoint-*"))) == 1

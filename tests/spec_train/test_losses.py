@@ -1,0 +1,110 @@
+"""Losses and their hand-made gradients against autograd of the formulas; chunks change nothing."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from spec_train.losses import KINDS, LossKind, distribution_loss, head_loss
+
+
+def _formula(logits: Tensor, p: Tensor, kind: LossKind) -> Tensor:
+    log_q = logits.log_softmax(-1)
+    entropy = -(p * log_q).sum(-1)
+    accepted = torch.minimum(p, log_q.exp()).sum(-1)
+    if kind.name == "ce":
+        return entropy
+    if kind.name == "alpha":
+        return -accepted.log()
+    r = kind.scale * torch.exp(-kind.decay * accepted.detach())
+    return r * entropy + (1 - r) * (1 - accepted)
+
+
+def _case(n: int = 5, steps: int = 3, size: int = 4, vocab: int = 11):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    hidden, weight = draw(n, steps, size).requires_grad_(), draw(vocab, size).requires_grad_()
+    teacher = (2 * draw(n, vocab)).softmax(-1)
+    weights = torch.rand(n, steps, generator=generator, dtype=torch.float64)
+    weights[1, 2] = 0
+    return hidden, weight, teacher, weights
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_slot_losses_and_gradients_are_those_of_the_formulas(name: str) -> None:
+    kind = LossKind(name=name, scale=0.9, decay=2.0)
+    hidden, weight, teacher, _ = _case()
+    logits = F.linear(hidden, weight).detach().requires_grad_()
+    expected = _formula(logits, teacher[:, None], kind)
+    (slope,) = torch.autograd.grad(expected.sum(), logits)
+    loss, acceptance, found = distribution_loss(logits.detach(), teacher[:, None], kind)
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(found, slope)
+    overlap = torch.minimum(teacher[:, None], logits.softmax(-1)).sum(-1)
+    torch.testing.assert_close(acceptance, overlap.detach())
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("chunk", [1, 70, 1 << 20])
+def test_chunks_change_neither_value_nor_gradient(name: str, chunk: int) -> None:
+    kind = LossKind(name=name)
+    hidden, weight, teacher, weights = _case()
+    logits = F.linear(hidden, weight)
+    expected = (_formula(logits, teacher[:, None], kind) * weights).sum()
+    asked: list[int] = []
+
+    def rows(part: slice) -> Tensor:
+        asked.extend(range(part.start, part.stop))
+        return teacher[part]
+
+    total, stats = head_loss(hidden, weight, rows, weights, kind, chunk)
+    assert asked == [0, 1, 2, 3, 4]  # the teacher of a row is made once for all steps
+    torch.testing.assert_close(total, expected)
+    assert torch.equal(stats.best, logits.argmax(-1))
+    for found, wanted in zip(
+        torch.autograd.grad(3 * total, [hidden, weight]),
+        torch.autograd.grad(3 * expected, [hidden, weight]),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_figures_without_gradients_are_the_same() -> None:
+    hidden, weight, teacher, weights = _case()
+    with_graph, _ = head_loss(hidden, weight, lambda part: teacher[part], weights, LossKind())
+    with torch.no_grad():
+        total, _ = head_loss(hidden, weight, lambda part: teacher[part], weights, LossKind())
+    assert not total.requires_grad
+    assert torch.equal(total, with_graph)
+
+
+def test_a_frozen_head_leaves_the_states_their_gradient() -> None:
+    hidden, weight, teacher, weights = _case()
+    total, _ = head_loss(hidden, weight.detach(), lambda p: teacher[p], weights, LossKind())
+    (found,) = torch.autograd.grad(total, [hidden])
+    expected = (_formula(F.linear(hidden, weight), teacher[:, None], LossKind()) * weights).sum()
+    torch.testing.assert_close(found, torch.autograd.grad(expected, [hidden])[0])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_distributions_without_overlap_stay_finite(name: str) -> None:
+    teacher = torch.tensor([[1.0, 0.0, 0.0]])
+    logits = torch.tensor([[-300.0, 300.0, 0.0]])
+    parts = distribution_loss(logits, teacher, LossKind(name=name))
+    assert all(part.isfinite().all() for part in parts)
+
+
+def test_half_precision_states_give_float32_sums() -> None:
+    hidden, weight, teacher, weights = _case()
+    low = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]
+    total, stats = head_loss(
+        *low, lambda part: teacher[part].float(), weights.float(), LossKind(), 1 << 20
+    )
+    expected, _ = head_loss(hidden, weight, lambda p: teacher[p], weights, LossKind())
+    assert total.dtype == stats.loss.dtype == torch.float32
+    torch.testing.assert_close(total.double(), expected, rtol=2e-2, atol=0)
+    total.backward()
+    assert [x.grad.dtype for x in low] == [torch.bfloat16] * 2

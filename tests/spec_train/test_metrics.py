@@ -1,0 +1,57 @@
+"""Acceptance figures of chains written by hand; sums add up."""
+
+import torch
+
+from spec_train.metrics import add_sums, chain_sums, summarise
+
+
+def _sums(hits: list[list[int]], drafted: list[list[int]]) -> dict[str, torch.Tensor]:
+    """Sums of S = 2 depths; every drafted slot supervised, loss 2 and 3, acceptance 1/2."""
+    h, m = torch.tensor(hits, dtype=torch.bool), torch.tensor(drafted, dtype=torch.bool)
+    count = m.sum(1).double()
+    return {
+        "loss": count * torch.tensor([2.0, 3.0], dtype=torch.float64),
+        "supervised": count,
+        "weighted": count * torch.tensor([0.6, 0.4], dtype=torch.float64),
+        "drafted": count,
+        "hits": (h & m).sum(1).double(),
+        "acceptance": count / 2,
+        **chain_sums(h, m),
+    }
+
+
+def test_a_chain_survives_while_every_draft_before_hit() -> None:
+    # slots:          hit,hit  hit,miss  miss,hit  hit,(not drafted)
+    hits, drafted = [[1, 1, 0, 1], [1, 0, 1, 1]], [[1, 1, 1, 1], [1, 1, 1, 0]]
+    figures = summarise(_sums(hits, drafted))
+    assert figures["chains"] == 3
+    assert figures["acceptance_length"] == 2.0  # 1 + 2/3 + 1/3
+    assert (figures["accept_rate/1"], figures["accept_rate/2"]) == (2 / 3, 1 / 2)
+    assert (figures["hit_rate/1"], figures["hit_rate/2"]) == (3 / 4, 2 / 3)
+    assert figures["expected_acceptance/1"] == 0.5
+    assert abs(figures["loss"] - (0.6 * 2 + 0.4 * 3)) < 1e-12
+
+
+def test_the_length_is_one_plus_the_running_products_of_the_rates() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hits = torch.rand(2, 50, generator=generator) < 0.6
+    figures = summarise(_sums(hits.int().tolist(), [[1] * 50] * 2))
+    rates = figures["accept_rate/1"], figures["accept_rate/2"]
+    assert abs(figures["acceptance_length"] - (1 + rates[0] + rates[0] * rates[1])) < 1e-12
+
+
+def test_sums_of_parts_give_the_figures_of_the_whole() -> None:
+    hits, drafted = [[1, 1, 0, 1], [1, 0, 1, 1]], [[1, 1, 1, 1], [1, 1, 1, 0]]
+    parts = [
+        _sums([row[:1] for row in hits], [row[:1] for row in drafted]),
+        _sums([row[1:] for row in hits], [row[1:] for row in drafted]),
+    ]
+    first = parts[0]["hits"].clone()
+    assert summarise(add_sums(parts)) == summarise(_sums(hits, drafted))
+    assert torch.equal(parts[0]["hits"], first)  # adding leaves the parts alone
+
+
+def test_without_chains_nothing_is_accepted_and_nothing_is_nan() -> None:
+    figures = summarise(_sums([[0], [0]], [[0], [0]]))
+    assert figures["acceptance_length"] == 1.0 and figures["chains"] == 0
+    assert all(value == value for value in figures.values())
