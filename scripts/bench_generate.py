@@ -1,0 +1,110 @@
+"""Tokens per second of generate's capture against a bare forward of the same packs.
+
+Both run in this process, interleaved, on the same batches with the same masks. The bare forward is
+the model's own decoder without hooks, head, checks, encoding or writing; the capture adds hooks,
+argmax and logsumexp over the vocabulary, checks, bf16 encoding, and writes shards while the next
+forward runs.
+
+    python scripts/bench_generate.py --target MODEL --corpus FILE [--limit 512]
+"""
+
+import argparse
+import shutil
+import statistics
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from spec_data.capture import capture_unit, packed_batches
+from spec_data.generate import prove_target
+from spec_data.masks import ROWS, SINGLE, packed_mask
+from spec_data.options import GenerateConfig
+from spec_data.plan import make_plan, set_up
+from spec_data.shards.writer import write_shard
+from spec_data.target import Target
+
+
+@torch.inference_mode()
+def bare_forward(target: Target, plan, unit: int, form: str, batch_tokens: int) -> None:
+    """The decoder alone, with the mask of the capture."""
+    ids = plan.unit_tokens(unit)["input_ids"]
+    offsets = plan.unit_documents(unit, ()).offsets
+    for packed in packed_batches(offsets, ids, form, plan, batch_tokens):
+        documents = packed.document_ids.to(target.device)
+        if form in (ROWS, SINGLE):
+            mask = {"attention_mask": (documents >= 0).long()}
+        else:
+            mask = packed_mask(form, target.config, target.attn, documents, target.dtype)
+        target.model.base_model(
+            input_ids=packed.input_ids.to(target.device),
+            position_ids=packed.position_ids.to(target.device),
+            use_cache=False,
+            **mask,
+        )
+    if target.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--corpus", required=True)
+    parser.add_argument("--limit", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="auto")
+    args = parser.parse_args()
+    work = Path(tempfile.mkdtemp())
+    config = GenerateConfig(
+        target=args.target,
+        corpus=(args.corpus,),
+        out=str(work),
+        limit=args.limit,
+        max_shard_size="20MB",
+        device=args.device,
+    )
+    setup = set_up(config)
+    plan = make_plan(setup)
+    target = Target.from_pretrained(str(setup.model_dir), setup.layers, device=args.device)
+    (work / ".generate").mkdir()
+    form = prove_target(setup, plan, target, work)["packing"]["form"]
+    units = range(len(plan.units))
+    ratios, bare_rates, rates = [], [], []
+    with ThreadPoolExecutor(1) as writer:
+        for _ in range(args.rounds):
+            start = time.perf_counter()
+            for unit in units:
+                bare_forward(target, plan, unit, form, config.batch_tokens)
+            bare = time.perf_counter() - start
+            start, pending = time.perf_counter(), None
+            for unit in units:
+                done = capture_unit(target, plan, unit, setup.columns, form, config.batch_tokens)
+                if pending is not None:
+                    pending.result()
+                pending = writer.submit(
+                    write_shard, work / f"unit-{unit:05d}.arrow", done.data, setup.columns
+                )
+            if pending is not None:
+                pending.result()
+            full = time.perf_counter() - start
+            ratios.append(bare / full)
+            bare_rates.append(plan.tokens / bare)
+            rates.append(plan.tokens / full)
+    shutil.rmtree(work)
+    print(
+        f"{plan.tokens:,} tokens in {len(plan.units)} shards, {form}, {target.dtype}, "
+        f"{target.device}, {torch.get_num_threads()} threads, {args.rounds} rounds"
+    )
+    print(f"bare forward       {statistics.median(bare_rates):12,.0f} tokens/s")
+    print(f"generate           {statistics.median(rates):12,.0f} tokens/s")
+    print(
+        f"generate / bare    {statistics.median(ratios):12.3f}  "
+        f"(from {min(ratios):.3f} to {max(ratios):.3f})"
+    )
+
+
+if __name__ == "__main__":
+    main()

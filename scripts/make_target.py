@@ -1,0 +1,346 @@
+"""Make a small but really trained target, from nothing but this Python installation.
+
+The text is the standard library itself: questions about its functions answered with their
+docstrings and signatures, and functions to be finished. On it come a byte-level BPE tokenizer, a
+ChatML template and a Llama of about two million parameters, trained for a minute or two on two CPU
+cores. It knows little, but it is trained: its hidden states have structure and its answers can be
+predicted, which random weights cannot offer and which a draft needs to show anything.
+
+Written to --out: the model (bfloat16) and tokenizer, as `from_pretrained` reads them;
+`corpus.jsonl`, the training chats; `prompts.jsonl`, chats about functions never trained on.
+The same Python version, seed and steps give the same corpus and tokenizer, and on the same machine
+the same weights.
+"""
+
+import argparse
+import ast
+import hashlib
+import json
+import math
+import os
+import random
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging as transformers_logging
+
+from spec_data.shards.packing import block_causal_mask, pack_documents, row_layout, shift_left
+
+Chat = list[dict[str, str]]
+
+VOCABULARY = 3072
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+ROW = 256  # tokens of a training row; longer chats are left out
+ROWS_PER_STEP = 6
+PEAK_LEARNING_RATE = 4e-3
+HELD_OUT = 0.04  # share of the functions that nothing is trained on
+# Tests, generated tables and the like: not the text that people ask about.
+SKIPPED_FOLDERS = frozenset(
+    ("test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings", "site-packages")
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Symbol:
+    """A function or class of the standard library."""
+
+    name: str  # dotted, from the module on
+    module: str
+    signature: str
+    docstring: str  # its first paragraphs; may be empty
+    source: str  # empty where the code is too short or too long to be asked for
+
+
+def read_symbols(root: Path) -> Iterator[Symbol]:
+    """Find the documented or short functions and classes of every module below `root`."""
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        if SKIPPED_FOLDERS.intersection(parts) or any(part.startswith("_") for part in parts[:1]):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+            tree = ast.parse(text)
+        except (OSError, SyntaxError, ValueError):
+            continue  # distributions ship templates and deliberately broken files
+        module = ".".join(part for part in parts if part != "__init__")
+        yield from _symbols_of(tree, module, module, text.splitlines())
+
+
+def _symbols_of(node: ast.AST, module: str, prefix: str, lines: list[str]) -> Iterator[Symbol]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = f"{prefix}.{child.name}"
+            yield Symbol(
+                name=name,
+                module=module,
+                signature=_signature(child),
+                docstring=_first_paragraphs(ast.get_docstring(child) or "", limit=500),
+                source=_source(child, lines),
+            )
+            if isinstance(child, ast.ClassDef):
+                yield from _symbols_of(child, module, name, lines)
+
+
+def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> str:
+    if isinstance(node, ast.ClassDef):
+        bases = ", ".join(ast.unparse(base) for base in node.bases)
+        return f"class {node.name}({bases})" if bases else f"class {node.name}"
+    return f"def {node.name}({ast.unparse(node.args)})"
+
+
+def _first_paragraphs(text: str, limit: int) -> str:
+    kept: list[str] = []
+    for paragraph in text.split("\n\n"):
+        if kept and sum(map(len, kept)) + len(paragraph) > limit:
+            break
+        kept.append(paragraph.rstrip())
+    return "\n\n".join(kept)[: 2 * limit].strip()
+
+
+def _source(node: ast.AST, lines: list[str]) -> str:
+    if not isinstance(node, ast.FunctionDef) or node.end_lineno is None:
+        return ""
+    if not 4 <= node.end_lineno - node.lineno <= 14:
+        return ""
+    block = lines[node.lineno - 1 : node.end_lineno]
+    text = "\n".join(line[node.col_offset :] for line in block)
+    return text if len(text) <= 500 else ""
+
+
+def chats_about(symbol: Symbol) -> Iterator[Chat]:
+    """Give the chats one symbol is good for: its declaration and meaning, its code."""
+    if symbol.docstring:
+        yield [
+            {"role": "user", "content": f"How is `{symbol.name}` declared?"},
+            {"role": "assistant", "content": f"```python\n{symbol.signature}\n```"},
+            {"role": "user", "content": "What does it do?"},
+            {"role": "assistant", "content": symbol.docstring},
+        ]
+    if symbol.source:
+        first = "\n".join(symbol.source.split("\n")[:2])
+        yield [
+            {
+                "role": "user",
+                "content": f"Finish this function of `{symbol.module}`:\n```python\n{first}\n```",
+            },
+            {"role": "assistant", "content": f"```python\n{symbol.source}\n```"},
+        ]
+
+
+def split_chats(symbols: Iterator[Symbol]) -> tuple[list[Chat], list[Chat]]:
+    """Divide the chats into (trained, held out) by symbol, each shuffled the same way every time.
+
+    No answer occurs twice, so that none of the held-out ones was trained on under another name.
+    """
+    trained: list[Chat] = []
+    held_out: list[Chat] = []
+    answers: set[str] = set()
+    for symbol in symbols:
+        digest = hashlib.sha256(symbol.name.encode()).digest()
+        side = held_out if digest[0] / 256 < HELD_OUT else trained
+        for chat in chats_about(symbol):
+            if chat[-1]["content"] not in answers:
+                answers.add(chat[-1]["content"])
+                side.append(chat)
+    for side in (trained, held_out):
+        random.Random(0).shuffle(side)  # so that the first n are of every kind
+    return trained, held_out
+
+
+def train_tokenizer(chats: list[Chat]) -> PreTrainedTokenizerFast:
+    """Train the byte-level BPE tokenizer; the end-of-turn token is its end of sequence."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[PAD, START, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = (message["content"] for chat in chats for message in chat)
+    bpe.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token=PAD,
+        eos_token=END,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=2048,
+    )
+
+
+def render(tokenizer: PreTrainedTokenizerFast, chats: list[Chat]) -> list[list[int]]:
+    """Token ids of every chat that fits a row, in order."""
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return [ids for ids in encoded if len(ids) <= ROW]
+
+
+def build_model(seed: int) -> LlamaForCausalLM:
+    """A Llama of eight blocks, so that early, middle and late layers are three different ones."""
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=8,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=2,
+            pad_token_id=0,
+        )
+    )
+
+
+def pack(documents: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of whole documents: `(input_ids, document_ids, position_ids)`, int64 [N, ROW]."""
+    rows = pack_documents([len(ids) for ids in documents], ROW)
+    layout = row_layout([[len(documents[i]) for i in row] for row in rows], ROW)
+    input_ids = torch.zeros(len(rows), ROW, dtype=torch.long)
+    for b, row in enumerate(rows):
+        ids = [token for i in row for token in documents[i]]
+        input_ids[b, : len(ids)] = torch.tensor(ids)
+    return input_ids, *layout
+
+
+def rows_loss(model: LlamaForCausalLM, rows: tuple[Tensor, ...]) -> Tensor:
+    """Mean cross-entropy of the next token within documents, of packed rows as `pack` gives."""
+    input_ids, document_ids, position_ids = rows
+    labels = shift_left(input_ids + 1, document_ids) - 1  # -1 where nothing follows
+    output = model(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        attention_mask=block_causal_mask(document_ids),
+        use_cache=False,
+    )
+    return torch.nn.functional.cross_entropy(
+        output.logits.flatten(0, 1), labels.flatten(), ignore_index=-1
+    )
+
+
+@torch.no_grad()
+def held_out_loss(model: LlamaForCausalLM, rows: tuple[Tensor, ...]) -> float:
+    """Mean loss per token over (a fixed part of) the held-out rows."""
+    return rows_loss(model, tuple(part[:32] for part in rows)).item()
+
+
+def train(model: LlamaForCausalLM, documents: list[list[int]], steps: int, seed: int) -> None:
+    """Train on shuffled packed rows with AdamW, warm-up and cosine decay."""
+    order = random.Random(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), PEAK_LEARNING_RATE, betas=(0.9, 0.95))
+    warmup = max(1, steps // 20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda k: min(1, (k + 1) / warmup) * (0.05 + 0.475 * (1 + math.cos(math.pi * k / steps))),
+    )
+    input_ids, document_ids, position_ids = pack(documents)
+    queue: list[int] = []
+    started = time.monotonic()
+    for step in range(1, steps + 1):
+        if len(queue) < ROWS_PER_STEP:
+            queue = list(range(len(input_ids)))
+            order.shuffle(queue)
+        chosen = [queue.pop() for _ in range(ROWS_PER_STEP)]
+        rows = (input_ids[chosen], document_ids[chosen], position_ids[chosen])
+        loss = rows_loss(model, rows)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if step % max(1, steps // 8) == 0:
+            rate = step * ROWS_PER_STEP * ROW / (time.monotonic() - started)
+            print(f"step {step}/{steps}  loss {loss.item():.3f}  {rate:,.0f} tokens/s", flush=True)
+
+
+def write_chats(path: Path, chats: list[Chat]) -> None:
+    """Write one `{"messages": [...]}` per line."""
+    lines = (json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in chats)
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def show_samples(directory: Path, chats: list[Chat]) -> None:
+    """Load what was saved, as anybody would, and print its answers to `chats`."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    for chat in chats:
+        inputs = tokenizer.apply_chat_template(
+            chat[:-1], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        output = model.generate(**inputs, max_new_tokens=60, do_sample=False)
+        answer = tokenizer.decode(
+            output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+        )
+        print(f"\n> {chat[-2]['content']}\n{answer}")
+
+
+def main() -> None:
+    """Parse the command line, make the target, print how well it learnt."""
+    parser = argparse.ArgumentParser(
+        description="Make a small trained target from the standard library's own text.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, required=True, help="directory to write")
+    parser.add_argument("--steps", type=int, default=500, help="optimizer steps")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and order")
+    options = parser.parse_args()
+    if options.steps < 1:
+        parser.error(f"--steps {options.steps}: at least one step is needed")
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+    trained, held_out = split_chats(read_symbols(Path(sysconfig.get_path("stdlib"))))
+    if not held_out:
+        sys.exit("this Python carries no standard library sources (.py files) to train on")
+    tokenizer = train_tokenizer(trained)
+    documents, held_out_rows = render(tokenizer, trained), pack(render(tokenizer, held_out))
+    model = build_model(options.seed)
+    parameters = sum(p.numel() for p in model.parameters())
+    print(
+        f"{len(trained)} chats to train on ({sum(map(len, documents)):,} tokens), "
+        f"{len(held_out)} held out; {parameters / 1e6:.1f} M parameters"
+    )
+    before = held_out_loss(model, held_out_rows)
+    train(model, documents, options.steps, options.seed)
+    after = held_out_loss(model, held_out_rows)
+    print(f"held-out loss per token: {before:.2f} before training, {after:.2f} after")
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    model.to(torch.bfloat16).save_pretrained(options.out)
+    tokenizer.save_pretrained(options.out)
+    write_chats(options.out / "corpus.jsonl", trained)
+    write_chats(options.out / "prompts.jsonl", held_out)
+    show_samples(options.out, held_out[:3])
+    print(f"\ntarget, corpus.jsonl and prompts.jsonl are in {options.out}")
+
+
+if __name__ == "__main__":
+    main()
