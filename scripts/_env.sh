@@ -96,9 +96,9 @@ install_torch() {
   if pip_install uv && "$PY" -m uv pip install --quiet --python "$PY" --torch-backend=cpu "$TORCH_ANY"; then
     return
   fi
-  say "warning: no CPU-only build of PyTorch could be reached; installing the default build," \
-    "which brings several GB of CUDA packages that this machine has no use for"
-  pip_install "$TORCH_ANY"
+  fail "no CPU-only build of PyTorch could be reached from this machine, and the default build" \
+    "brings several GB of CUDA packages. Point pip at an index that has CPU builds" \
+    "(PIP_EXTRA_INDEX_URL), install torch into $VENV yourself, or use another PYTHON"
 }
 
 # What an installation of extra $1 depends on; when it is unchanged nothing needs doing.

@@ -65,7 +65,7 @@ run() {
 
 recipe=()
 if [ -z "$target" ]; then
-  recipe=(--lr 4e-3 --draft-vocab-size 1024) # for a draft this small; others take the defaults
+  recipe=(--draft-vocab-size 1024) # the target's own vocabulary is 3072
   target="$out/target"
   if [ ! -f "$target/prompts.jsonl" ]; then # written last
     say "training a small target on the text of the standard library"

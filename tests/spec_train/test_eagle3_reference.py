@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.head import HeadSpec
+from spec_train import attention
 from spec_train.drafts.eagle3 import Eagle3Draft, eagle3_loss
 from spec_train.drafts.eagle3_model import DraftCache
 from spec_train.drafts.protocol import DraftLoss
@@ -35,7 +36,7 @@ from tests.spec_train.reference_eagle3 import (
     slot_counts,
 )
 
-TOLERANCE = dict(rtol=1e-9, atol=1e-12)
+close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
 
 # A chat of two turns, 12 tokens: question (2), answer (3), question (2), answer (4), a line break.
 TWO_TURNS = [0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0]
@@ -84,9 +85,9 @@ def gradients(draft: Eagle3Draft) -> dict[str, Tensor]:
     }
 
 
-def assert_same(result: DraftLoss, expected: Reference, what: str = "") -> None:
+def assert_same(result: DraftLoss, expected: Reference) -> None:
     """Loss and every sum."""
-    torch.testing.assert_close(result.loss.detach(), expected.loss.detach(), **TOLERANCE)
+    close(result.loss.detach(), expected.loss.detach())
     parts = {
         "loss": [float(step.loss.detach()) for step in expected.steps],
         "supervised": [step.supervised for step in expected.steps],
@@ -97,11 +98,10 @@ def assert_same(result: DraftLoss, expected: Reference, what: str = "") -> None:
         "chains": expected.chains,
     }
     for name, value in parts.items():
-        torch.testing.assert_close(
+        close(
             result.sums[name],
             torch.tensor(value, dtype=torch.float64),
-            **TOLERANCE,
-            msg=lambda text, name=name: f"{what} {name}: {text}",
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 
@@ -114,9 +114,7 @@ def assert_same_gradients(draft: Eagle3Draft, state: dict[str, Tensor]) -> None:
     for name, gradient in found.items():
         expected = state[name].grad
         assert expected is not None and expected.abs().max() > 1e-6, name
-        torch.testing.assert_close(
-            gradient, expected, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        close(gradient, expected, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @functools.cache
@@ -161,16 +159,29 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", CASES)
-def test_values_sums_and_gradients_are_the_reference(name: str, layout: str) -> None:
-    case = CASES[name]
+def check_case(case: Case, layout: str, backend: str = "auto") -> None:
     documents, state, expected = expectation(case)
     draft = make_draft(case)
+    draft.attention_backend = backend
     result = fast(draft, case, **lay_out(documents, LAYOUTS[layout]))
     result.loss.backward()
     assert_same(result, expected)
     assert_same_gradients(draft, state)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_values_sums_and_gradients_are_the_reference(name: str, layout: str) -> None:
+    check_case(CASES[name], layout)
+
+
+@pytest.mark.parametrize("backend", attention.BACKENDS)
+@pytest.mark.parametrize("name", ["plain", "one kv head", "3.1", "seven steps", "one step"])
+def test_so_they_are_with_every_attention(
+    name: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "BLOCK", 5)  # several blocks per row, edges inside documents
+    check_case(CASES[name], "one row", backend)
 
 
 def test_the_comparison_meets_every_situation() -> None:
@@ -220,11 +231,11 @@ def test_every_form_of_input_gives_the_same_loss(given: str, reduced: bool) -> N
         del inputs["position_ids"]
     result = fast(draft, case, **inputs)
     result.loss.backward()
-    torch.testing.assert_close(result.loss, expected.loss, **TOLERANCE)
+    close(result.loss, expected.loss)
     for name, value in expected.sums.items():
-        torch.testing.assert_close(result.sums[name], value, **TOLERANCE)
+        close(result.sums[name], value)
     for name, gradient in gradients(draft).items():
-        torch.testing.assert_close(gradient, wanted[name], **TOLERANCE)
+        close(gradient, wanted[name])
 
 
 @pytest.mark.parametrize("slots", EXPECTED_SLOTS)
@@ -271,9 +282,7 @@ def test_serving_forwards_give_the_logits_of_the_unroll(name: str) -> None:
                 if s:
                     position = torch.tensor([[t + s]])
                     carried = draft.step(x[None, t + 1 + s, None], carried, position, cache)
-                torch.testing.assert_close(
-                    draft.logits(carried)[0, 0], expected[t, s].detach(), **TOLERANCE
-                )
+                close(draft.logits(carried)[0, 0], expected[t, s].detach())
 
 
 def _only_second_supervised() -> list[list[int]]:
@@ -331,9 +340,9 @@ def test_micro_batches_add_up_to_one_batch() -> None:
         part = fast(draft, case, **lay_out(documents, rows), counts=counts)
         part.loss.backward()  # gradients accumulate
         losses.append(part.loss.detach())
-    torch.testing.assert_close(sum(losses), whole.loss.detach(), **TOLERANCE)
+    close(sum(losses), whole.loss.detach())
     for name, gradient in gradients(draft).items():
-        torch.testing.assert_close(gradient, wanted[name], **TOLERANCE)
+        close(gradient, wanted[name])
 
 
 def test_nothing_supervised_gives_a_zero_that_can_be_differentiated() -> None:
