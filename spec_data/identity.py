@@ -8,6 +8,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+from spec_data.hooks import text_config
 from spec_data.shards.errors import MissingError, TargetError
 from spec_data.shards.files import sha256_json
 
@@ -72,18 +73,23 @@ def weights_hash(directory: Path) -> str:
     return ("sampled-sha256:" if sampled else "sha256:") + digest.hexdigest()
 
 
-def target_identity(name: str, directory: Path, commit: str | None) -> dict[str, Any]:
-    """The manifest's `target` before it is loaded. Local paths are reduced to their last name."""
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    text = config.get("text_config") or config
+def target_identity(name: str, directory: Path, commit: str | None, config: Any) -> dict[str, Any]:
+    """The manifest's `target` before it is loaded; `config` is its transformers configuration.
+
+    Local paths are reduced to their last name.
+    """
+    text = text_config(config)
+    quantization: Any = getattr(config, "quantization_config", None)
     return {
         "name": name if commit else directory.resolve().name,
         "revision": commit,
-        "architectures": config.get("architectures") or [],
-        "model_type": config.get("model_type"),
-        "num_layers": text.get("num_hidden_layers") or text.get("n_layer"),
-        "hidden_size": text.get("hidden_size") or text.get("n_embd"),
-        "quantization": config.get("quantization_config"),
+        "architectures": config.architectures or [],
+        "model_type": config.model_type,
+        "num_layers": text.num_hidden_layers,
+        "hidden_size": text.hidden_size,
+        "quantization": quantization.to_dict()
+        if hasattr(quantization, "to_dict")
+        else quantization,
         "config_hash": config_hash(directory),
         "weights_hash": weights_hash(directory),
     }

@@ -15,13 +15,13 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 import spec_data
 from spec_data.chat import Renderer, RenderError
 from spec_data.config import differing_fields
 from spec_data.corpus import CorpusReader, SourceReport
-from spec_data.hooks import parse_layers
+from spec_data.hooks import parse_layers, text_config
 from spec_data.identity import resolve_model, target_identity, tokenizer_identity
 from spec_data.options import GenerateConfig, parse_size
 from spec_data.progress import progress
@@ -36,6 +36,7 @@ class Setup:
 
     config: GenerateConfig
     model_dir: Path
+    model_config: Any
     tokenizer: PreTrainedTokenizerBase
     target: dict[str, Any]
     tokenizer_id: dict[str, Any]
@@ -56,16 +57,15 @@ def set_up(config: GenerateConfig) -> Setup:
         MissingError, TargetError: no such model, or layers that it does not have.
     """
     model_dir, commit = resolve_model(config.target, config.revision)
-    target = target_identity(config.target, model_dir, commit)
-    if not target["num_layers"] or not target["hidden_size"]:
-        raise TargetError(f"{model_dir / 'config.json'}: no num_hidden_layers or hidden_size")
+    model_config = load_config(model_dir, config.trust_remote_code)
+    target = target_identity(config.target, model_dir, commit, model_config)
     layers = parse_layers(config.layers, target["num_layers"])
     tokenizer = load_tokenizer(model_dir, config.trust_remote_code)
-    vocab = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    vocab_size = (vocab.get("text_config") or vocab).get("vocab_size") or len(tokenizer)
+    vocab_size = text_config(model_config).vocab_size
     return Setup(
         config=config,
         model_dir=model_dir,
+        model_config=model_config,
         tokenizer=tokenizer,
         target=target,
         tokenizer_id=tokenizer_identity(tokenizer, config.template_kwargs),
@@ -73,6 +73,30 @@ def set_up(config: GenerateConfig) -> Setup:
         columns=token_columns(layers, target["hidden_size"], config.supervision, vocab_size),
         vocab_size=vocab_size,
     )
+
+
+def load_config(directory: Path, trust: bool = False) -> Any:
+    """A model directory's configuration, with the family's defaults filled in.
+
+    Raises:
+        TargetError: transformers does not know the family, or it is no decoder-only text model.
+    """
+    try:
+        config = AutoConfig.from_pretrained(str(directory), trust_remote_code=trust)
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        raise TargetError(f"{directory / 'config.json'}: cannot be used: {error}") from None
+    text = text_config(config)
+    lacking = [
+        name
+        for name in ("num_hidden_layers", "hidden_size", "vocab_size")
+        if not getattr(text, name, None)
+    ]
+    if lacking or getattr(config, "is_encoder_decoder", False):
+        why = f"it has no {', '.join(lacking)}" if lacking else "it is an encoder-decoder model"
+        raise TargetError(
+            f"{directory / 'config.json'}: {why}; drafts need a decoder-only language model"
+        )
+    return config
 
 
 def load_tokenizer(directory: Path, trust: bool = False) -> PreTrainedTokenizerBase:

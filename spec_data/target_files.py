@@ -11,7 +11,7 @@ from safetensors.torch import save
 from spec_data.hooks import output_head
 from spec_data.isolation import IsolationProof
 from spec_data.plan import Setup
-from spec_data.shards.files import write_atomically
+from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.schema import FORMAT, FORMAT_VERSION, LAYER_CONVENTION, head_to_json
 from spec_data.target import Target
 from spec_data.units import Plan
@@ -25,15 +25,19 @@ _NORM_PATHS = (
     "gpt_neox.final_layer_norm",
     "backbone.norm_f",
 )
-_COPIED = ("config.json", "generation_config.json")
+_GENERATION = "generation_config.json"
 
 
 def save_target_files(setup: Setup, target: Target, folder: Path) -> None:
     """Write config, tokenizer files and head.safetensors into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in _COPIED:
-        if (setup.model_dir / name).is_file():
-            shutil.copyfile(setup.model_dir / name, folder / name)
+    # Every default is spelt out: drafts are shaped from this file, without the family's code.
+    full = setup.model_config.to_dict() | {"dtype": str(target.dtype).removeprefix("torch.")}
+    for table in (full, *(v for v in full.values() if isinstance(v, dict))):
+        table.pop("_name_or_path", None)  # a path of this machine
+    write_atomically(folder / "config.json", dump_json(full))
+    if (setup.model_dir / _GENERATION).is_file():
+        shutil.copyfile(setup.model_dir / _GENERATION, folder / _GENERATION)
     setup.tokenizer.save_pretrained(str(folder))
     write_atomically(folder / "head.safetensors", save(head_tensors(target)))
 

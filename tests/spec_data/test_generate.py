@@ -8,7 +8,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import spec_data.generate as generate_module
 from spec_data.generate import check_free_space, seal_directory
@@ -77,6 +77,19 @@ def test_head_tensors_are_the_targets(reference, target):
     head = load_head_tensors(reference)
     assert torch.equal(head["embed_tokens"], model.get_input_embeddings().weight)
     assert torch.equal(head["lm_head"], model.get_output_embeddings().weight)
+
+
+def test_config_of_the_target_is_whole_and_names_no_path(reference, target):
+    """Defaults that the family's own code would fill in are spelt out for the trainer."""
+    stored = json.loads((reference / "target" / "config.json").read_text())
+    assert AutoConfig.from_pretrained(reference / "target").to_diff_dict() | {
+        "dtype": None
+    } == AutoConfig.from_pretrained(target).to_diff_dict() | {"dtype": None}
+    sparse = json.loads((target / "config.json").read_text())
+    assert {"rms_norm_eps", "rope_parameters", "head_dim"} <= set(stored)
+    assert set(sparse) - {"_name_or_path"} <= set(stored)
+    assert stored["dtype"] == "float32"
+    assert str(target) not in json.dumps(stored)
 
 
 def test_datasets_opens_the_very_same_shards(reference):
