@@ -10,10 +10,14 @@ removes .generate. No file holds a time or a machine's name, so the finished dir
 bytes however often and wherever the run was interrupted.
 """
 
+import errno
+import fcntl
 import json
 import logging
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +76,8 @@ def generate(config: GenerateConfig) -> Manifest | None:
     todo = [u for u in mine if finished_unit(out, u) is None]
     check_free_space(out, sum(plan.unit_bytes(u, setup.columns) for u in todo))
     if todo:
-        run_units(setup, plan, out, mine, todo)
+        with worker_lock(out, config.workers), failures_in_words(out, config.batch_tokens):
+            run_units(setup, plan, out, mine, todo)
     if workers > 1:
         left = sum(finished_unit(out, u) is None for u in range(len(plan.units)))
         logger.info(
@@ -85,6 +90,43 @@ def generate(config: GenerateConfig) -> Manifest | None:
         )
         return None
     return seal_directory(out, checked=set(todo))
+
+
+@contextmanager
+def worker_lock(out: Path, workers: str) -> Iterator[None]:
+    """Hold this worker's place in `out`; the system lets go of it if the process dies.
+
+    Raises:
+        RunError: another process is the same worker of this directory right now.
+    """
+    with (out / WORK / f"worker-{workers.replace('/', '-of-')}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RunError(
+                f"{out}: another process is running worker {workers} here; wait for it, or give "
+                "each process its own --workers i/n"
+            ) from None
+        yield
+
+
+@contextmanager
+def failures_in_words(out: Path, batch_tokens: int) -> Iterator[None]:
+    """Turn a full disk or a full device into an error that says what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunError(
+            f"out of device memory ({str(error).splitlines()[0]}); the same command with a smaller "
+            f"--batch-tokens than {batch_tokens} needs a new --out: it changes the settings"
+        ) from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise RunError(
+            f"{out}: the disk is full; finished shards are safe. Free some space and run the same "
+            "command again"
+        ) from None
 
 
 def find_plan(setup: Setup, out: Path) -> Plan:

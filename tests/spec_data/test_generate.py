@@ -316,10 +316,22 @@ def test_a_full_disk_is_said_before_and_survived_during(target, corpus, tmp_path
         return real(path, unit, columns)
 
     monkeypatch.setattr(generate_module, "write_shard", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(RunError, match="the disk is full; finished shards are safe"):
         run(target, corpus, out)
     assert len(list((out / "shards").iterdir())) == 2
     monkeypatch.undo()
+    run(target, corpus, out)
+    assert len(HiddenStatesDataset(out)) == 30
+
+
+def test_the_same_worker_twice_at_once_is_refused(target, corpus, tmp_path):
+    out = tmp_path / "data"
+    (out / ".generate").mkdir(parents=True)
+    with (
+        generate_module.worker_lock(out, "0/1"),
+        pytest.raises(RunError, match="another process is running worker 0/1"),
+    ):
+        run(target, corpus, out)
     run(target, corpus, out)
     assert len(HiddenStatesDataset(out)) == 30
 
