@@ -17,6 +17,7 @@ from torch import Tensor
 from spec_data.capture import asked_form, packed_batches
 from spec_data.hooks import output_head
 from spec_data.plan import Setup
+from spec_data.report import error_text
 from spec_data.shards.errors import RunError
 from spec_data.shards.files import sha256_file, write_once
 from spec_data.shards.head import apply_head
@@ -227,12 +228,3 @@ def check_bounds(columns: Sequence[Column], errors: dict[str, dict[str, Any]]) -
             + "\n  ".join(told)
             + f"\nUse --codec {suggestion} (with another --out, or after deleting this one)"
         )
-
-
-def error_text(codec: str, error: dict[str, Any]) -> str:
-    """One line: channel-normalised error, escaped tokens, KL."""
-    kl = f", teacher KL {error['kl']:.1e}" if "kl" in error else ""
-    return (
-        f"{codec}: error / channel variance {error['mse_median']:.1e} (worst channel "
-        f"{error['mse_max']:.1e}){kl}, {error['escaped']:.2%} of tokens escape"
-    )

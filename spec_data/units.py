@@ -21,7 +21,7 @@ from spec_data.masks import ROWS, SINGLE
 from spec_data.shards.errors import CorpusError, DatasetError
 from spec_data.shards.files import dump_json, sha256_file, sha256_json, write_atomically
 from spec_data.shards.packing import pack_documents
-from spec_data.shards.schema import Column
+from spec_data.shards.schema import Column, predicts_supervised
 from spec_data.shards.writer import UnitData, shard_bytes, write_shard
 
 PLAN_COLUMNS = (Column(name="input_ids", codec="int32"), Column(name="loss_mask", codec="bool8"))
@@ -72,6 +72,12 @@ class Plan:
     def supervised(self) -> int:
         """Supervised tokens of all documents."""
         return int(self.documents.tokens["loss_mask"].sum(dtype=np.int64))
+
+    @property
+    def predicting(self) -> int:
+        """Tokens whose next token is supervised: rows of a sparse column."""
+        mask, offsets = self.documents.tokens["loss_mask"], self.documents.offsets
+        return int(predicts_supervised(mask, offsets).sum())
 
     def unit_documents(self, unit: int, columns: tuple[Column, ...]) -> UnitData:
         """Arrays for a unit's shard, with texts, turns and mask filled in and states still zero."""

@@ -105,8 +105,8 @@ class UnitData:
         )
         for column in columns:
             bounds = self.row_offsets(column)
-            rows = np.concatenate([np.arange(bounds[d], bounds[d + 1]) for d in keep] or [[]])
-            rows = rows.astype(np.int64)
+            spans = [np.arange(bounds[d], bounds[d + 1]) for d in keep]
+            rows = np.concatenate(spans) if spans else np.zeros(0, np.int64)
             for part in column.parts:
                 out.tokens[part.name] = self.tokens[part.name][rows]
             if column.lossy:
