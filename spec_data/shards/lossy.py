@@ -238,12 +238,12 @@ class LloydMax(LossyCodec):
 
     def _values_into(self, codes: np.ndarray, tables: Tables, out: Tensor) -> None:
         half = out.shape[1] // 2
-        index = codes[:, :half].astype(np.intp)
+        index = codes[:, :half]
         if self.bits == 6:
-            top = codes[:, half:].astype(np.intp)
+            index, top = index.astype(np.uint16), codes[:, half:].astype(np.uint16)
             index[:, : half // 2] |= (top & 15) << 8
             index[:, half // 2 :] |= (top >> 4) << 8
-        np.take(tables.pairs, index, out=out.numpy().view(np.uint64), mode="clip")
+        np.take(tables.pairs, index.astype(np.intp), out=out.numpy().view(np.uint64), mode="clip")
 
 
 class Float8(LossyCodec):
