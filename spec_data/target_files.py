@@ -83,7 +83,7 @@ def manifest_draft(
         "final": setup.config.final,
         "codec": codec,
         "columns": [
-            vars(c)
+            asdict(c)
             | {
                 "bytes_per_token": c.bytes_per_token,
                 "exact": not c.lossy and (c.codec != "bf16" or target.dtype == torch.bfloat16),

@@ -13,9 +13,14 @@ are stored.
 
 Residual streams hold most of their energy in a few channels, so every channel is divided by its
 own standard deviation first, and tokens far outside (massive activations) are kept in bf16.
+
+A lossless bf16z (exponent bytes under zstd-1, one blob per document) was measured and left out: it
+saves 31 % (11.0 bits; no entropy coder gets below 10.6), decodes 20 times slower than bf16 and only
+whole documents, not on a device, and sizes are no longer known before the states are.
 Shapes: N tokens, H channels, W code bytes of a token.
 """
 
+import threading
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,6 +32,7 @@ from torch import Tensor
 ESCAPE_FACTOR = 8.0
 """Tokens beyond this many times the median RMS (standardised) are stored in bf16."""
 _BLOCK = {"cpu": 1 << 17, "cuda": 1 << 26}  # elements in flight: a cache, or what keeps a GPU busy
+_BUFFERS = threading.local()
 _CONSTANT = 2.0**64  # inverse deviation of a constant channel: a token that differs escapes
 
 
@@ -166,7 +172,7 @@ class LossyCodec:
         """
         width = out.shape[1]
         step = max(1, _BLOCK["cpu"] // width)
-        work = torch.empty(min(step, len(codes)), width)
+        work = _scratch(step, width)
         for a in range(0, len(codes), step):
             part = codes[a : a + step]
             block, target = work[: len(part)], out[a : a + len(part)]
@@ -261,6 +267,14 @@ class Float8(LossyCodec):
 
     def _values_into(self, codes: np.ndarray, tables: Tables, out: Tensor) -> None:
         np.take(tables._levels, codes.astype(np.intp), out=out.numpy(), mode="clip")
+
+
+def _scratch(rows: int, width: int) -> Tensor:
+    """A float32 [rows, width] buffer of this thread, used again: fresh pages cost more than maths."""
+    found = getattr(_BUFFERS, "work", None)
+    if found is None or found.numel() < rows * width:
+        found = _BUFFERS.work = torch.empty(rows * width)
+    return found[: rows * width].view(rows, width)
 
 
 def bf16_bits(values: Tensor) -> np.ndarray:

@@ -197,12 +197,16 @@ class HiddenStatesDataset:
 
     def _decode(self, shard: "_Shard", row: int, column: Column, out: Tensor) -> None:
         """The first len(out) tokens of a lossy or sparse column; tokens without a row are zero."""
-        stored = shard.stored(column, row)
+        stored, lossy = shard.stored(column, row), column.lossy
+        tables = self.tables[column.name] if lossy else None
+        if lossy and tables and not column.sparse:
+            decode_rows(lossy, stored.cut(0, len(out)), tables, out)
+            return
         first, done = 0, 0
-        for a, b in runs(shard.kept(row)[: len(out)]) if column.sparse else [(0, len(out))]:
+        for a, b in runs(shard.kept(row)[: len(out)]):
             part, place = stored.cut(first, first + b - a), out[a:b]
-            if column.lossy:
-                decode_rows(column.lossy, part, self.tables[column.name], place)
+            if lossy and tables:
+                decode_rows(lossy, part, tables, place)
             else:
                 column.coder.decode_into(part.values, place)
             out[done:a] = 0
@@ -265,15 +269,18 @@ class _Shard:
 
     def stored(self, column: Column, row: int) -> StoredRows:
         """All parts of one document's column."""
-        values = self.part(column, row)
+        batch, local = self._batch_of(row)
+        values = self._part(column, batch, local)
         if column.lossy is None:
             return StoredRows(values, values, _NO_ROWS, values)
-        index, bits = (self.part(part, row) for part in column.escape_parts)
-        return StoredRows(values, self.part(column.scale_part, row), index, bits)
+        rest = (column.scale_part, *column.escape_parts)
+        return StoredRows(values, *(self._part(part, batch, local) for part in rest))
 
     def part(self, column: Column, row: int) -> np.ndarray:
         """Stored values of one part of a document, [n] or [n, W]: a view of the mapped file."""
-        batch, local = self._batch_of(row)
+        return self._part(column, *self._batch_of(row))
+
+    def _part(self, column: Column, batch: int, local: int) -> np.ndarray:
         key = (batch, column.name)
         if key not in self._views:
             array = self.batches[batch].column(column.name)

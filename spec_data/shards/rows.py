@@ -29,7 +29,7 @@ class StoredRows:
         """Rows [start, stop)."""
         if start == 0 and stop == len(self.values):
             return self
-        a, b = np.searchsorted(self.escape_index, [start, stop])
+        a, b = np.searchsorted(self.escape_index, [start, stop]) if len(self.escape) else (0, 0)
         return StoredRows(
             self.values[start:stop],
             self.scale[start:stop],

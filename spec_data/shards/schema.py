@@ -56,7 +56,7 @@ class Column:
         """The codec object of a plain column."""
         return codec_named(self.codec, self.name)
 
-    @property
+    @cached_property
     def lossy(self) -> LossyCodec | None:
         """The lossy codec of a column that has one."""
         return lossy_codec(self.codec, self.name)
@@ -71,12 +71,12 @@ class Column:
         """The stored fields with a row per stored token: the column itself, or codes and scale."""
         return (self, self.scale_part) if self.lossy else (self,)
 
-    @property
+    @cached_property
     def scale_part(self) -> "Column":
         """The scale of every token, of a lossy column."""
         return Column(name=f"{self.name}.scale", codec="bf16", tokens=self.tokens)
 
-    @property
+    @cached_property
     def escape_parts(self) -> tuple["Column", "Column"]:
         """Rows and bits of the tokens that escaped, of a lossy column: any number per document."""
         index = Column(name=f"{self.name}.escape_index", codec="int32")
