@@ -32,7 +32,7 @@ def bare_forward(target: Target, plan, unit: int, form: str, batch_tokens: int) 
     """The decoder alone, with the mask of the capture."""
     ids = plan.unit_tokens(unit)["input_ids"]
     offsets = plan.unit_documents(unit, ()).offsets
-    for packed in packed_batches(offsets, ids, form, plan, batch_tokens):
+    for packed in packed_batches(offsets, ids, form, plan.pack_length, batch_tokens):
         documents = packed.document_ids.to(target.device)
         if form in (ROWS, SINGLE):
             mask = {"attention_mask": (documents >= 0).long()}

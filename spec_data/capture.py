@@ -5,7 +5,7 @@ the unit's arrays; no [B, T, V] logits and no second copy of a column exist.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spec_data.masks import ROWS, SINGLE
 from spec_data.shards.errors import RunError
+from spec_data.shards.lossy import Tables
 from spec_data.shards.packing import row_layout
 from spec_data.shards.schema import FINAL, Column, layer_column
 from spec_data.shards.writer import UnitData
@@ -48,8 +49,9 @@ def capture_unit(
     form: str,
     batch_tokens: int,
     on_tokens: Callable[[int], None] = lambda tokens: None,
+    tables: Mapping[str, Tables] | None = None,
 ) -> CapturedUnit:
-    """Run a unit's documents and fill its columns.
+    """Run a unit's documents and fill its columns; lossy ones are encoded with their `tables`.
 
     Documents with a non-finite, all-zero or constant state vector are left out and counted.
 
@@ -59,24 +61,25 @@ def capture_unit(
     """
     data = plan.unit_documents(unit, columns)
     source = plan.unit_tokens(unit)
-    data.tokens["loss_mask"][:] = source["loss_mask"]
     broken: dict[int, str] = {}
-    for packed in packed_batches(data.offsets, source["input_ids"], form, plan, batch_tokens):
+    tables = {name: table.to(target.device) for name, table in (tables or {}).items()}
+    length = plan.pack_length
+    for packed in packed_batches(data.offsets, source["input_ids"], form, length, batch_tokens):
         values = forward_columns(target, packed, form, columns)
         _find_broken(values, packed, broken)
-        _scatter(values, packed, columns, data)
+        _scatter(values, packed, columns, data, tables)
         on_tokens(sum(packed.lengths))
     if not np.array_equal(data.tokens["input_ids"], source["input_ids"]):
         raise RunError(f"unit {unit}: stored token ids are not those of the plan; this is a bug")
-    return _without(data, broken, unit)
+    return _without(data, broken, unit, columns)
 
 
 def packed_batches(
-    offsets: np.ndarray, ids: np.ndarray, form: str, plan: Plan, batch_tokens: int
+    offsets: np.ndarray, ids: np.ndarray, form: str, pack_length: int, batch_tokens: int
 ) -> Iterator[_Packed]:
-    """The forwards of a unit, as tensors, trimmed to the longest row of each batch."""
+    """The forwards of a list of documents, as tensors, trimmed to the longest row of each batch."""
     lengths = np.diff(offsets).tolist()
-    for rows in unit_batches(lengths, form, plan.pack_length, batch_tokens):
+    for rows in unit_batches(lengths, form, pack_length, batch_tokens):
         row_lengths = [[lengths[d] for d in row] for row in rows]
         width = max(sum(row) for row in row_lengths)
         input_ids = torch.zeros(len(rows), width, dtype=torch.long)
@@ -90,6 +93,11 @@ def packed_batches(
         )
 
 
+def asked_form(form: str) -> str | None:
+    """The mask form to ask the target for: None for one document per row."""
+    return None if form in (ROWS, SINGLE) else form
+
+
 @torch.inference_mode()
 def forward_columns(
     target: Target, packed: _Packed, form: str, columns: tuple[Column, ...]
@@ -100,7 +108,7 @@ def forward_columns(
         packed.input_ids,
         packed.document_ids,
         packed.position_ids,
-        None if form in (ROWS, SINGLE) else form,
+        asked_form(form),
         full_logits="logits" in names,
     )
     real = (packed.document_ids >= 0).to(target.device)
@@ -157,21 +165,41 @@ def _find_broken(values: dict[str, Tensor], packed: _Packed, broken: dict[int, s
 
 
 def _scatter(
-    values: dict[str, Tensor], packed: _Packed, columns: tuple[Column, ...], data: UnitData
+    values: dict[str, Tensor],
+    packed: _Packed,
+    columns: tuple[Column, ...],
+    data: UnitData,
+    tables: Mapping[str, Tables],
 ) -> None:
     """Encode each column and copy every document's tokens to its place in the unit."""
     for column in columns:
         if column.name == "loss_mask":
             continue
-        stored = column.coder.encode(values[column.name])
+        value = values[column.name]
+        if column.sparse:
+            kept = [data.kept[data.offsets[d] : data.offsets[d + 1]] for d in packed.documents]
+            value = value[torch.from_numpy(np.concatenate(kept)).to(value.device)]
+        bounds = data.row_offsets(column)
+        places = [slice(int(bounds[d]), int(bounds[d + 1])) for d in packed.documents]
+        if column.lossy is None:
+            stored = {column.name: column.coder.encode(value)}
+        else:
+            encoded = column.lossy.encode(value, tables[column.name])
+            stored = {column.name: encoded.codes, column.scale_part.name: encoded.scale}
+            if len(encoded.escape_index):
+                rows = np.concatenate([np.arange(p.start, p.stop) for p in places])
+                data.escapes[column.name].add(rows[encoded.escape_index], encoded.escape)
         start = 0
-        for d, length in zip(packed.documents, packed.lengths, strict=True):
-            a = int(data.offsets[d])
-            data.tokens[column.name][a : a + length] = stored[start : start + length]
-            start += length
+        for place in places:
+            stop = start + place.stop - place.start
+            for name, array in stored.items():
+                data.tokens[name][place] = array[start:stop]
+            start = stop
 
 
-def _without(data: UnitData, broken: dict[int, str], unit: int) -> CapturedUnit:
+def _without(
+    data: UnitData, broken: dict[int, str], unit: int, columns: tuple[Column, ...]
+) -> CapturedUnit:
     if not broken:
         return CapturedUnit(data)
     count = len(data.doc_ids)
@@ -183,4 +211,5 @@ def _without(data: UnitData, broken: dict[int, str], unit: int) -> CapturedUnit:
             f"first: document {data.doc_ids[first]}). The capture is broken, not the data: try "
             "--dtype float32 or --attn eager"
         )
-    return CapturedUnit(data.select([d for d in range(count) if d not in broken]), reasons)
+    kept = [d for d in range(count) if d not in broken]
+    return CapturedUnit(data.select(kept, columns), reasons)

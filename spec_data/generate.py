@@ -1,7 +1,9 @@
 """`spec-data generate`: plan, run, seal.
 
     out/.generate/plan.{json,arrow}     the plan, written once
-    out/.generate/target.json           what was proven about the target (mask form, head)
+    out/.generate/target.json           what was proven about the target (mask form, head), the
+                                        measured error and the hash of the codec tables
+    out/codec.safetensors               tables of lossy codecs, made once, before the first shard
     out/.generate/unit-00000.json       a finished unit: its shard's size and checksum
     out/shards/unit-00000.arrow         the shard itself
 
@@ -24,6 +26,7 @@ from typing import Any
 
 import torch
 
+from spec_data.calibrate import calibrate
 from spec_data.capture import CapturedUnit, capture_unit
 from spec_data.isolation import proof_documents, prove_isolation
 from spec_data.options import GenerateConfig
@@ -31,10 +34,11 @@ from spec_data.plan import Setup, make_plan, same_settings, set_up
 from spec_data.progress import progress
 from spec_data.proofs import prove_head
 from spec_data.shards.errors import DatasetError, MissingError, RunError
-from spec_data.shards.files import dump_json, write_atomically
+from spec_data.shards.files import dump_json, write_atomically, write_once
 from spec_data.shards.reader import MANIFEST
 from spec_data.shards.schema import Column, Manifest, ShardRecord
 from spec_data.shards.seal import check_shard, seal
+from spec_data.shards.tables import TABLES, load_tables
 from spec_data.shards.writer import write_shard
 from spec_data.target import Target
 from spec_data.target_files import manifest_draft, save_target_files
@@ -186,6 +190,8 @@ def run_units(setup: Setup, plan: Plan, out: Path, mine: list[int], todo: list[i
     )
     draft = prove_target(setup, plan, target, out)
     form = draft["packing"]["form"]
+    widths = {c.name: c.width or 1 for c in setup.columns if c.lossy}
+    tables = load_tables(out / TABLES, widths, draft["codec"]["sha256"]) if widths else {}
     done = sum(int(plan.lengths[a:b].sum()) for a, b in (plan.units[u] for u in mine))
     left = sum(int(plan.lengths[a:b].sum()) for a, b in (plan.units[u] for u in todo))
     bar = progress(total=done, initial=done - left, desc="capture", unit=" tok")
@@ -194,7 +200,7 @@ def run_units(setup: Setup, plan: Plan, out: Path, mine: list[int], todo: list[i
     with bar, ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer") as writer:
         for number, unit in enumerate(todo, 1):
             captured = capture_unit(
-                target, plan, unit, setup.columns, form, config.batch_tokens, bar.update
+                target, plan, unit, setup.columns, form, config.batch_tokens, bar.update, tables
             )
             if pending is not None:
                 written += pending.result()
@@ -213,7 +219,8 @@ def finish_unit(out: Path, unit: int, captured: CapturedUnit, columns: tuple[Col
 
 
 def prove_target(setup: Setup, plan: Plan, target: Target, out: Path) -> dict[str, Any]:
-    """Prove head and packing on the plan's first documents, once; save target files and draft.
+    """Prove head and packing on the plan's first documents, once; make and measure codec tables;
+    save target files and draft.
 
     The result is kept, so that every worker and every resumed run captures in the same way.
     """
@@ -230,9 +237,10 @@ def prove_target(setup: Setup, plan: Plan, target: Target, out: Path) -> dict[st
     level = logging.INFO if "rows" not in proof.form else logging.WARNING
     logger.log(level, "packing: %s (differences %s)", proof.form, proof.differences)
     save_target_files(setup, target, out / "target")
-    draft = manifest_draft(setup, plan, target, proof, head_error)
-    write_atomically(file, dump_json(draft))
-    return draft
+    codec, errors = calibrate(setup, plan, target, proof.form, out)
+    draft = manifest_draft(setup, plan, target, proof, head_error, codec, errors)
+    write_once(file, dump_json(draft))
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def seal_directory(out: Path, checked: set[int] | None = None) -> Manifest:

@@ -8,6 +8,7 @@ from typing import Any
 from spec_data.config import option
 from spec_data.shards.errors import ConfigError
 
+HIDDEN_CODECS = ("bf16", "int8c", "lm6c", "lm4c", "fp8")
 _SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -55,6 +56,22 @@ class GenerateConfig:
         help="what the teacher is rebuilt from: final-hidden (exact and small), topk:K (K exact "
         "logits beside the logsumexp), or logits (full and large)",
         metavar="KIND",
+    )
+    codec: str = option(
+        "bf16",
+        help="how states are stored: bf16 (exact), int8c (0.5x the bytes), lm6c (0.38x), lm4c "
+        "(0.25x), fp8 (0.5x); or by kind, e.g. aux=lm4c,final=int8c. The error is measured before "
+        "the first shard",
+        metavar="NAME",
+    )
+    final: str = option(
+        "all",
+        help="keep hidden.final at all tokens, or only where the next token is supervised: enough "
+        "for EAGLE-3 as it is served, not for drafts that learn the states themselves",
+        choices=("all", "supervised"),
+    )
+    keep_tails: bool = option(
+        False, help="keep what follows a document's last supervised token; no draft learns from it"
     )
     mask: str = option(
         "assistant",
@@ -122,7 +139,12 @@ class GenerateConfig:
                 f"--supervision {self.supervision!r}: final-hidden, topk:K (e.g. topk:64) or logits"
             )
         parse_size(self.max_shard_size)
-        _ = self.worker, self.template_kwargs
+        _ = self.worker, self.template_kwargs, self.codecs
+        if self.final != "all" and self.supervision != "final-hidden":
+            raise ConfigError(
+                f"--final {self.final} is about hidden.final, which --supervision "
+                f"{self.supervision} does not store"
+            )
 
     @property
     def worker(self) -> tuple[int, int]:
@@ -131,6 +153,26 @@ class GenerateConfig:
         if not found or not int(found[1]) < int(found[2]):
             raise ConfigError(f"--workers {self.workers!r}: expected i/n with i from 0 to n-1")
         return int(found[1]), int(found[2])
+
+    @property
+    def codecs(self) -> dict[str, str]:
+        """The codec of the aux states and of hidden.final (bf16 where there is none)."""
+        named = dict(part.partition("=")[::2] for part in self.codec.split(","))
+        if len(named) == 1 and list(named.values()) == [""]:
+            named = dict.fromkeys(("aux", "final"), self.codec)
+            if self.supervision != "final-hidden":
+                named["final"] = "bf16"
+        elif "final" in named and self.supervision != "final-hidden":
+            raise ConfigError(
+                f"--codec {self.codec}: --supervision {self.supervision} stores no hidden.final"
+            )
+        unknown = set(named) - {"aux", "final"} or set(named.values()) - set(HIDDEN_CODECS)
+        if unknown:
+            raise ConfigError(
+                f"--codec {self.codec!r}: expected one of {', '.join(HIDDEN_CODECS)}, or "
+                "aux=NAME,final=NAME"
+            )
+        return {"aux": "bf16", "final": "bf16"} | named
 
     @property
     def template_kwargs(self) -> dict[str, Any]:

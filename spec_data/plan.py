@@ -70,7 +70,15 @@ def set_up(config: GenerateConfig) -> Setup:
         target=target,
         tokenizer_id=tokenizer_identity(tokenizer, config.template_kwargs),
         layers=layers,
-        columns=token_columns(layers, target["hidden_size"], config.supervision, vocab_size),
+        columns=token_columns(
+            layers,
+            target["hidden_size"],
+            config.supervision,
+            vocab_size,
+            aux_codec=config.codecs["aux"],
+            final_codec=config.codecs["final"],
+            final_tokens=config.final,
+        ),
         vocab_size=vocab_size,
     )
 
@@ -140,7 +148,7 @@ def make_plan(setup: Setup) -> Plan:
         eot_token_ids=end_token_ids(setup.model_dir),
         vocab_size=setup.vocab_size,
     )
-    builder = PlanBuilder(config.max_length)
+    builder = PlanBuilder(config.max_length, config.keep_tails)
     unrendered: Counter[str] = Counter()
     for record in progress(reader, desc="render", unit=" rows"):
         try:
@@ -189,6 +197,9 @@ def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
         "corpus": [{"source": r.source, "sha256": r.sha256} for r in reports],
         "layers": list(setup.layers),
         "supervision": config.supervision,
+        "codec": config.codecs,
+        "final": config.final,
+        "keep_tails": config.keep_tails,
         "mask": config.mask,
         "max_length": config.max_length,
         "pack_length": config.pack_length,

@@ -8,7 +8,7 @@ from typing import Any
 from spec_data.plan import Setup, load_tokenizer
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.schema import Column, Manifest
+from spec_data.shards.schema import SUPERVISED, Column, Manifest
 from spec_data.units import Plan
 
 _SUPERVISED, _PLAIN, _RESET = "\033[1;32m", "\033[2m", "\033[0m"
@@ -43,16 +43,51 @@ def size(count: float) -> str:
     return f"{count:,.2f} TB"
 
 
-def column_rows(columns: Sequence[Column], tokens: int) -> str:
-    """One line per column: codec, bytes per token, payload."""
-    rows: list[Sequence[Any]] = [("column", "codec", "bytes/token", "payload")]
-    rows += [
-        (c.name, c.codec, f"{c.bytes_per_token:,}", size(c.bytes_per_token * tokens))
-        for c in columns
-    ]
-    total = sum(c.bytes_per_token for c in columns)
-    rows.append(("all token columns", "", f"{total:,}", size(total * tokens)))
+def column_rows(columns: Sequence[Column], tokens: int, sparse_tokens: int) -> str:
+    """One line per column and part: codec, bytes per token stored and on average, payload.
+
+    `sparse_tokens` of the `tokens` have a row in columns that hold supervised tokens only.
+    """
+    rows: list[Sequence[Any]] = [("column", "codec", "bytes/row", "bytes/token", "payload")]
+    total = 0.0
+    for column in columns:
+        share = (sparse_tokens if column.sparse else tokens) / max(tokens, 1)
+        total += column.bytes_per_token * share
+        parts = column.part_bytes
+        for name, count in parts.items():
+            codec = column.codec if name == column.name else "bf16"
+            shown = name if name == column.name else "  " + name.removeprefix(column.name)
+            average = count * share
+            number = f"{average:,.1f}" if column.sparse else f"{count:,}"
+            rows.append((shown, codec, f"{count:,}", number, size(average * tokens)))
+    number = f"{total:,.1f}" if any(c.sparse for c in columns) else f"{total:,.0f}"
+    rows.append(("all token columns", "", "", number, size(total * tokens)))
     return table(rows)
+
+
+def error_rows(manifest: Manifest) -> str:
+    """What the lossy columns lose, as measured on the held-out part of the calibration sample."""
+    rows: list[Sequence[Any]] = [
+        ("lossy column", "codec", "bits/element", "error", "worst channel", "teacher KL", "escaped")
+    ]
+    for column, raw in zip(manifest.columns, manifest.raw["columns"], strict=True):
+        error = raw.get("error")
+        if error is not None:
+            kl = f"{error['kl']:.1e}" if "kl" in error else "-"
+            bits = 8 * column.bytes_per_token / (column.width or 1)
+            figures = (f"{bits:.2f}", f"{error['mse_median']:.1e}", f"{error['mse_max']:.1e}")
+            rows.append((column.name, column.codec, *figures, kl, f"{error['escaped']:.2%}"))
+    note = "error: mean squared error of a channel over its variance, median over channels"
+    return f"{table(rows)}\n{note}" if len(rows) > 1 else ""
+
+
+def error_text(codec: str, error: dict[str, Any]) -> str:
+    """One line: channel-normalised error, escaped tokens, KL."""
+    kl = f", teacher KL {error['kl']:.1e}" if "kl" in error else ""
+    return (
+        f"{codec}: error / channel variance {error['mse_median']:.1e} (worst channel "
+        f"{error['mse_max']:.1e}){kl}, {error['escaped']:.2%} of tokens escape"
+    )
 
 
 def counts_text(counts: dict[str, Any]) -> str:
@@ -66,13 +101,14 @@ def counts_text(counts: dict[str, Any]) -> str:
         ("documents rendered", f"{counts['rendered']:,}"),
         *((f"  dropped: {k}", f"{v:,}") for k, v in counts["dropped"].items()),
         (f"  cut at the maximal length (-{counts['tokens_cut']:,} tokens)", f"{counts['cut']:,}"),
+        ("  tail tokens trimmed", f"{counts.get('tail_tokens_trimmed', 0):,}"),
         ("documents kept", f"{counts['rendered'] - sum(counts['dropped'].values()):,}"),
     ]
     return table(lines)
 
 
 def estimate_text(setup: Setup, plan: Plan) -> str:
-    """What generate would write, to the byte."""
+    """What generate would write, to the byte (lossy columns: but for tokens that escape)."""
     total = sum(plan.unit_bytes(u, setup.columns) for u in range(len(plan.units)))
     out = Path(setup.config.out)
     existing = next(p for p in [out, *out.absolute().parents] if p.exists())
@@ -88,7 +124,7 @@ def estimate_text(setup: Setup, plan: Plan) -> str:
         ("packing utilisation", f"{plan.utilisation():.1%}"),
         ("shards", f"{len(plan.units):,}"),
         ("bytes per token", f"{total / plan.tokens:,.1f}"),
-        ("bytes of all shards", f"{total:,} ({size(total)})"),
+        ("bytes of all shards", f"{total:,} ({size(total)}){_escape_note(setup)}"),
         ("free on this disk", size(free) + ("" if free > total else "  NOT ENOUGH")),
     ]
     sources = "\n".join(f"  {_source_text(s)}" for s in plan.corpus)
@@ -96,10 +132,17 @@ def estimate_text(setup: Setup, plan: Plan) -> str:
         [
             "corpus\n" + sources,
             counts_text(vars(plan.counts)),
-            column_rows(setup.columns, plan.tokens),
+            column_rows(setup.columns, plan.tokens, plan.predicting),
             facts(lines),
         ]
     )
+
+
+def _escape_note(setup: Setup) -> str:
+    lossy = [c for c in setup.columns if c.lossy]
+    if not lossy:
+        return ""
+    return f", and {2 * (lossy[0].width or 1) + 4:,} per massive token and lossy column"
 
 
 def _source_text(source: dict[str, Any]) -> str:
@@ -117,7 +160,7 @@ def dataset_text(manifest: Manifest) -> str:
     lines = [
         ("target", f"{target['name']}, {target.get('num_layers')} blocks, {target.get('dtype')}"),
         ("layers (output of block k, from 0)", ", ".join(map(str, manifest.layers))),
-        ("supervision", manifest.supervision),
+        ("supervision", f"{manifest.supervision}, at {_where(manifest)}"),
         ("documents", f"{totals['documents']:,}"),
         ("tokens", f"{totals['tokens']:,}"),
         ("supervised tokens", f"{totals['supervised']:,}"),
@@ -128,10 +171,18 @@ def dataset_text(manifest: Manifest) -> str:
         ("responses", raw["policy"]),
         ("fingerprint", manifest.fingerprint[:16]),
     ]
-    parts = [facts(lines), column_rows(manifest.columns, totals["tokens"])]
+    # A document whose very first token is supervised has one row fewer: not worth an index scan.
+    columns = column_rows(manifest.columns, totals["tokens"], totals["supervised"])
+    parts = [part for part in (facts(lines), columns, error_rows(manifest)) if part]
     if "rendered" in raw["documents"]:
         parts.append(counts_text(raw["documents"]))
     return "\n\n".join(parts)
+
+
+def _where(manifest: Manifest) -> str:
+    if manifest.final == SUPERVISED:
+        return "tokens whose next token is supervised (hidden.final)"
+    return "all tokens"
 
 
 def _packing_text(packing: dict[str, Any]) -> str:

@@ -61,9 +61,15 @@ def head_tensors(target: Target) -> dict[str, torch.Tensor]:
 
 
 def manifest_draft(
-    setup: Setup, plan: Plan, target: Target, proof: IsolationProof, head_error: float | None
+    setup: Setup,
+    plan: Plan,
+    target: Target,
+    proof: IsolationProof,
+    head_error: float | None,
+    codec: dict[str, Any],
+    errors: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
-    """The manifest without shards and totals."""
+    """The manifest without shards and totals; `errors` of lossy columns are by name."""
     counts = asdict(plan.counts)
     counts["read"] = counts.pop("rows")
     dtype = str(target.dtype).removeprefix("torch.")
@@ -78,12 +84,15 @@ def manifest_draft(
         "layers": list(setup.layers),
         "layer_convention": LAYER_CONVENTION,
         "supervision": setup.config.supervision,
+        "final": setup.config.final,
+        "codec": codec,
         "columns": [
-            vars(c)
+            asdict(c)
             | {
                 "bytes_per_token": c.bytes_per_token,
-                "exact": c.codec != "bf16" or target.dtype == torch.bfloat16,
+                "exact": not c.lossy and (c.codec != "bf16" or target.dtype == torch.bfloat16),
             }
+            | ({"error": errors[c.name]} if c.name in errors else {})
             for c in setup.columns
         ],
         "head": head_to_json(target.head),

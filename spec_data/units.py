@@ -21,7 +21,7 @@ from spec_data.masks import ROWS, SINGLE
 from spec_data.shards.errors import CorpusError, DatasetError
 from spec_data.shards.files import dump_json, sha256_file, sha256_json, write_atomically
 from spec_data.shards.packing import pack_documents
-from spec_data.shards.schema import Column
+from spec_data.shards.schema import Column, predicts_supervised
 from spec_data.shards.writer import UnitData, shard_bytes, write_shard
 
 PLAN_COLUMNS = (Column(name="input_ids", codec="int32"), Column(name="loss_mask", codec="bool8"))
@@ -43,6 +43,7 @@ class DocumentCounts:
     dropped: dict[str, int] = field(default_factory=dict)
     cut: int = 0
     tokens_cut: int = 0
+    tail_tokens_trimmed: int = 0
     rendering: dict[str, int] = field(default_factory=dict)
 
 
@@ -72,8 +73,14 @@ class Plan:
         """Supervised tokens of all documents."""
         return int(self.documents.tokens["loss_mask"].sum(dtype=np.int64))
 
+    @property
+    def predicting(self) -> int:
+        """Tokens whose next token is supervised: rows of a sparse column."""
+        mask, offsets = self.documents.tokens["loss_mask"], self.documents.offsets
+        return int(predicts_supervised(mask, offsets).sum())
+
     def unit_documents(self, unit: int, columns: tuple[Column, ...]) -> UnitData:
-        """Arrays for a unit's shard, with texts and turns filled in and states still zero."""
+        """Arrays for a unit's shard, with texts, turns and mask filled in and states still zero."""
         first, last = self.units[unit]
         data = self.documents
         return UnitData.allocate(
@@ -82,6 +89,7 @@ class Plan:
             data.sources[first:last],
             data.turns[first:last],
             self.lengths[first:last].tolist(),
+            self.unit_tokens(unit)["loss_mask"],
         )
 
     def unit_tokens(self, unit: int) -> dict[str, np.ndarray]:
@@ -110,9 +118,14 @@ class Plan:
 class PlanBuilder:
     """Collects rendered documents: cuts, filters, de-duplicates, counts."""
 
-    def __init__(self, max_length: int) -> None:
-        """Documents over `max_length` tokens are cut."""
+    def __init__(self, max_length: int, keep_tails: bool = False) -> None:
+        """Documents over `max_length` tokens are cut; so is what follows the last supervised token.
+
+        No draft learns from such a tail: the target is causal, nothing there is drafted, and the
+        teacher of the last supervised token is the state before it.
+        """
         self.max_length = max_length
+        self.keep_tails = keep_tails
         self.counts = DocumentCounts()
         self._dropped: Counter[str] = Counter()
         self._seen: set[str] = set()
@@ -126,6 +139,7 @@ class PlanBuilder:
         if not any(document.loss_mask[1:]):
             self._dropped["nothing-supervised"] += 1
             return
+        document = self._trimmed(document)
         if len(document.input_ids) > self.max_length:  # a prefix is what serving sees too
             self.counts.cut += 1
             self.counts.tokens_cut += len(document.input_ids) - self.max_length
@@ -133,6 +147,7 @@ class PlanBuilder:
             if not any(document.loss_mask[1:]):
                 self._dropped["nothing-supervised-within-max-length"] += 1
                 return
+            document = self._trimmed(document)
         ids = np.asarray(document.input_ids, np.int32)
         mask = np.asarray(document.loss_mask, np.uint8)
         turns = [(t.role, t.start, t.end) for t in document.turns]
@@ -144,6 +159,14 @@ class PlanBuilder:
         self._ids.append(ids)
         self._masks.append(mask)
         self._texts.append((doc_id, document.source, turns))
+
+    def _trimmed(self, document: Document) -> Document:
+        """The document up to its last supervised token, unless tails are kept."""
+        tail = document.loss_mask[::-1].index(1)
+        if self.keep_tails or not tail:
+            return document
+        self.counts.tail_tokens_trimmed += tail
+        return cut_document(document, len(document.input_ids) - tail)
 
     def lost(self, reasons: Mapping[str, int]) -> None:
         """Count documents that rendering gave up, by reason."""

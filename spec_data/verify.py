@@ -3,10 +3,12 @@
 1. every shard's size and checksum;  2. schema, row counts, index against shards;  3. every state
 finite and not constant, masks and turns consistent;  4. on sampled documents, logits re-derived
 from `hidden.final` and the stored head against `target_argmax` and `target_logsumexp`;  5. with
-`--target`, a fresh forward of sampled documents, one per row, against every stored column.
+`--target`, a fresh forward of sampled documents, one per row, against every stored column. Lossy
+columns may differ by the error that the manifest declares, and their tables must be its tables.
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +21,13 @@ from torch import Tensor
 from spec_data.identity import config_hash, resolve_model, weights_hash
 from spec_data.options import VerifyConfig
 from spec_data.progress import progress
+from spec_data.report import error_text
 from spec_data.shards.errors import DatasetError, SpecDataError
 from spec_data.shards.files import sha256_file
 from spec_data.shards.head import apply_head
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
-from spec_data.shards.schema import FINAL, layer_column
+from spec_data.shards.schema import FINAL, SUPERVISED, layer_column, predicts_supervised
+from spec_data.shards.tables import TABLES
 from spec_data.target import Target, pick_device
 
 logger = logging.getLogger(__name__)
@@ -51,6 +55,8 @@ def verify(config: VerifyConfig) -> int:
     dataset = HiddenStatesDataset(config.data)
     findings = Findings()
     good = _check_checksums(dataset, findings)
+    if not findings.failures:
+        _guarded(findings, lambda: _check_codecs(dataset, findings))
     if not findings.failures:
         _guarded(findings, lambda: _check_documents(dataset, findings))
         sampled = sample_documents(len(dataset), config.samples, config.seed)
@@ -100,6 +106,33 @@ def _check_checksums(dataset: HiddenStatesDataset, findings: Findings) -> int:
     return good
 
 
+def _check_codecs(dataset: HiddenStatesDataset, findings: Findings) -> None:
+    """The tables' hash and numbers; says what each lossy column was measured to lose."""
+    for name, table in dataset.tables.items():  # the hash is checked as they are read
+        if not bool((table.mean.isfinite() & table.std.isfinite()).all()):
+            findings.fail(f"{TABLES}: tables of column {name} are not finite; copy it again")
+    for column in dataset.manifest.raw["columns"]:
+        if "error" in column:
+            findings.facts.append(
+                f"{column['name']}: {error_text(column['codec'], column['error'])} (measured when "
+                "it was made; its tables are unchanged)"
+            )
+
+
+def _declared(dataset: HiddenStatesDataset, name: str, figure: str) -> float:
+    """Declared relative error of a column's states: root of a channel-normalised MSE."""
+    entry = next(c for c in dataset.manifest.raw["columns"] if c["name"] == name)
+    return math.sqrt(entry.get("error", {}).get(figure, 0.0))
+
+
+def _stored_tokens(dataset: HiddenStatesDataset, name: str, row: dict[str, Any]) -> Tensor:
+    """Tokens of a document that have a state in a column, bool [T]."""
+    mask = row["loss_mask"].numpy()
+    if name == FINAL and dataset.final == SUPERVISED:
+        return torch.from_numpy(predicts_supervised(mask, np.array([0, len(mask)])))
+    return torch.ones(len(mask), dtype=torch.bool)
+
+
 def _check_documents(dataset: HiddenStatesDataset, findings: Findings) -> None:
     """Every document: index, mask, turns, token ids, and states token by token."""
     vocab = dataset.manifest.vocab_size
@@ -117,7 +150,8 @@ def _check_documents(dataset: HiddenStatesDataset, findings: Findings) -> None:
                 findings.fail(f"{where}, column turns: spans outside the document")
             for name, value in row.items():
                 if isinstance(value, Tensor) and value.is_floating_point():
-                    _check_states(value, f"{where}, column {name}", findings)
+                    tokens = _stored_tokens(dataset, name, row)
+                    _check_states(value, tokens, f"{where}, column {name}", findings)
             bar.update(len(ids))
     findings.facts.append(
         f"{len(dataset):,} documents: index, masks, turns, token ids, every state finite and "
@@ -134,13 +168,13 @@ def _rows(dataset: HiddenStatesDataset) -> Iterator[tuple[int, dict[str, Any], s
         first += record.rows
 
 
-def _check_states(value: Tensor, where: str, findings: Findings) -> None:
+def _check_states(value: Tensor, tokens: Tensor, where: str, findings: Findings) -> None:
     low, high = (value, value) if value.ndim == 1 else (value.amin(-1), value.amax(-1))
     bad = ~(torch.isfinite(low) & torch.isfinite(high))
     if bool(bad.any()):
         findings.fail(f"{where}: not finite at token {int(bad.nonzero()[0])}")
-    elif value.ndim == 2 and value.shape[1] > 1 and bool((low == high).any()):
-        findings.fail(f"{where}: a constant vector at token {int((low == high).nonzero()[0])}")
+    elif value.ndim == 2 and value.shape[1] > 1 and bool((flat := (low == high) & tokens).any()):
+        findings.fail(f"{where}: a constant vector at token {int(flat.nonzero()[0])}")
 
 
 def _check_logits(
@@ -150,6 +184,8 @@ def _check_logits(
     place = pick_device(device)
     manifest = dataset.manifest
     allowed = _LOGIT_TOLERANCE.get(manifest.target.get("dtype", ""), 4e-2)
+    if FINAL in dataset.columns:
+        allowed += 3 * _declared(dataset, FINAL, "mse_median")
     if manifest.supervision.startswith("topk"):
         _check_topk(dataset, sampled, findings)
         return
@@ -159,21 +195,23 @@ def _check_logits(
     worst = 0.0
     for index in sampled:
         row = dataset[index]
+        kept = _stored_tokens(dataset, FINAL, row)
         if head:
             logits = apply_head(
-                row[FINAL].float().to(place),
+                row[FINAL].float().to(place)[kept],
                 head["lm_head"],
                 head.get("lm_head_bias"),
                 manifest.head,
             )
         else:
             logits = row["logits"].float().to(place)
-        error = _logit_error(logits.cpu(), row["target_argmax"], row["target_logsumexp"])
+        argmax, logsumexp = row["target_argmax"][kept], row["target_logsumexp"][kept]
+        error = _logit_error(logits.cpu(), argmax, logsumexp)
         worst = max(worst, float(error.max()))
         if float(error.max()) > allowed:
             findings.fail(
                 f"document {index}, columns {FINAL if head else 'logits'} / target_argmax / "
-                f"target_logsumexp: token {int(error.argmax())} disagrees by "
+                f"target_logsumexp: token {int(kept.nonzero()[error.argmax()])} disagrees by "
                 f"{float(error.max()):.1e} of the largest logit (allowed {allowed:.0e})"
             )
     findings.facts.append(
@@ -228,12 +266,14 @@ def _check_fresh(
         if captured.final is not None and FINAL in row:
             fresh[FINAL] = captured.final[0]
         for name, value in fresh.items():
-            error = _relative(row[name], value.cpu())
+            kept = _stored_tokens(dataset, name, row)
+            error = _relative(row[name][kept], value.cpu()[kept])
             worst = max(worst, error)
-            if not error <= allowed:
+            limit = allowed + 1.5 * _declared(dataset, name, "mse_max")
+            if not error <= limit:
                 findings.fail(
                     f"document {index}, column {name}: differs from a fresh forward by {error:.1e} "
-                    f"(allowed {allowed:.0e})"
+                    f"(allowed {limit:.0e})"
                 )
     findings.facts.append(
         f"fresh forward of {len(sampled)} documents: states differ by at most {worst:.1e}"

@@ -23,7 +23,7 @@ from spec_data.shards.packing import pack_documents, row_layout
 from spec_data.shards.plan import select_documents, split_documents
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.batch import DraftBatch
-from spec_train.drafts.eagle3 import Eagle3Draft, serving_chains
+from spec_train.drafts.eagle3 import Eagle3Draft, check_teachers, serving_chains
 from spec_train.head import TargetHead
 from spec_train.metrics import add_sums
 from spec_train.serving import ServingSums, document_sums
@@ -79,6 +79,7 @@ def check_fit(draft: Eagle3Draft, dataset: HiddenStatesDataset) -> None:
         DraftError: sizes differ, or a layer that the draft reads was not captured.
     """
     manifest, config = dataset.manifest, draft.config
+    check_teachers(manifest, draft.options)
     missing = sorted(set(config.layers) - set(manifest.layers))
     if missing:
         raise DraftError(

@@ -5,6 +5,7 @@ that tests of the trainer do not lean on the capture code.
 """
 
 import itertools
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ def tiny_dataset(
         "layers": list(layers),
         "layer_convention": LAYER_CONVENTION,
         "supervision": "final-hidden",
-        "columns": [vars(c) for c in columns],
+        "columns": [asdict(c) for c in columns],
         "head": head_to_json(head),
         "packing": {"mode": "rows"},
         "policy": "off-policy",

@@ -2,7 +2,8 @@
 
 A codec is declared per column in the manifest. `bf16` keeps the bits of a bfloat16 in a uint16
 (Arrow has no bfloat16); it is exact for targets that run in bfloat16 and rounds those that run in
-float32. The others store plain numbers.
+float32. The others of this file store plain numbers; the lossy codecs of hidden states are in
+lossy.py.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.errors import DatasetError
+from spec_data.shards.lossy import LOSSY, LossyCodec
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,21 @@ CODECS = {
 
 
 def codec_named(name: str, column: str) -> Codec:
-    """Look a codec up, or say which ones this release reads."""
+    """Look a plain codec up, or say which ones this release reads."""
     if name not in CODECS:
-        raise DatasetError(
-            f"column {column!r} is stored with codec {name!r}, which this release cannot read "
-            f"(known: {', '.join(CODECS)}); upgrade spec-data"
-        )
+        raise _unknown(name, column)
     return CODECS[name]
+
+
+def lossy_codec(name: str, column: str) -> LossyCodec | None:
+    """The lossy codec of that name, None for a plain one."""
+    if name not in CODECS and name not in LOSSY:
+        raise _unknown(name, column)
+    return LOSSY.get(name)
+
+
+def _unknown(name: str, column: str) -> DatasetError:
+    return DatasetError(
+        f"column {column!r} is stored with codec {name!r}, which this release cannot read "
+        f"(known: {', '.join([*CODECS, *LOSSY])}); upgrade spec-data"
+    )

@@ -35,6 +35,24 @@ def write_atomically(path: Path, data: bytes | str) -> None:
     replace_durably(temporary, path)
 
 
+def write_once(path: Path, data: bytes | str) -> None:
+    """Write a small file unless it exists: of several writers the first one wins."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    payload = data.encode() if isinstance(data, str) else data
+    with temporary.open("wb") as file:
+        file.write(payload)
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without hard links: the last one wins, with the same bytes
+        temporary.replace(path)
+    temporary.unlink(missing_ok=True)
+    sync_directory(path.parent)
+
+
 def dump_json(value: Any) -> str:
     """JSON as every file of a dataset holds it: stable bytes, readable, newline at the end."""
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

@@ -18,17 +18,29 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spec_data.shards.errors import DatasetError, MissingError
-from spec_data.shards.schema import Column, Manifest, ShardRecord, arrow_schema
+from spec_data.shards.lossy import Tables
+from spec_data.shards.rows import StoredRows, decode_rows, runs
+from spec_data.shards.schema import (
+    Column,
+    Manifest,
+    ShardRecord,
+    arrow_schema,
+    predicts_supervised,
+)
+from spec_data.shards.tables import TABLES, load_tables
 
 MANIFEST = "manifest.json"
 INDEX = "index.arrow"
+_MASK = Column(name="loss_mask", codec="bool8")
+_NO_ROWS = np.zeros(0, np.int32)
 
 
 class HiddenStatesDataset:
     """A sealed dataset directory: one row per document, token frame, unshifted.
 
     Row t of a document holds x_t, m_t, the captured states at t, and what the target predicts for
-    x_{t+1}: `hidden.final` (or top-k or logits), `target_argmax`, `target_logsumexp`.
+    x_{t+1}: `hidden.final` (or top-k or logits), `target_argmax`, `target_logsumexp`. Lossy columns
+    are decoded: columns are named, projected and handed out as if all were stored in bf16.
     """
 
     def __init__(self, path: str | Path, columns: Sequence[str] | None = None) -> None:
@@ -64,6 +76,18 @@ class HiddenStatesDataset:
     def columns(self) -> tuple[str, ...]:
         """Token columns after projection."""
         return tuple(self._columns)
+
+    @property
+    def final(self) -> str:
+        """ "all"; or "supervised": rows of `hidden.final` are zero where x_{t+1} is not."""
+        return self.manifest.final
+
+    @cached_property
+    def tables(self) -> dict[str, Tables]:
+        """Decoding tables of the lossy columns."""
+        widths = {c.name: c.width or 1 for c in self.manifest.columns if c.lossy}
+        file = self.path / TABLES
+        return load_tables(file, widths, self.manifest.codec.get("sha256", "")) if widths else {}
 
     @property
     def target_dir(self) -> Path:
@@ -131,8 +155,14 @@ class HiddenStatesDataset:
         """A document as fresh tensors (safe to modify), with `doc_id`, `source` and `turns`."""
         shard, row = self._locate(index)
         out: dict[str, Any] = shard.texts(row)
+        count = shard.length(row)
         for column in self._columns.values():
-            out[column.name] = column.coder.decode(shard.tokens(column, row))
+            if column.lossy or column.sparse:
+                values = torch.empty(count, column.width or 1, dtype=torch.bfloat16)
+                self._decode(shard, row, column, values)
+                out[column.name] = values
+            else:
+                out[column.name] = column.coder.decode(shard.part(column, row))
         return out
 
     def read_into(
@@ -152,14 +182,36 @@ class HiddenStatesDataset:
             column = self._columns.get(name)
             if column is None:
                 raise DatasetError(f"{self.path}: no column {name!r} to read; {self.columns}")
-            stored = shard.tokens(column, row)[:count]
-            if start + len(stored) > len(buffer):
+            tokens = min(count, shard.length(row))
+            if start + tokens > len(buffer):
                 raise DatasetError(
                     f"buffer of {len(buffer)} tokens is too short for tokens {start} to "
-                    f"{start + len(stored)} of document {index}"
+                    f"{start + tokens} of document {index}"
                 )
-            column.coder.decode_into(stored, buffer[start : start + len(stored)])
+            place = buffer[start : start + tokens]
+            if column.lossy or column.sparse:
+                self._decode(shard, row, column, place)
+            else:
+                column.coder.decode_into(shard.part(column, row)[:tokens], place)
         return min(count, int(self.lengths[index]))
+
+    def _decode(self, shard: "_Shard", row: int, column: Column, out: Tensor) -> None:
+        """The first len(out) tokens of a lossy or sparse column; tokens without a row are zero."""
+        stored, lossy = shard.stored(column, row), column.lossy
+        tables = self.tables[column.name] if lossy else None
+        if lossy and tables and not column.sparse:
+            decode_rows(lossy, stored.cut(0, len(out)), tables, out)
+            return
+        first, done = 0, 0
+        for a, b in runs(shard.kept(row)[: len(out)]):
+            part, place = stored.cut(first, first + b - a), out[a:b]
+            if lossy and tables:
+                decode_rows(lossy, part, tables, place)
+            else:
+                column.coder.decode_into(part.values, place)
+            out[done:a] = 0
+            first, done = first + b - a, b
+        out[done:] = 0
 
     def _locate(self, index: int) -> tuple["_Shard", int]:
         if not -len(self) <= index < len(self):
@@ -206,17 +258,37 @@ class _Shard:
             for name in ("doc_id", "source", "turns")
         }
 
-    def tokens(self, column: Column, row: int) -> np.ndarray:
-        """Stored values of one document, [T] or [T, W]: a read-only view of the mapped file."""
+    def length(self, row: int) -> int:
+        """Tokens of a document."""
+        return len(self.part(_MASK, row))
+
+    def kept(self, row: int) -> np.ndarray:
+        """Tokens that have a row in sparse columns, bool [T]."""
+        mask = self.part(_MASK, row)
+        return predicts_supervised(mask, np.array([0, len(mask)]))
+
+    def stored(self, column: Column, row: int) -> StoredRows:
+        """All parts of one document's column."""
         batch, local = self._batch_of(row)
+        values = self._part(column, batch, local)
+        if column.lossy is None:
+            return StoredRows(values, values, _NO_ROWS, values)
+        rest = (column.scale_part, *column.escape_parts)
+        return StoredRows(values, *(self._part(part, batch, local) for part in rest))
+
+    def part(self, column: Column, row: int) -> np.ndarray:
+        """Stored values of one part of a document, [n] or [n, W]: a view of the mapped file."""
+        return self._part(column, *self._batch_of(row))
+
+    def _part(self, column: Column, batch: int, local: int) -> np.ndarray:
         key = (batch, column.name)
         if key not in self._views:
             array = self.batches[batch].column(column.name)
-            values = array.values
-            if column.width is not None:
+            values, width = array.values, column.stored_width
+            if width is not None:
                 values = values.values
             flat = values.to_numpy(zero_copy_only=True)
-            shaped = flat.reshape(-1, column.width) if column.width is not None else flat
+            shaped = flat.reshape(-1, width) if width is not None else flat
             self._views[key] = (array.offsets.to_numpy(), shaped)
         offsets, view = self._views[key]
         return view[offsets[local] : offsets[local + 1]]

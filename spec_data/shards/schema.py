@@ -1,7 +1,9 @@
 """The manifest and the columns: what a dataset says about itself, validated when it is read.
 
 Token columns hold one value (width None) or one vector (width W) per token of a document, as
-`large_list<storage>` or `large_list<fixed_size_list<storage>[W]>`.
+`large_list<storage>` or `large_list<fixed_size_list<storage>[W]>`. A column with a lossy codec is
+several such fields, its parts: codes under the column's own name, then the scale of every token,
+then the tokens kept in bf16. A column may hold only the tokens whose next token is supervised.
 """
 
 import json
@@ -10,12 +12,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
-from spec_data.shards.codecs import Codec, codec_named
-from spec_data.shards.errors import DatasetError, MissingError
+from spec_data.shards.codecs import Codec, codec_named, lossy_codec
+from spec_data.shards.errors import ConfigError, DatasetError, MissingError
 from spec_data.shards.files import sha256_json
 from spec_data.shards.head import HeadSpec
+from spec_data.shards.lossy import LossyCodec
 
 FORMAT = "spec-data"
 FORMAT_VERSION = "1.0"
@@ -32,49 +36,125 @@ def layer_column(layer: int) -> str:
     return f"hidden.L{layer}"
 
 
+ALL, SUPERVISED = "all", "supervised"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A token column: `width` values per token (None: one number, not a vector)."""
+    """A token column: `width` values per token (None: one number, not a vector).
+
+    `tokens` "supervised": only tokens t where x_{t+1} is supervised have a row.
+    """
 
     name: str
     codec: str
     width: int | None = None
+    tokens: str = ALL
 
     @property
     def coder(self) -> Codec:
-        """The codec object."""
+        """The codec object of a plain column."""
         return codec_named(self.codec, self.name)
+
+    @cached_property
+    def lossy(self) -> LossyCodec | None:
+        """The lossy codec of a column that has one."""
+        return lossy_codec(self.codec, self.name)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether some tokens have no row."""
+        return self.tokens == SUPERVISED
+
+    @property
+    def parts(self) -> tuple["Column", ...]:
+        """The stored fields with a row per stored token: the column itself, or codes and scale."""
+        return (self, self.scale_part) if self.lossy else (self,)
+
+    @cached_property
+    def scale_part(self) -> "Column":
+        """The scale of every token, of a lossy column."""
+        return Column(name=f"{self.name}.scale", codec="bf16", tokens=self.tokens)
+
+    @cached_property
+    def escape_parts(self) -> tuple["Column", "Column"]:
+        """Rows and bits of the tokens that escaped, of a lossy column: any number per document."""
+        index = Column(name=f"{self.name}.escape_index", codec="int32")
+        return index, Column(name=f"{self.name}.escape", codec="bf16", width=self.width)
+
+    @property
+    def stored_width(self) -> int | None:
+        """Values of `storage` per row; None: one number."""
+        lossy = self.lossy
+        return lossy.code_width(self.width or 1) if lossy else self.width
+
+    @property
+    def storage(self) -> np.dtype:
+        """numpy type of the stored values."""
+        return (self.lossy or self.coder).storage
+
+    @property
+    def part_bytes(self) -> dict[str, int]:
+        """Payload bytes of one stored token, by part."""
+        return {p.name: p.storage.itemsize * (p.stored_width or 1) for p in self.parts}
 
     @property
     def bytes_per_token(self) -> int:
-        """Payload bytes of one token."""
-        return self.coder.bytes_per_value * (self.width or 1)
+        """Payload bytes of one stored token, escaped tokens apart."""
+        return sum(self.part_bytes.values())
 
-    def field(self) -> pa.Field:
-        """The Arrow field, with codec and width in its metadata."""
-        value: pa.DataType = self.coder.arrow
-        if self.width is not None:
-            value = pa.list_(pa.field("item", value, nullable=False), self.width)
-        metadata = {"codec": self.codec, "width": str(self.width or 1)}
+    def fields(self) -> list[pa.Field]:
+        """The Arrow fields of all parts, with codec and width in their metadata."""
+        if self.lossy is None:
+            return [self._field()]
+        rest = (self.scale_part, *self.escape_parts)
+        return [self._field(), *(p._field({"part of": self.name}) for p in rest)]
+
+    def _field(self, more: dict[str, str] | None = None) -> pa.Field:
+        value: pa.DataType = (self.lossy or self.coder).arrow
+        if self.stored_width is not None:
+            value = pa.list_(pa.field("item", value, nullable=False), self.stored_width)
+        metadata = {"codec": self.codec, "width": str(self.width or 1)} | (more or {})
+        if self.sparse:
+            metadata["tokens"] = self.tokens
         kind = pa.large_list(pa.field("item", value, nullable=False))
         return pa.field(self.name, kind, nullable=False, metadata=metadata)
 
 
 def token_columns(
-    layers: tuple[int, ...], hidden_size: int, supervision: str, vocab_size: int
+    layers: tuple[int, ...],
+    hidden_size: int,
+    supervision: str,
+    vocab_size: int,
+    *,
+    aux_codec: str = "bf16",
+    final_codec: str = "bf16",
+    final_tokens: str = ALL,
 ) -> tuple[Column, ...]:
     """The token columns of a dataset, in file order.
 
     `supervision` is "final-hidden", "topk:K" or "logits"; argmax and logsumexp are always there.
+
+    Raises:
+        ConfigError: a codec that cannot pack vectors of `hidden_size`.
     """
+    for name in (aux_codec, final_codec):
+        codec = lossy_codec(name, "hidden.*")
+        if codec and hidden_size % codec.multiple:
+            raise ConfigError(
+                f"--codec {name} packs {codec.multiple} channels together, and hidden size "
+                f"{hidden_size} is no multiple of {codec.multiple}; use int8c"
+            )
     columns = [
         Column(name="input_ids", codec="int32"),
         Column(name="loss_mask", codec="bool8"),
-        *(Column(name=layer_column(k), codec="bf16", width=hidden_size) for k in layers),
+        *(Column(name=layer_column(k), codec=aux_codec, width=hidden_size) for k in layers),
     ]
     kind, _, k = supervision.partition(":")
     if kind == "final-hidden":
-        columns.append(Column(name=FINAL, codec="bf16", width=hidden_size))
+        columns.append(
+            Column(name=FINAL, codec=final_codec, width=hidden_size, tokens=final_tokens)
+        )
     elif kind == "topk":
         columns.append(Column(name="topk_ids", codec="int32", width=int(k)))
         columns.append(Column(name="topk_logits", codec="float32", width=int(k)))
@@ -85,12 +165,23 @@ def token_columns(
     return tuple(columns)
 
 
+def predicts_supervised(loss_mask: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Tokens t whose next token in the document is supervised, bool [N]: rows of a sparse column.
+
+    `loss_mask` [N] of documents that `offsets` [D+1] bound.
+    """
+    kept = np.zeros(len(loss_mask), dtype=bool)
+    kept[:-1] = loss_mask[1:] != 0
+    kept[offsets[1:] - 1] = False
+    return kept
+
+
 def arrow_schema(columns: tuple[Column, ...]) -> pa.Schema:
     """The schema of every shard of a dataset."""
     fields = [
         pa.field("doc_id", pa.string(), nullable=False),
         pa.field("source", pa.string(), nullable=False),
-        *(column.field() for column in columns),
+        *(field for column in columns for field in column.fields()),
         pa.field("turns", TURNS_TYPE, nullable=False),
     ]
     return pa.schema(fields, metadata={"spec-data": FORMAT_VERSION})
@@ -149,7 +240,8 @@ class Manifest:
     def columns(self) -> tuple[Column, ...]:
         """Token columns in file order."""
         return tuple(
-            Column(name=c["name"], codec=c["codec"], width=c["width"]) for c in self.raw["columns"]
+            Column(name=c["name"], codec=c["codec"], width=c["width"], tokens=c.get("tokens", ALL))
+            for c in self.raw["columns"]
         )
 
     @cached_property
@@ -186,6 +278,16 @@ class Manifest:
     def supervision(self) -> str:
         """ "final-hidden", "topk:K" or "logits"."""
         return self.raw["supervision"]
+
+    @property
+    def final(self) -> str:
+        """ "all", or "supervised": `hidden.final` is kept only where x_{t+1} is supervised."""
+        return self.raw.get("final", ALL)
+
+    @property
+    def codec(self) -> dict[str, Any]:
+        """Hash and sample of the tables; empty when no column is lossy."""
+        return self.raw.get("codec") or {}
 
     @property
     def fingerprint(self) -> str:

@@ -9,23 +9,39 @@ import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from spec_data.shards.files import replace_durably
-from spec_data.shards.schema import Column, ShardRecord, arrow_schema
+from spec_data.shards.schema import Column, ShardRecord, arrow_schema, predicts_supervised
 
 RECORD_BATCH_BYTES = 32 << 20
 
 
 @dataclass
-class UnitData:
-    """The documents of one unit: texts per document, one array per token column.
+class Escapes:
+    """Tokens of a lossy column that are kept in bf16: row numbers int64 [n], bits uint16 [n, H]."""
 
-    `offsets` int64 [D+1] bounds each document's tokens in every array of `tokens` ([N] or [N, W]
-    in the column's storage dtype). `turns` holds (role, start, end) triples per document.
+    rows: np.ndarray
+    bits: np.ndarray
+
+    def add(self, rows: np.ndarray, bits: np.ndarray) -> None:
+        """Add tokens; rows stay in ascending order, whatever order they come in."""
+        rows = np.concatenate([self.rows, rows])
+        order = np.argsort(rows)
+        self.rows, self.bits = rows[order], np.concatenate([self.bits, bits])[order]
+
+
+@dataclass
+class UnitData:
+    """The documents of one unit: texts per document, one array per part of a token column.
+
+    `offsets` int64 [D+1] bounds each document's tokens in the arrays of `tokens` ([N] or [N, W] in
+    the part's storage dtype); `sparse_offsets` does so for the parts of columns that hold only
+    some tokens. `escapes` is by column. `turns` holds (role, start, end) triples per document.
     """
 
     doc_ids: list[str]
@@ -33,6 +49,7 @@ class UnitData:
     turns: list[list[tuple[str, int, int]]]
     offsets: np.ndarray
     tokens: dict[str, np.ndarray] = field(default_factory=dict)
+    escapes: dict[str, Escapes] = field(default_factory=dict)
 
     @classmethod
     def allocate(
@@ -42,30 +59,61 @@ class UnitData:
         sources: list[str],
         turns: list[list[tuple[str, int, int]]],
         lengths: list[int],
+        loss_mask: np.ndarray | None = None,
     ) -> "UnitData":
-        """Zeroed arrays for these documents; pages are taken only when they are written."""
-        offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        total = int(offsets[-1])
-        arrays = {
-            c.name: np.zeros((total, c.width) if c.width else total, dtype=c.coder.storage)
-            for c in columns
-        }
-        return cls(doc_ids, sources, turns, offsets, arrays)
+        """Zeroed arrays for these documents; pages are taken only when they are written.
 
-    def select(self, keep: list[int]) -> "UnitData":
+        `loss_mask` [N] is filled in; it must be given when a column is sparse.
+        """
+        offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        data = cls(doc_ids, sources, turns, offsets)
+        if loss_mask is not None:
+            data.tokens["loss_mask"] = loss_mask.astype(np.uint8)
+        for column in columns:
+            rows = int(data.row_offsets(column)[-1])
+            for part in column.parts:
+                shape = (rows, part.stored_width) if part.stored_width else rows
+                data.tokens.setdefault(part.name, np.zeros(shape, dtype=part.storage))
+            if column.lossy:
+                none = np.zeros((0, column.width or 1), np.uint16)
+                data.escapes[column.name] = Escapes(np.zeros(0, np.int64), none)
+        return data
+
+    @cached_property
+    def kept(self) -> np.ndarray:
+        """Tokens that have a row in sparse columns, bool [N]."""
+        return predicts_supervised(self.tokens["loss_mask"], self.offsets)
+
+    @cached_property
+    def sparse_offsets(self) -> np.ndarray:
+        """Bounds of each document's rows in sparse columns, int64 [D+1]."""
+        return np.concatenate([[0], np.cumsum(self.kept, dtype=np.int64)])[self.offsets]
+
+    def row_offsets(self, column: Column) -> np.ndarray:
+        """Bounds of each document's rows in a column, int64 [D+1]."""
+        return self.sparse_offsets if column.sparse else self.offsets
+
+    def select(self, keep: list[int], columns: tuple[Column, ...]) -> "UnitData":
         """A unit with only the documents `keep` (ascending); copies nothing when all are kept."""
         if len(keep) == len(self.doc_ids):
             return self
-        spans = [np.arange(self.offsets[d], self.offsets[d + 1]) for d in keep]
-        rows = np.concatenate(spans) if spans else np.zeros(0, np.int64)
-        lengths = [len(s) for s in spans]
-        return UnitData(
+        out = UnitData(
             [self.doc_ids[d] for d in keep],
             [self.sources[d] for d in keep],
             [self.turns[d] for d in keep],
-            np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
-            {name: array[rows] for name, array in self.tokens.items()},
+            np.concatenate([[0], np.cumsum(np.diff(self.offsets)[keep])]).astype(np.int64),
         )
+        for column in columns:
+            bounds = self.row_offsets(column)
+            spans = [np.arange(bounds[d], bounds[d + 1]) for d in keep]
+            rows = np.concatenate(spans) if spans else np.zeros(0, np.int64)
+            for part in column.parts:
+                out.tokens[part.name] = self.tokens[part.name][rows]
+            if column.lossy:
+                old = self.escapes[column.name]
+                _, there, here = np.intersect1d(old.rows, rows, return_indices=True)
+                out.escapes[column.name] = Escapes(here.astype(np.int64), old.bits[there])
+        return out
 
 
 def record_batches(unit: UnitData, columns: tuple[Column, ...]) -> Iterator[pa.RecordBatch]:
@@ -79,8 +127,6 @@ def record_batches(unit: UnitData, columns: tuple[Column, ...]) -> Iterator[pa.R
         limit = unit.offsets[first] + RECORD_BATCH_BYTES // per_token
         while last < rows and unit.offsets[last + 1] <= limit:
             last += 1
-        a, b = int(unit.offsets[first]), int(unit.offsets[last])
-        offsets = pa.array(unit.offsets[first : last + 1] - a, pa.int64())
         turns = [
             [{"role": r, "start": s, "end": e} for r, s, e in document]
             for document in unit.turns[first:last]
@@ -88,26 +134,47 @@ def record_batches(unit: UnitData, columns: tuple[Column, ...]) -> Iterator[pa.R
         arrays = [
             pa.array(unit.doc_ids[first:last], pa.string()),
             pa.array(unit.sources[first:last], pa.string()),
-            *(_token_array(c, unit.tokens[c.name][a:b], offsets, schema) for c in columns),
+            *(a for c in columns for a in _column_arrays(c, unit, first, last, schema)),
             pa.array(turns, schema.field("turns").type),
         ]
         yield pa.RecordBatch.from_arrays(arrays, schema=schema)
         first = last
 
 
-def _token_array(
-    column: Column, values: np.ndarray, offsets: pa.Array, schema: pa.Schema
-) -> pa.Array:
-    kind = schema.field(column.name).type
-    flat = pa.array(values.reshape(-1))
-    child = flat
-    if column.width is not None:
-        child = pa.FixedSizeListArray.from_arrays(flat, type=kind.value_type)
-    return pa.LargeListArray.from_arrays(offsets, child, type=kind)
+def _column_arrays(
+    column: Column, unit: UnitData, first: int, last: int, schema: pa.Schema
+) -> list[pa.Array]:
+    """The fields of one column for documents [first, last)."""
+    bounds = unit.row_offsets(column)[first : last + 1]
+    a, b = int(bounds[0]), int(bounds[-1])
+    arrays = [
+        _list_array(unit.tokens[p.name][a:b], bounds - a, schema.field(p.name).type)
+        for p in column.parts
+    ]
+    if column.lossy:
+        escapes = unit.escapes[column.name]
+        limits = np.searchsorted(escapes.rows, bounds)
+        own = slice(limits[0], limits[-1])
+        starts = np.repeat(bounds[:-1], np.diff(limits))
+        index = (escapes.rows[own] - starts).astype(np.int32)
+        for part, values in zip(column.escape_parts, (index, escapes.bits[own]), strict=True):
+            kind = schema.field(part.name).type
+            arrays.append(_list_array(values, limits - limits[0], kind))
+    return arrays
+
+
+def _list_array(values: np.ndarray, offsets: np.ndarray, kind: pa.DataType) -> pa.Array:
+    child = pa.array(values.reshape(-1))
+    if isinstance(kind.value_type, pa.FixedSizeListType):
+        child = pa.FixedSizeListArray.from_arrays(child, type=kind.value_type)
+    return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), child, type=kind)
 
 
 def shard_bytes(unit: UnitData, columns: tuple[Column, ...]) -> int:
-    """Exact size in bytes of the shard that `write_shard` would write for this unit."""
+    """Exact size in bytes of the shard that `write_shard` would write for this unit.
+
+    Before the states exist no token has escaped: each that does adds 2 H + 4 bytes.
+    """
     sink = pa.MockOutputStream()
     with pa.ipc.new_stream(sink, arrow_schema(columns)) as stream:
         for batch in record_batches(unit, columns):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import shift_left
-from spec_data.shards.schema import FINAL, Manifest, layer_column
+from spec_data.shards.schema import FINAL, SUPERVISED, Manifest, layer_column
 from spec_train.config import Eagle3Options
 from spec_train.drafts.eagle3_config import Eagle3Config, special_ids
 from spec_train.drafts.eagle3_loss import eagle3_loss, head_teacher, unrolled_loss
@@ -41,6 +41,23 @@ __all__ = [
 ]
 
 
+def check_teachers(manifest: Manifest, options: Eagle3Options) -> None:
+    """Refuse a dataset that does not hold the teachers of the slots that are asked for.
+
+    A slot needs the final state of its known token. Slots "serving" have a supervised token after
+    it, which is where `--final supervised` keeps states; "shifted" has slots that do not.
+
+    Raises:
+        DraftError: some teachers would be zero.
+    """
+    if manifest.final == SUPERVISED and options.slots != "serving":
+        raise DraftError(
+            f"--slots {options.slots} needs hidden.final at the end of every turn too, and "
+            f"{manifest.where} keeps it only where the next token is supervised; use --slots "
+            "serving, or generate with --final all"
+        )
+
+
 class Eagle3Draft(Eagle3Model):
     """The draft that `spec-train fit eagle3` trains."""
 
@@ -64,6 +81,7 @@ class Eagle3Draft(Eagle3Model):
         Raises:
             DraftError: options, target config and dataset do not go together.
         """
+        check_teachers(manifest, options)
         vocab = head.spec.vocab_size
         size = min(options.draft_vocab_size or vocab, vocab)
         config = Eagle3Config.from_target(

@@ -1,0 +1,269 @@
+"""What each codec costs and saves on a given target and corpus; with --fit, what a draft thinks.
+
+Datasets are made by the real `spec-data generate`, one per codec, and kept in --out (run it again
+and it goes on). Errors are those of the manifests. Speeds are of this process, one column, in
+bf16-equivalent GB per CPU-second: what a codec takes in or gives out.
+
+    python scripts/bench_codecs.py --target MODEL --corpus FILE --out DIR [--limit 300]
+    python scripts/bench_codecs.py ... --fit SEEDS STEPS [--prompts FILE --decode 40]
+
+CODECS are what --codec takes; "/supervised" behind one adds --final supervised. With --fit every
+codec and seed trains an EAGLE-3 draft through `spec-train fit`; all drafts are then measured on the
+*exact* dataset's held-out documents (they are the same documents in every dataset), and on prompts
+if given. Differences to bf16 are paired by seed, with 95 % t-confidence intervals.
+"""
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import spec_data
+from spec_data.generate import generate
+from spec_data.options import GenerateConfig
+from spec_data.report import table
+from spec_data.shards.codecs import CODECS
+from spec_data.shards.lossy import LOSSY
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.schema import Manifest
+from spec_data.shards.tables import make_tables
+from spec_train.cli import main as spec_train
+
+EXACT = "bf16"
+DEFAULT = (EXACT, "int8c", "fp8", "lm6c", "lm4c", "aux=lm4c,final=int8c/supervised")
+BF16_ROUNDING = 2.4e-6  # relative squared error of rounding a float32 to bf16
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.16)
+_SPEED_TOKENS = 4096
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--corpus", required=True)
+    parser.add_argument("--out", required=True, help="folder for datasets and runs; kept")
+    parser.add_argument("--limit", type=int, default=300, help="corpus rows")
+    parser.add_argument("--layers", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--codecs", nargs="+", default=list(DEFAULT), metavar="CODEC")
+    parser.add_argument("--fit", nargs=2, type=int, metavar=("SEEDS", "STEPS"))
+    parser.add_argument("--fit-options", default="", help="more options of `spec-train fit eagle3`")
+    parser.add_argument("--prompts", help="JSONL chats to decode, not trained on")
+    parser.add_argument("--decode", type=int, default=40, help="how many prompts")
+    return parser.parse_args()
+
+
+def make_dataset(args: argparse.Namespace, name: str) -> tuple[Path, Manifest]:
+    """The dataset of a codec; nothing is done when it is there already."""
+    codec, _, final = name.partition("/")
+    out = Path(args.out) / "data" / folder_name(name)
+    manifest = generate(
+        GenerateConfig(
+            target=args.target,
+            corpus=(args.corpus,),
+            out=str(out),
+            limit=args.limit,
+            layers=args.layers,
+            device=args.device,
+            codec=codec,
+            final=final or "all",
+        )
+    )
+    if manifest is None:
+        raise SystemExit(f"{out}: not sealed")
+    return out, manifest
+
+
+def folder_name(name: str) -> str:
+    """A codec's name as a folder."""
+    return name.replace("=", "-").replace(",", "+").replace("/", "+")
+
+
+def cpu_rate(work: Callable[[], object], nbytes: int) -> float:
+    """GB per CPU-second, the best of several rounds after a warm-up."""
+    work()
+    best = math.inf
+    for _ in range(7):
+        start = time.process_time()
+        work()
+        best = min(best, time.process_time() - start)
+    return nbytes / best / 1e9
+
+
+def speeds(codec: str, states: torch.Tensor) -> tuple[float, float]:
+    """Encode and decode rate of states, bfloat16 [N, H], on one thread."""
+    out, nbytes = torch.empty_like(states), states.nbytes
+    if codec == EXACT:
+        coder = CODECS[EXACT]
+        stored = coder.encode(states)
+        return (
+            cpu_rate(lambda: coder.encode(states).copy(), nbytes),
+            cpu_rate(lambda: coder.decode_into(stored, out), nbytes),
+        )
+    lossy, tables = LOSSY[codec], make_tables(states, codec)
+    encoded = lossy.encode(states, tables)
+    return (
+        cpu_rate(lambda: lossy.encode(states, tables), nbytes),
+        cpu_rate(lambda: lossy.decode_into(encoded.codes, encoded.scale, tables, out), nbytes),
+    )
+
+
+def some_states(dataset: HiddenStatesDataset, column: str) -> torch.Tensor:
+    """About 4,096 tokens of a column."""
+    parts, total = [], 0
+    for index in range(len(dataset)):
+        parts.append(dataset[index][column])
+        total += len(parts[-1])
+        if total >= _SPEED_TOKENS:
+            break
+    return torch.cat(parts)[:_SPEED_TOKENS].contiguous()
+
+
+def codec_table(datasets: dict[str, tuple[Path, Manifest]]) -> str:
+    """One line per dataset and kind of column."""
+    head = ("codec", "columns", "bits/el", "error", "worst ch.", "teacher KL", "x limit")
+    rows: list[tuple] = [(*head, "enc GB/cpu-s", "dec GB/cpu-s", "bytes/token", "x bf16")]
+    exact = HiddenStatesDataset(datasets[EXACT][0])
+    measured: dict[str, tuple[float, float]] = {}
+    plain = per_token(datasets[EXACT][1])
+    for name, (_, manifest) in datasets.items():
+        total = (f"{per_token(manifest):,.1f}", f"{per_token(manifest) / plain:.3f}")
+        for kind, columns in by_kind(manifest).items():
+            codec = columns[0]["codec"]
+            if codec not in measured:
+                measured[codec] = speeds(codec, some_states(exact, columns[0]["name"]))
+            figures = error_figures(columns)
+            rates = [f"{rate:.2f}" for rate in measured[codec]]
+            rows.append((name if kind == "aux" else "", kind, *figures, *rates, *total))
+            total = ("", "")
+    return table(rows)
+
+
+def per_token(manifest: Manifest) -> float:
+    """Bytes of all shards per token."""
+    return manifest.raw["totals"]["bytes"] / manifest.raw["totals"]["tokens"]
+
+
+def by_kind(manifest: Manifest) -> dict[str, list[dict]]:
+    """The manifest's entries of aux states and of hidden.final."""
+    entries = [c for c in manifest.raw["columns"] if c["name"].startswith("hidden.")]
+    aux = [c for c in entries if c["name"] != "hidden.final"]
+    return {"aux": aux, "final": [c for c in entries if c["name"] == "hidden.final"]}
+
+
+def error_figures(columns: list[dict]) -> tuple[str, ...]:
+    """Bits, median and worst error, KL, and bits over the rate-distortion limit at that error."""
+    errors = [c["error"] for c in columns if "error" in c]
+    width = columns[0]["width"]
+    escaped = max((e["escaped"] for e in errors), default=0.0)
+    bits = 8 * columns[0]["bytes_per_token"] / width + escaped * 16
+    if not errors:
+        limit = -math.log2(BF16_ROUNDING) / 2
+        return f"{bits:.2f}", "exact", "exact", "0", f"{bits / limit:.2f}"
+    median = max(e["mse_median"] for e in errors)
+    kl = next((f"{e['kl']:.1e}" for e in errors if "kl" in e), "")
+    limit = -math.log2(median) / 2  # R(D) of a Gaussian source
+    worst = max(e["mse_max"] for e in errors)
+    return f"{bits:.2f}", f"{median:.1e}", f"{worst:.1e}", kl, f"{bits / limit:.2f}"
+
+
+def train_and_measure(
+    args: argparse.Namespace, name: str, data: Path, exact: Path, seed: int, steps: int
+) -> dict[str, float]:
+    """Figures of one draft on exact data; kept in a file beside its run."""
+    run = Path(args.out) / "runs" / f"{folder_name(name)}-{steps}-{seed}"
+    held_out, decoded = run.with_suffix(".data.json"), run.with_suffix(".decode.json")
+    if not held_out.is_file():
+        plan = ["--steps", steps, "--eval-every", steps, "--save-every", steps, "--seed", seed]
+        more = args.fit_options.split()
+        call("fit", "eagle3", "--data", data, "--out", run, *plan, *more)
+        measure = ["--data", exact, "--split", "validation", "--json", held_out]
+        call("eval", "--draft", run, *measure)
+    if args.prompts and not decoded.is_file():
+        measure = ["--target", args.target, "--prompts", args.prompts, "--limit", args.decode]
+        call("eval", "--draft", run, *measure, "--json", decoded)
+    found = json.loads(held_out.read_text())["data"]
+    figures = {
+        "held-out loss": found["teacher_forced"]["loss"],
+        "simulated length": found["slots"]["acceptance_length"],
+    }
+    if args.prompts:
+        figures["real length"] = json.loads(decoded.read_text())["acceptance_length"]
+    return figures
+
+
+def call(*words: object) -> None:
+    """Run spec-train in this process."""
+    code = spec_train([str(word) for word in words])
+    if code:
+        raise SystemExit(code)
+
+
+def paired(values: list[float], base: list[float]) -> str:
+    """Mean paired difference relative to the base's mean, with a 95 % t-interval, in per cent."""
+    scale = 100 / statistics.mean(base)
+    gaps = [(v - b) * scale for v, b in zip(values, base, strict=True)]
+    if len(gaps) < 2:
+        return f"{gaps[0]:+.2f} %"
+    t = _T95[len(gaps) - 2] if len(gaps) - 2 < len(_T95) else 2.1
+    half = t * statistics.stdev(gaps) / math.sqrt(len(gaps))
+    return f"{statistics.mean(gaps):+.2f} ± {half:.2f} %"
+
+
+def fit_table(args: argparse.Namespace, datasets: dict[str, tuple[Path, Manifest]]) -> str:
+    """Mean figures per codec and paired differences to bf16."""
+    seeds, steps = args.fit
+    exact = datasets[EXACT][0]
+    found = {
+        name: [train_and_measure(args, name, data, exact, s, steps) for s in range(seeds)]
+        for name, (data, _) in datasets.items()
+    }
+    names = list(found[EXACT][0])
+    rows: list[tuple] = [("codec", *(f for n in names for f in (n, "against bf16")))]
+    for codec, figures in found.items():
+        cells = []
+        for name in names:
+            values, base = [f[name] for f in figures], [f[name] for f in found[EXACT]]
+            cells += [
+                f"{statistics.mean(values):.4f}",
+                "" if codec == EXACT else paired(values, base),
+            ]
+        rows.append((codec, *cells))
+    return table(rows)
+
+
+def main() -> None:
+    """Print the tables."""
+    args = arguments()
+    torch.set_num_threads(1 if not args.fit else torch.get_num_threads())
+    names = [EXACT, *(n for n in args.codecs if n != EXACT)]
+    datasets = {name: make_dataset(args, name) for name in names}
+    fitted = fit_table(args, datasets) if args.fit else ""
+    torch.set_num_threads(1)
+    manifest = datasets[EXACT][1]
+    totals = manifest.raw["totals"]
+    print(
+        f"{manifest.target['name']}, hidden {manifest.hidden_size}, layers {manifest.layers}, "
+        f"{totals['documents']:,} documents, {totals['tokens']:,} tokens; speeds: one thread, "
+        f"{platform.processor() or platform.machine()}; spec-data {spec_data.__version__}, torch "
+        f"{torch.__version__}, Python {platform.python_version()}, {sys.platform}\n"
+    )
+    print(codec_table(datasets))
+    print(
+        "\nerror: mean squared error of a channel over its variance, median over channels; x limit:"
+        "\nbits over the fewest any code needs for that error on a Gaussian source (bf16: rounding)"
+    )
+    if fitted:
+        print(f"\nEAGLE-3, {args.fit[0]} seeds, {args.fit[1]} steps, measured on exact data\n")
+        print(fitted)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""What is not stored is not needed: EAGLE-3 learns the same from smaller data, or refuses."""
+
+import json
+
+import pytest
+import torch
+
+from spec_data.shards.errors import DraftError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.config import Eagle3Options, FitConfig
+from spec_train.drafts.eagle3 import Eagle3Draft
+from spec_train.evaluate_data import check_fit, read_pack
+from spec_train.fit import fit
+from spec_train.head import TargetHead
+from tests.spec_data.runs import run, save_target
+
+DRAFT = {"draft_vocab_size": 0, "ttt_steps": 4}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Conversations that end in a turn of the user."""
+    rows = []
+    for i in range(12):
+        turns = [("user", f"question {i}"), ("assistant", f"answer {i} " + "so " * (i % 5))]
+        turns += [("user", "and"), ("assistant", f"that is {i}"), ("user", "thanks " * (i % 3))]
+        rows.append({"messages": [{"role": r, "content": c} for r, c in turns]})
+    file = tmp_path_factory.mktemp("corpus") / "chats.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+@pytest.fixture(scope="module")
+def whole(target, corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "data"
+    run(target, corpus, out, keep_tails=True)
+    return HiddenStatesDataset(out)
+
+
+@pytest.fixture(scope="module")
+def small(target, corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp("small") / "data"
+    run(target, corpus, out, final="supervised")
+    return HiddenStatesDataset(out)
+
+
+def build(dataset, **options) -> tuple[Eagle3Draft, TargetHead]:
+    head = TargetHead.from_dataset(dataset.path, torch.float32, "cpu")
+    config = json.loads((dataset.target_dir / "config.json").read_text())
+    torch.manual_seed(0)
+    draft = Eagle3Draft.build(
+        Eagle3Options(**DRAFT | options),
+        target_config=config,
+        manifest=dataset.manifest,
+        head=head,
+        token_counts=None,
+    )
+    return draft, head
+
+
+def test_the_loss_needs_neither_tails_nor_teachers_elsewhere(whole, small):
+    """Equal loss, gradients and figures, document by document, to the rounding of the states."""
+    assert small.lengths.sum() < whole.lengths.sum() and small.final == "supervised"
+    for rows in ([0, 5, 11], [3]):
+        found = []
+        for dataset in (whole, small):
+            draft, head = build(dataset)
+            batch = read_pack(dataset, rows, draft.columns(), torch.float32)
+            counts = draft.slot_counts(batch)
+            out = draft.loss(batch, head, counts)
+            out.loss.backward()
+            found.append((counts, out.loss, draft.summarise(out.sums), draft.fc.weight.grad))
+        (n, a, figures, grad), (m, b, others, other) = found
+        assert torch.equal(n, m)
+        # packed beside other tokens, a state may round to the neighbouring bfloat16
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(grad, other, rtol=2e-2, atol=1e-3)
+        assert figures["acceptance_length"] == pytest.approx(others["acceptance_length"], rel=1e-2)
+
+
+def test_exactly_the_kept_teachers_are_read(small):
+    """Poison what is zero in a supervised dataset: nothing changes."""
+    draft, head = build(small)
+    batch = read_pack(small, [0, 5, 11], draft.columns(), torch.float32)
+    before = draft.loss(batch, head, draft.slot_counts(batch)).loss
+    final = batch.hidden["hidden.final"]
+    empty = final.abs().sum(-1) == 0
+    assert bool(empty.any())
+    final[empty] = torch.nan
+    assert torch.equal(draft.loss(batch, head, draft.slot_counts(batch)).loss, before)
+
+
+def test_slots_that_need_more_are_refused_in_words(whole, small):
+    build(whole, slots="shifted")
+    with pytest.raises(DraftError, match=r"--slots shifted needs hidden\.final .* --final all"):
+        build(small, slots="shifted")
+    draft, _ = build(whole, slots="shifted")
+    with pytest.raises(DraftError, match=r"--slots shifted needs hidden\.final"):
+        check_fit(draft, small)
+
+
+@pytest.mark.parametrize("codec", ["int8c", "lm6c", "aux=lm4c,final=fp8"])
+def test_fit_runs_on_lossy_data(target, corpus, tmp_path, codec):
+    run(target, corpus, tmp_path / "data", codec=codec, final="supervised")
+    config = FitConfig(
+        data=str(tmp_path / "data"),
+        out=str(tmp_path / "run"),
+        steps=3,
+        seq_len=128,
+        device="cpu",
+        validation=0.2,
+    )
+    result = fit("eagle3", config, Eagle3Options(**DRAFT))
+    assert result.step == 3 and result.best is not None
