@@ -37,7 +37,7 @@ from spec_data.shards.errors import DatasetError, MissingError, RunError
 from spec_data.shards.files import dump_json, write_atomically, write_once
 from spec_data.shards.reader import MANIFEST
 from spec_data.shards.schema import Column, Manifest, ShardRecord
-from spec_data.shards.seal import check_shard, seal
+from spec_data.shards.seal import check_shard, file_records, seal, target_file_names
 from spec_data.shards.tables import TABLES, load_tables
 from spec_data.shards.writer import write_shard
 from spec_data.target import Target
@@ -78,7 +78,8 @@ def generate(config: GenerateConfig) -> Manifest | None:
     index, workers = config.worker
     mine = list(range(index, len(plan.units), workers))
     todo = [u for u in mine if finished_unit(out, u) is None]
-    check_free_space(out, sum(plan.unit_bytes(u, setup.columns) for u in todo))
+    needed = sum(plan.unit_bytes(u, setup.columns) for u in todo)
+    check_free_space(out, needed + (setup.head_bytes if todo else 0))
     if todo:
         with worker_lock(out, config.workers), failures_in_words(out, config.batch_tokens):
             run_units(setup, plan, out, mine, todo)
@@ -165,8 +166,11 @@ def finished_unit(out: Path, unit: int) -> FinishedUnit | None:
     file = out / WORK / f"unit-{unit:05d}.json"
     if not file.is_file():
         return None
-    raw = json.loads(file.read_text(encoding="utf-8"))
-    record = ShardRecord(**raw["record"])
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        record = ShardRecord(**raw["record"])
+    except (ValueError, TypeError, KeyError):
+        return None  # not ours: the unit is simply run again
     shard = out / record.file
     if not shard.is_file() or shard.stat().st_size != record.bytes:
         return None
@@ -239,6 +243,7 @@ def prove_target(setup: Setup, plan: Plan, target: Target, out: Path) -> dict[st
     save_target_files(setup, target, out / "target")
     codec, errors = calibrate(setup, plan, target, proof.form, out)
     draft = manifest_draft(setup, plan, target, proof, head_error, codec, errors)
+    draft["files"] = file_records(out, target_file_names(out))
     write_once(file, dump_json(draft))
     return json.loads(file.read_text(encoding="utf-8"))
 

@@ -9,7 +9,7 @@ no packed form (recurrent layers, missing kernels) are captured one document per
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,9 @@ from torch import Tensor
 from spec_data.masks import ROWS, SINGLE, mask_forms
 from spec_data.shards.errors import RunError, TargetError
 from spec_data.shards.packing import pack_documents, row_layout
-from spec_data.target import Target
+
+if TYPE_CHECKING:
+    from spec_data.target import Target
 
 # Largest believable rounding difference of one document's states, relative, by dtype.
 _FLOOR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
@@ -41,20 +43,23 @@ class IsolationProof:
 
 
 def proof_documents(lengths: Sequence[int], pack_length: int, budget: int = 4096) -> list[int]:
-    """Documents to prove with: the longest one (it tests sliding windows) and the first ones."""
-    chosen = [max(range(len(lengths)), key=lambda d: lengths[d])]
-    total = lengths[chosen[0]]
+    """Documents to prove with: the longest one (it tests sliding windows), the shortest ones (they
+    share rows wherever any two documents can), and the first ones that still fit the budget.
+    """
+    order = sorted(range(len(lengths)), key=lambda d: (lengths[d], d))
+    chosen = {order[-1], *order[:8]}
+    total = sum(lengths[d] for d in chosen)
     for index in range(len(lengths)):
-        if total + lengths[index] > max(budget, pack_length) or len(chosen) >= 64:
+        if len(chosen) >= 64:
             break
-        if index != chosen[0]:
-            chosen.append(index)
+        if index not in chosen and total + lengths[index] <= max(budget, 2 * pack_length):
+            chosen.add(index)
             total += lengths[index]
     return sorted(chosen)
 
 
 def prove_isolation(
-    target: Target, documents: Sequence[Tensor], pack_length: int, packing: str = "auto"
+    target: "Target", documents: Sequence[Tensor], pack_length: int, packing: str = "auto"
 ) -> IsolationProof:
     """Choose the first mask form whose packed capture equals the capture of each document alone.
 
@@ -70,6 +75,8 @@ def prove_isolation(
     floor = _FLOOR.get(target.dtype, 3e-2)
     tolerance = max(_NOISE_FACTOR * min(noise, floor), floor)
     candidates = mask_forms(target.config, target.attn)
+    if packing == "auto" and not _shares_rows(documents, pack_length):
+        packing = "rows"  # no two of the shortest fit a row: a packed form would prove nothing
     if packing == "rows":
         candidates = [ROWS, SINGLE]
     elif packing != "auto":
@@ -93,8 +100,13 @@ def prove_isolation(
     raise RunError(f"no way to capture documents apart was found ({told}, allowed {tolerance:.1e})")
 
 
+def _shares_rows(documents: Sequence[Tensor], pack_length: int) -> bool:
+    rows = pack_documents([len(ids) for ids in documents], pack_length)
+    return any(len(row) > 1 for row in rows)
+
+
 def _difference(
-    target: Target,
+    target: "Target",
     documents: Sequence[Tensor],
     alone: list[Tensor],
     form: str,
@@ -114,7 +126,7 @@ def _difference(
         return f"the family does not take it ({type(error).__name__})"
 
 
-def _capture_rows(target: Target, rows: Sequence[Tensor], form: str | None) -> list[Tensor]:
+def _capture_rows(target: "Target", rows: Sequence[Tensor], form: str | None) -> list[Tensor]:
     """States [T_d, columns*H] of documents, one per right-padded row."""
     lengths = [[len(ids)] for ids in rows]
     width = max(len(ids) for ids in rows)
@@ -125,7 +137,7 @@ def _capture_rows(target: Target, rows: Sequence[Tensor], form: str | None) -> l
     return [stacked[b, : len(ids)] for b, ids in enumerate(rows)]
 
 
-def _in_padded_rows(target: Target, documents: Sequence[Tensor]) -> list[Tensor]:
+def _in_padded_rows(target: "Target", documents: Sequence[Tensor]) -> list[Tensor]:
     """The plain forward in another batch shape: neighbours in length share a padded batch."""
     order = sorted(range(len(documents)), key=lambda d: (-len(documents[d]), d))
     states: dict[int, Tensor] = {}
@@ -139,21 +151,29 @@ def _in_padded_rows(target: Target, documents: Sequence[Tensor]) -> list[Tensor]
 
 
 def _packed(
-    target: Target, documents: Sequence[Tensor], form: str, pack_length: int
+    target: "Target", documents: Sequence[Tensor], form: str, pack_length: int
 ) -> list[Tensor]:
-    """States of documents captured in packs with this mask form."""
+    """States of documents captured in packs with this mask form, four rows to a forward."""
     states: dict[int, Tensor] = {}
-    for row in pack_documents([len(ids) for ids in documents], pack_length):
-        lengths = [len(documents[d]) for d in row]
-        input_ids = torch.cat([documents[d] for d in row])[None]
-        layout = row_layout([lengths], sum(lengths))
-        parts = _stacked(target, input_ids, *layout, form)[0].split(lengths)
-        states.update(zip(row, parts, strict=True))
+    rows = pack_documents([len(ids) for ids in documents], pack_length)
+    for first in range(0, len(rows), 4):
+        group = rows[first : first + 4]
+        lengths = [[len(documents[d]) for d in row] for row in group]
+        width = max(map(sum, lengths))
+        input_ids = torch.zeros(len(group), width, dtype=torch.long)
+        for b, row in enumerate(group):
+            tokens = torch.cat([documents[d] for d in row])
+            input_ids[b, : len(tokens)] = tokens
+        stacked = _stacked(target, input_ids, *row_layout(lengths, width), form)
+        for b, row in enumerate(group):
+            states.update(
+                zip(row, stacked[b].split([*lengths[b], width - sum(lengths[b])]), strict=False)
+            )
     return [states[d] for d in range(len(documents))]
 
 
 def _stacked(
-    target: Target, input_ids: Tensor, document_ids: Tensor, positions: Tensor, form: str | None
+    target: "Target", input_ids: Tensor, document_ids: Tensor, positions: Tensor, form: str | None
 ) -> Tensor:
     """All captured columns of a forward, float32 [B, T, C, H] on the CPU."""
     captured, _ = target.capture(input_ids, document_ids, positions, form)

@@ -49,6 +49,13 @@ class Setup:
         """Payload bytes of a stored token."""
         return sum(c.bytes_per_token for c in self.columns)
 
+    @property
+    def head_bytes(self) -> int:
+        """About what target/head.safetensors takes: embedding and head, two bytes a value."""
+        tied = bool(getattr(self.model_config, "tie_word_embeddings", False))
+        width = 4 if self.config.dtype == "float32" else 2
+        return self.vocab_size * self.target["hidden_size"] * width * (1 if tied else 2)
+
 
 def set_up(config: GenerateConfig) -> Setup:
     """Resolve a target and tokenizer without loading any weights.

@@ -22,9 +22,10 @@ from spec_data.hooks import (
     output_head,
     text_config,
 )
-from spec_data.masks import mask_forms, packed_mask
+from spec_data.isolation import prove_isolation
+from spec_data.masks import ROWS, SINGLE, mask_forms, packed_mask
 from spec_data.shards import packing
-from spec_data.shards.errors import TargetError
+from spec_data.shards.errors import ConfigError, TargetError
 from spec_data.shards.head import HeadSpec, apply_head
 from spec_data.shards.packing import row_layout, shift_left
 from spec_data.target_batch import TargetBatch
@@ -61,7 +62,11 @@ def load_model(
 def pick_device(device: str) -> torch.device:
     """ "auto" is the first CUDA device, or the CPU."""
     if device != "auto":
-        return torch.device(device)
+        try:
+            return torch.empty(0, device=device).device
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"--device {device}: not usable here ({reason})") from None
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -101,7 +106,8 @@ class Target:
         draft_vocabulary: Tensor | None = None,
         mask_form: str | None = None,
     ) -> None:
-        """Wrap a loaded model; `mask_form` fixes the packed mask (default: the first candidate).
+        """Wrap a loaded model; `mask_form` fixes the packed mask (default: one that is proven on
+        the first packed batch).
 
         Raises:
             TargetError: layer ids that do not exist, an unknown supervision.
@@ -213,9 +219,7 @@ class Target:
         """
         lengths, document_ids, positions = _layout(input_ids, attention_mask, seq_lens)
         positions = positions if position_ids is None else position_ids
-        form = None
-        if seq_lens is not None:
-            form = self.mask_form or mask_forms(self.config, self.attn)[0]
+        form = self._packed_form(input_ids, lengths) if seq_lens is not None else None
         captured, logits = self.capture(
             input_ids, document_ids, positions, form, full_logits=self.supervision == "logits"
         )
@@ -234,6 +238,26 @@ class Target:
             target_argmax=argmax,
             **supervision,
         )
+
+    def _packed_form(self, input_ids: Tensor, lengths: list[list[int]]) -> str:
+        """The mask form of packed rows, proven on the first batch that could tell a leak."""
+        if self.mask_form is None:
+            rows = [
+                ids.cpu().split([*row, ids.shape[0] - sum(row)])
+                for ids, row in zip(input_ids, lengths, strict=True)
+            ]
+            documents = [part for row in rows for part in row[:-1]]
+            form = prove_isolation(self, documents, input_ids.shape[1]).form
+            if form not in (ROWS, SINGLE):
+                self.mask_form = form
+            elif any(len(row) > 1 for row in lengths):
+                raise TargetError(
+                    f"{type(self.model).__name__} carries state from one packed document into the "
+                    "next under every mask; give one document per row (seq_lens=None)"
+                )
+            else:
+                return mask_forms(self.config, self.attn)[0]  # a document per row: nothing to leak
+        return self.mask_form
 
     def _supervise(
         self, captured: Captured, logits: Tensor | None, document_ids: Tensor

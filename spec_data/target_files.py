@@ -1,6 +1,6 @@
 """What a dataset keeps of its target: config, tokenizer, head tensors, and the manifest's words."""
 
-import shutil
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,16 +29,22 @@ _GENERATION = "generation_config.json"
 
 
 def save_target_files(setup: Setup, target: Target, folder: Path) -> None:
-    """Write config, tokenizer files and head.safetensors into `folder`."""
+    """Write config, tokenizer files and head.safetensors into `folder`, each whole or absent."""
     folder.mkdir(parents=True, exist_ok=True)
     # Every default is spelt out: drafts are shaped from this file, without the family's code.
     full = setup.model_config.to_dict() | {"dtype": str(target.dtype).removeprefix("torch.")}
     for table in (full, *(v for v in full.values() if isinstance(v, dict))):
         table.pop("_name_or_path", None)  # a path of this machine
     write_atomically(folder / "config.json", dump_json(full))
-    if (setup.model_dir / _GENERATION).is_file():
-        shutil.copyfile(setup.model_dir / _GENERATION, folder / _GENERATION)
-    setup.tokenizer.save_pretrained(str(folder))
+    generation = setup.model_dir / _GENERATION
+    if generation.is_file():
+        write_atomically(folder / _GENERATION, generation.read_bytes())
+    with tempfile.TemporaryDirectory() as scratch:
+        setup.tokenizer.save_pretrained(scratch)
+        for file in sorted(p for p in Path(scratch).rglob("*") if p.is_file()):
+            place = folder / file.relative_to(scratch)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(place, file.read_bytes())
     write_atomically(folder / "head.safetensors", save(head_tensors(target)))
 
 

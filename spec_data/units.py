@@ -259,8 +259,18 @@ def save_plan(folder: Path, plan: Plan) -> None:
 
 def read_settings(folder: Path) -> dict[str, Any] | None:
     """The settings of a saved plan, or None when there is no (whole) plan."""
+    return _read_meta(folder)["settings"] if (folder / "plan.json").is_file() else None
+
+
+def _read_meta(folder: Path) -> dict[str, Any]:
     file = folder / "plan.json"
-    return json.loads(file.read_text(encoding="utf-8"))["settings"] if file.is_file() else None
+    try:
+        meta: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DatasetError(
+            f"{file}: damaged ({error}); delete {folder.parent} and generate again"
+        ) from None
+    return meta
 
 
 def load_plan(folder: Path) -> Plan:
@@ -269,7 +279,7 @@ def load_plan(folder: Path) -> Plan:
     Raises:
         DatasetError: plan.arrow is not the one that plan.json describes.
     """
-    meta = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    meta = _read_meta(folder)
     file = folder / "plan.arrow"
     if not file.is_file() or sha256_file(file) != meta["documents_sha256"]:
         raise DatasetError(f"{file}: damaged; delete {folder.parent} and generate again")

@@ -7,10 +7,7 @@ from `hidden.final` and the stored head against `target_argmax` and `target_logs
 columns may differ by the error that the manifest declares, and their tables must be its tables.
 """
 
-import logging
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,51 +15,44 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spec_data.findings import Findings
 from spec_data.identity import config_hash, resolve_model, weights_hash
 from spec_data.options import VerifyConfig
 from spec_data.progress import progress
 from spec_data.report import error_text
-from spec_data.shards.errors import DatasetError, SpecDataError
+from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import sha256_file
 from spec_data.shards.head import apply_head
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
-from spec_data.shards.schema import FINAL, SUPERVISED, layer_column, predicts_supervised
+from spec_data.shards.schema import FINAL
 from spec_data.shards.tables import TABLES
+from spec_data.stored import declared_error, stored_tokens
 from spec_data.target import Target, pick_device
-
-logger = logging.getLogger(__name__)
+from spec_data.verify_fresh import LOGIT_TOLERANCE, check_fresh
 
 _SHOWN = 20
-# Largest believable difference between two kernels' rounding, relative, by the dtype of capture.
-_STATE_TOLERANCE = {"float32": 6e-3, "float16": 1e-2, "bfloat16": 5e-2}
-_LOGIT_TOLERANCE = {"float32": 2e-2, "float16": 2e-2, "bfloat16": 4e-2}
-
-
-@dataclass
-class Findings:
-    """What was checked and what failed, in words."""
-
-    failures: list[str] = field(default_factory=list)
-    facts: list[str] = field(default_factory=list)
-
-    def fail(self, message: str) -> None:
-        """Note a failure."""
-        self.failures.append(message)
 
 
 def verify(config: VerifyConfig) -> int:
-    """Run every check, print the findings, give 0 when all pass and 1 when any fails."""
+    """Run every check, print the findings, give 0 when all pass and 1 when any fails.
+
+    Raises:
+        SpecDataError: the dataset cannot be opened, or `--target` is no model.
+    """
     dataset = HiddenStatesDataset(config.data)
+    path = None
+    if config.target is not None:  # a wrong name is said before any work
+        path, _ = resolve_model(config.target, dataset.manifest.target.get("revision"))
     findings = Findings()
-    good = _check_checksums(dataset, findings)
+    findings.check(lambda: _check_checksums(dataset, findings))
     if not findings.failures:
-        _guarded(findings, lambda: _check_codecs(dataset, findings))
+        findings.check(lambda: _check_codecs(dataset, findings))
     if not findings.failures:
-        _guarded(findings, lambda: _check_documents(dataset, findings))
+        findings.check(lambda: _check_documents(dataset, findings))
         sampled = sample_documents(len(dataset), config.samples, config.seed)
-        _guarded(findings, lambda: _check_logits(dataset, sampled, config.device, findings))
-        if config.target is not None:
-            _guarded(findings, lambda: _check_fresh(dataset, sampled, config, findings))
+        findings.check(lambda: _check_logits(dataset, sampled, config.device, findings))
+        if path is not None:
+            _verify_target(dataset, sampled, path, config, findings)
     for fact in findings.facts:
         print(f"ok    {fact}")
     for failure in findings.failures[:_SHOWN]:
@@ -70,18 +60,43 @@ def verify(config: VerifyConfig) -> int:
     if len(findings.failures) > _SHOWN:
         print(f"FAIL  and {len(findings.failures) - _SHOWN} more")
     if findings.failures:
-        print(f"{config.data}: {len(findings.failures)} failures ({good} shards are whole)")
+        print(f"{config.data}: {len(findings.failures)} failures")
         return 1
     print(f"{config.data}: verified, fingerprint {dataset.manifest.fingerprint[:16]}")
     return 0
 
 
-def _guarded(findings: Findings, check: Callable[[], None]) -> None:
-    """A check that meets unreadable data is a failure in words, not the end of verify."""
-    try:
-        check()
-    except SpecDataError as error:
-        findings.fail(str(error))
+def _verify_target(
+    dataset: HiddenStatesDataset,
+    sampled: list[int],
+    path: Path,
+    config: VerifyConfig,
+    findings: Findings,
+) -> None:
+    """Identity of the given target, then a fresh forward."""
+    recorded = dataset.manifest.target
+    findings.check(lambda: _check_identity(recorded, path, findings))
+    if findings.failures:
+        return
+    target = Target.from_pretrained(
+        str(path),
+        dataset.manifest.layers,
+        dtype=recorded["dtype"],
+        device=config.device,
+        attn=recorded["attn"],
+        trust_remote_code=config.trust_remote_code,
+    )
+    findings.check(lambda: check_fresh(dataset, sampled, target, findings))
+
+
+def _check_identity(recorded: dict[str, Any], path: Path, findings: Findings) -> None:
+    for name, found in (("config_hash", config_hash(path)), ("weights_hash", weights_hash(path))):
+        if recorded.get(name) not in (None, found):
+            raise DatasetError(
+                f"{path}: its {name.replace('_', ' ')} is not that of the dataset's target "
+                f"({recorded['name']}): another model, revision or quantisation"
+            )
+    findings.passed("the given target is the one that was captured (config and weights)")
 
 
 def sample_documents(count: int, samples: int, seed: int) -> list[int]:
@@ -90,20 +105,21 @@ def sample_documents(count: int, samples: int, seed: int) -> list[int]:
     return sorted(rng.choice(count, size=min(samples, count), replace=False).tolist())
 
 
-def _check_checksums(dataset: HiddenStatesDataset, findings: Findings) -> int:
-    good = 0
-    for record in progress(dataset.manifest.shards, desc="checksums", unit=" shards", leave=False):
-        found = sha256_file(dataset.path / record.file)
-        if found == record.sha256:
-            good += 1
-        else:
+def _check_checksums(dataset: HiddenStatesDataset, findings: Findings) -> None:
+    """Every shard, the index and the target's files."""
+    manifest = dataset.manifest
+    expected = {r.file: r.sha256 for r in manifest.shards}
+    expected |= {name: record["sha256"] for name, record in manifest.raw["files"].items()}
+    for name in progress(expected, desc="checksums", unit=" files", leave=False):
+        file = dataset.path / name
+        found = sha256_file(file) if file.is_file() else "missing"
+        if found != expected[name]:
             findings.fail(
-                f"{record.file}: sha256 {found[:16]}..., the manifest says "
-                f"{record.sha256[:16]}...: the file was changed; copy or generate it again"
+                f"{name}: sha256 {found[:16]}, the manifest says {expected[name][:16]}: the file "
+                "was changed; copy or generate it again"
             )
-    if good == len(dataset.manifest.shards):
-        findings.facts.append(f"checksums of {good} shards")
-    return good
+    others = len(expected) - len(manifest.shards)
+    findings.passed(f"checksums of {len(manifest.shards)} shards and {others} other files")
 
 
 def _check_codecs(dataset: HiddenStatesDataset, findings: Findings) -> None:
@@ -113,24 +129,10 @@ def _check_codecs(dataset: HiddenStatesDataset, findings: Findings) -> None:
             findings.fail(f"{TABLES}: tables of column {name} are not finite; copy it again")
     for column in dataset.manifest.raw["columns"]:
         if "error" in column:
-            findings.facts.append(
+            findings.passed(
                 f"{column['name']}: {error_text(column['codec'], column['error'])} (measured when "
                 "it was made; its tables are unchanged)"
             )
-
-
-def _declared(dataset: HiddenStatesDataset, name: str, figure: str) -> float:
-    """Declared relative error of a column's states: root of a channel-normalised MSE."""
-    entry = next(c for c in dataset.manifest.raw["columns"] if c["name"] == name)
-    return math.sqrt(entry.get("error", {}).get(figure, 0.0))
-
-
-def _stored_tokens(dataset: HiddenStatesDataset, name: str, row: dict[str, Any]) -> Tensor:
-    """Tokens of a document that have a state in a column, bool [T]."""
-    mask = row["loss_mask"].numpy()
-    if name == FINAL and dataset.final == SUPERVISED:
-        return torch.from_numpy(predicts_supervised(mask, np.array([0, len(mask)])))
-    return torch.ones(len(mask), dtype=torch.bool)
 
 
 def _check_documents(dataset: HiddenStatesDataset, findings: Findings) -> None:
@@ -144,16 +146,20 @@ def _check_documents(dataset: HiddenStatesDataset, findings: Findings) -> None:
                 findings.fail(f"{where}: the index names another document here; seal again")
             if int(mask.sum()) != dataset.supervised[index]:
                 findings.fail(f"{where}, column loss_mask: not the count that the index has")
+            supervised = mask.nonzero()
+            first = int(supervised[0]) if len(supervised) else len(ids)
+            if first != dataset.first_supervised[index]:
+                findings.fail(f"{where}, column loss_mask: not the first token that the index has")
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
                 findings.fail(f"{where}, column input_ids: ids outside 0..{vocab - 1}")
             if any(not 0 <= t["start"] <= t["end"] <= len(ids) for t in row["turns"]):
                 findings.fail(f"{where}, column turns: spans outside the document")
             for name, value in row.items():
                 if isinstance(value, Tensor) and value.is_floating_point():
-                    tokens = _stored_tokens(dataset, name, row)
+                    tokens = stored_tokens(dataset, name, row)
                     _check_states(value, tokens, f"{where}, column {name}", findings)
             bar.update(len(ids))
-    findings.facts.append(
+    findings.passed(
         f"{len(dataset):,} documents: index, masks, turns, token ids, every state finite and "
         "not constant"
     )
@@ -183,9 +189,9 @@ def _check_logits(
     """argmax and logsumexp of head(hidden.final), or of the stored logits."""
     place = pick_device(device)
     manifest = dataset.manifest
-    allowed = _LOGIT_TOLERANCE.get(manifest.target.get("dtype", ""), 4e-2)
+    allowed = LOGIT_TOLERANCE.get(manifest.target.get("dtype", ""), 4e-2)
     if FINAL in dataset.columns:
-        allowed += 3 * _declared(dataset, FINAL, "mse_median")
+        allowed += 3 * declared_error(dataset, FINAL, "mse_median")
     if manifest.supervision.startswith("topk"):
         _check_topk(dataset, sampled, findings)
         return
@@ -195,7 +201,7 @@ def _check_logits(
     worst = 0.0
     for index in sampled:
         row = dataset[index]
-        kept = _stored_tokens(dataset, FINAL, row)
+        kept = stored_tokens(dataset, FINAL, row)
         if head:
             logits = apply_head(
                 row[FINAL].float().to(place)[kept],
@@ -214,7 +220,7 @@ def _check_logits(
                 f"target_logsumexp: token {int(kept.nonzero()[error.argmax()])} disagrees by "
                 f"{float(error.max()):.1e} of the largest logit (allowed {allowed:.0e})"
             )
-    findings.facts.append(
+    findings.passed(
         f"logits of {len(sampled)} documents against argmax and logsumexp: off by at most "
         f"{worst:.1e} of the largest logit"
     )
@@ -237,60 +243,4 @@ def _check_topk(dataset: HiddenStatesDataset, sampled: list[int], findings: Find
             findings.fail(f"document {index}, column topk_ids: its first id is not the argmax")
         if bool((top > row["target_logsumexp"] + 1e-3).any()):
             findings.fail(f"document {index}, column topk_logits: more mass than the logsumexp")
-    findings.facts.append(f"top-k of {len(sampled)} documents against argmax and logsumexp")
-
-
-def _check_fresh(
-    dataset: HiddenStatesDataset, sampled: list[int], config: VerifyConfig, findings: Findings
-) -> None:
-    """A fresh, unpacked forward of sampled documents against every stored column."""
-    manifest = dataset.manifest
-    path, _ = resolve_model(config.target or "", manifest.target.get("revision"))
-    _check_identity(manifest.target, path, findings)
-    target = Target.from_pretrained(
-        str(path),
-        manifest.layers,
-        dtype=manifest.target["dtype"],
-        device=config.device,
-        attn=manifest.target["attn"],
-        trust_remote_code=config.trust_remote_code,
-    )
-    allowed = _STATE_TOLERANCE.get(manifest.target["dtype"], 5e-2)
-    worst = 0.0
-    for index in progress(sampled, desc="fresh forward", unit=" docs", leave=False):
-        row = dataset[index]
-        ids = row["input_ids"][None]
-        layout = torch.zeros_like(ids), torch.arange(ids.shape[1])[None]
-        captured, _ = target.capture(ids, *layout, None)
-        fresh = {layer_column(k): captured.layers[k][0] for k in target.layers}
-        if captured.final is not None and FINAL in row:
-            fresh[FINAL] = captured.final[0]
-        for name, value in fresh.items():
-            kept = _stored_tokens(dataset, name, row)
-            error = _relative(row[name][kept], value.cpu()[kept])
-            worst = max(worst, error)
-            limit = allowed + 1.5 * _declared(dataset, name, "mse_max")
-            if not error <= limit:
-                findings.fail(
-                    f"document {index}, column {name}: differs from a fresh forward by {error:.1e} "
-                    f"(allowed {limit:.0e})"
-                )
-    findings.facts.append(
-        f"fresh forward of {len(sampled)} documents: states differ by at most {worst:.1e}"
-    )
-
-
-def _relative(stored: Tensor, fresh: Tensor) -> float:
-    """Mean over tokens of |difference| / |state|."""
-    a, b = stored.float(), fresh.float()
-    return float(((a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-30)).mean())
-
-
-def _check_identity(recorded: dict[str, Any], path: Path, findings: Findings) -> None:
-    for name, found in (("config_hash", config_hash(path)), ("weights_hash", weights_hash(path))):
-        if recorded.get(name) not in (None, found):
-            raise DatasetError(
-                f"{path}: its {name.replace('_', ' ')} is not that of the dataset's target "
-                f"({recorded['name']}): another model, revision or quantisation"
-            )
-    findings.facts.append("the given target is the one that was captured (config and weights)")
+    findings.passed(f"top-k of {len(sampled)} documents against argmax and logsumexp")

@@ -3,10 +3,16 @@
 import hashlib
 import json
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
 _BLOCK = 1 << 22
+
+
+def temporary_name(path: Path) -> Path:
+    """A name beside `path` that no other process or machine uses; `.*.tmp` files are leftovers."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
 
 
 def replace_durably(temporary: Path, final: Path) -> None:
@@ -26,7 +32,7 @@ def sync_directory(directory: Path) -> None:
 
 def write_atomically(path: Path, data: bytes | str) -> None:
     """Write a small file in one step; a reader sees the old one, the new one, or none."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_name(path)
     payload = data.encode() if isinstance(data, str) else data
     with temporary.open("wb") as file:
         file.write(payload)
@@ -37,7 +43,7 @@ def write_atomically(path: Path, data: bytes | str) -> None:
 
 def write_once(path: Path, data: bytes | str) -> None:
     """Write a small file unless it exists: of several writers the first one wins."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_name(path)
     payload = data.encode() if isinstance(data, str) else data
     with temporary.open("wb") as file:
         file.write(payload)

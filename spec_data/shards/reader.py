@@ -5,6 +5,7 @@ first use. Everything handed out is a copy: a tensor over mapped memory is read-
 torch's back, and one in-place operation on it would kill the process.
 """
 
+import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spec_data.shards.errors import DatasetError, MissingError
+from spec_data.shards.files import sha256_file
 from spec_data.shards.lossy import Tables
 from spec_data.shards.rows import StoredRows, decode_rows, runs
 from spec_data.shards.schema import (
@@ -107,11 +109,19 @@ class HiddenStatesDataset:
                     "replaced; copy this shard again"
                 )
 
+    def target_config(self) -> dict[str, Any]:
+        """The target's configuration, every default spelt out.
+
+        Raises:
+            MissingError, DatasetError: the file is gone, or not the one that was sealed.
+        """
+        file = checked_file(self.path, "target/config.json", self.manifest)
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return config
+
     @cached_property
     def _index(self) -> pa.Table:
-        file = self.path / INDEX
-        if not file.is_file():
-            raise MissingError(f"{file}: missing; copy it again or run `spec-data seal`")
+        file = checked_file(self.path, INDEX, self.manifest)
         try:
             table = pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
         except (pa.ArrowInvalid, OSError) as error:
@@ -294,6 +304,23 @@ class _Shard:
         return view[offsets[local] : offsets[local + 1]]
 
 
+def checked_file(directory: Path, name: str, manifest: Manifest) -> Path:
+    """Path of a small file of a dataset, whose checksum is the manifest's.
+
+    Raises:
+        MissingError: it is gone. DatasetError: it was changed.
+    """
+    file = directory / name
+    record = manifest.raw["files"].get(name)
+    if not file.is_file():
+        raise MissingError(f"{file}: missing; copy the dataset again")
+    if record is None or sha256_file(file) != record["sha256"]:
+        raise DatasetError(
+            f"{file}: changed or damaged: its sha256 is not the manifest's; copy it again"
+        )
+    return file
+
+
 def load_head_tensors(dataset: str | Path) -> dict[str, Tensor]:
     """The target's `embed_tokens` [V, H], `lm_head` [V, H], `norm` [H] (and `lm_head_bias` [V]).
 
@@ -302,10 +329,9 @@ def load_head_tensors(dataset: str | Path) -> dict[str, Tensor]:
     Raises:
         MissingError, DatasetError: the file is absent or not what the manifest describes.
     """
-    from_file = Path(dataset) / "target" / "head.safetensors"
-    if not from_file.is_file():
-        raise MissingError(f"{from_file}: missing; copy the dataset again")
-    head = Manifest.read(Path(dataset) / MANIFEST).head
+    manifest = Manifest.read(Path(dataset) / MANIFEST)
+    from_file = checked_file(Path(dataset), "target/head.safetensors", manifest)
+    head = manifest.head
     try:
         tensors = load_file(from_file)
     except SafetensorError as error:

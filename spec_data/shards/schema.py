@@ -307,6 +307,7 @@ _REQUIRED = [
     "packing",
     "shards",
     "totals",
+    "files",
     "documents",
 ]
 

@@ -13,7 +13,13 @@ import numpy as np
 import pyarrow as pa
 
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.files import dump_json, replace_durably, sha256_file, write_atomically
+from spec_data.shards.files import (
+    dump_json,
+    replace_durably,
+    sha256_file,
+    temporary_name,
+    write_atomically,
+)
 from spec_data.shards.reader import INDEX, MANIFEST
 from spec_data.shards.schema import Manifest, ShardRecord, arrow_schema, fingerprint
 
@@ -32,23 +38,34 @@ INDEX_SCHEMA = pa.schema(
 def seal(directory: Path, draft: dict[str, Any], records: Sequence[ShardRecord]) -> Manifest:
     """Write everything but the shards, and give the manifest.
 
-    `draft` is the manifest without `shards`, `totals` and `fingerprint`.
+    `draft` is the manifest without `shards`, `totals`, `fingerprint` and the index in `files`.
 
     Raises:
-        DatasetError: a shard is not the one its record describes.
+        DatasetError: a shard or target file is not the one its record describes.
     """
-    raw = draft | {
-        "shards": [vars(r) for r in records],
-        "totals": {
-            "documents": sum(r.rows for r in records),
-            "tokens": sum(r.tokens for r in records),
-            "supervised": sum(r.supervised for r in records),
-            "bytes": sum(r.bytes for r in records),
-        },
-    }
+    raw = (
+        {"files": {}}
+        | draft
+        | {
+            "shards": [vars(r) for r in records],
+            "totals": {
+                "documents": sum(r.rows for r in records),
+                "tokens": sum(r.tokens for r in records),
+                "supervised": sum(r.supervised for r in records),
+                "bytes": sum(r.bytes for r in records),
+            },
+        }
+    )
+    _write_index(directory, Manifest(raw, str(directory / MANIFEST)))
+    raw["files"] = file_records(directory, [INDEX, *target_file_names(directory)])
+    for name, record in draft.get("files", {}).items():
+        if raw["files"].get(name) != record:
+            raise DatasetError(
+                f"{directory / name}: changed since it was written; delete {directory} and "
+                "generate again"
+            )
     raw["fingerprint"] = fingerprint(raw)
     manifest = Manifest(raw, str(directory / MANIFEST))
-    _write_index(directory, manifest)
     files = [{"filename": r.file} for r in records]
     state = {
         "_data_files": files,
@@ -64,6 +81,24 @@ def seal(directory: Path, draft: dict[str, Any], records: Sequence[ShardRecord])
     write_atomically(directory / "README.md", dataset_card(manifest))
     write_atomically(directory / MANIFEST, dump_json(raw))
     return manifest
+
+
+def target_file_names(directory: Path) -> list[str]:
+    """Files of `target/`, relative to the dataset, sorted; leftovers of killed runs are not."""
+    files = (p for p in (directory / "target").rglob("*") if p.is_file())
+    names = (str(p.relative_to(directory)) for p in files if not p.name.startswith("."))
+    return sorted(names)
+
+
+def file_records(directory: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Size and checksum of small files of a dataset, by name."""
+    return {
+        name: {
+            "bytes": (directory / name).stat().st_size,
+            "sha256": sha256_file(directory / name),
+        }
+        for name in names
+    }
 
 
 def check_shard(directory: Path, record: ShardRecord) -> None:
@@ -90,7 +125,7 @@ def _write_index(directory: Path, manifest: Manifest) -> None:
     sink = io.BytesIO()
     with pa.ipc.new_stream(sink, INDEX_SCHEMA) as stream:
         stream.write_batch(pa.RecordBatch.from_arrays(arrays, schema=INDEX_SCHEMA))
-    temporary = directory / f".{INDEX}.{os.getpid()}.tmp"
+    temporary = temporary_name(directory / INDEX)
     with temporary.open("wb") as file:
         file.write(sink.getbuffer())
         file.flush()

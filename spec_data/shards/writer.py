@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from spec_data.shards.files import replace_durably
+from spec_data.shards.files import replace_durably, temporary_name
 from spec_data.shards.schema import Column, ShardRecord, arrow_schema, predicts_supervised
 
 RECORD_BATCH_BYTES = 32 << 20
@@ -227,7 +227,7 @@ def write_shard(path: Path, unit: UnitData, columns: tuple[Column, ...]) -> Shar
     Raises:
         OSError: the disk is full or the folder is not writable; no file is left behind.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_name(path)
     file = _HashingFile(temporary)
     try:
         sink = pa.PythonFile(file, mode="w")

@@ -326,6 +326,30 @@ def test_a_full_disk_is_said_before_and_survived_during(target, corpus, tmp_path
     assert len(HiddenStatesDataset(out)) == 30
 
 
+def test_target_files_that_changed_before_sealing_stop_it(target, corpus, tmp_path):
+    out = tmp_path / "data"
+    for worker in range(2):
+        run(target, corpus, out, workers=f"{worker}/2")
+    tokenizer = out / "target" / "tokenizer.json"
+    tokenizer.write_bytes(tokenizer.read_bytes()[:100])
+    with pytest.raises(DatasetError, match=r"tokenizer\.json: changed since it was written"):
+        seal_directory(out)
+
+
+def test_records_that_are_rubbish_are_made_again(reference, target, corpus, tmp_path):
+    out = tmp_path / "data"
+    for worker in range(2):
+        run(target, corpus, out, workers=f"{worker}/2")
+    (out / ".generate" / "unit-00001.json").write_text('{"record":')
+    run(target, corpus, out)
+    assert digests(out) == digests(reference)
+    out = tmp_path / "again"
+    run(target, corpus, out, workers="0/2")
+    (out / ".generate" / "plan.json").write_text("{")
+    with pytest.raises(DatasetError, match=r"plan\.json: damaged"):
+        run(target, corpus, out)
+
+
 def test_the_same_worker_twice_at_once_is_refused(target, corpus, tmp_path):
     out = tmp_path / "data"
     (out / ".generate").mkdir(parents=True)

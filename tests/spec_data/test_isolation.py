@@ -50,3 +50,27 @@ def test_proof_documents_hold_the_longest():
     assert 500 in chosen
     assert sum(lengths[d] for d in chosen) <= 1000
     assert chosen == sorted(set(chosen))
+
+
+def test_the_proof_is_never_vacuous():
+    """Two long documents that fill their rows must not hide the short ones that share rows."""
+    lengths = [60, 64, *[6] * 40]
+    chosen = proof_documents(lengths, 64, budget=64)
+    assert sum(lengths[d] == 6 for d in chosen) >= 2
+    target = Target(tiny_model("qwen3_next"), (0, 2, 4))
+    documents = ids_of(*[lengths[d] for d in chosen])
+    assert prove_isolation(target, documents, 64).form == "rows"
+
+
+def test_where_no_two_documents_share_a_row_nothing_is_claimed():
+    proof = prove_isolation(Target(tiny_model("llama"), (0,)), ids_of(30, 40), 48)
+    assert proof.form == "rows"
+
+
+def test_packed_batches_of_a_leaky_target_are_refused():
+    target = Target(tiny_model("qwen3_next"), (0, 2, 4))
+    row = torch.cat(ids_of(30, 20))[None]
+    ones = torch.ones_like(row)
+    with pytest.raises(TargetError, match="carries state from one packed document"):
+        target.generate_batch(row, ones, ones, seq_lens=[[30, 20]])
+    target.generate_batch(row, ones, ones)

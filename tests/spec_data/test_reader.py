@@ -169,7 +169,7 @@ def test_damage_is_an_error_that_names_the_file(damaged):
         HiddenStatesDataset(damaged)[5]
     shard.write_bytes(whole)
     (damaged / "index.arrow").write_bytes(b"rubbish")
-    with pytest.raises(DatasetError, match=r"index\.arrow: damaged"):
+    with pytest.raises(DatasetError, match=r"index\.arrow: changed or damaged"):
         _ = HiddenStatesDataset(damaged).lengths
 
 
@@ -218,9 +218,19 @@ def test_directories_that_are_no_datasets(tmp_path):
 def test_head_tensors_are_checked(damaged):
     assert set(load_head_tensors(damaged)) == {"embed_tokens", "lm_head", "norm"}
     file = damaged / "target" / "head.safetensors"
-    file.write_bytes(file.read_bytes()[:50])
-    with pytest.raises(DatasetError, match="damaged"):
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(DatasetError, match="changed or damaged"):
         load_head_tensors(damaged)
+    file.unlink()
+    with pytest.raises(MissingError, match="missing"):
+        load_head_tensors(damaged)
+    config = damaged / "target" / "config.json"
+    assert HiddenStatesDataset(damaged).target_config()["model_type"] == "llama"
+    config.write_text(config.read_text().replace("llama", "other"))
+    with pytest.raises(DatasetError, match=r"config\.json: changed or damaged"):
+        HiddenStatesDataset(damaged).target_config()
 
 
 def test_numpy_route_and_reader_agree_on_every_column(path):

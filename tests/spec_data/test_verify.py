@@ -1,5 +1,6 @@
 """verify passes whole datasets and names shard, row and column of what was tampered with."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def failures(data: Path, capsys, **changes) -> str:
 def test_whole_data_passes(data, target, capsys):
     out = failures(data, capsys, target=str(target), samples=5)
     assert "FAIL" not in out
-    assert out.count("ok ") == 5
+    assert out.count("ok ") == 5, out
 
 
 @pytest.mark.parametrize("supervision", ["topk:3", "logits"])
@@ -110,6 +111,53 @@ def test_aux_states_of_another_layer_are_caught_by_a_fresh_forward(data, target,
     assert "FAIL" not in failures(data, capsys, samples=100)
     out = failures(data, capsys, samples=100, target=str(target))
     assert "column hidden.L2: differs from a fresh forward" in out
+
+
+def test_a_few_swapped_tokens_of_a_long_document_are_caught(data, target, capsys):
+    """Too few to move the mean of a document, too many to be rounding."""
+
+    def swap(values, offsets):
+        for start, end in itertools.pairwise(offsets):
+            last = values[(end - 1) * 32 : end * 32].copy()
+            values[(end - 1) * 32 : end * 32] = values[start * 32 : (start + 1) * 32]
+            values[start * 32 : (start + 1) * 32] = last
+
+    rewrite(data, 0, "hidden.L2", swap)
+    out = failures(data, capsys, samples=100, target=str(target))
+    assert "column hidden.L2" in out
+
+
+@pytest.mark.parametrize(
+    ("supervision", "column", "change"),
+    [
+        ("topk:3", "topk_ids", lambda v, _: v.__setitem__(slice(1, None, 3), v[2::3].copy())),
+        ("topk:3", "topk_logits", lambda v, _: v.__setitem__(slice(1, None, 3), v[1::3] - 3)),
+        ("logits", "logits", lambda v, _: v.__setitem__(slice(None), np.roll(v, 96))),
+        ("logits", "target_logsumexp", lambda v, _: np.add(v, 5, out=v)),
+        ("final-hidden", "target_argmax", lambda v, _: v.__setitem__(slice(None), np.roll(v, 1))),
+    ],
+)
+def test_teachers_that_are_not_the_targets_are_caught(
+    target, tmp_path, capsys, supervision, column, change
+):
+    corpus = write_corpus(tmp_path / "chats.jsonl", 6)
+    run(target, corpus, tmp_path / "data", supervision=supervision)
+    rewrite(tmp_path / "data", 0, column, change)
+    out = failures(tmp_path / "data", capsys, target=str(target), samples=100)
+    assert "FAIL" in out
+    assert column in out
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["target/head.safetensors", "target/config.json", "target/tokenizer.json", "index.arrow"],
+)
+def test_every_file_that_decides_something_is_covered(data, capsys, name):
+    file = data / name
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+    assert f"FAIL  {name}: sha256" in failures(data, capsys)
 
 
 def test_a_wrong_mask_is_named(data, capsys):
