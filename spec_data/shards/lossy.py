@@ -270,11 +270,14 @@ class Float8(LossyCodec):
 
 
 def _scratch(rows: int, width: int) -> Tensor:
-    """A float32 [rows, width] buffer of this thread, used again: fresh pages cost more than maths."""
+    """A float32 [rows, width] buffer of this thread, used again: fresh pages cost more than maths.
+
+    Kept as an array: a tensor made in inference mode could not be written outside it.
+    """
     found = getattr(_BUFFERS, "work", None)
-    if found is None or found.numel() < rows * width:
-        found = _BUFFERS.work = torch.empty(rows * width)
-    return found[: rows * width].view(rows, width)
+    if found is None or found.size < rows * width:
+        found = _BUFFERS.work = np.empty(rows * width, np.float32)
+    return torch.from_numpy(found[: rows * width]).view(rows, width)
 
 
 def bf16_bits(values: Tensor) -> np.ndarray:

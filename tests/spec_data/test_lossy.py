@@ -148,6 +148,14 @@ def test_decoders_agree_to_the_bit(codec):
     assert np.array_equal(bits.view(np.int16), whole.view(torch.int16).numpy())
 
 
+def test_decoding_works_in_and_after_inference_mode():
+    states = gaussian(300)
+    tables = make_tables(states, "int8c")
+    with torch.inference_mode():
+        inside = round_trip("int8c", states, tables).clone()
+    assert torch.equal(round_trip("int8c", states, tables), inside)
+
+
 def numpy_bits(codec, rows, tables) -> np.ndarray:
     mean, std = tables.mean.numpy(), tables.std.numpy()
     levels = None if tables.levels is None else tables.levels.numpy()
