@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -59,7 +60,7 @@ def choose_documents(
             dataset.lengths, dataset.supervised, dataset.first_supervised, run["seq_len"]
         ).usable
         rows = np.flatnonzero(usable)
-        ids = [dataset.doc_ids[row] for row in rows.tolist()]
+        ids = dataset.id_array.take(pa.array(rows))
         held_out = np.zeros(len(dataset), dtype=bool)
         held_out[rows] = split_documents(ids, run["validation"], run["seed"])
         chosen &= held_out if split == "validation" else usable & ~held_out

@@ -97,12 +97,15 @@ class _Buffer:
 
 
 class Step:
-    """The micro-batches of one optimizer step (of this rank): batch `index` of `of` in `epoch`."""
+    """The micro-batches of one optimizer step (of this rank): batch `index` of `epoch`.
+
+    `share` is how much of the epoch's documents is done after this step, on all ranks together.
+    """
 
     def __init__(
-        self, epoch: int, index: int, of: int, free: "queue.SimpleQueue[_Buffer | None]"
+        self, epoch: int, index: int, share: float, free: "queue.SimpleQueue[_Buffer | None]"
     ) -> None:
-        self.epoch, self.index, self.of = epoch, index, of
+        self.epoch, self.index, self.share = epoch, index, share
         self.batches: list[DraftBatch] = []
         self._buffers: list[_Buffer | None] = []
         self._free = free
@@ -211,13 +214,19 @@ class BatchStream:
 
     def _walk(
         self, epoch: int, done: int, count: int
-    ) -> Iterator[tuple[int, int, int, list[Pack]]]:
+    ) -> Iterator[tuple[int, int, float, list[Pack]]]:
+        """Epoch, index, share of the epoch done and this rank's packs of the next `count` steps."""
         while count > 0:
-            batches = self.plan.batches(epoch)
-            for index in range(done, min(len(batches), done + count)):
-                packs = rank_slice(batches[index], self.rank, self.world_size)
-                yield epoch, index, len(batches), packs
-            count -= max(0, len(batches) - done)
+            documents = 0
+            for index, batch in enumerate(self.plan.iter_batches(epoch)):
+                documents += sum(map(len, batch))
+                if index < done:
+                    continue
+                share = documents / len(self.plan.rows)
+                yield epoch, index, share, rank_slice(batch, self.rank, self.world_size)
+                count -= 1
+                if not count:
+                    return
             epoch, done = epoch + 1, 0
 
     def _read(
@@ -230,8 +239,8 @@ class BatchStream:
     ) -> None:
         """Body of the thread: fill free buffers, hand out whole steps, then None or an error."""
         try:
-            for epoch, index, of, packs in self._walk(*position, count):
-                step = Step(epoch, index, of, free)
+            for epoch, index, share, packs in self._walk(*position, count):
+                step = Step(epoch, index, share, free)
                 for i in range(0, len(packs), self.batch_size):
                     buffer = free.get()
                     if buffer is None or stop.is_set():

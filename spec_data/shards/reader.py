@@ -120,9 +120,15 @@ class HiddenStatesDataset:
         return self._index_column("shard"), self._index_column("row")
 
     @cached_property
+    def id_array(self) -> pa.StringArray:
+        """Content hash of every document, over the mapped index: no Python object per document."""
+        chunks = self._index.column("doc_id")
+        return chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
+
+    @cached_property
     def doc_ids(self) -> list[str]:
         """Content hash of every document."""
-        return self._index.column("doc_id").to_pylist()
+        return self.id_array.to_pylist()
 
     def __len__(self) -> int:
         return int(self.manifest.raw["totals"]["documents"])
