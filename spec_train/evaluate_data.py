@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -60,9 +59,10 @@ def choose_documents(
             dataset.lengths, dataset.supervised, dataset.first_supervised, run["seq_len"]
         ).usable
         rows = np.flatnonzero(usable)
-        ids = dataset.id_array.take(pa.array(rows))
         held_out = np.zeros(len(dataset), dtype=bool)
-        held_out[rows] = split_documents(ids, run["validation"], run["seed"])
+        held_out[rows] = split_documents(
+            dataset.id_array, run["validation"], run["seed"], among=rows
+        )
         chosen &= held_out if split == "validation" else usable & ~held_out
     found = np.flatnonzero(chosen).tolist()
     if not found:

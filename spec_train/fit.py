@@ -12,7 +12,6 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -123,8 +122,8 @@ def make_splits(dataset: HiddenStatesDataset, config: FitConfig) -> Splits:
         dataset.lengths, dataset.supervised, dataset.first_supervised, config.seq_len
     )
     usable = np.flatnonzero(selection.usable)
-    ids = dataset.id_array.take(pa.array(usable))
-    side = split_documents(ids, config.validation, config.seed)
+    ids = dataset.id_array
+    side = split_documents(ids, config.validation, config.seed, among=usable)
     if side.all():
         reasons = [f"{count} {reason}" for reason, count in selection.left_out.items()]
         raise DatasetError(
@@ -135,7 +134,7 @@ def make_splits(dataset: HiddenStatesDataset, config: FitConfig) -> Splits:
     measured = np.flatnonzero(side)
     if 0 < config.validation_documents < len(measured):
         # the lowest ids: ids are content hashes, so this is a fair and lasting choice
-        names = np.array(ids.take(pa.array(measured)).to_pylist())
+        names = np.array([ids[row].as_py() for row in usable[measured].tolist()])
         measured = measured[np.argsort(names, kind="stable")[: config.validation_documents]]
 
     def plan(rows: np.ndarray, packs: int) -> BatchPlan:

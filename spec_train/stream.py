@@ -4,7 +4,8 @@ A ring of buffers, each one micro-batch, bounds memory whatever the dataset's si
 copies documents straight into them (page-locked on CUDA). One thread rather than worker
 processes: copying releases the interpreter lock, and processes would pay for shared memory, page
 faults and a second copy. A buffer is handed out inside a `Step` and is overwritten only after
-`Step.release` or after the next step was asked for.
+`Step.release` or after the next step was asked for. Once the ring is made, a step allocates
+nothing that grows with tokens: a fresh tensor costs more in page faults than the copy into it.
 """
 
 import queue
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.packing import row_layout
+from spec_data.shards.packing import PADDING
 from spec_data.shards.plan import BatchPlan, Pack, rank_slice
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.batch import DraftBatch
@@ -56,6 +57,9 @@ class _Buffer:
                 kind = column.coder.logical
             shape = (rows, seq_len) if width is None else (rows, seq_len, width)
             self.tensors[name] = torch.zeros(shape, dtype=kind, pin_memory=pin)
+        self.document_ids = torch.zeros(rows, seq_len, dtype=torch.int64, pin_memory=pin)
+        self.position_ids = torch.zeros(rows, seq_len, dtype=torch.int64, pin_memory=pin)
+        self._positions = torch.arange(seq_len)
         self.columns = tuple(columns)
         self.seq_len = seq_len
         self.pinned = pin
@@ -71,26 +75,28 @@ class _Buffer:
         for b, (pack, counts) in enumerate(zip(packs, lengths, strict=True)):
             out = {name: self.tensors[name][b, :width] for name in self.columns}
             start = 0
-            for row, count in zip(pack, counts, strict=True):
+            for d, (row, count) in enumerate(zip(pack, counts, strict=True)):
                 written = dataset.read_into(row, out, start, count)
                 if written != count:
                     raise DatasetError(
                         f"{dataset.path}: document {row} gave {written} tokens, the index says "
                         f"{count}; run `spec-data verify`"
                     )
+                self.document_ids[b, start : start + count] = d
+                self.position_ids[b, start : start + count] = self._positions[:count]
                 start += count
-            for values in out.values():
+            for values in (*out.values(), self.position_ids[b, :width]):
                 values[start:] = 0
-        return self._batch(packs, lengths, width)
+            self.document_ids[b, start:width] = PADDING
+        return self._batch(packs, width)
 
-    def _batch(self, packs: list[Pack], lengths: list[list[int]], width: int) -> DraftBatch:
-        document_ids, position_ids = row_layout(lengths, width)
+    def _batch(self, packs: list[Pack], width: int) -> DraftBatch:
         view = {name: t[: len(packs), :width] for name, t in self.tensors.items()}
         small = {name: view.pop(name) for name in _SMALL}
         return DraftBatch(
             **small,
-            position_ids=position_ids,
-            document_ids=document_ids,
+            position_ids=self.position_ids[: len(packs), :width],
+            document_ids=self.document_ids[: len(packs), :width],
             hidden=view,
             rows=[list(pack) for pack in packs],
         )

@@ -53,18 +53,25 @@ def _keys(indices: np.ndarray, *stream: int) -> np.ndarray:
 
 
 def split_documents(
-    doc_ids: Sequence[str] | pa.StringArray, fraction: float, seed: int
+    doc_ids: Sequence[str] | pa.StringArray,
+    fraction: float,
+    seed: int,
+    among: np.ndarray | None = None,
 ) -> np.ndarray:
     """Boolean [N], True for validation documents: those whose hashed id falls below `fraction`.
 
+    `among` int64 [N] picks the documents to split by their numbers; without it, all of them.
     A document's side depends on its id and the seed alone, so growing or reordering a dataset
     moves no document, and copies of a document (equal ids) are never on both sides. One exception
     keeps small data usable: where the hash would leave a side empty although 0 < fraction and
     there are two distinct documents, the document nearest the border crosses it.
     """
-    if fraction <= 0 or not len(doc_ids):
-        return np.zeros(len(doc_ids), dtype=bool)
+    count = len(doc_ids) if among is None else len(among)
+    if fraction <= 0 or not count:
+        return np.zeros(count, dtype=bool)
     hashes = _hash_ids(doc_ids, f"{seed}:".encode())
+    if among is not None:
+        hashes = hashes[among]
     mask = hashes < np.uint64(min(fraction, 1.0) * (2**64 - 2048))
     low, high = hashes.min(), hashes.max()
     if low != high and not mask.any():

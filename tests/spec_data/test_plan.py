@@ -193,6 +193,9 @@ def test_split_reads_ids_of_arrow_as_those_of_a_list():
     assert np.array_equal(split_documents(part, 0.3, seed=2), expected)
     expected = split_documents([*IDS[:3], "ü", ""], 0.5, seed=0)
     assert np.array_equal(split_documents(pa.array([*IDS[:3], "ü", ""]), 0.5, seed=0), expected)
+    some = np.array([3, 9, 30, 2000])
+    alone = split_documents([IDS[i] for i in some], 0.5, seed=2)
+    assert np.array_equal(split_documents(ids, 0.5, seed=2, among=some), alone)
     blake = [hashlib.blake2b(f"7:{i}".encode(), digest_size=8).digest() for i in IDS]
     below = np.frombuffer(b"".join(blake), "<u8") < np.uint64(2**62)
     assert np.array_equal(split_documents(ids, 0.25, seed=7), below)  # the documented function
