@@ -14,7 +14,6 @@ from torch import Tensor
 
 from spec_data.shards.errors import DatasetError
 
-
 _CACHED_VALUES = 1 << 15
 
 
