@@ -1,9 +1,9 @@
 """How fast hidden states are read: memcpy, preadv, this project's reader and loader, other layouts.
 
     python scripts/bench_reader.py                    the table, on synthetic data
-    python scripts/bench_reader.py --data DIR ...     and on these datasets, whatever their codecs
-    python scripts/bench_reader.py --open 100000      start to first batch against files per document
-    python scripts/bench_reader.py --million          start to first batch at 1,000,000 documents
+    python scripts/bench_reader.py --data DIR ...     and on these datasets too, any codec
+    python scripts/bench_reader.py --open 100000      first batch, against files per document
+    python scripts/bench_reader.py --million          first batch at 1,000,000 documents
     python scripts/bench_reader.py --memory           peak anonymous memory at 1x and 4x the data
     python scripts/bench_reader.py --fit              share of a training step spent on data
 
@@ -162,7 +162,8 @@ def timed(one: Pass) -> tuple[float, float, float]:
 def show(passes: list[Pass], rounds: list[list[tuple[float, float, float]]]) -> None:
     """Print the table in Markdown, then the goals."""
     median = [
-        [statistics.median(r[i][k] for r in rounds) for k in range(3)] for i in range(len(passes))
+        [statistics.median(values) for values in zip(*(r[i] for r in rounds), strict=True)]
+        for i in range(len(passes))
     ]
     rivals = [i for i, p in enumerate(passes) if p.kind in (OTHER, DATALOADER)]
     best = max(rivals, key=lambda i: median[i][1])

@@ -133,12 +133,26 @@ def floors(corpus: Corpus, work: Path) -> Iterator[Pass]:
     yield Pass(name="preadv, flat file", kind=FLOOR, run=pread, disk=each, payload=each)
 
 
+def fill_packs(rows: list[int], corpus: Corpus) -> list[list[int]]:
+    """Documents in this very order, a new pack whenever the next one does not fit."""
+    packs: list[list[int]] = [[]]
+    room = corpus.seq_len
+    for row in rows:
+        count = int(corpus.lengths[row])
+        if count > room:
+            packs.append([])
+            room = corpus.seq_len
+        packs[-1].append(row)
+        room -= count
+    return packs
+
+
 def ours(corpus: Corpus) -> Iterator[Pass]:
     """`read_into` in the order of the plan and at random, and the whole loader."""
     rng = np.random.default_rng(0)
     rows = corpus.plan.rows.copy()
     rng.shuffle(rows)
-    shuffled = [[row] for row in rows.tolist()]
+    shuffled = fill_packs(rows.tolist(), corpus)
     buffers = [corpus.slots(), corpus.slots()]
     pool = ThreadPoolExecutor(2)
 

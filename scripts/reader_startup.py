@@ -31,10 +31,8 @@ SEQ_LEN, PACKS = 2048, 4
 
 def cpu_seconds() -> float:
     """Of this process and the children it has waited for."""
-    own, children = (
-        resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    )
-    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+    whose = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
+    return sum(sum(resource.getrusage(who)[:2]) for who in whose)
 
 
 def anonymous_bytes() -> int:

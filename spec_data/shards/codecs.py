@@ -48,7 +48,7 @@ class Codec:
         """Copy stored values into `out` (same shape), converting to its dtype."""
         if self.name == "bf16":
             if out.dtype == torch.bfloat16:
-                np.copyto(out.view(torch.int16).numpy(), stored.view(np.int16))
+                np.copyto(out.view(torch.uint16).numpy(), stored)
             elif out.dtype == torch.float32:
                 _widen(stored, out.view(torch.int32).numpy().view(np.uint32))
             else:

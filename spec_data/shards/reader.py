@@ -5,6 +5,8 @@ first use. Everything handed out is a copy: a tensor over mapped memory is read-
 torch's back, and one in-place operation on it would kill the process.
 """
 
+import bisect
+import itertools
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -154,19 +156,21 @@ class HiddenStatesDataset:
             DatasetError: a column that is not there, or a buffer that is too short.
         """
         shard, row = self._locate(index)
-        count = int(self.lengths[index]) if length is None else length
+        whole = int(self.lengths[index])
+        count = whole if length is None else min(length, whole)
+        stop = start + count
         for name, buffer in out.items():
             column = self._columns.get(name)
             if column is None:
                 raise DatasetError(f"{self.path}: no column {name!r} to read; {self.columns}")
-            stored = shard.tokens(column, row)[:count]
-            if start + len(stored) > len(buffer):
+            part = buffer[start:stop]
+            if part.shape[0] != count:
                 raise DatasetError(
                     f"buffer of {len(buffer)} tokens is too short for tokens {start} to "
-                    f"{start + len(stored)} of document {index}"
+                    f"{stop} of document {index}"
                 )
-            column.coder.decode_into(stored, buffer[start : start + len(stored)])
-        return min(count, int(self.lengths[index]))
+            column.coder.decode_into(shard.tokens(column, row)[:count], part)
+        return count
 
     def _locate(self, index: int) -> tuple["_Shard", int]:
         if not -len(self) <= index < len(self):
@@ -203,7 +207,7 @@ class _Shard:
                 f"{self.file}: its columns are not those of the manifest; it belongs to another "
                 "dataset or release"
             )
-        self.starts = np.cumsum([0] + [b.num_rows for b in self.batches])
+        self.starts = [0, *itertools.accumulate(b.num_rows for b in self.batches)]
         if self.starts[-1] != self.record.rows:
             raise DatasetError(
                 f"{self.file}: {self.starts[-1]} documents, the manifest says {self.record.rows}"
@@ -211,8 +215,8 @@ class _Shard:
         self._views: dict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = {}
 
     def _batch_of(self, row: int) -> tuple[int, int]:
-        batch = int(np.searchsorted(self.starts, row, side="right")) - 1
-        return batch, row - int(self.starts[batch])
+        batch = bisect.bisect_right(self.starts, row) - 1
+        return batch, row - self.starts[batch]
 
     def texts(self, row: int) -> dict[str, Any]:
         """doc_id, source and turns of a row."""
@@ -225,17 +229,20 @@ class _Shard:
     def tokens(self, column: Column, row: int) -> np.ndarray:
         """Stored values of one document, [T] or [T, W]: a read-only view of the mapped file."""
         batch, local = self._batch_of(row)
-        key = (batch, column.name)
-        if key not in self._views:
-            array = self.batches[batch].column(column.name)
-            values = array.values
-            if column.width is not None:
-                values = values.values
-            flat = _numbers(values)
-            shaped = flat.reshape(-1, column.width) if column.width is not None else flat
-            self._views[key] = (_numbers(array.offsets), shaped)
-        offsets, view = self._views[key]
+        found = self._views.get((batch, column.name))
+        offsets, view = found if found is not None else self._view(batch, column)
         return view[offsets[local] : offsets[local + 1]]
+
+    def _view(self, batch: int, column: Column) -> tuple[np.ndarray, np.ndarray]:
+        """Offsets and values of a column in a record batch, over the mapped file."""
+        array = self.batches[batch].column(column.name)
+        values = array.values
+        if column.width is not None:
+            values = values.values
+        flat = _numbers(values)
+        shaped = flat.reshape(-1, column.width) if column.width is not None else flat
+        self._views[batch, column.name] = _numbers(array.offsets), shaped
+        return self._views[batch, column.name]
 
 
 def load_head_tensors(dataset: str | Path) -> dict[str, Tensor]:
