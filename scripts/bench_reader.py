@@ -204,7 +204,7 @@ def group_of(one: Pass) -> str:
 
 def bench_open(work: Path, documents: int) -> None:
     """First batch of the same documents: one dataset against one file per document."""
-    tokens, hidden = 16, 16
+    tokens, hidden = 64, 16
     data, files = work / f"open-{documents}", work / f"files-{documents}"
     if not data.exists():
         lengths = np.full(documents, tokens)

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError
 from spec_data.shards.packing import pack_documents, row_layout
-from spec_data.shards.plan import select_documents, split_documents
+from spec_data.shards.plan import SPLIT_RULE, select_documents, split_documents
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.batch import DraftBatch
 from spec_train.drafts.eagle3 import Eagle3Draft, serving_chains
@@ -54,6 +54,11 @@ def choose_documents(
             raise ConfigError(
                 f"--split {split}: only a run directory (with fit.json) says which documents were "
                 "held out; give --draft RUN, or --split all"
+            )
+        if run["split_rule"] != SPLIT_RULE:
+            raise ConfigError(
+                f"--split {split}: the run held out documents by rule {run['split_rule']!r}, this "
+                f"release by {SPLIT_RULE!r}, so which they were is not known; use --split all"
             )
         usable = select_documents(
             dataset.lengths, dataset.supervised, dataset.first_supervised, run["seq_len"]

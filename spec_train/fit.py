@@ -17,7 +17,13 @@ from torch import Tensor
 
 from spec_data.config import differing_fields, to_dict
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError
-from spec_data.shards.plan import BatchPlan, Selection, select_documents, split_documents
+from spec_data.shards.plan import (
+    SPLIT_RULE,
+    BatchPlan,
+    Selection,
+    select_documents,
+    split_documents,
+)
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.checkpoint import RunDirectory, Saved, resolve_draft_dir
 from spec_train.config import FitConfig, default_lr
@@ -54,6 +60,7 @@ def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
             "draft": draft_name,
             "dataset": dataset.manifest.fingerprint,
             "packs_per_step": config.packs_per_step,
+            "split_rule": SPLIT_RULE,
             **{name: value for name, value in table.items() if name not in MAY_CHANGE},
         }
         total = run.record(table, identity).get("total_steps")
