@@ -82,12 +82,12 @@ class _Buffer:
                         f"{dataset.path}: document {row} gave {written} tokens, the index says "
                         f"{count}; run `spec-data verify`"
                     )
-                self.document_ids[b, start : start + count] = d
-                self.position_ids[b, start : start + count] = self._positions[:count]
+                self.document_ids[b, start : start + count].fill_(d)
+                self.position_ids[b, start : start + count].copy_(self._positions[:count])
                 start += count
             for values in (*out.values(), self.position_ids[b, :width]):
-                values[start:] = 0
-            self.document_ids[b, start:width] = PADDING
+                values[start:].zero_()
+            self.document_ids[b, start:width].fill_(PADDING)
         return self._batch(packs, width)
 
     def _batch(self, packs: list[Pack], width: int) -> DraftBatch:

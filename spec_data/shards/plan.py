@@ -101,8 +101,12 @@ def _hash_ids(doc_ids: Sequence[str] | pa.StringArray, seed: int) -> np.ndarray:
         for i in range(0, len(rows), _HASHED_AT_ONCE):
             some = rows[i : i + _HASHED_AT_ONCE]
             words = np.zeros((len(some), -(-length // 8)), dtype="<u8")
-            places = bounds[some][:, None] + np.arange(length)
-            words.view(np.uint8)[:, :length] = text[places]
+            first, last = int(some[0]), int(some[-1])
+            if last - first + 1 == len(some):  # neighbours: no need to gather
+                letters = text[bounds[first] : bounds[last + 1]].reshape(len(some), length)
+            else:
+                letters = text[bounds[some][:, None] + np.arange(length)]
+            words.view(np.uint8)[:, :length] = letters
             value = np.repeat(start, len(some))
             for word in words.T:
                 value = _mix(value ^ word.astype(np.uint64))
