@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from spec_data.shards.plan import BatchPlan
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.schema import FINAL
+from spec_data.shards.schema import FINAL, Column
 from spec_train.stream import BatchStream
 
 FLOOR, OURS, OTHER, DATALOADER = "floor", "ours", "other", "DataLoader"
@@ -38,6 +38,11 @@ class Pass:
     run: Callable[[], int]
     disk: float  # bytes per token on disk
     payload: float  # bytes per token delivered
+
+
+def kind(column: Column) -> torch.dtype:
+    """What a trainer holds a column in: states in bf16 whatever codec they are stored with."""
+    return torch.bfloat16 if column.name.startswith("hidden.") else column.coder.logical
 
 
 class Corpus:
@@ -70,7 +75,7 @@ class Corpus:
         """A buffer of one batch of packs, in the dtypes of a trainer."""
         count = self.seq_len * self.batch
         return {
-            c.name: torch.zeros((count, c.width) if c.width else count, dtype=c.coder.logical)
+            c.name: torch.zeros((count, c.width) if c.width else count, dtype=kind(c))
             for c in self.columns.values()
         }
 
