@@ -169,7 +169,13 @@ class HiddenStatesDataset:
                     f"buffer of {len(buffer)} tokens is too short for tokens {start} to "
                     f"{stop} of document {index}"
                 )
-            column.coder.decode_into(shard.tokens(column, row)[:count], part)
+            stored = shard.tokens(column, row)[:count]
+            if len(stored) != count:
+                raise DatasetError(
+                    f"{shard.file}: row {row} has {len(stored)} tokens of {name}, the index says "
+                    f"{whole}; run `spec-data verify`"
+                )
+            column.coder.decode_into(stored, part)
         return count
 
     def _locate(self, index: int) -> tuple["_Shard", int]:
