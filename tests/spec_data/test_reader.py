@@ -136,7 +136,7 @@ def test_a_document_shorter_than_its_index_row_is_an_error_not_garbage(path):
     lengths[3] += 1
     dataset.lengths = lengths
     buffer = {"hidden.L0": torch.zeros(80, 32, dtype=torch.bfloat16)}
-    with pytest.raises(DatasetError, match=r"row 3 has \d+ tokens of hidden.L0, the index says"):
+    with pytest.raises(DatasetError, match=r"row 3 has \d+ tokens.*, the index says"):
         dataset.read_into(3, buffer)
     assert not buffer["hidden.L0"].any()
 
