@@ -131,8 +131,9 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
     """What is known of the run that made the draft: None for a draft without one.
 
-    Gives the run's data, seed, validation and seq_len, the fingerprint of its `dataset`, and the
-    `chat_template_kwargs` that dataset was rendered with (None where it cannot be read any more).
+    Gives the run's data, seed, validation and seq_len, the fingerprint of its `dataset`, the
+    `split_rule` that chose its held-out documents, and the `chat_template_kwargs` that dataset was
+    rendered with (None where it cannot be read any more).
 
     Raises:
         ConfigError: a fit.json that is not one.
@@ -146,6 +147,7 @@ def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
         options = json.loads((place / "fit.json").read_text(encoding="utf-8"))
         identity = json.loads((place / "run.json").read_text(encoding="utf-8"))["identity"]
         found = {name: options[name] for name in _RUN_FIELDS} | {"dataset": identity["dataset"]}
+        found["split_rule"] = identity.get("split_rule")
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{place}: fit.json or run.json is damaged ({type(error).__name__}: {error}); restore "

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError
 from spec_data.shards.packing import pack_documents, row_layout
-from spec_data.shards.plan import select_documents, split_documents
+from spec_data.shards.plan import SPLIT_RULE, select_documents, split_documents
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.batch import DraftBatch
 from spec_train.drafts.eagle3 import Eagle3Draft, check_teachers, serving_chains
@@ -55,13 +55,19 @@ def choose_documents(
                 f"--split {split}: only a run directory (with fit.json) says which documents were "
                 "held out; give --draft RUN, or --split all"
             )
+        if run["split_rule"] != SPLIT_RULE:
+            raise ConfigError(
+                f"--split {split}: the run held out documents by rule {run['split_rule']!r}, this "
+                f"release by {SPLIT_RULE!r}, so which they were is not known; use --split all"
+            )
         usable = select_documents(
             dataset.lengths, dataset.supervised, dataset.first_supervised, run["seq_len"]
         ).usable
         rows = np.flatnonzero(usable)
-        ids = [dataset.doc_ids[row] for row in rows.tolist()]
         held_out = np.zeros(len(dataset), dtype=bool)
-        held_out[rows] = split_documents(ids, run["validation"], run["seed"])
+        held_out[rows] = split_documents(
+            dataset.id_array, run["validation"], run["seed"], among=rows
+        )
         chosen &= held_out if split == "validation" else usable & ~held_out
     found = np.flatnonzero(chosen).tolist()
     if not found:

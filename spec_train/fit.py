@@ -8,6 +8,7 @@ import dataclasses
 import json
 import logging
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,13 @@ from torch import Tensor
 
 from spec_data.config import differing_fields, to_dict
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError
-from spec_data.shards.plan import BatchPlan, Selection, select_documents, split_documents
+from spec_data.shards.plan import (
+    SPLIT_RULE,
+    BatchPlan,
+    Selection,
+    select_documents,
+    split_documents,
+)
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.checkpoint import RunDirectory, Saved, resolve_draft_dir
 from spec_train.config import FitConfig, default_lr
@@ -27,6 +34,8 @@ from spec_train.trainer import FitResult, Trainer
 log = logging.getLogger(__name__)
 
 DEFAULT_EPOCHS = 3
+FIRST_STEPS = 64
+"""How far the announcement looks into an epoch; planning all of it would delay the first step."""
 MAY_CHANGE = (
     *("data", "out", "device", "log_every", "eval_every", "save_every", "keep"),
     *("batch_size", "accumulation"),  # their product may not: packs_per_step
@@ -51,6 +60,7 @@ def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
             "draft": draft_name,
             "dataset": dataset.manifest.fingerprint,
             "packs_per_step": config.packs_per_step,
+            "split_rule": SPLIT_RULE,
             **{name: value for name, value in table.items() if name not in MAY_CHANGE},
         }
         total = run.record(table, identity).get("total_steps")
@@ -119,8 +129,8 @@ def make_splits(dataset: HiddenStatesDataset, config: FitConfig) -> Splits:
         dataset.lengths, dataset.supervised, dataset.first_supervised, config.seq_len
     )
     usable = np.flatnonzero(selection.usable)
-    ids = [dataset.doc_ids[row] for row in usable.tolist()]
-    side = split_documents(ids, config.validation, config.seed)
+    ids = dataset.id_array
+    side = split_documents(ids, config.validation, config.seed, among=usable)
     if side.all():
         reasons = [f"{count} {reason}" for reason, count in selection.left_out.items()]
         raise DatasetError(
@@ -131,9 +141,8 @@ def make_splits(dataset: HiddenStatesDataset, config: FitConfig) -> Splits:
     measured = np.flatnonzero(side)
     if 0 < config.validation_documents < len(measured):
         # the lowest ids: ids are content hashes, so this is a fair and lasting choice
-        measured = np.array(
-            sorted(measured.tolist(), key=ids.__getitem__)[: config.validation_documents]
-        )
+        names = np.array([ids[row].as_py() for row in usable[measured].tolist()])
+        measured = measured[np.argsort(names, kind="stable")[: config.validation_documents]]
 
     def plan(rows: np.ndarray, packs: int) -> BatchPlan:
         mask = np.zeros(len(dataset), dtype=bool)
@@ -175,7 +184,7 @@ def _total_steps(config: FitConfig, splits: Splits) -> int:
     if config.steps is not None:
         return config.steps
     epochs = config.epochs or 0
-    return sum(len(splits.train.batches(epoch)) for epoch in reversed(range(epochs)))
+    return sum(splits.train.count_batches(epoch) for epoch in range(epochs))
 
 
 def _make_draft(
@@ -228,13 +237,13 @@ def _announce(trainer: Trainer, splits: Splits) -> None:
         *(f"{splits.selection.cut:,}", config.seq_len),
         "left out: " + "; ".join(reasons) if reasons else "none left out",
     )
-    batches = plan.batches(stream.epoch)
-    packs = [pack for batch in batches for pack in batch]
-    full = plan.tokens / (len(packs) * plan.seq_len)
+    some = [p for batch in islice(plan.iter_batches(stream.epoch), FIRST_STEPS) for p in batch]
+    filled = sum(int(plan.lengths[pack].sum()) for pack in some)
     log.info(
-        "an epoch   %s tokens in %s packs of %d (%.1f %% full): %s steps of %d packs",
-        *(f"{plan.tokens:,}", f"{len(packs):,}", plan.seq_len, 100 * full),
-        *(f"{len(batches):,}", plan.rows_per_batch),
+        "an epoch   %s tokens in packs of %d (%.1f %% full): about %s steps of %d packs",
+        *(f"{plan.tokens:,}", plan.seq_len, 100 * filled / (len(some) * plan.seq_len)),
+        f"{-(-plan.tokens * len(some) // (filled * plan.rows_per_batch)):,}",
+        plan.rows_per_batch,
     )
     width = {column.name: column.bytes_per_token for column in dataset.manifest.columns}
     log.info(

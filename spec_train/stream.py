@@ -4,7 +4,8 @@ A ring of buffers, each one micro-batch, bounds memory whatever the dataset's si
 copies documents straight into them (page-locked on CUDA). One thread rather than worker
 processes: copying releases the interpreter lock, and processes would pay for shared memory, page
 faults and a second copy. A buffer is handed out inside a `Step` and is overwritten only after
-`Step.release` or after the next step was asked for.
+`Step.release` or after the next step was asked for. Once the ring is made, a step allocates
+nothing that grows with tokens: a fresh tensor costs more in page faults than the copy into it.
 """
 
 import queue
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.packing import row_layout
+from spec_data.shards.packing import PADDING
 from spec_data.shards.plan import BatchPlan, Pack, rank_slice
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.batch import DraftBatch
@@ -56,6 +57,9 @@ class _Buffer:
                 kind = column.coder.logical
             shape = (rows, seq_len) if width is None else (rows, seq_len, width)
             self.tensors[name] = torch.zeros(shape, dtype=kind, pin_memory=pin)
+        self.document_ids = torch.zeros(rows, seq_len, dtype=torch.int64, pin_memory=pin)
+        self.position_ids = torch.zeros(rows, seq_len, dtype=torch.int64, pin_memory=pin)
+        self._positions = torch.arange(seq_len)
         self.columns = tuple(columns)
         self.seq_len = seq_len
         self.pinned = pin
@@ -71,38 +75,43 @@ class _Buffer:
         for b, (pack, counts) in enumerate(zip(packs, lengths, strict=True)):
             out = {name: self.tensors[name][b, :width] for name in self.columns}
             start = 0
-            for row, count in zip(pack, counts, strict=True):
+            for d, (row, count) in enumerate(zip(pack, counts, strict=True)):
                 written = dataset.read_into(row, out, start, count)
                 if written != count:
                     raise DatasetError(
                         f"{dataset.path}: document {row} gave {written} tokens, the index says "
                         f"{count}; run `spec-data verify`"
                     )
+                self.document_ids[b, start : start + count].fill_(d)
+                self.position_ids[b, start : start + count].copy_(self._positions[:count])
                 start += count
-            for values in out.values():
-                values[start:] = 0
-        return self._batch(packs, lengths, width)
+            for values in (*out.values(), self.position_ids[b, :width]):
+                values[start:].zero_()
+            self.document_ids[b, start:width].fill_(PADDING)
+        return self._batch(packs, width)
 
-    def _batch(self, packs: list[Pack], lengths: list[list[int]], width: int) -> DraftBatch:
-        document_ids, position_ids = row_layout(lengths, width)
+    def _batch(self, packs: list[Pack], width: int) -> DraftBatch:
         view = {name: t[: len(packs), :width] for name, t in self.tensors.items()}
         small = {name: view.pop(name) for name in _SMALL}
         return DraftBatch(
             **small,
-            position_ids=position_ids,
-            document_ids=document_ids,
+            position_ids=self.position_ids[: len(packs), :width],
+            document_ids=self.document_ids[: len(packs), :width],
             hidden=view,
             rows=[list(pack) for pack in packs],
         )
 
 
 class Step:
-    """The micro-batches of one optimizer step (of this rank): batch `index` of `of` in `epoch`."""
+    """The micro-batches of one optimizer step (of this rank): batch `index` of `epoch`.
+
+    `share` is how much of the epoch's documents is done after this step, on all ranks together.
+    """
 
     def __init__(
-        self, epoch: int, index: int, of: int, free: "queue.SimpleQueue[_Buffer | None]"
+        self, epoch: int, index: int, share: float, free: "queue.SimpleQueue[_Buffer | None]"
     ) -> None:
-        self.epoch, self.index, self.of = epoch, index, of
+        self.epoch, self.index, self.share = epoch, index, share
         self.batches: list[DraftBatch] = []
         self._buffers: list[_Buffer | None] = []
         self._free = free
@@ -211,13 +220,19 @@ class BatchStream:
 
     def _walk(
         self, epoch: int, done: int, count: int
-    ) -> Iterator[tuple[int, int, int, list[Pack]]]:
+    ) -> Iterator[tuple[int, int, float, list[Pack]]]:
+        """Epoch, index, share of the epoch done and this rank's packs of the next `count` steps."""
         while count > 0:
-            batches = self.plan.batches(epoch)
-            for index in range(done, min(len(batches), done + count)):
-                packs = rank_slice(batches[index], self.rank, self.world_size)
-                yield epoch, index, len(batches), packs
-            count -= max(0, len(batches) - done)
+            documents = 0
+            for index, batch in enumerate(self.plan.iter_batches(epoch)):
+                documents += sum(map(len, batch))
+                if index < done:
+                    continue
+                share = documents / len(self.plan.rows)
+                yield epoch, index, share, rank_slice(batch, self.rank, self.world_size)
+                count -= 1
+                if not count:
+                    return
             epoch, done = epoch + 1, 0
 
     def _read(
@@ -230,8 +245,8 @@ class BatchStream:
     ) -> None:
         """Body of the thread: fill free buffers, hand out whole steps, then None or an error."""
         try:
-            for epoch, index, of, packs in self._walk(*position, count):
-                step = Step(epoch, index, of, free)
+            for epoch, index, share, packs in self._walk(*position, count):
+                step = Step(epoch, index, share, free)
                 for i in range(0, len(packs), self.batch_size):
                     buffer = free.get()
                     if buffer is None or stop.is_set():

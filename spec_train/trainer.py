@@ -231,7 +231,7 @@ class Trainer:
             {
                 "step": self.step,
                 "split": "train",
-                "epoch": round(step.epoch + (step.index + 1) / step.of, 4),
+                "epoch": round(step.epoch + step.share, 4),
                 "tokens": self.tokens,
                 **figures,
                 "lr": self.optimizer.param_groups[0]["lr"],

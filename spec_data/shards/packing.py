@@ -7,6 +7,7 @@ Whole documents only: splitting one would cost its later tokens their context.
 """
 
 import bisect
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -29,15 +30,21 @@ def pack_documents(lengths: Sequence[int], capacity: int) -> list[list[int]]:
             raise ValueError(f"document {index} has {length} tokens; rows hold 1 to {capacity}")
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (free tokens, row), ascending
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        spot = bisect.bisect_left(free, (lengths[index], -1))
-        if spot == len(free):
-            rows.append([index])
-            bisect.insort(free, (capacity - lengths[index], len(rows) - 1))
-        else:
-            room, row = free.pop(spot)
-            rows[row].append(index)
-            bisect.insort(free, (room - lengths[index], row))
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    for length, group in itertools.groupby(order, key=lengths.__getitem__):
+        same, first = list(group), 0
+        while first < len(same):
+            spot = bisect.bisect_left(free, (length, -1))
+            if spot == len(free):
+                room, row = capacity, len(rows)
+                rows.append([])
+            else:
+                room, row = free.pop(spot)
+            # the row just served is the tightest one for the next of this length, while it fits
+            last = min(len(same), first + room // length)
+            rows[row] += same[first:last]
+            bisect.insort(free, (room - (last - first) * length, row))
+            first = last
     return sorted(sorted(row) for row in rows)
 
 

@@ -8,14 +8,19 @@ epoch; the last batch of an epoch may be short, because dropping it would drop d
 
 Random numbers are splitmix64 hashes of (seed, epoch, what, index), since numpy's generators may
 change between releases and an order may not.
+
+Only the shuffle of blocks is over the whole epoch, and it is array arithmetic; documents are
+shuffled and packed window by window as batches are asked for, so that the first batch of a
+million documents does not wait for the packing of the others.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.packing import pack_documents
@@ -27,7 +32,11 @@ BLOCKS_PER_WINDOW = 16
 PACKING_GROUP = 4096
 """Documents packed together at most: best-fit gains nothing from more, and stays fast."""
 
-_BLOCK, _DOCUMENT, _PACK = 1, 2, 3
+SPLIT_RULE = "words-1"
+"""Name of the function behind `split_documents`: a run's held-out documents follow from it too."""
+
+_BLOCK, _DOCUMENT, _PACK, _SPLIT = 1, 2, 3, 4
+_HASHED_AT_ONCE = 1 << 13
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
@@ -46,20 +55,26 @@ def _keys(indices: np.ndarray, *stream: int) -> np.ndarray:
         return _mix(start + (indices.astype(np.uint64) + 1) * np.uint64(0x9E3779B97F4A7C15))
 
 
-def split_documents(doc_ids: Sequence[str], fraction: float, seed: int) -> np.ndarray:
+def split_documents(
+    doc_ids: Sequence[str] | pa.StringArray,
+    fraction: float,
+    seed: int,
+    among: np.ndarray | None = None,
+) -> np.ndarray:
     """Boolean [N], True for validation documents: those whose hashed id falls below `fraction`.
 
+    `among` int64 [N] picks the documents to split by their numbers; without it, all of them.
     A document's side depends on its id and the seed alone, so growing or reordering a dataset
     moves no document, and copies of a document (equal ids) are never on both sides. One exception
     keeps small data usable: where the hash would leave a side empty although 0 < fraction and
     there are two distinct documents, the document nearest the border crosses it.
     """
-    if fraction <= 0 or not len(doc_ids):
-        return np.zeros(len(doc_ids), dtype=bool)
-    digests = [
-        hashlib.blake2b(f"{seed}:{doc_id}".encode(), digest_size=8).digest() for doc_id in doc_ids
-    ]
-    hashes = np.frombuffer(b"".join(digests), dtype="<u8")
+    count = len(doc_ids) if among is None else len(among)
+    if fraction <= 0 or not count:
+        return np.zeros(count, dtype=bool)
+    hashes = _hash_ids(doc_ids, seed)
+    if among is not None:
+        hashes = hashes[among]
     mask = hashes < np.uint64(min(fraction, 1.0) * (2**64 - 2048))
     low, high = hashes.min(), hashes.max()
     if low != high and not mask.any():
@@ -67,6 +82,42 @@ def split_documents(doc_ids: Sequence[str], fraction: float, seed: int) -> np.nd
     if low != high and mask.all():
         mask = hashes != high
     return mask
+
+
+def _hash_ids(doc_ids: Sequence[str] | pa.StringArray, seed: int) -> np.ndarray:
+    """A pseudo-random uint64 per id, [N]: its UTF-8 bytes, zero-padded to 8, mixed word by word.
+
+    Works on the bytes of the Arrow buffer; a million ids take some hundredths of a second.
+    """
+    ids = doc_ids if isinstance(doc_ids, pa.StringArray) else pa.array(doc_ids, pa.string())
+    _, places, data = ids.buffers()
+    bounds = np.frombuffer(places, np.int32)[ids.offset : ids.offset + len(ids) + 1]
+    text = np.frombuffer(data or b"", np.uint8)
+    hashes = np.empty(len(ids), dtype=np.uint64)
+    lengths = np.diff(bounds)
+    for length in np.flatnonzero(np.bincount(lengths)).tolist():
+        start = _keys(np.array([length]), seed, _SPLIT)
+        rows = np.flatnonzero(lengths == length)
+        for i in range(0, len(rows), _HASHED_AT_ONCE):
+            some = rows[i : i + _HASHED_AT_ONCE]
+            words = np.zeros((len(some), -(-length // 8)), dtype="<u8")
+            first, last = int(some[0]), int(some[-1])
+            if last - first + 1 == len(some):  # neighbours: no need to gather
+                letters = text[bounds[first] : bounds[last + 1]].reshape(len(some), length)
+            else:
+                letters = text[bounds[some][:, None] + np.arange(length)]
+            words.view(np.uint8)[:, :length] = letters
+            value = np.repeat(start, len(some))
+            for word in words.T:
+                value = _mix(value ^ word.astype(np.uint64))
+            hashes[some] = value
+    return hashes
+
+
+def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """The integers of all ranges [start, start + size) in a row; int64 [sum of sizes]."""
+    ends = np.cumsum(sizes)
+    return np.arange(int(ends[-1])) + np.repeat(starts - (ends - sizes), sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,34 +195,49 @@ class BatchPlan:
         """Global batches of an epoch: batch -> packs -> dataset rows. The last may be short."""
         planned = self._planned
         if planned is None or planned[0] != epoch:
-            packs = [pack for group in self._groups(epoch) for pack in self._packs(group, epoch)]
-            size = self.rows_per_batch
-            planned = epoch, [packs[i : i + size] for i in range(0, len(packs), size)]
+            planned = epoch, list(self.iter_batches(epoch))
             self._planned = planned
         return planned[1]
 
-    def windows(self, epoch: int) -> list[np.ndarray]:
+    def iter_batches(self, epoch: int) -> Iterator[list[Pack]]:
+        """The same batches one by one, planning no further than the window they come from."""
+        waiting: list[Pack] = []
+        for window in self.windows(epoch):
+            for i in range(0, len(window), PACKING_GROUP):
+                waiting += self._packs(window[i : i + PACKING_GROUP], epoch)
+                whole = len(waiting) - len(waiting) % self.rows_per_batch
+                for first in range(0, whole, self.rows_per_batch):
+                    yield waiting[first : first + self.rows_per_batch]
+                del waiting[:whole]
+        if waiting:
+            yield waiting
+
+    def count_batches(self, epoch: int) -> int:
+        """How many batches an epoch has: all of it is packed, and nothing of it kept."""
+        planned = self._planned
+        if planned is not None and planned[0] == epoch:
+            return len(planned[1])
+        return sum(1 for _ in self.iter_batches(epoch))
+
+    def windows(self, epoch: int) -> Iterator[np.ndarray]:
         """The dataset rows of each window, in training order: whole shuffled blocks."""
         if not len(self.rows):
-            return []
+            return
         lengths = self.lengths[self.rows]
-        before = np.cumsum(lengths) - lengths
-        block = before // max(1, self.window_tokens // BLOCKS_PER_WINDOW)
-        turn = _keys(block, self.seed, epoch, _BLOCK)
-        by_block = np.lexsort((block, turn))
+        block = np.cumsum(lengths) - lengths
+        block //= max(1, self.window_tokens // BLOCKS_PER_WINDOW)
+        starts = np.flatnonzero(np.diff(block, prepend=-1))  # of the blocks that hold a document
+        sizes = np.diff(starts, append=len(block))
+        names = block[starts]
+        turn = np.lexsort((names, _keys(names, self.seed, epoch, _BLOCK)))
+        by_block = _ranges(starts[turn], sizes[turn])
         length = lengths[by_block]
-        window = (np.cumsum(length) - length) // self.window_tokens
-        inside = _keys(by_block, self.seed, epoch, _DOCUMENT)
-        order = by_block[np.lexsort((inside, window))]
+        window = np.cumsum(length) - length
+        window //= self.window_tokens
         borders = np.flatnonzero(np.diff(window)) + 1
-        return np.split(self.rows[order], borders)
-
-    def _groups(self, epoch: int) -> list[np.ndarray]:
-        return [
-            window[i : i + PACKING_GROUP]
-            for window in self.windows(epoch)
-            for i in range(0, len(window), PACKING_GROUP)
-        ]
+        for places in np.split(by_block, borders):
+            inside = _keys(places, self.seed, epoch, _DOCUMENT)
+            yield self.rows[places[np.argsort(inside, kind="stable")]]
 
     def _packs(self, group: np.ndarray, epoch: int) -> list[Pack]:
         """Pack a shuffled group; the packs are shuffled again, as best-fit sorts them by size."""

@@ -5,7 +5,12 @@ first use. Everything handed out is a copy: a tensor over mapped memory is read-
 torch's back, and one in-place operation on it would kill the process.
 """
 
+<<<<<<< /tmp/r_out.py
 import json
+=======
+import bisect
+import itertools
+>>>>>>> /tmp/reader_merged.py
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -132,7 +137,8 @@ class HiddenStatesDataset:
         return table
 
     def _index_column(self, name: str) -> np.ndarray:
-        return self._index.column(name).to_numpy()
+        chunks = self._index.column(name)
+        return np.concatenate([_numbers(chunk) for chunk in chunks.chunks] or [np.zeros(0, int)])
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -154,9 +160,15 @@ class HiddenStatesDataset:
         return self._index_column("shard"), self._index_column("row")
 
     @cached_property
+    def id_array(self) -> pa.StringArray:
+        """Content hash of every document, over the mapped index: no Python object per document."""
+        chunks = self._index.column("doc_id")
+        return chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
+
+    @cached_property
     def doc_ids(self) -> list[str]:
         """Content hash of every document."""
-        return self._index.column("doc_id").to_pylist()
+        return self.id_array.to_pylist()
 
     def __len__(self) -> int:
         return int(self.manifest.raw["totals"]["documents"])
@@ -187,23 +199,29 @@ class HiddenStatesDataset:
             DatasetError: a column that is not there, or a buffer that is too short.
         """
         shard, row = self._locate(index)
-        count = int(self.lengths[index]) if length is None else length
+        whole = int(self.lengths[index])
+        count = whole if length is None else min(length, whole)
+        stop = start + count
+        if shard.length(row) < count:
+            raise DatasetError(
+                f"{shard.file}: row {row} has {shard.length(row)} tokens, the index says "
+                f"{whole}; run `spec-data verify`"
+            )
         for name, buffer in out.items():
             column = self._columns.get(name)
             if column is None:
                 raise DatasetError(f"{self.path}: no column {name!r} to read; {self.columns}")
-            tokens = min(count, shard.length(row))
-            if start + tokens > len(buffer):
+            part = buffer[start:stop]
+            if part.shape[0] != count:
                 raise DatasetError(
                     f"buffer of {len(buffer)} tokens is too short for tokens {start} to "
-                    f"{start + tokens} of document {index}"
+                    f"{stop} of document {index}"
                 )
-            place = buffer[start : start + tokens]
             if column.lossy or column.sparse:
-                self._decode(shard, row, column, place)
+                self._decode(shard, row, column, part)
             else:
-                column.coder.decode_into(shard.part(column, row)[:tokens], place)
-        return min(count, int(self.lengths[index]))
+                column.coder.decode_into(shard.part(column, row)[:count], part)
+        return count
 
     def _decode(self, shard: "_Shard", row: int, column: Column, out: Tensor) -> None:
         """The first len(out) tokens of a lossy or sparse column; tokens without a row are zero."""
@@ -233,6 +251,15 @@ class HiddenStatesDataset:
         return self._shards[number], int(rows[index])
 
 
+def _numbers(array: pa.Array) -> np.ndarray:
+    """Read-only view of an Arrow array of numbers; its `to_numpy` would import pandas: 0.5 s."""
+    kind = np.dtype(array.type.to_pandas_dtype())
+    if not len(array):
+        return np.zeros(0, kind)
+    values = np.frombuffer(array.buffers()[1], kind)
+    return values[array.offset : array.offset + len(array)]
+
+
 class _Shard:
     """One mapped shard; numpy views of its record batches are made at first touch."""
 
@@ -249,7 +276,7 @@ class _Shard:
                 f"{self.file}: its columns are not those of the manifest; it belongs to another "
                 "dataset or release"
             )
-        self.starts = np.cumsum([0] + [b.num_rows for b in self.batches])
+        self.starts = [0, *itertools.accumulate(b.num_rows for b in self.batches)]
         if self.starts[-1] != self.record.rows:
             raise DatasetError(
                 f"{self.file}: {self.starts[-1]} documents, the manifest says {self.record.rows}"
@@ -257,8 +284,8 @@ class _Shard:
         self._views: dict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = {}
 
     def _batch_of(self, row: int) -> tuple[int, int]:
-        batch = int(np.searchsorted(self.starts, row, side="right")) - 1
-        return batch, row - int(self.starts[batch])
+        batch = bisect.bisect_right(self.starts, row) - 1
+        return batch, row - self.starts[batch]
 
     def texts(self, row: int) -> dict[str, Any]:
         """doc_id, source and turns of a row."""
@@ -292,15 +319,16 @@ class _Shard:
 
     def _part(self, column: Column, batch: int, local: int) -> np.ndarray:
         key = (batch, column.name)
-        if key not in self._views:
+        found = self._views.get(key)
+        if found is None:
             array = self.batches[batch].column(column.name)
             values, width = array.values, column.stored_width
             if width is not None:
                 values = values.values
-            flat = values.to_numpy(zero_copy_only=True)
+            flat = _numbers(values)
             shaped = flat.reshape(-1, width) if width is not None else flat
-            self._views[key] = (array.offsets.to_numpy(), shaped)
-        offsets, view = self._views[key]
+            found = self._views[key] = (_numbers(array.offsets), shaped)
+        offsets, view = found
         return view[offsets[local] : offsets[local + 1]]
 
 

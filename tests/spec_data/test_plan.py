@@ -5,11 +5,14 @@ import itertools
 import time
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.packing import pack_documents
 from spec_data.shards.plan import (
     BLOCKS_PER_WINDOW,
+    SPLIT_RULE,
     BatchPlan,
     rank_slice,
     select_documents,
@@ -67,6 +70,24 @@ def test_order_never_changes_between_releases():
     assert digest[:16] == "1cbcc456d326264a"
 
 
+def test_batches_come_one_by_one_and_nothing_is_packed_ahead(monkeypatch):
+    plan = make_plan(5000, window_tokens=40_000)
+    packed = []
+
+    def spy(lengths, capacity):
+        packed.append(len(lengths))
+        return pack_documents(lengths, capacity)
+
+    monkeypatch.setattr("spec_data.shards.plan.pack_documents", spy)
+    batches = plan.iter_batches(1)
+    first = next(batches)
+    assert len(packed) == 1 and sum(packed) < len(plan.rows) / 4
+    assert [first, *batches] == plan.batches(1)
+    assert sum(packed) == 2 * len(plan.rows)
+    assert plan.count_batches(1) == len(plan.batches(1))
+    assert plan.count_batches(0) == len(list(plan.iter_batches(0)))
+
+
 def test_order_is_shuffled():
     """Neighbours in the dataset are far apart in one window of the whole data."""
     order = np.array(flat(make_plan(window_tokens=1 << 30), 0))
@@ -94,7 +115,7 @@ def test_packs_stay_inside_windows_of_the_size_asked_for():
     window_tokens = 8192
     plan = make_plan(window_tokens=window_tokens)
     clipped = np.minimum(lengths_of(700), SEQ_LEN)
-    windows = plan.windows(0)
+    windows = list(plan.windows(0))
     home = {row: w for w, rows in enumerate(windows) for row in rows.tolist()}
     packs = [pack for batch in plan.batches(0) for pack in batch]
     assert all(len({home[row] for row in pack}) == 1 for pack in packs)
@@ -105,7 +126,7 @@ def test_packs_stay_inside_windows_of_the_size_asked_for():
 
 def test_a_window_touches_few_stretches_of_the_dataset():
     plan = make_plan(20000, usable=np.ones(20000, bool), window_tokens=40_000)
-    for rows in plan.windows(0)[:-1]:
+    for rows in list(plan.windows(0))[:-1]:
         stretches = 1 + int((np.diff(np.sort(rows)) > 1).sum())
         assert stretches <= BLOCKS_PER_WINDOW + 2
 
@@ -163,6 +184,26 @@ def test_split_depends_on_the_document_alone():
     assert 0.08 < mask.mean() < 0.12
     other = split_documents(IDS, 0.1, seed=6)
     assert (mask & other).sum() < 0.3 * mask.sum()
+
+
+def test_split_reads_ids_of_arrow_as_those_of_a_list():
+    expected = split_documents(IDS, 0.3, seed=2)
+    ids = pa.array(IDS)
+    assert np.array_equal(split_documents(ids, 0.3, seed=2), expected)
+    part = pa.array(["else", *IDS, "else"])[1:-1]  # offsets that do not start at 0
+    assert np.array_equal(split_documents(part, 0.3, seed=2), expected)
+    expected = split_documents([*IDS[:3], "ü", ""], 0.5, seed=0)
+    assert np.array_equal(split_documents(pa.array([*IDS[:3], "ü", ""]), 0.5, seed=0), expected)
+    some = np.array([3, 9, 30, 2000])
+    alone = split_documents([IDS[i] for i in some], 0.5, seed=2)
+    assert np.array_equal(split_documents(ids, 0.5, seed=2, among=some), alone)
+
+
+def test_split_never_changes_under_the_same_name():
+    """Words of eight bytes, each xor-ed in and finalised; another function needs another name."""
+    assert SPLIT_RULE == "words-1"
+    mask = split_documents([*IDS, "ü", "", "a longer one"], 0.25, seed=7)
+    assert hashlib.sha256(mask.tobytes()).hexdigest()[:16] == "51fdf44da82b744c"
 
 
 def test_a_larger_fraction_only_adds_documents():

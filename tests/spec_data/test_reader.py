@@ -130,6 +130,17 @@ def test_read_into_writes_just_its_span(path, dtype):
         dataset.read_into(5, {"logits": torch.zeros(9)})
 
 
+def test_a_document_shorter_than_its_index_row_is_an_error_not_garbage(path):
+    dataset = HiddenStatesDataset(path)
+    lengths = dataset.lengths.copy()
+    lengths[3] += 1
+    dataset.lengths = lengths
+    buffer = {"hidden.L0": torch.zeros(80, 32, dtype=torch.bfloat16)}
+    with pytest.raises(DatasetError, match=r"row 3 has \d+ tokens.*, the index says"):
+        dataset.read_into(3, buffer)
+    assert not buffer["hidden.L0"].any()
+
+
 def test_opening_touches_no_shard(path, monkeypatch):
     opened = []
     real = pa.memory_map

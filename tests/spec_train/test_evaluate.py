@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from spec_data.shards.errors import ConfigError, DraftError, MissingError, RunError
 from spec_data.shards.head import HeadSpec
 from spec_data.shards.packing import row_layout
+from spec_data.shards.plan import SPLIT_RULE
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train import evaluate_data, evaluate_target
 from spec_train.batch import DraftBatch
@@ -345,10 +346,11 @@ def test_both_modes_at_once(workplace, data):
 def test_a_run_says_which_documents_were_held_out(workplace, data, tmp_path):
     dataset = HiddenStatesDataset(data)
     known = dict(dataset=dataset.manifest.fingerprint, seed=0, validation=0.3, seq_len=2048)
+    known["split_rule"] = SPLIT_RULE
     held_out, name = choose_documents(dataset, "auto", known)
     train, _ = choose_documents(dataset, "train", known)
     everything, _ = choose_documents(dataset, "all", known)
-    assert name == "validation" and 0 < len(held_out) < len(train)
+    assert name == "validation" and 0 < len(held_out) < len(everything)
     assert sorted(held_out + train) == everything
     assert choose_documents(dataset, "auto", known | {"dataset": "another"})[1] == "all"
     assert choose_documents(dataset, "validation", known | {"dataset": "x"})[0] == held_out
@@ -361,11 +363,15 @@ def test_a_run_says_which_documents_were_held_out(workplace, data, tmp_path):
     (run / "best").symlink_to(workplace / "draft", target_is_directory=True)
     options = {"data": str(data), "seed": 0, "validation": 0.3, "seq_len": 2048}
     (run / "fit.json").write_text(json.dumps(options))
-    (run / "run.json").write_text(json.dumps({"identity": {"dataset": known["dataset"]}}))
+    identity = {"dataset": known["dataset"], "split_rule": SPLIT_RULE}
+    (run / "run.json").write_text(json.dumps({"identity": identity}))
     for draft in (run, run / "best"):
         report = run_eval(EvalConfig(draft=str(draft), data=str(data), device="cpu"))
         assert report["data"]["split"] == "validation"
         assert report["data"]["documents"] == len(held_out)
+    (run / "run.json").write_text(json.dumps({"identity": {"dataset": known["dataset"]}}))
+    with pytest.raises(ConfigError, match=f"by rule None, this release by '{SPLIT_RULE}'"):
+        run_eval(EvalConfig(draft=str(run), data=str(data), device="cpu"))
     (run / "run.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"run\.json is damaged"):
         run_eval(EvalConfig(draft=str(run), data=str(data), device="cpu"))

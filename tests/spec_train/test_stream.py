@@ -116,6 +116,52 @@ def test_ranks_read_the_global_batch_between_them(dataset, world):
         assert sorted(p for part in parts for p in part[index]) == expected
 
 
+def global_batches(dataset, world: int, count: int, state=None) -> tuple[list, dict]:
+    """The next `count` global batches of `world` ranks, as document -> values, and the state."""
+    streams = [
+        make_stream(dataset, rank=rank, world_size=world, batch_size=1) for rank in range(world)
+    ]
+    for stream in streams:
+        if state is not None:
+            stream.load_state_dict(state)
+    batches = [{} for _ in range(count)]
+    for stream in streams:
+        for step, batch in zip(stream.take(count), batches, strict=True):
+            for micro in step.batches:
+                (rows,) = micro.rows
+                for d, row in enumerate(rows):
+                    span = micro.document_ids[0] == d
+                    assert row not in batch
+                    batch[row] = (
+                        micro.input_ids[0, span].tolist(),
+                        micro.hidden["hidden.L1"][0, span].sum(-1).tolist(),
+                    )
+    states = [stream.state_dict() for stream in streams]
+    assert all(other == states[0] for other in states)
+    return batches, states[0]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_global_batches_hold_the_same_on_any_number_of_ranks(dataset, world):
+    alone, state = global_batches(dataset, 1, 9)
+    shared, shared_state = global_batches(dataset, world, 9)
+    assert shared == alone and shared_state == state
+
+
+@pytest.mark.parametrize("before,after", [(1, 4), (2, 1), (4, 2)])
+def test_resume_on_another_number_of_ranks_goes_on_with_the_next_global_batch(
+    dataset, before, after
+):
+    """Over the border of an epoch; every document once in each epoch."""
+    whole, _ = global_batches(dataset, 1, 12)
+    first, state = global_batches(dataset, before, 5)
+    rest, _ = global_batches(dataset, after, 7, state)
+    assert first + rest == whole
+    epoch = len(make_plan(dataset).batches(0))
+    assert 5 < epoch < 12
+    assert sorted(row for batch in whole[:epoch] for row in batch) == list(range(len(dataset)))
+
+
 @pytest.mark.parametrize("done", [0, 1, 4, 5, 9])
 def test_resume_gives_the_rest_and_reads_nothing_before_it(dataset, done, monkeypatch):
     whole = take(make_stream(dataset), 12)

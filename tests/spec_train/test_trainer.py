@@ -129,10 +129,10 @@ def test_metrics_say_what_they_should(config):
     assert all(wanted <= m.keys() for m in train)
     assert all(0 <= m["data_wait"] <= 1 and m["tokens_per_second"] > 0 for m in train)
     dataset = HiddenStatesDataset(config.data)
-    batches = make_splits(dataset, config).train.batches(0)
-    first = [row for batch in batches[:5] for pack in batch for row in pack]
+    plan = make_splits(dataset, config).train
+    first = [row for batch in plan.batches(0)[:5] for pack in batch for row in pack]
     assert train[0]["tokens"] == dataset.lengths[first].sum()
-    assert train[0]["epoch"] == round(5 / len(batches), 4)
+    assert train[0]["epoch"] == round(len(first) / len(plan.rows), 4)
 
 
 def make_noisy(monkeypatch) -> None:

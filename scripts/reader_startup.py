@@ -1,0 +1,163 @@
+"""Start to first batch, and memory, each measured in a process of its own.
+
+`first_batch` opens a dataset as `spec-train fit` does: select, split, plan, read one step. A
+per-document layout has to list and stat its files and read every length before it can pack; that
+is `first_batch_of_files`. Imports are not counted, for either.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from spec_data.shards.plan import BatchPlan
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.config import FitConfig
+from spec_train.fit import make_splits
+from spec_train.stream import BatchStream
+
+SEQ_LEN, PACKS = 2048, 4
+
+
+def cpu_seconds() -> float:
+    """Of this process and the children it has waited for."""
+    whose = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
+    return sum(sum(resource.getrusage(who)[:2]) for who in whose)
+
+
+def anonymous_bytes() -> int:
+    """Resident memory that is no file's: what a process really takes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no RssAnon")
+
+
+def storage_reads() -> int:
+    """Bytes that this process made the kernel fetch from disk, read-ahead included."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+
+
+def evict(folder: Path) -> None:
+    """Drop every file of a folder from the page cache."""
+    os.sync()
+    for file in folder.rglob("*"):
+        if file.is_file():
+            descriptor = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def columns_of(dataset: HiddenStatesDataset) -> list[str]:
+    """What a draft reads."""
+    return [c for c in dataset.columns if c.startswith(("hidden.", "target_"))]
+
+
+def make_stream(path: Path) -> BatchStream:
+    """Everything that `fit` does with a dataset before it reads a batch."""
+    dataset = HiddenStatesDataset(path)
+    config = FitConfig(data=str(path), out="none", seq_len=SEQ_LEN, batch_size=PACKS)
+    plan = make_splits(dataset, config).train
+    return BatchStream(dataset, plan, columns_of(dataset), batch_size=PACKS)
+
+
+def first_batch(path: Path) -> dict[str, Any]:
+    """Open, select, split, plan, first step."""
+    stream = make_stream(path)
+    steps = stream.take(1)
+    tokens = sum(batch.tokens for batch in next(steps).batches)
+    steps.close()
+    return {"documents": len(stream.dataset), "tokens": tokens}
+
+
+def first_batch_of_files(path: Path) -> dict[str, Any]:
+    """List, stat, read every length, plan, load and join the documents of the first step."""
+    entries = sorted((e for e in os.scandir(path)), key=lambda e: e.name)
+    listed = time.perf_counter()
+    sizes = [entry.stat().st_size for entry in entries]
+    lengths = np.zeros(len(sizes), dtype=np.int64)
+    for i, entry in enumerate(entries):
+        with safe_open(entry.path, "pt") as file:
+            lengths[i] = file.get_slice("input_ids").get_shape()[0]
+    scanned = time.perf_counter() - listed
+    usable = np.ones(len(lengths), dtype=bool)
+    plan = BatchPlan(lengths, usable, seq_len=SEQ_LEN, rows_per_batch=PACKS)
+    rows = [row for pack in next(plan.iter_batches(0)) for row in pack]
+    parts = [load_file(entries[row].path) for row in rows]
+    batch = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return {"documents": len(sizes), "tokens": len(batch["input_ids"]), "scan": scanned}
+
+
+def peak_memory(path: Path) -> dict[str, Any]:
+    """The most anonymous memory over an epoch, above what the imports took."""
+    before = anonymous_bytes()
+    stream = make_stream(path)
+    peak = 0
+    steps = stream.plan.count_batches(0)
+    for _ in stream.take(steps):
+        peak = max(peak, anonymous_bytes() - before)
+    ring = sum(t.nbytes for b in stream._ring for t in b.tensors.values())
+    return {"peak": peak, "ring": ring, "steps": steps}
+
+
+def write_files(folder: Path, documents: int, tokens: int, hidden: int) -> None:
+    """`documents` safetensors files of `tokens` tokens each."""
+    folder.mkdir(parents=True)
+    item = {
+        "input_ids": torch.zeros(tokens, dtype=torch.int64),
+        "loss_mask": torch.ones(tokens, dtype=torch.bool),
+        "hidden": torch.zeros(tokens, hidden, dtype=torch.bfloat16),
+    }
+    for number in range(documents):
+        save_file(item, folder / f"{number:08d}.safetensors")
+
+
+RUNS = {
+    "first_batch": first_batch,
+    "first_batch_of_files": first_batch_of_files,
+    "peak_memory": peak_memory,
+}
+
+
+def measured(run: str, path: Path, cold: bool = False) -> dict[str, Any]:
+    """Run one of RUNS in a fresh process; adds wall and CPU seconds and bytes read from disk."""
+    command = [sys.executable, __file__, run, str(path), *(["--cold"] if cold else [])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Print the figures of one run as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", choices=RUNS)
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--cold", action="store_true", help="evict the files first")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.cold:
+        evict(args.path)
+    read, wall, cpu = storage_reads(), time.perf_counter(), cpu_seconds()
+    figures = RUNS[args.run](args.path)
+    figures |= {
+        "wall": time.perf_counter() - wall,
+        "cpu": cpu_seconds() - cpu,
+        "read": storage_reads() - read,
+    }
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
