@@ -15,8 +15,9 @@ Residual streams hold most of their energy in a few channels, so every channel i
 own standard deviation first, and tokens far outside (massive activations) are kept in bf16.
 
 A lossless bf16z (exponent bytes under zstd-1, one blob per document) was measured and left out: it
-saves 31 % (11.0 bits; no entropy coder gets below 10.6), decodes 1.3 to 1.9 GB per CPU-second, whole
-documents only and not on a device, and sizes are no longer known before the states are.
+saves 31 % (11.0 bits; no entropy coder gets below 10.6), decodes 1.3 to 1.9 GB per CPU-second and
+whole documents only, not on a device, and sizes are no longer known before the states are.
+
 Shapes: N tokens, H channels, W code bytes of a token.
 """
 

@@ -5,12 +5,9 @@ first use. Everything handed out is a copy: a tensor over mapped memory is read-
 torch's back, and one in-place operation on it would kill the process.
 """
 
-<<<<<<< /tmp/r_out.py
-import json
-=======
 import bisect
 import itertools
->>>>>>> /tmp/reader_merged.py
+import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
