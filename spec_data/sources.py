@@ -242,7 +242,7 @@ def _list_elements(stream: io.TextIOBase, name: str) -> Iterator[tuple[int, Any]
             at += 1
         line += buffer.count("\n", start, at)
         if buffer[at : at + 1] == "]":
-            return
+            return _nothing_follows(stream, buffer[at + 1 :], line, name)
         problem = "the list is not closed"
         try:
             element, end = decoder.raw_decode(buffer, at)
@@ -257,6 +257,19 @@ def _list_elements(stream: io.TextIOBase, name: str) -> Iterator[tuple[int, Any]
         if not more:
             raise CorpusError(f"{name}:{line}: not valid JSON: {problem}; write one row per line")
         buffer, at = buffer[at:] + more, 0
+
+
+def _nothing_follows(stream: io.TextIOBase, rest: str, line: int, name: str) -> None:
+    """Read on after a list's end: a second list glued to it would be lost without a word."""
+    while rest:
+        if found := rest.strip():
+            line += rest.count("\n", 0, rest.index(found[0]))
+            raise CorpusError(
+                f"{name}:{line}: {found[:20]!r} follows the end of the list; write one list, or "
+                "one row per line"
+            )
+        line += rest.count("\n")
+        rest = stream.read(_CHUNK)
 
 
 def _whole_text(name: str, path: Path, digest: Digest) -> Generator[Row]:

@@ -91,6 +91,17 @@ def test_a_broken_json_list_names_the_line(tmp_path):
         read(path)
 
 
+@pytest.mark.parametrize("chunk", [1, 1 << 20])
+@pytest.mark.parametrize("between", ["", "\n\n "])
+def test_what_follows_a_json_list_is_not_lost(tmp_path, monkeypatch, chunk, between):
+    monkeypatch.setattr(sources, "_CHUNK", chunk)
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(rows(2)) + between + json.dumps(rows(3, 2)))
+    line = 1 + between.count("\n")
+    with pytest.raises(CorpusError, match=rf"a\.json:{line}: '\[.*follows the end of the list"):
+        read(path)
+
+
 def test_parquet_is_read_in_order_and_projected(tmp_path):
     path = tmp_path / "a.parquet"
     table = pa.Table.from_pylist(
