@@ -7,7 +7,6 @@ may share a directory; any difference is refused, named field by field.
 
 import json
 import platform
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from spec_data.hooks import parse_layers, text_config
 from spec_data.identity import resolve_model, target_identity, tokenizer_identity
 from spec_data.options import GenerateConfig, parse_size
 from spec_data.progress import progress
-from spec_data.shards.errors import ConfigError, CorpusError, TargetError
+from spec_data.shards.errors import ConfigError, TargetError
 from spec_data.shards.schema import FORMAT_VERSION, Column, token_columns
 from spec_data.units import Plan, PlanBuilder
 
@@ -149,20 +148,18 @@ def make_plan(setup: Setup) -> Plan:
         vocab_size=setup.vocab_size,
     )
     builder = PlanBuilder(config.max_length, config.keep_tails)
-    unrendered: Counter[str] = Counter()
     for record in progress(reader, desc="render", unit=" rows"):
         try:
             documents = renderer.render(record)
         except RenderError as error:
-            unrendered[error.reason] += 1
-            if config.on_bad_row == "fail":
-                raise CorpusError(str(error)) from None
+            reader.refuse(error)
             continue
         for document in documents:
             builder.add(document)
     builder.counts.rows = sum(r.rows for r in reader.reports)
     builder.counts.bad_rows = sum(r.bad for r in reader.reports)
-    builder.counts.unrendered = dict(sorted(unrendered.items()))
+    builder.counts.unrendered = dict(sorted(reader.refused.items()))
+    builder.counts.unrendered_examples = dict(sorted(reader.refused_examples.items()))
     builder.counts.rendering = dict(renderer.methods + renderer.counts)
     builder.lost(renderer.dropped)
     return builder.build(
@@ -182,7 +179,9 @@ def corpus_reader(config: GenerateConfig) -> CorpusReader:
 
 def corpus_entry(report: SourceReport) -> dict[str, Any]:
     """What the manifest says of one source."""
-    return asdict(report)
+    entry = asdict(report)
+    del entry["path"]  # of this machine
+    return entry
 
 
 def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
@@ -231,7 +230,10 @@ def same_settings(setup: Setup, saved: dict[str, Any], where: Path) -> None:
     reader = corpus_reader(setup.config)
     for _ in reader:
         pass
-    different = differing_fields(saved, settings(setup, reader.reports))
+    new = settings(setup, reader.reports)
+    if [s["sha256"] for s in saved["corpus"]] == [s["sha256"] for s in new["corpus"]]:
+        new["corpus"] = saved["corpus"]  # the same bytes under other names
+    different = differing_fields(saved, new)
     if different:
         raise ConfigError(
             f"{where} holds data made with other settings, which must not be mixed:\n  "

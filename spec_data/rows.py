@@ -50,8 +50,8 @@ class BadRow(ValueError):
 class Record:
     """One corpus row, format recognised, not tokenised: exactly one of the first three is set.
 
-    `source` names the file or dataset as its `SourceReport` does, `where` the row for messages
-    (`path:line`, or `path row N` counted from 0).
+    `source` names the file or dataset as its `SourceReport` does (and as the dataset will), `where`
+    the row for messages (`path:line`, or `path row N` counted from 0; the path as it was given).
     """
 
     source: str
