@@ -50,7 +50,10 @@ class GenerateConfig:
         metavar="IDS",
     )
     max_length: int = option(
-        2048, help="cut documents to this many tokens (counted, never silent)", metavar="N"
+        2048,
+        help="cut documents to this many tokens, or to the target's context where that is shorter "
+        "(counted, never silent)",
+        metavar="N",
     )
     pack_length: int = option(
         0,

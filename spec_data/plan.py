@@ -6,9 +6,10 @@ may share a directory; any difference is refused, named field by field.
 """
 
 import json
+import logging
 import platform
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,10 @@ from spec_data.options import GenerateConfig, parse_size
 from spec_data.progress import progress
 from spec_data.shards.errors import ConfigError, TargetError
 from spec_data.shards.schema import FORMAT_VERSION, Column, token_columns
+from spec_data.sources import corpus_directory
 from spec_data.units import Plan, PlanBuilder
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +57,18 @@ def set_up(config: GenerateConfig) -> Setup:
     """Resolve a target and tokenizer without loading any weights.
 
     Raises:
+        ConfigError: --out inside the corpus, or more top logits than the target has.
         MissingError, TargetError: no such model, or layers that it does not have.
     """
+    _check_out(config)
     model_dir, commit = resolve_model(config.target, config.revision)
     model_config = load_config(model_dir, config.trust_remote_code)
     target = target_identity(config.target, model_dir, commit, model_config)
     layers = parse_layers(config.layers, target["num_layers"])
     tokenizer = load_tokenizer(model_dir, config.trust_remote_code)
     vocab_size = text_config(model_config).vocab_size
+    _check_supervision(config.supervision, vocab_size)
+    config = _within_context(config, model_config)
     return Setup(
         config=config,
         model_dir=model_dir,
@@ -80,6 +88,53 @@ def set_up(config: GenerateConfig) -> Setup:
         ),
         vocab_size=vocab_size,
     )
+
+
+def _check_out(config: GenerateConfig) -> None:
+    """A run inside its corpus would find its own files there when it goes on."""
+    for directory in filter(None, map(corpus_directory, config.corpus)):
+        if Path(config.out).resolve().is_relative_to(directory.resolve()):
+            raise ConfigError(
+                f"--out {config.out} lies in the corpus directory {directory}, where its files "
+                "would be read as corpus; give an --out outside it"
+            )
+
+
+def _check_supervision(supervision: str, vocab_size: int) -> None:
+    count = supervision.partition(":")[2]
+    if count and int(count) > vocab_size:
+        raise ConfigError(
+            f"--supervision {supervision}: the target has {vocab_size} logits per token; ask for "
+            "fewer"
+        )
+
+
+def _within_context(config: GenerateConfig, model_config: Any) -> GenerateConfig:
+    """The config with --max-length lowered to the target's context, where that is shorter.
+
+    States beyond the positions that a target was made for are not what it serves with.
+    """
+    context = _context_length(text_config(model_config))
+    if not 2 <= context < config.max_length:
+        return config
+    logger.info(
+        "documents are cut to %d tokens, not %d (--max-length): the target's context ends there "
+        "(max_position_embeddings)",
+        context,
+        config.max_length,
+    )
+    return replace(config, max_length=context)
+
+
+def _context_length(text: Any) -> int:
+    """The positions of a decoder, 0 where its config gives none.
+
+    Where RoPE is scaled, `max_position_embeddings` is the scaled context, but for configs that
+    had YaRN written into them later: those say it as original length times factor.
+    """
+    rope = getattr(text, "rope_parameters", None) or {}
+    scaled = (rope.get("original_max_position_embeddings") or 0) * (rope.get("factor") or 1)
+    return max(getattr(text, "max_position_embeddings", None) or 0, int(scaled))
 
 
 def load_config(directory: Path, trust: bool = False) -> Any:

@@ -32,8 +32,9 @@ LEAST_PACK_LENGTH = 512
 class DocumentCounts:
     """Where every corpus row and every document went.
 
-    `unrendered` counts rows (`unrendered_examples`: where the first few are), `dropped` and `cut` documents, by reason; `rendering` counts rows by
-    the way their turns were proven, and what rendering left out of them.
+    `unrendered` counts rows (`unrendered_examples` says where the first few are), `dropped` and
+    `cut` documents, by reason; `rendering` counts rows by the way their turns were proven, and what
+    rendering left out of them.
     """
 
     rows: int = 0
