@@ -274,13 +274,10 @@ def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
     }
 
 
-def same_settings(setup: Setup, saved: dict[str, Any], where: Path) -> None:
-    """Refuse to go on with, or mix into, data made with other settings.
+def changed_settings(setup: Setup, saved: dict[str, Any]) -> list[str]:
+    """One line per field in which a setup differs from saved settings.
 
     The corpus is read again (not rendered) so that its hash can be compared.
-
-    Raises:
-        ConfigError: names every field that differs.
     """
     reader = corpus_reader(setup.config)
     for _ in reader:
@@ -288,10 +285,18 @@ def same_settings(setup: Setup, saved: dict[str, Any], where: Path) -> None:
     new = settings(setup, reader.reports)
     if [s["sha256"] for s in saved["corpus"]] == [s["sha256"] for s in new["corpus"]]:
         new["corpus"] = saved["corpus"]  # the same bytes under other names
-    different = differing_fields(saved, new)
-    if different:
+    return differing_fields(saved, new)
+
+
+def refuse_changes(changed: list[str], where: Path) -> None:
+    """Never go on with, or mix into, data made with other settings.
+
+    Raises:
+        ConfigError: names every field that differs.
+    """
+    if changed:
         raise ConfigError(
             f"{where} holds data made with other settings, which must not be mixed:\n  "
-            + "\n  ".join(different)
+            + "\n  ".join(changed)
             + "\nUse the old settings, another --out, or delete the directory."
         )

@@ -6,10 +6,13 @@ import shutil
 
 import pytest
 
+import spec_data.generate as generate_module
+from spec_data.generate import find_plan
 from spec_data.options import GenerateConfig
 from spec_data.plan import make_plan, set_up
+from spec_data.replan import check_still_planned, discard_unused_plan, half_discarded
 from spec_data.report import counts_text, estimate_text
-from spec_data.shards.errors import ConfigError, CorpusError
+from spec_data.shards.errors import ConfigError, CorpusError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from tests.spec_data.runs import digests, options, run, save_target, write_corpus
 from tests.spec_data.templates import GEMMA2, tokenizer
@@ -139,7 +142,7 @@ def test_out_inside_a_corpus_directory_is_refused(target, tmp_path, monkeypatch,
     setup_of(target, folder / "chats.jsonl", folder / "data")  # a file is not a directory
 
 
-# --- going on ---
+# --- going on, and planning anew ---
 
 
 def test_a_run_goes_on_however_its_corpus_is_spelt(target, tmp_path, monkeypatch):
@@ -155,3 +158,61 @@ def test_a_run_goes_on_however_its_corpus_is_spelt(target, tmp_path, monkeypatch
     assert digests(tmp_path / "again") == digests(out)
     texts = [p.read_bytes() for p in out.rglob("*") if p.is_file()]
     assert not any(str(tmp_path).encode() in text for text in texts)
+
+
+def failing(*_, **__):
+    raise RunError("the target does not fit")
+
+
+def test_a_run_that_captured_nothing_makes_way_for_other_settings(
+    target, corpus, tmp_path, monkeypatch, caplog
+):
+    out = tmp_path / "data"
+    monkeypatch.setattr(generate_module, "capture_unit", failing)
+    with pytest.raises(RunError, match="does not fit"):
+        run(target, corpus, out, codec="int8c")
+    monkeypatch.undo()
+    assert (out / ".generate" / "target.json").is_file() and (out / "target").is_dir()
+    run(target, corpus, out, layers="1,3")
+    assert "planned anew" in caplog.text and "layers: [0, 2, 4] -> [1, 3]" in caplog.text
+    run(target, corpus, tmp_path / "fresh", layers="1,3")
+    assert digests(out) == digests(tmp_path / "fresh")
+
+
+def planned(target, corpus, out):
+    """A directory with a plan and nothing else."""
+    return find_plan(setup_of(target, corpus, out), out)
+
+
+def test_a_plan_that_a_worker_runs_with_stays(target, corpus, tmp_path):
+    out = tmp_path / "data"
+    plan = planned(target, corpus, out)
+    with generate_module.worker_lock(out, "1/2"):
+        check_still_planned(out / ".generate", plan)
+        with pytest.raises(ConfigError, match=r"other settings.*\n  layers: "):
+            run(target, corpus, out, layers="1,3")
+        check_still_planned(out / ".generate", plan)
+
+
+def test_a_worker_that_comes_after_another_plan_stops(target, corpus, tmp_path):
+    out = tmp_path / "data"
+    plan = planned(target, corpus, out)
+    assert discard_unused_plan(out / ".generate")
+    assert not half_discarded(out / ".generate")
+    with pytest.raises(RunError, match="another command is making a plan"):
+        check_still_planned(out / ".generate", plan)
+    find_plan(setup_of(target, corpus, out, layers="1,3"), out)
+    with pytest.raises(RunError, match="another command is making a plan"):
+        check_still_planned(out / ".generate", plan)
+
+
+def test_discarding_a_plan_is_finished_after_a_crash(target, corpus, tmp_path, monkeypatch):
+    out = tmp_path / "data"
+    planned(target, corpus, out)
+    (out / "target").mkdir()
+    monkeypatch.setattr("spec_data.replan._remove", failing)
+    with pytest.raises(RunError):
+        run(target, corpus, out, layers="1,3")
+    monkeypatch.undo()
+    run(target, corpus, out, layers="1,3")
+    assert HiddenStatesDataset(out).manifest.layers == (1, 3)
