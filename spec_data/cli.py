@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 import spec_data
-from spec_data.config import add_options, resolve, run_cli
+from spec_data.config import add_options, join_values, resolve, run_cli
 from spec_data.options import GenerateConfig, InspectConfig, SealConfig, VerifyConfig
 
 _DESCRIPTION = """\
@@ -55,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of `spec-data`; gives the exit code."""
-    args = build_parser().parse_args(arguments)
+    args = build_parser().parse_args(join_values(arguments))
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for noisy in ("httpx", "transformers", "datasets"):
         logging.getLogger(noisy).setLevel(logging.ERROR)

@@ -8,10 +8,12 @@ file < flags) and rejects unknown keys. Nothing here imports torch, so `--help` 
 import argparse
 import dataclasses
 import json
+import re
 import sys
 import tomllib
 import types
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,6 +72,21 @@ def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
         parser.add_argument(flag, **kwargs)
 
 
+def join_values(arguments: Sequence[str] | None = None) -> list[str]:
+    """The command line (default: this process's) with `--name -1,3,5` as `--name=-1,3,5`.
+
+    argparse takes what begins with a dash for an option, unless it is a single number.
+    """
+    joined: list[str] = []
+    for argument in sys.argv[1:] if arguments is None else arguments:
+        named = joined and re.fullmatch(r"--[a-z][a-z-]*", joined[-1]) and "--" not in joined
+        if named and re.fullmatch(r"-\d+(,-?\d+)+", argument):
+            joined[-1] += "=" + argument
+        else:
+            joined.append(argument)
+    return joined
+
+
 def _shown(value: Any) -> str:
     if value is None or value == ():
         return "none"
@@ -124,8 +141,10 @@ def from_dict(cls: type[T], values: dict[str, Any], where: str = "config") -> T:
 def _checked(name: str, value: Any, annotation: Any, field: dataclasses.Field, where: str) -> Any:
     """Coerce one value to its field's type, or say what was expected."""
     kind, many = _scalar(annotation)
-    if value is None:
+    if value is None and isinstance(annotation, types.UnionType):  # T | None: may be unset
         return None
+    if value is None:
+        raise ConfigError(f"{name} = null in {where}: expected {kind.__name__}")
     if many:
         items = value if isinstance(value, (list, tuple)) else [value]
         return tuple(_one(name, item, kind, field, where) for item in items)

@@ -13,17 +13,25 @@ The share alone counts: one bad row among fewer than 100 is more than 1 % and st
 tolerance of "one row in a small file" would let a corpus of many small files lose any part of
 itself silently, and a small file is quickly mended.
 
+What is wrong with a record may show only when it is rendered: `refuse` counts it, and where it is
+broken (rather than without anything to learn) it is one of the 1 %.
+
+A source is kept in the dataset under a name that tells nothing of this machine's directories, and
+so are the examples of bad rows; messages name files as they were given.
+
 Hashes are of the bytes on disk (compressed ones for .gz), taken in the same pass where the file is
 read from end to end (JSONL, JSON, text); Parquet is read twice. `limit` stops the records, not
 the hash, so a report identifies the file rather than the part that was used.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from spec_data.documents import RenderError
 from spec_data.rows import BadRow, Record, parse_row
 from spec_data.shards.errors import ConfigError, CorpusError
 from spec_data.sources import Digest, Source, resolve
@@ -41,12 +49,14 @@ _EXAMPLES = 5
 class SourceReport:
     """What was found in one file or dataset; complete once the reader has passed it."""
 
-    source: str
+    source: str  # the name kept in the dataset
+    path: str  # as it was given
     kind: str  # "jsonl", "json", "parquet", "text", "hf dataset directory", "hf dataset"
     format: str = "none"  # the format of most good rows
     formats: dict[str, int] = field(default_factory=dict)  # good rows by format
     rows: int = 0  # rows read, good and bad
     bad: int = 0
+    unrendered: int = 0  # good rows that turned out broken when they were rendered
     bad_examples: list[str] = field(default_factory=list)  # "file:line: why" of the first few
     sha256: str | None = None  # of the bytes, or the fingerprint of a hub dataset
     licence: str | None = None
@@ -54,7 +64,7 @@ class SourceReport:
     def __str__(self) -> str:
         mixed = ", ".join(f"{n} {name}" for name, n in self.formats.items() if name != self.format)
         found = f"{self.format} (and {mixed})" if mixed else self.format
-        return f"{self.source}: {self.kind}, {found}, {self.rows} rows, {self.bad} bad"
+        return f"{self.path}: {self.kind}, {found}, {self.rows} rows, {self.bad} bad"
 
 
 class CorpusReader:
@@ -89,15 +99,19 @@ class CorpusReader:
         self.limit = limit
         self.notes: list[str] = []  # files of directories that were left out, and why
         self.reports: list[SourceReport] = []
+        self.refused: Counter[str] = Counter()  # records that gave no document, by reason
+        self.refused_examples: dict[str, list[str]] = {}  # the first few of each reason
         self._sources = [s for name in sources for s in resolve(str(name), split, self.notes)]
         for note in self.notes:
             logger.warning("%s", note)
 
     def __iter__(self) -> Iterator[Record]:
-        self.reports = []
+        self.reports, self.refused, self.refused_examples = [], Counter(), {}
         left = self.limit
         for source in self._sources:
-            report = SourceReport(source=source.name, kind=source.kind, licence=source.licence)
+            report = SourceReport(
+                source=source.name, path=source.path, kind=source.kind, licence=source.licence
+            )
             self.reports.append(report)
             for record in self._read(source, report, left):
                 yield record
@@ -106,7 +120,7 @@ class CorpusReader:
             if left == 0:
                 break
         if not any(report.formats for report in self.reports):
-            raise CorpusError(f"no usable row in {', '.join(r.source for r in self.reports)}")
+            raise CorpusError(f"no usable row in {', '.join(r.path for r in self.reports)}")
 
     def _read(self, source: Source, report: SourceReport, left: int | None) -> Iterator[Record]:
         digest = Digest()
@@ -131,29 +145,55 @@ class CorpusReader:
                 raise row
             kind, record = parse_row(row, source=source.name, where=where, arrow=source.arrow)
         except BadRow as reason:
-            self._count_bad(report, f"{where}: {reason}")
+            report.bad += 1
+            self._broken(report, f"{where}: {reason}")
+            if report.bad <= _EXAMPLES:
+                logger.warning("bad row skipped: %s: %s", where, reason)
             return None
         report.formats[kind] = report.formats.get(kind, 0) + 1
         report.format = max(report.formats, key=lambda name: report.formats[name])
         return record
 
-    def _count_bad(self, report: SourceReport, message: str) -> None:
-        report.bad += 1
+    def refuse(self, error: RenderError) -> None:
+        """Count the record yielded last as one that gives no document.
+
+        Raises:
+            CorpusError: the record is broken, and that is one too many.
+        """
+        report = self.reports[-1]
+        self.refused[error.reason] += 1
+        if error.broken:
+            report.unrendered += 1
+            self._broken(report, str(error))
+        if self.refused[error.reason] <= _EXAMPLES:
+            examples = self.refused_examples.setdefault(error.reason, [])
+            examples.append(_portable(report, str(error)))
+            level = logging.WARNING if error.broken else logging.INFO
+            logger.log(level, "row left out (%s): %s", error.reason, error)
+
+    def _broken(self, report: SourceReport, message: str) -> None:
+        """Keep an example of a row that cannot be used; raise when it is one too many."""
         if self.on_bad_row == "fail":
             raise CorpusError(f"{message}\nfix the row, or skip bad rows with --on-bad-row skip")
         if len(report.bad_examples) < _EXAMPLES:
-            report.bad_examples.append(message)
-            logger.warning("bad row skipped: %s", message)
-        if report.bad > _BAD_EARLY:
+            report.bad_examples.append(_portable(report, message))
+        if report.bad + report.unrendered > _BAD_EARLY:
             _judge(report)
+
+
+def _portable(report: SourceReport, message: str) -> str:
+    """A message that begins with where a row is, without the directories of this machine."""
+    return report.source + message.removeprefix(report.path)
 
 
 def _judge(report: SourceReport) -> None:
     """Raise when more than 1 % of the rows read so far are bad."""
-    if report.bad * _BAD_SHARE <= report.rows:
+    bad = report.bad + report.unrendered
+    if bad * _BAD_SHARE <= report.rows:
         return
     examples = "\n  ".join(report.bad_examples)
     raise CorpusError(
-        f"{report.source}: {report.bad} of {report.rows} rows are bad, more than 1 %:\n  {examples}"
-        "\nfix or remove these rows, or convert the file to a known format"
+        f"{report.path}: {bad} of {report.rows} rows are bad, more than 1 %:\n  {examples}"
+        "\nfix or remove these rows, convert the file to a known format, or use a chat template "
+        "that takes them"
     )

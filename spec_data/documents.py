@@ -14,12 +14,20 @@ from spec_data.shards.errors import ConfigError, CorpusError
 MaskPolicy = Literal["assistant", "last-turn", "all"]
 
 
+_NOTHING_TO_LEARN = frozenset({"no-assistant-turn", "nothing-supervised", "empty"})
+
+
 class RenderError(CorpusError):
     """A record that gives no document; `reason` is a short slug to count it by."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+    @property
+    def broken(self) -> bool:
+        """Whether something is wrong with the record, rather than nothing to learn from it."""
+        return self.reason not in _NOTHING_TO_LEARN
 
 
 @dataclass(frozen=True, kw_only=True)

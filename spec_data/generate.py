@@ -30,9 +30,10 @@ from spec_data.calibrate import calibrate
 from spec_data.capture import CapturedUnit, capture_unit
 from spec_data.isolation import proof_documents, prove_isolation
 from spec_data.options import GenerateConfig
-from spec_data.plan import Setup, make_plan, same_settings, set_up
+from spec_data.plan import Setup, changed_settings, make_plan, refuse_changes, set_up
 from spec_data.progress import progress
 from spec_data.proofs import prove_head
+from spec_data.replan import check_still_planned, discard_unused_plan, half_discarded
 from spec_data.shards.errors import DatasetError, MissingError, RunError
 from spec_data.shards.files import dump_json, write_atomically, write_once
 from spec_data.shards.reader import MANIFEST
@@ -70,7 +71,7 @@ def generate(config: GenerateConfig) -> Manifest | None:
     setup = set_up(config)
     if (out / MANIFEST).is_file():
         manifest = Manifest.read(out / MANIFEST)
-        same_settings(setup, manifest.raw["settings"], out)
+        refuse_changes(changed_settings(setup, manifest.raw["settings"]), out)
         shutil.rmtree(out / WORK, ignore_errors=True)  # killed between the manifest and this
         logger.info("%s is complete already: nothing to do (try spec-data verify)", out)
         return manifest
@@ -82,6 +83,7 @@ def generate(config: GenerateConfig) -> Manifest | None:
     check_free_space(out, needed + (setup.head_bytes if todo else 0))
     if todo:
         with worker_lock(out, config.workers), failures_in_words(out, config.batch_tokens):
+            check_still_planned(out / WORK, plan)
             run_units(setup, plan, out, mine, todo)
     if workers > 1:
         left = sum(finished_unit(out, u) is None for u in range(len(plan.units)))
@@ -135,12 +137,17 @@ def failures_in_words(out: Path, batch_tokens: int) -> Iterator[None]:
 
 
 def find_plan(setup: Setup, out: Path) -> Plan:
-    """Load the plan of `out`, or make and save it."""
+    """Load the plan of `out`, or make and save it; one that nothing was captured with may go."""
     work = out / WORK
+    if half_discarded(work):
+        discard_unused_plan(work)
     saved = read_settings(work)
     if saved is not None:
-        same_settings(setup, saved, out)
-        return load_plan(work)
+        changed = changed_settings(setup, saved)
+        if not changed or not discard_unused_plan(work):
+            refuse_changes(changed, out)
+            return load_plan(work)
+        logger.warning("planned anew (nothing was captured yet):\n  %s", "\n  ".join(changed))
     if out.exists() and any(p.name != WORK for p in out.iterdir()):
         raise DatasetError(
             f"{out} is not empty and not a spec-data run; give another --out (nothing was touched)"

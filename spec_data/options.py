@@ -24,6 +24,14 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * _SIZES[found[2].upper()])
 
 
+def _at_least(least: int, **values: int) -> None:
+    """Refuse options below `least`, by name."""
+    for name, value in values.items():
+        if value < least:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} {value}: expected {least} or more")
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
     """Options of `generate` and `estimate`."""
@@ -38,11 +46,14 @@ class GenerateConfig:
     layers: str = option(
         "auto",
         help="layer ids to capture, e.g. 1,3,5: id k is the output of decoder block k, from 0; "
-        "auto is the EAGLE-3 recipe 1, L/2-1, L-4",
+        "-1 (as in -1,3,5) is the embedding output; auto is the EAGLE-3 recipe 1, L/2-1, L-4",
         metavar="IDS",
     )
     max_length: int = option(
-        2048, help="cut documents to this many tokens (counted, never silent)", metavar="N"
+        2048,
+        help="cut documents to this many tokens, or to the target's context where that is shorter "
+        "(counted, never silent)",
+        metavar="N",
     )
     pack_length: int = option(
         0,
@@ -127,6 +138,8 @@ class GenerateConfig:
     dry_run: bool = option(False, help="plan and print sizes, run nothing (same as estimate)")
 
     def __post_init__(self) -> None:
+        _at_least(1, batch_tokens=self.batch_tokens)
+        _at_least(0, limit=self.limit, pack_length=self.pack_length)
         if self.max_length < 2:
             raise ConfigError(f"--max-length {self.max_length}: documents need two tokens or more")
         if self.pack_length and self.pack_length < self.max_length:
@@ -138,7 +151,8 @@ class GenerateConfig:
             raise ConfigError(
                 f"--supervision {self.supervision!r}: final-hidden, topk:K (e.g. topk:64) or logits"
             )
-        parse_size(self.max_shard_size)
+        if parse_size(self.max_shard_size) < 1:
+            raise ConfigError(f"--max-shard-size {self.max_shard_size}: a shard needs some bytes")
         _ = self.worker, self.template_kwargs, self.codecs
         if self.final != "all" and self.supervision != "final-hidden":
             raise ConfigError(
@@ -201,6 +215,10 @@ class InspectConfig:
     doc: int | None = option(None, help="print this document's tokens (row number)", metavar="N")
     color: str = option("auto", help="colour the tokens", choices=("auto", "always", "never"))
 
+    def __post_init__(self) -> None:
+        if self.doc is not None:
+            _at_least(0, doc=self.doc)
+
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig:
@@ -210,7 +228,13 @@ class VerifyConfig:
     target: str | None = option(
         None, help="also run this target afresh on sampled documents", metavar="MODEL"
     )
-    samples: int = option(16, help="documents to sample for the re-derivations", metavar="N")
+    samples: int = option(
+        16, help="documents to sample for the re-derivations, at least one", metavar="N"
+    )
     seed: int = option(0, help="which documents are sampled", metavar="N")
     device: str = option("auto", help="where to compute: auto, cpu, cuda")
     trust_remote_code: bool = option(False, help="run the model repository's own Python code")
+
+    def __post_init__(self) -> None:
+        _at_least(1, samples=self.samples)  # nothing re-derived is nothing verified
+        _at_least(0, seed=self.seed)

@@ -6,10 +6,10 @@ may share a directory; any difference is refused, named field by field.
 """
 
 import json
+import logging
 import platform
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,9 +25,12 @@ from spec_data.hooks import parse_layers, text_config
 from spec_data.identity import resolve_model, target_identity, tokenizer_identity
 from spec_data.options import GenerateConfig, parse_size
 from spec_data.progress import progress
-from spec_data.shards.errors import ConfigError, CorpusError, TargetError
+from spec_data.shards.errors import ConfigError, TargetError
 from spec_data.shards.schema import FORMAT_VERSION, Column, token_columns
+from spec_data.sources import corpus_directory
 from spec_data.units import Plan, PlanBuilder
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +64,18 @@ def set_up(config: GenerateConfig) -> Setup:
     """Resolve a target and tokenizer without loading any weights.
 
     Raises:
+        ConfigError: --out inside the corpus, or more top logits than the target has.
         MissingError, TargetError: no such model, or layers that it does not have.
     """
+    _check_out(config)
     model_dir, commit = resolve_model(config.target, config.revision)
     model_config = load_config(model_dir, config.trust_remote_code)
     target = target_identity(config.target, model_dir, commit, model_config)
     layers = parse_layers(config.layers, target["num_layers"])
     tokenizer = load_tokenizer(model_dir, config.trust_remote_code)
     vocab_size = text_config(model_config).vocab_size
+    _check_supervision(config.supervision, vocab_size)
+    config = _within_context(config, model_config)
     return Setup(
         config=config,
         model_dir=model_dir,
@@ -88,6 +95,53 @@ def set_up(config: GenerateConfig) -> Setup:
         ),
         vocab_size=vocab_size,
     )
+
+
+def _check_out(config: GenerateConfig) -> None:
+    """A run inside its corpus would find its own files there when it goes on."""
+    for directory in filter(None, map(corpus_directory, config.corpus)):
+        if Path(config.out).resolve().is_relative_to(directory.resolve()):
+            raise ConfigError(
+                f"--out {config.out} lies in the corpus directory {directory}, where its files "
+                "would be read as corpus; give an --out outside it"
+            )
+
+
+def _check_supervision(supervision: str, vocab_size: int) -> None:
+    count = supervision.partition(":")[2]
+    if count and int(count) > vocab_size:
+        raise ConfigError(
+            f"--supervision {supervision}: the target has {vocab_size} logits per token; ask for "
+            "fewer"
+        )
+
+
+def _within_context(config: GenerateConfig, model_config: Any) -> GenerateConfig:
+    """The config with --max-length lowered to the target's context, where that is shorter.
+
+    States beyond the positions that a target was made for are not what it serves with.
+    """
+    context = _context_length(text_config(model_config))
+    if not 2 <= context < config.max_length:
+        return config
+    logger.info(
+        "documents are cut to %d tokens, not %d (--max-length): the target's context ends there "
+        "(max_position_embeddings)",
+        context,
+        config.max_length,
+    )
+    return replace(config, max_length=context)
+
+
+def _context_length(text: Any) -> int:
+    """The positions of a decoder, 0 where its config gives none.
+
+    Where RoPE is scaled, `max_position_embeddings` is the scaled context, but for configs that
+    had YaRN written into them later: those say it as original length times factor.
+    """
+    rope = getattr(text, "rope_parameters", None) or {}
+    scaled = (rope.get("original_max_position_embeddings") or 0) * (rope.get("factor") or 1)
+    return max(getattr(text, "max_position_embeddings", None) or 0, int(scaled))
 
 
 def load_config(directory: Path, trust: bool = False) -> Any:
@@ -156,20 +210,18 @@ def make_plan(setup: Setup) -> Plan:
         vocab_size=setup.vocab_size,
     )
     builder = PlanBuilder(config.max_length, config.keep_tails)
-    unrendered: Counter[str] = Counter()
     for record in progress(reader, desc="render", unit=" rows"):
         try:
             documents = renderer.render(record)
         except RenderError as error:
-            unrendered[error.reason] += 1
-            if config.on_bad_row == "fail":
-                raise CorpusError(str(error)) from None
+            reader.refuse(error)
             continue
         for document in documents:
             builder.add(document)
     builder.counts.rows = sum(r.rows for r in reader.reports)
     builder.counts.bad_rows = sum(r.bad for r in reader.reports)
-    builder.counts.unrendered = dict(sorted(unrendered.items()))
+    builder.counts.unrendered = dict(sorted(reader.refused.items()))
+    builder.counts.unrendered_examples = dict(sorted(reader.refused_examples.items()))
     builder.counts.rendering = dict(renderer.methods + renderer.counts)
     builder.lost(renderer.dropped)
     return builder.build(
@@ -189,7 +241,9 @@ def corpus_reader(config: GenerateConfig) -> CorpusReader:
 
 def corpus_entry(report: SourceReport) -> dict[str, Any]:
     """What the manifest says of one source."""
-    return asdict(report)
+    entry = asdict(report)
+    del entry["path"]  # of this machine
+    return entry
 
 
 def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
@@ -227,21 +281,29 @@ def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
     }
 
 
-def same_settings(setup: Setup, saved: dict[str, Any], where: Path) -> None:
-    """Refuse to go on with, or mix into, data made with other settings.
+def changed_settings(setup: Setup, saved: dict[str, Any]) -> list[str]:
+    """One line per field in which a setup differs from saved settings.
 
     The corpus is read again (not rendered) so that its hash can be compared.
-
-    Raises:
-        ConfigError: names every field that differs.
     """
     reader = corpus_reader(setup.config)
     for _ in reader:
         pass
-    different = differing_fields(saved, settings(setup, reader.reports))
-    if different:
+    new = settings(setup, reader.reports)
+    if [s["sha256"] for s in saved["corpus"]] == [s["sha256"] for s in new["corpus"]]:
+        new["corpus"] = saved["corpus"]  # the same bytes under other names
+    return differing_fields(saved, new)
+
+
+def refuse_changes(changed: list[str], where: Path) -> None:
+    """Never go on with, or mix into, data made with other settings.
+
+    Raises:
+        ConfigError: names every field that differs.
+    """
+    if changed:
         raise ConfigError(
             f"{where} holds data made with other settings, which must not be mixed:\n  "
-            + "\n  ".join(different)
+            + "\n  ".join(changed)
             + "\nUse the old settings, another --out, or delete the directory."
         )

@@ -104,7 +104,9 @@ def counts_text(counts: dict[str, Any]) -> str:
         ("  tail tokens trimmed", f"{counts.get('tail_tokens_trimmed', 0):,}"),
         ("documents kept", f"{counts['rendered'] - sum(counts['dropped'].values()):,}"),
     ]
-    return table(lines)
+    examples = counts.get("unrendered_examples", {})
+    shown = [f"not rendered ({reason}): {found[0]}" for reason, found in examples.items()]
+    return "\n".join([table(lines), *shown])
 
 
 def estimate_text(setup: Setup, plan: Plan) -> str:
@@ -148,7 +150,7 @@ def _escape_note(setup: Setup) -> str:
 def _source_text(source: dict[str, Any]) -> str:
     return (
         f"{source['source']}: {source['kind']}, {source['format']}, {source['rows']:,} rows, "
-        f"{source['bad']:,} bad"
+        f"{source['bad']:,} bad, {source.get('unrendered', 0):,} that cannot be rendered"
     )
 
 

@@ -13,6 +13,8 @@ Normalisation, so that one template call renders every source alike:
 - OpenAI tool calls carry `arguments` as a JSON string; it is parsed, as vLLM and SGLang do before
   they apply the template. Null fields are left out (`apply_chat_template` does the same); for
   Arrow sources at every depth, because there a struct has every key that any row has.
+- Columnar files often hold nested columns as JSON text: `messages`, `conversations`, `tools` and
+  `chat_template_kwargs` are parsed where they are strings.
 """
 
 import json
@@ -48,8 +50,8 @@ class BadRow(ValueError):
 class Record:
     """One corpus row, format recognised, not tokenised: exactly one of the first three is set.
 
-    `source` names the file or dataset as its `SourceReport` does, `where` the row for messages
-    (`path:line`, or `path row N` counted from 0).
+    `source` names the file or dataset as its `SourceReport` does (and as the dataset will), `where`
+    the row for messages (`path:line`, or `path row N` counted from 0; the path as it was given).
     """
 
     source: str
@@ -111,7 +113,7 @@ def _conversation(kind: str, row: dict[str, Any]) -> list[dict[str, Any]]:
         return _side(prompt, "prompt", "user") + _side(completion, "completion", "assistant")
     if kind == "instruction":
         return _alpaca(row)
-    return _messages(row[kind], kind)
+    return _messages(_from_json(row[kind], kind), kind)
 
 
 def _side(value: Any, column: str, role: str) -> list[dict[str, Any]]:
@@ -224,12 +226,12 @@ def _template_kwargs(value: Any) -> dict[str, Any]:
 
 
 def _from_json(value: Any, column: str) -> Any:
-    """Columnar files often hold nested values as JSON text."""
-    if not isinstance(value, str) or not value.strip():
-        return value or None
+    """A nested value, parsed where it is text; blank text counts as null."""
+    if not isinstance(value, str):
+        return value
     try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
+        return json.loads(value) if value.strip() else None
+    except (json.JSONDecodeError, RecursionError) as error:
         raise BadRow(f"{column} is a string but not JSON: {error}") from None
 
 

@@ -55,9 +55,15 @@ class Digest:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One file or dataset: how to stream its rows and what identifies its bytes."""
+    """One file or dataset: how to stream its rows and what identifies its bytes.
+
+    `name` is kept in the dataset, so it says nothing about the directories of this machine: a
+    file's path below the directory that was given, a single file's own name. `path` is what the
+    user wrote, for messages and for the `where` of rows.
+    """
 
     name: str
+    path: str
     kind: str
     rows: Callable[[Digest], Generator[Row]]
     arrow: bool = False
@@ -102,18 +108,25 @@ def _file_hash(path: Path) -> str:
 # --- naming: what a source string means ---------------------------------------------------------
 
 
+def corpus_directory(name: str) -> Path | None:
+    """The local directory that a source string (PATH or PATH@SPLIT) names, if it names one."""
+    if (path := Path(name)).is_dir():
+        return path
+    base, _, split = name.partition("@")
+    return Path(base) if base and split and Path(base).is_dir() else None
+
+
 def resolve(name: str, split: str, notes: list[str]) -> list[Source]:
     """The files and datasets behind one source string, checked to exist."""
     path = Path(name)
     base, _, named_split = name.partition("@")
     if path.is_file():
         return [_file_source(name, path, path.parent)]
-    if not path.is_dir() and named_split and Path(base).is_dir():
-        path, split = Path(base), named_split
-    if path.is_dir():
-        if any((path / n).is_file() for n in ("state.json", "dataset_dict.json")):
-            return [_saved_dataset(name, path, split)]
-        return _directory(path, split, notes)
+    if (directory := corpus_directory(name)) is not None:
+        split = split if directory == path else named_split
+        if any((directory / n).is_file() for n in ("state.json", "dataset_dict.json")):
+            return [_saved_dataset(name, directory, split)]
+        return _directory(directory, split, notes)
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or _suffix(path) in SUFFIXES:
         raise MissingError(f"corpus {name}: no such file or directory")
     hub, _, config = base.partition(":")
@@ -133,7 +146,8 @@ def _file_source(name: str, path: Path, root: Path) -> Source:
         kind = "json"
     reader = {"jsonl": _jsonl, "json": _json_list, "parquet": _parquet, "text": _whole_text}[kind]
     return Source(
-        name=name,
+        name=path.relative_to(root).as_posix(),
+        path=name,
         kind=kind,
         rows=lambda digest: reader(name, path, digest),
         arrow=kind == "parquet",
@@ -242,7 +256,7 @@ def _list_elements(stream: io.TextIOBase, name: str) -> Iterator[tuple[int, Any]
             at += 1
         line += buffer.count("\n", start, at)
         if buffer[at : at + 1] == "]":
-            return
+            return _nothing_follows(stream, buffer[at + 1 :], line, name)
         problem = "the list is not closed"
         try:
             element, end = decoder.raw_decode(buffer, at)
@@ -257,6 +271,19 @@ def _list_elements(stream: io.TextIOBase, name: str) -> Iterator[tuple[int, Any]
         if not more:
             raise CorpusError(f"{name}:{line}: not valid JSON: {problem}; write one row per line")
         buffer, at = buffer[at:] + more, 0
+
+
+def _nothing_follows(stream: io.TextIOBase, rest: str, line: int, name: str) -> None:
+    """Read on after a list's end: a second list glued to it would be lost without a word."""
+    while rest:
+        if found := rest.strip():
+            line += rest.count("\n", 0, rest.index(found[0]))
+            raise CorpusError(
+                f"{name}:{line}: {found[:20]!r} follows the end of the list; write one list, or "
+                "one row per line"
+            )
+        line += rest.count("\n")
+        rest = stream.read(_CHUNK)
 
 
 def _whole_text(name: str, path: Path, digest: Digest) -> Generator[Row]:
@@ -291,13 +318,14 @@ def _numbered(name: str, batches: Iterator[list[dict[str, Any]]]) -> Generator[R
 
 def _saved_dataset(name: str, path: Path, split: str) -> Source:
     """A directory written by `datasets`' `save_to_disk`."""
+    own_name = _last_name(path)
     if (path / "dataset_dict.json").is_file():
         splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
         if split not in splits:
             raise CorpusError(
                 f"corpus {name}: no split '{split}'; choose {path}@SPLIT of: {', '.join(splits)}"
             )
-        path = path / split
+        path, own_name = path / split, f"{own_name}@{split}"
     info = path / "dataset_info.json"
     stated = json.loads(info.read_text(encoding="utf-8")).get("license") if info.is_file() else None
 
@@ -310,7 +338,18 @@ def _saved_dataset(name: str, path: Path, split: str) -> Source:
         yield from _dataset_rows(name, dataset)
 
     licence = stated or _licence(path) or _licence(path.parent)
-    return Source(name=name, kind="hf dataset directory", rows=rows, arrow=True, licence=licence)
+    return Source(
+        name=own_name,
+        path=name,
+        kind="hf dataset directory",
+        rows=rows,
+        arrow=True,
+        licence=licence,
+    )
+
+
+def _last_name(path: Path) -> str:
+    return path.name if path.name not in ("", "..") else path.resolve().name
 
 
 def _saved_hash(path: Path) -> str:
@@ -337,7 +376,7 @@ def _hub_dataset(name: str, hub: str, config: str | None, split: str) -> Source:
         yield from _dataset_rows(name, dataset)
 
     licence = dataset.info.license or None
-    return Source(name=name, kind="hf dataset", rows=rows, arrow=True, licence=licence)
+    return Source(name=name, path=name, kind="hf dataset", rows=rows, arrow=True, licence=licence)
 
 
 def _dataset_rows(name: str, dataset: datasets.Dataset) -> Generator[Row]:

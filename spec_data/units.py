@@ -32,13 +32,15 @@ LEAST_PACK_LENGTH = 512
 class DocumentCounts:
     """Where every corpus row and every document went.
 
-    `unrendered` counts rows, `dropped` and `cut` documents, by reason; `rendering` counts rows by
-    the way their turns were proven, and what rendering left out of them.
+    `unrendered` counts rows (`unrendered_examples` says where the first few are), `dropped` and
+    `cut` documents, by reason; `rendering` counts rows by the way their turns were proven, and what
+    rendering left out of them.
     """
 
     rows: int = 0
     bad_rows: int = 0
     unrendered: dict[str, int] = field(default_factory=dict)
+    unrendered_examples: dict[str, list[str]] = field(default_factory=dict)
     rendered: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     cut: int = 0

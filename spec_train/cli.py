@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from spec_data import __version__
-from spec_data.config import add_options, resolve, run_cli
+from spec_data.config import add_options, join_values, resolve, run_cli
 from spec_train.config import DRAFT_OPTIONS, EvalConfig, fit_config, split_config
 
 _RAW = argparse.RawDescriptionHelpFormatter
@@ -114,7 +114,7 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `spec-train`; gives the exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parser().parse_args(join_values(argv))
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     run: Callable[[argparse.Namespace], int] = arguments.run
     return run_cli(lambda: run(arguments), arguments.debug)

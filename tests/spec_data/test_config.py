@@ -5,8 +5,17 @@ from dataclasses import dataclass
 
 import pytest
 
-from spec_data.config import add_options, differing_fields, from_dict, option, resolve, to_dict
-from spec_data.options import GenerateConfig, parse_size
+from spec_data import cli
+from spec_data.config import (
+    add_options,
+    differing_fields,
+    from_dict,
+    join_values,
+    option,
+    resolve,
+    to_dict,
+)
+from spec_data.options import GenerateConfig, InspectConfig, VerifyConfig, parse_size
 from spec_data.shards.errors import ConfigError, MissingError
 
 
@@ -54,11 +63,27 @@ def test_a_saved_config_is_the_same_config(tmp_path):
         ({"name": "n", "flag": 1}, "expected bool"),
         ({"name": "n", "count": True}, "expected int"),
         ({"name": "n", "kind": "c"}, "choose from a, b"),
+        ({"name": None}, "name = null in here: expected str"),
+        ({"name": "n", "count": None}, "count = null in here: expected int"),
+        ({"name": "n", "many": None}, "many = null in here"),
+        ({"name": "n", "many": ["a", None]}, "many = None in here"),
     ],
 )
 def test_wrong_values_are_named(values, message):
     with pytest.raises(ConfigError, match=message):
         from_dict(Sample, values, "here")
+
+
+def test_only_options_that_may_be_unset_take_null():
+    assert from_dict(Sample, {"name": "n", "rate": None}).rate is None
+
+
+def test_values_that_begin_with_a_dash_belong_to_their_option():
+    line = ["--layers", "-1,3,5", "-1,2", "--samples", "-3", "--corpus=a", "-2,1", "--", "--x"]
+    assert join_values([*line, "-1,4"]) == ["--layers=-1,3,5", *line[2:], "-1,4"]
+    given = ["estimate", "--target", "t", "--corpus", "c", "--out", "o", "--layers", "-1,3,5"]
+    args = cli.build_parser().parse_args(join_values(given))
+    assert resolve(GenerateConfig, args).layers == "-1,3,5"
 
 
 def test_files_that_are_not_configs(tmp_path):
@@ -94,8 +119,25 @@ def test_sizes(text, size):
         {"max_length": 100, "pack_length": 50},
         {"chat_template_kwargs": "[]"},
         {"chat_template_kwargs": "{"},
+        {"max_shard_size": "0MB"},
+        {"batch_tokens": 0},
+        {"batch_tokens": -5},
+        {"limit": -1},
+        {"pack_length": -1},
     ],
 )
 def test_contradictions_are_refused(change):
-    with pytest.raises(ConfigError):
+    name = next(iter(change)).replace("_", "-")
+    with pytest.raises(ConfigError, match=f"--{name}|expected something like 500MB"):
         GenerateConfig(**{"target": "t", "corpus": ("c",), "out": "o"} | change)
+
+
+def test_counts_below_their_least_are_refused():
+    for config, change in [
+        (VerifyConfig, {"samples": 0}),
+        (VerifyConfig, {"samples": -3}),
+        (VerifyConfig, {"seed": -1}),
+        (InspectConfig, {"doc": -1}),
+    ]:
+        with pytest.raises(ConfigError, match=f"--{next(iter(change))} -?\\d: expected"):
+            config(data="d", **change)

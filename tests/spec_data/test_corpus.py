@@ -11,6 +11,7 @@ import pytest
 
 from spec_data import sources
 from spec_data.corpus import CorpusReader
+from spec_data.documents import RenderError
 from spec_data.shards.errors import ConfigError, CorpusError, MissingError
 
 
@@ -51,7 +52,7 @@ def test_jsonl_keeps_every_row_and_names_its_line(tmp_path):
     records, (report,) = read(path)
     assert [r.messages for r in records] == [pair(0), pair(1), pair(2)]
     assert [r.where for r in records] == [f"{path}:1", f"{path}:3", f"{path}:4"]
-    assert {r.source for r in records} == {str(path)} == {report.source}
+    assert {r.source for r in records} == {"a.jsonl"} == {report.source}
     assert (report.kind, report.format, report.rows) == ("jsonl", "messages", 3)
     assert report.sha256 == sha(path)
 
@@ -88,6 +89,17 @@ def test_a_broken_json_list_names_the_line(tmp_path):
         read(path)
     path.write_text('[{"text": "a"},\n {"text": "b"}')
     with pytest.raises(CorpusError, match=r"a\.json:2: .*: the list is not closed"):
+        read(path)
+
+
+@pytest.mark.parametrize("chunk", [1, 1 << 20])
+@pytest.mark.parametrize("between", ["", "\n\n "])
+def test_what_follows_a_json_list_is_not_lost(tmp_path, monkeypatch, chunk, between):
+    monkeypatch.setattr(sources, "_CHUNK", chunk)
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(rows(2)) + between + json.dumps(rows(3, 2)))
+    line = 1 + between.count("\n")
+    with pytest.raises(CorpusError, match=rf"a\.json:{line}: '\[.*follows the end of the list"):
         read(path)
 
 
@@ -145,8 +157,10 @@ def test_a_directory_is_read_sorted_and_without_other_splits(tmp_path):
     reader = CorpusReader([str(tmp_path)])
     assert [r.messages for r in reader] == [pair(i) for i in range(5)]
     assert [r.source for r in reader.reports] == [
-        str(tmp_path / name) for name in ("data/train-0.jsonl", "data/train-1.jsonl", "more.jsonl")
+        *("data/train-0.jsonl", "data/train-1.jsonl"),
+        "more.jsonl",
     ]
+    assert reader.reports[0].path == str(tmp_path / "data/train-0.jsonl")
     assert {r.licence for r in reader.reports} == {"mit"}
     assert len(reader.notes) == 1 and "test-0.jsonl: left out" in reader.notes[0]
     records, _ = read(str(tmp_path), split="test")
@@ -158,13 +172,16 @@ def test_save_to_disk_directories(tmp_path):
     dataset.save_to_disk(tmp_path / "one")
     records, (report,) = read(tmp_path / "one")
     assert [r.messages for r in records] == [pair(i) for i in range(5)]
-    assert (report.kind, report.format) == ("hf dataset directory", "messages")
+    assert (report.source, report.kind) == ("one", "hf dataset directory")
+    assert report.format == "messages"
     assert len(report.sha256) == 64
 
     both = datasets.DatasetDict(train=dataset, test=datasets.Dataset.from_list(rows(2, 7)))
     both.save_to_disk(tmp_path / "two")
-    assert len(read(tmp_path / "two")[0]) == 5
-    records, _ = read(f"{tmp_path / 'two'}@test")
+    records, (report,) = read(tmp_path / "two")
+    assert (len(records), report.source) == (5, "two@train")
+    records, (report,) = read(f"{tmp_path / 'two'}@test")
+    assert report.source == "two@test"
     assert [r.messages for r in records] == [pair(7), pair(8)]
     with pytest.raises(CorpusError, match="no split 'dev'"):
         read(f"{tmp_path / 'two'}@dev")
@@ -228,16 +245,34 @@ def test_unknown_files_and_settings_are_refused(tmp_path):
         CorpusReader([str(tmp_path)], limit=0)
 
 
+def test_names_kept_do_not_depend_on_how_a_path_is_written(tmp_path, monkeypatch):
+    (tmp_path / "chats").mkdir()
+    write_jsonl(tmp_path / "chats" / "a.jsonl", rows(1))
+    monkeypatch.chdir(tmp_path / "chats")
+    for spelling in ("a.jsonl", "./a.jsonl", "../chats/a.jsonl", str(tmp_path / "chats/a.jsonl")):
+        records, (report,) = read(spelling)
+        assert records[0].source == report.source == "a.jsonl"
+        assert records[0].where == f"{spelling}:1"
+    for spelling in (".", "../chats", str(tmp_path / "chats"), f"{tmp_path / 'chats'}@train"):
+        assert read(spelling)[1][0].source == "a.jsonl"
+    datasets.Dataset.from_list(rows(1)).save_to_disk(tmp_path / "saved")
+    monkeypatch.chdir(tmp_path / "saved")
+    assert {read(spelling)[1][0].source for spelling in (".", "../saved", "..//saved/")} == {
+        "saved"
+    }
+
+
 # --- bad rows ---
 
 
-def test_bad_rows_are_counted_named_and_tolerated_up_to_one_percent(tmp_path):
+def test_bad_rows_are_counted_named_and_tolerated_up_to_one_percent(tmp_path, caplog):
     path = tmp_path / "a.jsonl"
     write_jsonl(path, [*rows(99), "{broken"])
     records, (report,) = read(path)
     assert (len(records), report.rows, report.bad) == (99, 100, 1)
     assert len(report.bad_examples) == 1
-    assert report.bad_examples[0].startswith(f"{path}:100: not valid JSON")
+    assert report.bad_examples[0].startswith("a.jsonl:100: not valid JSON")
+    assert f"bad row skipped: {path}:100: not valid JSON" in caplog.text
     assert "1 bad" in str(report)
 
 
@@ -285,6 +320,43 @@ def test_a_corpus_without_rows_is_an_error(tmp_path):
     path.write_text("\n\n")
     with pytest.raises(CorpusError, match="no usable row"):
         read(path)
+
+
+def refused(path, reason, every, **options):
+    """Read `path`, refusing one record in `every`."""
+    reader = CorpusReader([str(path)], **options)
+    for i, record in enumerate(reader):
+        if i % every == every - 1:
+            reader.refuse(RenderError(reason, f"{record.where}: no"))
+    return reader
+
+
+def test_rows_that_break_when_rendered_are_bad_rows(tmp_path, caplog):
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, [*rows(600), "{"])
+    caplog.set_level("INFO")
+    reader = refused(path, "template-error", 120)  # with the bad row 6 of 601: just below 1 %
+    (report,) = reader.reports
+    assert (report.bad, report.unrendered) == (1, 5)
+    assert reader.refused == {"template-error": 5}
+    assert reader.refused_examples["template-error"][0] == "a.jsonl:120: no"
+    assert f"row left out (template-error): {path}:120: no" in caplog.text
+    with pytest.raises(CorpusError, match=r"8 of 601 rows are bad.*\n  a\.jsonl:80: no"):
+        refused(path, "template-error", 80)
+    with pytest.raises(CorpusError, match=r"101 of 101 rows are bad"):
+        refused(path, "unprovable-boundaries", 1)
+    with pytest.raises(CorpusError, match=rf"{path}:80: no\nfix the row"):
+        refused(path, "template-error", 80, on_bad_row="fail")
+
+
+@pytest.mark.parametrize("reason", ["no-assistant-turn", "nothing-supervised", "empty"])
+def test_rows_without_anything_to_learn_are_counted_only(tmp_path, caplog, reason):
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, rows(300))
+    caplog.set_level("INFO")
+    reader = refused(path, reason, 1, on_bad_row="fail")
+    assert reader.refused == {reason: 300} and reader.reports[0].unrendered == 0
+    assert len(reader.refused_examples[reason]) == caplog.text.count("row left out") == 5
 
 
 # --- order and limit ---
