@@ -164,6 +164,6 @@ class Eagle3Draft(Eagle3Model):
         return self.loss(batch, head, counts)
 
     @staticmethod
-    def summarise(sums: dict[str, Tensor]) -> dict[str, float]:
+    def summarise(sums: dict[str, Tensor]) -> dict[str, float | None]:
         """Figures of added-up sums."""
         return summarise(sums)

@@ -54,8 +54,11 @@ class Draft(Protocol):
         ...
 
     @staticmethod
-    def summarise(sums: dict[str, Tensor]) -> dict[str, float]:
-        """Figures of added-up sums; "loss" and "acceptance_length" are always among them."""
+    def summarise(sums: dict[str, Tensor]) -> dict[str, float | None]:
+        """Figures of added-up sums; None: nothing to measure it on.
+
+        Always among them: "loss" (a number), "acceptance_length" and "product_limit_length".
+        """
         ...
 
     def trainable_parameters(self) -> list[nn.Parameter]:
