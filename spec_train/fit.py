@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spec_data.config import differing_fields, to_dict
-from spec_data.shards.errors import ConfigError, DatasetError, DraftError
+from spec_data.shards.errors import ConfigError, DatasetError, DraftError, MissingError
 from spec_data.shards.plan import BatchPlan, Selection, select_documents, split_documents
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.checkpoint import RunDirectory, Saved, resolve_draft_dir
@@ -42,6 +42,7 @@ def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
         DatasetError, MissingError: the dataset cannot be read. RunError: training failed.
     """
     dataset = HiddenStatesDataset(config.data)
+    DRAFTS[draft_name].check_data(options, dataset.manifest)
     config = resolve_config(config, dataset)
     splits = make_splits(dataset, config)
     run = RunDirectory(config.out, config.keep)
@@ -178,6 +179,24 @@ def _total_steps(config: FitConfig, splits: Splits) -> int:
     return sum(len(splits.train.batches(epoch)) for epoch in reversed(range(epochs)))
 
 
+def read_target_config(dataset: HiddenStatesDataset) -> dict[str, Any]:
+    """The target's config.json, of which a dataset keeps a copy.
+
+    Raises:
+        MissingError: it is gone. DatasetError: it is no JSON object.
+    """
+    file = dataset.target_dir / "config.json"
+    try:
+        table = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise MissingError(f"{file}: missing; copy the dataset again") from None
+    except ValueError as error:
+        raise DatasetError(f"{file}: damaged ({error}); copy it again") from None
+    if not isinstance(table, dict):
+        raise DatasetError(f"{file}: damaged (a JSON {type(table).__name__}); copy it again")
+    return table
+
+
 def _make_draft(
     name: str,
     config: FitConfig,
@@ -193,7 +212,7 @@ def _make_draft(
         return kind.from_pretrained(saved.path)
     fresh = kind.build(
         options,
-        target_config=json.loads((dataset.target_dir / "config.json").read_text("utf-8")),
+        target_config=read_target_config(dataset),
         manifest=dataset.manifest,
         head=head,
         token_counts=count_supervised_tokens(dataset, splits.train),

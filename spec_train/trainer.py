@@ -130,7 +130,7 @@ class Trainer:
         return BatchStream(
             self.dataset,
             plan,
-            self.draft.columns(),
+            self.draft.columns(self.dataset.manifest.supervision),
             batch_size=self.config.batch_size,
             dtype=self.dtype,
             pin=self.device.type == "cuda",
