@@ -39,6 +39,7 @@ def prove_head(target: Target, documents: Sequence[Tensor], tokens: int = 512) -
         raise TargetError(
             f"head(final hidden) is not the model's logits (relative error {worst:.1e}, allowed "
             f"{allowed:.0e}): the head of {type(target.model).__name__} does more than scale, "
-            "bias and soft-cap. Use --supervision logits, which stores the model's own"
+            "bias and soft-cap. Use --supervision logits: it stores the model's own (2 bytes x "
+            "vocabulary per token), and `spec-train fit` learns from them"
         )
     return worst

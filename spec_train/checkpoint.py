@@ -211,9 +211,8 @@ class RunDirectory:
         Raises:
             RunError: there are checkpoints, and none is whole.
         """
-        found = list(reversed(_checkpoints(self.path)))
         problems = []
-        for checkpoint in found:
+        for checkpoint in reversed(_checkpoints(self.path)):
             try:
                 return _read_checkpoint(checkpoint)
             except DraftError as error:
@@ -222,10 +221,12 @@ class RunDirectory:
                 _remove(aside)
                 checkpoint.rename(aside)
                 log.warning("%s; kept as %s, trying the one before", error, aside.name)
-        if problems:
+        damaged = sorted(p.name for p in self.path.glob("damaged-*"))
+        if damaged:  # found now or by an earlier call: never begin again over what was learned
             raise RunError(
-                f"{self.path}: no checkpoint is whole: " + "; ".join(problems) + ". Start in "
-                "another --out, or empty this one to begin again"
+                f"{self.path}: no checkpoint is whole: {'; '.join(problems or damaged)}. Repair "
+                "one and rename it back to checkpoint-<step>; or start in another --out "
+                f"(with --init-from {self.path} to begin with its best draft), or empty this one"
             )
         return None
 
@@ -258,17 +259,25 @@ class RunDirectory:
 
     def _write_directory(self, final: Path, write: Callable[[Path], None]) -> None:
         folder = self.path / f"{_TEMPORARY}{final.name}"
-        _remove(folder)
-        folder.mkdir()
-        write(folder)
-        mode = folder.stat().st_mode & 0o666  # safetensors makes files only their owner can read
-        for file in folder.iterdir():
-            file.chmod(mode)
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())
-        sync_directory(folder)
-        folder.rename(final)
-        sync_directory(self.path)
+        try:
+            _remove(folder)
+            folder.mkdir()
+            write(folder)
+            mode = folder.stat().st_mode & 0o666  # safetensors: files only their owner can read
+            for file in folder.iterdir():
+                file.chmod(mode)
+                with file.open("rb") as handle:
+                    os.fsync(handle.fileno())
+            sync_directory(folder)
+            folder.rename(final)
+            sync_directory(self.path)
+        except (OSError, SafetensorError) as error:
+            with contextlib.suppress(OSError):
+                _remove(folder)
+            raise RunError(
+                f"{final}: cannot be written ({error}); the checkpoints before it are whole. Free "
+                "some space or repair the disk, then run the same command again"
+            ) from error
 
     def _link(self, name: str, folder: Path) -> None:
         """Point the relative link `name` at `folder`, replacing the old one in one step."""

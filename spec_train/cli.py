@@ -2,16 +2,26 @@
 needs them, so that --help costs nothing."""
 
 import argparse
+import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from spec_data import __version__
-from spec_data.config import add_options, join_values, resolve, run_cli
+from spec_data.config import (
+    add_options,
+    from_dict,
+    join_values,
+    read_config_file,
+    resolve,
+    run_cli,
+)
 from spec_train.config import DRAFT_OPTIONS, EvalConfig, fit_config, split_config
 
 _RAW = argparse.RawDescriptionHelpFormatter
+_HOW_LONG = {"steps", "epochs"}
 
 FIT_HELP = """\
 Fit a draft to a dataset made by `spec-data generate`. The target is never opened: its embeddings
@@ -29,7 +39,7 @@ examples:
   spec-train fit {draft} --data DATA --out RUN --steps 2000 --batch-size 2 --accumulation 4
       a step of 8 packs, two at a time in memory; the result is that of one batch of 8
   spec-train fit {draft} --config RUN/fit.json --out AGAIN
-      the same run once more, bit for bit on a CPU
+      the same run once more, bit for bit on a CPU; with --epochs 1, a shorter one
   spec-train fit {draft} --data NEW --out MORE --init-from RUN
       begin with what RUN has learned
   spec-train fit {draft} --data DATA --out ZERO --steps 0
@@ -92,8 +102,20 @@ def _add_debug(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _resolve_fit(arguments: argparse.Namespace) -> Any:
+    """Flags over --config over defaults; --steps or --epochs given here replaces the file's both,
+    for a run's own fit.json has one of them, and they exclude each other."""
+    cls = fit_config(arguments.draft)
+    names = {field.name for field in dataclasses.fields(cls)}
+    flags = {k: v for k, v in vars(arguments).items() if k in names and v is not None}
+    table = read_config_file(Path(arguments.config)) if arguments.config else {}
+    if flags.keys() & _HOW_LONG:
+        table = {k: v for k, v in table.items() if k not in _HOW_LONG}
+    return from_dict(cls, table | flags, where=arguments.config or "the command line")
+
+
 def _fit(arguments: argparse.Namespace) -> int:
-    joined: Any = resolve(fit_config(arguments.draft), arguments)
+    joined = _resolve_fit(arguments)
     config, options = split_config(arguments.draft, joined)
     from spec_train.fit import fit
 

@@ -16,6 +16,9 @@ from spec_data.shards.errors import ConfigError, DraftError
 
 T = TypeVar("T")
 
+LEAST_TEMPERATURE = 1e-6
+"""Below this, logits divided by the temperature may overflow, and sampling is greedy anyway."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FitConfig:
@@ -126,6 +129,10 @@ class Eagle3Options:
             raise DraftError(f"step_decay = {self.step_decay}: above 0 and at most 1")
         if self.draft_vocab_size < 0:
             raise DraftError(f"draft_vocab_size = {self.draft_vocab_size}: 0 (all) or more")
+        if not 0 <= self.lambda_scale <= 1:  # else a share of the loss is negative
+            raise DraftError(f"lambda_scale = {self.lambda_scale}: from 0 to 1")
+        if not 0 <= self.lambda_decay < math.inf:
+            raise DraftError(f"lambda_decay = {self.lambda_decay}: 0 or more")
 
     def layer_ids(self, captured: tuple[int, ...]) -> tuple[int, ...]:
         """The ascending layer ids to draft from.
@@ -264,7 +271,10 @@ class EvalConfig:
             raise ConfigError(
                 "--save-responses writes greedy responses: it needs --target and temperature 0"
             )
-        if not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"--temperature {self.temperature}: expected 0 or above")
+        if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature < math.inf:
+            raise ConfigError(
+                f"--temperature {self.temperature}: expected 0 (greedy) or at least "
+                f"{LEAST_TEMPERATURE:g}"
+            )
         _at_least(self, 0, "limit", "draft_tokens", "seed")
         _at_least(self, 1, "max_new_tokens")

@@ -27,6 +27,7 @@ from spec_train.drafts import load_draft
 from spec_train.drafts.eagle3 import Eagle3Draft
 from spec_train.evaluate_data import check_fit, evaluate_data
 from spec_train.evaluate_target import check_draft, check_tokenizer, evaluate_target, load_target
+from spec_train.metrics import shown
 from spec_train.prompts import Prompt, parse_template_kwargs, read_prompts
 
 log = logging.getLogger(__name__)
@@ -256,7 +257,7 @@ def _data_lines(data: dict[str, Any]) -> list[tuple[str, str, str]]:
         ),
         (
             "  teacher-forced length",
-            f"{forced['acceptance_length']:.3f}",
+            shown(forced["acceptance_length"]),
             "the documents' tokens at every depth, as in training",
         ),
         ("  accepted by depth", "", _rates(rates)),

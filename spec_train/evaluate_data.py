@@ -169,7 +169,7 @@ def evaluate_data(
     """Figures of `draft` on the dataset at `path`, on the draft's device and in its dtype."""
     dataset = HiddenStatesDataset(path)
     check_fit(draft, dataset)
-    columns = draft.columns()
+    columns = draft.columns(dataset.manifest.supervision)
     dataset = HiddenStatesDataset(path, columns=columns)
     rows, split = choose_documents(dataset, split, run, limit)
     weight = draft.fc.weight

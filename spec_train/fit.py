@@ -5,7 +5,6 @@ target: its config, embeddings and head are part of the dataset.
 """
 
 import dataclasses
-import json
 import logging
 from dataclasses import dataclass
 from itertools import islice
@@ -51,6 +50,7 @@ def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
         DatasetError, MissingError: the dataset cannot be read. RunError: training failed.
     """
     dataset = HiddenStatesDataset(config.data)
+    DRAFTS[draft_name].check_data(options, dataset.manifest)
     config = resolve_config(config, dataset)
     splits = make_splits(dataset, config)
     run = RunDirectory(config.out, config.keep)
@@ -202,7 +202,7 @@ def _make_draft(
         return kind.from_pretrained(saved.path)
     fresh = kind.build(
         options,
-        target_config=json.loads((dataset.target_dir / "config.json").read_text("utf-8")),
+        target_config=dataset.target_config(),
         manifest=dataset.manifest,
         head=head,
         token_counts=count_supervised_tokens(dataset, splits.train),

@@ -32,7 +32,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.checkpoint import RunDirectory, Saved
 from spec_train.config import FitConfig
 from spec_train.head import TargetHead
-from spec_train.metrics import Sums, add_sums
+from spec_train.metrics import Sums, add_sums, shown
 from spec_train.stream import BatchStream, Step
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,8 @@ class FitResult:
         if self.best and self.best["acceptance_length"] is not None:
             length = self.best["acceptance_length"]
             text += f"; best draft: step {self.best['step']}, acceptance length {length:.3f}"
+        elif self.best and self.best.get("loss") is not None:
+            text += f"; best draft: step {self.best['step']}, loss {self.best['loss']:.4f}"
         return text
 
 
@@ -128,7 +130,7 @@ class Trainer:
         return BatchStream(
             self.dataset,
             plan,
-            self.draft.columns(),
+            self.draft.columns(self.dataset.manifest.supervision),
             batch_size=self.config.batch_size,
             dtype=self.dtype,
             pin=self.device.type == "cuda",
@@ -242,14 +244,14 @@ class Trainer:
         )
         self._pending, self._pending_tokens, self._clock = {}, 0, (now, waited)
         return (
-            f"loss {figures['loss']:.3f}, acceptance length {figures['acceptance_length']:.2f}, "
-            f"{speed:,.0f} tok/s"
+            f"loss {figures['loss']:.3f}, acceptance length "
+            f"{shown(figures['acceptance_length'], 2)}, {speed:,.0f} tok/s"
         )
 
     # -- validation -------------------------------------------------------------------------------
 
     def validate(self) -> None:
-        """Measure the held-out documents; keep the draft if none before was accepted further."""
+        """Measure the held-out documents; keep the draft if none before did better."""
         started = time.perf_counter()
         figures: dict[str, Any] = {}
         if len(self.validation_plan.rows):
@@ -258,13 +260,19 @@ class Trainer:
                 {"step": self.step, "split": "validation", "tokens": self.tokens, **figures}
             )
             log.info(
-                "validation at step %d: loss %.4f, acceptance length %.3f",
-                *(self.step, figures["loss"], figures["acceptance_length"]),
+                "validation at step %d: loss %.4f, acceptance length %s",
+                *(self.step, figures["loss"], shown(figures["acceptance_length"])),
             )
+            if figures["acceptance_length"] is None and self.best is None:
+                log.warning(
+                    "warning: no held-out answer is long enough for a chain of every depth: there "
+                    "is no acceptance length, and `best` is the draft with the longest "
+                    "product-limit length, then the lowest loss"
+                )
         # without held-out documents the last draft is as good a choice as any
-        length = figures.get("acceptance_length", math.nan)
-        if self.best is None or not figures or length > self.best["acceptance_length"]:
-            self.best = {"step": self.step, "acceptance_length": length if figures else None}
+        if self.best is None or not figures or _rank(figures) > _rank(self.best):
+            kept = ("acceptance_length", "product_limit_length", "loss")
+            self.best = {"step": self.step} | {name: figures.get(name) for name in kept}
             self.directory.save_best(self.step, self._save_draft, figures)
         # validation is no part of training speed
         self._clock = self._clock[0] + time.perf_counter() - started, self._clock[1]
@@ -340,6 +348,16 @@ class Trainer:
         self.best, self.step = state["best"], saved.step
         self._saved_step = saved.step
         log.info("going on from %s", saved.path)
+
+
+def _rank(figures: dict[str, Any]) -> tuple[float, float]:
+    """What `best` is chosen by: the longest product-limit length, then the lowest loss.
+
+    Figures that an older release saved have the length of whole chains alone.
+    """
+    length = figures.get("product_limit_length", figures["acceptance_length"])
+    loss = figures.get("loss")
+    return (1.0 if length is None else length), (-math.inf if loss is None else -loss)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -9,12 +9,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from spec_data.shards.errors import DraftError
+from spec_data.shards.errors import DatasetError, DraftError
 from spec_data.shards.packing import shift_left
 from spec_data.shards.schema import FINAL, SUPERVISED, Manifest, layer_column
 from spec_train.config import Eagle3Options
 from spec_train.drafts.eagle3_config import Eagle3Config, special_ids
-from spec_train.drafts.eagle3_loss import eagle3_loss, head_teacher, unrolled_loss
+from spec_train.drafts.eagle3_loss import (
+    Teacher,
+    eagle3_loss,
+    head_teacher,
+    logits_teacher,
+    unrolled_loss,
+)
 from spec_train.drafts.eagle3_model import DraftCache, Eagle3Model
 from spec_train.drafts.eagle3_unroll import (
     Unroll,
@@ -41,15 +47,28 @@ __all__ = [
 ]
 
 
+LOGITS = "logits"
+"""The column, and the supervision, of a dataset that holds all logits of the target."""
+
+
 def check_teachers(manifest: Manifest, options: Eagle3Options) -> None:
     """Refuse a dataset that does not hold the teachers of the slots that are asked for.
 
-    A slot needs the final state of its known token. Slots "serving" have a supervised token after
-    it, which is where `--final supervised` keeps states; "shifted" has slots that do not.
+    A teacher is the target's distribution over the whole draft vocabulary: final states and the
+    head give it, all logits do, the K largest logits do not. A slot needs the one of its known
+    token. Slots "serving" have a supervised token after it, which is where `--final supervised`
+    keeps states; "shifted" has slots that do not.
 
     Raises:
+        DatasetError: the dataset has no such distributions.
         DraftError: some teachers would be zero.
     """
+    if manifest.supervision.startswith("topk"):
+        raise DatasetError(
+            f"{manifest.where}: --supervision {manifest.supervision} keeps too few logits to learn "
+            "from: the draft needs the target's distribution over its whole vocabulary. Generate "
+            "with --supervision final-hidden, or logits where the target's head rules that out"
+        )
     if manifest.final == SUPERVISED and options.slots != "serving":
         raise DraftError(
             f"--slots {options.slots} needs hidden.final at the end of every turn too, and "
@@ -63,6 +82,16 @@ class Eagle3Draft(Eagle3Model):
 
     name: ClassVar[str] = "eagle3"
     options_class: ClassVar[type] = Eagle3Options
+
+    @classmethod
+    def check_data(cls, options: Eagle3Options, manifest: Manifest) -> None:
+        """Refuse a dataset that lacks teachers or layers.
+
+        Raises:
+            DatasetError, DraftError: what is missing, and how to generate it.
+        """
+        check_teachers(manifest, options)
+        options.layer_ids(manifest.layers)
 
     @classmethod
     def build(
@@ -81,7 +110,7 @@ class Eagle3Draft(Eagle3Model):
         Raises:
             DraftError: options, target config and dataset do not go together.
         """
-        check_teachers(manifest, options)
+        cls.check_data(options, manifest)
         vocab = head.spec.vocab_size
         size = min(options.draft_vocab_size or vocab, vocab)
         config = Eagle3Config.from_target(
@@ -115,10 +144,18 @@ class Eagle3Draft(Eagle3Model):
             rows = head.head_weight[self.draft_ids] * head.spec.scale
             self.lm_head.weight.copy_(rows.to(self.lm_head.weight.dtype))
 
-    def columns(self) -> tuple[str, ...]:
-        """Dataset columns that the loss reads."""
+    def columns(self, supervision: str = "final-hidden") -> tuple[str, ...]:
+        """Columns that the loss reads of a dataset with that supervision."""
         states = [layer_column(k) for k in self.config.layers]
-        return ("input_ids", "loss_mask", *states, FINAL, "target_argmax")
+        teacher = LOGITS if supervision == LOGITS else FINAL
+        return ("input_ids", "loss_mask", *states, teacher, "target_argmax")
+
+    def _teacher(self, batch: "DraftBatch", head: TargetHead) -> Teacher:
+        """Teacher of slots: one row further on, from stored logits or final states."""
+        ids = None if self.full_vocabulary else self.draft_ids
+        if LOGITS in batch.hidden:
+            return logits_teacher(batch.hidden[LOGITS].flatten(0, 1), ids, shift=1)
+        return head_teacher(head, batch.hidden[FINAL].flatten(0, 1), ids, shift=1)
 
     def _slots(self, batch: "DraftBatch") -> tuple[Tensor, Tensor, Tensor]:
         """Step-0 slot mask [B, T], its flat slots [n], the target's choice there (draft index)."""
@@ -140,7 +177,6 @@ class Eagle3Draft(Eagle3Model):
         """Loss of a batch over `counts`, the slot counts of the whole optimizer step."""
         options = self.options
         mask, rows, choice = self._slots(batch)
-        ids = None if self.full_vocabulary else self.draft_ids
         return unrolled_loss(
             self,
             aux=batch.aux(self.config.layers),
@@ -148,7 +184,7 @@ class Eagle3Draft(Eagle3Model):
             mask=mask,
             rows=rows,
             choice=choice,
-            teacher=head_teacher(head, batch.hidden[FINAL].flatten(0, 1), ids, shift=1),
+            teacher=self._teacher(batch, head),
             document_ids=batch.document_ids,
             position_ids=batch.position_ids,
             steps=options.ttt_steps,
@@ -164,6 +200,6 @@ class Eagle3Draft(Eagle3Model):
         return self.loss(batch, head, counts)
 
     @staticmethod
-    def summarise(sums: dict[str, Tensor]) -> dict[str, float]:
+    def summarise(sums: dict[str, Tensor]) -> dict[str, float | None]:
         """Figures of added-up sums."""
         return summarise(sums)

@@ -150,12 +150,7 @@ def _teacher(
         table = logits.flatten(0, 1)
         if choice is None:
             choice = table[rows].argmax(-1)
-
-        def of_logits(r: Tensor) -> Tensor:
-            selected = table[r] if ids is None else table[r][:, ids]
-            return torch.softmax(wide(selected), -1)
-
-        return draft.draft_index[choice], of_logits
+        return draft.draft_index[choice], logits_teacher(table, ids)
     if head is None:
         raise DraftError("final_hidden needs head, the target's LM head")
     states = cast(Tensor, final_hidden).flatten(0, 1)
@@ -168,6 +163,16 @@ def _teacher(
 def head_teacher(head: TargetHead, states: Tensor, ids: Tensor | None, shift: int = 0) -> Teacher:
     """Teacher of rows from final hidden states [B*T, H]: row r reads state r + `shift`."""
     return lambda r: torch.softmax(head.logits(states[r + shift], ids), -1)
+
+
+def logits_teacher(logits: Tensor, ids: Tensor | None, shift: int = 0) -> Teacher:
+    """Teacher of rows from the target's logits [B*T, V]: row r reads row r + `shift`."""
+
+    def teacher(r: Tensor) -> Tensor:
+        rows = logits[r + shift]
+        return torch.softmax(wide(rows if ids is None else rows[:, ids]), -1)
+
+    return teacher
 
 
 def unrolled_loss(

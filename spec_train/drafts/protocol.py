@@ -29,6 +29,11 @@ class Draft(Protocol):
     options_class: ClassVar[type]
 
     @classmethod
+    def check_data(cls, options: Any, manifest: Manifest) -> None:
+        """Raise DatasetError or DraftError for a dataset that cannot be learned from."""
+        ...
+
+    @classmethod
     def build(
         cls,
         options: Any,
@@ -41,8 +46,8 @@ class Draft(Protocol):
         """Make a fresh draft for a dataset. `token_counts`: supervised tokens by id, int64 [V]."""
         ...
 
-    def columns(self) -> tuple[str, ...]:
-        """Dataset columns that `loss` reads."""
+    def columns(self, supervision: str) -> tuple[str, ...]:
+        """Columns that `loss` reads of a dataset with that `supervision` (see Manifest)."""
         ...
 
     def slot_counts(self, batch: "DraftBatch") -> Tensor:
@@ -54,8 +59,11 @@ class Draft(Protocol):
         ...
 
     @staticmethod
-    def summarise(sums: dict[str, Tensor]) -> dict[str, float]:
-        """Figures of added-up sums; "loss" and "acceptance_length" are always among them."""
+    def summarise(sums: dict[str, Tensor]) -> dict[str, float | None]:
+        """Figures of added-up sums; None: nothing to measure it on.
+
+        Always among them: "loss" (a number), "acceptance_length" and "product_limit_length".
+        """
         ...
 
     def trainable_parameters(self) -> list[nn.Parameter]:

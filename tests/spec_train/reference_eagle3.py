@@ -67,11 +67,8 @@ class Reference:
     steps: list[StepSums]
     chains: int  # chains whose S depths are all in the slot mask
     survivors: list[int]  # [S] chains hit at every depth up to this one
-
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens per verification by greedy chains of S drafts; 1 when there is no chain."""
-        return 1.0 + sum(n / self.chains for n in self.survivors) if self.chains else 1.0
+    at_risk: list[int]  # [S] chains of any length, in the slot mask so far and hit before
+    kept: list[int]  # [S] those of them hit here too
 
 
 def slot_counts(m: Sequence[int], t: int, s: int, slots: str) -> bool:
@@ -97,9 +94,17 @@ def reference_loss(
     """Compute the loss over all `documents`; `counts` replaces the denominators, one per step."""
     steps = [StepSums() for _ in range(config.steps)]
     chains, survivors = 0, [0] * config.steps
+    at_risk, kept = [0] * config.steps, [0] * config.steps
     for document in documents:
         hits = _add_document(state, config, document, steps)
         for t in range(len(document.x)):
+            for s in range(config.steps):
+                if not slot_counts(document.m, t, s, config.slots):
+                    break
+                at_risk[s] += 1
+                if not hits[t, s]:
+                    break
+                kept[s] += 1
             if not all(slot_counts(document.m, t, s, config.slots) for s in range(config.steps)):
                 continue
             chains += 1
@@ -112,7 +117,14 @@ def reference_loss(
         weights += config.decay**s
         if count:
             total = total + config.decay**s * step.loss / count
-    return Reference(loss=total / weights, steps=steps, chains=chains, survivors=survivors)
+    return Reference(
+        loss=total / weights,
+        steps=steps,
+        chains=chains,
+        survivors=survivors,
+        at_risk=at_risk,
+        kept=kept,
+    )
 
 
 def reference_logits(

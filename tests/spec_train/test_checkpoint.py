@@ -162,9 +162,39 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(run, damage,
 
 
 def test_no_whole_checkpoint_is_an_error_not_a_fresh_start(run):
+    """However often it is tried: what was measured and learned stays."""
+    run.append_metrics({"step": 1})
+    run.save_best(1, save_draft_of(1), {"acceptance_length": 2.0})
     DAMAGE["truncated"](save(run, 1))
-    with pytest.raises(RunError, match=r"no checkpoint is whole.*checkpoint-00000001"):
+    for _ in range(3):
+        with pytest.raises(RunError, match=r"no checkpoint is whole.*checkpoint-00000001"):
+            run.load_newest()
+        run = reopen(run)
+    run.path.joinpath("damaged-checkpoint-00000001").rename(run.path / "checkpoint-00000001")
+    with pytest.raises(RunError, match=r"no checkpoint is whole.*checksum differs"):
         run.load_newest()
+    save(run, 2)
+    assert run.load_newest().step == 2
+
+
+def full_disk(*args, **kwargs):
+    raise checkpoint.SafetensorError("I/O error: No space left on device (os error 28)")
+
+
+def test_a_full_disk_is_said_in_words_and_leaves_nothing_behind(run, monkeypatch):
+    save(run, 1)
+    names = sorted(p.name for p in run.path.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", full_disk)
+        for attempt in (lambda: save(run, 2), lambda: run.save_best(2, save_draft_of(2), {})):
+            with pytest.raises(RunError, match=r"cannot be written.*No space left.*Free some"):
+                attempt()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "dump_json", lambda _: os.open("/proc/none/x", os.O_WRONLY))
+        with pytest.raises(RunError, match=r"checkpoint-00000002: cannot be written"):
+            save(run, 2)
+    assert sorted(p.name for p in run.path.iterdir()) == names
+    assert run.load_newest().step == 1
 
 
 def test_best_can_be_replaced_again_and_again_even_by_the_same_step(run):

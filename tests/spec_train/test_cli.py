@@ -81,6 +81,10 @@ def test_no_draft_option_hides_a_common_one(draft):
         (["--batch-size", "0"], "--batch-size 0: expected at least 1"),
         (["--validation", "1.5"], "--validation 1.5"),
         (["--ttt-steps", "0"], "ttt_steps"),
+        (["--lambda-scale", "-5"], "lambda_scale = -5.0: from 0 to 1"),
+        (["--lambda-scale", "nan"], "lambda_scale"),
+        (["--lambda-decay", "-3"], "lambda_decay = -3.0: 0 or more"),
+        (["--lambda-decay", "inf"], "lambda_decay"),
         (["--layers", "77"], "77"),
         (["--device", "warp:9"], "--device warp:9"),
         (["--init-from", "/nowhere"], "/nowhere"),
@@ -113,6 +117,26 @@ def test_config_file_and_flags_make_one_config(data, tmp_path):
     resolved = json.loads((tmp_path / "run" / "fit.json").read_text())
     assert (resolved["lr"], resolved["fc_norm"], resolved["seq_len"]) == (0.002, True, 48)
     assert (resolved["dtype"], resolved["epochs"]) == ("fp32", None)
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [("--epochs", {"steps": None, "epochs": 1}), ("--steps", {"steps": 1, "epochs": None})],
+)
+def test_a_flag_replaces_how_long_the_config_file_says(data, tmp_path, flag, said, capsys):
+    """Both a file with steps and one with epochs; two flags still contradict each other."""
+    assert main(flags(data, tmp_path / "steps")) == 0
+    epochs = ["--data", str(data), "--out", str(tmp_path / "epochs"), "--epochs", "2"]
+    shape = ["--seq-len", "48", "--ttt-steps", "2"]
+    assert main(["fit", "eagle3", *epochs, *shape]) == 0
+    for name in ("steps", "epochs"):
+        out = tmp_path / f"from-{name}"
+        file = str(tmp_path / name / "fit.json")
+        assert main(["fit", "eagle3", "--config", file, "--out", str(out), flag, "1"]) == 0
+        resolved = json.loads((out / "fit.json").read_text())
+        assert {key: resolved[key] for key in said} == said
+    assert main(["fit", "eagle3", "--config", file, "--steps", "1", "--epochs", "1"]) == 2
+    assert "one or the other" in capsys.readouterr().err
 
 
 def test_lr_default_follows_the_width(data, tmp_path):

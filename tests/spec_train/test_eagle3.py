@@ -188,7 +188,7 @@ def test_nothing_supervised_gives_zero_gradients_everywhere(
     gradients = _gradients(draft, out.loss)
     assert float(out.loss.detach()) == 0
     assert all(not g.any() for g in gradients.values())
-    assert Eagle3Draft.summarise(out.sums)["acceptance_length"] == 1
+    assert Eagle3Draft.summarise(out.sums)["acceptance_length"] is None
 
 
 def test_bfloat16_and_autocast_stay_near_float32(

@@ -96,6 +96,8 @@ def assert_same(result: DraftLoss, expected: Reference) -> None:
         "acceptance": [step.acceptance for step in expected.steps],
         "survive": expected.survivors,
         "chains": expected.chains,
+        "at_risk": expected.at_risk,
+        "kept": expected.kept,
     }
     for name, value in parts.items():
         close(

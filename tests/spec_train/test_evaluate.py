@@ -401,6 +401,8 @@ def test_a_dataset_of_another_target_or_without_a_layer_is_refused(workplace, tm
             "--save-responses writes greedy",
         ),
         ({"data": "d", "temperature": -1.0}, "--temperature -1.0"),
+        ({"data": "d", "temperature": 1e-320}, "--temperature 1e-320: .* at least 1e-06"),
+        ({"data": "d", "temperature": float("nan")}, "--temperature nan"),
         ({"data": "d", "max_new_tokens": 0}, "--max-new-tokens 0"),
     ],
 )

@@ -51,7 +51,25 @@ def test_sums_of_parts_give_the_figures_of_the_whole() -> None:
     assert torch.equal(parts[0]["hits"], first)  # adding leaves the parts alone
 
 
-def test_without_chains_nothing_is_accepted_and_nothing_is_nan() -> None:
+def test_chains_that_end_early_tell_of_the_depths_they_have() -> None:
+    """Four chains of one depth, three of them hit; two of the three go on, and one hits again."""
+    hits, drafted = [[1, 1, 1, 0], [1, 0, 1, 1]], [[1, 1, 1, 1], [1, 1, 0, 0]]
+    figures = summarise(_sums(hits, drafted))
+    assert figures["product_limit_length"] == 1 + 3 / 4 + 3 / 4 * 1 / 2
+    assert (figures["chains"], figures["acceptance_length"]) == (2, 2.5)
+    whole = summarise(_sums([row[:2] for row in hits], [row[:2] for row in drafted]))
+    assert whole["product_limit_length"] == whole["acceptance_length"]
+
+
+def test_without_whole_chains_there_is_no_acceptance_length_but_an_estimate() -> None:
+    figures = summarise(_sums([[1, 0], [0, 0]], [[1, 1], [0, 0]]))
+    assert figures["acceptance_length"] is None and figures["chains"] == 0
+    assert figures["product_limit_length"] == 1.5
+    assert figures["hit_rate/1"] == 0.5
+    assert figures["hit_rate/2"] is figures["accept_rate/1"] is None
+
+
+def test_what_was_not_measured_is_none_and_never_nan() -> None:
     figures = summarise(_sums([[0], [0]], [[0], [0]]))
-    assert figures["acceptance_length"] == 1.0 and figures["chains"] == 0
-    assert all(value == value for value in figures.values())
+    assert figures.pop("loss") == figures.pop("chains") == 0
+    assert set(figures.values()) == {None}

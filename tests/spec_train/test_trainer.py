@@ -112,8 +112,9 @@ def test_training_teaches(tmp_path):
     assert [m["step"] for m in held_out] == [0, 60, 120]
     assert held_out[-1]["loss"] < 0.8 * held_out[0]["loss"]
     assert held_out[-1]["acceptance_length"] > held_out[0]["acceptance_length"] + 0.3
-    best = max(held_out, key=lambda m: m["acceptance_length"])
-    assert result.best == {k: best[k] for k in ("step", "acceptance_length")}
+    best = max(held_out, key=lambda m: m["product_limit_length"])
+    wanted = ("step", "acceptance_length", "product_limit_length", "loss")
+    assert result.best == {k: best[k] for k in wanted}
     kept = json.loads((Path(config.out) / "best" / "validation.json").read_text())
     assert kept["acceptance_length"] == best["acceptance_length"]
 
@@ -440,9 +441,42 @@ def test_masters_are_fp32_and_only_matrices_decay(config):
 
 def test_without_validation_the_last_draft_is_the_best(config):
     result = run(change(config, validation=0.0))
-    assert result.best == {"step": 12, "acceptance_length": None}
+    assert result.best["step"] == 12 and set(result.best.values()) == {12, None}
     best, last = (load_file(Path(config.out) / d / "model.safetensors") for d in ("best", "last"))
     assert all(torch.equal(best[n], last[n]) for n in best)
+
+
+def test_on_short_answers_the_best_draft_is_a_trained_one(tmp_path, config, caplog):
+    """No answer is as long as a chain, and no draft of so short a run is ever accepted."""
+    documents = [(list(range(i, i + 8)), [0] * 5 + [1] * 3, [("user", 0, 5)]) for i in range(40)]
+    data = tiny_dataset(tmp_path / "short", documents=documents)
+    result = run(change(config, data=str(data)), dataclasses.replace(OPTIONS, ttt_steps=5))
+    held_out = [m for m in metrics(config.out) if m["split"] == "validation"]
+    assert {m["chains"] for m in held_out} == {0}
+    assert {m["acceptance_length"] for m in held_out} == {None}
+    assert held_out[-1]["loss"] < held_out[0]["loss"]
+    best = max(held_out, key=lambda m: (m["product_limit_length"], -m["loss"]))
+    assert result.best["step"] == best["step"] > 0
+    assert json.loads((Path(config.out) / "best" / "validation.json").read_text())["step"] > 0
+    assert caplog.text.count("no held-out answer is long enough for a chain") == 1
+    assert f"best draft: step {best['step']}, loss {best['loss']:.4f}" in str(result)
+
+
+@pytest.mark.parametrize("lengths", [[2.0, 2.0, 2.0], [2.0, 2.5, 2.0]])
+def test_of_drafts_accepted_equally_far_the_one_with_the_lower_loss_is_best(
+    config, monkeypatch, lengths
+):
+    """A lower loss never makes up for a shorter acceptance."""
+    figures = iter(
+        {"acceptance_length": 2.0, "product_limit_length": length, "loss": loss}
+        for length, loss in zip(lengths, [3.0, 2.0, 1.0], strict=True)
+    )
+    monkeypatch.setattr(Trainer, "_held_out_sums", lambda self: {})
+    scripted = staticmethod(lambda sums: next(figures))
+    monkeypatch.setattr(DRAFTS["eagle3"], "summarise", scripted)
+    monkeypatch.setattr(Trainer, "_log", lambda self, step: "")
+    result = run(change(config, steps=2, eval_every=1))
+    assert result.best["step"] == (2 if lengths[1] == 2.0 else 1)
 
 
 def test_nothing_to_train_on_says_why(tmp_path, config):
