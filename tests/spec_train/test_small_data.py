@@ -182,5 +182,5 @@ def test_a_dataset_without_the_targets_config_is_named(small, tmp_path, content,
     file.unlink()
     if content is not None:
         file.write_text(content)
-    with pytest.raises(error, match=r"target/config\.json: (missing|damaged)"):
+    with pytest.raises(error, match=r"target/config\.json: (missing|changed or damaged)"):
         fit("eagle3", fit_config_of(tmp_path / "data", tmp_path / "run"), Eagle3Options(**DRAFT))
