@@ -33,6 +33,10 @@ from spec_train.prompts import Prompt, parse_template_kwargs, read_prompts
 log = logging.getLogger(__name__)
 
 _RUN_FIELDS = ("data", "seed", "validation", "seq_len")
+_UNKNOWN_KWARGS = (
+    "neither the draft nor its training data says with which chat template kwargs the data was "
+    "rendered, so prompts are rendered without any; if there were some, give --chat-template-kwargs"
+)
 
 
 def run_eval(config: EvalConfig) -> dict[str, Any]:
@@ -48,13 +52,18 @@ def run_eval(config: EvalConfig) -> dict[str, Any]:
     device = usable_device(config.device)
     prompts = read_prompts(Path(config.prompts), config.limit) if config.prompts else []
     draft = load_draft(folder).eval()
+    warnings: list[str] = []
     if config.data is not None:  # what does not fit is said before the target is loaded
-        check_fit(draft, HiddenStatesDataset(config.data))
+        _warn(warnings, check_fit(draft, HiddenStatesDataset(config.data)))
     depth = config.draft_tokens or draft.options.ttt_steps
-    report: dict[str, Any] = {"acceptance_length": None, "draft": str(folder)}
+    report: dict[str, Any] = {
+        "acceptance_length": None,
+        "draft": str(folder),
+        "warnings": warnings,
+    }
     saved: list[dict[str, list[int]]] = []
     if config.target is not None:
-        found, saved = _decode(config, draft, device, depth, run, prompts)
+        found, saved = _decode(config, draft, device, depth, run, prompts, warnings)
         report |= found
     else:
         draft.to(device, _dtype(config.dtype, device))
@@ -82,24 +91,45 @@ def _decode(
     depth: int,
     run: dict[str, Any] | None,
     prompts: Sequence[Prompt],
+    warnings: list[str],
 ) -> tuple[dict[str, Any], list[dict[str, list[int]]]]:
-    """Load the target, check that everything belongs together, decode; moves the draft to it."""
+    """Load the target, check that everything belongs together, decode; moves the draft to it.
+
+    Appends to `warnings`.
+    """
     model, tokenizer = load_target(config, device)
-    warnings = check_draft(draft, model)
+    _warn(warnings, check_draft(draft, model))
     draft.to(device, model.dtype)
-    kwargs: dict[str, Any] = {}
+    trained = trained_rendering(draft.config.origin, run)
+    kwargs: dict[str, Any] = trained.get("chat_template_kwargs", {})
     if config.chat_template_kwargs is not None:
         kwargs = parse_template_kwargs(config.chat_template_kwargs)
-    elif run is not None:
-        kwargs = run["chat_template_kwargs"] or {}
-    warnings += check_tokenizer(tokenizer, kwargs, run)
-    for warning in warnings:
-        log.warning("warning: %s", warning)
+    elif "chat_template_kwargs" not in trained and tokenizer.chat_template:
+        _warn(warnings, [_UNKNOWN_KWARGS])
+    _warn(warnings, check_tokenizer(tokenizer, kwargs, trained))
     found, saved = evaluate_target(
         draft, model, tokenizer, config, prompts, depth=depth, template_kwargs=kwargs
     )
-    about = {"target": config.target, "warnings": warnings, "chat_template_kwargs": kwargs}
-    return about | found, saved
+    return {"target": config.target, "chat_template_kwargs": kwargs} | found, saved
+
+
+def _warn(warnings: list[str], found: list[str]) -> None:
+    for warning in found:
+        log.warning("warning: %s", warning)
+    warnings += found
+
+
+def trained_rendering(origin: dict[str, Any], run: dict[str, Any] | None) -> dict[str, Any]:
+    """How the training data was rendered, as far as the draft's `origin` or its run says.
+
+    `chat_template_kwargs`, `chat_template_hash`, and `folder` with the target's tokenizer.
+    """
+    found = dict(origin)
+    if run is not None:
+        found["folder"] = Path(run["data"]) / "target"
+        if run["chat_template_kwargs"] is not None:
+            found.setdefault("chat_template_kwargs", run["chat_template_kwargs"])
+    return found
 
 
 def _check_outputs(config: EvalConfig) -> None:

@@ -20,7 +20,7 @@ from spec_train.config import Eagle3Options, EvalConfig
 from spec_train.decode import decode_plain, decode_speculative
 from spec_train.drafts.eagle3 import Eagle3Draft, serving_chains
 from spec_train.drafts.eagle3_config import Eagle3Config
-from spec_train.evaluate import run_eval
+from spec_train.evaluate import run_eval, trained_rendering
 from spec_train.evaluate_data import choose_documents, serving_sums
 from spec_train.head import TargetHead
 from spec_train.sampling import Greedy, make_sampler
@@ -72,6 +72,7 @@ def make_draft(model: Any, draft_vocab: int = VOCAB) -> Eagle3Draft:
         draft_vocab_size=draft_vocab,
         options=options,
         dtype="float32",
+        origin={"chat_template_kwargs": {}},
     )
     draft = Eagle3Draft(config, options)
     draft.adopt(head_of(model))
@@ -299,17 +300,18 @@ def test_a_draft_of_another_target_is_refused_or_warned_about(workplace, tmp_pat
 def test_prompts_rendered_unlike_the_training_data_are_warned_about(workplace, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(workplace / "target")
     run = {"data": str(tmp_path), "chat_template_kwargs": {"enable_thinking": False}}
-    assert evaluate_target.check_tokenizer(tokenizer, {}, run) == []  # nothing to compare with
-    tokenizer.save_pretrained(tmp_path / "target")
     same = {"enable_thinking": False}
-    assert evaluate_target.check_tokenizer(tokenizer, same, run) == []
-    (warning,) = evaluate_target.check_tokenizer(tokenizer, {}, run)
+    trained = trained_rendering({}, run)
+    assert evaluate_target.check_tokenizer(tokenizer, same, trained) == []  # no tokenizer there
+    tokenizer.save_pretrained(tmp_path / "target")
+    assert evaluate_target.check_tokenizer(tokenizer, same, trained) == []
+    (warning,) = evaluate_target.check_tokenizer(tokenizer, {}, trained)
     assert "--chat-template-kwargs {}; the training data has {'enable_thinking': False}" in warning
     tokenizer.chat_template = "Once upon a time " + TEMPLATE
     tokenizer.add_tokens(["brand-new"])
-    first, second = evaluate_target.check_tokenizer(tokenizer, same, run)
+    first, second = evaluate_target.check_tokenizer(tokenizer, same, trained)
     assert "vocabulary is not that" in first and "chat template is not that" in second
-    assert evaluate_target.check_tokenizer(tokenizer, {}, None) == []
+    assert evaluate_target.check_tokenizer(tokenizer, {}, trained_rendering({}, None)) == []
 
 
 @pytest.fixture(scope="module")
@@ -374,7 +376,10 @@ def test_a_run_says_which_documents_were_held_out(workplace, data, tmp_path):
 def test_a_dataset_of_another_target_or_without_a_layer_is_refused(workplace, tmp_path):
     tiny_dataset(tmp_path / "wide", n_docs=2, vocab=80)
     tiny_dataset(tmp_path / "few", n_docs=2, vocab=VOCAB, layers=(0, 1))
+    other = tiny_llama(VOCAB, seed=9)
+    tiny_dataset(tmp_path / "other", n_docs=2, layers=(0, 1, 2), model=other)
     for name, said in (
+        ("other", r"--draft: a draft of another target than that of .*other \(100"),
         ("wide", "target of vocabulary 64, .*wide has 80"),
         ("few", r"layers \[0, 2\]; .*few holds \[0, 1\], without \[2\]"),
     ):
