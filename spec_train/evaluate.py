@@ -1,8 +1,9 @@
 """`spec-train eval`: measure a draft on a dataset, against its target, or both, and report.
 
 `run_eval` prints a table, writes every figure to --json, and fails (exit code 1) when greedy output
-differed from plain decoding by more than the dtype's noise. Its `acceptance_length` is that of real
-decoding where a target was given, else that of the serving-like walk over the dataset.
+differed from plain decoding by more than the dtype's noise, or when no prompt was answered. Its
+`acceptance_length` is that of real decoding where a target was given, else that of the serving-like
+walk over the dataset; null where there was nothing to measure.
 """
 
 import json
@@ -44,7 +45,8 @@ def run_eval(config: EvalConfig) -> dict[str, Any]:
 
     Raises:
         SpecDataError: draft, dataset, target or prompts do not exist or do not fit together.
-        RunError: greedy decoding with the draft was not what the target alone says.
+        RunError: greedy decoding with the draft was not what the target alone says, or no prompt
+            could be answered.
     """
     _check_outputs(config)
     folder = resolve_draft_dir(config.draft)
@@ -73,6 +75,7 @@ def run_eval(config: EvalConfig) -> dict[str, Any]:
         )
         if config.target is None:
             report["acceptance_length"] = report["data"]["walk"]["acceptance_length"]
+    _warn(warnings, _unmeasured(report))
     report |= _setting(draft, device, depth) | {"options": to_dict(config)}
     if config.save_responses:
         lines = "".join(json.dumps(row) + "\n" for row in saved)
@@ -80,6 +83,7 @@ def run_eval(config: EvalConfig) -> dict[str, Any]:
     if config.json:
         write_atomically(Path(config.json), dump_json(report))
     print(table(report))
+    _require_answers(report)
     _require_lossless(report)
     return report
 
@@ -208,6 +212,30 @@ def _setting(draft: Any, device: torch.device, depth: int) -> dict[str, Any]:
     }
 
 
+def _unmeasured(report: dict[str, Any]) -> list[str]:
+    """Warnings for figures that are null because nothing was there to measure."""
+    found = []
+    if "target" in report and report["responses"] and not report["rounds"]:
+        found.append(
+            "no draft was verified: every response ended with the token that the prompt alone "
+            "gives. Raise --max-new-tokens, or give prompts with longer answers"
+        )
+    if "data" in report and not report["data"]["walk"]["rounds"]:
+        found.append(
+            "no round in the dataset: none of the measured documents has a supervised token after "
+            "a known one. Measure more of them, or documents with longer answers"
+        )
+    return found
+
+
+def _require_answers(report: dict[str, Any]) -> None:
+    if "target" in report and not report["responses"]:
+        raise RunError(
+            f"nothing was measured: none of {report['prompts']} prompts leaves room for an answer "
+            "in the target's context; give shorter ones"
+        )
+
+
 def _require_lossless(report: dict[str, Any]) -> None:
     different = report.get("different")
     if different:
@@ -238,7 +266,7 @@ def _decoding_lines(report: dict[str, Any]) -> list[tuple[str, str, str]]:
         ("real decoding", "", f"{report['target']}, {kind}, {report['dtype']}, {report['device']}"),
         (
             "  acceptance length",
-            f"{report['acceptance_length']:.3f}",
+            shown(report["acceptance_length"]),
             f"tokens per target verification, {report['draft_tokens']} drafted each",
         ),
         ("  accepted by depth", "", _rates(report["accept_rate"])),
@@ -254,7 +282,7 @@ def _decoding_lines(report: dict[str, Any]) -> list[tuple[str, str, str]]:
         ),
         ("  tokens/s", f"{report['tokens_per_second']:.1f}", "with the draft, prefill included"),
         ("  tokens/s plain", f"{report['plain_tokens_per_second']:.1f}", "the target alone"),
-        ("  speed-up", f"{report['speedup'] or 0:.2f}x", "in this implementation, batch of one"),
+        ("  speed-up", shown(report["speedup"], 2) + "x", "in this implementation, batch of one"),
     ]
     if report["identical"] is not None:
         wrong = len(report["different"])
@@ -274,13 +302,13 @@ def _data_lines(data: dict[str, Any]) -> list[tuple[str, str, str]]:
         ("dataset", "", f"{data['path']}, {data['split']}: {data['documents']:,} documents"),
         (
             "  serving-like length",
-            f"{walk['acceptance_length']:.3f}",
+            shown(walk["acceptance_length"]),
             f"own tokens and states, {walk['rounds']:,} rounds: predicts real greedy decoding",
         ),
         ("  accepted by depth", "", _rates(walk["accept_rate"])),
         (
             "  over all slots",
-            f"{slots['acceptance_length']:.3f}",
+            shown(slots["acceptance_length"]),
             f"the same from every supervised token, {slots['rounds']:,} chains",
         ),
         (

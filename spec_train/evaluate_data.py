@@ -25,7 +25,7 @@ from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_train.batch import DraftBatch
 from spec_train.drafts.eagle3 import Eagle3Draft, check_teachers, serving_chains
 from spec_train.head import TargetHead
-from spec_train.metrics import add_sums
+from spec_train.metrics import add_sums, shown
 from spec_train.origin import require_same_embedding, weights_warning
 from spec_train.serving import ServingSums, document_sums
 
@@ -184,7 +184,7 @@ def evaluate_data(
             teacher_forced = add_sums([teacher_forced, sums])
             serving += serving_sums(batch, serving_chains(draft, batch, head, depth))
             bar.update(len(pack))
-            bar.set_postfix(acceptance=f"{serving.walk_figures().acceptance_length:.3f}")
+            bar.set_postfix(acceptance=shown(serving.walk_figures().acceptance_length))
     return {
         "path": str(path),
         "split": split,

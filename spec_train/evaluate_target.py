@@ -28,12 +28,8 @@ from spec_train.decode import (
     examine_difference,
 )
 from spec_train.drafts.eagle3 import Eagle3Draft
-from spec_train.prompts import (
-    Prompt,
-    opening,
-    render,
-    render_text,
-)
+from spec_train.metrics import shown
+from spec_train.prompts import Prompt, opening, render, render_text
 from spec_train.sampling import make_sampler
 
 log = logging.getLogger(__name__)
@@ -79,9 +75,9 @@ class Tally:
                 self.accepted[depth] += 1
 
     @property
-    def acceptance_length(self) -> float:
-        """Tokens per verification of the target; 1 before the first."""
-        return self.emitted / self.rounds if self.rounds else 1.0
+    def acceptance_length(self) -> float | None:
+        """Tokens per verification of the target; None before the first."""
+        return self.emitted / self.rounds if self.rounds else None
 
 
 def load_target(config: EvalConfig, device: torch.device) -> tuple[Any, Any]:
@@ -323,6 +319,6 @@ def evaluate_target(
     with tqdm(prompts, unit="prompt", desc="decode", leave=False) as bar:
         for prompt in bar:
             bench.converse(prompt, template_kwargs)
-            bar.set_postfix(acceptance=f"{bench.tally.acceptance_length:.3f}")
+            bar.set_postfix(acceptance=shown(bench.tally.acceptance_length))
     result = {"prompts": len(prompts), **figures(bench.tally, depth, config.temperature)}
     return result, bench.saved

@@ -273,6 +273,36 @@ def test_prompts_that_fill_the_context_are_counted(workplace, tmp_path):
     assert report["responses"] == report["identical"] == 2
 
 
+def test_nothing_measured_is_an_error_or_null_and_never_a_length_of_one(
+    workplace, target, tmp_path, capsys
+):
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "w9 " * 600}) + "\n")
+    config = config_of(
+        workplace, prompts=str(tmp_path / "p.jsonl"), json=str(tmp_path / "none.json")
+    )
+    with pytest.raises(RunError, match="none of 1 prompts leaves room for an answer"):
+        run_eval(config)
+    written = json.loads((tmp_path / "none.json").read_text())
+    assert (written["acceptance_length"], written["responses"]) == (None, 0)
+
+    capsys.readouterr()
+    report = run_eval(config_of(workplace, max_new_tokens=1, limit=2))
+    assert (report["responses"], report["rounds"], report["acceptance_length"]) == (2, 0, None)
+    (warning,) = report["warnings"]
+    assert "no draft was verified" in warning
+    (line,) = [row for row in capsys.readouterr().out.splitlines() if "acceptance length" in row]
+    assert line.split()[2] == "-"
+
+    documents = [([9, 10, 11, 12], [0, 0, 0, 1], [("user", 0, 3), ("assistant", 3, 4)])] * 2
+    data = tiny_dataset(tmp_path / "short", layers=(0, 1, 2), model=target, documents=documents)
+    report = run_eval(EvalConfig(draft=config.draft, data=str(data), device="cpu"))
+    assert report["acceptance_length"] is report["data"]["walk"]["acceptance_length"] is None
+    assert report["data"]["slots"]["acceptance_length"] is None
+    assert report["data"]["teacher_forced"]["acceptance_length"] is None
+    (warning,) = report["warnings"]
+    assert "no round in the dataset" in warning
+
+
 def test_a_draft_of_another_target_is_refused_or_warned_about(workplace, tmp_path, target):
     tiny_llama(VOCAB, hidden=16).save_pretrained(tmp_path / "narrow")
     tiny_llama(80).save_pretrained(tmp_path / "wide")
