@@ -1,8 +1,9 @@
 """`spec-train eval`: measure a draft on a dataset, against its target, or both, and report.
 
 `run_eval` prints a table, writes every figure to --json, and fails (exit code 1) when greedy output
-differed from plain decoding by more than the dtype's noise. Its `acceptance_length` is that of real
-decoding where a target was given, else that of the serving-like walk over the dataset.
+differed from plain decoding by more than the dtype's noise, or when no prompt was answered. Its
+`acceptance_length` is that of real decoding where a target was given, else that of the serving-like
+walk over the dataset; null where there was nothing to measure.
 """
 
 import json
@@ -33,6 +34,10 @@ from spec_train.prompts import Prompt, parse_template_kwargs, read_prompts
 log = logging.getLogger(__name__)
 
 _RUN_FIELDS = ("data", "seed", "validation", "seq_len")
+_UNKNOWN_KWARGS = (
+    "neither the draft nor its training data says with which chat template kwargs the data was "
+    "rendered, so prompts are rendered without any; if there were some, give --chat-template-kwargs"
+)
 
 
 def run_eval(config: EvalConfig) -> dict[str, Any]:
@@ -40,7 +45,8 @@ def run_eval(config: EvalConfig) -> dict[str, Any]:
 
     Raises:
         SpecDataError: draft, dataset, target or prompts do not exist or do not fit together.
-        RunError: greedy decoding with the draft was not what the target alone says.
+        RunError: greedy decoding with the draft was not what the target alone says, or no prompt
+            could be answered.
     """
     _check_outputs(config)
     folder = resolve_draft_dir(config.draft)
@@ -48,13 +54,18 @@ def run_eval(config: EvalConfig) -> dict[str, Any]:
     device = usable_device(config.device)
     prompts = read_prompts(Path(config.prompts), config.limit) if config.prompts else []
     draft = load_draft(folder).eval()
+    warnings: list[str] = []
     if config.data is not None:  # what does not fit is said before the target is loaded
-        check_fit(draft, HiddenStatesDataset(config.data))
+        _warn(warnings, check_fit(draft, HiddenStatesDataset(config.data)))
     depth = config.draft_tokens or draft.options.ttt_steps
-    report: dict[str, Any] = {"acceptance_length": None, "draft": str(folder)}
+    report: dict[str, Any] = {
+        "acceptance_length": None,
+        "draft": str(folder),
+        "warnings": warnings,
+    }
     saved: list[dict[str, list[int]]] = []
     if config.target is not None:
-        found, saved = _decode(config, draft, device, depth, run, prompts)
+        found, saved = _decode(config, draft, device, depth, run, prompts, warnings)
         report |= found
     else:
         draft.to(device, _dtype(config.dtype, device))
@@ -64,6 +75,7 @@ def run_eval(config: EvalConfig) -> dict[str, Any]:
         )
         if config.target is None:
             report["acceptance_length"] = report["data"]["walk"]["acceptance_length"]
+    _warn(warnings, _unmeasured(report))
     report |= _setting(draft, device, depth) | {"options": to_dict(config)}
     if config.save_responses:
         lines = "".join(json.dumps(row) + "\n" for row in saved)
@@ -71,6 +83,7 @@ def run_eval(config: EvalConfig) -> dict[str, Any]:
     if config.json:
         write_atomically(Path(config.json), dump_json(report))
     print(table(report))
+    _require_answers(report)
     _require_lossless(report)
     return report
 
@@ -82,24 +95,45 @@ def _decode(
     depth: int,
     run: dict[str, Any] | None,
     prompts: Sequence[Prompt],
+    warnings: list[str],
 ) -> tuple[dict[str, Any], list[dict[str, list[int]]]]:
-    """Load the target, check that everything belongs together, decode; moves the draft to it."""
+    """Load the target, check that everything belongs together, decode; moves the draft to it.
+
+    Appends to `warnings`.
+    """
     model, tokenizer = load_target(config, device)
-    warnings = check_draft(draft, model)
+    _warn(warnings, check_draft(draft, model))
     draft.to(device, model.dtype)
-    kwargs: dict[str, Any] = {}
+    trained = trained_rendering(draft.config.origin, run)
+    kwargs: dict[str, Any] = trained.get("chat_template_kwargs", {})
     if config.chat_template_kwargs is not None:
         kwargs = parse_template_kwargs(config.chat_template_kwargs)
-    elif run is not None:
-        kwargs = run["chat_template_kwargs"] or {}
-    warnings += check_tokenizer(tokenizer, kwargs, run)
-    for warning in warnings:
-        log.warning("warning: %s", warning)
+    elif "chat_template_kwargs" not in trained and tokenizer.chat_template:
+        _warn(warnings, [_UNKNOWN_KWARGS])
+    _warn(warnings, check_tokenizer(tokenizer, kwargs, trained))
     found, saved = evaluate_target(
         draft, model, tokenizer, config, prompts, depth=depth, template_kwargs=kwargs
     )
-    about = {"target": config.target, "warnings": warnings, "chat_template_kwargs": kwargs}
-    return about | found, saved
+    return {"target": config.target, "chat_template_kwargs": kwargs} | found, saved
+
+
+def _warn(warnings: list[str], found: list[str]) -> None:
+    for warning in found:
+        log.warning("warning: %s", warning)
+    warnings += found
+
+
+def trained_rendering(origin: dict[str, Any], run: dict[str, Any] | None) -> dict[str, Any]:
+    """How the training data was rendered, as far as the draft's `origin` or its run says.
+
+    `chat_template_kwargs`, `chat_template_hash`, and `folder` with the target's tokenizer.
+    """
+    found = dict(origin)
+    if run is not None:
+        found["folder"] = Path(run["data"]) / "target"
+        if run["chat_template_kwargs"] is not None:
+            found.setdefault("chat_template_kwargs", run["chat_template_kwargs"])
+    return found
 
 
 def _check_outputs(config: EvalConfig) -> None:
@@ -180,6 +214,30 @@ def _setting(draft: Any, device: torch.device, depth: int) -> dict[str, Any]:
     }
 
 
+def _unmeasured(report: dict[str, Any]) -> list[str]:
+    """Warnings for figures that are null because nothing was there to measure."""
+    found = []
+    if "target" in report and report["responses"] and not report["rounds"]:
+        found.append(
+            "no draft was verified: every response ended with the token that the prompt alone "
+            "gives. Raise --max-new-tokens, or give prompts with longer answers"
+        )
+    if "data" in report and not report["data"]["walk"]["rounds"]:
+        found.append(
+            "no round in the dataset: none of the measured documents has a supervised token after "
+            "a known one. Measure more of them, or documents with longer answers"
+        )
+    return found
+
+
+def _require_answers(report: dict[str, Any]) -> None:
+    if "target" in report and not report["responses"]:
+        raise RunError(
+            f"nothing was measured: none of {report['prompts']} prompts leaves room for an answer "
+            "in the target's context; give shorter ones"
+        )
+
+
 def _require_lossless(report: dict[str, Any]) -> None:
     different = report.get("different")
     if different:
@@ -210,7 +268,7 @@ def _decoding_lines(report: dict[str, Any]) -> list[tuple[str, str, str]]:
         ("real decoding", "", f"{report['target']}, {kind}, {report['dtype']}, {report['device']}"),
         (
             "  acceptance length",
-            f"{report['acceptance_length']:.3f}",
+            shown(report["acceptance_length"]),
             f"tokens per target verification, {report['draft_tokens']} drafted each",
         ),
         ("  accepted by depth", "", _rates(report["accept_rate"])),
@@ -226,7 +284,7 @@ def _decoding_lines(report: dict[str, Any]) -> list[tuple[str, str, str]]:
         ),
         ("  tokens/s", f"{report['tokens_per_second']:.1f}", "with the draft, prefill included"),
         ("  tokens/s plain", f"{report['plain_tokens_per_second']:.1f}", "the target alone"),
-        ("  speed-up", f"{report['speedup'] or 0:.2f}x", "in this implementation, batch of one"),
+        ("  speed-up", shown(report["speedup"], 2) + "x", "in this implementation, batch of one"),
     ]
     if report["identical"] is not None:
         wrong = len(report["different"])
@@ -246,13 +304,13 @@ def _data_lines(data: dict[str, Any]) -> list[tuple[str, str, str]]:
         ("dataset", "", f"{data['path']}, {data['split']}: {data['documents']:,} documents"),
         (
             "  serving-like length",
-            f"{walk['acceptance_length']:.3f}",
+            shown(walk["acceptance_length"]),
             f"own tokens and states, {walk['rounds']:,} rounds: predicts real greedy decoding",
         ),
         ("  accepted by depth", "", _rates(walk["accept_rate"])),
         (
             "  over all slots",
-            f"{slots['acceptance_length']:.3f}",
+            shown(slots["acceptance_length"]),
             f"the same from every supervised token, {slots['rounds']:,} chains",
         ),
         (

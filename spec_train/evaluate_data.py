@@ -21,11 +21,12 @@ from tqdm import tqdm
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError
 from spec_data.shards.packing import pack_documents, row_layout
 from spec_data.shards.plan import SPLIT_RULE, select_documents, split_documents
-from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_train.batch import DraftBatch
 from spec_train.drafts.eagle3 import Eagle3Draft, check_teachers, serving_chains
 from spec_train.head import TargetHead
-from spec_train.metrics import add_sums
+from spec_train.metrics import add_sums, shown
+from spec_train.origin import require_same_embedding, weights_warning
 from spec_train.serving import ServingSums, document_sums
 
 log = logging.getLogger(__name__)
@@ -78,11 +79,12 @@ def choose_documents(
     return (found[:limit] if limit else found), split
 
 
-def check_fit(draft: Eagle3Draft, dataset: HiddenStatesDataset) -> None:
-    """Refuse a dataset of another target.
+def check_fit(draft: Eagle3Draft, dataset: HiddenStatesDataset) -> list[str]:
+    """Refuse a dataset of another target; give warnings about one of another version of it.
 
     Raises:
-        DraftError: sizes differ, or a layer that the draft reads was not captured.
+        DraftError: sizes or embeddings differ, or a layer that the draft reads was not captured.
+        DatasetError: there is no teacher for the draft in it.
     """
     manifest, config = dataset.manifest, draft.config
     check_teachers(manifest, draft.options)
@@ -101,6 +103,9 @@ def check_fit(draft: Eagle3Draft, dataset: HiddenStatesDataset) -> None:
                 f"the draft is for a target of {name} {own}, {dataset.path} has {theirs}: it was "
                 "made from another target"
             )
+    embedding = load_head_tensors(dataset.path)["embed_tokens"]
+    require_same_embedding(draft.embed_tokens.weight, embedding, "--draft", str(dataset.path))
+    return weights_warning(config.origin, manifest)
 
 
 def read_pack(
@@ -166,9 +171,11 @@ def evaluate_data(
     depth: int,
     limit: int = 0,
 ) -> dict[str, Any]:
-    """Figures of `draft` on the dataset at `path`, on the draft's device and in its dtype."""
+    """Figures of `draft` on the dataset at `path`, on the draft's device and in its dtype.
+
+    The two go together, as `check_fit` says.
+    """
     dataset = HiddenStatesDataset(path)
-    check_fit(draft, dataset)
     columns = draft.columns(dataset.manifest.supervision)
     dataset = HiddenStatesDataset(path, columns=columns)
     rows, split = choose_documents(dataset, split, run, limit)
@@ -183,7 +190,7 @@ def evaluate_data(
             teacher_forced = add_sums([teacher_forced, sums])
             serving += serving_sums(batch, serving_chains(draft, batch, head, depth))
             bar.update(len(pack))
-            bar.set_postfix(acceptance=f"{serving.walk_figures().acceptance_length:.3f}")
+            bar.set_postfix(acceptance=shown(serving.walk_figures().acceptance_length))
     return {
         "path": str(path),
         "split": split,

@@ -10,7 +10,6 @@ of another target decodes without an error and is never accepted.
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spec_data.shards.errors import DraftError, MissingError, TargetError
+from spec_data.shards.files import sha256_json
 from spec_train.config import EvalConfig
 from spec_train.decode import (
     Difference,
@@ -28,12 +28,8 @@ from spec_train.decode import (
     examine_difference,
 )
 from spec_train.drafts.eagle3 import Eagle3Draft
-from spec_train.prompts import (
-    Prompt,
-    opening,
-    render,
-    render_text,
-)
+from spec_train.metrics import shown
+from spec_train.prompts import Prompt, opening, render, render_text
 from spec_train.sampling import make_sampler
 
 log = logging.getLogger(__name__)
@@ -79,9 +75,9 @@ class Tally:
                 self.accepted[depth] += 1
 
     @property
-    def acceptance_length(self) -> float:
-        """Tokens per verification of the target; 1 before the first."""
-        return self.emitted / self.rounds if self.rounds else 1.0
+    def acceptance_length(self) -> float | None:
+        """Tokens per verification of the target; None before the first."""
+        return self.emitted / self.rounds if self.rounds else None
 
 
 def load_target(config: EvalConfig, device: torch.device) -> tuple[Any, Any]:
@@ -139,19 +135,27 @@ def check_draft(draft: Eagle3Draft, model: Any) -> list[str]:
 
 
 def check_tokenizer(
-    tokenizer: Any, template_kwargs: Mapping[str, Any], run: dict[str, Any] | None
+    tokenizer: Any, template_kwargs: Mapping[str, Any], trained: Mapping[str, Any]
 ) -> list[str]:
-    """Warnings where prompts are rendered otherwise than the data the draft was trained on."""
-    folder = Path(run["data"]) / "target" if run is not None else None
-    if run is None or folder is None or not (folder / "tokenizer_config.json").is_file():
-        return []
+    """Warnings where prompts are rendered otherwise than the data the draft was trained on.
+
+    `trained` says how that was, as far as it is known (see `evaluate.trained_rendering`).
+    """
     warnings = []
-    trained = AutoTokenizer.from_pretrained(folder)
-    if trained.get_vocab() != tokenizer.get_vocab():
-        warnings.append("the tokenizer's vocabulary is not that of the training data")
-    if trained.chat_template != tokenizer.chat_template:
+    template = tokenizer.chat_template
+    same_template = None
+    if "chat_template_hash" in trained:
+        same_template = template and sha256_json(template) == trained["chat_template_hash"]
+    folder = trained.get("folder")
+    if folder is not None and (folder / "tokenizer_config.json").is_file():
+        stored = AutoTokenizer.from_pretrained(folder)
+        if stored.get_vocab() != tokenizer.get_vocab():
+            warnings.append("the tokenizer's vocabulary is not that of the training data")
+        if same_template is None:
+            same_template = stored.chat_template == template
+    if same_template is not None and not same_template:
         warnings.append("the chat template is not that of the training data")
-    recorded = run["chat_template_kwargs"]
+    recorded = trained.get("chat_template_kwargs")
     if recorded is not None and dict(template_kwargs) != recorded:
         warnings.append(
             f"--chat-template-kwargs {dict(template_kwargs)}; the training data has {recorded}"
@@ -315,6 +319,6 @@ def evaluate_target(
     with tqdm(prompts, unit="prompt", desc="decode", leave=False) as bar:
         for prompt in bar:
             bench.converse(prompt, template_kwargs)
-            bar.set_postfix(acceptance=f"{bench.tally.acceptance_length:.3f}")
+            bar.set_postfix(acceptance=shown(bench.tally.acceptance_length))
     result = {"prompts": len(prompts), **figures(bench.tally, depth, config.temperature)}
     return result, bench.saved

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,7 @@ def resolve_config(config: FitConfig, dataset: HiddenStatesDataset) -> FitConfig
         dtype = "bf16" if kind == "cuda" else "fp32"
     return dataclasses.replace(
         config,
+        data=str(Path(config.data).absolute()),  # fit.json is read from anywhere
         device=device,
         dtype=dtype,
         lr=config.lr if config.lr is not None else default_lr(dataset.manifest.hidden_size),
@@ -199,7 +201,9 @@ def _make_draft(
     """The draft to train: of the checkpoint, of --init-from, or fresh."""
     kind = DRAFTS[name]
     if saved is not None:  # its vocabulary too comes from there: no data is read for it
-        return kind.from_pretrained(saved.path)
+        draft = kind.from_pretrained(saved.path)
+        draft.join(head, dataset.manifest, str(saved.path))
+        return draft
     fresh = kind.build(
         options,
         target_config=dataset.target_config(),
@@ -211,13 +215,16 @@ def _make_draft(
         return fresh
     folder = resolve_draft_dir(config.init_from)
     loaded = kind.from_pretrained(folder)
+    ignored = {"dtype": "", "origin": {}}  # of the file alone; compared below
     old, new = to_dict(loaded.config), to_dict(fresh.config)
-    differing = differing_fields(old | {"dtype": ""}, new | {"dtype": ""})  # of the file alone
+    differing = differing_fields(old | ignored, new | ignored)
     if differing:
         raise DraftError(
             f"--init-from {folder}: a draft of another shape or target:\n  "
             + "\n  ".join(differing)
         )
+    for warning in loaded.join(head, dataset.manifest, f"--init-from {folder}"):
+        log.warning("warning: %s", warning)
     loaded.options = options
     return loaded
 

@@ -45,10 +45,13 @@ class Outcomes:
 
 @dataclass(frozen=True)
 class Figures:
-    """Acceptance length and, per depth, the rate given that all earlier depths were accepted."""
+    """Acceptance length and, per depth, the rate given that all earlier depths were accepted.
 
-    acceptance_length: float
-    accept_rate: list[float]
+    None: there was no round, or no chain that got so far.
+    """
+
+    acceptance_length: float | None
+    accept_rate: list[float | None]
     rounds: int  # chains started
     censored: float  # share of them that left the document
 
@@ -83,10 +86,11 @@ class ServingSums:
 
     def slot_figures(self) -> Figures:
         """Average over every supervised slot."""
-        rates = _ratio(self.slot_hits, self.slot_risk)
+        risk = self.slot_risk
+        rates = _ratio(self.slot_hits, risk)
         return Figures(
-            acceptance_length=1.0 + float(np.cumprod(rates).sum()),
-            accept_rate=rates.tolist(),
+            acceptance_length=1.0 + float(np.cumprod(rates).sum()) if risk.any() else None,
+            accept_rate=_known(rates, risk),
             rounds=self.slots,
             censored=self.slots_censored / max(self.slots, 1),
         )
@@ -97,8 +101,8 @@ class ServingSums:
         expected_more = np.array([np.cumprod(rates[d:]).sum() for d in range(1, len(rates) + 1)])
         tokens = self.emitted + float((self.walk_censored * expected_more).sum())
         return Figures(
-            acceptance_length=tokens / self.rounds if self.rounds else 1.0,
-            accept_rate=rates.tolist(),
+            acceptance_length=tokens / self.rounds if self.rounds else None,
+            accept_rate=_known(rates, self.walk_risk),
             rounds=self.rounds,
             censored=int(self.walk_censored.sum()) / max(self.rounds, 1),
         )
@@ -106,6 +110,10 @@ class ServingSums:
 
 def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
     return np.where(denominator > 0, numerator / np.maximum(denominator, 1), 0.0)
+
+
+def _known(rates: np.ndarray, at_risk: np.ndarray) -> list[float | None]:
+    return [rate if some else None for rate, some in zip(rates.tolist(), at_risk, strict=True)]
 
 
 def supervised_spans(loss_mask: np.ndarray) -> list[tuple[int, int]]:

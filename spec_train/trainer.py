@@ -100,8 +100,6 @@ class Trainer:
         for parameter in self.draft.parameters():
             kind = torch.float32 if id(parameter) in trained else self.dtype
             parameter.data = parameter.data.to(kind)
-            if id(parameter) not in trained and _equal(parameter.data, head.embed_weight):
-                parameter.data = head.embed_weight  # a draft read from disk has its own copy
         names = {id(p): name for name, p in self.draft.named_parameters()}
         self.names = [names[id(p)] for p in self.params]
         with safe_open(dataset.target_dir / "head.safetensors", "pt") as file:
@@ -358,10 +356,6 @@ def _rank(figures: dict[str, Any]) -> tuple[float, float]:
     length = figures.get("product_limit_length", figures["acceptance_length"])
     loss = figures.get("loss")
     return (1.0 if length is None else length), (-math.inf if loss is None else -loss)
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,8 @@ A batch comes in the token frame; ids and masks are shifted here, states are not
 teacher of a slot is read one row further on.
 """
 
+import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -32,6 +34,7 @@ from spec_train.drafts.protocol import DraftLoss
 from spec_train.head import TargetHead, choose_draft_vocabulary
 from spec_train.losses import LossKind
 from spec_train.metrics import summarise
+from spec_train.origin import origin_of, require_same_embedding, weights_warning
 
 if TYPE_CHECKING:
     from spec_train.batch import DraftBatch
@@ -120,6 +123,7 @@ class Eagle3Draft(Eagle3Model):
             draft_vocab_size=size,
             options=options,
             dtype=manifest.target.get("dtype"),
+            origin=origin_of(manifest),
         )
         if config.hidden_size != head.spec.hidden_size:
             raise DraftError(
@@ -137,9 +141,28 @@ class Eagle3Draft(Eagle3Model):
         return draft
 
     @torch.no_grad()
+    def join(self, head: TargetHead, manifest: Manifest, where: str) -> list[str]:
+        """Go on with the target of a dataset, sharing the embedding of its `head`.
+
+        Gives warnings. `where` is what the draft was read from.
+
+        Raises:
+            DraftError: it is another target.
+        """
+        whose = str(Path(manifest.where).parent)
+        require_same_embedding(self.embed_tokens.weight, head.embed_weight, where, whose)
+        warnings = weights_warning(self.config.origin, manifest)
+        self.config = dataclasses.replace(self.config, origin=origin_of(manifest))
+        self._share_embedding(head)
+        return warnings
+
+    def _share_embedding(self, head: TargetHead) -> None:
+        self.embed_tokens.weight = torch.nn.Parameter(head.embed_weight, requires_grad=False)
+
+    @torch.no_grad()
     def adopt(self, head: TargetHead) -> None:
         """Take the target's embedding (shared with `head`) and, if asked, its head rows."""
-        self.embed_tokens.weight = torch.nn.Parameter(head.embed_weight, requires_grad=False)
+        self._share_embedding(head)
         if self.options.head_init == "target":
             rows = head.head_weight[self.draft_ids] * head.spec.scale
             self.lm_head.weight.copy_(rows.to(self.lm_head.weight.dtype))

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 SLOTS = ("serving", "shifted")
+_OWN = ("layers", "token_ids", "origin")  # not keys of config.json under these names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class Eagle3Config:
     fc_norm: bool = False
     norm_output: bool = False
     token_ids: dict[str, Any] = field(default_factory=dict)  # bos/eos/pad as the target has them
+    origin: dict[str, Any] = field(default_factory=dict)  # see `spec_train.origin`
 
     @classmethod
     def from_target(
@@ -53,10 +55,12 @@ class Eagle3Config:
         draft_vocab_size: int,
         options: Eagle3Options,
         dtype: str | None = None,
+        origin: dict[str, Any] | None = None,
     ) -> "Eagle3Config":
         """Derive a draft's configuration from the target's config.json.
 
-        `dtype` is the target's element type if the config does not name it.
+        `dtype` is the target's element type if the config does not name it; `origin` is what else
+        tells the target and its prompts from others.
 
         Raises:
             DraftError: the config lacks a size, or its heads do not divide.
@@ -100,6 +104,7 @@ class Eagle3Config:
             fc_norm=options.fc_norm,
             norm_output=options.norm_output,
             token_ids=_token_ids(target_config),
+            origin=origin or {},
         )
 
     @property
@@ -122,7 +127,7 @@ class Eagle3Config:
             "num_hidden_layers": 1,
         }
         plain = dataclasses.asdict(self)
-        out |= {k: v for k, v in plain.items() if k not in ("layers", "token_ids")}
+        out |= {k: v for k, v in plain.items() if k not in _OWN}
         out |= self.token_ids
         out |= {
             "hidden_act": "silu",
@@ -149,6 +154,7 @@ class Eagle3Config:
             "layers": list(self.layers),
             "layer_convention": LAYER_CONVENTION,
             "options": to_dict(options),
+            "origin": self.origin,
         }
         return out
 
@@ -165,7 +171,7 @@ class Eagle3Config:
                 f"{where}: not an EAGLE-3 draft written by spec-train (architectures "
                 f"{raw.get('architectures')}, spec_train {'present' if own else 'missing'})"
             )
-        names = [f.name for f in dataclasses.fields(cls) if f.name not in ("layers", "token_ids")]
+        names = [f.name for f in dataclasses.fields(cls) if f.name not in _OWN]
         missing = [name for name in names if name not in raw]
         missing += [f"spec_train.{k}" for k in ("layers", "options") if k not in own]
         if missing:
@@ -174,6 +180,7 @@ class Eagle3Config:
             **{name: raw[name] for name in names},
             layers=tuple(own["layers"]),
             token_ids=_token_ids(raw),
+            origin=own.get("origin") or {},
         )
         return config, from_dict(Eagle3Options, own["options"], where=where)
 

@@ -46,6 +46,13 @@ class Draft(Protocol):
         """Make a fresh draft for a dataset. `token_counts`: supervised tokens by id, int64 [V]."""
         ...
 
+    def join(self, head: TargetHead, manifest: Manifest, where: str) -> list[str]:
+        """Make a draft read from `where` that of a dataset's target, sharing the frozen weights.
+
+        Gives warnings; raises DraftError for a draft of another target.
+        """
+        ...
+
     def columns(self, supervision: str) -> tuple[str, ...]:
         """Columns that `loss` reads of a dataset with that `supervision` (see Manifest)."""
         ...

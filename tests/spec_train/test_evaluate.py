@@ -21,7 +21,7 @@ from spec_train.config import Eagle3Options, EvalConfig
 from spec_train.decode import decode_plain, decode_speculative
 from spec_train.drafts.eagle3 import Eagle3Draft, serving_chains
 from spec_train.drafts.eagle3_config import Eagle3Config
-from spec_train.evaluate import run_eval
+from spec_train.evaluate import run_eval, trained_rendering
 from spec_train.evaluate_data import choose_documents, serving_sums
 from spec_train.head import TargetHead
 from spec_train.sampling import Greedy, make_sampler
@@ -73,6 +73,7 @@ def make_draft(model: Any, draft_vocab: int = VOCAB) -> Eagle3Draft:
         draft_vocab_size=draft_vocab,
         options=options,
         dtype="float32",
+        origin={"chat_template_kwargs": {}},
     )
     draft = Eagle3Draft(config, options)
     draft.adopt(head_of(model))
@@ -273,6 +274,36 @@ def test_prompts_that_fill_the_context_are_counted(workplace, tmp_path):
     assert report["responses"] == report["identical"] == 2
 
 
+def test_nothing_measured_is_an_error_or_null_and_never_a_length_of_one(
+    workplace, target, tmp_path, capsys
+):
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "w9 " * 600}) + "\n")
+    config = config_of(
+        workplace, prompts=str(tmp_path / "p.jsonl"), json=str(tmp_path / "none.json")
+    )
+    with pytest.raises(RunError, match="none of 1 prompts leaves room for an answer"):
+        run_eval(config)
+    written = json.loads((tmp_path / "none.json").read_text())
+    assert (written["acceptance_length"], written["responses"]) == (None, 0)
+
+    capsys.readouterr()
+    report = run_eval(config_of(workplace, max_new_tokens=1, limit=2))
+    assert (report["responses"], report["rounds"], report["acceptance_length"]) == (2, 0, None)
+    (warning,) = report["warnings"]
+    assert "no draft was verified" in warning
+    (line,) = [row for row in capsys.readouterr().out.splitlines() if "acceptance length" in row]
+    assert line.split()[2] == "-"
+
+    documents = [([9, 10, 11, 12], [0, 0, 0, 1], [("user", 0, 3), ("assistant", 3, 4)])] * 2
+    data = tiny_dataset(tmp_path / "short", layers=(0, 1, 2), model=target, documents=documents)
+    report = run_eval(EvalConfig(draft=config.draft, data=str(data), device="cpu"))
+    assert report["acceptance_length"] is report["data"]["walk"]["acceptance_length"] is None
+    assert report["data"]["slots"]["acceptance_length"] is None
+    assert report["data"]["teacher_forced"]["acceptance_length"] is None
+    (warning,) = report["warnings"]
+    assert "no round in the dataset" in warning
+
+
 def test_a_draft_of_another_target_is_refused_or_warned_about(workplace, tmp_path, target):
     tiny_llama(VOCAB, hidden=16).save_pretrained(tmp_path / "narrow")
     tiny_llama(80).save_pretrained(tmp_path / "wide")
@@ -300,17 +331,18 @@ def test_a_draft_of_another_target_is_refused_or_warned_about(workplace, tmp_pat
 def test_prompts_rendered_unlike_the_training_data_are_warned_about(workplace, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(workplace / "target")
     run = {"data": str(tmp_path), "chat_template_kwargs": {"enable_thinking": False}}
-    assert evaluate_target.check_tokenizer(tokenizer, {}, run) == []  # nothing to compare with
-    tokenizer.save_pretrained(tmp_path / "target")
     same = {"enable_thinking": False}
-    assert evaluate_target.check_tokenizer(tokenizer, same, run) == []
-    (warning,) = evaluate_target.check_tokenizer(tokenizer, {}, run)
+    trained = trained_rendering({}, run)
+    assert evaluate_target.check_tokenizer(tokenizer, same, trained) == []  # no tokenizer there
+    tokenizer.save_pretrained(tmp_path / "target")
+    assert evaluate_target.check_tokenizer(tokenizer, same, trained) == []
+    (warning,) = evaluate_target.check_tokenizer(tokenizer, {}, trained)
     assert "--chat-template-kwargs {}; the training data has {'enable_thinking': False}" in warning
     tokenizer.chat_template = "Once upon a time " + TEMPLATE
     tokenizer.add_tokens(["brand-new"])
-    first, second = evaluate_target.check_tokenizer(tokenizer, same, run)
+    first, second = evaluate_target.check_tokenizer(tokenizer, same, trained)
     assert "vocabulary is not that" in first and "chat template is not that" in second
-    assert evaluate_target.check_tokenizer(tokenizer, {}, None) == []
+    assert evaluate_target.check_tokenizer(tokenizer, {}, trained_rendering({}, None)) == []
 
 
 @pytest.fixture(scope="module")
@@ -380,7 +412,10 @@ def test_a_run_says_which_documents_were_held_out(workplace, data, tmp_path):
 def test_a_dataset_of_another_target_or_without_a_layer_is_refused(workplace, tmp_path):
     tiny_dataset(tmp_path / "wide", n_docs=2, vocab=80)
     tiny_dataset(tmp_path / "few", n_docs=2, vocab=VOCAB, layers=(0, 1))
+    other = tiny_llama(VOCAB, seed=9)
+    tiny_dataset(tmp_path / "other", n_docs=2, layers=(0, 1, 2), model=other)
     for name, said in (
+        ("other", r"--draft: a draft of another target than that of .*other \(100"),
         ("wide", "target of vocabulary 64, .*wide has 80"),
         ("few", r"layers \[0, 2\]; .*few holds \[0, 1\], without \[2\]"),
     ):

@@ -112,10 +112,11 @@ def test_product_limit_estimate_by_hand():
     assert sums.slot_figures().acceptance_length == pytest.approx(1 + 0.75 + 0.375 + 0.375)
 
 
-def test_sums_add_and_nothing_gives_a_length_of_one():
+def test_sums_add_and_nothing_has_no_length():
     documents = [random_document(seed, 0.8, 0.6) for seed in range(6)]
     total = ServingSums.zero(4)
-    assert total.walk_figures().acceptance_length == total.slot_figures().acceptance_length == 1.0
+    for nothing in (total.walk_figures(), total.slot_figures()):
+        assert nothing.acceptance_length is None and nothing.accept_rate == [None] * 4
     for document in documents:
         total += document_sums(*document)
     outcomes = [outcome(*d, t) for d in documents for t in range(len(d[1]))]

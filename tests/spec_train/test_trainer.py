@@ -382,6 +382,35 @@ def test_init_from_another_shape_is_refused(config, tmp_path):
         run(other, dataclasses.replace(OPTIONS, draft_vocab_size=30))
 
 
+def test_init_from_a_draft_of_another_target_is_refused(config, tmp_path):
+    """All shapes agree; the embedding would have stayed the other target's."""
+    run(change(config, steps=1))
+    data = tiny_dataset(tmp_path / "other", n_docs=60, seed=7)
+    other = change(config, data=str(data), out=str(tmp_path / "more"), init_from=config.out)
+    with pytest.raises(DraftError, match=r"--init-from .*another target than .*other \(100"):
+        run(other)
+
+
+def test_a_draft_read_from_disk_shares_the_targets_embedding(config, tmp_path, monkeypatch):
+    """Of --init-from and of a checkpoint; what it was read with took no memory of its own."""
+    captured = []
+    original = Trainer.run
+
+    def spy(self):
+        captured.append(self)
+        return original(self)
+
+    monkeypatch.setattr(Trainer, "run", spy)
+    run(change(config, steps=6, save_every=2, eval_every=100))
+    shutil.rmtree(Path(config.out) / "checkpoint-00000006")
+    run(change(config, steps=6, save_every=2, eval_every=100))
+    run(change(config, steps=0, out=str(tmp_path / "more"), init_from=config.out, dtype="bf16"))
+    assert [trainer.step for trainer in captured] == [6, 6, 0]
+    for trainer in captured:
+        own = trainer.draft.embed_tokens.weight
+        assert own.data_ptr() == trainer.head.embed_weight.data_ptr() and not own.requires_grad
+
+
 @pytest.mark.parametrize("kind", ["loss", "gradient"])
 def test_the_first_non_finite_number_stops_the_run(config, kind, monkeypatch):
     run(change(config, steps=12, save_every=5, out=config.out + "-sound"))

@@ -1,0 +1,123 @@
+"""A draft knows whom it was fitted to, and is used with nobody else's data or prompts unnoticed."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from spec_data.shards.errors import DraftError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.schema import Manifest
+from spec_train.config import Eagle3Options, EvalConfig, FitConfig
+from spec_train.drafts import load_draft
+from spec_train.evaluate import run_eval
+from spec_train.fit import fit
+from spec_train.origin import differing_rows, require_same_embedding, weights_warning
+from tests.spec_data.runs import run, save_target, write_corpus
+
+KWARGS = {"enable_thinking": False}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A target, a dataset rendered with template kwargs, a run on it by its relative path."""
+    folder = tmp_path_factory.mktemp("origin")
+    save_target(folder / "target")
+    corpus = write_corpus(folder / "chats.jsonl", rows=12)
+    run(
+        folder / "target", corpus, folder / "data", layers="0,2",
+        chat_template_kwargs=json.dumps(KWARGS),
+    )  # fmt: skip
+    (folder / "prompts.jsonl").write_text('{"prompt": "question 1"}\n')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        config = FitConfig(data="data", out="run", steps=1, seq_len=128, device="cpu")
+        fit("eagle3", config, Eagle3Options(ttt_steps=2, draft_vocab_size=100))
+    return folder
+
+
+def decode(place: Path, draft: Path, **changes):
+    options = {"max_new_tokens": 4, "device": "cpu"} | changes
+    target, prompts = str(place / "target"), str(place / "prompts.jsonl")
+    return run_eval(EvalConfig(draft=str(draft), target=target, prompts=prompts, **options))
+
+
+def test_a_draft_names_its_target_and_its_rendering(place):
+    manifest = HiddenStatesDataset(place / "data").manifest
+    origin = load_draft(place / "run" / "best").config.origin
+    assert origin == {
+        "weights_hash": manifest.target["weights_hash"],
+        "chat_template_hash": manifest.raw["tokenizer"]["chat_template_hash"],
+        "chat_template_kwargs": KWARGS,
+    }
+    assert json.loads((place / "run" / "fit.json").read_text())["data"] == str(place / "data")
+
+
+def test_prompts_are_rendered_as_the_data_was_wherever_eval_runs(place, tmp_path, monkeypatch):
+    """From another directory, from a copy of the draft alone, and without the data."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(place / "run" / "best", tmp_path / "alone")
+    for draft in (place / "run", tmp_path / "alone"):
+        report = decode(place, draft)
+        assert (report["chat_template_kwargs"], report["warnings"]) == (KWARGS, [])
+    (warning,) = decode(place, tmp_path / "alone", chat_template_kwargs="{}")["warnings"]
+    assert "--chat-template-kwargs {}; the training data has {'enable_thinking'" in warning
+    template = place / "target" / "chat_template.jinja"
+    text = template.read_text()
+    template.write_text("Once upon a time " + text)
+    try:
+        (warning,) = decode(place, tmp_path / "alone")["warnings"]
+    finally:
+        template.write_text(text)
+    assert "the chat template is not that of the training data" in warning
+
+
+def forget_origin(draft: Path) -> None:
+    """Make a draft directory what older releases wrote."""
+    file = draft / "config.json"
+    raw = json.loads(file.read_text())
+    del raw["spec_train"]["origin"]
+    file.write_text(json.dumps(raw))
+
+
+def test_drafts_of_older_releases_ask_the_data_and_else_say_that_they_do_not_know(place, tmp_path):
+    shutil.copytree(place / "run", tmp_path / "run", symlinks=True)
+    forget_origin(tmp_path / "run" / "best")
+    report = decode(place, tmp_path / "run")
+    assert (report["chat_template_kwargs"], report["warnings"]) == (KWARGS, [])
+    file = tmp_path / "run" / "fit.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"data": "gone"}))
+    report = decode(place, tmp_path / "run", json=str(tmp_path / "out.json"))
+    assert report["chat_template_kwargs"] == {}
+    (warning,) = json.loads((tmp_path / "out.json").read_text())["warnings"]
+    assert "prompts are rendered without any" in warning
+    explicit = decode(place, tmp_path / "run", chat_template_kwargs=json.dumps(KWARGS))
+    assert explicit["warnings"] == []
+
+
+def test_rounding_is_no_difference_but_another_row_is():
+    rows = torch.randn(20_000, 4, generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.bfloat16, torch.float16):
+        assert differing_rows(rows.to(dtype), rows) == differing_rows(rows, rows.to(dtype)) == 0
+    changed = rows.clone()
+    changed[12_345, 2] *= 1.001
+    assert differing_rows(changed, rows) == differing_rows(rows, changed) == 1 / 20_000
+    changed[7] = torch.nan
+    assert differing_rows(changed, rows) == 2 / 20_000
+    with pytest.raises(DraftError, match=r"mine: a draft of another target.*theirs \(0\.01%"):
+        require_same_embedding(changed, rows, "mine", "theirs")
+    with pytest.raises(DraftError, match=r"100\.00%"):
+        require_same_embedding(rows[:9], rows, "mine", "theirs")
+
+
+def test_other_weights_with_the_same_embedding_are_warned_about(place):
+    raw = dict(HiddenStatesDataset(place / "data").manifest.raw)
+    del raw["fingerprint"]
+    own = raw["target"]["weights_hash"]
+    other = Manifest(raw | {"target": raw["target"] | {"weights_hash": "sha256:1"}}, "tuned")
+    assert weights_warning({"weights_hash": own}, Manifest(raw, "same")) == []
+    assert weights_warning({}, other) == []
+    (warning,) = weights_warning({"weights_hash": own}, other)
+    assert warning.startswith("the target of tuned has other weights")
