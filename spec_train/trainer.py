@@ -268,7 +268,7 @@ class Trainer:
                     "product-limit length, then the lowest loss"
                 )
         # without held-out documents the last draft is as good a choice as any
-        if self.best is None or not figures or _rank(figures) > _rank(self.best):
+        if self.best is None or not figures or _better(figures, self.best):
             kept = ("acceptance_length", "product_limit_length", "loss")
             self.best = {"step": self.step} | {name: figures.get(name) for name in kept}
             self.directory.save_best(self.step, self._save_draft, figures)
@@ -348,14 +348,18 @@ class Trainer:
         log.info("going on from %s", saved.path)
 
 
-def _rank(figures: dict[str, Any]) -> tuple[float, float]:
-    """What `best` is chosen by: the longest product-limit length, then the lowest loss.
+def _better(figures: dict[str, Any], best: dict[str, Any]) -> bool:
+    """Whether a draft has the longer product-limit length, or as long a one and a lower loss.
 
-    Figures that an older release saved have the length of whole chains alone.
+    A `best` that an older release saved is compared by what it has: the length of whole chains.
     """
-    length = figures.get("product_limit_length", figures["acceptance_length"])
-    loss = figures.get("loss")
-    return (1.0 if length is None else length), (-math.inf if loss is None else -loss)
+    name = "product_limit_length" if "product_limit_length" in best else "acceptance_length"
+
+    def rank(of: dict[str, Any]) -> tuple[float, float]:
+        length, loss = of[name], of.get("loss")
+        return (1.0 if length is None else length), (-math.inf if loss is None else -loss)
+
+    return rank(figures) > rank(best)
 
 
 @contextlib.contextmanager

@@ -508,6 +508,13 @@ def test_of_drafts_accepted_equally_far_the_one_with_the_lower_loss_is_best(
     assert result.best["step"] == (2 if lengths[1] == 2.0 else 1)
 
 
+def test_a_best_draft_of_an_older_release_is_compared_by_the_length_it_has():
+    new = {"acceptance_length": 2.0, "product_limit_length": 2.5, "loss": 1.0}
+    assert not trainer_module._better(new, {"step": 1, "acceptance_length": 2.1})
+    assert trainer_module._better(new, {"step": 1, "acceptance_length": 1.9})
+    assert not trainer_module._better(new, {"step": 1} | new)
+
+
 def test_nothing_to_train_on_says_why(tmp_path, config):
     documents = [([1, 2, 3, 4], [0, 0, 0, 0], [("user", 0, 4)])] * 3
     data = tiny_dataset(tmp_path / "empty", documents=documents)
