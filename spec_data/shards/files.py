@@ -30,25 +30,25 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomically(path: Path, data: bytes | str) -> None:
-    """Write a small file in one step; a reader sees the old one, the new one, or none."""
+def _written(path: Path, data: bytes | str) -> Path:
+    """A temporary file beside `path` that holds `data`, on the disk."""
     temporary = temporary_name(path)
-    payload = data.encode() if isinstance(data, str) else data
     with temporary.open("wb") as file:
-        file.write(payload)
+        file.write(data.encode() if isinstance(data, str) else data)
         file.flush()
         os.fsync(file.fileno())
+    return temporary
+
+
+def write_atomically(path: Path, data: bytes | str) -> None:
+    """Write a small file in one step; a reader sees the old one, the new one, or none."""
+    temporary = _written(path, data)
     replace_durably(temporary, path)
 
 
 def write_once(path: Path, data: bytes | str) -> None:
     """Write a small file unless it exists: of several writers the first one wins."""
-    temporary = temporary_name(path)
-    payload = data.encode() if isinstance(data, str) else data
-    with temporary.open("wb") as file:
-        file.write(payload)
-        file.flush()
-        os.fsync(file.fileno())
+    temporary = _written(path, data)
     try:
         os.link(temporary, path)
     except FileExistsError:

@@ -216,7 +216,10 @@ class Manifest:
             )
         missing = [k for k in _REQUIRED if k not in raw]
         if missing:
-            raise DatasetError(f"{where}: manifest lacks {', '.join(missing)}; it was edited")
+            raise DatasetError(
+                f"{where}: the manifest lacks {', '.join(missing)}: it was edited, or made by a "
+                "release from before the format was settled; generate the dataset again"
+            )
         if "fingerprint" in raw and raw["fingerprint"] != fingerprint(raw):
             raise DatasetError(
                 f"{where}: the manifest does not match its own fingerprint; it was edited or "
