@@ -30,7 +30,9 @@ from spec_data.shards.head import HeadSpec, apply_head
 from spec_data.shards.packing import row_layout, shift_left
 from spec_data.target_batch import TargetBatch
 
-_LOGIT_BYTES = 256 << 20  # largest block of float32 logits held at once
+# Largest block of float32 logits held at once: what a CPU keeps in its cache, what fills a GPU.
+_LOGIT_BYTES = {"cpu": 8 << 20}
+_LOGIT_BYTES_OF_DEVICES = 256 << 20
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -191,8 +193,9 @@ class Target:
         return apply_head(final.to(weight.dtype), weight, bias, self.head)
 
     def logit_chunks(self, tokens: int) -> list[slice]:
-        """Slices of a token axis so that one block of float32 logits stays within 256 MB."""
-        step = max(1, _LOGIT_BYTES // (4 * self.head.vocab_size))
+        """Slices of a token axis so that one block of float32 logits stays small (8 or 256 MB)."""
+        limit = _LOGIT_BYTES.get(self.device.type, _LOGIT_BYTES_OF_DEVICES)
+        step = max(1, limit // (4 * self.head.vocab_size))
         return [slice(a, min(a + step, tokens)) for a in range(0, tokens, step)]
 
     @torch.inference_mode()
