@@ -154,7 +154,7 @@ class Target:
         """The target's input embedding module."""
         return self.model.get_input_embeddings()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def capture(
         self,
         input_ids: Tensor,
@@ -198,7 +198,7 @@ class Target:
         step = max(1, limit // (4 * self.head.vocab_size))
         return [slice(a, min(a + step, tokens)) for a in range(0, tokens, step)]
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference_mode: a trainer's autograd must be able to keep these tensors
     def generate_batch(
         self,
         input_ids: Tensor,
