@@ -28,11 +28,6 @@ class Codec:
     arrow: pa.DataType
     logical: torch.dtype
 
-    @property
-    def bytes_per_value(self) -> int:
-        """Bytes of one stored value."""
-        return int(self.storage.itemsize)
-
     def encode(self, values: Tensor) -> np.ndarray:
         """Stored numbers of `values`, same shape, C-contiguous, on the CPU."""
         if self.name == "bf16":
