@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 KINDS = ("ce", "alpha", "lambda")
-CHUNK_ELEMENTS = 1 << 22  # logits of one chunk: 16 MiB in float32; larger ones gain nothing
+CHUNK_ELEMENTS = 1 << 20  # logits of one chunk: 4 MiB in float32, which caches hold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,33 +42,42 @@ def wide(x: Tensor) -> Tensor:
 
 def distribution_loss(
     logits: Tensor, teacher: Tensor, kind: LossKind
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, expected acceptance and gradient of the loss for draft logits.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss, expected acceptance, gradient of the loss for draft logits, and the draft's choice.
+
+    Every pass over the logits costs as much as a share of the head's product, so there are few, and
+    they write over what is no longer needed.
 
     Args:
-        logits: draft logits [..., Vd], float32 or float64.
-        teacher: probabilities that broadcast against `logits`, same dtype.
+        logits: draft logits [N, S, Vd], float32 or float64; overwritten.
+        teacher: probabilities [N, Vd], same dtype.
         kind: which loss.
 
     Returns:
-        loss [...], acceptance sum_v min(p, q) [...], d loss / d logits [..., Vd].
+        loss [N, S], acceptance sum_v min(p, q) [N, S], d loss / d logits [N, S, Vd], and the
+        largest logit's index, int64 [N, S].
     """
-    lse = logits.logsumexp(-1, keepdim=True)
-    q = torch.exp(logits - lse)
-    acceptance = torch.minimum(teacher, q).sum(-1)
-    entropy = lse.squeeze(-1) - (teacher * logits).sum(-1)  # = -sum p log q, for sum p = 1
+    agreement = torch.einsum("nv,nsv->ns", teacher, logits)
+    peak, best = logits.max(-1, keepdim=True)
+    q = logits.sub_(peak).exp_()
+    mass = q.sum(-1, keepdim=True)
+    q.div_(mass)
+    entropy = (peak + mass.log()).squeeze(-1) - agreement  # = -sum p log q, for sum p = 1
+    best = best.squeeze(-1)
+    p = teacher[:, None]
+    acceptance = torch.minimum(p, q).sum(-1)
     if kind.name == "ce":
-        return entropy, acceptance, q.sub_(teacher)
-    inside = q * (q < teacher)
+        return entropy, acceptance, q.sub_(p), best
+    inside = q * (q < p)
     slope = inside - q * inside.sum(-1, keepdim=True)  # d acceptance / d logits
     if kind.name == "alpha":
         floor = torch.finfo(acceptance.dtype).tiny
         safe = acceptance.clamp_min(floor)
-        return -safe.log(), acceptance, slope.mul_(-1 / safe[..., None])
+        return -safe.log(), acceptance, slope.mul_(-1 / safe[..., None]), best
     r = kind.scale * torch.exp(-kind.decay * acceptance)
     loss = r * entropy + (1 - r) * (1 - acceptance)
-    slope = slope.mul_((r - 1)[..., None]).add_(r[..., None] * (q - teacher))
-    return loss, acceptance, slope
+    slope = slope.mul_((r - 1)[..., None]).add_(r[..., None] * (q - p))
+    return loss, acceptance, slope, best
 
 
 @dataclass(frozen=True)
@@ -129,9 +138,8 @@ class _HeadLoss(torch.autograd.Function):
         for start in range(0, n, rows):
             part = slice(start, min(start + rows, n))
             logits = wide(F.linear(hidden[part], weight))
-            best[part] = logits.argmax(-1)
-            row_loss, acceptance[part], slope = distribution_loss(
-                logits, teacher(part)[:, None].to(logits.dtype), kind
+            row_loss, acceptance[part], slope, best[part] = distribution_loss(
+                logits, teacher(part).to(logits.dtype), kind
             )
             loss[part] = row_loss
             total += (row_loss * weights[part]).sum()

@@ -40,7 +40,9 @@ def test_slot_losses_and_gradients_are_those_of_the_formulas(name: str) -> None:
     logits = F.linear(hidden, weight).detach().requires_grad_()
     expected = _formula(logits, teacher[:, None], kind)
     (slope,) = torch.autograd.grad(expected.sum(), logits)
-    loss, acceptance, found = distribution_loss(logits.detach(), teacher[:, None], kind)
+    given = logits.detach().clone()  # it is overwritten
+    loss, acceptance, found, best = distribution_loss(given, teacher, kind)
+    assert torch.equal(best, logits.argmax(-1))
     torch.testing.assert_close(loss, expected.detach())
     torch.testing.assert_close(found, slope)
     overlap = torch.minimum(teacher[:, None], logits.softmax(-1)).sum(-1)
@@ -92,7 +94,7 @@ def test_a_frozen_head_leaves_the_states_their_gradient() -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_distributions_without_overlap_stay_finite(name: str) -> None:
     teacher = torch.tensor([[1.0, 0.0, 0.0]])
-    logits = torch.tensor([[-300.0, 300.0, 0.0]])
+    logits = torch.tensor([[[-300.0, 300.0, 0.0]]])
     parts = distribution_loss(logits, teacher, LossKind(name=name))
     assert all(part.isfinite().all() for part in parts)
 
