@@ -18,7 +18,8 @@ from spec_data.config import (
     resolve,
     run_cli,
 )
-from spec_train.config import DRAFT_OPTIONS, EvalConfig, fit_config, split_config
+from spec_train.config import EvalConfig, fit_config, split_config
+from spec_train.options import DRAFT_OPTIONS
 
 _RAW = argparse.RawDescriptionHelpFormatter
 _HOW_LONG = {"steps", "epochs"}

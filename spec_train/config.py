@@ -1,4 +1,4 @@
-"""The options of `spec-train`: one frozen dataclass per command, one per draft.
+"""The options of `spec-train`: one frozen dataclass per command; those of the drafts join in.
 
 No torch here, so `--help` is instant. `fit_config(draft)` joins FitConfig with the options of one
 draft into a single class, which is the command line of `spec-train fit DRAFT` and the flat table
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from spec_data.config import option
-from spec_data.shards.errors import ConfigError, DraftError
+from spec_data.shards.errors import ConfigError
+from spec_train.options import DRAFT_OPTIONS
 
 T = TypeVar("T")
 
@@ -89,72 +90,6 @@ class FitConfig:
     def packs_per_step(self) -> int:
         """Packs of one optimizer step, whatever the micro-batch size."""
         return self.batch_size * self.accumulation
-
-
-@dataclass(frozen=True, kw_only=True)
-class Eagle3Options:
-    """Options of the EAGLE-3 draft (arXiv 2503.01840)."""
-
-    layers: str = option("auto", help="layer ids to draft from, as 1,3,5; auto = all captured")
-    draft_vocab_size: int = option(
-        32000, help="most frequent supervised tokens the draft can propose; 0 = all"
-    )
-    ttt_steps: int = option(7, help="unroll steps of the training-time test = drafted depth")
-    step_decay: float = option(0.8, help="weight of unroll step s is step_decay ** s")
-    loss: str = option(
-        "ce",
-        help="loss of a slot: cross-entropy with the target's distribution, or the acceptance "
-        "losses of arXiv 2602.23881",
-        choices=("ce", "alpha", "lambda"),
-    )
-    lambda_scale: float = option(1.0, help="scale of the cross-entropy's share in loss lambda")
-    lambda_decay: float = option(3.0, help="decay of that share with the acceptance")
-    slots: str = option(
-        "serving",
-        help="which slots count: serving = known and drafted token supervised, "
-        "shifted = known token alone",
-        choices=("serving", "shifted"),
-    )
-    fc_norm: bool = option(False, help="norm every captured layer before fc (EAGLE-3.1)")
-    norm_output: bool = option(False, help="feed back the normed output (EAGLE-3.1)")
-    head_init: str = option(
-        "target", help="start of the draft's LM head", choices=("target", "random")
-    )
-
-    def __post_init__(self) -> None:
-        """Reject values outside their range."""
-        if self.ttt_steps < 1:
-            raise DraftError(f"ttt_steps = {self.ttt_steps}: at least 1")
-        if not 0 < self.step_decay <= 1:
-            raise DraftError(f"step_decay = {self.step_decay}: above 0 and at most 1")
-        if self.draft_vocab_size < 0:
-            raise DraftError(f"draft_vocab_size = {self.draft_vocab_size}: 0 (all) or more")
-        if not 0 <= self.lambda_scale <= 1:  # else a share of the loss is negative
-            raise DraftError(f"lambda_scale = {self.lambda_scale}: from 0 to 1")
-        if not 0 <= self.lambda_decay < math.inf:
-            raise DraftError(f"lambda_decay = {self.lambda_decay}: 0 or more")
-
-    def layer_ids(self, captured: tuple[int, ...]) -> tuple[int, ...]:
-        """The ascending layer ids to draft from.
-
-        Raises:
-            DraftError: an id is no number, or not among the `captured` ones.
-        """
-        if self.layers == "auto":
-            return tuple(sorted(captured))
-        try:
-            wanted = sorted({int(part) for part in self.layers.split(",")})
-        except ValueError:
-            raise DraftError(f"layers = {self.layers!r}: write ids with commas, as 1,3,5") from None
-        missing = [k for k in wanted if k not in captured]
-        if missing:
-            raise DraftError(
-                f"layers = {self.layers}: the dataset has no layer {missing}, only {list(captured)}"
-            )
-        return tuple(wanted)
-
-
-DRAFT_OPTIONS: dict[str, type] = {"eagle3": Eagle3Options}
 
 
 def _flag(name: str) -> str:

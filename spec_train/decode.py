@@ -1,11 +1,9 @@
-"""Speculative decoding with a real target: one sequence, chains of K drafted tokens, KV caches.
+"""Speculative decoding with a real target: one sequence, up to K drafted tokens, KV caches.
 
-In: an HF causal LM, a draft that drafts chains, prompt ids. Out: the response and what happened in
-every round. The output is the target's own, whatever the draft proposes: greedy decoding is equal
+In: an HF causal LM, a draft's drafter, prompt ids. Out: the response and what happened in every
+round. The output is the target's own, whatever the draft proposes: greedy decoding is equal
 token for token to decoding without a draft, and sampling has the target's distribution exactly
-(see sampling.py). Semantics are those of the serving engines: the draft's row at position P sees
-(token[P+1], target states[P]); after a verification its rows for the chain are dropped and the
-accepted positions computed again from the target's states.
+(see sampling.py).
 
 Counting. A round is one verification forward of the target; the prefill and the token it gives are
 not rounds. A round emits its accepted drafts and the token the target itself adds; what the end of
@@ -22,36 +20,18 @@ import inspect
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 from spec_data.shards.errors import DraftError, TargetError
-from spec_train.drafts.eagle3_model import DraftCache
+from spec_data.shards.schema import FINAL, layer_column
+from spec_train.drafts.protocol import Drafter
 from spec_train.sampling import Sampler
 
 _CROPPABLE = {"full_attention", "sliding_attention", "chunked_attention"}
-
-
-class ChainDraft(Protocol):
-    """What decoding needs of a draft; Eagle3Draft has it."""
-
-    @property
-    def draft_ids(self) -> Tensor:
-        """Target ids of the draft vocabulary, int64 [Vd] ascending."""
-
-    def project(self, aux: Tensor) -> Tensor:
-        """Features [B, T, H] of aux states [B, T, A]."""
-
-    def step(
-        self, token_ids: Tensor, carried: Tensor, position_ids: Tensor, cache: DraftCache
-    ) -> Tensor:
-        """Append rows [B, T] to the cache and give their states [B, T, H], which are fed back."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits over the draft vocabulary [..., Vd] of states [..., H]."""
 
 
 def num_target_layers(model: Any) -> int:
@@ -88,10 +68,13 @@ def check_target(model: Any, layers: Iterable[int]) -> None:
 class TargetSession:
     """One sequence in the target: forward appends to its cache, rollback takes tokens back."""
 
-    def __init__(self, model: Any, layers: Sequence[int] = ()) -> None:
-        """Start empty. With `layers`, forward also gives their states (the aux states)."""
+    def __init__(self, model: Any, columns: Sequence[str] = ()) -> None:
+        """Start empty. With `columns` (as datasets name them), forward also gives their states."""
         self._model = model
-        self._layers = tuple(layers)
+        blocks = num_target_layers(model)
+        # states[k] enters block k, so block k's output is k + 1; the last ones enter the head
+        place = {layer_column(k): k + 1 for k in range(-1, blocks - 1)} | {FINAL: blocks}
+        self._places = [place[name] for name in columns]
         # A prompt's logits fill [n, V]; models that can give the last row alone are asked to.
         known = inspect.signature(model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
@@ -102,7 +85,7 @@ class TargetSession:
     def forward(
         self, tokens: Sequence[int] | Tensor, last_only: bool = False
     ) -> tuple[Tensor, Any]:
-        """Append t tokens: logits [t, V] and aux states [1, t, A] (None without layers).
+        """Append t tokens: logits [t, V] and states [1, t, A] (None without columns).
 
         With `last_only` the logits may be those of the last token alone, [1, V].
         """
@@ -112,66 +95,23 @@ class TargetSession:
             input_ids=ids,
             past_key_values=self._cache,
             use_cache=True,
-            output_hidden_states=bool(self._layers),
+            output_hidden_states=bool(self._places),
             **(self._last_only if last_only else {}),
         )
-        if not self._layers:
+        if not self._places:
             return output.logits[0], None
-        states = output.hidden_states  # states[k] enters block k, so block k's output is k + 1
+        states = output.hidden_states
         if len(states) != num_target_layers(self._model) + 1:
             raise TargetError(
                 f"{type(self._model).__name__} gives {len(states)} hidden states for "
                 f"{num_target_layers(self._model)} blocks: its layers cannot be told apart"
             )
-        return output.logits[0], torch.cat([states[k + 1] for k in self._layers], dim=-1)
+        return output.logits[0], torch.cat([states[k] for k in self._places], dim=-1)
 
     def rollback(self, count: int) -> None:
         """Take the last `count` tokens back."""
         if count:
             self._cache.crop(-count)  # negative: the number to remove, in every version
-
-
-class Drafter:
-    """One sequence in the draft: extend with verified positions, then propose a chain."""
-
-    def __init__(self, draft: ChainDraft, vocab_size: int) -> None:
-        """Start empty. `vocab_size` is the target's."""
-        self._draft = draft
-        self._vocab_size = vocab_size
-        self._cache = DraftCache()
-        self._rows = 0  # rows computed from the target's own states
-
-    def propose(
-        self, tokens: Sequence[int], aux: Tensor, count: int, sampler: Sampler
-    ) -> tuple[Tensor, list[Any]]:
-        """Append verified rows and draft a chain from the last of them.
-
-        Args:
-            tokens: t known tokens; the i-th stands one position after aux[:, i].
-            aux: the target's states at the t positions that follow the rows so far, [1, t, A].
-            count: drafts wanted, at least 1.
-
-        Returns:
-            Drafted target ids int64 [count] and, when sampling, their distributions.
-        """
-        device = aux.device
-        ids = torch.as_tensor(tokens, dtype=torch.long, device=device)[None]
-        positions = torch.arange(self._rows, self._rows + len(tokens), device=device)[None]
-        self._cache.crop(self._rows)  # the last chain's rows held the draft's own states
-        state = self._draft.step(ids, self._draft.project(aux), positions, self._cache)[:, -1:]
-        self._rows += len(tokens)
-        drafted: list[Tensor] = []
-        distributions: list[Any] = []
-        for depth in range(count):
-            if depth:
-                position = positions[:, -1:] + depth
-                state = self._draft.step(drafted[-1].view(1, 1), state, position, self._cache)
-            token, q = sampler.draft(
-                self._draft.logits(state)[0, 0], self._draft.draft_ids, self._vocab_size
-            )
-            drafted.append(token)
-            distributions.append(q)
-        return torch.stack(drafted), distributions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +131,7 @@ class Generation:
 
     tokens: list[int]
     rounds: list[Round] = field(default_factory=list)
+    draft_passes: int = 0  # forwards of the draft
     seconds: float = 0.0
     stopped: bool = False  # by a stop token, not by the limit
 
@@ -220,37 +161,37 @@ def decode_plain(
 @torch.inference_mode()
 def decode_speculative(
     model: Any,
-    draft: ChainDraft,
-    layers: Sequence[int],
+    drafter: Drafter,
+    columns: Sequence[str],
     prompt: Sequence[int],
     sampler: Sampler,
     limit: int,
     draft_tokens: int,
     stop: Collection[int] = (),
 ) -> Generation:
-    """Decode up to `limit` tokens with chains of `draft_tokens` drafts.
+    """Decode up to `limit` tokens with up to `draft_tokens` drafts a round.
 
-    `layers` are the layer ids of the draft's aux states, ascending. A round near the limit drafts
-    no more than could still be emitted, which changes no output.
+    `drafter` is fresh; `columns` are the states it reads, the draft's `state_columns`. A round near
+    the limit drafts no more than could still be emitted, which changes no output.
     """
     started = _clock(model.device)
-    session = TargetSession(model, layers)
-    logits, aux = session.forward(prompt, last_only=True)
+    session = TargetSession(model, columns)
+    logits, states = session.forward(prompt, last_only=True)
     tokens = [sampler.first(logits[-1])]
-    drafter = Drafter(draft, logits.shape[-1])
-    known = [*prompt[1:], tokens[0]]  # tokens one position after each of the aux states
+    known = [*prompt[1:], tokens[0]]  # tokens one position after each of the states
     rounds: list[Round] = []
     while tokens[-1] not in stop and len(tokens) < limit:
         count = min(draft_tokens, limit - len(tokens) - 1)
         drafted = torch.empty(0, dtype=torch.long, device=model.device)
         q: list[Any] = []
         if count:
-            drafted, q = drafter.propose(known, aux, count, sampler)
+            drafted, q = drafter.propose(known, states, count, sampler)
+            count = len(drafted)
         last = torch.tensor(tokens[-1:], device=model.device)
-        logits, aux = session.forward(torch.cat([last, drafted]))
+        logits, states = session.forward(torch.cat([last, drafted]))
         proposed, accepted, chosen = sampler.verify(drafted, q, logits)
         session.rollback(count - accepted)
-        known, aux = [*proposed[:accepted], chosen], aux[:, : accepted + 1]
+        known, states = [*proposed[:accepted], chosen], states[:, : accepted + 1]
         emitted = _until(known, stop)
         rounds.append(
             Round(
@@ -262,8 +203,13 @@ def decode_speculative(
         )
         tokens.extend(emitted)
     seconds = _clock(model.device) - started
-    stopped = tokens[-1] in stop
-    return Generation(tokens=tokens, rounds=rounds, seconds=seconds, stopped=stopped)
+    return Generation(
+        tokens=tokens,
+        rounds=rounds,
+        draft_passes=drafter.passes,
+        seconds=seconds,
+        stopped=tokens[-1] in stop,
+    )
 
 
 def _until(tokens: list[int], stop: Collection[int]) -> list[int]:

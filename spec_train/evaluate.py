@@ -24,8 +24,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from spec_train.checkpoint import resolve_draft_dir
 from spec_train.config import EvalConfig
-from spec_train.drafts import load_draft
-from spec_train.drafts.eagle3 import Eagle3Draft
+from spec_train.drafts import Draft, load_draft
 from spec_train.evaluate_data import check_fit, evaluate_data
 from spec_train.evaluate_target import check_draft, check_tokenizer, evaluate_target, load_target
 from spec_train.metrics import shown
@@ -53,11 +52,15 @@ def run_eval(config: EvalConfig) -> dict[str, Any]:
     run = read_run(Path(config.draft), folder)
     device = usable_device(config.device)
     prompts = read_prompts(Path(config.prompts), config.limit) if config.prompts else []
-    draft = load_draft(folder).eval()
+    draft: Any = load_draft(folder).eval()
     warnings: list[str] = []
     if config.data is not None:  # what does not fit is said before the target is loaded
         _warn(warnings, check_fit(draft, HiddenStatesDataset(config.data)))
-    depth = config.draft_tokens or draft.options.ttt_steps
+    depth = config.draft_tokens or draft.depth
+    if draft.max_depth is not None and depth > draft.max_depth:
+        raise ConfigError(
+            f"--draft-tokens {depth}: {folder} can draft {draft.max_depth} tokens per round"
+        )
     report: dict[str, Any] = {
         "acceptance_length": None,
         "draft": str(folder),
@@ -90,7 +93,7 @@ def run_eval(config: EvalConfig) -> dict[str, Any]:
 
 def _decode(
     config: EvalConfig,
-    draft: Eagle3Draft,
+    draft: Draft,
     device: torch.device,
     depth: int,
     run: dict[str, Any] | None,
@@ -197,12 +200,12 @@ def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
     return found
 
 
-def _setting(draft: Any, device: torch.device, depth: int) -> dict[str, Any]:
+def _setting(draft: Draft, device: torch.device, depth: int) -> dict[str, Any]:
     """Where and how the figures were measured."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     return {
         "draft_tokens": depth,
-        "dtype": str(draft.fc.weight.dtype).removeprefix("torch."),
+        "dtype": str(draft.embed_tokens.weight.dtype).removeprefix("torch."),
         "device": f"{device} {name}".strip(),
         "threads": torch.get_num_threads(),
         "versions": {

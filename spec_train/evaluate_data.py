@@ -23,7 +23,7 @@ from spec_data.shards.packing import pack_documents, row_layout
 from spec_data.shards.plan import SPLIT_RULE, select_documents, split_documents
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_train.batch import DraftBatch
-from spec_train.drafts.eagle3 import Eagle3Draft, check_teachers, serving_chains
+from spec_train.drafts import Draft
 from spec_train.head import TargetHead
 from spec_train.metrics import add_sums, shown
 from spec_train.origin import require_same_embedding, weights_warning
@@ -79,7 +79,7 @@ def choose_documents(
     return (found[:limit] if limit else found), split
 
 
-def check_fit(draft: Eagle3Draft, dataset: HiddenStatesDataset) -> list[str]:
+def check_fit(draft: Draft, dataset: HiddenStatesDataset) -> list[str]:
     """Refuse a dataset of another target; give warnings about one of another version of it.
 
     Raises:
@@ -87,7 +87,7 @@ def check_fit(draft: Eagle3Draft, dataset: HiddenStatesDataset) -> list[str]:
         DatasetError: there is no teacher for the draft in it.
     """
     manifest, config = dataset.manifest, draft.config
-    check_teachers(manifest, draft.options)
+    type(draft).check_data(draft.options, manifest)
     missing = sorted(set(config.layers) - set(manifest.layers))
     if missing:
         raise DraftError(
@@ -163,7 +163,7 @@ def _packs(dataset: HiddenStatesDataset, rows: Sequence[int]) -> Iterator[list[i
 
 @torch.inference_mode()
 def evaluate_data(
-    draft: Eagle3Draft,
+    draft: Draft,
     path: Path,
     *,
     split: str,
@@ -179,7 +179,7 @@ def evaluate_data(
     columns = draft.columns(dataset.manifest.supervision)
     dataset = HiddenStatesDataset(path, columns=columns)
     rows, split = choose_documents(dataset, split, run, limit)
-    weight = draft.fc.weight
+    weight = draft.embed_tokens.weight
     head = TargetHead.from_dataset(path, weight.dtype, weight.device)
     teacher_forced: dict[str, Tensor] = {}
     serving = ServingSums.zero(depth)
@@ -188,7 +188,7 @@ def evaluate_data(
             batch = read_pack(dataset, pack, columns, weight.dtype).to(weight.device)
             sums = draft.loss(batch, head, draft.slot_counts(batch)).sums
             teacher_forced = add_sums([teacher_forced, sums])
-            serving += serving_sums(batch, serving_chains(draft, batch, head, depth))
+            serving += serving_sums(batch, draft.chains(batch, head, depth))
             bar.update(len(pack))
             bar.set_postfix(acceptance=shown(serving.walk_figures().acceptance_length))
     return {

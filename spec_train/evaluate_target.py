@@ -27,7 +27,8 @@ from spec_train.decode import (
     decode_speculative,
     examine_difference,
 )
-from spec_train.drafts.eagle3 import Eagle3Draft
+from spec_train.drafts import Draft
+from spec_train.head import TargetHead
 from spec_train.metrics import shown
 from spec_train.prompts import Prompt, opening, render, render_text
 from spec_train.sampling import make_sampler
@@ -50,6 +51,7 @@ class Tally:
     rounds: int = 0
     emitted: int = 0
     drafted: int = 0
+    draft_passes: int = 0
     tokens: int = 0
     seconds: float = 0.0
     plain_tokens: int = 0
@@ -63,6 +65,7 @@ class Tally:
         self.stopped += speculative.stopped
         self.tokens += len(speculative.tokens)
         self.seconds += speculative.seconds
+        self.draft_passes += speculative.draft_passes
         self.plain_tokens += len(plain.tokens)
         self.plain_seconds += plain.seconds
         for r in speculative.rounds:
@@ -105,7 +108,7 @@ def load_target(config: EvalConfig, device: torch.device) -> tuple[Any, Any]:
 
 
 @torch.no_grad()
-def check_draft(draft: Eagle3Draft, model: Any) -> list[str]:
+def check_draft(draft: Draft, model: Any) -> list[str]:
     """Refuse a target the draft cannot run with; give warnings about one it was not made for.
 
     Raises:
@@ -182,10 +185,11 @@ class Bench:
     """Answers prompts with and without the draft and keeps the tally."""
 
     def __init__(
-        self, draft: Eagle3Draft, model: Any, tokenizer: Any, config: EvalConfig, depth: int
+        self, draft: Draft, model: Any, tokenizer: Any, config: EvalConfig, depth: int
     ) -> None:
         """Start with an empty tally; `depth` is K."""
         self.draft, self.model, self.tokenizer = draft, model, tokenizer
+        self.head = TargetHead.from_model(model, draft.config.origin.get("head"))
         self.config, self.depth = config, depth
         self.stop = stop_ids(model, tokenizer)
         self.tally = Tally(tried=[0] * depth, accepted=[0] * depth)
@@ -201,8 +205,8 @@ class Bench:
         sampler = make_sampler(self.config.temperature, seed)
         return decode_speculative(
             self.model,
-            self.draft,
-            self.draft.config.layers,
+            self.draft.drafter(self.head),
+            self.draft.state_columns,
             ids,
             sampler,
             limit,
@@ -286,6 +290,7 @@ def figures(tally: Tally, depth: int, temperature: float) -> dict[str, Any]:
         "tried_per_depth": tally.tried,
         "draft_tokens": depth,
         "drafted": tally.drafted,
+        "draft_passes": tally.draft_passes,
         "accepted": sum(tally.accepted),
         "rounds": tally.rounds,
         "emitted": tally.emitted,
@@ -304,7 +309,7 @@ def figures(tally: Tally, depth: int, temperature: float) -> dict[str, Any]:
 
 
 def evaluate_target(
-    draft: Eagle3Draft,
+    draft: Draft,
     model: Any,
     tokenizer: Any,
     config: EvalConfig,

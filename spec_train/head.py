@@ -7,9 +7,10 @@ copy of those rows and saves the full-vocabulary product at every step.
 V / Vd target / draft vocabulary, H hidden size.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,26 @@ class TargetHead(nn.Module):
         head = embed if spec.tied else tensors["lm_head"].to(device, dtype)
         bias = tensors["lm_head_bias"].to(device, dtype) if spec.has_bias else None
         return cls(spec, embed, head, bias)
+
+    @classmethod
+    def from_model(cls, model: Any, spec: Mapping[str, Any] | None = None) -> "TargetHead":
+        """Share the head of a loaded HF model.
+
+        `spec` is the HeadSpec that its dataset proved, as a draft's origin keeps it; without one
+        the head is taken for a plain product, which changes no greedy choice.
+        """
+        embed = model.get_input_embeddings().weight.data
+        linear = model.get_output_embeddings()
+        weight, bias = linear.weight.data, getattr(linear, "bias", None)
+        known = HeadSpec(
+            vocab_size=weight.shape[0],
+            hidden_size=weight.shape[1],
+            tied=weight is embed,
+            has_bias=bias is not None,
+        )
+        if spec is not None:
+            known = dataclasses.replace(known, scale=spec["scale"], softcap=spec.get("softcap"))
+        return cls(known, embed, weight, None if bias is None else bias.data)
 
     def _apply(self, fn, recurse: bool = True):
         """Keep tied weights one tensor, and drop the selection, when the module moves."""

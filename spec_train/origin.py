@@ -6,6 +6,7 @@ the draft, not with the path of its dataset: the embedding does anyway, hashes a
 are the config's `origin`. Drafts of older releases have an empty one.
 """
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ def origin_of(manifest: Manifest) -> dict[str, Any]:
     names = ("chat_template_hash", "chat_template_kwargs")
     found = {name: manifest.raw["tokenizer"].get(name) for name in names}
     found["weights_hash"] = manifest.target.get("weights_hash")
+    found["head"] = {k: v for k, v in asdict(manifest.head).items() if v is not None}
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from spec_data.shards.errors import DatasetError, DraftError
 from spec_data.shards.packing import shift_left
 from spec_data.shards.schema import FINAL, SUPERVISED, Manifest, layer_column
-from spec_train.config import Eagle3Options
+from spec_train.drafts.chain import ChainDrafter
 from spec_train.drafts.eagle3_config import Eagle3Config, special_ids
 from spec_train.drafts.eagle3_loss import (
     Teacher,
@@ -23,7 +23,7 @@ from spec_train.drafts.eagle3_loss import (
     logits_teacher,
     unrolled_loss,
 )
-from spec_train.drafts.eagle3_model import DraftCache, Eagle3Model
+from spec_train.drafts.eagle3_model import Eagle3Model
 from spec_train.drafts.eagle3_unroll import (
     Unroll,
     document_offsets,
@@ -34,13 +34,13 @@ from spec_train.drafts.protocol import DraftLoss
 from spec_train.head import TargetHead, choose_draft_vocabulary
 from spec_train.losses import LossKind
 from spec_train.metrics import summarise
+from spec_train.options import Eagle3Options
 from spec_train.origin import origin_of, require_same_embedding, weights_warning
 
 if TYPE_CHECKING:
     from spec_train.batch import DraftBatch
 
 __all__ = [
-    "DraftCache",
     "Eagle3Config",
     "Eagle3Draft",
     "Eagle3Options",
@@ -167,11 +167,33 @@ class Eagle3Draft(Eagle3Model):
             rows = head.head_weight[self.draft_ids] * head.spec.scale
             self.lm_head.weight.copy_(rows.to(self.lm_head.weight.dtype))
 
+    @property
+    def state_columns(self) -> tuple[str, ...]:
+        """The aux states, ascending."""
+        return tuple(layer_column(k) for k in self.config.layers)
+
+    @property
+    def depth(self) -> int:
+        """Unroll steps of its training."""
+        return self.options.ttt_steps
+
+    @property
+    def max_depth(self) -> int | None:
+        """Chains can go on for ever."""
+        return None
+
+    def drafter(self, head: TargetHead) -> ChainDrafter:
+        """Start drafting one sequence; the draft has its own head."""
+        return ChainDrafter(self, self.config.vocab_size)
+
+    def chains(self, batch: "DraftBatch", head: TargetHead, depth: int) -> Tensor:
+        """Draft greedily from every slot as serving would (see protocol.Draft)."""
+        return serving_chains(self, batch, depth)
+
     def columns(self, supervision: str = "final-hidden") -> tuple[str, ...]:
         """Columns that the loss reads of a dataset with that supervision."""
-        states = [layer_column(k) for k in self.config.layers]
         teacher = LOGITS if supervision == LOGITS else FINAL
-        return ("input_ids", "loss_mask", *states, teacher, "target_argmax")
+        return ("input_ids", "loss_mask", *self.state_columns, teacher, "target_argmax")
 
     def _teacher(self, batch: "DraftBatch", head: TargetHead) -> Teacher:
         """Teacher of slots: one row further on, from stored logits or final states."""

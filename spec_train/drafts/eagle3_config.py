@@ -13,8 +13,8 @@ from typing import Any
 from spec_data.config import from_dict, to_dict
 from spec_data.shards.errors import DraftError
 from spec_data.shards.schema import LAYER_CONVENTION
-from spec_train.config import Eagle3Options
 from spec_train.drafts.layers import RopeSettings, rope_parameters
+from spec_train.options import Eagle3Options
 
 log = logging.getLogger(__name__)
 

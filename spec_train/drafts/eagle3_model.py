@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from spec_data.shards.errors import DraftError, MissingError
 from spec_data.shards.files import dump_json, replace_durably, write_atomically
+from spec_train.drafts.chain import DraftCache
 from spec_train.drafts.eagle3_config import Eagle3Config, Eagle3Options
 from spec_train.drafts.layers import GatedMLP, RMSNorm, Rotary, rotate
 
@@ -76,33 +77,6 @@ class Eagle3Layer(nn.Module):
         """Residual [B, T, H] and attention heads [B, h, T, d] -> layer output [B, T, H]."""
         middle = carried + self.self_attn.join(heads)
         return middle + self.mlp(self.post_attention_layernorm(middle))
-
-
-class DraftCache:
-    """Keys and values [B, g, length, d] of the rows a draft has processed, in order."""
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-
-    @property
-    def length(self) -> int:
-        """Rows held."""
-        return 0 if self.keys is None else self.keys.shape[2]
-
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add rows and give all of them."""
-        if self.keys is not None and self.values is not None:
-            keys = torch.cat([self.keys, keys], dim=2)
-            values = torch.cat([self.values, values], dim=2)
-        self.keys, self.values = keys, values
-        return keys, values
-
-    def crop(self, length: int) -> None:
-        """Keep the first `length` rows: drop the rows of a chain after it was verified."""
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys[:, :, :length], self.values[:, :, :length]
 
 
 class Eagle3Model(nn.Module):

@@ -23,7 +23,6 @@ from spec_train.attention import (
 )
 from spec_train.drafts.eagle3_config import SLOTS
 from spec_train.drafts.eagle3_model import Eagle3Model
-from spec_train.head import TargetHead
 
 if TYPE_CHECKING:
     from spec_train.batch import DraftBatch
@@ -157,15 +156,12 @@ def step_masks(mask: Tensor, document_ids: Tensor, steps: int) -> Tensor:
 
 
 @torch.no_grad()
-def serving_chains(
-    draft: Eagle3Model, batch: "DraftBatch", head: TargetHead | None, depth: int
-) -> Tensor:
+def serving_chains(draft: Eagle3Model, batch: "DraftBatch", depth: int) -> Tensor:
     """Draft greedy chains from every slot, each step fed the draft's own last token.
 
     Args:
         draft: the model.
         batch: documents in the token frame.
-        head: not read: an EAGLE-3 draft has its own head.
         depth: tokens per chain.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Parts of a draft layer: norm, rotary embedding, gated MLP; in the arithmetic of the engines.
+"""Parts of drafts: norm, rotary embedding, gated MLP, a whole layer; in the engines' arithmetic.
 
 Rotary frequencies come from transformers' initialisers, so every rope type of the target is
 reproduced by the code that the target itself runs. Two types depend on the length of a sequence:
@@ -12,6 +12,7 @@ reproduced by the code that the target itself runs. Two types depend on the leng
 B rows, T slots, H hidden size, d head size, r rotary dimensions (r <= d).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,3 +186,80 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
     return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Queries [B, h, Q, d], keys and values [B, g, Q, d] of the same rows -> heads [B, h, Q, d]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """Sizes and switches of a `DecoderLayer`; biases as the named families have them."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    qk_norm: bool = False  # Qwen3: an RMSNorm over each head's queries and keys
+    attention_bias: bool = False
+
+
+class Attention(nn.Module):
+    """Projections, norms and rotation of grouped-query attention; attending is the caller's."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        """Make the projections."""
+        super().__init__()
+        size, width, bias = shape.head_dim, shape.hidden_size, shape.attention_bias
+        self.head_dim = size
+        self.scale = size**-0.5
+        self.q_proj = nn.Linear(width, shape.num_attention_heads * size, bias=bias)
+        self.k_proj = nn.Linear(width, shape.num_key_value_heads * size, bias=bias)
+        self.v_proj = nn.Linear(width, shape.num_key_value_heads * size, bias=bias)
+        self.o_proj = nn.Linear(shape.num_attention_heads * size, width, bias=bias)
+        if shape.qk_norm:
+            self.q_norm = RMSNorm(size, shape.rms_norm_eps)
+            self.k_norm = RMSNorm(size, shape.rms_norm_eps)
+        self._qk_norm = shape.qk_norm
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotated queries [B, h, T, d] of inputs [B, T, H]; cos, sin [B, T, r]."""
+        q = self._heads(self.q_proj(x))
+        return rotate((self.q_norm(q) if self._qk_norm else q).transpose(1, 2), cos, sin)
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values [B, g, T, d] of inputs [B, T, H]."""
+        k, v = self._heads(self.k_proj(x)), self._heads(self.v_proj(x)).transpose(1, 2)
+        return rotate((self.k_norm(k) if self._qk_norm else k).transpose(1, 2), cos, sin), v
+
+    def join(self, heads: Tensor) -> Tensor:
+        """Heads [B, h, T, d] -> [B, T, H]."""
+        return self.o_proj(heads.transpose(1, 2).flatten(2))
+
+
+class DecoderLayer(nn.Module):
+    """The pre-norm decoder layer of Llama and, with `qk_norm`, of Qwen3."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        """Make norms, attention projections and MLP."""
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = GatedMLP(shape.hidden_size, shape.intermediate_size)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """Process rows [B, T, H] at the positions of cos, sin [B, T, r] -> [B, T, H].
+
+        `attend` is given the rows' own queries, keys and values; masks, caches and further keys are
+        its business.
+        """
+        attention, inside = self.self_attn, self.input_layernorm(x)
+        q = attention.queries(inside, cos, sin)
+        x = x + attention.join(attend(q, *attention.keys_values(inside, cos, sin)))
+        return x + self.mlp(self.post_attention_layernorm(x))

@@ -1,5 +1,6 @@
 """What the trainer asks of a draft, and nothing more: adding a draft must not touch the trainer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from spec_data.shards.schema import Manifest
 from spec_train.head import TargetHead
+from spec_train.sampling import Sampler
 
 if TYPE_CHECKING:
     from spec_train.batch import DraftBatch
@@ -22,11 +24,90 @@ class DraftLoss:
     sums: dict[str, Tensor]  # float64, no graph; `Draft.summarise` turns their totals into figures
 
 
+class Drafter(Protocol):
+    """One sequence in a draft: takes in what the target has verified, proposes what may follow."""
+
+    passes: int
+    """Forward passes of the draft so far."""
+
+    def propose(
+        self, tokens: Sequence[int], states: Tensor, count: int, sampler: Sampler
+    ) -> tuple[Tensor, list[Any]]:
+        """Take in verified positions and draft tokens after the last of them.
+
+        Args:
+            tokens: t known tokens; the i-th stands one position after states[:, i].
+            states: the target's states at the t positions that follow those so far, [1, t, A]:
+                the draft's `state_columns`, concatenated.
+            count: drafts wanted, at least 1.
+            sampler: chooses them.
+
+        Returns:
+            Drafted target ids, int64 [n], n <= count, and, when sampling, their distributions.
+        """
+        ...
+
+
+class DraftConfig(Protocol):
+    """What every draft's configuration says; a frozen dataclass."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The target's."""
+
+    @property
+    def target_hidden_size(self) -> int:
+        """Width of the target's states."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layer ids that the draft reads, ascending; empty if it reads only the final hidden."""
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """Whom it was fitted to (see `spec_train.origin`)."""
+
+
 class Draft(Protocol):
     """A draft model with its own loss; also an `nn.Module`."""
 
     name: ClassVar[str]
     options_class: ClassVar[type]
+    options: Any
+    embed_tokens: nn.Embedding  # the target's
+
+    @property
+    def config(self) -> Any:
+        """Its `DraftConfig`."""
+
+    def to(self, *args: Any) -> Any:
+        """As of every nn.Module."""
+
+    @property
+    def state_columns(self) -> tuple[str, ...]:
+        """Dataset columns of the target's states that serving feeds it, concatenated in order."""
+
+    @property
+    def depth(self) -> int:
+        """Tokens it drafts per round unless told otherwise: as many as it was trained for."""
+
+    @property
+    def max_depth(self) -> int | None:
+        """Most tokens it can draft per round; None: any number."""
+
+    def drafter(self, head: TargetHead) -> Drafter:
+        """Start drafting one sequence. `head` is the target's, on the draft's device."""
+        ...
+
+    def chains(self, batch: "DraftBatch", head: TargetHead, depth: int) -> Tensor:
+        """Draft greedily from every slot as serving would, without the target.
+
+        Returns:
+            Target ids, int64 [B, T, depth]. Entry (t, d) is the draft for token t + 2 + d of the
+            document, tokens up to t + 1 being given. Slots with no known token (the last of a
+            document, padding) hold drafts of nothing: ignore them.
+        """
+        ...
 
     @classmethod
     def check_data(cls, options: Any, manifest: Manifest) -> None:

@@ -15,16 +15,19 @@ from transformers import PreTrainedTokenizerFast
 
 from spec_data.shards.head import HeadSpec
 from spec_data.shards.packing import row_layout
+from spec_data.shards.schema import layer_column
 from spec_train.batch import DraftBatch
-from spec_train.config import Eagle3Options, EvalConfig
+from spec_train.config import EvalConfig
 from spec_train.decode import decode_plain
 from spec_train.drafts.eagle3 import Eagle3Draft
 from spec_train.drafts.eagle3_config import Eagle3Config
 from spec_train.head import TargetHead
+from spec_train.options import Eagle3Options
 from spec_train.sampling import Greedy
 from tests.factory import states_of, tiny_llama
 
 VOCAB, LAYERS, STEPS, LIMIT = 64, (0, 2), 4, 32
+COLUMNS = tuple(layer_column(k) for k in LAYERS)
 STOP = 5
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% endfor %}"

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from spec_data.shards.errors import DraftError, TargetError
+from spec_data.shards.schema import layer_column
 from spec_train.decode import (
     Difference,
     Generation,
@@ -17,7 +18,7 @@ from spec_train.decode import (
     decode_speculative,
     examine_difference,
 )
-from spec_train.drafts.eagle3_model import DraftCache
+from spec_train.drafts.chain import ChainDrafter, DraftCache
 from spec_train.sampling import (
     Greedy,
     Sampled,
@@ -30,6 +31,7 @@ from spec_train.sampling import (
 from tests.families import FAMILIES, LEAKY, VOCAB, WINDOW, tiny_model
 
 LAYERS = (0, 2)
+COLUMNS = tuple(layer_column(k) for k in LAYERS)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -107,8 +109,9 @@ def states(model: Any, ids: list[int]) -> torch.Tensor:
 
 
 def speculate(model: Any, draft: Any, prompt: list[int], **changes: Any) -> Generation:
-    settings: dict[str, Any] = dict(sampler=Greedy(), limit=40, draft_tokens=5, layers=LAYERS)
-    return decode_speculative(model, draft, prompt=prompt, **settings | changes)
+    settings: dict[str, Any] = dict(sampler=Greedy(), limit=40, draft_tokens=5, columns=COLUMNS)
+    drafter = ChainDrafter(draft, VOCAB)
+    return decode_speculative(model, drafter, prompt=prompt, **settings | changes)
 
 
 def check_counts(generation: Generation, draft_tokens: int, limit: int = 40) -> None:
@@ -153,7 +156,7 @@ def test_rollback_leaves_no_trace(family):
     sequence = prompt_of(3 * WINDOW)
     with torch.inference_mode():
         expected = model(input_ids=torch.tensor([sequence]), use_cache=False).logits[0]
-        session = TargetSession(model, LAYERS)
+        session = TargetSession(model, COLUMNS)
         session.forward(sequence[:WINDOW])
         at = WINDOW
         for rejected in (1, 6, 2 * WINDOW, 3):
@@ -306,7 +309,14 @@ def test_sampling_has_the_targets_distribution():
     samples, counts, accepted = 2000, dict.fromkeys(exact, 0), 0
     for seed in range(samples):
         got = decode_speculative(
-            model, draft, (0,), prompt, make_sampler(temperature, seed), limit, 3, {0}
+            model,
+            ChainDrafter(draft, 5),
+            ("hidden.L0",),
+            prompt,
+            make_sampler(temperature, seed),
+            limit,
+            3,
+            {0},
         )
         check_counts(got, 3, limit)
         counts[tuple(got.tokens)] += 1

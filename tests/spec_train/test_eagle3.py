@@ -12,7 +12,8 @@ from torch import Tensor
 from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import pack_documents, shift_left
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.drafts.eagle3 import DraftCache, Eagle3Draft, Unroll, eagle3_loss, serving_chains
+from spec_train.drafts.chain import DraftCache
+from spec_train.drafts.eagle3 import Eagle3Draft, Unroll, eagle3_loss
 from spec_train.head import TargetHead
 from spec_train.metrics import add_sums
 from tests.spec_train import eagle3_tools
@@ -190,7 +191,7 @@ def test_serving_drafts_what_the_unroll_computes(
     draft, depth = build(dataset, head, norm_output=norm_output), 4
     draft.attention_backend = backend
     batch = packed(dataset)
-    chains = serving_chains(draft, batch, head, depth)
+    chains = draft.chains(batch, head, depth)
     known = shift_left(batch.input_ids, batch.document_ids)
     every = torch.arange(known.shape[1]).expand_as(known)
     aux = batch.aux(draft.config.layers)

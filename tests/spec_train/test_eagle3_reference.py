@@ -13,8 +13,8 @@ from torch import Tensor
 
 from spec_data.shards.head import HeadSpec
 from spec_train import attention
+from spec_train.drafts.chain import DraftCache
 from spec_train.drafts.eagle3 import Eagle3Draft, eagle3_loss
-from spec_train.drafts.eagle3_model import DraftCache
 from spec_train.drafts.protocol import DraftLoss
 from spec_train.head import TargetHead
 from tests.spec_train.eagle3_cases import (

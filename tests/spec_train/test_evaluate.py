@@ -12,6 +12,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train import evaluate_data
 from spec_train.config import EvalConfig
 from spec_train.decode import decode_speculative
+from spec_train.drafts.chain import ChainDrafter
 from spec_train.drafts.eagle3 import serving_chains
 from spec_train.evaluate import run_eval
 from spec_train.evaluate_data import choose_documents, serving_sums
@@ -20,7 +21,7 @@ from spec_train.serving import judge_chains, supervised_spans, walk_rounds
 from tests.factory import tiny_dataset, tiny_llama
 from tests.spec_train import evaluate_tools
 from tests.spec_train.evaluate_tools import (
-    LAYERS,
+    COLUMNS,
     LIMIT,
     STEPS,
     STOP,
@@ -41,11 +42,13 @@ def test_on_the_targets_own_responses_the_walk_is_the_real_decoding(target, prom
     real, lengths = [], set()
     total = evaluate_data.ServingSums.zero(STEPS)
     for prompt in prompts:
-        got = decode_speculative(target, trained, LAYERS, prompt, Greedy(), LIMIT, STEPS, {STOP})
+        got = decode_speculative(
+            target, ChainDrafter(trained, VOCAB), COLUMNS, prompt, Greedy(), LIMIT, STEPS, {STOP}
+        )
         document = prompt + got.tokens, [0] * len(prompt) + [1] * len(got.tokens)
         assert document == respond(target, prompt)
         batch = batch_of(target, [document])
-        chains = serving_chains(trained, batch, None, STEPS)
+        chains = serving_chains(trained, batch, STEPS)
         columns = (chains, batch.input_ids, batch.target_argmax, batch.loss_mask)
         arrays = [values[0].numpy() for values in columns]
         walked = walk_rounds(judge_chains(*arrays), supervised_spans(arrays[3]))
@@ -67,11 +70,13 @@ def test_an_untrained_draft_with_a_small_vocabulary_loses_nothing(target, prompt
     total, rounds = evaluate_data.ServingSums.zero(STEPS), []
     for seed, prompt in enumerate(prompts[:6]):
         sampler = make_sampler(temperature, seed)
-        got = decode_speculative(target, draft, LAYERS, prompt, sampler, LIMIT, STEPS, {STOP})
+        got = decode_speculative(
+            target, ChainDrafter(draft, VOCAB), COLUMNS, prompt, sampler, LIMIT, STEPS, {STOP}
+        )
         assert got.stopped or len(got.tokens) == LIMIT
         document = prompt + got.tokens, [0] * len(prompt) + [1] * len(got.tokens)
         batch = batch_of(target, [document])
-        total += serving_sums(batch, serving_chains(draft, batch, None, STEPS))
+        total += serving_sums(batch, serving_chains(draft, batch, STEPS))
         rounds += [r.emitted for r in got.rounds]
         if temperature == 0:
             assert document == respond(target, prompt)
@@ -81,8 +86,8 @@ def test_an_untrained_draft_with_a_small_vocabulary_loses_nothing(target, prompt
 
 def test_packing_changes_no_chain(target, prompts, trained):
     documents = [respond(target, p) for p in prompts[:5]]
-    together = serving_chains(trained, packed := batch_of(target, documents), None, STEPS)
-    alone = [serving_chains(trained, batch_of(target, [d]), None, STEPS) for d in documents]
+    together = serving_chains(trained, packed := batch_of(target, documents), STEPS)
+    alone = [serving_chains(trained, batch_of(target, [d]), STEPS) for d in documents]
     assert torch.equal(together, torch.cat(alone, dim=1))
     sums = serving_sums(packed, together)
     assert sums.spans == len(documents)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from spec_data.shards.errors import DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
-from spec_train.config import Eagle3Options, EvalConfig, FitConfig
+from spec_train.config import EvalConfig, FitConfig
 from spec_train.drafts import load_draft
 from spec_train.evaluate import run_eval
 from spec_train.fit import fit
+from spec_train.options import Eagle3Options
 from spec_train.origin import differing_rows, require_same_embedding, weights_warning
 from tests.spec_data.runs import run, save_target, write_corpus
 
@@ -51,6 +53,7 @@ def test_a_draft_names_its_target_and_its_rendering(place):
         "weights_hash": manifest.target["weights_hash"],
         "chat_template_hash": manifest.raw["tokenizer"]["chat_template_hash"],
         "chat_template_kwargs": KWARGS,
+        "head": {k: v for k, v in asdict(manifest.head).items() if v is not None},
     }
     assert json.loads((place / "run" / "fit.json").read_text())["data"] == str(place / "data")
 

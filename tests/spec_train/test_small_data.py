@@ -8,12 +8,13 @@ import torch
 
 from spec_data.shards.errors import DatasetError, DraftError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.config import Eagle3Options, EvalConfig, FitConfig
+from spec_train.config import EvalConfig, FitConfig
 from spec_train.drafts.eagle3 import Eagle3Draft
 from spec_train.evaluate import run_eval
 from spec_train.evaluate_data import check_fit, read_pack
 from spec_train.fit import fit
 from spec_train.head import TargetHead
+from spec_train.options import Eagle3Options
 from tests.spec_data.runs import run, save_target
 
 DRAFT = {"draft_vocab_size": 0, "ttt_steps": 4}

@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from spec_train.config import Eagle3Options, FitConfig
+from spec_train.config import FitConfig
 from spec_train.fit import fit
+from spec_train.options import Eagle3Options
 from tests.factory import tiny_dataset
 
 OPTIONS = Eagle3Options(ttt_steps=2, draft_vocab_size=40)

@@ -1,0 +1,96 @@
+"""Drafting chains for one sequence: a row of the draft per verified token, then one per draft.
+
+The row at position P sees (token[P+1], target states[P]). After a verification the rows of the
+chain, which held the draft's own states, are dropped; the accepted positions come again with the
+target's.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from spec_train.sampling import Sampler
+
+
+class DraftCache:
+    """Keys and values [B, g, length, d] of the rows a layer has processed, in order."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Rows held."""
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add rows and give all of them."""
+        if self.keys is not None and self.values is not None:
+            keys = torch.cat([self.keys, keys], dim=2)
+            values = torch.cat([self.values, values], dim=2)
+        self.keys, self.values = keys, values
+        return keys, values
+
+    def crop(self, length: int) -> None:
+        """Keep the first `length` rows."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[:, :, :length], self.values[:, :, :length]
+
+
+class ChainDraft(Protocol):
+    """What drafting a chain asks of a draft with one layer that is fed its own states."""
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """Target ids of the draft vocabulary, int64 [Vd] ascending."""
+
+    def project(self, aux: Tensor) -> Tensor:
+        """Features [B, T, H] of the target's states [B, T, A]."""
+
+    def step(
+        self, token_ids: Tensor, carried: Tensor, position_ids: Tensor, cache: DraftCache
+    ) -> Tensor:
+        """Append rows [B, T] to the cache and give their states [B, T, H], which are fed back."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits over the draft vocabulary [..., Vd] of states [..., H]."""
+
+
+class ChainDrafter:
+    """A `Drafter` (see protocol): one pass of the draft per drafted token."""
+
+    def __init__(self, draft: ChainDraft, vocab_size: int) -> None:
+        """Start empty. `vocab_size` is the target's."""
+        self.passes = 0
+        self._draft = draft
+        self._vocab_size = vocab_size
+        self._cache = DraftCache()
+        self._rows = 0  # rows computed from the target's own states
+
+    def propose(
+        self, tokens: Sequence[int], states: Tensor, count: int, sampler: Sampler
+    ) -> tuple[Tensor, list[Any]]:
+        """Append verified rows and draft a chain from the last of them (see protocol.Drafter)."""
+        device = states.device
+        ids = torch.as_tensor(tokens, dtype=torch.long, device=device)[None]
+        positions = torch.arange(self._rows, self._rows + len(tokens), device=device)[None]
+        self._cache.crop(self._rows)
+        state = self._draft.step(ids, self._draft.project(states), positions, self._cache)[:, -1:]
+        self._rows += len(tokens)
+        drafted: list[Tensor] = []
+        distributions: list[Any] = []
+        for depth in range(count):
+            if depth:
+                position = positions[:, -1:] + depth
+                state = self._draft.step(drafted[-1].view(1, 1), state, position, self._cache)
+            token, q = sampler.draft(
+                self._draft.logits(state)[0, 0], self._draft.draft_ids, self._vocab_size
+            )
+            drafted.append(token)
+            distributions.append(q)
+        self.passes += count
+        return torch.stack(drafted), distributions
