@@ -15,7 +15,7 @@ from spec_data.shards.errors import DatasetError, DraftError
 from spec_data.shards.packing import shift_left
 from spec_data.shards.schema import FINAL, SUPERVISED, Manifest, layer_column
 from spec_train.drafts.chain import ChainDrafter
-from spec_train.drafts.eagle3_config import Eagle3Config, special_ids
+from spec_train.drafts.eagle3_config import Eagle3Config
 from spec_train.drafts.eagle3_loss import (
     Teacher,
     eagle3_loss,
@@ -31,6 +31,7 @@ from spec_train.drafts.eagle3_unroll import (
     slot_masks,
 )
 from spec_train.drafts.protocol import DraftLoss
+from spec_train.drafts.shape import special_ids
 from spec_train.head import TargetHead, choose_draft_vocabulary
 from spec_train.losses import LossKind
 from spec_train.metrics import summarise
