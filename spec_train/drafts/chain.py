@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from spec_train.sampling import Sampler
 
@@ -35,14 +36,52 @@ class DraftCache:
         self.keys, self.values = keys, values
         return keys, values
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Add rows and attend from them to all rows, causally.
+
+        Args:
+            q: queries of the new rows [B, h, n, d].
+            k, v: their keys and values [B, g, n, d], g dividing h.
+            scale: multiplies the scores.
+
+        Returns:
+            Heads [B, h, n, d].
+        """
+        k, v = self.append(k, v)
+        new, held = q.shape[2], k.shape[2]
+        mask = None
+        if new > 1:
+            mask = torch.ones(new, held, dtype=torch.bool, device=q.device).tril(held - new)
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+
     def crop(self, length: int) -> None:
         """Keep the first `length` rows."""
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[:, :, :length], self.values[:, :, :length]
 
 
+class LayerCaches:
+    """One `DraftCache` per layer, of drafts with several."""
+
+    def __init__(self, count: int) -> None:
+        """Start empty."""
+        self.layers = [DraftCache() for _ in range(count)]
+
+    @property
+    def length(self) -> int:
+        """Rows held."""
+        return self.layers[0].length
+
+    def crop(self, length: int) -> None:
+        """Keep the first `length` rows."""
+        for layer in self.layers:
+            layer.crop(length)
+
+
 class ChainDraft(Protocol):
-    """What drafting a chain asks of a draft with one layer that is fed its own states."""
+    """What drafting a chain asks of a draft that is fed its own states."""
 
     @property
     def draft_ids(self) -> Tensor:
@@ -51,9 +90,7 @@ class ChainDraft(Protocol):
     def project(self, aux: Tensor) -> Tensor:
         """Features [B, T, H] of the target's states [B, T, A]."""
 
-    def step(
-        self, token_ids: Tensor, carried: Tensor, position_ids: Tensor, cache: DraftCache
-    ) -> Tensor:
+    def step(self, token_ids: Tensor, carried: Tensor, position_ids: Tensor, cache: Any) -> Tensor:
         """Append rows [B, T] to the cache and give their states [B, T, H], which are fed back."""
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -63,12 +100,15 @@ class ChainDraft(Protocol):
 class ChainDrafter:
     """A `Drafter` (see protocol): one pass of the draft per drafted token."""
 
-    def __init__(self, draft: ChainDraft, vocab_size: int) -> None:
-        """Start empty. `vocab_size` is the target's."""
+    def __init__(
+        self, draft: ChainDraft, vocab_size: int, cache: DraftCache | LayerCaches | None = None
+    ) -> None:
+        """Start empty. `vocab_size` is the target's; `cache` what `step` of the draft appends to,
+        by default that of one layer."""
         self.passes = 0
         self._draft = draft
         self._vocab_size = vocab_size
-        self._cache = DraftCache()
+        self._cache = cache or DraftCache()
         self._rows = 0  # rows computed from the target's own states
 
     def propose(
