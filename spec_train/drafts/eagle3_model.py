@@ -169,14 +169,16 @@ class Eagle3Model(nn.Module):
         carried: Tensor,
         position_ids: Tensor,
         cache: DraftCache | None = None,
+        seen: Tensor | None = None,
     ) -> Tensor:
-        """Process rows as serving does: causal among themselves, after what `cache` holds.
+        """Process rows as serving does, after what `cache` holds.
 
         Args:
             token_ids: known tokens, int64 [B, T].
             carried: features of `project`, or what an earlier `step` returned, [B, T, H].
             position_ids: RoPE positions, int64 [B, T].
             cache: rows processed so far; the new rows are appended to it.
+            seen: which rows, old and new, a new row sees, bool [T, length]; None: causal.
 
         Returns:
             o [B, T, H]: goes to `logits`, and into the next `step` as `carried`.
@@ -186,7 +188,7 @@ class Eagle3Model(nn.Module):
         u = self.midlayer.inputs(self.embed(token_ids), carried)
         q = attention.queries(u, cos, sin)
         k, v = attention.keys_values(u, cos, sin)
-        heads = (cache or DraftCache()).attend(q, k, v, attention.scale)
+        heads = (cache or DraftCache()).attend(q, k, v, attention.scale, seen)
         return self.feedback(self.midlayer.outputs(carried, heads))
 
     def trainable_parameters(self) -> list[nn.Parameter]:

@@ -64,14 +64,16 @@ class EagleModel(nn.Module):
         carried: Tensor,
         position_ids: Tensor,
         cache: LayerCaches | None = None,
+        seen: Tensor | None = None,
     ) -> Tensor:
-        """Process rows as serving does: causal among themselves, after what `cache` holds.
+        """Process rows as serving does, after what `cache` holds.
 
         Args:
             token_ids: known tokens, int64 [B, T].
             carried: the target's states, or what an earlier `step` returned, [B, T, H].
             position_ids: RoPE positions, int64 [B, T].
             cache: rows processed so far; the new rows are appended to it.
+            seen: which rows, old and new, a new row sees, bool [T, length]; None: causal.
 
         Returns:
             Predicted next states [B, T, H]: go through the target's head, and into the next `step`.
@@ -80,7 +82,7 @@ class EagleModel(nn.Module):
         cos, sin = self.rotary.cos_sin(position_ids, None, carried.dtype)
         x = self.fuse(token_ids, carried)
         for layer, held in zip(self.layers, caches.layers, strict=True):
-            x = layer(x, cos, sin, partial(held.attend, scale=self.scale))
+            x = layer(x, cos, sin, partial(held.attend, scale=self.scale, seen=seen))
         return x
 
     def trainable_parameters(self) -> list[nn.Parameter]:
