@@ -4,13 +4,15 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.shards.errors import DraftError
+from spec_train.drafts.eagle import EagleDraft
 from spec_train.drafts.eagle3 import Eagle3Draft
 from spec_train.drafts.eagle3_config import ARCHITECTURE as EAGLE3
 from spec_train.drafts.eagle3_model import read_config
+from spec_train.drafts.eagle_config import ARCHITECTURE as EAGLE
 from spec_train.drafts.protocol import Draft, DraftLoss
 
-DRAFTS: dict[str, Any] = {"eagle3": Eagle3Draft}
-_ARCHITECTURES = {EAGLE3: "eagle3"}
+DRAFTS: dict[str, Any] = {"eagle3": Eagle3Draft, "eagle": EagleDraft}
+_ARCHITECTURES = {EAGLE3: "eagle3", EAGLE: "eagle"}
 
 
 def load_draft(directory: str | Path) -> Any:

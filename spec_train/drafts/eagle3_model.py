@@ -17,7 +17,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from spec_data.shards.errors import DraftError, MissingError
 from spec_data.shards.files import dump_json, replace_durably, write_atomically
@@ -170,14 +169,16 @@ class Eagle3Model(nn.Module):
         carried: Tensor,
         position_ids: Tensor,
         cache: DraftCache | None = None,
+        seen: Tensor | None = None,
     ) -> Tensor:
-        """Process rows as serving does: causal among themselves, after what `cache` holds.
+        """Process rows as serving does, after what `cache` holds.
 
         Args:
             token_ids: known tokens, int64 [B, T].
             carried: features of `project`, or what an earlier `step` returned, [B, T, H].
             position_ids: RoPE positions, int64 [B, T].
             cache: rows processed so far; the new rows are appended to it.
+            seen: which rows, old and new, a new row sees, bool [T, length]; None: causal.
 
         Returns:
             o [B, T, H]: goes to `logits`, and into the next `step` as `carried`.
@@ -186,14 +187,8 @@ class Eagle3Model(nn.Module):
         cos, sin = self.rotary.cos_sin(position_ids, None, carried.dtype)
         u = self.midlayer.inputs(self.embed(token_ids), carried)
         q = attention.queries(u, cos, sin)
-        k, v = (cache or DraftCache()).append(*attention.keys_values(u, cos, sin))
-        new, held = q.shape[2], k.shape[2]
-        mask = None
-        if new > 1:
-            mask = torch.ones(new, held, dtype=torch.bool, device=q.device).tril(held - new)
-        groups = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        heads = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=attention.scale)
+        k, v = attention.keys_values(u, cos, sin)
+        heads = (cache or DraftCache()).attend(q, k, v, attention.scale, seen)
         return self.feedback(self.midlayer.outputs(carried, heads))
 
     def trainable_parameters(self) -> list[nn.Parameter]:
@@ -215,17 +210,9 @@ class Eagle3Model(nn.Module):
 
         By default the dtype is the target's, so that the embedding is the target's bit for bit.
         """
-        folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
         dtype = dtype or getattr(torch, self.config.dtype)
-        temporary = folder / f".model.safetensors.{os.getpid()}.tmp"
-        save_file(self.checkpoint_tensors(dtype), temporary, metadata={"format": "pt"})
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        replace_durably(temporary, folder / "model.safetensors")
         raw = self.config.to_json(self.options)
-        raw["dtype"] = raw["torch_dtype"] = str(dtype).removeprefix("torch.")
-        write_atomically(folder / "config.json", dump_json(raw))
+        save_draft(Path(directory), self.checkpoint_tensors(dtype), raw, dtype)
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Self:
@@ -252,6 +239,21 @@ class Eagle3Model(nn.Module):
         draft.to(tensors["fc.weight"].dtype)
         draft.load_state_dict(tensors)
         return draft
+
+
+def save_draft(
+    folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Write model.safetensors and config.json (which says `dtype`), each in one step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".model.safetensors.{os.getpid()}.tmp"
+    save_file(tensors, temporary, metadata={"format": "pt"})
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
+    replace_durably(temporary, folder / "model.safetensors")
+    name = str(dtype).removeprefix("torch.")
+    config = config | {"dtype": name, "torch_dtype": name}
+    write_atomically(folder / "config.json", dump_json(config))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
