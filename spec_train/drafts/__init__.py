@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.shards.errors import DraftError
+from spec_train.drafts.aux_draft import read_config
 from spec_train.drafts.eagle3 import Eagle3Draft
 from spec_train.drafts.eagle3_config import ARCHITECTURE as EAGLE3
-from spec_train.drafts.eagle3_model import read_config
 from spec_train.drafts.protocol import Draft, DraftLoss
 
 DRAFTS: dict[str, Any] = {"eagle3": Eagle3Draft}

@@ -21,6 +21,7 @@ from torch import Tensor
 from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import PADDING, shift_left
 from spec_train.attention import active_slots
+from spec_train.drafts.aux_draft import AuxDraft
 from spec_train.drafts.eagle3_model import Eagle3Model
 from spec_train.drafts.eagle3_unroll import Unroll, document_offsets, slot_masks, step_masks
 from spec_train.drafts.protocol import DraftLoss
@@ -101,7 +102,7 @@ def eagle3_loss(
     else:
         mask = slot_masks(cast(Tensor, loss_mask), document_ids, slots)
     rows = mask.flatten().nonzero().squeeze(1)
-    choice, teacher = _teacher(
+    choice, teacher = settle_teacher(
         draft, rows, logits, final_hidden, head, target_probs, position_mask, target_argmax
     )
     return unrolled_loss(
@@ -127,8 +128,8 @@ def _named(
     return [("logits", logits), ("final_hidden", final_hidden), ("target_probs", target_probs)]
 
 
-def _teacher(
-    draft: Eagle3Model,
+def settle_teacher(
+    draft: AuxDraft,
     rows: Tensor,
     logits: Tensor | None,
     final_hidden: Tensor | None,
@@ -137,7 +138,10 @@ def _teacher(
     position_mask: Tensor | None,
     target_argmax: Tensor | None,
 ) -> tuple[Tensor, Teacher]:
-    """The target's choice at `rows` as a draft index (-1: outside), and the teacher of rows."""
+    """The target's choice at `rows` as a draft index (-1: outside), and the teacher of rows.
+
+    Arguments as for `eagle3_loss`; exactly one of logits, final_hidden, target_probs is given.
+    """
     ids = None if draft.full_vocabulary else draft.draft_ids
     choice = None if target_argmax is None else target_argmax.flatten()[rows]
     if target_probs is not None:
