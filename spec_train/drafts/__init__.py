@@ -7,10 +7,12 @@ from spec_data.shards.errors import DraftError
 from spec_train.drafts.aux_draft import read_config
 from spec_train.drafts.eagle3 import Eagle3Draft
 from spec_train.drafts.eagle3_config import ARCHITECTURE as EAGLE3
+from spec_train.drafts.peagle import PeagleDraft
+from spec_train.drafts.peagle_config import ARCHITECTURE as PEAGLE
 from spec_train.drafts.protocol import Draft, DraftLoss
 
-DRAFTS: dict[str, Any] = {"eagle3": Eagle3Draft}
-_ARCHITECTURES = {EAGLE3: "eagle3"}
+DRAFTS: dict[str, Any] = {"eagle3": Eagle3Draft, "peagle": PeagleDraft}
+_ARCHITECTURES = {EAGLE3: "eagle3", PEAGLE: "peagle"}
 
 
 def load_draft(directory: str | Path) -> Any:
