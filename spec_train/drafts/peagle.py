@@ -8,6 +8,7 @@ from torch import Tensor
 from spec_data.shards.packing import shift_left
 from spec_train.drafts.aux_batch import slots_of, teacher_of
 from spec_train.drafts.eagle3_loss import Frame
+from spec_train.drafts.eagle3_unroll import document_offsets
 from spec_train.drafts.peagle_config import PeagleConfig, choose_mask_token
 from spec_train.drafts.peagle_loss import element_masks, parallel_loss, peagle_loss
 from spec_train.drafts.peagle_model import PeagleModel
@@ -66,20 +67,19 @@ class PeagleDraft(PeagleModel):
     def draw(self, batch: "DraftBatch") -> Tensor:
         """Draw the elements of a batch, bool [B, K, T] (see `cod_sample`).
 
-        From torch's default generator in training; the same ones every time in evaluation.
+        Training draws from torch's default generator. Evaluation draws the same ones every time,
+        by places in the document, so that figures depend neither on packs nor on what went before.
         """
-        options, device = self.options, batch.document_ids.device
+        options, ids = self.options, batch.document_ids
         mask, _, _ = slots_of(self, batch)
-        generator = None if self.training else torch.Generator(device).manual_seed(0)
-        uniforms = torch.rand(
-            (options.depths - 1, *mask.shape),
-            generator=generator,
-            dtype=torch.float64,
-            device=device,
-        )
-        return cod_sample(
-            mask, batch.document_ids, uniforms, ratio=options.cod_ratio, floor=options.cod_floor
-        )
+        deeper, exact = options.depths - 1, torch.float64
+        if self.training:
+            uniforms = torch.rand(deeper, *mask.shape, dtype=exact, device=ids.device)
+        else:
+            fixed = torch.Generator().manual_seed(0)
+            table = torch.rand(mask.shape[1], deeper, generator=fixed, dtype=exact)
+            uniforms = table.to(ids.device)[document_offsets(ids)].permute(2, 0, 1)
+        return cod_sample(mask, ids, uniforms, ratio=options.cod_ratio, floor=options.cod_floor)
 
     @torch.no_grad()
     def slot_counts(self, batch: "DraftBatch", sample: Tensor | None = None) -> Tensor:

@@ -50,7 +50,7 @@ class Case:
     kv_heads: int = 2
     depths: int = DEPTHS
     layers: int = 3
-    ratio: float = 0.8
+    ratio: float = 0.9
     floor: float = 0.2
 
     def target_config(self) -> dict[str, object]:
@@ -153,7 +153,7 @@ def make_documents(
         with torch.no_grad():
             for (t, d), logits in reference_logits(state, config, document, every).items():
                 if (t + d) % case.depths == d:  # each teacher agrees with one depth
-                    document.z[t + 1 + d, draft.draft_ids] += 3.0 * logits
+                    document.z[t + 1 + d, draft.draft_ids] += 5.0 * logits
             if case.reduced:
                 document.z[3::5, 1] += 9.0  # a choice that the draft vocabulary lacks
         documents.append(document)
