@@ -7,12 +7,14 @@ from spec_data.shards.errors import DraftError
 from spec_train.drafts.eagle import EagleDraft
 from spec_train.drafts.eagle3 import Eagle3Draft
 from spec_train.drafts.eagle3_config import ARCHITECTURE as EAGLE3
-from spec_train.drafts.eagle3_model import read_config
 from spec_train.drafts.eagle_config import ARCHITECTURE as EAGLE
+from spec_train.drafts.files import read_config
+from spec_train.drafts.peagle import PeagleDraft
+from spec_train.drafts.peagle_config import ARCHITECTURE as PEAGLE
 from spec_train.drafts.protocol import Draft, DraftLoss
 
-DRAFTS: dict[str, Any] = {"eagle3": Eagle3Draft, "eagle": EagleDraft}
-_ARCHITECTURES = {EAGLE3: "eagle3", EAGLE: "eagle"}
+DRAFTS: dict[str, Any] = {"eagle": EagleDraft, "eagle3": Eagle3Draft, "peagle": PeagleDraft}
+_ARCHITECTURES = {EAGLE: "eagle", EAGLE3: "eagle3", PEAGLE: "peagle"}
 
 
 def load_draft(directory: str | Path) -> Any:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from spec_train.drafts.chain import LayerCaches
-from spec_train.drafts.eagle3_model import check_tensors, read_config, read_tensors, save_draft
 from spec_train.drafts.eagle_config import EagleConfig
+from spec_train.drafts.files import check_tensors, read_config, read_tensors, save_draft
 from spec_train.drafts.layers import DecoderLayer, Rotary
 from spec_train.head import TargetHead
 from spec_train.options import EagleOptions
