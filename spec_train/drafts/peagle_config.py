@@ -1,9 +1,10 @@
 """Configuration of a P-EAGLE draft: an EAGLE-3 configuration with more layers and a mask token.
 
 config.json is vLLM's flat form (`method: eagle3` with `parallel_drafting: true`): no other engine
-drafts in parallel. The architecture has a name of its own, so that nobody takes the draft for an
-EAGLE-3 and feeds it its own states. Both keys for the mask token are written: vLLM reads the first
-it finds, and older releases know only the second.
+drafts in parallel. Of the two names that vLLM takes there for a Llama draft (it puts "Eagle3" before
+any other, PeagleLlamaForCausalLM too, and then knows none), this is the one that EAGLE-3 drafts of
+this project do not have, nor SGLang, which would feed the draft its own states. Both keys for the
+mask token are written: vLLM reads the first it finds, older releases know only the second.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from spec_train.drafts.eagle3_config import Eagle3Config
 from spec_train.drafts.shape import special_ids, text_config
 from spec_train.options import PeagleOptions
 
-ARCHITECTURE = "PeagleLlamaForCausalLM"
+ARCHITECTURE = "Eagle3LlamaForCausalLM"
 
 
 @dataclass(frozen=True, kw_only=True)

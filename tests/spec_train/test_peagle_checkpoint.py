@@ -80,7 +80,7 @@ def test_the_config_is_the_flat_form_of_parallel_drafting(
 ) -> None:
     build(dataset, head, layers="0,2", mask_token_id=7).save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
-    assert raw["architectures"] == ["PeagleLlamaForCausalLM"] and raw["model_type"] == "llama"
+    assert raw["architectures"] == ["Eagle3LlamaForCausalLM"] and raw["model_type"] == "llama"
     expected = {
         "num_hidden_layers": 2,
         "mask_token_id": 7,
