@@ -100,6 +100,32 @@ def test_a_tree_holds_the_likeliest_nodes(target, trained, kind: str, shape) -> 
     assert drafter.passes == 4 + 3
 
 
+class CertainDraft:
+    """Sure of one token after each, so that paths are exactly as likely as their parents."""
+
+    draft_ids = torch.arange(20)
+
+    def project(self, aux: Tensor) -> Tensor:
+        return aux
+
+    def step(self, token_ids, carried, position_ids, cache, seen=None) -> Tensor:
+        cache.append(*torch.zeros(2, 1, 1, token_ids.shape[1], 1))
+        return token_ids[..., None].float()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot((hidden[..., 0].long() + 1) % 20, 20) * 1000.0
+
+
+@pytest.mark.parametrize("nodes", [1, 3, 6, 20, 60])
+def test_of_equally_likely_nodes_parents_are_kept_first(nodes: int) -> None:
+    drafter = TreeDrafter(ChainDrafter(CertainDraft(), 20), TreeShape(nodes=nodes, topk=6))
+    tree = drafter.propose([4, 7], torch.zeros(1, 2, 1), 6)
+    assert len(tree.tokens) == nodes
+    assert all(ROOT <= parent < node for node, parent in enumerate(tree.parents))
+    certain = [tuple(range(8, 8 + length)) for length in range(1, 7)]  # one path, as likely as 1
+    assert set(paths(tree)) >= set(certain[:nodes])
+
+
 def test_drafts_that_grow_no_trees_are_refused(target) -> None:
     class Parallel:
         name = "parallel"
