@@ -4,13 +4,15 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.shards.errors import DraftError
+from spec_train.drafts.dspark import DFlashDraft, DSparkDraft
+from spec_train.drafts.dspark_config import DFLASH, DSPARK
 from spec_train.drafts.eagle3 import Eagle3Draft
 from spec_train.drafts.eagle3_config import ARCHITECTURE as EAGLE3
 from spec_train.drafts.eagle3_model import read_config
 from spec_train.drafts.protocol import Draft, DraftLoss
 
-DRAFTS: dict[str, Any] = {"eagle3": Eagle3Draft}
-_ARCHITECTURES = {EAGLE3: "eagle3"}
+DRAFTS: dict[str, Any] = {"eagle3": Eagle3Draft, "dspark": DSparkDraft, "dflash": DFlashDraft}
+_ARCHITECTURES = {EAGLE3: "eagle3", DSPARK: "dspark", DFLASH: "dflash"}
 
 
 def load_draft(directory: str | Path) -> Any:
@@ -20,14 +22,17 @@ def load_draft(directory: str | Path) -> Any:
         MissingError, DraftError: not a draft, or one of an unknown architecture.
     """
     folder = Path(directory)
-    names = read_config(folder).get("architectures") or []
+    raw = read_config(folder)
+    names = raw.get("architectures") or []
     kind = next((_ARCHITECTURES[name] for name in names if name in _ARCHITECTURES), None)
     if kind is None:
         raise DraftError(
             f"{folder / 'config.json'}: architectures {names} are no draft of spec-train; known: "
             f"{', '.join(_ARCHITECTURES)}"
         )
-    return DRAFTS[kind].from_pretrained(folder)
+    own = raw.get("spec_train")  # drafts of one architecture may be of several kinds
+    said = own.get("draft") if isinstance(own, dict) else None
+    return DRAFTS[said if said in DRAFTS else kind].from_pretrained(folder)
 
 
 __all__ = ["DRAFTS", "Draft", "DraftLoss", "load_draft"]
