@@ -19,13 +19,14 @@ V / Vd target / draft vocabulary.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from spec_data.shards.errors import DraftError
-from spec_data.shards.packing import PADDING
+from spec_data.shards.packing import PADDING, shift_left
 from spec_train.drafts.dspark_blocks import Blocks, batch_context, block_states, drafted_mask
 from spec_train.drafts.dspark_metrics import block_sums
 from spec_train.drafts.dspark_model import DSparkModel
@@ -137,6 +138,59 @@ def learnable(
     return inside & (draft.draft_index[following] >= 0), inside
 
 
+@dataclass(frozen=True)
+class TrainedRows:
+    """The R drafts of a batch that are trained, by position, and all that count."""
+
+    drafted: Tensor  # bool [B, N, D]: counts
+    trained: Tensor  # bool [B, N, D]: and the target's choice is in the draft vocabulary
+    rows: Tensor  # flat index in [B, N, D], int64 [R]
+    slot: Tensor  # flat slot of the teacher, ascending, int64 [R]: blocks that overlap share it
+    weight: Tensor  # exp(-d / gamma), float64 [R]
+    choice: Tensor  # the target's choice as a draft index, int64 [R]
+    has_token: Tensor  # bool [R]: the cross-entropy counts
+    label: Tensor  # the document's token as a draft index, int64 [R]; any where it does not count
+    previous: Tensor  # the token before every draft, int64 [B, N, D]
+
+    @classmethod
+    def select(
+        cls,
+        draft: DSparkModel,
+        input_ids: Tensor,
+        loss_mask: Tensor,
+        document_ids: Tensor,
+        target_argmax: Tensor,
+        blocks: Blocks,
+    ) -> "TrainedRows":
+        """Find them; everything is [B, T], in the token frame."""
+        depth, length = draft.config.depth, input_ids.shape[1]
+        drafted = _at(drafted_mask(loss_mask, document_ids, depth), blocks) & blocks.kept[..., None]
+        # Where nothing counts, slots may lie beyond the row: any will do, nothing is read there.
+        places = blocks.places(depth).clamp_max(length - 1)
+        following = shift_left(input_ids, document_ids)
+        with_token, inside = learnable(draft, target_argmax, following)
+        trained = drafted & _gather(inside, places)
+        first = length * torch.arange(len(places), device=places.device)
+        rows = trained.flatten().nonzero().squeeze(1)
+        slot, order = (places + first[:, None, None]).flatten()[rows].sort(stable=True)
+        rows = rows[order]
+        return cls(
+            drafted=drafted,
+            trained=trained,
+            rows=rows,
+            slot=slot,
+            weight=draft_weights(draft).to(rows.device)[rows % depth],
+            choice=draft.draft_index[target_argmax.flatten()[slot]],
+            has_token=with_token.flatten()[slot],
+            label=draft.draft_index[following.flatten()[slot]].clamp_min(0),
+            previous=_gather(input_ids, places),
+        )
+
+    def totals(self) -> Tensor:
+        """Weights of the cross-entropy and of the other terms, float64 [2]."""
+        return torch.stack([(self.weight * self.has_token).sum(), self.weight.sum()])
+
+
 def blocks_loss(
     draft: DSparkModel,
     *,
@@ -152,73 +206,70 @@ def blocks_loss(
     counts: Tensor | None,
 ) -> DraftLoss:
     """The loss, its inputs settled: `teacher` gives probabilities [n, Vd] of flat slots [n]."""
-    options, depth = draft.options, draft.config.depth
-    weights = draft_weights(draft)
-    drafted = _at(drafted_mask(loss_mask, document_ids, depth), blocks) & blocks.kept[..., None]
-    # Where nothing counts, slots may lie beyond the row: any will do, for nothing is read there.
-    places = blocks.places(depth).clamp_max(input_ids.shape[1] - 1)
-    following = torch.cat([input_ids[:, 1:], torch.zeros_like(input_ids[:, :1])], dim=1)
-    with_token, inside = (_gather(x, places) for x in learnable(draft, target_argmax, following))
-    trained = drafted & inside
-    own = torch.stack([(m.sum((0, 1)) * weights).sum() for m in (trained & with_token, trained)])
+    select = TrainedRows.select
+    chosen = select(draft, input_ids, loss_mask, document_ids, target_argmax, blocks)
+    own = chosen.totals()
     counts = own if counts is None else counts.to(own)
     shares = torch.where(counts > 0, 1 / counts, 0.0)
-    slots = (
-        places + input_ids.shape[1] * torch.arange(len(places), device=places.device)[:, None, None]
-    )
-    rows = trained.flatten().nonzero().squeeze(1)
-    slot = slots.flatten()[rows]
-    slot, order = slot.sort(stable=True)  # neighbours in several blocks share their teacher's row
-    rows = rows[order]
-    choice = draft.draft_index[target_argmax.flatten()[slot]]
-    d = rows % depth
-    w = weights[d]
-    has_token = with_token.flatten()[rows]
-    if rows.numel():
+    if chosen.rows.numel():
         context = batch_context(draft, aux, document_ids, position_ids)
         y = block_states(draft, context, input_ids, document_ids, position_ids, blocks)
-        e = draft.previous(_gather(input_ids, places))
-        hidden, latent, known = _rows_of(draft, y, e, rows)
-        use_teacher = options.ce_target == "teacher"
-        label = draft.draft_index[following.flatten()[slot]].clamp_min(0)
-        head_rows = draft.head_rows(head)
-        loss, figures = block_rows_loss(
-            hidden.to(head_rows.dtype),
-            latent,
-            head_rows,
-            None if draft.markov_head is None else draft.markov_head.markov_w2.weight,
-            _shared_rows(teacher, slot),
-            None if use_teacher else label,
-            options.ce_weight * w * has_token * shares[0],
-            options.l1_weight * w * shares[1],
-        )
-        confidence = None
-        if draft.confidence_head is not None:
-            forecast = draft.confidence_head(hidden, known).to(figures.acceptance.dtype)
-            bce = F.binary_cross_entropy_with_logits(forecast, figures.acceptance, reduction="none")
-            part = (options.confidence_weight * w * shares[1]).to(bce.dtype) * bce
-            loss = loss + part.sum()
-            confidence = forecast.detach().sigmoid(), bce.detach()
+        loss, figures, confidence = _rows_loss(draft, y, chosen, head, teacher, shares)
     else:
         # Connected to every parameter, so that optimizers and all-reduces see a gradient of zero.
         loss = sum((p.flatten()[0] * 0 for p in draft.trainable_parameters()), torch.zeros(()))
-        empty = weights.new_zeros(0)
-        figures, confidence = RowFigures(empty, empty, rows), None
-        if draft.confidence_head is not None:
-            confidence = empty, empty
-    alphas = options.ce_weight, options.l1_weight, options.confidence_weight
+        empty = own.new_zeros(0)
+        figures = RowFigures(empty, empty, chosen.rows)
+        confidence = None if draft.confidence_head is None else (empty, empty)
+    options = draft.options
     sums = block_sums(
         figures,
         confidence,
-        hit=figures.best == choice,
-        rows=rows,
-        drafted=drafted,
-        trained=trained,
-        weights=weights,
-        has_token=has_token,
-        alphas=alphas,
+        hit=figures.best == chosen.choice,
+        rows=chosen.rows,
+        drafted=chosen.drafted,
+        trained=chosen.trained,
+        weights=draft_weights(draft).to(own.device),
+        has_token=chosen.has_token,
+        alphas=(options.ce_weight, options.l1_weight, options.confidence_weight),
     )
     return DraftLoss(loss, sums)
+
+
+def _rows_loss(
+    draft: DSparkModel,
+    y: Tensor,
+    chosen: TrainedRows,
+    head: TargetHead,
+    teacher: Teacher,
+    shares: Tensor,
+) -> tuple[Tensor, RowFigures, tuple[Tensor, Tensor] | None]:
+    """Loss of the chosen drafts given states y [B, N, D, H]; their figures; and the confidence
+    head's forecasts [R] with their BCE [R]. `shares` [2] are one over the denominators."""
+    options, rows = draft.options, chosen.rows
+    hidden, latent, known, markov_w2 = y.flatten(0, 2)[rows], None, None, None
+    if draft.markov_head is not None:
+        e = draft.markov_head.markov_w1(chosen.previous)
+        latent = draft.markov_head.block(e, y).flatten(0, 2)[rows]
+        known, markov_w2 = e.flatten(0, 2)[rows], draft.markov_head.markov_w2.weight
+    head_rows = draft.head_rows(head)
+    loss, figures = block_rows_loss(
+        hidden.to(head_rows.dtype),
+        latent,
+        head_rows,
+        markov_w2,
+        _shared_rows(teacher, chosen.slot),
+        None if options.ce_target == "teacher" else chosen.label,
+        options.ce_weight * chosen.weight * chosen.has_token * shares[0],
+        options.l1_weight * chosen.weight * shares[1],
+    )
+    if draft.confidence_head is None:
+        return loss, figures, None
+    forecast = draft.confidence_head(hidden, known).to(figures.acceptance.dtype)
+    bce = F.binary_cross_entropy_with_logits(forecast, figures.acceptance, reduction="none")
+    weight = options.confidence_weight * chosen.weight * shares[1]
+    loss = loss + (weight.to(bce.dtype) * bce).sum()
+    return loss, figures, (forecast.detach().sigmoid(), bce.detach())
 
 
 def _at(x: Tensor, blocks: Blocks) -> Tensor:
@@ -229,17 +280,6 @@ def _at(x: Tensor, blocks: Blocks) -> Tensor:
 def _gather(x: Tensor, places: Tensor) -> Tensor:
     """Entries [B, N, D] of `x` [B, T] at `places`."""
     return x.gather(1, places.flatten(1)).view_as(places)
-
-
-def _rows_of(
-    draft: DSparkModel, y: Tensor, e: Tensor | None, rows: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """y, g and e at flat `rows` of the drafts: [R, H], [R, r], [R, r]."""
-    hidden = y.flatten(0, 2)[rows]
-    if draft.markov_head is None or e is None:
-        return hidden, None, None
-    latent = draft.markov_head.block(e, y)
-    return hidden, latent.flatten(0, 2)[rows], e.flatten(0, 2)[rows]
 
 
 def _shared_rows(teacher: Teacher, slot: Tensor) -> Callable[[slice], Tensor]:

@@ -86,12 +86,18 @@ class BlockDrafter:
         for d in range(min(count, config.depth)):
             logits, confidence = walk.advance(token)
             # Decided before the draw, from what came before: sampling stays lossless.
-            if d and confidence is not None and float(confidence) < self._threshold:
+            if d and self._ends(confidence):
                 break
             token, q = sampler.draft(logits, draft.draft_ids, config.vocab_size)
             drafted.append(token)
             distributions.append(q)
         return torch.stack(drafted), distributions
+
+    def _ends(self, confidence: Tensor | None) -> bool:
+        """Whether a draft of that confidence is left out, and the block ends before it."""
+        return (
+            confidence is not None and self._threshold > 0 and float(confidence) < self._threshold
+        )
 
 
 @torch.no_grad()
@@ -119,7 +125,7 @@ def block_chains(
         alive, chain = torch.ones_like(token, dtype=torch.bool), []
         for d in range(depth):
             logits, confidence = walk.advance(token)
-            if d and confidence is not None:
+            if d and threshold and confidence is not None:
                 alive = alive & (confidence >= threshold)
             token = draft.draft_ids[logits.argmax(-1)]
             chain.append(torch.where(alive, token, NOT_DRAFTED))
