@@ -186,6 +186,12 @@ class EvalConfig:
     tree_topk: int = option(
         10, help="likeliest nodes expanded per level of a tree, and children of each", metavar="K"
     )
+    confidence_threshold: float = option(
+        0.0,
+        help="end a round's drafts before the first whose confidence is below this, of drafts "
+        "that forecast it (DSpark); 0 = off",
+        metavar="P",
+    )
     seed: int = option(0, help="decides the samples when --temperature is above 0")
     dtype: str = option(
         "auto",
@@ -227,3 +233,4 @@ class EvalConfig:
             )
         _at_least(self, 0, "limit", "draft_tokens", "seed", "tree_tokens")
         _at_least(self, 1, "max_new_tokens", "tree_topk")
+        _share(self, "confidence_threshold")

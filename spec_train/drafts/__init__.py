@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.shards.errors import DraftError
+from spec_train.drafts.dspark import DFlashDraft, DSparkDraft
+from spec_train.drafts.dspark_config import DFLASH, DSPARK
 from spec_train.drafts.eagle import EagleDraft
 from spec_train.drafts.eagle3 import Eagle3Draft
 from spec_train.drafts.eagle3_config import ARCHITECTURE as EAGLE3
@@ -13,8 +15,20 @@ from spec_train.drafts.peagle import PeagleDraft
 from spec_train.drafts.peagle_config import ARCHITECTURE as PEAGLE
 from spec_train.drafts.protocol import Draft, DraftLoss
 
-DRAFTS: dict[str, Any] = {"eagle": EagleDraft, "eagle3": Eagle3Draft, "peagle": PeagleDraft}
-_ARCHITECTURES = {EAGLE: "eagle", EAGLE3: "eagle3", PEAGLE: "peagle"}
+DRAFTS: dict[str, Any] = {
+    "eagle": EagleDraft,
+    "eagle3": Eagle3Draft,
+    "peagle": PeagleDraft,
+    "dspark": DSparkDraft,
+    "dflash": DFlashDraft,
+}
+_ARCHITECTURES = {
+    EAGLE: "eagle",
+    EAGLE3: "eagle3",
+    PEAGLE: "peagle",
+    DSPARK: "dspark",
+    DFLASH: "dflash",
+}
 
 
 def load_draft(directory: str | Path) -> Any:
@@ -24,14 +38,17 @@ def load_draft(directory: str | Path) -> Any:
         MissingError, DraftError: not a draft, or one of an unknown architecture.
     """
     folder = Path(directory)
-    names = read_config(folder).get("architectures") or []
+    raw = read_config(folder)
+    names = raw.get("architectures") or []
     kind = next((_ARCHITECTURES[name] for name in names if name in _ARCHITECTURES), None)
     if kind is None:
         raise DraftError(
             f"{folder / 'config.json'}: architectures {names} are no draft of spec-train; known: "
             f"{', '.join(_ARCHITECTURES)}"
         )
-    return DRAFTS[kind].from_pretrained(folder)
+    own = raw.get("spec_train")  # drafts of one architecture may be of several kinds
+    said = own.get("draft") if isinstance(own, dict) else None
+    return DRAFTS[said if said in DRAFTS else kind].from_pretrained(folder)
 
 
 __all__ = ["DRAFTS", "Draft", "DraftLoss", "load_draft"]

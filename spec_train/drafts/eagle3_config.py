@@ -73,18 +73,11 @@ class Eagle3Config:
         shape = resolve_eagle3_draft_spec(architectures).shape(target_config)
         warn_of_last_layer(layers, shape.num_hidden_layers)
         return cls(
-            hidden_size=shape.hidden_size,
+            **shape.of_draft(),
             target_hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            num_attention_heads=shape.num_attention_heads,
-            num_key_value_heads=shape.num_key_value_heads,
-            head_dim=shape.head_dim,
-            rms_norm_eps=shape.rms_norm_eps,
-            max_position_embeddings=shape.max_position_embeddings,
             vocab_size=vocab_size,
             draft_vocab_size=draft_vocab_size,
             layers=layers,
-            rope_parameters=shape.rope_parameters,
             dtype=target_dtype(target_config) or dtype or "bfloat16",
             fc_norm=options.fc_norm,
             norm_output=options.norm_output,

@@ -30,6 +30,10 @@ class TargetShape:
     num_hidden_layers: int
     rope_parameters: dict[str, Any]  # flat, as `layers.rope_parameters` gives them
 
+    def of_draft(self) -> dict[str, Any]:
+        """What a draft's configuration takes over: all but the number of blocks."""
+        return {k: v for k, v in vars(self).items() if k != "num_hidden_layers"}
+
 
 def decoder_shape(config: dict[str, Any]) -> TargetShape:
     """The shape of a decoder whose config.json names sizes as Llama's does, or GPT-2's.
