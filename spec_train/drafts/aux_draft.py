@@ -174,7 +174,7 @@ class AuxDraft(nn.Module):
             options=options,
             dtype=manifest.target.get("dtype"),
             origin=origin_of(manifest),
-            **cls.own_settings(options, target_config, vocab, token_counts),
+            **cls.own_settings(options, target_config, manifest, head, token_counts),
         )
         if config.hidden_size != head.spec.hidden_size:
             raise DraftError(
@@ -193,7 +193,12 @@ class AuxDraft(nn.Module):
 
     @classmethod
     def own_settings(
-        cls, options: Any, target_config: dict[str, Any], vocab_size: int, counts: Tensor | None
+        cls,
+        options: Any,
+        target_config: dict[str, Any],
+        manifest: Manifest,
+        head: TargetHead,
+        counts: Tensor | None,
     ) -> dict[str, Any]:
         """Fields of the config that only this kind of draft has."""
         return {}
