@@ -3,7 +3,8 @@
 What the engines read (vLLM's and SGLang's `llama_eagle.py`, SafeAILab's `cnets1.py`): `fc.weight`
 [H, 2H] over [embedding ; state], the embedding first; `layers.N.*` of plain Llama layers of which
 the first has **no** `input_layernorm`; no final norm; the target's own embedding and head.
-`architectures` is vLLM's name.
+`architectures` is vLLM's name; run with vLLM 0.32, drafts of one and of two layers are loaded as
+they are and every round accepts what `spec_train.decode` accepts.
 
 The bias of `fc` is where they differ. SafeAILab's loader makes one unless config.json says
 `"bias": false`, vLLM has none and refuses a file with one, SGLang always has one and leaves it at
