@@ -19,9 +19,10 @@ from spec_data.shards.files import (
     sha256_file,
     temporary_name,
     write_atomically,
+    xxh3_file,
 )
 from spec_data.shards.reader import INDEX, MANIFEST
-from spec_data.shards.schema import Manifest, ShardRecord, arrow_schema, fingerprint
+from spec_data.shards.schema import Manifest, ShardRecord, fingerprint
 
 INDEX_SCHEMA = pa.schema(
     [
@@ -91,11 +92,12 @@ def target_file_names(directory: Path) -> list[str]:
 
 
 def file_records(directory: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Size and checksum of small files of a dataset, by name."""
+    """Size and checksums of small files of a dataset, by name."""
     return {
         name: {
             "bytes": (directory / name).stat().st_size,
             "sha256": sha256_file(directory / name),
+            "xxh3": xxh3_file(directory / name),
         }
         for name in names
     }
@@ -136,7 +138,7 @@ def _write_index(directory: Path, manifest: Manifest) -> None:
 def _index_rows(file: Path, number: int, manifest: Manifest) -> dict[str, pa.Array]:
     """The index rows of one shard, from its own columns (states are not touched)."""
     stream = pa.ipc.open_stream(pa.memory_map(str(file)))
-    if not stream.schema.equals(arrow_schema(manifest.columns), check_metadata=True):
+    if not stream.schema.equals(manifest.arrow_schema, check_metadata=True):
         raise DatasetError(f"{file}: its columns are not those of this dataset")
     ids, sources, tokens, supervised, first = [], [], [], [], []
     for batch in stream:
