@@ -25,7 +25,7 @@ from spec_data.shards.errors import DatasetError, MissingError
 from spec_data.shards.lossy import Tables
 from spec_data.shards.rows import decode_rows, runs
 from spec_data.shards.schema import Column, Manifest
-from spec_data.shards.shard import CHECK_EVERY, IndexRows, Shard
+from spec_data.shards.shard import CHECK_EVERY, IndexRows, Place, Shard
 from spec_data.shards.tables import TABLES, load_tables
 
 MANIFEST = "manifest.json"
@@ -104,9 +104,10 @@ class HiddenStatesDataset:
         """A truncated or missing shard is an error at open, not garbage in a batch."""
         for record in self.manifest.shards:
             file = self.path / record.file
-            if not file.is_file():
-                raise MissingError(f"{file}: shard is missing; copy the dataset again")
-            size = file.stat().st_size
+            try:
+                size = file.stat().st_size
+            except FileNotFoundError:
+                raise MissingError(f"{file}: shard is missing; copy the dataset again") from None
             if size != record.bytes:
                 raise DatasetError(
                     f"{file}: {size:,} bytes, the manifest says {record.bytes:,}: truncated or "
@@ -134,8 +135,8 @@ class HiddenStatesDataset:
         return table
 
     def _index_column(self, name: str) -> np.ndarray:
-        chunks = self._index.column(name)
-        return np.concatenate([numbers(chunk) for chunk in chunks.chunks] or [np.zeros(0, int)])
+        parts = [numbers(chunk) for chunk in self._index.column(name).chunks]
+        return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.zeros(0, np.int32)])
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -173,15 +174,15 @@ class HiddenStatesDataset:
     def __getitem__(self, index: int) -> dict[str, Any]:
         """A document as fresh tensors (safe to modify), with `doc_id`, `source` and `turns`."""
         shard, row = self._locate(index)
-        out: dict[str, Any] = shard.texts(row)
-        count, turn = shard.length(row), shard.turn(row)
+        place, count = shard.place(row), shard.length(row)
+        out: dict[str, Any] = shard.texts(place)
         for column in self._columns.values():
             if column.lossy or column.sparse:
                 values = torch.empty(count, column.width or 1, dtype=torch.bfloat16)
-                self._decode(shard, row, turn, column, values)
+                self._decode(shard, place, column, values)
                 out[column.name] = values
             else:
-                out[column.name] = column.coder.decode(shard.stored(column, row, turn).values)
+                out[column.name] = column.coder.decode(shard.values(column, place))
         return out
 
     def read_into(
@@ -196,7 +197,7 @@ class HiddenStatesDataset:
             DatasetError: a column that is not there, or a buffer that is too short.
         """
         shard, row = self._locate(index)
-        whole, turn = shard.length(row), shard.turn(row)
+        place, whole = shard.place(row), shard.length(row)
         count = whole if length is None else min(length, whole)
         stop = start + count
         for name, buffer in out.items():
@@ -210,25 +211,25 @@ class HiddenStatesDataset:
                     f"{stop} of document {index}"
                 )
             if column.lossy or column.sparse:
-                self._decode(shard, row, turn, column, part)
+                self._decode(shard, place, column, part)
             else:
-                column.coder.decode_into(shard.stored(column, row, turn).values[:count], part)
+                column.coder.decode_into(shard.values(column, place)[:count], part)
         return count
 
-    def _decode(self, shard: Shard, row: int, turn: int, column: Column, out: Tensor) -> None:
+    def _decode(self, shard: Shard, place: Place, column: Column, out: Tensor) -> None:
         """The first len(out) tokens of a lossy or sparse column; tokens without a row are zero."""
-        stored, lossy = shard.stored(column, row, turn), column.lossy
+        stored, lossy = shard.stored(column, place), column.lossy
         tables = self.tables[column.name] if lossy else None
         if lossy and tables and not column.sparse:
             decode_rows(lossy, stored.cut(0, len(out)), tables, out)
             return
         first, done = 0, 0
-        for a, b in runs(shard.kept(row)[: len(out)]):
-            part, place = stored.cut(first, first + b - a), out[a:b]
+        for a, b in runs(shard.kept(place)[: len(out)]):
+            part, target = stored.cut(first, first + b - a), out[a:b]
             if lossy and tables:
-                decode_rows(lossy, part, tables, place)
+                decode_rows(lossy, part, tables, target)
             else:
-                column.coder.decode_into(part.values, place)
+                column.coder.decode_into(part.values, target)
             out[done:a] = 0
             first, done = first + b - a, b
         out[done:] = 0
@@ -246,7 +247,8 @@ class HiddenStatesDataset:
             DatasetError: it is damaged, of another dataset, or in the place of another shard.
         """
         if number not in self._shards:
-            rows = slice(*np.searchsorted(self._places[0], [number, number + 1]).tolist())
+            before = sum(record.rows for record in self.manifest.shards[:number])
+            rows = slice(before, before + self.manifest.shards[number].rows)
             kept = self.supervised[rows] - (self.first_supervised[rows] == 0)
             index = IndexRows(rows.start, self.id_array[rows], self.lengths[rows], kept)
             self._shards[number] = Shard(self.path, self.manifest, number, index, self._check_every)

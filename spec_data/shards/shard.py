@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -48,6 +48,15 @@ class IndexRows:
     ids: pa.StringArray
     lengths: np.ndarray
     kept: np.ndarray
+
+
+class Place(NamedTuple):
+    """A row of a shard: its record batch, its number there, and whose turn it is to be checked."""
+
+    row: int
+    batch: int
+    local: int
+    turn: int
 
 
 class Shard:
@@ -99,9 +108,9 @@ class Shard:
             bounds, text = string_views(batch.column("doc_id"))
             own_bounds, own_text = string_views(expected)
             wrong = np.flatnonzero(bounds != own_bounds)
-            if not len(wrong) and text[: bounds[-1]].tobytes() != own_text.tobytes():
-                place = np.flatnonzero(text[: len(own_text)] != own_text)[0]
-                wrong = np.searchsorted(bounds, [place], "right")
+            if not len(wrong) and not pa.py_buffer(text).equals(pa.py_buffer(own_text)):
+                letter = np.flatnonzero(text != own_text)[0]
+                wrong = np.searchsorted(bounds, [letter], "right")
             if len(wrong):
                 row = first + max(0, int(wrong[0]) - 1)
                 raise DatasetError(
@@ -109,24 +118,25 @@ class Shard:
                     "damaged, renamed, swapped or of another dataset; copy this shard again"
                 )
 
-    def _batch_of(self, row: int) -> tuple[int, int]:
+    def place(self, row: int) -> Place:
+        """Where to read a row; each call counts as one more reading of the document."""
         batch = bisect.bisect_right(self.starts, row) - 1
-        return batch, row - self.starts[batch]
+        self._turns[row] = turn = (self._turns[row] + 1) % self._every
+        return Place(row, batch, row - self.starts[batch], turn + self.index.first + row)
 
     def where(self, row: int) -> str:
         """Words for a row: file, number, document."""
         return f"{self.file}: row {row} (document {self.index.ids[row].as_py()})"
 
-    def texts(self, row: int) -> dict[str, Any]:
+    def texts(self, place: Place) -> dict[str, Any]:
         """doc_id, source and turns of a row."""
-        batch, local = self._batch_of(row)
-        if batch not in self._readable:
-            self._check_texts(batch)
-        found = {name: self.batches[batch].column(name)[local].as_py() for name in _TEXTS}
-        self._check("doc_id", row, batch, local, found["doc_id"].encode())
-        self._check("source", row, batch, local, found["source"].encode())
-        turns = turns_bytes(turn.values() for turn in found["turns"])
-        self._check("turns", row, batch, local, turns)
+        if place.batch not in self._readable:
+            self._check_texts(place.batch)
+        batch = self.batches[place.batch]
+        found = {name: batch.column(name)[place.local].as_py() for name in _TEXTS}
+        self._check("doc_id", place, found["doc_id"].encode())
+        self._check("source", place, found["source"].encode())
+        self._check("turns", place, turns_bytes(turn.values() for turn in found["turns"]))
         return found
 
     def _check_texts(self, batch: int) -> None:
@@ -145,64 +155,59 @@ class Shard:
         """Tokens of a document."""
         return int(self.index.lengths[row])
 
-    def kept(self, row: int) -> np.ndarray:
+    def kept(self, place: Place) -> np.ndarray:
         """Tokens that have a row in sparse columns, bool [T]."""
-        mask = self.stored(_MASK, row).values
+        mask = self.values(_MASK, place)
         return predicts_supervised(mask, np.array([0, len(mask)]))
 
-    def turn(self, row: int) -> int:
-        """Count one more reading of a document; gives the number that decides what is checked."""
-        self._turns[row] = turn = (self._turns[row] + 1) % self._every
-        return turn + self.index.first + row
+    def values(self, column: Column, place: Place) -> np.ndarray:
+        """Stored values (or codes) of one document, [n] or [n, W]: a view of the mapped file.
 
-    def stored(self, column: Column, row: int, turn: int = 0) -> StoredRows:
+        Raises:
+            DatasetError: damage, named by row and column.
+        """
+        found = self._part(column, place)
+        if column.width is None or (place.turn + self._fields[column.name]) % self._every == 0:
+            self._check(column.name, place, found)
+        return found
+
+    def stored(self, column: Column, place: Place) -> StoredRows:
         """All parts of one document's column, views of the mapped file.
 
         Raises:
             DatasetError: damage, named by row and column.
         """
-        batch, local = self._batch_of(row)
-        values = self._part(column, batch, local)
-        if column.width is None or (turn + self._fields[column.name]) % self._every == 0:
-            self._check(column.name, row, batch, local, values)
+        values = self.values(column, place)
         if column.lossy is None:
             return StoredRows(values, values, _NO_ROWS, values)
         parts = (column.scale_part, *column.escape_parts)
-        scale, rows, bits = (self._part(part, batch, local) for part in parts)
-        for part, found in zip(parts, (scale, rows, bits), strict=True):
-            self._check(part.name, row, batch, local, found)
-        self._check_lossy(column, row, len(values), scale, rows, bits)
-        return StoredRows(values, scale, rows, bits)
+        found = [self._part(part, place) for part in parts]
+        for part, chunk in zip(parts, found, strict=True):
+            self._check(part.name, place, chunk)
+        stored = StoredRows(values, *found)
+        self._check_lossy(column, place.row, stored)
+        return stored
 
-    def _check(
-        self, field: str, row: int, batch: int, local: int, chunk: np.ndarray | bytes
-    ) -> None:
+    def _check(self, field: str, place: Place, chunk: np.ndarray | bytes) -> None:
         """Compare a chunk with its checksum; shards of the first format have none."""
         if not self._checksums:
             return
-        if self._checksums[batch][local, self._fields[field]] != checksum(chunk):
+        if self._checksums[place.batch][place.local, self._fields[field]] != checksum(chunk):
             raise DatasetError(
-                f"{self.where(row)}, column {field}: damaged: its bytes are not those of its "
+                f"{self.where(place.row)}, column {field}: damaged: its bytes are not those of its "
                 "checksum; copy this shard again (`spec-data verify` lists all damage)"
             )
 
-    def _check_lossy(
-        self,
-        column: Column,
-        row: int,
-        count: int,
-        scale: np.ndarray,
-        rows: np.ndarray,
-        bits: np.ndarray,
-    ) -> None:
+    def _check_lossy(self, column: Column, row: int, stored: StoredRows) -> None:
         """What would decode to garbage, whatever its checksum."""
-        inside = not len(rows) or (rows[0] >= 0 and rows[-1] < count)
-        if len(rows) != len(bits) or not inside or np.any(rows[1:] <= rows[:-1]):
+        rows = stored.escape_index
+        inside = not len(rows) or (rows[0] >= 0 and rows[-1] < len(stored))
+        if len(rows) != len(stored.escape) or not inside or np.any(rows[1:] <= rows[:-1]):
             raise DatasetError(
                 f"{self.where(row)}, column {column.name}.escape_index: not ascending rows of "
                 f"{column.name}, one for each of {column.name}.escape; copy this shard again"
             )
-        if ((scale & _NOT_FINITE) == _NOT_FINITE).any():
+        if ((stored.scale & _NOT_FINITE) == _NOT_FINITE).any():
             raise DatasetError(
                 f"{self.where(row)}, column {column.name}.scale: not finite; copy this shard again"
             )
@@ -219,15 +224,15 @@ class Shard:
             for local, field in np.argwhere(found != stored).tolist():
                 yield self.starts[batch] + local, self.batches[batch].schema.names[field]
 
-    def _part(self, column: Column, batch: int, local: int) -> np.ndarray:
-        key = (batch, column.name)
+    def _part(self, column: Column, place: Place) -> np.ndarray:
+        key = place.batch, column.name
         found = self._views.get(key)
         if found is None:
-            offsets, values = list_views(self.batches[batch].column(column.name))
-            self._check_offsets(column, batch, offsets, len(values))
+            offsets, values = list_views(self.batches[place.batch].column(column.name))
+            self._check_offsets(column, place.batch, offsets, len(values))
             found = self._views[key] = offsets, values
         offsets, view = found
-        return view[offsets[local] : offsets[local + 1]]
+        return view[offsets[place.local] : offsets[place.local + 1]]
 
     def _check_offsets(self, column: Column, batch: int, offsets: np.ndarray, stored: int) -> None:
         """Bounds of a column's documents in a batch: as long as the index says, none outside."""
