@@ -6,7 +6,7 @@ torch's back, and one in-place operation on it would kill the process.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -23,7 +23,7 @@ from xxhash import xxh3_64_hexdigest
 from spec_data.shards.checksums import numbers
 from spec_data.shards.errors import DatasetError, MissingError
 from spec_data.shards.lossy import Tables
-from spec_data.shards.rows import decode_rows, runs
+from spec_data.shards.rows import CodedRows, decode_rows, runs
 from spec_data.shards.schema import Column, Manifest
 from spec_data.shards.shard import CHECK_EVERY, IndexRows, Place, Shard
 from spec_data.shards.tables import TABLES, load_tables
@@ -186,12 +186,17 @@ class HiddenStatesDataset:
         return out
 
     def read_into(
-        self, index: int, out: dict[str, Tensor], start: int = 0, length: int | None = None
+        self,
+        index: int,
+        out: Mapping[str, Tensor | CodedRows],
+        start: int = 0,
+        length: int | None = None,
     ) -> int:
         """Copy the first `length` tokens of a document into `out[column][start : start+length]`.
 
-        `out` tensors are CPU, [T] or [T, W], and set the dtype; columns not in `out` are not
-        touched. Gives the number of tokens written.
+        `out` tensors are CPU, [T] or [T, W], and set the dtype; lossy columns may be gathered in
+        `CodedRows` instead, to be decoded elsewhere. Columns not in `out` are not touched. Gives
+        the number of tokens written.
 
         Raises:
             DatasetError: a column that is not there, or a buffer that is too short.
@@ -204,6 +209,9 @@ class HiddenStatesDataset:
             column = self._columns.get(name)
             if column is None:
                 raise DatasetError(f"{self.path}: no column {name!r} to read; {self.columns}")
+            if isinstance(buffer, CodedRows):
+                self._gather(shard, place, column, buffer, start, count)
+                continue
             part = buffer[start:stop]
             if part.shape[0] != count:
                 raise DatasetError(
@@ -233,6 +241,13 @@ class HiddenStatesDataset:
             out[done:a] = 0
             first, done = first + b - a, b
         out[done:] = 0
+
+    def _gather(
+        self, shard: Shard, place: Place, column: Column, out: CodedRows, start: int, count: int
+    ) -> None:
+        """Rows of the first `count` tokens of a lossy column, as they are stored."""
+        tokens = np.flatnonzero(shard.kept(place)[:count]) if column.sparse else np.arange(count)
+        out.add(shard.stored(column, place).cut(0, len(tokens)), tokens + start)
 
     def _locate(self, index: int) -> tuple[Shard, int]:
         if not -len(self) <= index < len(self):
