@@ -49,7 +49,7 @@ class HiddenStatesDataset:
         """Open `path`; `columns` projects the token columns (default: all).
 
         What is read is held to its checksum, of vectors only every `check_every`-th chunk (1 to
-        256; 1: all of them).
+        255; 1: all of them).
 
         Raises:
             MissingError: no such directory, an unsealed dataset, or a shard that is gone.
@@ -265,7 +265,8 @@ class HiddenStatesDataset:
             before = sum(record.rows for record in self.manifest.shards[:number])
             rows = slice(before, before + self.manifest.shards[number].rows)
             kept = self.supervised[rows] - (self.first_supervised[rows] == 0)
-            index = IndexRows(rows.start, self.id_array[rows], self.lengths[rows], kept)
+            sums = self._index_column("checksum") if self.manifest.has_checksums else None
+            index = IndexRows(rows.start, self.id_array[rows], self.lengths[rows], kept, sums)
             self._shards[number] = Shard(self.path, self.manifest, number, index, self._check_every)
         return self._shards[number]
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from spec_data.shards.checksums import row_checksums
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import (
     dump_json,
@@ -32,6 +33,7 @@ INDEX_SCHEMA = pa.schema(
             pa.field(name, pa.int32(), nullable=False)
             for name in ("shard", "row", "tokens", "supervised", "first_supervised")
         ),
+        pa.field("checksum", pa.uint64(), nullable=False),
     ]
 )
 
@@ -140,10 +142,11 @@ def _index_rows(file: Path, number: int, manifest: Manifest) -> dict[str, pa.Arr
     stream = pa.ipc.open_stream(pa.memory_map(str(file)))
     if not stream.schema.equals(manifest.arrow_schema, check_metadata=True):
         raise DatasetError(f"{file}: its columns are not those of this dataset")
-    ids, sources, tokens, supervised, first = [], [], [], [], []
+    ids, sources, tokens, supervised, first, sums = [], [], [], [], [], []
     for batch in stream:
         ids.append(batch.column("doc_id"))
         sources.append(batch.column("source"))
+        sums.append(row_checksums(batch))
         masks = batch.column("loss_mask")
         offsets, values = masks.offsets.to_numpy(), masks.values.to_numpy()
         lengths = np.diff(offsets)
@@ -162,6 +165,7 @@ def _index_rows(file: Path, number: int, manifest: Manifest) -> dict[str, pa.Arr
         "tokens": pa.array(np.concatenate(tokens).astype(np.int32)),
         "supervised": pa.array(np.concatenate(supervised).astype(np.int32)),
         "first_supervised": pa.array(np.concatenate(first).astype(np.int32)),
+        "checksum": pa.array(np.concatenate(sums)),
     }
 
 

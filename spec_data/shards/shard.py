@@ -41,13 +41,15 @@ _NOT_FINITE = np.uint16(0x7F80)  # exponent of a bf16 that is infinite or no num
 class IndexRows:
     """What the index says of a shard's documents, the `first` and so on.
 
-    Their ids, how many tokens they have, and how many rows in sparse columns.
+    Their ids, how many tokens they have, and how many rows in sparse columns. `checksums` uint64
+    are those of all documents of the index; the first format has none.
     """
 
     first: int
     ids: pa.StringArray
     lengths: np.ndarray
     kept: np.ndarray
+    checksums: np.ndarray | None
 
 
 class Place(NamedTuple):
@@ -83,21 +85,25 @@ class Shard:
                 "dataset or release"
             )
         if manifest.has_checksums and self.record.outline != outline:
-            raise DatasetError(f"{self.file}: {_stranger(manifest, outline)}")
+            raise DatasetError(
+                f"{self.file}: its metadata is not what the manifest pins: it is damaged, of "
+                "another dataset, or in the place of another shard; copy it again"
+            )
         self.starts = [0, *itertools.accumulate(b.num_rows for b in self.batches)]
         if not self.starts[-1] == len(index.lengths) == self.record.rows:
             raise DatasetError(
                 f"{self.file}: {self.starts[-1]} documents, the manifest says {self.record.rows}, "
                 f"the index {len(index.lengths)}; copy the dataset again"
             )
-        self.index = index
-        self._check_documents()
+        self.index, self._manifest = index, manifest
         self._fields = {name: number for number, name in enumerate(expected.names)}
-        self._checksums = (
-            [stored_checksums(b) for b in self.batches] if manifest.has_checksums else []
-        )
+        self._checksums = []
+        if index.checksums is None:
+            self._check_documents()
+        else:
+            self._checksums = [stored_checksums(batch) for batch in self.batches]
         self._every = check_every
-        self._turns = bytearray(self.record.rows)  # readings of each document, modulo `check_every`
+        self._turns = bytearray(self.record.rows)  # 0: never read; then 1 to `check_every`, again
         self._views: dict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = {}
         self._readable: set[int] = set()  # batches whose texts may be read
 
@@ -121,8 +127,31 @@ class Shard:
     def place(self, row: int) -> Place:
         """Where to read a row; each call counts as one more reading of the document."""
         batch = bisect.bisect_right(self.starts, row) - 1
-        self._turns[row] = turn = (self._turns[row] + 1) % self._every
-        return Place(row, batch, row - self.starts[batch], turn + self.index.first + row)
+        last = self._turns[row]
+        if last == 0:
+            self._check_row(row, batch)
+        self._turns[row] = last % self._every + 1
+        return Place(row, batch, row - self.starts[batch], last + self.index.first + row)
+
+    def _check_row(self, row: int, batch: int) -> None:
+        """A row's checksums are those that the index has here."""
+        expected = self.index.checksums
+        if expected is None:
+            return
+        found = checksum(self._checksums[batch][row - self.starts[batch]])
+        if expected[self.index.first + row] == found:
+            return
+        (elsewhere,) = np.flatnonzero(expected == found)[:1].tolist() or [None]
+        if elsewhere is None:
+            what = "its checksums are damaged, or it is of another dataset; copy this shard again"
+        else:
+            ends = itertools.accumulate(record.rows for record in self._manifest.shards)
+            number = next(i for i, end in enumerate(ends) if elsewhere < end)
+            what = (
+                f"this is a row of {self._manifest.shards[number].file}: swapped, renamed or "
+                "copied; put the right file here"
+            )
+        raise DatasetError(f"{self.where(row)}: {what}")
 
     def where(self, row: int) -> str:
         """Words for a row: file, number, document."""
@@ -216,9 +245,11 @@ class Shard:
         """Row and field of every chunk whose bytes are not those of its checksum.
 
         Raises:
-            DatasetError: texts or bounds that cannot even be read.
+            DatasetError: checksums that are not those of the index, or texts that cannot be read.
         """
         for batch, stored in enumerate(self._checksums):
+            for row in range(self.starts[batch], self.starts[batch + 1]):
+                self._check_row(row, batch)
             self._check_texts(batch)
             found = chunk_checksums(self.batches[batch].columns[:-1])
             for local, field in np.argwhere(found != stored).tolist():
@@ -255,14 +286,3 @@ class Shard:
                 f"{self.file}: rows {first} to {last - 1}, column {column.name}: bounds outside "
                 "the column; copy this shard again"
             )
-
-
-def _stranger(manifest: Manifest, outline: str) -> str:
-    """What a shard is whose outline is not the one of its place."""
-    own = [record.file for record in manifest.shards if record.outline == outline]
-    if own:
-        return f"this is {own[0]}: swapped, renamed or copied; put the right file here"
-    return (
-        "its metadata or checksums are not those that the manifest pins: it is damaged, or of "
-        "another dataset; copy it again"
-    )
