@@ -42,10 +42,12 @@ _HASHED_AT_ONCE = 1 << 13
 
 def _mix(values: np.ndarray) -> np.ndarray:
     """splitmix64 finaliser of uint64 values."""
-    with np.errstate(over="ignore"):
-        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    mixed = values ^ (values >> np.uint64(30))
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
 
 
 def _keys(indices: np.ndarray, *stream: int) -> np.ndarray:
@@ -124,6 +126,19 @@ def _hash_ids(doc_ids: Sequence[str] | pa.StringArray, seed: int) -> np.ndarray:
                 value = _mix(value ^ word.astype(np.uint64))
             hashes[some] = value
     return hashes
+
+
+def _bins(lengths: np.ndarray, size: int) -> np.ndarray:
+    """Which bin of `size` tokens each document starts in, when they stand in a row."""
+    bins = np.cumsum(lengths)
+    bins -= lengths
+    bins //= size
+    return bins
+
+
+def _borders(bins: np.ndarray) -> np.ndarray:
+    """Where another bin begins, the first one apart."""
+    return np.flatnonzero(bins[1:] != bins[:-1]) + 1
 
 
 def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -241,17 +256,13 @@ class BatchPlan:
         if not len(self.rows):
             return
         lengths = self.lengths[self.rows]
-        block = np.cumsum(lengths) - lengths
-        block //= max(1, self.window_tokens // BLOCKS_PER_WINDOW)
-        starts = np.flatnonzero(np.diff(block, prepend=-1))  # of the blocks that hold a document
+        block = _bins(lengths, max(1, self.window_tokens // BLOCKS_PER_WINDOW))
+        starts = np.concatenate([[0], _borders(block)])  # of the blocks that hold a document
         sizes = np.diff(starts, append=len(block))
         names = block[starts]
         turn = np.lexsort((names, _keys(names, self.seed, epoch, _BLOCK)))
         by_block = _ranges(starts[turn], sizes[turn])
-        length = lengths[by_block]
-        window = np.cumsum(length) - length
-        window //= self.window_tokens
-        borders = np.flatnonzero(np.diff(window)) + 1
+        borders = _borders(_bins(lengths[by_block], self.window_tokens))
         for places in np.split(by_block, borders):
             yield self.rows[places[_order(_keys(places, self.seed, epoch, _DOCUMENT))]]
 

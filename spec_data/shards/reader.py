@@ -158,6 +158,10 @@ class HiddenStatesDataset:
         return self._index_column("shard"), self._index_column("row")
 
     @cached_property
+    def _checksums(self) -> np.ndarray | None:
+        return self._index_column("checksum") if self.manifest.has_checksums else None
+
+    @cached_property
     def id_array(self) -> pa.StringArray:
         """Content hash of every document, over the mapped index: no Python object per document."""
         chunks = self._index.column("doc_id")
@@ -265,8 +269,9 @@ class HiddenStatesDataset:
             before = sum(record.rows for record in self.manifest.shards[:number])
             rows = slice(before, before + self.manifest.shards[number].rows)
             kept = self.supervised[rows] - (self.first_supervised[rows] == 0)
-            sums = self._index_column("checksum") if self.manifest.has_checksums else None
-            index = IndexRows(rows.start, self.id_array[rows], self.lengths[rows], kept, sums)
+            index = IndexRows(
+                rows.start, self.id_array[rows], self.lengths[rows], kept, self._checksums
+            )
             self._shards[number] = Shard(self.path, self.manifest, number, index, self._check_every)
         return self._shards[number]
 
