@@ -135,8 +135,8 @@ class HiddenStatesDataset:
         return table
 
     def _index_column(self, name: str) -> np.ndarray:
-        parts = [numbers(chunk) for chunk in self._index.column(name).chunks]
-        return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.zeros(0, np.int32)])
+        chunks = self._index.column(name)
+        return numbers(chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks())
 
     @cached_property
     def lengths(self) -> np.ndarray:

@@ -13,7 +13,7 @@ from torch import Tensor
 from spec_data.shards.lossy import LossyCodec, Tables, bf16_tensor
 from spec_data.shards.schema import Column
 
-DECODED_AT_ONCE = 1 << 26
+DECODED_AT_ONCE = 1 << 24
 """States decoded together on a device: bounds what decoding takes beside its result."""
 
 
