@@ -259,17 +259,9 @@ class AuxDraft(nn.Module):
 
         By default the dtype is the target's, so that the embedding is the target's bit for bit.
         """
-        folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
         dtype = dtype or getattr(torch, self.config.dtype)
-        temporary = folder / f".model.safetensors.{os.getpid()}.tmp"
-        save_file(self.checkpoint_tensors(dtype), temporary, metadata={"format": "pt"})
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        replace_durably(temporary, folder / "model.safetensors")
         raw = self.config.to_json(self.options)
-        raw["dtype"] = raw["torch_dtype"] = str(dtype).removeprefix("torch.")
-        write_atomically(folder / "config.json", dump_json(raw))
+        save_draft(Path(directory), self.checkpoint_tensors(dtype), raw, dtype)
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Self:
@@ -296,6 +288,21 @@ class AuxDraft(nn.Module):
         draft.to(tensors["fc.weight"].dtype)
         draft.load_state_dict(tensors)
         return draft
+
+
+def save_draft(
+    folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Write model.safetensors and config.json (which says `dtype`), each in one step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".model.safetensors.{os.getpid()}.tmp"
+    save_file(tensors, temporary, metadata={"format": "pt"})
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
+    replace_durably(temporary, folder / "model.safetensors")
+    name = str(dtype).removeprefix("torch.")
+    config = config | {"dtype": name, "torch_dtype": name}
+    write_atomically(folder / "config.json", dump_json(config))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
