@@ -1,7 +1,8 @@
 """Softmax attention under an `AttentionMask`: three back ends, equal by test.
 
 - "dense": the softmax written out, in at least float32: the reference.
-- "sdpa": torch's scaled_dot_product_attention with the boolean table.
+- "sdpa": torch's scaled_dot_product_attention with the boolean table, for some queries at a time
+  and the keys that any of these sees: what is masked for all of them costs nothing.
 - "flex": flex_attention, which reads the predicate block by block and skips what nothing sees: no
   table of Q x T scores or booleans. The default where its compiled form works (see flex.py).
 
@@ -23,6 +24,7 @@ from spec_train.masks import AttentionMask
 
 log = logging.getLogger(__name__)
 
+BLOCK = 256  # queries that "sdpa" takes at a time
 BACKENDS = ("dense", "sdpa", "flex")
 
 
@@ -35,11 +37,34 @@ def default_backend(device_type: str, head_dim: int) -> str:
 
 
 @dataclass(frozen=True)
+class _Block:
+    """Some queries, the keys that any of them sees (None: all), and who sees which of these."""
+
+    queries: slice
+    keys: Tensor | None  # int64 [n]
+    table: Tensor  # bool [B, 1, queries, n]
+
+
+def _blocks(mask: AttentionMask) -> list[_Block]:
+    """The table in blocks of queries, without the keys that no query of a block sees."""
+    blocks = []
+    for start in range(0, mask.queries, BLOCK):
+        stop = min(start + BLOCK, mask.queries)
+        table = mask.dense(start, stop)
+        keys = table.flatten(0, 2).any(0).nonzero().squeeze(1)
+        if len(keys) == mask.keys:
+            blocks.append(_Block(slice(start, stop), None, table))
+        else:
+            blocks.append(_Block(slice(start, stop), keys, table[..., keys]))
+    return blocks
+
+
+@dataclass(frozen=True)
 class Attending:
     """A mask made ready for one back end, once per batch, for every layer and step that uses it."""
 
     backend: str
-    mask: Any  # the boolean table [B, 1, Q, T], or flex's BlockMask
+    mask: Any  # the boolean table [B, 1, Q, T], _Blocks of it, or flex's BlockMask
 
     @classmethod
     def prepare(cls, mask: AttentionMask, head_dim: int, backend: str = "auto") -> "Attending":
@@ -48,8 +73,10 @@ class Attending:
             backend = default_backend(mask.device.type, head_dim)
         if backend not in BACKENDS:
             raise ValueError(f"backend = {backend!r}: choose from {', '.join(BACKENDS)}")
-        if backend != "flex":
+        if backend == "dense":
             return cls(backend, mask.dense())
+        if backend == "sdpa":
+            return cls(backend, _blocks(mask))
 
         def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return mask.sees(row, query, key)
@@ -65,7 +92,17 @@ class Attending:
         if groups > 1:
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         if self.backend == "sdpa":
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=scale)
+            parts = [
+                F.scaled_dot_product_attention(
+                    q[:, :, block.queries],
+                    k if block.keys is None else k.index_select(2, block.keys),
+                    v if block.keys is None else v.index_select(2, block.keys),
+                    attn_mask=block.table,
+                    scale=scale,
+                )
+                for block in self.mask
+            ]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
         scores = (q @ k.mT) * scale
         scores = scores if scores.dtype == torch.float64 else scores.float()
         weights = scores.masked_fill(~self.mask, float("-inf")).softmax(-1)

@@ -27,13 +27,13 @@ class AttentionMask:
     keys: int
     device: torch.device
 
-    def dense(self) -> Tensor:
-        """The boolean table [B, 1, Q, T]."""
-        row, query, key = (
-            torch.arange(size, device=self.device) for size in (self.batch, self.queries, self.keys)
-        )
+    def dense(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """The boolean table [B, 1, Q, T]; with a range, of these queries alone."""
+        stop = self.queries if stop is None else stop
+        row, key = (torch.arange(size, device=self.device) for size in (self.batch, self.keys))
+        query = torch.arange(start, stop, device=self.device)
         return self.sees(row[:, None, None], query[:, None], key)[:, None].expand(
-            self.batch, 1, self.queries, self.keys
+            self.batch, 1, stop - start, self.keys
         )
 
 

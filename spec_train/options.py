@@ -139,8 +139,8 @@ class PeagleOptions:
     )
     segments: int = option(
         1,
-        help="parts of a row that are trained one after another: the same gradient, less memory, "
-        "more arithmetic",
+        help="parts of a row that are trained one after another: the same gradient, less memory; "
+        "what comes before a part in its documents is computed again for it",
     )
     gradient_checkpointing: bool = option(
         False, help="recompute every layer in the backward pass: less memory, a third more work"

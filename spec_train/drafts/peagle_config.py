@@ -1,10 +1,11 @@
 """Configuration of a P-EAGLE draft: an EAGLE-3 configuration with more layers and a mask token.
 
 config.json is vLLM's flat form (`method: eagle3` with `parallel_drafting: true`): no other engine
-drafts in parallel. Of the two names that vLLM takes there for a Llama draft (it puts "Eagle3" in
-front of any other, PeagleLlamaForCausalLM too, and then knows none), this is the one that EAGLE-3
-drafts of this project do not have, nor SGLang, which would feed the draft its own states. Both keys
-for the mask token are written: vLLM reads the first it finds, older releases know only the second.
+drafts in parallel. There vLLM puts "Eagle3" before every architecture that has it neither in front
+nor at the end, PeagleLlamaForCausalLM too, and then knows none of that name. Of the two names that
+are left for a Llama draft, this is the one that EAGLE-3 drafts of this project do not have, nor
+SGLang, which would feed the draft its own states. Both keys for the mask token are written: vLLM
+reads the first it finds, older releases know only the second.
 """
 
 from dataclasses import dataclass

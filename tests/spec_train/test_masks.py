@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spec_train import attend
 from spec_train.attend import BACKENDS, Attending, default_backend
 from spec_train.masks import AttentionMask, block_mask, causal_mask, parallel_mask
 
@@ -67,10 +68,16 @@ def test_blocks() -> None:
 
 
 @pytest.mark.parametrize("name", ["causal", "parallel", "block"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "sdpa in blocks"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
-def test_back_ends_agree(name: str, backend: str) -> None:
+def test_back_ends_agree(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mask = masks()[name]
+    if backend == "sdpa in blocks":
+        backend = "sdpa"
+        monkeypatch.setattr(attend, "BLOCK", 2)
+        blocks = Attending.prepare(mask, 16, backend).mask
+        assert len(blocks) == -(-mask.queries // 2)
+        assert any(block.table.shape[-1] < mask.keys for block in blocks)
     generator = torch.Generator().manual_seed(0)
 
     def draw(heads: int, length: int) -> Tensor:
