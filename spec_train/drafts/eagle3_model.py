@@ -8,22 +8,18 @@ B rows, T slots, n captured layers, H hidden size, h / g query / key-value heads
 V / Vd target / draft vocabulary.
 """
 
-import json
-import os
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_data.shards.errors import DraftError, MissingError
-from spec_data.shards.files import dump_json, replace_durably, write_atomically
+from spec_data.shards.errors import DraftError
 from spec_train.drafts.chain import DraftCache
 from spec_train.drafts.eagle3_config import Eagle3Config, Eagle3Options
 from spec_train.drafts.layers import GatedMLP, RMSNorm, Rotary, rotate
+from spec_train.exports.files import DraftFiles, check_tensors, read_files, write_files
 
 
 class Eagle3Attention(nn.Module):
@@ -215,17 +211,14 @@ class Eagle3Model(nn.Module):
 
         By default the dtype is the target's, so that the embedding is the target's bit for bit.
         """
-        folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
         dtype = dtype or getattr(torch, self.config.dtype)
-        temporary = folder / f".model.safetensors.{os.getpid()}.tmp"
-        save_file(self.checkpoint_tensors(dtype), temporary, metadata={"format": "pt"})
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        replace_durably(temporary, folder / "model.safetensors")
+        write_files(self.files(dtype, str(directory)), directory)
+
+    def files(self, dtype: torch.dtype, where: str) -> DraftFiles:
+        """What `save_pretrained` writes to the directory `where`."""
         raw = self.config.to_json(self.options)
         raw["dtype"] = raw["torch_dtype"] = str(dtype).removeprefix("torch.")
-        write_atomically(folder / "config.json", dump_json(raw))
+        return DraftFiles(raw, self.checkpoint_tensors(dtype), where)
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Self:
@@ -235,59 +228,26 @@ class Eagle3Model(nn.Module):
             MissingError: a file is absent.
             DraftError: tensors are missing, unexpected or of another shape; all are named.
         """
-        folder = Path(directory)
-        raw = read_config(folder)
-        config, options = Eagle3Config.from_json(raw, str(folder / "config.json"))
-        tensors = read_tensors(folder / "model.safetensors")
-        draft = cls(config, options)
+        return cls.from_files(read_files(directory))
+
+    @classmethod
+    def from_files(cls, files: DraftFiles) -> Self:
+        """Make a draft of files in the form of `save_pretrained`, in their dtype.
+
+        Raises:
+            DraftError: tensors are missing, unexpected or of another shape; all are named.
+        """
+        config, options = Eagle3Config.from_json(files.config, files.config_path)
+        draft, tensors = cls(config, options), dict(files.tensors)
         expected = {k: tuple(v.shape) for k, v in draft.state_dict().items()}
         if not draft.full_vocabulary:
             expected |= {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)}
-        check_tensors(tensors, expected, str(folder / "model.safetensors"))
+        check_tensors(tensors, expected, files.weights_path)
         if not draft.full_vocabulary:
             d2t, t2d = tensors.pop("d2t"), tensors.pop("t2d")
             draft.set_vocabulary(torch.arange(config.draft_vocab_size) + d2t)
             if not torch.equal(draft.t2d, t2d):
-                raise DraftError(f"{folder / 'model.safetensors'}: d2t and t2d disagree")
+                raise DraftError(f"{files.weights_path}: d2t and t2d disagree")
         draft.to(tensors["fc.weight"].dtype)
         draft.load_state_dict(tensors)
         return draft
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a draft directory, as plain values."""
-    path = folder / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise MissingError(f"{path}: no such file; give the directory of a draft") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DraftError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(raw, dict):
-        raise DraftError(f"{path}: expected an object, found a {type(raw).__name__}")
-    return raw
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file."""
-    if not path.is_file():
-        raise MissingError(f"{path}: no such file; the draft's weights are missing")
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise DraftError(f"{path}: damaged ({error}); copy it again") from None
-
-
-def check_tensors(
-    tensors: dict[str, Tensor], expected: dict[str, tuple[int, ...]], where: str
-) -> None:
-    """Raise DraftError unless names and shapes are exactly the `expected` ones."""
-    faults = [f"missing {name}" for name in expected if name not in tensors]
-    faults += [f"unexpected {name}" for name in tensors if name not in expected]
-    faults += [
-        f"{name} has shape {list(tensors[name].shape)}, expected {list(shape)}"
-        for name, shape in expected.items()
-        if name in tensors and tuple(tensors[name].shape) != shape
-    ]
-    if faults:
-        raise DraftError(f"{where} does not fit its config.json: {'; '.join(faults)}")
