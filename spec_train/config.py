@@ -179,6 +179,12 @@ class EvalConfig:
     draft_tokens: int = option(
         0, help="tokens drafted per round; 0 = the unroll steps the draft was trained with"
     )
+    confidence_threshold: float = option(
+        0.0,
+        help="end a round's drafts before the first whose confidence is below this, of drafts "
+        "that forecast it (DSpark); 0 = off",
+        metavar="P",
+    )
     seed: int = option(0, help="decides the samples when --temperature is above 0")
     dtype: str = option(
         "auto",
@@ -214,6 +220,7 @@ class EvalConfig:
                 f"{LEAST_TEMPERATURE:g}"
             )
         _at_least(self, 0, "limit", "draft_tokens", "seed")
+        _share(self, "confidence_threshold")
         _at_least(self, 1, "max_new_tokens")
 
 

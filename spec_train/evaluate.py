@@ -56,6 +56,7 @@ def run_eval(config: EvalConfig) -> dict[str, Any]:
     warnings: list[str] = []
     if config.data is not None:  # what does not fit is said before the target is loaded
         _warn(warnings, check_fit(draft, HiddenStatesDataset(config.data)))
+    _set_threshold(draft, config.confidence_threshold, folder)
     depth = config.draft_tokens or draft.depth
     if draft.max_depth is not None and depth > draft.max_depth:
         raise ConfigError(
@@ -89,6 +90,17 @@ def run_eval(config: EvalConfig) -> dict[str, Any]:
     _require_answers(report)
     _require_lossless(report)
     return report
+
+
+def _set_threshold(draft: Any, threshold: float, folder: Path) -> None:
+    """Let a draft that forecasts its acceptance stop early."""
+    if not threshold:
+        return
+    if getattr(draft, "confidence_head", None) is None:
+        raise ConfigError(
+            f"--confidence-threshold {threshold}: {folder} has no confidence head; leave it out"
+        )
+    draft.confidence_threshold = threshold
 
 
 def _decode(

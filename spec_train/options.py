@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from spec_data.config import option
 from spec_data.shards.errors import DraftError
@@ -75,4 +76,113 @@ class Eagle3Options:
         return chosen_layers(self.layers, captured)
 
 
-DRAFT_OPTIONS: dict[str, type] = {"eagle3": Eagle3Options}
+@dataclass(frozen=True, kw_only=True)
+class BlockOptions:
+    """What DSpark and DFlash share: drafts that propose a whole block in one forward."""
+
+    layers: str = option("auto", help="layer ids to draft from, as 1,3,5; auto = all captured")
+    draft_vocab_size: int = option(
+        0, help="most frequent supervised tokens the draft can propose; 0 = all"
+    )
+    num_draft_layers: int = option(5, help="decoder layers of the draft")
+    block_size: int = option(7, help="slots of a block: the anchor token, then mask tokens")
+    layout: str = option(
+        "anchor",
+        help="anchor = every slot drafts the token after its own; mask = the mask slots draft "
+        "their own tokens, the anchor's slot none",
+        choices=("anchor", "mask"),
+    )
+    mask_token_id: int = option(
+        -1,
+        help="token of the slots after the anchor; -1 = one that the target's tokenizer leaves "
+        "unused, else a reserved, padding or unseen one",
+        metavar="ID",
+    )
+    num_anchors: int = option(512, help="blocks sampled per pack in a step, at most")
+    loss_decay_gamma: float = option(
+        4.0, help="weight of the d-th draft of a block is exp(-d / gamma), d from 0; 0 = all 1"
+    )
+    ce_target: str = option(
+        "tokens",
+        help="what the cross-entropy is taken with: the document's tokens (as published), or the "
+        "teacher's distribution",
+        choices=("tokens", "teacher"),
+    )
+    ce_weight: float = option(0.1, help="weight of the cross-entropy")
+    l1_weight: float = option(0.9, help="weight of the L1 distance to the target's distribution")
+
+    def __post_init__(self) -> None:
+        """Reject values outside their range."""
+        least = 1 if self.layout == "anchor" else 2
+        if self.block_size < least:
+            raise DraftError(
+                f"block_size = {self.block_size}: at least {least} in layout {self.layout}"
+            )
+        for name, value, bound in (
+            ("num_draft_layers", self.num_draft_layers, 1),
+            ("num_anchors", self.num_anchors, 1),
+            ("draft_vocab_size", self.draft_vocab_size, 0),
+            ("mask_token_id", self.mask_token_id, -1),
+            ("loss_decay_gamma", self.loss_decay_gamma, 0),
+            ("ce_weight", self.ce_weight, 0),
+            ("l1_weight", self.l1_weight, 0),
+        ):
+            if not bound <= value < math.inf:
+                raise DraftError(f"{name} = {value}: {bound} or more")
+        if self.ce_weight == self.l1_weight == 0:
+            raise DraftError("ce_weight and l1_weight are both 0: nothing would train the drafts")
+
+    def layer_ids(self, captured: tuple[int, ...]) -> tuple[int, ...]:
+        """The ascending layer ids to draft from (see `chosen_layers`)."""
+        return chosen_layers(self.layers, captured)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkOptions(BlockOptions):
+    """Options of the DSpark draft (DeepSpec): a block draft with Markov and confidence heads."""
+
+    confidence_weight: float = option(
+        1.0, help="weight of the confidence head's loss; 0 = no confidence head"
+    )
+    markov_rank: int = option(256, help="rank of the previous token's bias; 0 = no Markov head")
+    markov_head_type: str = option(
+        "vanilla",
+        help="form of that bias; vLLM and llama.cpp serve vanilla alone",
+        choices=("vanilla", "gated", "rnn"),
+    )
+
+    def __post_init__(self) -> None:
+        """Reject values outside their range."""
+        super().__post_init__()
+        if self.markov_rank < 0:
+            raise DraftError(f"markov_rank = {self.markov_rank}: 0 (no Markov head) or more")
+        if not 0 <= self.confidence_weight < math.inf:
+            raise DraftError(f"confidence_weight = {self.confidence_weight}: 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashOptions(BlockOptions):
+    """Options of the DFlash draft (arXiv 2602.06036): a block draft without further heads."""
+
+    confidence_weight: ClassVar[float] = 0.0
+    markov_rank: ClassVar[int] = 0
+    markov_head_type: ClassVar[str] = "vanilla"
+    block_size: int = option(16, help="slots of a block: the anchor token, then mask tokens")
+    layout: str = option(
+        "mask",
+        help="mask = the mask slots draft their own tokens, the anchor's slot none (what engines "
+        "serve as DFlash); anchor = every slot drafts the token after its own (served as DSpark)",
+        choices=("mask", "anchor"),
+    )
+    loss_decay_gamma: float = option(
+        7.0, help="weight of the d-th draft of a block is exp(-d / gamma), d from 0; 0 = all 1"
+    )
+    ce_weight: float = option(1.0, help="weight of the cross-entropy")
+    l1_weight: float = option(0.0, help="weight of the L1 distance to the target's distribution")
+
+
+DRAFT_OPTIONS: dict[str, type] = {
+    "eagle3": Eagle3Options,
+    "dspark": DSparkOptions,
+    "dflash": DFlashOptions,
+}

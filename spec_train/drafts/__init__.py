@@ -3,16 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+from spec_data.shards.errors import DraftError
+from spec_train.drafts.dspark import DFlashDraft, DSparkDraft
 from spec_train.drafts.eagle3 import Eagle3Draft
-from spec_train.drafts.eagle3_config import ARCHITECTURE as EAGLE3
 from spec_train.drafts.protocol import Draft, DraftLoss
-from spec_train.exports.files import DraftFiles, read_files
+from spec_train.exports.files import read_files
 from spec_train.exports.flat import SECTION
 from spec_train.exports.formats import own_form
 from spec_train.exports.target import TargetFacts
 
-DRAFTS: dict[str, Any] = {"eagle3": Eagle3Draft}
-_ARCHITECTURES = {EAGLE3: "eagle3"}
+DRAFTS: dict[str, Any] = {"eagle3": Eagle3Draft, "dspark": DSparkDraft, "dflash": DFlashDraft}
 
 
 def load_draft(directory: str | Path, target: TargetFacts | None = None) -> Any:
@@ -26,19 +26,11 @@ def load_draft(directory: str | Path, target: TargetFacts | None = None) -> Any:
         MissingError, DraftError: not a draft, one of an unknown architecture, or one that computes
             something that ours does not.
     """
-    files = read_files(directory)
-    if not _is_own(files):
-        files = own_form(files, target or TargetFacts())
-    return DRAFTS[files.config[SECTION]["draft"]].from_files(files)
-
-
-def _is_own(files: DraftFiles) -> bool:
-    """Whether a draft class of this project wrote the files."""
-    section = files.config.get(SECTION)
-    names = files.config.get("architectures") or []
-    return isinstance(section, dict) and any(
-        _ARCHITECTURES.get(name) == section.get("draft") for name in names
-    )
+    files = own_form(read_files(directory), target or TargetFacts())
+    kind = files.config[SECTION].get("draft")
+    if kind not in DRAFTS:
+        raise DraftError(f"{files.config_path}: draft {kind!r} is none of {', '.join(DRAFTS)}")
+    return DRAFTS[kind].from_files(files)
 
 
 __all__ = ["DRAFTS", "Draft", "DraftLoss", "load_draft"]

@@ -97,7 +97,10 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
     layers, shape = aux_layers(files, target), shape_of(files)
     tensors = plain_names(files.tensors)
     tensors = {name.replace(_THEIRS, _OURS): value for name, value in tensors.items()}
-    tensors = with_target_weights(tensors, files, target, shape["dtype"])
+    shared = ["embed_tokens.weight"]
+    if shape["draft_vocab_size"] == shape["vocab_size"]:
+        shared += ["lm_head.weight"]
+    tensors = with_target_weights(tensors, files, target, shape["dtype"], tuple(shared))
     tensors = own_vocabulary(tensors, shape["vocab_size"], shape["draft_vocab_size"])
     raw = files.config
     config = shape | {

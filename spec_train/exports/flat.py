@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SECTION = "spec_train"
+FORM = "form"
+"""In the section: which other form than our checkpoint these files have."""
 INPUT_KEY = "eagle_aux_hidden_state_layer_ids"
 """At the top level its ids name the *input* of a block; nested, as SGLang reads it, its output."""
 
@@ -130,7 +132,7 @@ def section_of(
             f"{files.config_path}: engines read layers {list(layers)} (outputs of blocks) from it, "
             f"but it was trained on {own.get('layers')}; it was edited, export it again"
         )
-    return own
+    return {name: value for name, value in own.items() if name != FORM}
 
 
 def refuse_set(files: DraftFiles, what: str, **wanted: Any) -> None:
@@ -161,16 +163,21 @@ def plain_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def with_target_weights(
-    tensors: dict[str, Tensor], files: DraftFiles, target: TargetFacts, dtype: str
+    tensors: dict[str, Tensor],
+    files: DraftFiles,
+    target: TargetFacts,
+    dtype: str,
+    names: tuple[str, ...],
 ) -> dict[str, Tensor]:
-    """Add the target's embedding (and, over the full vocabulary, head) where the file has none.
+    """Add those of the target's weights `names` (embedding, LM head) that the file lacks.
 
     Raises:
         DraftError: they are missing here and the target is not at hand.
     """
     found = dict(tensors)
     supply = {"embed_tokens.weight": target.embedding, "lm_head.weight": target.head}
-    for name, value in supply.items():
+    for name in names:
+        value = supply[name]
         if name in found:
             continue
         if value is None:

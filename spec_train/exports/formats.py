@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 from spec_data.shards.errors import DraftError
-from spec_train.exports import eagle3, speculators
+from spec_train.exports import dspark, eagle3, speculators
 from spec_train.exports.files import DraftFiles
-from spec_train.exports.flat import SECTION
+from spec_train.exports.flat import FORM, SECTION
 from spec_train.exports.target import TargetFacts
 
 Writer = Callable[[DraftFiles, TargetFacts], DraftFiles]
@@ -24,10 +24,33 @@ WRITERS: dict[tuple[str, str], Writer] = {
     ("eagle3", "sglang"): eagle3.to_flat,
     ("eagle3", "speculators"): eagle3.to_speculators,
     ("eagle3", "deepspec"): eagle3.to_deepspec,
+    **{
+        (kind, form): writer
+        for kind in ("dspark", "dflash")
+        for form, writer in (
+            ("hf", _as_it_is),
+            ("vllm", dspark.to_flat),
+            ("sglang", dspark.to_flat),
+            ("speculators", dspark.to_speculators),
+            ("deepspec", dspark.to_deepspec),
+        )
+    },
 }
-FLAT_READERS: dict[str, Reader] = {"eagle3": eagle3.from_flat}
-SPECULATORS_READERS: dict[str, Reader] = {"eagle3": eagle3.from_speculators}
-_KINDS: dict[str, tuple[str, ...]] = {"eagle3": eagle3.ARCHITECTURES}
+FLAT_READERS: dict[str, Reader] = {
+    "eagle3": eagle3.from_flat,
+    "dspark": dspark.from_flat,
+    "dflash": dspark.from_flat,
+}
+SPECULATORS_READERS: dict[str, Reader] = {
+    "eagle3": eagle3.from_speculators,
+    "dspark": dspark.from_speculators,
+    "dflash": dspark.from_speculators,
+}
+_KINDS: dict[str, tuple[str, ...]] = {
+    "eagle3": eagle3.ARCHITECTURES,
+    "dspark": dspark.ARCHITECTURES,
+    "dflash": dspark.DFLASH_ARCHITECTURES,
+}
 
 
 def write_form(own: DraftFiles, form: str, target: TargetFacts) -> DraftFiles:
@@ -42,15 +65,24 @@ def write_form(own: DraftFiles, form: str, target: TargetFacts) -> DraftFiles:
         raise DraftError(
             f"{own.where}: there is no {form} form of {kind} drafts; there is {', '.join(known)}"
         )
-    return WRITERS[kind, form](own, target)
+    files = WRITERS[kind, form](own, target)
+    if files is own:
+        return own
+    marked = {**files.config[SECTION], FORM: form}
+    return DraftFiles({**files.config, SECTION: marked}, files.tensors, files.where)
 
 
 def own_form(files: DraftFiles, target: TargetFacts) -> DraftFiles:
     """Files of any known form as our checkpoint; bit for bit what an export was made of.
 
+    Our own checkpoint is given back as it is; its class checks it.
+
     Raises:
         DraftError: an unknown form or kind, or something that cannot be represented.
     """
+    section = files.config.get(SECTION)
+    if isinstance(section, dict) and FORM not in section:
+        return files
     if speculators.TYPE in files.config:
         kind, flat, depth = speculators.unwrap(files)
         if kind not in SPECULATORS_READERS:

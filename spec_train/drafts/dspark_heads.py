@@ -1,0 +1,76 @@
+"""The two small heads of DSpark: a bias from the previous token, and a forecast of acceptance.
+
+Both read y, the state that enters the LM head (after the final norm): so do DeepSpec's code and
+the engines.
+
+r Markov rank, H hidden size, V / Vd target / draft vocabulary, D drafts of a block.
+"""
+
+import torch
+from torch import Tensor, nn
+
+_STD = 0.02  # as the published drafts are initialised: the bias starts near zero
+
+
+class MarkovHead(nn.Module):
+    """A low-rank bias on the logits, bias = W2 g(W1[previous token]); g by `kind`:
+
+    vanilla: g = e. gated: g = sigmoid(G [y; e]) * e. rnn: a state s runs through the block,
+    [gate; candidate; out] = J [s; e; y], s' = sigmoid(gate) s + (1 - sigmoid(gate)) tanh(candidate)
+    and g = tanh(out), s = 0 at its start. e = W1[previous token].
+    """
+
+    def __init__(self, vocab: int, draft_vocab: int, rank: int, hidden: int, kind: str) -> None:
+        """Make W1 [V, r], W2 [Vd, r] and what `kind` needs."""
+        super().__init__()
+        self.kind = kind
+        self.markov_w1 = nn.Embedding(vocab, rank)
+        self.markov_w2 = nn.Linear(rank, draft_vocab, bias=False)
+        for table in (self.markov_w1, self.markov_w2):
+            nn.init.normal_(table.weight, std=_STD)
+        if kind == "gated":
+            self.gate_proj = nn.Linear(hidden + rank, rank)
+        elif kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
+        elif kind != "vanilla":
+            raise ValueError(f"markov_head_type {kind!r}: vanilla, gated or rnn")
+
+    def step(self, e: Tensor, y: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Give g [..., r], which W2 multiplies, and the next state, for e [..., r], y [..., H].
+
+        `state` is None at the start of a block, and stays None but for "rnn".
+        """
+        if self.kind == "gated":
+            return torch.sigmoid(self.gate_proj(torch.cat([y, e], dim=-1))) * e, None
+        if self.kind == "vanilla":
+            return e, None
+        state = torch.zeros_like(e) if state is None else state
+        gate, candidate, out = self.joint_proj(torch.cat([state, e, y], dim=-1)).chunk(3, dim=-1)
+        keep = torch.sigmoid(gate)
+        return torch.tanh(out), keep * state + (1 - keep) * torch.tanh(candidate)
+
+    def block(self, e: Tensor, y: Tensor) -> Tensor:
+        """All g [..., D, r] of blocks, for known previous tokens: e [..., D, r], y [..., D, H]."""
+        if self.kind != "rnn":
+            return self.step(e, y, None)[0]
+        state: Tensor | None = None
+        parts = []
+        for d in range(e.shape[-2]):
+            g, state = self.step(e[..., d, :], y[..., d, :], state)
+            parts.append(g)
+        return torch.stack(parts, dim=-2)
+
+
+class ConfidenceHead(nn.Module):
+    """How likely a draft is to be accepted, given that all before it in the block were."""
+
+    def __init__(self, width: int) -> None:
+        """Make the projection from [y; e] (or y alone, without a Markov head) [..., width]."""
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+        nn.init.zeros_(self.proj.bias)
+
+    def forward(self, y: Tensor, e: Tensor | None) -> Tensor:
+        """Logits [...] of the acceptance of drafts with states y [..., H] and e [..., r]."""
+        features = y if e is None else torch.cat([y, e.to(y.dtype)], dim=-1)
+        return self.proj(features).squeeze(-1)

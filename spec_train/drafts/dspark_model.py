@@ -1,0 +1,242 @@
+"""The DSpark draft as a model: blocks of slots over the keys and values of what is verified.
+
+A verified token's states become c = RMSNorm(fc(states)), and every layer projects c to its own keys
+and values of that position: the layers never change them, and no input norm is applied. A block is
+the last known token (the anchor) and mask tokens, at the positions from the anchor's on; its slots
+see the context before the anchor and one another, in both directions. With `sample_from_anchor`
+slot k drafts the token after its position; without, slots 1.. draft the tokens of their positions.
+
+Embedding and LM head are the target's, frozen. The head is not kept here (`TargetHead` has it),
+unless the draft vocabulary is a selection of its rows. Of a target that scales, biases or caps its
+logits, the draft uses the bare product: so do the engines.
+
+B rows, T tokens, Q slots of blocks, n captured layers, H hidden size, h / g query / key-value
+heads, d head size, V / Vd target / draft vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from spec_data.shards.errors import DraftError
+from spec_train.drafts.dspark_config import DSparkConfig
+from spec_train.drafts.dspark_heads import ConfidenceHead, MarkovHead
+from spec_train.drafts.layers import DecoderLayer, RMSNorm, Rotary
+from spec_train.exports.files import DraftFiles, check_tensors, read_files, write_files
+from spec_train.head import TargetHead
+from spec_train.options import BlockOptions, DSparkOptions
+
+Context = Sequence[tuple[Tensor, Tensor]]
+"""Keys and values [B, g, T, d] of verified positions, one pair per layer."""
+
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""Queries [B, h, Q, d], keys and values [B, g, T + Q, d], scale -> heads [B, h, Q, d]."""
+
+
+def attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Attention without a mask: one block over all that is verified."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, scale=scale)
+
+
+class DSparkModel(nn.Module):
+    """Modules, forward and checkpoint of a block draft (the loss is in `dspark_loss`)."""
+
+    name: ClassVar[str] = "dspark"
+    d2t: Tensor
+    t2d: Tensor
+    draft_ids: Tensor
+    draft_index: Tensor
+
+    def __init__(self, config: DSparkConfig, options: BlockOptions | None = None) -> None:
+        """Make a draft with random weights and the first Vd tokens as draft vocabulary."""
+        super().__init__()
+        self.config = config
+        self.options: Any = options or DSparkOptions()
+        size, eps, rank = config.hidden_size, config.rms_norm_eps, config.markov_rank
+        self.embed_tokens = nn.Embedding(config.vocab_size, size)
+        self.embed_tokens.weight.requires_grad_(False)
+        self.fc = nn.Linear(len(config.layers) * config.target_hidden_size, size, bias=False)
+        self.hidden_norm = RMSNorm(size, eps)
+        layers = [DecoderLayer(config.layer_shape) for _ in range(config.num_hidden_layers)]
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(size, eps)
+        self.markov_head: MarkovHead | None = None
+        if rank:
+            sizes = config.vocab_size, config.draft_vocab_size, rank, size
+            self.markov_head = MarkovHead(*sizes, config.markov_head_type)
+        self.confidence_head = (
+            ConfidenceHead(size + rank) if config.enable_confidence_head else None
+        )
+        self.lm_head: nn.Linear | None = None
+        if not self.full_vocabulary:
+            self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+            self.lm_head.weight.requires_grad_(False)
+        self.rotary = Rotary(config.rope)
+        self.attention_backend = "auto"  # or one of attend.BACKENDS
+        for name in ("d2t", "t2d", "draft_ids", "draft_index"):
+            self.register_buffer(name, None, persistent=False)
+        self.set_vocabulary(torch.arange(config.draft_vocab_size))
+
+    # -- vocabulary -------------------------------------------------------------------------------
+
+    @property
+    def full_vocabulary(self) -> bool:
+        """Whether the draft can propose every token of the target (no map is saved then)."""
+        return self.config.draft_vocab_size == self.config.vocab_size
+
+    def set_vocabulary(self, ids: Tensor) -> None:
+        """Set the target ids of the draft vocabulary, ascending int64 [Vd].
+
+        Raises:
+            DraftError: ids are not ascending, unique, within 0..V-1 and Vd in number.
+        """
+        size, vocab = self.config.draft_vocab_size, self.config.vocab_size
+        ids = ids.to(self.fc.weight.device, torch.long)
+        ascending = bool((ids[1:] > ids[:-1]).all())
+        if ids.shape != (size,) or not ascending or int(ids[0]) < 0 or int(ids[-1]) >= vocab:
+            raise DraftError(
+                f"draft vocabulary: {tuple(ids.shape)} ids must be {size} ascending unique ids "
+                f"in 0..{vocab - 1}"
+            )
+        rows = torch.arange(size, device=ids.device)
+        self.draft_ids = ids
+        self.d2t = ids - rows
+        self.draft_index = torch.full((vocab,), -1, device=ids.device)  # target id -> row or -1
+        self.draft_index[ids] = rows
+        self.t2d = self.draft_index >= 0
+
+    def head_rows(self, head: TargetHead) -> Tensor:
+        """The frozen rows [Vd, H] that make logits of states."""
+        return head.head_weight if self.lm_head is None else self.lm_head.weight
+
+    # -- forward ----------------------------------------------------------------------------------
+
+    def _cast(self, x: Tensor) -> Tensor:
+        """To the dtype of the weights; autocast does that itself."""
+        autocast = torch.is_autocast_enabled(x.device.type)
+        return x if autocast else x.to(self.fc.weight.dtype)
+
+    def context(
+        self, aux: Tensor, position_ids: Tensor, lengths: Tensor | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of verified positions, per layer, from their aux states [B, T, n*H].
+
+        `position_ids` int64 [B, T]; `lengths` as `Rotary` takes them.
+        """
+        c = self.hidden_norm(self.fc(self._cast(aux)))
+        cos, sin = self.rotary.cos_sin(position_ids, lengths, c.dtype)
+        return [layer.self_attn.keys_values(c, cos, sin) for layer in self._decoder_layers()]
+
+    def forward_blocks(
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        context: Context,
+        attend: Attend,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """States y [B, Q, H] of the slots of blocks, after the final norm.
+
+        Args:
+            token_ids, position_ids: of the slots, int64 [B, Q].
+            context: of `context`, T positions.
+            attend: who sees what, among T context positions and then the Q slots.
+            lengths: as `Rotary` takes them, [B, Q].
+        """
+        x = self._cast(self.embed_tokens(token_ids))
+        cos, sin = self.rotary.cos_sin(position_ids, lengths, x.dtype)
+        for layer, (k0, v0) in zip(self._decoder_layers(), context, strict=True):
+            attention = _over_context(attend, k0, v0, layer.self_attn.scale)
+            x = layer(x, cos, sin, attention)
+        return self.norm(x)
+
+    def _decoder_layers(self) -> list[DecoderLayer]:
+        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+
+    def previous(self, token_ids: Tensor) -> Tensor | None:
+        """W1 of previous tokens [...] -> [..., r]; None without a Markov head."""
+        return None if self.markov_head is None else self.markov_head.markov_w1(token_ids)
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """All parameters but the target's."""
+        return [p for p in self.parameters() if p.requires_grad]
+
+    # -- files ------------------------------------------------------------------------------------
+
+    def checkpoint_tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The tensors of model.safetensors, on the CPU."""
+        tensors = {
+            name: value.detach().to("cpu", dtype).contiguous()
+            for name, value in self.state_dict().items()
+        }
+        if not self.full_vocabulary:
+            tensors["d2t"], tensors["t2d"] = self.d2t.cpu(), self.t2d.cpu()
+        return tensors
+
+    def save_pretrained(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
+        """Write config.json and model.safetensors, each in one step, weights in `dtype`.
+
+        By default the dtype is the target's, so that the embedding is the target's bit for bit.
+        """
+        dtype = dtype or getattr(torch, self.config.dtype)
+        write_files(self.files(dtype, str(directory)), directory)
+
+    def files(self, dtype: torch.dtype, where: str) -> DraftFiles:
+        """What `save_pretrained` writes to the directory `where`."""
+        raw = self.config.to_json(self.options, self.name)
+        raw["dtype"] = raw["torch_dtype"] = str(dtype).removeprefix("torch.")
+        return DraftFiles(raw, self.checkpoint_tensors(dtype), where)
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path) -> Self:
+        """Read a draft that `save_pretrained` wrote, in its stored dtype.
+
+        Raises:
+            MissingError: a file is absent.
+            DraftError: tensors are missing, unexpected or of another shape; all are named.
+        """
+        return cls.from_files(read_files(directory))
+
+    @classmethod
+    def from_files(cls, files: DraftFiles) -> Self:
+        """Make a draft of files in the form of `save_pretrained`, in their dtype.
+
+        Raises:
+            DraftError: tensors are missing, unexpected or of another shape; all are named.
+        """
+        config, name, options = DSparkConfig.from_json(files.config, files.config_path)
+        if name != cls.name:
+            raise DraftError(f"{files.where}: a draft of kind {name}, not {cls.name}")
+        where, tensors = files.weights_path, dict(files.tensors)
+        draft = cls(config, options)
+        expected = {k: tuple(v.shape) for k, v in draft.state_dict().items()}
+        if not draft.full_vocabulary:
+            expected |= {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)}
+        check_tensors(tensors, expected, where)
+        if not draft.full_vocabulary:
+            d2t, t2d = tensors.pop("d2t"), tensors.pop("t2d")
+            draft.set_vocabulary(torch.arange(config.draft_vocab_size) + d2t)
+            if not torch.equal(draft.t2d, t2d):
+                raise DraftError(f"{where}: d2t and t2d disagree")
+        draft.to(tensors["fc.weight"].dtype)
+        draft.load_state_dict(tensors)
+        return draft
+
+
+def _over_context(
+    attend: Attend, k0: Tensor, v0: Tensor, scale: float
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """A layer's attention: its own slots' keys and values stand after those of the context."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # Under autocast norms give float32 and projections bf16; kernels want one dtype.
+        keys, values = torch.cat([k0, k], dim=2).to(v.dtype), torch.cat([v0, v], dim=2)
+        return attend(q.to(v.dtype), keys, values, scale)
+
+    return attention

@@ -1,0 +1,169 @@
+"""Head, Markov bias and loss of block drafts in one, in chunks: the gradients are made in the
+forward pass, so that no more than one chunk of logits exists at a time.
+
+Per row, with p the teacher, q = softmax(W y + W2 g) the draft and x the document's token:
+    cross-entropy   -log q_x, or -sum_v p log q
+    L1              sum_v |q - p| = 2 (1 - sum_v min(p, q)); not halved
+W is the target's and gets no gradient. The price: gradients of gradients do not exist.
+
+N rows, H hidden size, r Markov rank, Vd draft vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from spec_train.losses import wide
+
+# Logits of one chunk. A CPU's cache holds few; a GPU wants many rows, and the head's rows and the
+# gradient of W2 are read once per chunk.
+CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
+LEAST_ROWS = 64
+
+
+@dataclass(frozen=True)
+class RowFigures:
+    """Per row, no gradients."""
+
+    cross_entropy: Tensor  # [N]
+    acceptance: Tensor  # sum_v min(p, q) = 1 - L1 / 2, [N]
+    best: Tensor  # the draft's choice, int64 [N]
+
+
+def block_rows_loss(
+    hidden: Tensor,
+    latent: Tensor | None,
+    weight: Tensor,
+    markov_w2: Tensor | None,
+    teacher: Callable[[slice], Tensor],
+    labels: Tensor | None,
+    ce_weights: Tensor,
+    l1_weights: Tensor,
+    chunk_rows: int | None = None,
+) -> tuple[Tensor, RowFigures]:
+    """Sum over rows of ce_weights * cross-entropy + l1_weights * L1.
+
+    Args:
+        hidden: y [N, H], in the dtype of `weight`.
+        latent: g [N, r], which W2 multiplies; None without a Markov head.
+        weight: rows of the target's head [Vd, H], frozen.
+        markov_w2: W2 [Vd, r]; None without a Markov head.
+        teacher: gives the probabilities [n, Vd] of a slice of the rows; called once per chunk.
+        labels: draft index of the document's token, int64 [N]; None: cross-entropy with p. A row
+            whose token is not in the draft vocabulary has any label and weight 0.
+        ce_weights, l1_weights: [N].
+        chunk_rows: rows at a time; None: by `CHUNK_ELEMENTS`.
+
+    Returns:
+        The sum, a float32 (or float64) scalar with a graph, and the figures of every row.
+    """
+    if chunk_rows is None:
+        elements = CHUNK_ELEMENTS.get(hidden.device.type, CHUNK_ELEMENTS["cuda"])
+        chunk_rows = max(LEAST_ROWS, elements // weight.shape[0])
+    total, *figures = _BlockRowsLoss.apply(
+        hidden,
+        latent,
+        markov_w2,
+        weight,
+        teacher,
+        labels,
+        ce_weights,
+        l1_weights,
+        chunk_rows,
+        torch.is_grad_enabled(),
+    )
+    return total, RowFigures(*figures)
+
+
+def _row_losses(
+    logits: Tensor, p: Tensor, labels: Tensor | None, ce_weight: Tensor, l1_weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cross-entropy [n], acceptance [n], choice [n] and d loss / d logits [n, Vd].
+
+    Overwrites `logits`. The weights are [n].
+    """
+    if labels is None:
+        agreement = torch.einsum("nv,nv->n", p, logits)
+    else:
+        agreement = logits.gather(1, labels[:, None]).squeeze(1)
+    peak, best = logits.max(-1, keepdim=True)
+    q = logits.sub_(peak).exp_()
+    mass = q.sum(-1, keepdim=True)
+    q.div_(mass)
+    cross_entropy = (peak + mass.log()).squeeze(1) - agreement
+    slope = q - p
+    acceptance = 1 - slope.abs().sum(-1) / 2
+    slope.sign_()
+    slope.sub_(torch.einsum("nv,nv->n", slope, q)[:, None])  # q times this is d L1 / d logits
+    slope.mul_(l1_weight[:, None]).add_(ce_weight[:, None]).mul_(q)
+    if labels is None:
+        slope.addcmul_(p, ce_weight[:, None], value=-1)
+    else:
+        slope.scatter_add_(1, labels[:, None], -ce_weight[:, None])
+    return cross_entropy, acceptance.clamp(0, 1), best.squeeze(1), slope
+
+
+class _BlockRowsLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        latent: Tensor | None,
+        markov_w2: Tensor | None,
+        weight: Tensor,
+        teacher: Callable[[slice], Tensor],
+        labels: Tensor | None,
+        ce_weights: Tensor,
+        l1_weights: Tensor,
+        chunk_rows: int,
+        wanted: bool,
+    ) -> tuple[Tensor, ...]:
+        n = len(hidden)
+        kind = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        total = hidden.new_zeros((), dtype=kind)
+        cross_entropy, acceptance = total.new_zeros(n), total.new_zeros(n)
+        best = torch.zeros(n, dtype=torch.long, device=hidden.device)
+        bias = None if latent is None or markov_w2 is None else (latent, markov_w2)
+        d_hidden = torch.empty_like(hidden)
+        d_bias = (
+            None
+            if bias is None
+            else (torch.empty_like(bias[0]), torch.zeros_like(bias[1], dtype=kind))
+        )
+        for start in range(0, n, chunk_rows):
+            part = slice(start, min(start + chunk_rows, n))
+            logits = wide(F.linear(hidden[part], weight))
+            if bias is not None:
+                logits += F.linear(bias[0][part], bias[1])
+            ce, l1 = ce_weights[part].to(kind), l1_weights[part].to(kind)
+            cross_entropy[part], acceptance[part], best[part], slope = _row_losses(
+                logits,
+                teacher(part).to(kind),
+                None if labels is None else labels[part],
+                ce,
+                l1,
+            )
+            total += (ce * cross_entropy[part] + l1 * 2 * (1 - acceptance[part])).sum()
+            if not wanted:
+                continue
+            d_hidden[part] = (slope.to(weight.dtype) @ weight).to(hidden.dtype)
+            if bias is not None and d_bias is not None:
+                slope = slope.to(bias[1].dtype)
+                d_bias[0][part] = (slope @ bias[1]).to(d_bias[0].dtype)
+                d_bias[1].add_(slope.T @ bias[0][part].to(slope.dtype))
+        if wanted:
+            d_latent, d_w2 = (None, None) if d_bias is None else d_bias
+            kept = d_w2 if d_w2 is None or markov_w2 is None else d_w2.to(markov_w2.dtype)
+            ctx.save_for_backward(d_hidden, d_latent, kept)
+        ctx.mark_non_differentiable(cross_entropy, acceptance, best)
+        return total, cross_entropy, acceptance, best
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        scale = grads[0]
+        scaled = [None if d is None else d * scale.to(d.dtype) for d in ctx.saved_tensors]
+        return (*scaled, *[None] * 7)

@@ -1,0 +1,82 @@
+"""The speculators library loads our exports, and computes our logits."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from spec_train.drafts import load_draft
+from tests.engines.engine_tools import LAYERS, fitted, make_dataset, make_prompts, make_target
+from tests.spec_train.export_tools import export
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.filterwarnings("ignore"),  # those of the library
+    pytest.mark.skipif(
+        importlib.util.find_spec("speculators") is None,
+        reason="the speculators library is not installed: bash scripts/engines_env.sh",
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target and a dataset of its answers."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = make_target(request.param, folder / "target")
+    make_dataset(model, make_prompts(4), folder / "data")
+    return folder
+
+
+def load(out: Path) -> Any:
+    """The library's model of a directory; every tensor must have its place, and the reverse."""
+    from speculators import SpeculatorModel
+
+    model, info = SpeculatorModel.from_pretrained(str(out), output_loading_info=True)
+    own = {"verifier_lm_head.weight", "verifier_norm.weight"}  # of training; never saved
+    missing = set(info["missing_keys"]) - own
+    assert not missing and not info["unexpected_keys"] and not info["mismatched_keys"], info
+    state = model.state_dict()
+    for name, value in load_file(out / "model.safetensors").items():
+        assert torch.equal(state[name].to(value.dtype), value), name
+    return model.eval().float()
+
+
+def logits_of(model: Any, run: Callable[[], Any]) -> torch.Tensor:
+    """What its LM head gives in `run`, [1, T, Vd], of the first step."""
+    seen: list[torch.Tensor] = []
+    hook = model.lm_head.register_forward_hook(lambda _, __, output: seen.append(output.detach()))
+    with torch.no_grad():
+        run()
+    hook.remove()
+    return seen[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"fc_norm": True, "norm_output": True}], ids=str)
+def test_eagle3(place: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    draft = fitted(
+        "eagle3", place / "data", tmp_path / "run", 5, draft_vocab_size=128, ttt_steps=3, **options
+    )
+    model = load(export(draft, "speculators", tmp_path / "out", place / "target"))
+    assert model.target_layer_ids == [k + 1 for k in LAYERS]
+    ours, length = load_draft(draft).eval().float(), 20
+    aux = torch.randn(1, length, 3 * 64)
+    tokens = torch.randint(3, 192, (1, length))
+    positions = torch.arange(length)[None]
+    theirs = logits_of(
+        model,
+        lambda: model(
+            hidden_states=aux,
+            input_ids=tokens,
+            document_ids=torch.zeros(1, length, dtype=torch.long),
+            position_ids=positions,
+            ttt_steps=1,
+        ),
+    )
+    with torch.no_grad():
+        mine = ours.logits(ours.step(tokens, ours.project(aux), positions))
+    torch.testing.assert_close(theirs, mine, rtol=1e-4, atol=1e-4)

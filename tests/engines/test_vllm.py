@@ -1,0 +1,79 @@
+"""Real vLLM on a CPU drafts and accepts, prompt for prompt, what our own decoder does.
+
+Greedy, float32. A wrong layer, norm, position or vocabulary map would change what is drafted, and
+with it how much is accepted; the answers themselves prove nothing, verification repairs them.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.engines.engine_tools import (
+    fitted,
+    make_dataset,
+    make_prompts,
+    make_target,
+    our_counts,
+    serve,
+)
+from tests.spec_train.export_tools import export
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.long,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None,
+        reason="vLLM is not installed: bash scripts/engines_env.sh",
+    ),
+]
+
+PROMPTS = 6
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By family: a target and a dataset of its answers."""
+    found = {}
+    for family in ("llama", "qwen3"):
+        folder = tmp_path_factory.mktemp(family)
+        model = make_target(family, folder / "target")
+        make_dataset(model, make_prompts(), folder / "data")
+        found[family] = folder
+    return found
+
+
+def assert_same_counts(place: Path, draft: Path, depth: int, answers: Any) -> None:
+    """vLLM's answers and counts are our decoder's, and tell a good draft from a bad one."""
+    model = AutoModelForCausalLM.from_pretrained(place / "target").float().eval()
+    accepted = 0
+    for prompt, answer in zip(make_prompts()[:PROMPTS], answers, strict=True):
+        assert answer == our_counts(model, draft, prompt, depth)
+        accepted += answer["accepted"]
+    drafted = sum(answer["drafted"] for answer in answers)
+    assert 0.05 * drafted < accepted < 0.95 * drafted
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "options"),
+    [
+        ("llama", "vllm", {"draft_vocab_size": 128}),
+        ("qwen3", "vllm", {"draft_vocab_size": 0, "layers": "1,4", "fc_norm": True}),
+        ("qwen3", "speculators", {"draft_vocab_size": 128, "norm_output": True}),
+    ],
+)
+def test_eagle3(
+    places: dict[str, Path], tmp_path: Path, family: str, form: str, options: dict[str, Any]
+) -> None:
+    place, depth = places[family], 4
+    draft = fitted("eagle3", place / "data", tmp_path / "run", ttt_steps=depth, **options)
+    out = export(draft, form, tmp_path / "my-eagle3", place / "target")
+    served, how = str(out), None
+    if form == "vllm":
+        served = str(place / "target")
+        how = {"method": "eagle3", "model": str(out), "num_speculative_tokens": depth}
+    answers = serve(served, how, make_prompts()[:PROMPTS])
+    assert_same_counts(place, draft, depth, answers)

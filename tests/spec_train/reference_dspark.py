@@ -1,0 +1,298 @@
+"""The DSpark training loss, slowly: one document, block, slot and head at a time.
+
+An oracle (float64) for the fast implementation, sharing no code with it: no batch, no packing, no
+mask tensor, no chunk, no hand-made gradient. Everything is indexed by the token positions of ONE
+document. Weights come as a state dict in the checkpoint's key layout, so the names are under test
+as well. Gradients are autograd's.
+
+T tokens of a document, n captured layers, H hidden size, V / Vd target / draft vocabulary, B slots
+of a block, D drafts of a block, r Markov rank, d head size.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+State = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceConfig:
+    """What the checkpoint's config.json and the training options decide."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_inv_freq: Tensor  # [rotary dimensions / 2]
+    block_size: int
+    mask_token_id: int
+    sample_from_anchor: bool
+    kind: str  # none, vanilla, gated, rnn
+    confidence: bool
+    gamma: float
+    ce_weight: float
+    l1_weight: float
+    confidence_weight: float
+    ce_target: str  # tokens or teacher
+
+    @property
+    def depth(self) -> int:
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """One document: nothing shifted, nothing padded."""
+
+    x: Sequence[int]  # token ids, [T]
+    m: Sequence[int]  # loss mask, [T]
+    aux: Tensor  # [T, n*H] float64
+    z: Tensor  # [T, V] float64; z[t] are the target's logits for token t+1
+
+
+@dataclass(kw_only=True)
+class Reference:
+    """Loss of blocks with its parts."""
+
+    loss: Tensor
+    terms: list[float]  # weighted sums of cross-entropy, L1, confidence's BCE
+    weights: list[float]  # sums of their weights
+    tau: float  # summed over blocks
+    drafted: list[int]  # [D] drafts that count
+    hits: list[int]  # [D]
+    acceptance: list[float]  # [D]
+    survivors: list[int]  # [D] whole blocks hit at every depth so far
+    chains: int
+    gap: float  # sum of |confidence - acceptance|
+    trained: int = field(default=0)
+
+
+def draft_counts(m: Sequence[int], anchor: int, d: int) -> bool:
+    """Whether draft d of a block counts: tokens anchor+1 .. anchor+1+d exist, all supervised."""
+    tokens = range(anchor + 1, anchor + 2 + d)
+    return all(t < len(m) and bool(m[t]) for t in tokens)
+
+
+def reference_loss(
+    state: State,
+    head: Tensor,
+    config: ReferenceConfig,
+    blocks: Sequence[tuple[Document, Sequence[int]]],
+    counts: Sequence[float] | None = None,
+) -> Reference:
+    """Compute the loss of documents with their anchors; `head` is the target's [V, H].
+
+    `counts` replaces the denominators: of the cross-entropy, and of the other two terms.
+    """
+    ids = draft_ids(state, head)
+    zero = torch.zeros((), dtype=torch.float64)
+    sums, weights = [zero, zero, zero], [0.0, 0.0, 0.0]
+    out = Reference(
+        loss=zero, terms=[], weights=weights, tau=0.0, chains=0, gap=0.0,
+        **{k: [0] * config.depth for k in ("drafted", "hits", "acceptance", "survivors")},
+    )  # fmt: skip
+    for document, anchors in blocks:
+        for anchor in anchors:
+            logits, confidences = block_logits(state, head, config, document, anchor)
+            product, alive, expected = 1.0, True, 1.0
+            for d in range(config.depth):
+                if not draft_counts(document.m, anchor, d):
+                    break
+                out.drafted[d] += 1
+                wanted = int(document.z[anchor + d].argmax())
+                token = document.x[anchor + 1 + d]
+                accepted = 0.0
+                if wanted in ids:
+                    out.trained += 1
+                    w = math.exp(-d / config.gamma) if config.gamma else 1.0
+                    p = torch.softmax(document.z[anchor + d][ids], 0)
+                    log_q = torch.log_softmax(logits[d], 0)
+                    distance = (log_q.exp() - p).abs().sum()
+                    rate = (1 - distance / 2).detach()
+                    accepted = float(rate)
+                    if config.ce_target == "teacher":
+                        sums[0] = sums[0] - w * (p * log_q).sum()
+                        weights[0] += w
+                    elif token in ids:
+                        sums[0] = sums[0] - w * log_q[ids.index(token)]
+                        weights[0] += w
+                    sums[1] = sums[1] + w * distance
+                    weights[1] += w
+                    if config.confidence:
+                        c = confidences[d]
+                        bce = -(rate * torch.log(c) + (1 - rate) * torch.log(1 - c))
+                        sums[2] = sums[2] + w * bce
+                        weights[2] += w
+                        out.gap += abs(float(c.detach()) - accepted)
+                hit = wanted in ids and ids[int(logits[d].argmax())] == wanted
+                out.hits[d] += hit
+                out.acceptance[d] += accepted
+                product *= accepted
+                expected += product
+            out.tau += expected
+            whole = draft_counts(document.m, anchor, config.depth - 1)
+            out.chains += whole
+            for d in range(config.depth if whole else 0):
+                wanted = int(document.z[anchor + d].argmax())
+                alive = alive and wanted in ids and ids[int(logits[d].argmax())] == wanted
+                out.survivors[d] += alive
+    denominators = weights if counts is None else [counts[0], counts[1], counts[1]]
+    alphas = config.ce_weight, config.l1_weight, config.confidence_weight
+    for alpha, total, weight in zip(alphas, sums, denominators, strict=True):
+        if weight:
+            out.loss = out.loss + alpha * total / weight
+    out.terms = [float(s.detach()) for s in sums]
+    return out
+
+
+def draft_ids(state: State, head: Tensor) -> list[int]:
+    """Target ids of the draft vocabulary, from the map's offsets; all of them without a map."""
+    if "d2t" not in state:
+        return list(range(len(head)))
+    return [i + int(offset) for i, offset in enumerate(state["d2t"].tolist())]
+
+
+def block_logits(
+    state: State, head: Tensor, config: ReferenceConfig, document: Document, anchor: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Logits [Vd] and confidences of the D drafts of a block; previous tokens are the document's.
+
+    A draft whose previous token does not exist has no logits; the lists end there.
+    """
+    states = block_states(state, config, document, anchor)
+    rows = head[draft_ids(state, head)]
+    memory = None
+    logits, confidences = [], []
+    for d in range(config.depth):
+        if anchor + d >= len(document.x):
+            break
+        y = states[d if config.sample_from_anchor else d + 1]
+        z = rows @ y
+        features = y
+        if config.kind != "none":
+            e = state["markov_head.markov_w1.weight"][document.x[anchor + d]]
+            bias, memory = markov_bias(state, config.kind, e, y, memory)
+            z = z + bias
+            features = torch.cat([y, e])
+        logits.append(z)
+        if config.confidence:
+            forecast = _linear(state, "confidence_head.proj", features)
+            confidences.append(torch.sigmoid(forecast[0]))
+    return logits, confidences
+
+
+def markov_bias(
+    state: State, kind: str, e: Tensor, y: Tensor, memory: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Bias [Vd] after the previous token with W1 row e [r]; and the rnn's memory [r]."""
+    w2 = state["markov_head.markov_w2.weight"]
+    if kind == "vanilla":
+        return w2 @ e, None
+    if kind == "gated":
+        gate = torch.sigmoid(_linear(state, "markov_head.gate_proj", torch.cat([y, e])))
+        return w2 @ (gate * e), None
+    if memory is None:
+        memory = torch.zeros_like(e)
+    joint = _linear(state, "markov_head.joint_proj", torch.cat([memory, e, y]))
+    r = len(e)
+    gate, candidate, out = torch.sigmoid(joint[:r]), torch.tanh(joint[r : 2 * r]), joint[2 * r :]
+    return w2 @ torch.tanh(out), gate * memory + (1 - gate) * candidate
+
+
+def block_states(
+    state: State, config: ReferenceConfig, document: Document, anchor: int
+) -> list[Tensor]:
+    """y [H] of the B slots of the block at `anchor`: it sees the target's states before it."""
+    context = [
+        _rms(_linear(state, "fc", document.aux[t]), state["hidden_norm.weight"], config)
+        for t in range(anchor)
+    ]
+    tokens = [document.x[anchor], *[config.mask_token_id] * (config.block_size - 1)]
+    rows = [state["embed_tokens.weight"][token] for token in tokens]
+    layer = 0
+    while f"layers.{layer}.input_layernorm.weight" in state:
+        rows = _layer(state, f"layers.{layer}", config, context, rows, anchor)
+        layer += 1
+    return [_rms(row, state["norm.weight"], config) for row in rows]
+
+
+def _layer(
+    state: State,
+    name: str,
+    config: ReferenceConfig,
+    context: list[Tensor],
+    rows: list[Tensor],
+    anchor: int,
+) -> list[Tensor]:
+    inputs = [_rms(row, state[f"{name}.input_layernorm.weight"], config) for row in rows]
+    # Keys: the context's own positions, then the block's; the context is not normed again.
+    sources = [*enumerate(context), *((anchor + k, u) for k, u in enumerate(inputs))]
+    keys, values = (
+        [[make(state, name, s, g, t, config) for t, s in sources] for g in range(config.kv_heads)]
+        for make in (_key, _value)
+    )
+    out = []
+    for k, (row, u) in enumerate(zip(rows, inputs, strict=True)):
+        heads = []
+        for h in range(config.heads):
+            group = h * config.kv_heads // config.heads  # consecutive query heads share a kv head
+            query = _turned(state, name, "q", u, h, anchor + k, config)
+            scores = torch.stack([query @ key for key in keys[group]]) / math.sqrt(config.head_dim)
+            weights = torch.softmax(scores, 0)
+            heads.append(sum(w * v for w, v in zip(weights, values[group], strict=True)))
+        middle = row + _linear(state, f"{name}.self_attn.o_proj", torch.cat(heads))
+        v = _rms(middle, state[f"{name}.post_attention_layernorm.weight"], config)
+        gate = _linear(state, f"{name}.mlp.gate_proj", v)
+        up = _linear(state, f"{name}.mlp.up_proj", v)
+        out.append(
+            middle + _linear(state, f"{name}.mlp.down_proj", gate * torch.sigmoid(gate) * up)
+        )
+    return out
+
+
+def _key(
+    state: State, name: str, x: Tensor, group: int, position: int, config: ReferenceConfig
+) -> Tensor:
+    return _turned(state, name, "k", x, group, position, config)
+
+
+def _value(
+    state: State, name: str, x: Tensor, group: int, position: int, config: ReferenceConfig
+) -> Tensor:
+    return _part(state, name, "v", x, group, config)
+
+
+def _part(
+    state: State, name: str, which: str, x: Tensor, head: int, config: ReferenceConfig
+) -> Tensor:
+    rows = slice(head * config.head_dim, (head + 1) * config.head_dim)
+    return state[f"{name}.self_attn.{which}_proj.weight"][rows] @ x
+
+
+def _turned(
+    state: State, name: str, which: str, x: Tensor, head: int, position: int, c: ReferenceConfig
+) -> Tensor:
+    """A query or key: projected, normed over its head, rotated."""
+    part = _part(state, name, which, x, head, c)
+    part = _rms(part, state[f"{name}.self_attn.{which}_norm.weight"], c)
+    half = c.rope_inv_freq.numel()
+    angle = position * c.rope_inv_freq.double()
+    first, second, rest = part[:half], part[half : 2 * half], part[2 * half :]
+    turned = [
+        first * angle.cos() - second * angle.sin(),
+        second * angle.cos() + first * angle.sin(),
+    ]
+    return torch.cat([*turned, rest])
+
+
+def _linear(state: State, name: str, x: Tensor) -> Tensor:
+    y = state[f"{name}.weight"] @ x
+    return y + state[f"{name}.bias"] if f"{name}.bias" in state else y
+
+
+def _rms(x: Tensor, weight: Tensor, config: ReferenceConfig) -> Tensor:
+    return weight * x / torch.sqrt((x * x).mean() + config.rms_norm_eps)
