@@ -8,15 +8,18 @@ from collections.abc import Callable
 
 import torch
 
-from spec_train.exports.findings import OK, REFUSE, Finding, Notes, Subject
-
-VLLM, VLLM_CPU = "vLLM 0.33.0", "vLLM 0.32.0 on a CPU"
-SGLANG, LLAMA_CPP = "SGLang 0.5.23", "llama.cpp 0.5.0"
-SPECULATORS, DEEPSPEC = "speculators 0.9.0", "DeepSpec"
-SPEC_TRAIN = "spec-train"
-
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-_EAGLE3_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
+from spec_train.exports import rules_block, rules_eagle3
+from spec_train.exports.findings import REFUSE, Finding, Notes, Subject
+from spec_train.exports.rules import (
+    DEEPSPEC,
+    LLAMA_CPP,
+    SGLANG,
+    SPEC_TRAIN,
+    SPECULATORS,
+    VLLM,
+    VLLM_CPU,
+    vllm_cpu,
+)
 
 
 def general(subject: Subject) -> Notes:
@@ -74,103 +77,26 @@ def _embedding(notes: Notes, subject: Subject) -> None:
         )
 
 
-def _last_layer(notes: Notes, subject: Subject, text: str) -> None:
-    count, layers = subject.num_layers, subject.layers
-    used = count is not None and bool(layers) and layers[-1] == count - 1
-    notes.refuse(used, text.format(k=layers[-1] if layers else -1))
-
-
-def vllm_eagle3(subject: Subject) -> Notes:
-    """EAGLE-3 in vLLM: any layers, any number of states, both runners."""
-    notes = Notes(VLLM)
-    notes.refuse(bool(subject.config.get("norm_before_fc")), "norm_before_fc is not ours")
-    _last_layer(
-        notes,
-        subject,
-        "layer {k} is the target's last: vLLM gives its output before the final norm, datasets "
-        "hold it after; fit without that layer",
-    )
-    notes.warn(
-        -1 in subject.layers,
-        "layer -1 (the embedding's output) is id 0 there, which drafts seldom use; not tried",
-    )
-    _vllm_name(notes, subject, "eagle3")
-    return notes
-
-
-def _vllm_name(notes: Notes, subject: Subject, method: str) -> None:
-    known = any(part in subject.name.lower() for part in _EAGLE3_NAMES)
-    notes.warn(
-        subject.form == "vllm" and not known,
-        f'the directory name "{subject.name}" does not tell vLLM the method: pass '
-        f'"method": "{method}" in --speculative-config',
-    )
-
-
-def vllm_cpu(subject: Subject) -> Notes:
-    """vLLM's CPU attention knows few head sizes."""
-    notes = Notes(VLLM_CPU)
-    size = subject.config["head_dim"]
-    sizes = ", ".join(map(str, CPU_HEAD_SIZES))
-    notes.refuse(size not in CPU_HEAD_SIZES, f"head_dim {size}; its CPU attention has {sizes}")
-    return notes
-
-
-def sglang_eagle3(subject: Subject) -> Notes:
-    """EAGLE-3 in SGLang: flat form only, the target's embedding always."""
-    notes = Notes(SGLANG)
-    _last_layer(notes, subject, "layer {k} is the target's last: it captures inputs of blocks only")
-    count = len(subject.layers)
-    notes.warn(count != 3, f"{count} aux states: releases before this one made its fc for 3")
-    notes.warn(
-        bool(subject.config.get("fc_norm") or subject.config.get("norm_output")),
-        "fc_norm and norm_output (EAGLE-3.1) are read by this release; older ones ignore them "
-        "silently",
-    )
-    return notes
-
-
-def llama_cpp_eagle3(subject: Subject) -> Notes:
-    """EAGLE-3 in llama.cpp, through its converter."""
-    notes = Notes(LLAMA_CPP)
-    count = len(subject.layers)
-    notes.refuse(subject.blocks != 1, f"{subject.blocks} layers: it runs drafts of exactly one")
-    notes.refuse(count != 3, f"{count} aux states: it reads exactly 3")
-    for name in ("fc_norm", "norm_output"):
-        notes.refuse(bool(subject.config.get(name)), f"{name} (EAGLE-3.1) is not computed there")
-    _last_layer(
-        notes, subject, "layer {k} is the target's last: it silently drafts from other data"
-    )
-    return notes
-
-
-def speculators_eagle3(subject: Subject) -> Notes:
-    """EAGLE-3 in the speculators library."""
-    notes = Notes(SPECULATORS)
-    notes.refuse(
-        subject.config["target_hidden_size"] != subject.config["hidden_size"],
-        "its fc takes states of the draft's own width",
-    )
-    return notes
-
-
-def deepspec_eagle3(subject: Subject) -> Notes:
-    """EAGLE-3 in DeepSpec."""
-    notes = Notes(DEEPSPEC)
-    notes.refuse(True, "its EAGLE-3 norms queries and keys, this draft does not")
-    return notes
-
-
 Check = Callable[[Subject], Notes]
+_BLOCK: tuple[tuple[str, Check], ...] = (
+    ("vllm", rules_block.vllm_block),
+    ("vllm-cpu", rules_block.vllm_cpu_block),
+    ("sglang", rules_block.sglang_block),
+    ("llama.cpp", rules_block.llama_cpp_block),
+    ("speculators", rules_block.speculators_block),
+    ("deepspec", rules_block.deepspec_block),
+)
 CHECKS: dict[str, tuple[tuple[str, Check], ...]] = {
     "eagle3": (
-        ("vllm", vllm_eagle3),
+        ("vllm", rules_eagle3.vllm_eagle3),
         ("vllm-cpu", vllm_cpu),
-        ("sglang", sglang_eagle3),
-        ("llama.cpp", llama_cpp_eagle3),
-        ("speculators", speculators_eagle3),
-        ("deepspec", deepspec_eagle3),
+        ("sglang", rules_eagle3.sglang_eagle3),
+        ("llama.cpp", rules_eagle3.llama_cpp_eagle3),
+        ("speculators", rules_eagle3.speculators_eagle3),
+        ("deepspec", rules_eagle3.deepspec_eagle3),
     ),
+    "dspark": _BLOCK,
+    "dflash": _BLOCK,
 }
 """The engines that have code for a kind of draft."""
 READERS = {
@@ -208,6 +134,3 @@ def refusals(found: dict[str, list[Finding]], form: str) -> list[Finding]:
     """The findings that forbid a format."""
     engines = ("spec-train", *READERS[form])
     return [f for engine in engines for f in found[engine] if f.level == REFUSE]
-
-
-__all__ = ["CHECKS", "OK", "READERS", "preflight", "refusals"]
