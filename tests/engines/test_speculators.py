@@ -32,16 +32,19 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
-def load(out: Path) -> Any:
-    """The library's model of a directory; every tensor must have its place, and the reverse."""
+def load(out: Path, shared: frozenset[str] = frozenset()) -> Any:
+    """The library's model of a directory; every tensor must have its place, and the reverse.
+
+    `shared` are weights that the file leaves to the target.
+    """
     from speculators import SpeculatorModel
 
-    model, info = SpeculatorModel.from_pretrained(str(out), output_loading_info=True)
+    model = SpeculatorModel.from_pretrained(str(out))
     own = {"verifier_lm_head.weight", "verifier_norm.weight"}  # of training; never saved
-    missing = set(info["missing_keys"]) - own
-    assert not missing and not info["unexpected_keys"] and not info["mismatched_keys"], info
-    state = model.state_dict()
-    for name, value in load_file(out / "model.safetensors").items():
+    state, file = model.state_dict(), load_file(out / "model.safetensors")
+    assert state.keys() - file.keys() - own == shared
+    assert not file.keys() - state.keys()
+    for name, value in file.items():
         assert torch.equal(state[name].to(value.dtype), value), name
     return model.eval().float()
 
