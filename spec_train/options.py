@@ -77,6 +77,68 @@ class Eagle3Options:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PeagleOptions:
+    """Options of the P-EAGLE draft (arXiv 2602.01469): all tokens of a round in one forward."""
+
+    layers: str = option("auto", help="layer ids to draft from, as 1,3,5; auto = all captured")
+    draft_vocab_size: int = option(
+        32000, help="most frequent supervised tokens the draft can propose; 0 = all"
+    )
+    depths: int = option(8, help="tokens drafted by one forward")
+    draft_layers: int = option(4, help="decoder layers of the draft")
+    cod_ratio: float = option(
+        0.7, help="conditional drop sampling: depth d keeps a share cod_ratio ** d of the slots"
+    )
+    cod_floor: float = option(0.2, help="smallest share of the slots that a depth keeps")
+    mask_token_id: int = option(
+        -1,
+        help="token that stands for the unknown ones at depth 1 and deeper; -1 = the target's pad "
+        "token, or else the highest id that is no supervised token",
+    )
+    segments: int = option(
+        1,
+        help="parts of a row that are trained one after another: the same gradient, less memory, "
+        "more arithmetic",
+    )
+    gradient_checkpointing: bool = option(
+        False, help="recompute every layer in the backward pass: less memory, a third more work"
+    )
+    slots: str = option(
+        "serving",
+        help="which slots count: serving = known and drafted token supervised, "
+        "shifted = known token alone",
+        choices=("serving", "shifted"),
+    )
+    fc_norm: bool = option(False, help="norm every captured layer before fc (EAGLE-3.1)")
+    head_init: str = option(
+        "target", help="start of the draft's LM head", choices=("target", "random")
+    )
+
+    def __post_init__(self) -> None:
+        """Reject values outside their range."""
+        for name in ("depths", "draft_layers", "segments"):
+            if getattr(self, name) < 1:
+                raise DraftError(f"{name} = {getattr(self, name)}: at least 1")
+        for name in ("draft_vocab_size", "mask_token_id"):
+            least = -1 if name == "mask_token_id" else 0
+            if getattr(self, name) < least:
+                raise DraftError(f"{name} = {getattr(self, name)}: {least} or more")
+        if not 0 < self.cod_ratio <= 1:
+            raise DraftError(f"cod_ratio = {self.cod_ratio}: above 0 and at most 1")
+        if not 0 <= self.cod_floor <= 1:
+            raise DraftError(f"cod_floor = {self.cod_floor}: from 0 to 1")
+
+    @property
+    def norm_output(self) -> bool:
+        """Nothing is fed back here, so nothing is normed for it."""
+        return False
+
+    def layer_ids(self, captured: tuple[int, ...]) -> tuple[int, ...]:
+        """The ascending layer ids to draft from (see `chosen_layers`)."""
+        return chosen_layers(self.layers, captured)
+
+
+@dataclass(frozen=True, kw_only=True)
 class BlockOptions:
     """What DSpark and DFlash share: drafts that propose a whole block in one forward."""
 
@@ -183,6 +245,7 @@ class DFlashOptions(BlockOptions):
 
 DRAFT_OPTIONS: dict[str, type] = {
     "eagle3": Eagle3Options,
+    "peagle": PeagleOptions,
     "dspark": DSparkOptions,
     "dflash": DFlashOptions,
 }

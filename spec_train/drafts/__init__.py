@@ -6,13 +6,19 @@ from typing import Any
 from spec_data.shards.errors import DraftError
 from spec_train.drafts.dspark import DFlashDraft, DSparkDraft
 from spec_train.drafts.eagle3 import Eagle3Draft
+from spec_train.drafts.peagle import PeagleDraft
 from spec_train.drafts.protocol import Draft, DraftLoss
 from spec_train.exports.files import read_files
 from spec_train.exports.flat import SECTION
 from spec_train.exports.formats import own_form
 from spec_train.exports.target import TargetFacts
 
-DRAFTS: dict[str, Any] = {"eagle3": Eagle3Draft, "dspark": DSparkDraft, "dflash": DFlashDraft}
+DRAFTS: dict[str, Any] = {
+    "eagle3": Eagle3Draft,
+    "peagle": PeagleDraft,
+    "dspark": DSparkDraft,
+    "dflash": DFlashDraft,
+}
 
 
 def load_draft(directory: str | Path, target: TargetFacts | None = None) -> Any:

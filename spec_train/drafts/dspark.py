@@ -10,6 +10,7 @@ from torch import Tensor
 from spec_data.shards.errors import DatasetError, DraftError
 from spec_data.shards.packing import shift_left
 from spec_data.shards.schema import FINAL, Manifest, layer_column
+from spec_train.drafts.aux_draft import LOGITS
 from spec_train.drafts.dspark_blocks import Blocks, expected_weights, sample_blocks
 from spec_train.drafts.dspark_config import DSparkConfig
 from spec_train.drafts.dspark_loss import blocks_loss, draft_weights, dspark_loss, learnable
@@ -17,7 +18,6 @@ from spec_train.drafts.dspark_mask import check_mask_token, choose_mask_token
 from spec_train.drafts.dspark_metrics import summarise_blocks
 from spec_train.drafts.dspark_model import DSparkModel
 from spec_train.drafts.dspark_serving import BlockDrafter, block_chains
-from spec_train.drafts.eagle3 import LOGITS
 from spec_train.drafts.eagle3_config import special_ids, text_config
 from spec_train.drafts.eagle3_loss import head_teacher, logits_teacher
 from spec_train.drafts.protocol import DraftLoss

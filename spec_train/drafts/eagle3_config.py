@@ -8,7 +8,7 @@ The configuration file is the one every engine reads: `architectures`, both keys
 import dataclasses
 import logging
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from spec_data.config import from_dict, to_dict
 from spec_data.shards.errors import DraftError
@@ -26,6 +26,10 @@ _OWN = ("layers", "token_ids", "origin")  # not keys of config.json under these 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config:
     """Everything that decides the draft's shapes and arithmetic. Layer id: block output, from 0."""
+
+    draft: ClassVar[str] = "eagle3"
+    architecture: ClassVar[str] = ARCHITECTURE
+    options_class: ClassVar[type] = Eagle3Options
 
     hidden_size: int
     target_hidden_size: int
@@ -53,14 +57,15 @@ class Eagle3Config:
         layers: tuple[int, ...],
         vocab_size: int,
         draft_vocab_size: int,
-        options: Eagle3Options,
+        options: Any,
         dtype: str | None = None,
         origin: dict[str, Any] | None = None,
-    ) -> "Eagle3Config":
+        **own: Any,
+    ) -> Self:
         """Derive a draft's configuration from the target's config.json.
 
         `dtype` is the target's element type if the config does not name it; `origin` is what else
-        tells the target and its prompts from others.
+        tells the target and its prompts from others; `own` are fields that a subclass adds.
 
         Raises:
             DraftError: the config lacks a size, or its heads do not divide.
@@ -105,6 +110,7 @@ class Eagle3Config:
             norm_output=options.norm_output,
             token_ids=_token_ids(target_config),
             origin=origin or {},
+            **own,
         )
 
     @property
@@ -118,11 +124,11 @@ class Eagle3Config:
             max_position_embeddings=self.max_position_embeddings,
         )
 
-    def to_json(self, options: Eagle3Options) -> dict[str, Any]:
+    def to_json(self, options: Any) -> dict[str, Any]:
         """config.json of the draft."""
         rope = self.rope_parameters
         out: dict[str, Any] = {
-            "architectures": [ARCHITECTURE],
+            "architectures": [self.architecture],
             "model_type": "llama",
             "num_hidden_layers": 1,
         }
@@ -150,7 +156,7 @@ class Eagle3Config:
             "eagle_aux_hidden_state_layer_ids": list(self.layers),
         }
         out["spec_train"] = {
-            "draft": "eagle3",
+            "draft": self.draft,
             "layers": list(self.layers),
             "layer_convention": LAYER_CONVENTION,
             "options": to_dict(options),
@@ -159,16 +165,16 @@ class Eagle3Config:
         return out
 
     @classmethod
-    def from_json(cls, raw: dict[str, Any], where: str) -> tuple["Eagle3Config", Eagle3Options]:
+    def from_json(cls, raw: dict[str, Any], where: str) -> tuple[Self, Any]:
         """Read a config.json that `to_json` wrote.
 
         Raises:
-            DraftError: it is not an EAGLE-3 draft of this project, or fields are missing.
+            DraftError: it is not such a draft of this project, or fields are missing.
         """
         own = raw.get("spec_train")
-        if ARCHITECTURE not in raw.get("architectures", ()) or not isinstance(own, dict):
+        if cls.architecture not in raw.get("architectures", ()) or not isinstance(own, dict):
             raise DraftError(
-                f"{where}: not an EAGLE-3 draft written by spec-train (architectures "
+                f"{where}: no {cls.draft} draft written by spec-train (architectures "
                 f"{raw.get('architectures')}, spec_train {'present' if own else 'missing'})"
             )
         names = [f.name for f in dataclasses.fields(cls) if f.name not in _OWN]
@@ -182,7 +188,7 @@ class Eagle3Config:
             token_ids=_token_ids(raw),
             origin=own.get("origin") or {},
         )
-        return config, from_dict(Eagle3Options, own["options"], where=where)
+        return config, from_dict(cls.options_class, own["options"], where=where)
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:

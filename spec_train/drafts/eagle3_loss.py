@@ -13,6 +13,7 @@ draft vocabulary.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import PADDING, shift_left
 from spec_train.attention import active_slots
+from spec_train.drafts.aux_draft import AuxDraft
 from spec_train.drafts.eagle3_model import Eagle3Model
 from spec_train.drafts.eagle3_unroll import Unroll, document_offsets, slot_masks, step_masks
 from spec_train.drafts.protocol import DraftLoss
@@ -80,6 +82,76 @@ def eagle3_loss(
     Raises:
         DraftError: not exactly one teacher or one mask, or an unknown policy.
     """
+    kind = kind if isinstance(kind, LossKind) else LossKind(name=kind)
+    if kind.name not in KINDS:
+        raise DraftError(f"kind = {kind.name!r}: choose from {', '.join(KINDS)}")
+    frame = settle_frame(
+        draft,
+        input_ids=input_ids,
+        loss_mask=loss_mask,
+        slot_mask=slot_mask,
+        logits=logits,
+        final_hidden=final_hidden,
+        head=head,
+        target_probs=target_probs,
+        position_mask=position_mask,
+        target_argmax=target_argmax,
+        document_ids=document_ids,
+        position_ids=position_ids,
+        attention_mask=attention_mask,
+        slots=slots,
+    )
+    return unrolled_loss(
+        draft,
+        aux=aux_hidden_states,
+        input_ids=input_ids,
+        mask=frame.mask,
+        rows=frame.rows,
+        choice=frame.choice,
+        teacher=frame.teacher,
+        document_ids=frame.document_ids,
+        position_ids=frame.position_ids,
+        steps=steps,
+        decay=decay,
+        kind=kind,
+        counts=counts,
+    )
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The slots that count and their teachers, settled from what a plain loss was given."""
+
+    mask: Tensor  # slot mask of step 0, bool [B, T]
+    rows: Tensor  # its flat slots, int64 [n]
+    choice: Tensor  # the target's choice there as a draft index, -1 outside, int64 [n]
+    teacher: Teacher
+    document_ids: Tensor  # int64 [B, T], -1 in padding
+    position_ids: Tensor  # int64 [B, T]
+
+
+def settle_frame(
+    draft: AuxDraft,
+    *,
+    input_ids: Tensor,
+    loss_mask: Tensor | None,
+    slot_mask: Tensor | None,
+    logits: Tensor | None,
+    final_hidden: Tensor | None,
+    head: TargetHead | None,
+    target_probs: Tensor | None,
+    position_mask: Tensor | None,
+    target_argmax: Tensor | None,
+    document_ids: Tensor | None,
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    slots: str,
+) -> Frame:
+    """Settle the arguments that `eagle3_loss` describes.
+
+    Raises:
+        DraftError: not exactly one teacher or one mask, or an unknown policy.
+    """
     given = [name for name, x in _named(logits, final_hidden, target_probs) if x is not None]
     if len(given) != 1:
         raise DraftError(
@@ -87,9 +159,6 @@ def eagle3_loss(
         )
     if (loss_mask is None) == (slot_mask is None):
         raise DraftError("give exactly one of loss_mask and slot_mask")
-    kind = kind if isinstance(kind, LossKind) else LossKind(name=kind)
-    if kind.name not in KINDS:
-        raise DraftError(f"kind = {kind.name!r}: choose from {', '.join(KINDS)}")
     if document_ids is None:
         document_ids = torch.zeros_like(input_ids)
     if attention_mask is not None:
@@ -104,21 +173,7 @@ def eagle3_loss(
     choice, teacher = _teacher(
         draft, rows, logits, final_hidden, head, target_probs, position_mask, target_argmax
     )
-    return unrolled_loss(
-        draft,
-        aux=aux_hidden_states,
-        input_ids=input_ids,
-        mask=mask,
-        rows=rows,
-        choice=choice,
-        teacher=teacher,
-        document_ids=document_ids,
-        position_ids=position_ids,
-        steps=steps,
-        decay=decay,
-        kind=kind,
-        counts=counts,
-    )
+    return Frame(mask, rows, choice, teacher, document_ids, position_ids)
 
 
 def _named(
@@ -128,7 +183,7 @@ def _named(
 
 
 def _teacher(
-    draft: Eagle3Model,
+    draft: AuxDraft,
     rows: Tensor,
     logits: Tensor | None,
     final_hidden: Tensor | None,

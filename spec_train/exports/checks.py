@@ -95,6 +95,11 @@ CHECKS: dict[str, tuple[tuple[str, Check], ...]] = {
         ("speculators", rules_eagle3.speculators_eagle3),
         ("deepspec", rules_eagle3.deepspec_eagle3),
     ),
+    "peagle": (
+        ("vllm", rules_eagle3.vllm_peagle),
+        ("vllm-cpu", vllm_cpu),
+        ("speculators", rules_eagle3.speculators_eagle3),
+    ),
     "dspark": _BLOCK,
     "dflash": _BLOCK,
 }

@@ -15,6 +15,7 @@ from spec_data.shards.errors import DraftError
 from spec_train.exports import speculators
 from spec_train.exports.files import DraftFiles
 from spec_train.exports.flat import (
+    MASK_KEYS,
     SECTION,
     log,
     own_vocabulary,
@@ -32,7 +33,6 @@ ARCHITECTURES = (DSPARK, "DSparkDraftModel", "DSparkSpeculator")
 DFLASH_ARCHITECTURES = (DFLASH, "DFlashSpeculator")
 INPUT_KEY = "aux_hidden_state_layer_ids"
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
-_MASKS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 
 
 def to_flat(own: DraftFiles, target: TargetFacts) -> DraftFiles:
@@ -136,7 +136,7 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
         "num_hidden_layers": blocks,
         "num_target_layers": raw.get("num_target_layers") or target.num_layers,
         "block_size": raw.get("block_size") or raw.get("dspark_block_size"),
-        "mask_token_id": next((raw[k] for k in _MASKS if raw.get(k) is not None), None),
+        "mask_token_id": next((raw[k] for k in MASK_KEYS if raw.get(k) is not None), None),
         "sample_from_anchor": raw.get("sample_from_anchor", not dflash),
         "markov_rank": raw.get("markov_rank", 0),
         "markov_head_type": raw.get("markov_head_type", "vanilla"),

@@ -19,6 +19,8 @@ from spec_train.rope import rope_parameters
 log = logging.getLogger(__name__)
 
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+"""Names of the token that stands for unknown ones; vLLM reads the first that it finds."""
 SECTION = "spec_train"
 FORM = "form"
 """In the section: which other form than our checkpoint these files have."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from spec_data.shards.errors import DraftError
-from spec_train.exports import dspark, eagle3, speculators
+from spec_train.exports import dspark, eagle3, peagle, speculators
 from spec_train.exports.files import DraftFiles
 from spec_train.exports.flat import FORM, SECTION
 from spec_train.exports.target import TargetFacts
@@ -24,6 +24,9 @@ WRITERS: dict[tuple[str, str], Writer] = {
     ("eagle3", "sglang"): eagle3.to_flat,
     ("eagle3", "speculators"): eagle3.to_speculators,
     ("eagle3", "deepspec"): eagle3.to_deepspec,
+    ("peagle", "hf"): _as_it_is,
+    ("peagle", "vllm"): _as_it_is,
+    ("peagle", "speculators"): peagle.to_speculators,
     **{
         (kind, form): writer
         for kind in ("dspark", "dflash")
@@ -38,16 +41,19 @@ WRITERS: dict[tuple[str, str], Writer] = {
 }
 FLAT_READERS: dict[str, Reader] = {
     "eagle3": eagle3.from_flat,
+    "peagle": peagle.from_flat,
     "dspark": dspark.from_flat,
     "dflash": dspark.from_flat,
 }
 SPECULATORS_READERS: dict[str, Reader] = {
     "eagle3": eagle3.from_speculators,
+    "peagle": peagle.from_speculators,
     "dspark": dspark.from_speculators,
     "dflash": dspark.from_speculators,
 }
 _KINDS: dict[str, tuple[str, ...]] = {
     "eagle3": eagle3.ARCHITECTURES,
+    "peagle": peagle.ARCHITECTURES,
     "dspark": dspark.ARCHITECTURES,
     "dflash": dspark.DFLASH_ARCHITECTURES,
 }
@@ -96,6 +102,8 @@ def own_form(files: DraftFiles, target: TargetFacts) -> DraftFiles:
 
 def _kind_of(files: DraftFiles) -> str:
     names = files.config.get("architectures") or []
+    if peagle.MASK_STATES in files.tensors:  # it goes by EAGLE-3's names too
+        return "peagle"
     for kind, known in _KINDS.items():
         if set(names) & set(known):
             return kind

@@ -1,4 +1,4 @@
-"""What engines make of EAGLE-3 drafts."""
+"""What engines make of EAGLE-3 drafts, and of P-EAGLE ones."""
 
 from spec_train.exports.findings import Notes, Subject
 from spec_train.exports.rules import (
@@ -24,6 +24,19 @@ def vllm_eagle3(subject: Subject) -> Notes:
         "layer -1 (the embedding's output) is id 0 there, which drafts seldom use; not tried",
     )
     vllm_name(notes, subject, "eagle3")
+    return notes
+
+
+def vllm_peagle(subject: Subject) -> Notes:
+    """P-EAGLE in vLLM: as EAGLE-3 drafting in parallel, on the V1 runner alone."""
+    notes = Notes(VLLM)
+    notes.refuse(uses_last(subject), LAST_VLLM)
+    notes.refuse(not subject.has("mask_hidden"), "without mask_hidden it does not load")
+    notes.warn(
+        subject.form == "vllm",
+        'pass "method": "eagle3" and "parallel_drafting": true in --speculative-config, whatever '
+        "the directory is called",
+    )
     return notes
 
 
