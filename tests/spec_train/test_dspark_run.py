@@ -1,0 +1,126 @@
+"""Block drafts from the command line: fit, resume, evaluate on data and against the target."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from spec_train.cli import main
+from spec_train.drafts import load_draft
+from spec_train.trainer import Trainer
+from tests.factory import tiny_dataset
+from tests.spec_train import evaluate_tools
+from tests.spec_train.evaluate_tools import respond
+
+target, prompts = evaluate_tools.target, evaluate_tools.prompts
+trained, workplace = evaluate_tools.trained, evaluate_tools.workplace
+
+SMALL = ["--num-draft-layers", "1", "--block-size", "4", "--mask-token-id", "3"]
+STEPS = ["--batch-size", "2", "--seq-len", "64", "--lr", "0.003", "--validation", "0.15"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory, target, prompts) -> Path:
+    """The target's own responses."""
+    documents = [(*respond(target, p), [("user", 0, 1)]) for p in prompts]
+    folder = tmp_path_factory.mktemp("data") / "own"
+    return tiny_dataset(folder, layers=(0, 2), model=target, documents=documents)
+
+
+def fit(name: str, data: Path, out: Path, *more: str) -> int:
+    return main(
+        [
+            "fit",
+            name,
+            "--data",
+            str(data),
+            "--out",
+            str(out),
+            "--device",
+            "cpu",
+            *STEPS,
+            *SMALL,
+            *more,
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("dspark", ("--markov-rank", "8")),
+        ("dspark", ("--markov-rank", "8", "--markov-head-type", "rnn", "--draft-vocab-size", "40")),
+        ("dflash", ()),
+        ("dflash", ("--layout", "anchor", "--ce-target", "teacher")),
+    ],
+    ids=str,
+)
+def test_fit_and_eval_end_to_end(name, more, data, workplace, tmp_path, capsys) -> None:
+    out = tmp_path / "run"
+    assert fit(name, data, out, "--steps", "24", "--eval-every", "12", *more) == 0
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    held_out = [line for line in lines if line["split"] == "validation"]
+    assert [line["step"] for line in held_out] == [0, 12, 24]
+    assert held_out[-1]["loss"] < held_out[0]["loss"]
+    best = max(held_out, key=lambda line: line["product_limit_length"] or 1)
+    kept = json.loads((out / "best" / "validation.json").read_text())
+    assert kept["product_limit_length"] == best["product_limit_length"]
+    draft = load_draft(out / "best")
+    assert (draft.name, draft.depth) == (name, 4 if draft.config.sample_from_anchor else 3)
+    common = ["eval", "--draft", str(out), "--device", "cpu", "--json", str(tmp_path / "out.json")]
+    real = ["--target", str(workplace / "target"), "--prompts", str(workplace / "prompts.jsonl")]
+    real += ["--max-new-tokens", "32"]
+    assert main([*common, "--data", str(data), "--split", "all", *real]) == 0
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["identical"] == report["responses"] == 8 and report["different"] == []
+    assert report["draft_tokens"] == draft.depth
+    assert report["draft_passes"] <= report["rounds"]  # one forward per round that drafts
+    assert report["data"]["on_policy"] == 1.0
+    assert report["data"]["teacher_forced"]["tau"] >= 1
+    assert main([*common, *real, "--temperature", "0.8", "--limit", "2"]) == 0
+    assert main([*common, *real, "--draft-tokens", "9"]) == 2
+    assert f"can draft {draft.depth} tokens per round" in capsys.readouterr().err
+    threshold = ["--confidence-threshold", "0.9"]
+    if name == "dflash":
+        assert main([*common, *real, *threshold]) == 2
+        assert "has no confidence head" in capsys.readouterr().err
+    else:
+        assert main([*common, *real, *threshold]) == 0
+        cut = json.loads((tmp_path / "out.json").read_text())
+        assert cut["drafted"] < report["drafted"] and cut["identical"] == cut["responses"]
+
+
+def test_a_stopped_run_goes_on_with_the_blocks_it_would_have_drawn(
+    data, tmp_path, monkeypatch
+) -> None:
+    settings = ("--steps", "9", "--save-every", "4", "--num-anchors", "3", "--markov-rank", "4")
+    assert fit("dspark", data, tmp_path / "whole", *settings) == 0
+    original = Trainer._train_step
+
+    def failing(self: Any, step: Any) -> None:
+        if self.step == 6:
+            raise OSError("the machine is gone")
+        original(self, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", failing)
+        assert fit("dspark", data, tmp_path / "run", *settings) == 1
+    torch.rand(5)
+    assert fit("dspark", data, tmp_path / "run", *settings) == 0
+    for name in ("model.safetensors", "training_state.safetensors"):
+        a, b = (load_file(tmp_path / run / "last" / name) for run in ("whole", "run"))
+        assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_a_run_begins_from_a_draft_of_the_same_shape_only(data, tmp_path, capsys) -> None:
+    first = tmp_path / "first"
+    assert fit("dspark", data, first, "--steps", "2", "--markov-rank", "4") == 0
+    begin = ("--steps", "1", "--init-from", str(first))
+    assert fit("dspark", data, tmp_path / "more", "--markov-rank", "4", *begin) == 0
+    assert fit("dspark", data, tmp_path / "wide", "--markov-rank", "8", *begin) == 2
+    assert "markov_rank: 4 -> 8" in capsys.readouterr().err
+    assert fit("dflash", data, tmp_path / "flash", *begin) == 2
+    assert "a draft of kind dspark, not dflash" in capsys.readouterr().err
