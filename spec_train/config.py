@@ -185,6 +185,15 @@ class EvalConfig:
         "that forecast it (DSpark); 0 = off",
         metavar="P",
     )
+    tree_tokens: int = option(
+        0,
+        help="decode with dynamic trees (EAGLE-2) of so many drafted tokens, --draft-tokens deep, "
+        "instead of chains; 0 = chains. EAGLE-2 and EAGLE-3 use 60",
+        metavar="N",
+    )
+    tree_topk: int = option(
+        10, help="likeliest nodes expanded per level of a tree, and children of each", metavar="K"
+    )
     seed: int = option(0, help="decides the samples when --temperature is above 0")
     dtype: str = option(
         "auto",
@@ -219,9 +228,14 @@ class EvalConfig:
                 f"--temperature {self.temperature}: expected 0 (greedy) or at least "
                 f"{LEAST_TEMPERATURE:g}"
             )
-        _at_least(self, 0, "limit", "draft_tokens", "seed")
         _share(self, "confidence_threshold")
-        _at_least(self, 1, "max_new_tokens")
+        if self.tree_tokens and self.target is None:
+            raise ConfigError(
+                "--tree-tokens decodes for real: it needs --target and --prompts (a dataset tells "
+                "nothing about branches that were not taken)"
+            )
+        _at_least(self, 0, "limit", "draft_tokens", "seed", "tree_tokens")
+        _at_least(self, 1, "max_new_tokens", "tree_topk")
 
 
 FORMATS = ("vllm", "sglang", "speculators", "deepspec", "hf")

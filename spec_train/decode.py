@@ -83,11 +83,12 @@ class TargetSession:
         self._cache = DynamicCache()
 
     def forward(
-        self, tokens: Sequence[int] | Tensor, last_only: bool = False
+        self, tokens: Sequence[int] | Tensor, last_only: bool = False, **layout: Any
     ) -> tuple[Tensor, Any]:
         """Append t tokens: logits [t, V] and states [1, t, A] (None without columns).
 
-        With `last_only` the logits may be those of the last token alone, [1, V].
+        With `last_only` the logits may be those of the last token alone, [1, V]. `layout`: the
+        model's arguments for tokens that are no sequence (see tree_masks).
         """
         device = self._model.device
         ids = torch.as_tensor(tokens, dtype=torch.long, device=device)[None]
@@ -97,6 +98,7 @@ class TargetSession:
             use_cache=True,
             output_hidden_states=bool(self._places),
             **(self._last_only if last_only else {}),
+            **layout,
         )
         if not self._places:
             return output.logits[0], None
@@ -136,7 +138,8 @@ class Generation:
     stopped: bool = False  # by a stop token, not by the limit
 
 
-def _clock(device: torch.device) -> float:
+def clock(device: torch.device) -> float:
+    """Seconds, when all that the device was given is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -147,14 +150,14 @@ def decode_plain(
     model: Any, prompt: Sequence[int], sampler: Sampler, limit: int, stop: Collection[int] = ()
 ) -> Generation:
     """Decode up to `limit` tokens with the target alone, one forward each."""
-    started = _clock(model.device)
+    started = clock(model.device)
     session = TargetSession(model)
     logits, _ = session.forward(prompt, last_only=True)
     tokens = [sampler.first(logits[-1])]
     while tokens[-1] not in stop and len(tokens) < limit:
         logits, _ = session.forward(tokens[-1:])
         tokens.append(sampler.first(logits[-1]))
-    seconds = _clock(model.device) - started
+    seconds = clock(model.device) - started
     return Generation(tokens=tokens, seconds=seconds, stopped=tokens[-1] in stop)
 
 
@@ -174,7 +177,7 @@ def decode_speculative(
     `drafter` is fresh; `columns` are the states it reads, the draft's `state_columns`. A round near
     the limit drafts no more than could still be emitted, which changes no output.
     """
-    started = _clock(model.device)
+    started = clock(model.device)
     session = TargetSession(model, columns)
     logits, states = session.forward(prompt, last_only=True)
     tokens = [sampler.first(logits[-1])]
@@ -192,7 +195,7 @@ def decode_speculative(
         proposed, accepted, chosen = sampler.verify(drafted, q, logits)
         session.rollback(count - accepted)
         known, states = [*proposed[:accepted], chosen], states[:, : accepted + 1]
-        emitted = _until(known, stop)
+        emitted = until_stop(known, stop)
         rounds.append(
             Round(
                 drafted=count,
@@ -202,7 +205,7 @@ def decode_speculative(
             )
         )
         tokens.extend(emitted)
-    seconds = _clock(model.device) - started
+    seconds = clock(model.device) - started
     return Generation(
         tokens=tokens,
         rounds=rounds,
@@ -212,7 +215,7 @@ def decode_speculative(
     )
 
 
-def _until(tokens: list[int], stop: Collection[int]) -> list[int]:
+def until_stop(tokens: list[int], stop: Collection[int]) -> list[int]:
     """The tokens up to and including the first stop token."""
     for index, token in enumerate(tokens):
         if token in stop:

@@ -284,13 +284,14 @@ def _decoding_lines(report: dict[str, Any]) -> list[tuple[str, str, str]]:
         (
             "  acceptance length",
             shown(report["acceptance_length"]),
-            f"tokens per target verification, {report['draft_tokens']} drafted each",
+            f"tokens per target verification, {_drafted(report)}",
         ),
         ("  accepted by depth", "", _rates(report["accept_rate"])),
         (
             "  rounds",
             f"{report['rounds']:,}",
-            f"verifications, in {report['responses']:,} responses",
+            f"verifications, in {report['responses']:,} responses; {report['draft_passes']:,} "
+            "passes of the draft",
         ),
         (
             "  tokens",
@@ -308,6 +309,13 @@ def _decoding_lines(report: dict[str, Any]) -> list[tuple[str, str, str]]:
     if report["too_long"]:
         lines.append(("  left out", str(len(report["too_long"])), "prompts that fill the context"))
     return lines
+
+
+def _drafted(report: dict[str, Any]) -> str:
+    depth, nodes = report["draft_tokens"], report["tree_tokens"]
+    if not nodes:
+        return f"{depth} drafted each"
+    return f"trees of {nodes} drafted tokens, {depth} deep, top {report['tree_topk']} each"
 
 
 def _data_lines(data: dict[str, Any]) -> list[tuple[str, str, str]]:

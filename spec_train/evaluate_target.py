@@ -32,6 +32,9 @@ from spec_train.head import TargetHead
 from spec_train.metrics import shown
 from spec_train.prompts import Prompt, opening, render, render_text
 from spec_train.sampling import make_sampler
+from spec_train.tree import TreeDrafter, TreeShape
+from spec_train.tree_decode import decode_tree
+from spec_train.tree_masks import TreeMasks
 
 log = logging.getLogger(__name__)
 
@@ -196,6 +199,11 @@ class Bench:
         self.saved: list[dict[str, list[int]]] = []
         text = model.config.get_text_config()
         self._context = getattr(text, "max_position_embeddings", None) or 1 << 62
+        self._shape = TreeShape(nodes=config.tree_tokens, topk=config.tree_topk)
+        self._masks: TreeMasks | None = None
+        if config.tree_tokens:
+            TreeDrafter.of(draft, self.head, self._shape)  # refuses drafts that grow no trees
+            self._masks = TreeMasks(model)
 
     def _plain(self, ids: Sequence[int], limit: int, seed: int) -> Generation:
         sampler = make_sampler(self.config.temperature, seed)
@@ -203,6 +211,18 @@ class Bench:
 
     def _speculative(self, ids: Sequence[int], limit: int, seed: int) -> Generation:
         sampler = make_sampler(self.config.temperature, seed)
+        if self._masks is not None:
+            return decode_tree(
+                self.model,
+                self._masks,
+                TreeDrafter.of(self.draft, self.head, self._shape),
+                self.draft.state_columns,
+                ids,
+                sampler,
+                limit,
+                self.depth,
+                self.stop,
+            )
         return decode_speculative(
             self.model,
             self.draft.drafter(self.head),
@@ -326,4 +346,6 @@ def evaluate_target(
             bench.converse(prompt, template_kwargs)
             bar.set_postfix(acceptance=shown(bench.tally.acceptance_length))
     result = {"prompts": len(prompts), **figures(bench.tally, depth, config.temperature)}
+    result["tree_tokens"] = config.tree_tokens
+    result["tree_topk"] = config.tree_topk if config.tree_tokens else None
     return result, bench.saved

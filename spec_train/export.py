@@ -96,7 +96,9 @@ def _same(a: torch.Tensor, b: torch.Tensor | None) -> bool:
 def report(found: dict[str, list[Finding]], own: DraftFiles) -> str:
     """The findings of every engine as lines, and what the draft is."""
     section = own.config["spec_train"]
-    lines = [f"{own.where}: {section['draft']}, layers {section['layers']} (outputs of blocks)"]
+    layers = section.get("layers")
+    reads = f"layers {layers} (outputs of blocks)" if layers else "final hidden states"
+    lines = [f"{own.where}: {section['draft']}, reads {reads}"]
     for findings in found.values():
         lines += [f"  {f.level:<7}{f.engine}: {f.text}" for f in findings]
     return "\n".join(lines)

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from spec_data.shards.head import HeadSpec, apply_head
+
 KINDS = ("ce", "alpha", "lambda")
 CHUNK_ELEMENTS = 1 << 20  # logits of one chunk: 4 MiB in float32, which caches hold
 
@@ -96,8 +98,12 @@ def head_loss(
     weights: Tensor,
     kind: LossKind,
     chunk_elements: int = CHUNK_ELEMENTS,
+    bias: Tensor | None = None,
+    spec: HeadSpec | None = None,
 ) -> tuple[Tensor, RowStats]:
     """Sum of `weights` times the loss of every row, through the head `weight`.
+
+    No gradient is computed for what does not require one: a frozen head costs no product for it.
 
     Args:
         hidden: states that enter the head [N, S, H].
@@ -106,14 +112,30 @@ def head_loss(
         weights: [N, S] float32; 0 leaves a row out.
         kind: which loss.
         chunk_elements: bound on the logits that exist at a time.
+        bias: of the head [Vd], frozen.
+        spec: scale and softcap of a target's head; None: a plain product.
 
     Returns:
         The sum, a float32 (or float64) scalar with a graph, and the figures of every row.
     """
     rows = max(1, chunk_elements // (hidden.shape[1] * weight.shape[0]))
-    wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    total, *stats = _HeadLoss.apply(hidden, weight, teacher, weights, kind, rows, wanted)
+    wanted = tuple(torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
+    total, *stats = _HeadLoss.apply(
+        hidden, weight, teacher, weights, kind, rows, wanted, bias, spec
+    )
     return total, RowStats(*stats)
+
+
+def _head_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: HeadSpec | None
+) -> tuple[Tensor, Tensor | float]:
+    """Logits of a chunk, and their derivative for the plain product they are made of."""
+    if spec is None:
+        return wide(F.linear(hidden, weight, bias)), 1.0
+    logits = wide(apply_head(hidden, weight, bias, spec))
+    if spec.softcap is None:
+        return logits, spec.scale
+    return logits, (1 - (logits / spec.softcap).square()).mul_(spec.scale)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -126,38 +148,37 @@ class _HeadLoss(torch.autograd.Function):
         weights: Tensor,
         kind: LossKind,
         rows: int,
-        wanted: bool,
+        wanted: tuple[bool, bool],
+        bias: Tensor | None,
+        spec: HeadSpec | None,
     ) -> tuple[Tensor, ...]:
         n, steps, size = hidden.shape
         double = hidden.dtype == torch.float64
         total = hidden.new_zeros((), dtype=torch.float64 if double else torch.float32)
         loss, acceptance = total.new_zeros(n, steps), total.new_zeros(n, steps)
         best = torch.zeros(n, steps, dtype=torch.long, device=hidden.device)
-        d_hidden = torch.empty_like(hidden) if wanted else None
-        d_weight = torch.zeros_like(weight, dtype=total.dtype) if wanted else None
+        d_hidden = torch.empty_like(hidden) if wanted[0] else None
+        d_weight = torch.zeros_like(weight, dtype=total.dtype) if wanted[1] else None
         for start in range(0, n, rows):
             part = slice(start, min(start + rows, n))
-            logits = wide(F.linear(hidden[part], weight))
+            logits, inner = _head_logits(hidden[part], weight, bias, spec)
             row_loss, acceptance[part], slope, best[part] = distribution_loss(
                 logits, teacher(part).to(logits.dtype), kind
             )
             loss[part] = row_loss
             total += (row_loss * weights[part]).sum()
-            if d_hidden is not None and d_weight is not None:
-                slope = slope.mul_(weights[part][..., None]).to(weight.dtype)
+            if not any(wanted):
+                continue
+            slope = slope.mul_(weights[part][..., None] * inner).to(weight.dtype)
+            if d_hidden is not None:
                 d_hidden[part] = (slope @ weight).to(hidden.dtype)
+            if d_weight is not None:
                 d_weight += slope.flatten(0, 1).T @ hidden[part].reshape(-1, size).to(slope.dtype)
-        if d_weight is not None:
-            ctx.save_for_backward(d_hidden, d_weight.to(weight.dtype))
+        ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight.dtype))
         ctx.mark_non_differentiable(loss, acceptance, best)
         return total, loss, acceptance, best
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        d_hidden, d_weight = ctx.saved_tensors
-        scale = grads[0]
-        return (
-            d_hidden * scale.to(d_hidden.dtype),
-            d_weight * scale.to(d_weight.dtype),
-            *[None] * 5,
-        )
+        own = [None if d is None else d * grads[0].to(d.dtype) for d in ctx.saved_tensors]
+        return *own, *[None] * 7

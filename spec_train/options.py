@@ -77,6 +77,48 @@ class Eagle3Options:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EagleOptions:
+    """Options of the EAGLE-1/2 draft (arXiv 2401.15077, 2406.16858)."""
+
+    num_layers: int = option(1, help="decoder layers of the draft")
+    regression_weight: float = option(
+        1.0, help="weight of the smooth L1 distance from the target's next final hidden state"
+    )
+    ce_weight: float = option(
+        0.1, help="weight of the cross-entropy with the target's distribution, through its head"
+    )
+    noise: float = option(
+        0.1, help="half width of the uniform noise on the input states, in training alone"
+    )
+    noise_scale: str = option(
+        "fixed",
+        help="fixed = --noise as it is, length = times 512 / tokens of the document",
+        choices=("fixed", "length"),
+    )
+    slots: str = option(
+        "serving",
+        help="which slots count: serving = known and drafted token supervised, "
+        "shifted = known token alone",
+        choices=("serving", "shifted"),
+    )
+    depth: int = option(
+        5, help="tokens drafted per round, in validation too; training looks one token ahead"
+    )
+
+    def __post_init__(self) -> None:
+        """Reject values outside their range."""
+        if self.num_layers < 1:
+            raise DraftError(f"num_layers = {self.num_layers}: at least 1")
+        if self.depth < 1:
+            raise DraftError(f"depth = {self.depth}: at least 1")
+        for name in ("regression_weight", "ce_weight", "noise"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise DraftError(f"{name} = {getattr(self, name)}: 0 or more")
+        if self.regression_weight == self.ce_weight == 0:
+            raise DraftError("regression_weight and ce_weight are both 0: nothing would be learned")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PeagleOptions:
     """Options of the P-EAGLE draft (arXiv 2602.01469): all tokens of a round in one forward."""
 
@@ -244,6 +286,7 @@ class DFlashOptions(BlockOptions):
 
 
 DRAFT_OPTIONS: dict[str, type] = {
+    "eagle": EagleOptions,
     "eagle3": Eagle3Options,
     "peagle": PeagleOptions,
     "dspark": DSparkOptions,

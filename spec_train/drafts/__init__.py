@@ -5,6 +5,7 @@ from typing import Any
 
 from spec_data.shards.errors import DraftError
 from spec_train.drafts.dspark import DFlashDraft, DSparkDraft
+from spec_train.drafts.eagle import EagleDraft
 from spec_train.drafts.eagle3 import Eagle3Draft
 from spec_train.drafts.peagle import PeagleDraft
 from spec_train.drafts.protocol import Draft, DraftLoss
@@ -14,6 +15,7 @@ from spec_train.exports.formats import own_form
 from spec_train.exports.target import TargetFacts
 
 DRAFTS: dict[str, Any] = {
+    "eagle": EagleDraft,
     "eagle3": Eagle3Draft,
     "peagle": PeagleDraft,
     "dspark": DSparkDraft,

@@ -11,7 +11,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from spec_train.drafts.aux_draft import AuxDraft
 from spec_train.drafts.chain import DraftCache
@@ -101,14 +100,16 @@ class Eagle3Model(AuxDraft):
         carried: Tensor,
         position_ids: Tensor,
         cache: DraftCache | None = None,
+        seen: Tensor | None = None,
     ) -> Tensor:
-        """Process rows as serving does: causal among themselves, after what `cache` holds.
+        """Process rows as serving does, after what `cache` holds.
 
         Args:
             token_ids: known tokens, int64 [B, T].
             carried: features of `project`, or what an earlier `step` returned, [B, T, H].
             position_ids: RoPE positions, int64 [B, T].
             cache: rows processed so far; the new rows are appended to it.
+            seen: which rows, old and new, a new row sees, bool [T, length]; None: causal.
 
         Returns:
             o [B, T, H]: goes to `logits`, and into the next `step` as `carried`.
@@ -117,12 +118,6 @@ class Eagle3Model(AuxDraft):
         cos, sin = self.rotary.cos_sin(position_ids, None, carried.dtype)
         u = self.midlayer.inputs(self.embed(token_ids), carried)
         q = attention.queries(u, cos, sin)
-        k, v = (cache or DraftCache()).append(*attention.keys_values(u, cos, sin))
-        new, held = q.shape[2], k.shape[2]
-        mask = None
-        if new > 1:
-            mask = torch.ones(new, held, dtype=torch.bool, device=q.device).tril(held - new)
-        groups = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        heads = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=attention.scale)
+        k, v = attention.keys_values(u, cos, sin)
+        heads = (cache or DraftCache()).attend(q, k, v, attention.scale, seen)
         return self.feedback(self.midlayer.outputs(carried, heads))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from spec_train.exports import rules_block, rules_eagle3
+from spec_train.exports import rules_block, rules_eagle
 from spec_train.exports.findings import REFUSE, Finding, Notes, Subject
 from spec_train.exports.rules import (
     DEEPSPEC,
@@ -87,18 +87,23 @@ _BLOCK: tuple[tuple[str, Check], ...] = (
     ("deepspec", rules_block.deepspec_block),
 )
 CHECKS: dict[str, tuple[tuple[str, Check], ...]] = {
-    "eagle3": (
-        ("vllm", rules_eagle3.vllm_eagle3),
+    "eagle": (
+        ("vllm", rules_eagle.vllm_eagle),
         ("vllm-cpu", vllm_cpu),
-        ("sglang", rules_eagle3.sglang_eagle3),
-        ("llama.cpp", rules_eagle3.llama_cpp_eagle3),
-        ("speculators", rules_eagle3.speculators_eagle3),
-        ("deepspec", rules_eagle3.deepspec_eagle3),
+        ("sglang", rules_eagle.sglang_eagle),
+    ),
+    "eagle3": (
+        ("vllm", rules_eagle.vllm_eagle3),
+        ("vllm-cpu", vllm_cpu),
+        ("sglang", rules_eagle.sglang_eagle3),
+        ("llama.cpp", rules_eagle.llama_cpp_eagle3),
+        ("speculators", rules_eagle.speculators_eagle3),
+        ("deepspec", rules_eagle.deepspec_eagle3),
     ),
     "peagle": (
-        ("vllm", rules_eagle3.vllm_peagle),
+        ("vllm", rules_eagle.vllm_peagle),
         ("vllm-cpu", vllm_cpu),
-        ("speculators", rules_eagle3.speculators_eagle3),
+        ("speculators", rules_eagle.speculators_eagle3),
     ),
     "dspark": _BLOCK,
     "dflash": _BLOCK,

@@ -17,7 +17,7 @@ from spec_train.exports.files import DraftFiles
 from spec_train.exports.flat import (
     MASK_KEYS,
     SECTION,
-    log,
+    drop_target_head,
     own_vocabulary,
     plain_names,
     refuse_set,
@@ -193,26 +193,11 @@ def _own_tensors(
     """Ours hold the embedding always, the head's rows only of a draft vocabulary."""
     tensors = plain_names(files.tensors)
     full = config["draft_vocab_size"] == config["vocab_size"]
-    head = tensors.pop(_HEAD, None) if full else None
-    if head is not None:
-        _same_head(head, files, target)
+    if full:
+        tensors = drop_target_head(tensors, files, target)
     if not full and not {_HEAD, "d2t"} <= tensors.keys():
         raise DraftError(
             f"{files.weights_path}: a reduced draft vocabulary needs lm_head.weight and d2t"
         )
     tensors = with_target_weights(tensors, files, target, config["dtype"], (_EMBEDDING,))
     return own_vocabulary(tensors, config["vocab_size"], config["draft_vocab_size"])
-
-
-def _same_head(head: torch.Tensor, files: DraftFiles, target: TargetFacts) -> None:
-    """A full head in the file must be the target's: ours is, always."""
-    if target.head is None:
-        log.warning(
-            "warning: %s: lm_head is taken for a copy of the target's; give --target to be sure",
-            files.weights_path,
-        )
-    elif not torch.equal(head, target.head.detach().to("cpu", head.dtype)):
-        raise DraftError(
-            f"{files.weights_path}: its lm_head is not the target's; block drafts here use the "
-            "target's own, so this one cannot be represented"
-        )

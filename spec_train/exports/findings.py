@@ -41,8 +41,8 @@ class Subject:
 
     @property
     def layers(self) -> list[int]:
-        """Layer ids: outputs of blocks, from 0."""
-        return list(self.config[SECTION]["layers"])
+        """Layer ids: outputs of blocks, from 0; none if it reads only the final hidden."""
+        return list(self.config[SECTION].get("layers", ()))
 
     @property
     def num_layers(self) -> int | None:

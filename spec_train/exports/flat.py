@@ -206,3 +206,28 @@ def own_vocabulary(
         t2d = d2t.new_zeros(vocab_size).bool()
         t2d[ids] = True
     return found | {"d2t": d2t} | ({} if t2d is None else {"t2d": t2d.bool()})
+
+
+def drop_target_head(
+    tensors: dict[str, Tensor], files: DraftFiles, target: TargetFacts
+) -> dict[str, Tensor]:
+    """Leave out the full LM head of a file: drafts that have none of their own use the target's.
+
+    Raises:
+        DraftError: it is not the target's.
+    """
+    found = dict(tensors)
+    head = found.pop("lm_head.weight", None)
+    if head is None:
+        return found
+    if target.head is None:
+        log.warning(
+            "warning: %s: lm_head is taken for a copy of the target's; give --target to be sure",
+            files.weights_path,
+        )
+    elif not torch.equal(head, target.head.detach().to("cpu", head.dtype)):
+        raise DraftError(
+            f"{files.weights_path}: its lm_head is not the target's; drafts of this kind use the "
+            "target's own, so this one cannot be represented"
+        )
+    return found

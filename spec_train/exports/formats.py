@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from spec_data.shards.errors import DraftError
-from spec_train.exports import dspark, eagle3, peagle, speculators
+from spec_train.exports import dspark, eagle, eagle3, peagle, speculators
 from spec_train.exports.files import DraftFiles
 from spec_train.exports.flat import FORM, SECTION
 from spec_train.exports.target import TargetFacts
@@ -19,6 +19,9 @@ def _as_it_is(own: DraftFiles, target: TargetFacts) -> DraftFiles:
 
 
 WRITERS: dict[tuple[str, str], Writer] = {
+    ("eagle", "hf"): _as_it_is,
+    ("eagle", "vllm"): _as_it_is,
+    ("eagle", "sglang"): eagle.to_sglang,
     ("eagle3", "hf"): _as_it_is,
     ("eagle3", "vllm"): eagle3.to_flat,
     ("eagle3", "sglang"): eagle3.to_flat,
@@ -40,6 +43,7 @@ WRITERS: dict[tuple[str, str], Writer] = {
     },
 }
 FLAT_READERS: dict[str, Reader] = {
+    "eagle": eagle.from_flat,
     "eagle3": eagle3.from_flat,
     "peagle": peagle.from_flat,
     "dspark": dspark.from_flat,
@@ -52,6 +56,7 @@ SPECULATORS_READERS: dict[str, Reader] = {
     "dflash": dspark.from_speculators,
 }
 _KINDS: dict[str, tuple[str, ...]] = {
+    "eagle": eagle.ARCHITECTURES,
     "eagle3": eagle3.ARCHITECTURES,
     "peagle": peagle.ARCHITECTURES,
     "dspark": dspark.ARCHITECTURES,

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from spec_data.shards.head import HeadSpec, apply_head
 from spec_train.losses import KINDS, LossKind, distribution_loss, head_loss
 
 
@@ -89,6 +90,29 @@ def test_a_frozen_head_leaves_the_states_their_gradient() -> None:
     (found,) = torch.autograd.grad(total, [hidden])
     expected = (_formula(F.linear(hidden, weight), teacher[:, None], LossKind()) * weights).sum()
     torch.testing.assert_close(found, torch.autograd.grad(expected, [hidden])[0])
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("chunk", [1, 1 << 20])
+def test_scale_bias_and_softcap_of_a_head_are_part_of_the_loss(
+    softcap: float | None, chunk: int
+) -> None:
+    hidden, weight, teacher, weights = _case()
+    bias = torch.linspace(-1, 1, len(weight), dtype=torch.float64)
+    spec = HeadSpec(vocab_size=11, hidden_size=4, tied=False, scale=0.3, softcap=softcap)
+    logits = apply_head(hidden, weight, bias, spec)
+    expected = (_formula(logits, teacher[:, None], LossKind()) * weights).sum()
+    total, stats = head_loss(
+        hidden, weight, lambda p: teacher[p], weights, LossKind(), chunk, bias, spec
+    )
+    torch.testing.assert_close(total, expected)
+    assert torch.equal(stats.best, logits.argmax(-1))
+    for found, wanted in zip(
+        torch.autograd.grad(total, [hidden, weight]),
+        torch.autograd.grad(expected, [hidden, weight]),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -1,4 +1,4 @@
-"""What engines make of EAGLE-3 drafts, and of P-EAGLE ones."""
+"""What engines make of EAGLE drafts: 1 and 2, 3, and P-EAGLE."""
 
 from spec_train.exports.findings import Notes, Subject
 from spec_train.exports.rules import (
@@ -12,6 +12,28 @@ from spec_train.exports.rules import (
     uses_last,
     vllm_name,
 )
+
+
+def vllm_eagle(subject: Subject) -> Notes:
+    """EAGLE-1/2 in vLLM."""
+    notes = Notes(VLLM)
+    named = "eagle-" in subject.name.lower() and "eagle3" not in subject.name.lower()
+    notes.warn(
+        subject.form == "vllm" and not named,
+        f'the directory name "{subject.name}" does not tell vLLM the method: pass '
+        '"method": "eagle" in --speculative-config',
+    )
+    return notes
+
+
+def sglang_eagle(subject: Subject) -> Notes:
+    """EAGLE-1/2 in SGLang."""
+    notes = Notes(SGLANG)
+    notes.warn(
+        subject.form not in ("sglang",),
+        "needs its own form (--format sglang): it has a bias in fc, random when the file has none",
+    )
+    return notes
 
 
 def vllm_eagle3(subject: Subject) -> Notes:
