@@ -77,3 +77,40 @@ def test_eagle3(
         how = {"method": "eagle3", "model": str(out), "num_speculative_tokens": depth}
     answers = serve(served, how, make_prompts()[:PROMPTS])
     assert_same_counts(place, draft, depth, answers)
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "options"),
+    [
+        ("llama", "vllm", {"draft_vocab_size": 128}),
+        ("qwen3", "speculators", {"draft_vocab_size": 0, "layers": "1,4", "fc_norm": True}),
+    ],
+)
+def test_peagle(
+    places: dict[str, Path], tmp_path: Path, family: str, form: str, options: dict[str, Any]
+) -> None:
+    place, depth = places[family], 4
+    options = {"depths": depth, "draft_layers": 2, "mask_token_id": 0} | options
+    draft = fitted("peagle", place / "data", tmp_path / "run", **options)
+    out = export(draft, form, tmp_path / "parallel", place / "target")
+    served, how = str(out), None
+    if form == "vllm":
+        served = str(place / "target")
+        how = {
+            "method": "eagle3",
+            "model": str(out),
+            "num_speculative_tokens": depth,
+            "parallel_drafting": True,
+        }
+    answers = serve(served, how, make_prompts()[:PROMPTS])
+    assert_same_counts(place, draft, depth, answers)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_eagle(places: dict[str, Path], tmp_path: Path, family: str) -> None:
+    place, depth = places[family], 3
+    draft = fitted("eagle", place / "data", tmp_path / "run", depth=depth)
+    out = export(draft, "vllm", tmp_path / "my-eagle", place / "target")
+    how = {"method": "eagle", "model": str(out), "num_speculative_tokens": depth}
+    answers = serve(str(place / "target"), how, make_prompts()[:PROMPTS])
+    assert_same_counts(place, draft, depth, answers)
