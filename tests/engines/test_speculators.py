@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from spec_train.drafts import load_draft
+from spec_train.drafts.dspark_model import attend_all
+from spec_train.head import TargetHead
 from tests.engines.engine_tools import LAYERS, fitted, make_dataset, make_prompts, make_target
 from tests.spec_train.export_tools import export
 
@@ -83,3 +85,79 @@ def test_eagle3(place: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     with torch.no_grad():
         mine = ours.logits(ours.step(tokens, ours.project(aux), positions))
     torch.testing.assert_close(theirs, mine, rtol=1e-4, atol=1e-4)
+
+
+def test_peagle(place: Path, tmp_path: Path) -> None:
+    """The library's forward samples depths at random: depth 0, a causal pass, is compared."""
+    options = {"depths": 3, "draft_layers": 2, "mask_token_id": 2, "draft_vocab_size": 128}
+    draft = fitted("peagle", place / "data", tmp_path / "run", 5, **options)
+    model = load(export(draft, "speculators", tmp_path / "out", place / "target"))
+    assert model.target_layer_ids == [k + 1 for k in LAYERS]
+    assert model.config.mask_token_id == 2 and len(model.layers) == 2
+    ours, length = load_draft(draft).eval().float(), 20
+    aux, tokens = torch.randn(1, length, 3 * 64), torch.randint(3, 192, (1, length))
+    theirs = logits_of(
+        model,
+        lambda: model(
+            hidden_states=aux,
+            input_ids=tokens,
+            document_ids=torch.zeros(1, length, dtype=torch.long),
+            loss_mask=torch.ones(1, length, dtype=torch.bool),
+            position_ids=torch.arange(length)[None],
+            verifier_last_hidden_states=torch.randn(1, length, 64),
+            num_depths=1,
+        ),
+    )
+    with torch.no_grad():
+        positions = torch.arange(length)[None]
+        state = ours.step(tokens, ours.project(aux), positions, ours.new_caches())
+        mine = ours.logits(state)
+    torch.testing.assert_close(theirs, mine, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("dspark", {"markov_rank": 8}),
+        ("dspark", {"markov_rank": 8, "draft_vocab_size": 128, "layout": "mask"}),
+        ("dflash", {}),
+    ],
+    ids=str,
+)
+def test_block_drafts(place: Path, tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    """States, logits and Markov bias of one block after a context."""
+    options = {"block_size": 4, "num_draft_layers": 2, "mask_token_id": 2} | options
+    options |= {"num_anchors": 8}
+    draft = fitted(kind, place / "data", tmp_path / "run", 5, **options)
+    out = export(draft, "speculators", tmp_path / "out", place / "target")
+    full = "draft_vocab_size" not in options
+    shared = {"embed_tokens.weight"} | ({"lm_head.weight"} if full else set())
+    model = load(out, frozenset(shared))
+    assert model.target_layer_ids == [k + 1 for k in LAYERS]
+    model.load_verifier_weights()
+    ours, length, anchor = load_draft(draft).eval().float(), 20, 11
+    aux, tokens = torch.randn(1, length, 3 * 64), torch.randint(3, 192, (1, length))
+    loss_mask = torch.zeros(1, length, dtype=torch.bool)
+    loss_mask[:, anchor] = True
+    with torch.no_grad():
+        hidden, logits, *_ = model._backbone_forward(
+            aux,
+            tokens,
+            loss_mask,
+            torch.randn(1, length, 64),
+            torch.zeros(1, length, dtype=torch.long),
+            max_anchors=1,
+        )
+        context = ours.context(aux[:, :anchor], torch.arange(anchor)[None])
+        block = torch.tensor([[int(tokens[0, anchor]), 2, 2, 2]])
+        positions = anchor + torch.arange(4)[None]
+        states = ours.forward_blocks(block, positions, context, attend_all)
+        torch.testing.assert_close(hidden, states, rtol=1e-4, atol=1e-4)
+        head = TargetHead.from_dataset(place / "data")
+        mine = states @ ours.head_rows(head).T
+        torch.testing.assert_close(logits, mine, rtol=1e-4, atol=1e-4)
+        if ours.markov_head is not None:
+            before = tokens[:, anchor : anchor + 4]
+            theirs = model.markov_head.block_bias(before, hidden, None)
+            own = ours.markov_head.block(ours.previous(before), states)
+            torch.testing.assert_close(theirs, own, rtol=1e-4, atol=1e-4)
