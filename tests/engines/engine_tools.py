@@ -115,15 +115,21 @@ def our_counts(model: Any, draft: Path, prompt: list[int], depth: int) -> dict[s
 
 def serve(model: str, speculative_config: dict[str, Any] | None, prompts: Any) -> Any:
     """Answers and counts of real vLLM, in a process of its own."""
-    task = {
-        "model": model,
-        "speculative_config": speculative_config,
-        "prompts": prompts,
-        "tokens": TOKENS,
-    }
-    program = str(Path(__file__).with_name("serve_vllm.py"))
+    return run_program(
+        "serve_vllm.py",
+        {
+            "model": model,
+            "speculative_config": speculative_config,
+            "prompts": prompts,
+            "tokens": TOKENS,
+        },
+    )
+
+
+def run_program(name: str, task: dict[str, Any]) -> Any:
+    """What a program beside this file makes of a task; AssertionError with its last words."""
     done = subprocess.run(
-        [sys.executable, program, json.dumps(task)],
+        [sys.executable, str(Path(__file__).with_name(name)), json.dumps(task)],
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -91,7 +91,14 @@ def test_dflash(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     prompts = make_prompts()
     data = make_dataset(model, prompts, tmp_path / "data")
     draft = fitted(
-        "dflash", data, tmp_path / "run", 100, block_size=5, num_draft_layers=2, mask_token_id=2, num_anchors=16
+        "dflash",
+        data,
+        tmp_path / "run",
+        100,
+        block_size=5,
+        num_draft_layers=2,
+        mask_token_id=2,
+        num_anchors=16,
     )
     flat = export(draft, "vllm", tmp_path / "flat", tmp_path / "target")
     assistant = as_assistant(flat, tmp_path / "assistant")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.engines.engine_tools import (
@@ -17,6 +18,7 @@ from tests.engines.engine_tools import (
     make_prompts,
     make_target,
     our_counts,
+    run_program,
     serve,
 )
 from tests.spec_train.export_tools import export
@@ -114,3 +116,57 @@ def test_eagle(places: dict[str, Path], tmp_path: Path, family: str) -> None:
     how = {"method": "eagle", "model": str(out), "num_speculative_tokens": depth}
     answers = serve(str(place / "target"), how, make_prompts()[:PROMPTS])
     assert_same_counts(place, draft, depth, answers)
+
+
+PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+SHARED = {"model.embed_tokens.weight", "lm_head.weight"}  # with the target, over all of its tokens
+
+
+def block_draft(place: Path, folder: Path, **options: Any) -> Path:
+    """A DSpark draft of a few steps."""
+    sizes = {"block_size": 4, "num_draft_layers": 2, "mask_token_id": 2, "num_anchors": 4}
+    return fitted("dspark", place / "data", folder, 2, **sizes, **options)
+
+
+def loaded(place: Path, out: Path) -> Any:
+    """What vLLM's class holds of a draft."""
+    how = {"method": "dspark", "model": str(out), "num_speculative_tokens": 3}
+    task = {"model": str(place / "target"), "speculative_config": how}
+    return run_program("load_vllm.py", task)
+
+
+@pytest.mark.parametrize("form", ["vllm", "speculators"])
+@pytest.mark.parametrize(
+    "options", [{}, {"draft_vocab_size": 128, "layout": "mask"}], ids=["full", "reduced"]
+)
+def test_dspark_loads(
+    places: dict[str, Path], tmp_path: Path, form: str, options: dict[str, Any]
+) -> None:
+    """Its runner needs a GPU; its class, its loader and its reading of the config do not."""
+    place = places["qwen3"]
+    draft = block_draft(place, tmp_path / "run", markov_rank=8, **options)
+    out = export(draft, form, tmp_path / "my-dspark", place / "target")
+    found, file = loaded(place, out), load_file(out / "model.safetensors")
+    assert found["class"] == "Qwen3DSparkForCausalLM"
+    anchor = options.get("layout") != "mask"
+    assert found["config"]["target_layer_ids"] == [1, 2, 4]
+    assert found["config"]["sample_from_anchor"] is anchor and found["config"]["mask_token_id"] == 2
+    skipped = {"model.mask_embedding", "model.embed_tokens.weight"}
+    for name, total in found["sums"].items():
+        own = name.removeprefix("model.")
+        fused = next((part for part in PARTS if part in own), "")
+        names = [own.replace(fused, part) for part in PARTS[fused]] if fused else [own]
+        if name in skipped or (not options and name in SHARED):
+            continue
+        assert total == pytest.approx(sum(float(file[n].double().sum()) for n in names), abs=1e-4)
+
+
+def test_dspark_without_a_markov_head_does_not_load(
+    places: dict[str, Path], tmp_path: Path
+) -> None:
+    """Why the export for vLLM refuses it; the form for SGLang is the same but for the refusal."""
+    place = places["qwen3"]
+    draft = block_draft(place, tmp_path / "run", markov_rank=0)
+    out = export(draft, "sglang", tmp_path / "my-dspark", place / "target")
+    with pytest.raises(AssertionError, match="markov"):
+        loaded(place, out)
