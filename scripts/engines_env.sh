@@ -26,6 +26,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/_env.sh"
 cd "$ROOT"
 [ -x "$PY" ] || make_venv
 if ! "$PY" -c 'import vllm, speculators, pytest' 2>/dev/null; then
+  install_torch
   say "installing the engines"
   "$PY" -m pip install --quiet -r tests/engines/requirements.txt
   # What the index has of these is built for CUDA, and transformers fails to import with it.
