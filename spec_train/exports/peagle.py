@@ -1,7 +1,9 @@
 """P-EAGLE in the forms of engines and trainers, to and from our checkpoints.
 
-Our checkpoint is vLLM's flat form (no other engine drafts in parallel); the speculators library
-has the other one. The learned states of unknown tokens, `mask_hidden`, come before `fc` in both.
+The flat form is vLLM's (no other engine drafts in parallel), under EAGLE-3's name: vLLM is told
+`method: eagle3`, and puts "Eagle3" before any other name, which gives one that it does not know.
+The speculators library has the other form. The learned states of unknown tokens, `mask_hidden`,
+come before `fc` in both.
 """
 
 from spec_data.config import to_dict
@@ -22,9 +24,14 @@ from spec_train.exports.flat import (
 from spec_train.exports.target import TargetFacts
 from spec_train.options import PeagleOptions
 
-OWN = "PeagleLlamaForCausalLM"
+OWN, FLAT = "PeagleLlamaForCausalLM", "LlamaForCausalLMEagle3"
 ARCHITECTURES = (OWN, "PEagleDraftModel", "PEagleSpeculator", "PeagleQwen3ForCausalLM")
 MASK_STATES = "mask_hidden"
+
+
+def to_flat(own: DraftFiles, target: TargetFacts) -> DraftFiles:
+    """For vLLM, with `method: eagle3` and `parallel_drafting: true`."""
+    return DraftFiles(own.config | {"architectures": [FLAT]}, own.tensors, own.where)
 
 
 def to_speculators(own: DraftFiles, target: TargetFacts) -> DraftFiles:
