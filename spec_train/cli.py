@@ -18,7 +18,7 @@ from spec_data.config import (
     resolve,
     run_cli,
 )
-from spec_train.config import EvalConfig, fit_config, split_config
+from spec_train.config import EvalConfig, ExportConfig, fit_config, split_config
 from spec_train.options import DRAFT_OPTIONS
 
 _RAW = argparse.RawDescriptionHelpFormatter
@@ -59,18 +59,37 @@ examples:
       with dynamic trees instead of chains (drafts eagle and eagle3)
 RUN stands for its best draft; name RUN/last or RUN/checkpoint-<step> for another."""
 
+EXPORT_HELP = """\
+Write a draft in the form that an engine or another trainer reads, or only say what each of them
+would make of it. Every export is checked before it is written (will it load there, and be read as
+it was trained?) and read back afterwards: it must be the same draft, bit for bit.
+
+The formats are read too, whoever wrote them: `--draft` here, and `--init-from` of `spec-train fit`.
+What a form or an engine cannot represent is refused in words."""
+
+EXPORT_EXAMPLES = """\
+examples:
+  spec-train export --draft RUN --format vllm --out my-eagle3 --target MODEL
+  spec-train export --draft RUN --format speculators --out my-eagle3-spec --target Qwen/Qwen3-8B
+      the form that vLLM serves as a model: it names its target
+  spec-train export --draft RUN --check --target MODEL
+      a report on all engines, nothing is written; with --format, exit code 2 if that one refuses
+  spec-train export --draft PUBLISHED --format hf --out DRAFT --target MODEL
+      someone else's draft as a checkpoint of spec-train, for `eval` and `fit --init-from`"""
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="spec-train",
         description="Fit speculative-decoding drafts on stored hidden states, without the target.",
         epilog="spec-train fit eagle3 --data DATA --out RUN\n"
-        "spec-train eval --draft RUN --data DATA",
+        "spec-train eval --draft RUN --data DATA\n"
+        "spec-train export --draft RUN --format vllm --out DIR",
         formatter_class=_RAW,
     )
     parser.add_argument("--version", action="version", version=f"spec-train {__version__}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{fit,eval}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{fit,eval,export}")
     fit = commands.add_parser(
         "fit", help="train a draft", description=FIT_HELP, formatter_class=_RAW
     )
@@ -96,6 +115,16 @@ def _parser() -> argparse.ArgumentParser:
     add_options(evaluate, EvalConfig)
     evaluate.set_defaults(run=_eval)
     _add_debug(evaluate)
+    export = commands.add_parser(
+        "export",
+        help="write a draft for an engine, or check it for all",
+        description=EXPORT_HELP,
+        epilog=EXPORT_EXAMPLES,
+        formatter_class=_RAW,
+    )
+    add_options(export, ExportConfig)
+    export.set_defaults(run=_export)
+    _add_debug(export)
     return parser
 
 
@@ -134,6 +163,14 @@ def _eval(arguments: argparse.Namespace) -> int:
     from spec_train.evaluate import run_eval
 
     run_eval(config)
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    config = resolve(ExportConfig, arguments)
+    from spec_train.export import run_export
+
+    run_export(config)
     return 0
 
 

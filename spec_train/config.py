@@ -66,7 +66,9 @@ class FitConfig:
     )
     device: str = option("auto", help="cpu, cuda, cuda:1 ...; auto: a GPU where there is one")
     init_from: str | None = option(
-        None, help="start from the weights of this draft (a run, checkpoint or draft directory)"
+        None,
+        help="start from the weights of this draft: a run, a checkpoint, or a draft directory in "
+        "any form that `spec-train export` writes, whoever trained it",
     )
     log_every: int = option(10, help="steps between lines of metrics.jsonl")
     eval_every: int = option(500, help="steps between validations (also before the first step)")
@@ -177,6 +179,12 @@ class EvalConfig:
     draft_tokens: int = option(
         0, help="tokens drafted per round; 0 = the unroll steps the draft was trained with"
     )
+    confidence_threshold: float = option(
+        0.0,
+        help="end a round's drafts before the first whose confidence is below this, of drafts "
+        "that forecast it (DSpark); 0 = off",
+        metavar="P",
+    )
     tree_tokens: int = option(
         0,
         help="decode with dynamic trees (EAGLE-2) of so many drafted tokens, --draft-tokens deep, "
@@ -185,12 +193,6 @@ class EvalConfig:
     )
     tree_topk: int = option(
         10, help="likeliest nodes expanded per level of a tree, and children of each", metavar="K"
-    )
-    confidence_threshold: float = option(
-        0.0,
-        help="end a round's drafts before the first whose confidence is below this, of drafts "
-        "that forecast it (DSpark); 0 = off",
-        metavar="P",
     )
     seed: int = option(0, help="decides the samples when --temperature is above 0")
     dtype: str = option(
@@ -226,6 +228,7 @@ class EvalConfig:
                 f"--temperature {self.temperature}: expected 0 (greedy) or at least "
                 f"{LEAST_TEMPERATURE:g}"
             )
+        _share(self, "confidence_threshold")
         if self.tree_tokens and self.target is None:
             raise ConfigError(
                 "--tree-tokens decodes for real: it needs --target and --prompts (a dataset tells "
@@ -233,4 +236,38 @@ class EvalConfig:
             )
         _at_least(self, 0, "limit", "draft_tokens", "seed", "tree_tokens")
         _at_least(self, 1, "max_new_tokens", "tree_topk")
-        _share(self, "confidence_threshold")
+
+
+FORMATS = ("vllm", "sglang", "speculators", "deepspec", "hf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Options of `spec-train export`: a draft in the form of an engine or another trainer."""
+
+    draft: str = option(
+        help="draft directory, checkpoint or run (its best draft), in any of the formats",
+        metavar="DIR",
+    )
+    format: str | None = option(
+        None,
+        help="whom it is for: vllm and sglang (also llama.cpp's converter) read flat directories, "
+        "speculators its own envelope, deepspec its classes; hf is spec-train's own checkpoint",
+        choices=FORMATS,
+    )
+    out: str | None = option(None, help="new directory to write", metavar="DIR")
+    target: str | None = option(
+        None,
+        help="the draft's target: a directory lets its embedding, layers and lengths be checked; "
+        "its name is written where a format names the target",
+        metavar="MODEL",
+    )
+    check: bool = option(
+        False, help="report what every engine would make of the draft; without --out, only that"
+    )
+
+    def __post_init__(self) -> None:
+        if self.out is None and not self.check:
+            raise ConfigError("nothing to do: give --out with --format, or --check")
+        if self.out is not None and self.format is None:
+            raise ConfigError(f"--out {self.out} needs --format: {', '.join(FORMATS)}")

@@ -29,7 +29,8 @@ from spec_data.shards.plan import (
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.checkpoint import RunDirectory, Saved, resolve_draft_dir
 from spec_train.config import FitConfig, default_lr
-from spec_train.drafts import DRAFTS
+from spec_train.drafts import DRAFTS, load_draft
+from spec_train.exports.target import TargetFacts, block_count
 from spec_train.head import TargetHead
 from spec_train.trainer import FitResult, Trainer
 
@@ -222,7 +223,13 @@ def _make_draft(
     if config.init_from is None:
         return fresh
     folder = resolve_draft_dir(config.init_from)
-    loaded = kind.from_pretrained(folder)
+    loaded = load_draft(folder, _target_facts(dataset, head))
+    if loaded.name != name:
+        raise DraftError(
+            f"--init-from {folder}: a draft of the kind {loaded.name}; fit it with "
+            f"`spec-train fit {loaded.name}`"
+        )
+    loaded.config = dataclasses.replace(loaded.config, **_unlearned(loaded.config, fresh.config))
     ignored = {"dtype": "", "origin": {}}  # of the file alone; compared below
     old, new = to_dict(loaded.config), to_dict(fresh.config)
     differing = differing_fields(old | ignored, new | ignored)
@@ -235,6 +242,23 @@ def _make_draft(
         log.warning("warning: %s", warning)
     loaded.options = options
     return loaded
+
+
+def _unlearned(own: Any, fresh: Any) -> dict[str, Any]:
+    """What decides nothing that a draft computes, and published files lack or shorten."""
+    found = {"token_ids": fresh.token_ids}
+    if own.rope_parameters["rope_type"] in ("default", "linear", "llama3"):
+        found["max_position_embeddings"] = fresh.max_position_embeddings
+    return found
+
+
+def _target_facts(dataset: HiddenStatesDataset, head: TargetHead) -> TargetFacts:
+    """What a foreign draft may leave to the dataset's target."""
+    return TargetFacts(
+        num_layers=block_count(dataset.target_config()),
+        embedding=head.embed_weight,
+        head=head.head_weight,
+    )
 
 
 def _announce(trainer: Trainer, splits: Splits) -> None:

@@ -99,6 +99,7 @@ def test_files_are_one_reading_and_explain_themselves(file):
         "spec_train fit eagle3 --help",
         "spec_train fit peagle --help",
         "spec_train eval --help",
+        "spec_train export --help",
     ],
 )
 def test_help_is_instant(arguments):

@@ -5,15 +5,14 @@ from typing import Any
 
 from spec_data.shards.errors import DraftError
 from spec_train.drafts.dspark import DFlashDraft, DSparkDraft
-from spec_train.drafts.dspark_config import DFLASH, DSPARK
 from spec_train.drafts.eagle import EagleDraft
 from spec_train.drafts.eagle3 import Eagle3Draft
-from spec_train.drafts.eagle3_config import ARCHITECTURE as EAGLE3
-from spec_train.drafts.eagle_config import ARCHITECTURE as EAGLE
-from spec_train.drafts.files import read_config
 from spec_train.drafts.peagle import PeagleDraft
-from spec_train.drafts.peagle_config import ARCHITECTURE as PEAGLE
 from spec_train.drafts.protocol import Draft, DraftLoss
+from spec_train.exports.files import read_files
+from spec_train.exports.flat import SECTION
+from spec_train.exports.formats import own_form
+from spec_train.exports.target import TargetFacts
 
 DRAFTS: dict[str, Any] = {
     "eagle": EagleDraft,
@@ -22,33 +21,24 @@ DRAFTS: dict[str, Any] = {
     "dspark": DSparkDraft,
     "dflash": DFlashDraft,
 }
-_ARCHITECTURES = {
-    EAGLE: "eagle",
-    EAGLE3: "eagle3",
-    PEAGLE: "peagle",
-    DSPARK: "dspark",
-    DFLASH: "dflash",
-}
 
 
-def load_draft(directory: str | Path) -> Any:
-    """Read a draft directory, whatever its kind.
+def load_draft(directory: str | Path, target: TargetFacts | None = None) -> Any:
+    """Read a draft directory, whatever its kind, and whoever wrote it.
+
+    Args:
+        directory: config.json and model.safetensors, in any form that `spec-train export` writes.
+        target: what a foreign draft may leave to its target (layers, embedding, head).
 
     Raises:
-        MissingError, DraftError: not a draft, or one of an unknown architecture.
+        MissingError, DraftError: not a draft, one of an unknown architecture, or one that computes
+            something that ours does not.
     """
-    folder = Path(directory)
-    raw = read_config(folder)
-    names = raw.get("architectures") or []
-    kind = next((_ARCHITECTURES[name] for name in names if name in _ARCHITECTURES), None)
-    if kind is None:
-        raise DraftError(
-            f"{folder / 'config.json'}: architectures {names} are no draft of spec-train; known: "
-            f"{', '.join(_ARCHITECTURES)}"
-        )
-    own = raw.get("spec_train")  # drafts of one architecture may be of several kinds
-    said = own.get("draft") if isinstance(own, dict) else None
-    return DRAFTS[said if said in DRAFTS else kind].from_pretrained(folder)
+    files = own_form(read_files(directory), target or TargetFacts())
+    kind = files.config[SECTION].get("draft")
+    if kind not in DRAFTS:
+        raise DraftError(f"{files.config_path}: draft {kind!r} is none of {', '.join(DRAFTS)}")
+    return DRAFTS[kind].from_files(files)
 
 
 __all__ = ["DRAFTS", "Draft", "DraftLoss", "load_draft"]

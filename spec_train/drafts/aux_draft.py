@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from spec_data.shards.errors import DatasetError, DraftError
 from spec_data.shards.schema import FINAL, SUPERVISED, Manifest, layer_column
 from spec_train.drafts.eagle3_config import Eagle3Config
-from spec_train.drafts.files import check_tensors, read_config, read_tensors, save_draft
 from spec_train.drafts.layers import RMSNorm, Rotary
 from spec_train.drafts.shape import special_ids
+from spec_train.exports.files import DraftFiles, check_tensors, read_files, write_files
 from spec_train.head import TargetHead, choose_draft_vocabulary
 from spec_train.origin import origin_of, require_same_embedding, weights_warning
 
@@ -262,8 +262,13 @@ class AuxDraft(nn.Module):
         By default the dtype is the target's, so that the embedding is the target's bit for bit.
         """
         dtype = dtype or getattr(torch, self.config.dtype)
+        write_files(self.files(dtype, str(directory)), directory)
+
+    def files(self, dtype: torch.dtype, where: str) -> DraftFiles:
+        """What `save_pretrained` writes to the directory `where`."""
         raw = self.config.to_json(self.options)
-        save_draft(Path(directory), self.checkpoint_tensors(dtype), raw, dtype)
+        raw["dtype"] = raw["torch_dtype"] = str(dtype).removeprefix("torch.")
+        return DraftFiles(raw, self.checkpoint_tensors(dtype), where)
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Self:
@@ -273,20 +278,26 @@ class AuxDraft(nn.Module):
             MissingError: a file is absent.
             DraftError: tensors are missing, unexpected or of another shape; all are named.
         """
-        folder = Path(directory)
-        raw = read_config(folder)
-        config, options = cls.config_class.from_json(raw, str(folder / "config.json"))
-        tensors = read_tensors(folder / "model.safetensors")
-        draft = cls(config, options)
+        return cls.from_files(read_files(directory))
+
+    @classmethod
+    def from_files(cls, files: DraftFiles) -> Self:
+        """Make a draft of files in the form of `save_pretrained`, in their dtype.
+
+        Raises:
+            DraftError: tensors are missing, unexpected or of another shape; all are named.
+        """
+        config, options = cls.config_class.from_json(files.config, files.config_path)
+        draft, tensors = cls(config, options), dict(files.tensors)
         expected = {k: tuple(v.shape) for k, v in draft.state_dict().items()}
         if not draft.full_vocabulary:
             expected |= {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)}
-        check_tensors(tensors, expected, str(folder / "model.safetensors"))
+        check_tensors(tensors, expected, files.weights_path)
         if not draft.full_vocabulary:
             d2t, t2d = tensors.pop("d2t"), tensors.pop("t2d")
             draft.set_vocabulary(torch.arange(config.draft_vocab_size) + d2t)
             if not torch.equal(draft.t2d, t2d):
-                raise DraftError(f"{folder / 'model.safetensors'}: d2t and t2d disagree")
+                raise DraftError(f"{files.weights_path}: d2t and t2d disagree")
         draft.to(tensors["fc.weight"].dtype)
         draft.load_state_dict(tensors)
         return draft

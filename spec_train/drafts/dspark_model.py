@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from spec_data.shards.errors import DraftError
 from spec_train.drafts.dspark_config import DSparkConfig
 from spec_train.drafts.dspark_heads import ConfidenceHead, MarkovHead
-from spec_train.drafts.files import check_tensors, read_config, read_tensors, save_draft
 from spec_train.drafts.layers import DecoderLayer, RMSNorm, Rotary
+from spec_train.exports.files import DraftFiles, check_tensors, read_files, write_files
 from spec_train.head import TargetHead
 from spec_train.options import BlockOptions, DSparkOptions
 
@@ -185,8 +185,13 @@ class DSparkModel(nn.Module):
         By default the dtype is the target's, so that the embedding is the target's bit for bit.
         """
         dtype = dtype or getattr(torch, self.config.dtype)
+        write_files(self.files(dtype, str(directory)), directory)
+
+    def files(self, dtype: torch.dtype, where: str) -> DraftFiles:
+        """What `save_pretrained` writes to the directory `where`."""
         raw = self.config.to_json(self.options, self.name)
-        save_draft(Path(directory), self.checkpoint_tensors(dtype), raw, dtype)
+        raw["dtype"] = raw["torch_dtype"] = str(dtype).removeprefix("torch.")
+        return DraftFiles(raw, self.checkpoint_tensors(dtype), where)
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Self:
@@ -196,14 +201,19 @@ class DSparkModel(nn.Module):
             MissingError: a file is absent.
             DraftError: tensors are missing, unexpected or of another shape; all are named.
         """
-        folder = Path(directory)
-        config, name, options = DSparkConfig.from_json(
-            read_config(folder), str(folder / "config.json")
-        )
+        return cls.from_files(read_files(directory))
+
+    @classmethod
+    def from_files(cls, files: DraftFiles) -> Self:
+        """Make a draft of files in the form of `save_pretrained`, in their dtype.
+
+        Raises:
+            DraftError: tensors are missing, unexpected or of another shape; all are named.
+        """
+        config, name, options = DSparkConfig.from_json(files.config, files.config_path)
         if name != cls.name:
-            raise DraftError(f"{folder}: a draft of kind {name}, not {cls.name}")
-        where = str(folder / "model.safetensors")
-        tensors = read_tensors(folder / "model.safetensors")
+            raise DraftError(f"{files.where}: a draft of kind {name}, not {cls.name}")
+        where, tensors = files.weights_path, dict(files.tensors)
         draft = cls(config, options)
         expected = {k: tuple(v.shape) for k, v in draft.state_dict().items()}
         if not draft.full_vocabulary:

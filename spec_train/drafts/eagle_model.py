@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from spec_train.drafts.chain import LayerCaches
 from spec_train.drafts.eagle_config import EagleConfig
-from spec_train.drafts.files import check_tensors, read_config, read_tensors, save_draft
 from spec_train.drafts.layers import DecoderLayer, Rotary
+from spec_train.exports.files import DraftFiles, check_tensors, read_files, write_files
 from spec_train.head import TargetHead
 from spec_train.options import EagleOptions
 
@@ -42,7 +42,7 @@ class EagleModel(nn.Module):
         self.layers[0].add_module("input_layernorm", nn.Identity())
         self.rotary = Rotary(config.rope)
         self.scale = config.head_dim**-0.5  # of the attention scores
-        self.attention_backend = "auto"  # or one of attend.BACKENDS
+        self.attention_backend = "auto"  # or one of attention.BACKENDS
 
     def cast(self, x: Tensor) -> Tensor:
         """To the dtype of the weights; autocast does that itself."""
@@ -102,8 +102,13 @@ class EagleModel(nn.Module):
         By default the dtype is the target's, so that the embedding is the target's bit for bit.
         """
         dtype = dtype or getattr(torch, self.config.dtype)
+        write_files(self.files(dtype, str(directory)), directory)
+
+    def files(self, dtype: torch.dtype, where: str) -> DraftFiles:
+        """What `save_pretrained` writes to the directory `where`."""
         raw = self.config.to_json(self.options)
-        save_draft(Path(directory), self.checkpoint_tensors(dtype), raw, dtype)
+        raw["dtype"] = raw["torch_dtype"] = str(dtype).removeprefix("torch.")
+        return DraftFiles(raw, self.checkpoint_tensors(dtype), where)
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Self:
@@ -113,14 +118,21 @@ class EagleModel(nn.Module):
             MissingError: a file is absent.
             DraftError: tensors are missing, unexpected or of another shape; all are named.
         """
-        folder = Path(directory)
-        config, options = EagleConfig.from_json(read_config(folder), str(folder / "config.json"))
-        tensors = read_tensors(folder / "model.safetensors")
+        return cls.from_files(read_files(directory))
+
+    @classmethod
+    def from_files(cls, files: DraftFiles) -> Self:
+        """Make a draft of files in the form of `save_pretrained`, in their dtype.
+
+        Raises:
+            DraftError: tensors are missing, unexpected or of another shape; all are named.
+        """
+        config, options = EagleConfig.from_json(files.config, files.config_path)
         draft = cls(config, options)
         expected = {k: tuple(v.shape) for k, v in draft.state_dict().items()}
-        check_tensors(tensors, expected, str(folder / "model.safetensors"))
-        draft.to(tensors["fc.weight"].dtype)
-        draft.load_state_dict(tensors)
+        check_tensors(files.tensors, expected, files.weights_path)
+        draft.to(files.tensors["fc.weight"].dtype)
+        draft.load_state_dict(files.tensors)
         return draft
 
 

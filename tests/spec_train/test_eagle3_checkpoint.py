@@ -137,7 +137,11 @@ def test_foreign_or_damaged_configs_are_refused(
     build(dataset, head).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     raw = json.loads(path.read_text())
-    for change in ({"architectures": ["Other"]}, {"spec_train": None}, {"head_dim": ...}):
+    for change in (
+        {"architectures": ["Other"]},
+        {"spec_train": {"draft": "eagle3"}},
+        {"head_dim": ...},
+    ):
         kept = {k: v for k, v in (raw | change).items() if v is not ...}
         path.write_text(json.dumps(kept))
         with pytest.raises(DraftError, match=r"config\.json"):

@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Make the environment in which our exports are compared with real engines, on a CPU.
+set -euo pipefail
+
+usage() {
+  cat <<'END'
+usage: bash scripts/engines_env.sh [--run [PYTEST ARGUMENT ...]]
+
+Makes or reuses a virtual environment with the releases of tests/engines/requirements.txt (vLLM for
+CPUs and the speculators library; about 4 GB), and with --run runs the tests against them:
+  bash scripts/engines_env.sh --run -k eagle3
+
+Environment: ENGINES_VENV (default .venv-engines in the repository), PYTHON (3.11 or later).
+END
+}
+
+case "${1:-}" in -h | --help)
+  usage
+  exit 0
+  ;;
+esac
+
+VENV="${ENGINES_VENV:-$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)/.venv-engines}"
+# shellcheck source=scripts/_env.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/_env.sh"
+cd "$ROOT"
+[ -x "$PY" ] || make_venv
+if ! "$PY" -c 'import vllm, speculators, pytest' 2>/dev/null; then
+  install_torch
+  say "installing the engines"
+  "$PY" -m pip install --quiet -r tests/engines/requirements.txt
+  # What the index has of these is built for CUDA, and transformers fails to import with it.
+  "$PY" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+fi
+say "$("$PY" -c 'import torch, transformers, vllm; print("vLLM", vllm.__version__,
+  "PyTorch", torch.__version__, "transformers", transformers.__version__)' 2>/dev/null)"
+if [ "${1:-}" = --run ]; then
+  shift
+  PYTHONPATH="$ROOT" "$PY" -m pytest -p no:xdist -m engines tests/engines "$@"
+fi

@@ -1,0 +1,93 @@
+"""What a draft's files may leave to its target: number of blocks, embedding, LM head, name."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from spec_data.shards.errors import MissingError, TargetError
+
+_INDEX = "model.safetensors.index.json"
+_EMBEDDING = ("embed_tokens.weight", "wte.weight")
+_HEAD = ("lm_head.weight",)
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """As much of a target as is at hand; embedding and head are [V, H]."""
+
+    name: str | None = None
+    architectures: tuple[str, ...] = ()
+    num_layers: int | None = None
+    max_positions: int | None = None
+    embedding: Tensor | None = None
+    head: Tensor | None = None
+
+
+def read_target(name: str) -> TargetFacts:
+    """Facts of a model directory; of any other name, the name alone (nothing is downloaded).
+
+    Raises:
+        MissingError, TargetError: a directory without config.json, or with damaged weights.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        if name.startswith((".", "/")):
+            raise MissingError(f"--target {name}: no such directory")
+        return TargetFacts(name=name)
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise MissingError(f"{path}: no such file; --target takes a model directory") from None
+    except ValueError as error:
+        raise TargetError(f"{path}: not valid JSON ({error})") from None
+    embedding = _find(folder, _EMBEDDING)
+    return TargetFacts(
+        name=name,
+        architectures=tuple(config.get("architectures") or ()),
+        num_layers=block_count(config),
+        max_positions=_text(config).get("max_position_embeddings"),
+        embedding=embedding,
+        head=embedding if _tied(config) else _find(folder, _HEAD),
+    )
+
+
+def block_count(config: dict[str, Any]) -> int | None:
+    """Decoder blocks of a target's config.json, None where it does not say."""
+    text = _text(config)
+    return text.get("num_hidden_layers") or text.get("n_layer")
+
+
+def _text(config: dict[str, Any]) -> dict[str, Any]:
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config
+
+
+def _tied(config: dict[str, Any]) -> bool:
+    return any(table.get("tie_word_embeddings") for table in (config, _text(config)))
+
+
+def _find(folder: Path, endings: tuple[str, ...]) -> Tensor | None:
+    """The tensor whose name ends so, of one safetensors file or of several with an index."""
+    index = folder / _INDEX
+    if index.is_file():
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {file for name, file in names.items() if name.endswith(endings)}
+    else:
+        files = {"model.safetensors"}
+    for file in sorted(files):
+        path = folder / file
+        if not path.is_file():
+            continue
+        try:
+            with safe_open(path, "pt") as weights:
+                for name in weights.keys():  # noqa: SIM118 (no mapping)
+                    if name.endswith(endings):
+                        return weights.get_tensor(name)
+        except SafetensorError as error:
+            raise TargetError(f"{path}: damaged ({error}); copy it again") from None
+    return None

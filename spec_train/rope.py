@@ -1,0 +1,51 @@
+"""The rope settings of a config, in the one form that every reader of this project takes."""
+
+from typing import Any
+
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from spec_data.shards.errors import DraftError
+
+_LENGTH_AWARE = ("llama3", "yarn", "longrope")  # need original_max_position_embeddings
+
+
+def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """The rope settings of a target's (text) config, in transformers 5's flat form.
+
+    Reads `rope_parameters` (flat, or one dict per layer type: the full-attention one counts),
+    `rope_scaling`, and the top-level `rope_theta`, `partial_rotary_factor` and
+    `original_max_position_embeddings` of older files. Values are copied, never adjusted.
+
+    Raises:
+        DraftError: an unknown rope type, or per-layer-type settings without full attention.
+    """
+    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if any(isinstance(value, dict) for value in found.values()):
+        if not isinstance(found.get("full_attention"), dict):
+            raise DraftError(
+                f"rope_parameters has layer types {sorted(found)} of which none is full_attention; "
+                "a draft attends fully and cannot tell which settings to use"
+            )
+        found = dict(found["full_attention"])
+    found = {key: value for key, value in found.items() if value is not None}
+    kind = found.pop("type", None)  # the older name; rope_type wins where both are given
+    found.setdefault("rope_type", kind or "default")
+    found.setdefault("rope_theta", _first(config, "rope_theta", "rotary_emb_base", default=1e4))
+    partial = _first(config, "partial_rotary_factor", "rotary_pct", default=None)
+    if partial is not None:
+        found.setdefault("partial_rotary_factor", partial)
+    if found["rope_type"] in _LENGTH_AWARE:
+        limit = config.get("original_max_position_embeddings")  # Phi-3 keeps it outside
+        if limit is not None:
+            found["original_max_position_embeddings"] = limit
+        found.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    if found["rope_type"] not in ("default", *ROPE_INIT_FUNCTIONS):
+        raise DraftError(
+            f"rope type {found['rope_type']!r} of the target is unknown; known: "
+            f"default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}"
+        )
+    return found
+
+
+def _first(config: dict[str, Any], *names: str, default: Any) -> Any:
+    return next((config[name] for name in names if config.get(name) is not None), default)

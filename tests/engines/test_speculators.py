@@ -1,0 +1,170 @@
+"""The speculators library loads our exports, and computes our logits."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from spec_train.drafts import load_draft
+from spec_train.drafts.dspark_model import attend_all
+from spec_train.head import TargetHead
+from tests.engines.engine_tools import LAYERS, fitted, make_dataset, make_prompts, make_target
+from tests.spec_train.export_tools import export
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.filterwarnings("ignore"),  # those of the library
+    pytest.mark.skipif(
+        importlib.util.find_spec("speculators") is None,
+        reason="the speculators library is not installed: bash scripts/engines_env.sh",
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target and a dataset of its answers."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = make_target(request.param, folder / "target")
+    make_dataset(model, make_prompts(4), folder / "data")
+    return folder
+
+
+def load(out: Path, shared: frozenset[str] = frozenset()) -> Any:
+    """The library's model of a directory; every tensor must have its place, and the reverse.
+
+    `shared` are weights that the file leaves to the target.
+    """
+    from speculators import SpeculatorModel
+
+    model = SpeculatorModel.from_pretrained(str(out))
+    own = {"verifier_lm_head.weight", "verifier_norm.weight"}  # of training; never saved
+    state, file = model.state_dict(), load_file(out / "model.safetensors")
+    assert state.keys() - file.keys() - own == shared
+    assert not file.keys() - state.keys()
+    for name, value in file.items():
+        assert torch.equal(state[name].to(value.dtype), value), name
+    return model.eval().float()
+
+
+class Seen(Exception):
+    """Ends a forward whose loss is of no interest (and needs a GPU)."""
+
+
+def logits_of(model: Any, run: Callable[[], Any]) -> torch.Tensor:
+    """What its LM head gives in `run`, [1, T, Vd], the first time."""
+
+    def stop(_: Any, __: Any, output: torch.Tensor) -> None:
+        raise Seen(output.detach())
+
+    hook = model.lm_head.register_forward_hook(stop)
+    with torch.no_grad(), pytest.raises(Seen) as caught:
+        run()
+    hook.remove()
+    return caught.value.args[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"fc_norm": True, "norm_output": True}], ids=str)
+def test_eagle3(place: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    draft = fitted(
+        "eagle3", place / "data", tmp_path / "run", 5, draft_vocab_size=128, ttt_steps=3, **options
+    )
+    model = load(export(draft, "speculators", tmp_path / "out", place / "target"))
+    assert model.target_layer_ids == [k + 1 for k in LAYERS]
+    ours, length = load_draft(draft).eval().float(), 20
+    aux = torch.randn(1, length, 3 * 64)
+    tokens = torch.randint(3, 192, (1, length))
+    positions = torch.arange(length)[None]
+    theirs = logits_of(
+        model,
+        lambda: model(
+            hidden_states=aux,
+            input_ids=tokens,
+            document_ids=torch.zeros(1, length, dtype=torch.long),
+            position_ids=positions,
+            ttt_steps=1,
+        ),
+    )
+    with torch.no_grad():
+        mine = ours.logits(ours.step(tokens, ours.project(aux), positions))
+    torch.testing.assert_close(theirs, mine, rtol=1e-4, atol=1e-4)
+
+
+def test_peagle(place: Path, tmp_path: Path) -> None:
+    """The library's forward samples depths at random: depth 0, a causal pass, is compared."""
+    options = {"depths": 3, "draft_layers": 2, "mask_token_id": 2, "draft_vocab_size": 128}
+    draft = fitted("peagle", place / "data", tmp_path / "run", 5, **options)
+    model = load(export(draft, "speculators", tmp_path / "out", place / "target"))
+    assert model.target_layer_ids == [k + 1 for k in LAYERS]
+    assert model.config.mask_token_id == 2 and len(model.layers) == 2
+    ours, length = load_draft(draft).eval().float(), 20
+    aux, tokens = torch.randn(1, length, 3 * 64), torch.randint(3, 192, (1, length))
+    theirs = logits_of(
+        model,
+        lambda: model(
+            hidden_states=aux,
+            input_ids=tokens,
+            document_ids=torch.zeros(1, length, dtype=torch.long),
+            loss_mask=torch.ones(1, length, dtype=torch.bool),
+            position_ids=torch.arange(length)[None],
+            verifier_last_hidden_states=torch.randn(1, length, 64),
+            num_depths=1,
+        ),
+    )
+    with torch.no_grad():
+        positions = torch.arange(length)[None]
+        state = ours.step(tokens, ours.project(aux), positions, ours.new_caches())
+        mine = ours.logits(state)
+    torch.testing.assert_close(theirs, mine, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("dspark", {"markov_rank": 8}),
+        ("dspark", {"markov_rank": 8, "draft_vocab_size": 128, "layout": "mask"}),
+        ("dflash", {}),
+    ],
+    ids=str,
+)
+def test_block_drafts(place: Path, tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    """States, logits and Markov bias of one block after a context."""
+    options = {"block_size": 4, "num_draft_layers": 2, "mask_token_id": 2} | options
+    options |= {"num_anchors": 8}
+    draft = fitted(kind, place / "data", tmp_path / "run", 5, **options)
+    out = export(draft, "speculators", tmp_path / "out", place / "target")
+    full = "draft_vocab_size" not in options
+    shared = {"embed_tokens.weight"} | ({"lm_head.weight"} if full else set())
+    model = load(out, frozenset(shared))
+    assert model.target_layer_ids == [k + 1 for k in LAYERS]
+    model.load_verifier_weights()
+    ours, length, anchor = load_draft(draft).eval().float(), 20, 11
+    aux, tokens = torch.randn(1, length, 3 * 64), torch.randint(3, 192, (1, length))
+    loss_mask = torch.zeros(1, length, dtype=torch.bool)
+    loss_mask[:, anchor] = True
+    with torch.no_grad():
+        hidden, logits, *_ = model._backbone_forward(
+            aux,
+            tokens,
+            loss_mask,
+            torch.randn(1, length, 64),
+            torch.zeros(1, length, dtype=torch.long),
+            max_anchors=1,
+        )
+        context = ours.context(aux[:, :anchor], torch.arange(anchor)[None])
+        block = torch.tensor([[int(tokens[0, anchor]), 2, 2, 2]])
+        positions = anchor + torch.arange(4)[None]
+        states = ours.forward_blocks(block, positions, context, attend_all)
+        torch.testing.assert_close(hidden, states, rtol=1e-4, atol=1e-4)
+        head = TargetHead.from_dataset(place / "data")
+        mine = states @ ours.head_rows(head).T
+        torch.testing.assert_close(logits, mine, rtol=1e-4, atol=1e-4)
+        if ours.markov_head is not None:
+            before = tokens[:, anchor : anchor + 4]
+            theirs = model.markov_head.block_bias(prev_token_ids=before, hidden_states=hidden)
+            own = ours.markov_head.markov_w2(ours.markov_head.block(ours.previous(before), states))
+            torch.testing.assert_close(theirs, own, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,138 @@
+"""transformers itself decodes our DFlash exports, and drafts what our decoder drafts.
+
+Its one model of this kind is Muse Glimmer's assistant: the same arithmetic under other names.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from spec_train.decode import decode_plain, decode_speculative
+from spec_train.drafts import load_draft
+from spec_train.exports.target import read_target
+from spec_train.head import TargetHead
+from spec_train.sampling import Greedy, Sampler
+from tests.engines.engine_tools import (
+    TOKENS,
+    fitted,
+    make_dataset,
+    make_prompts,
+    make_target,
+)
+from tests.spec_train.export_tools import export
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.long,
+    pytest.mark.filterwarnings("ignore"),  # those of generate
+    pytest.mark.skipif(
+        not hasattr(transformers, "MuseGlimmerAssistantModel"),
+        reason=f"transformers {transformers.__version__} has no DFlash assistant (5.23 has)",
+    ),
+]
+
+RENAMED = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
+KEYS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "layer_types"),
+    *("max_position_embeddings", "block_size", "mask_token_id", "target_layer_ids"),
+)
+
+
+def as_assistant(flat: Path, out: Path) -> Any:
+    """The flat export under the names of transformers' class; every tensor must have its place."""
+    raw = json.loads((flat / "config.json").read_text())
+    config = {key: raw[key] for key in KEYS} | {
+        "architectures": ["MuseGlimmerAssistantModel"],
+        "model_type": "muse_glimmer_assistant",
+        "dtype": "float32",
+    }
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps(config))
+    tensors = {}
+    for name, value in load_file(flat / "model.safetensors").items():
+        first = next((old for old in RENAMED if name.startswith(old)), "")
+        tensors[RENAMED.get(first, "") + name.removeprefix(first)] = value
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    model, info = transformers.MuseGlimmerAssistantModel.from_pretrained(
+        out, output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"], info
+    return model.eval()
+
+
+class Recorder:
+    """A drafter that notes what it proposed."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.seen = inner, []
+
+    @property
+    def passes(self) -> int:
+        return self.inner.passes
+
+    def propose(
+        self, tokens: Sequence[int], states: torch.Tensor, count: int, sampler: Sampler
+    ) -> Any:
+        drafted, distributions = self.inner.propose(tokens, states, count, sampler)
+        self.seen.append(drafted.tolist())
+        return drafted, distributions
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_dflash(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_target(family, tmp_path / "target")
+    prompts = make_prompts()
+    data = make_dataset(model, prompts, tmp_path / "data")
+    draft = fitted(
+        "dflash",
+        data,
+        tmp_path / "run",
+        100,
+        block_size=5,
+        num_draft_layers=2,
+        mask_token_id=2,
+        num_anchors=16,
+    )
+    flat = export(draft, "vllm", tmp_path / "flat", tmp_path / "target")
+    assistant = as_assistant(flat, tmp_path / "assistant")
+    ours = load_draft(flat, read_target(str(tmp_path / "target"))).eval().float()
+
+    generator = transformers.generation.candidate_generator.DFlashTokenCandidateGenerator
+    plain, theirs = generator.get_candidates, []
+
+    def noted(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = plain(self, input_ids, *args, **kwargs)
+        drafted = found[0][0, input_ids.shape[1] :].tolist()
+        if drafted:
+            theirs.append(drafted)
+        return found
+
+    monkeypatch.setattr(generator, "get_candidates", noted)
+    accepted = rounds = 0
+    for prompt in prompts[:4]:
+        theirs.clear()
+        answer = model.generate(
+            torch.tensor([prompt]),
+            assistant_model=assistant,
+            speculation_type="dflash",
+            max_new_tokens=TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )[0, len(prompt) :].tolist()
+        drafter = Recorder(ours.drafter(TargetHead.from_model(model)))
+        done = decode_speculative(
+            model, drafter, ours.state_columns, prompt, Greedy(), TOKENS + 10, 4
+        )
+        assert answer == decode_plain(model, prompt, Greedy(), TOKENS).tokens
+        assert len(theirs) > 5 and theirs == drafter.seen[: len(theirs)]
+        accepted += sum(one.accepted for one in done.rounds)
+        rounds += len(done.rounds)
+    assert 0.05 < accepted / (4 * rounds) < 0.95
