@@ -130,7 +130,7 @@ def test_loss_and_gradients_are_those_of_the_reference(name: str, layout: str) -
         close(gradient, wanted, msg=lambda text, parameter=parameter: f"{parameter}: {text}")
 
 
-@pytest.mark.parametrize("backend", ["dense", "sdpa"])
+@pytest.mark.parametrize("backend", ["dense", "merged"])
 def test_back_ends_agree(backend: str) -> None:
     case = CASES["two layers"]
     documents, state, expected = expectation(case)
