@@ -175,6 +175,12 @@ def ours(corpus: Corpus) -> Iterator[Pass]:
             part.result()
         return corpus.tokens
 
+    thorough = HiddenStatesDataset(corpus.dataset.path, check_every=1)
+
+    def checked() -> int:
+        read(thorough, corpus.packs, buffers[0])
+        return corpus.tokens
+
     def reopened() -> int:
         read(HiddenStatesDataset(corpus.dataset.path), corpus.packs, buffers[0])
         return corpus.tokens
@@ -194,6 +200,7 @@ def ours(corpus: Corpus) -> Iterator[Pass]:
     disk = size_of(corpus.dataset.path / "shards") / int(corpus.dataset.lengths.sum())
     runs: dict[str, Callable[[], int]] = {
         "planned, 1 thread": lambda: one(corpus.packs),
+        "planned, every chunk checked": checked,
         "planned, 2 threads": lambda: two(corpus.packs),
         "random, 1 thread": lambda: one(shuffled),
         "random, 2 threads": lambda: two(shuffled),

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from spec_data.shards.errors import TargetError
+from spec_data.shards.layers import capturable_layer_ids
 
 _LAYER_PATHS = (
     "model.layers",
@@ -70,7 +71,7 @@ def output_head(model: Any) -> Any:
 
 
 def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
-    """Layer ids from "auto" (the EAGLE-3 recipe 1, L/2-1, L-4) or "1,3,5", ascending.
+    """Layer ids from "auto" (the EAGLE-3 recipe 1, L/2-1, L-4), "spread:5" or "1,3,5", ascending.
 
     Raises:
         TargetError: not numbers, repeated, or outside -1..L-1; a target too shallow for "auto".
@@ -84,10 +85,14 @@ def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
                 f"{','.join(map(str, _spread(num_layers)))}"
             )
         return ids
+    if text.startswith("spread:") and text[7:].isdecimal():
+        return tuple(capturable_layer_ids(num_layers, int(text[7:])))
     try:
         layers = [int(part) for part in text.split(",")]
     except ValueError:
-        raise TargetError(f'--layers {text!r}: expected "auto" or ids like 1,3,5') from None
+        raise TargetError(
+            f'--layers {text!r}: expected "auto", "spread:5" or ids like 1,3,5'
+        ) from None
     check_layers(layers, num_layers)
     return tuple(sorted(layers))
 

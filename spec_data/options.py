@@ -46,7 +46,8 @@ class GenerateConfig:
     layers: str = option(
         "auto",
         help="layer ids to capture, e.g. 1,3,5: id k is the output of decoder block k, from 0; "
-        "-1 (as in -1,3,5) is the embedding output; auto is the EAGLE-3 recipe 1, L/2-1, L-4",
+        "-1 (as in -1,3,5) is the embedding output; auto is the EAGLE-3 recipe 1, L/2-1, L-4; "
+        "spread:N takes N, evenly spread from block 1 to L-2, as block drafts like them",
         metavar="IDS",
     )
     max_length: int = option(

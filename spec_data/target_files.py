@@ -33,6 +33,7 @@ def save_target_files(setup: Setup, target: Target, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     # Every default is spelt out: drafts are shaped from this file, without the family's code.
     full = setup.model_config.to_dict() | {"dtype": str(target.dtype).removeprefix("torch.")}
+    full["architectures"] = full.get("architectures") or [type(target.model).__name__]
     for table in (full, *(v for v in full.values() if isinstance(v, dict))):
         table.pop("_name_or_path", None)  # a path of this machine
     write_atomically(folder / "config.json", dump_json(full))

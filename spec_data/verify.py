@@ -1,10 +1,11 @@
 """`spec-data verify`: prove a dataset, from the bytes up, and name what fails.
 
-1. every shard's size and checksum;  2. schema, row counts, index against shards;  3. every state
-finite and not constant, masks and turns consistent;  4. on sampled documents, logits re-derived
-from `hidden.final` and the stored head against `target_argmax` and `target_logsumexp`;  5. with
-`--target`, a fresh forward of sampled documents, one per row, against every stored column. Lossy
-columns may differ by the error that the manifest declares, and their tables must be its tables.
+1. checksums of every file and every chunk, so that damage is named by shard, row, document and
+column;  2. schema, row counts, index against shards;  3. every state finite and not constant,
+masks and turns consistent;  4. on sampled documents, logits re-derived from `hidden.final` and the
+stored head against `target_argmax` and `target_logsumexp`;  5. with `--target`, a fresh forward of
+sampled documents, one per row, against every stored column. Lossy columns may differ by the error
+that the manifest declares, and their tables must be its tables.
 """
 
 from collections.abc import Iterator
@@ -45,6 +46,7 @@ def verify(config: VerifyConfig) -> int:
         path, _ = resolve_model(config.target, dataset.manifest.target.get("revision"))
     findings = Findings()
     findings.check(lambda: _check_checksums(dataset, findings))
+    findings.check(lambda: _check_chunks(dataset, findings))
     if not findings.failures:
         findings.check(lambda: _check_codecs(dataset, findings))
     if not findings.failures:
@@ -106,7 +108,7 @@ def sample_documents(count: int, samples: int, seed: int) -> list[int]:
 
 
 def _check_checksums(dataset: HiddenStatesDataset, findings: Findings) -> None:
-    """Every shard, the index and the target's files."""
+    """Every shard, the index and the target's files; nothing else among the shards."""
     manifest = dataset.manifest
     expected = {r.file: r.sha256 for r in manifest.shards}
     expected |= {name: record["sha256"] for name, record in manifest.raw["files"].items()}
@@ -118,8 +120,28 @@ def _check_checksums(dataset: HiddenStatesDataset, findings: Findings) -> None:
                 f"{name}: sha256 {found[:16]}, the manifest says {expected[name][:16]}: the file "
                 "was changed; copy or generate it again"
             )
+    folder = dataset.path / "shards"
+    for name in sorted({f"shards/{p.name}" for p in folder.iterdir()} - expected.keys()):
+        findings.fail(f"{name}: not a file of this dataset: a copy or a leftover; delete it")
     others = len(expected) - len(manifest.shards)
     findings.passed(f"checksums of {len(manifest.shards)} shards and {others} other files")
+
+
+def _check_chunks(dataset: HiddenStatesDataset, findings: Findings) -> None:
+    """Every field of every document; a shard that cannot be read does not hide the others."""
+    _ = dataset.lengths  # without the index no row has a name
+    for number in progress(range(len(dataset.manifest.shards)), desc="chunks", leave=False):
+        try:
+            shard = dataset.shard(number)
+            for row, field in shard.damage():
+                findings.fail(
+                    f"{shard.record.file} row {row}, document {shard.index.ids[row].as_py()}, "
+                    f"column {field}: damaged: its bytes are not those of its checksum"
+                )
+        except DatasetError as error:
+            findings.fail(str(error))
+    if dataset.manifest.has_checksums:
+        findings.passed(f"checksums of every column of {len(dataset):,} documents")
 
 
 def _check_codecs(dataset: HiddenStatesDataset, findings: Findings) -> None:

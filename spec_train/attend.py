@@ -3,8 +3,7 @@
 - "dense": the softmax written out, in at least float32: the reference.
 - "sdpa": torch's scaled_dot_product_attention with the boolean table.
 - "flex": flex_attention, which reads the predicate block by block and skips what nothing sees: no
-  table of Q x T scores or booleans. Compiled, and only where Inductor supports the tensors: CUDA
-  and head sizes that are powers of two from 16 on.
+  table of Q x T scores or booleans. The default where its compiled form works (see flex.py).
 
 B rows, Q queries, T keys, h / g query / key-value heads, d head size.
 """
@@ -17,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
 
+from spec_train.flex import flex, flex_works
 from spec_train.masks import AttentionMask
 
 log = logging.getLogger(__name__)
@@ -29,15 +29,9 @@ BACKENDS = ("dense", "sdpa", "flex")
 @cache
 def default_backend(device_type: str, head_dim: int) -> str:
     """The back end for a device and head size: decided once and logged."""
-    power_of_two = head_dim >= 16 and head_dim & (head_dim - 1) == 0
-    backend = "flex" if device_type == "cuda" and power_of_two else "sdpa"
+    backend = "flex" if flex_works(device_type, head_dim) else "sdpa"
     log.info("draft attention on %s, head_dim %d: %s", device_type, head_dim, backend)
     return backend
-
-
-@cache
-def _compiled_flex() -> Any:
-    return torch.compile(flex_attention, dynamic=True)
 
 
 @dataclass(frozen=True)
@@ -66,8 +60,7 @@ class Attending:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Heads [B, h, Q, d] of queries [B, h, Q, d] over keys and values [B, g, T, d]."""
         if self.backend == "flex":
-            flex = _compiled_flex() if q.is_cuda else flex_attention
-            return flex(q, k, v, block_mask=self.mask, scale=scale, enable_gqa=True)
+            return flex(q)(q, k, v, block_mask=self.mask, scale=scale, enable_gqa=True)
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)

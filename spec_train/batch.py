@@ -9,13 +9,14 @@ document id -1, position 0 and zero states.
 
 import dataclasses
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.packing import PADDING
+from spec_data.shards.rows import CodedRows
 from spec_data.shards.schema import layer_column
 
 
@@ -31,6 +32,7 @@ class DraftBatch:
     target_argmax: Tensor  # int64 [B, T]
     target_logsumexp: Tensor  # float32 [B, T]
     rows: list[list[int]]
+    coded: dict[str, CodedRows] = field(default_factory=dict)  # hidden columns that `to` decodes
 
     @property
     def tokens(self) -> int:
@@ -54,7 +56,7 @@ class DraftBatch:
 
     def without_hidden(self) -> "DraftBatch":
         """The same batch without its states: enough to count supervised slots, cheap to move."""
-        return dataclasses.replace(self, hidden={})
+        return dataclasses.replace(self, hidden={}, coded={})
 
     def to(
         self,
@@ -62,18 +64,25 @@ class DraftBatch:
         dtype: torch.dtype | None = None,
         non_blocking: bool = False,
     ) -> "DraftBatch":
-        """The batch on `device`, `hidden.*` in `dtype`; tensors already there are not copied."""
+        """The batch on `device`, `hidden.*` in `dtype`; tensors already there are not copied.
+
+        Columns that were read as codes are decoded there, to what the reader would have decoded.
+        """
 
         def move(values: Tensor, kind: torch.dtype | None = None) -> Tensor:
             return values.to(device, kind or values.dtype, non_blocking=non_blocking)
 
         plain = {
-            field.name: move(getattr(self, field.name))
-            for field in dataclasses.fields(self)
-            if field.name not in ("hidden", "rows")
+            own.name: move(getattr(self, own.name))
+            for own in dataclasses.fields(self)
+            if own.name not in ("hidden", "rows", "coded")
         }
         hidden = {
             name: move(values, dtype if name.startswith("hidden.") else None)
             for name, values in self.hidden.items()
         }
-        return DraftBatch(**plain, hidden=hidden, rows=self.rows)
+        packs, slots = self.input_ids.shape
+        for name, rows in self.coded.items():
+            states = rows.states(packs * slots, device, dtype or torch.bfloat16, non_blocking)
+            hidden[name] = states.view(packs, slots, -1)
+        return DraftBatch(**plain, hidden=hidden, rows=self.rows, coded={})

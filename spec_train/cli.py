@@ -55,6 +55,8 @@ EVAL_EXAMPLES = """\
 examples:
   spec-train eval --draft RUN --data DATA
   spec-train eval --draft RUN --target MODEL --prompts prompts.jsonl --json result.json
+  spec-train eval --draft RUN --target MODEL --prompts prompts.jsonl --tree-tokens 60
+      with dynamic trees instead of chains (drafts eagle and eagle3)
 RUN stands for its best draft; name RUN/last or RUN/checkpoint-<step> for another."""
 
 EXPORT_HELP = """\

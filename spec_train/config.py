@@ -179,12 +179,6 @@ class EvalConfig:
     draft_tokens: int = option(
         0, help="tokens drafted per round; 0 = the unroll steps the draft was trained with"
     )
-    confidence_threshold: float = option(
-        0.0,
-        help="end a round's drafts before the first whose confidence is below this, of drafts "
-        "that forecast it (DSpark); 0 = off",
-        metavar="P",
-    )
     tree_tokens: int = option(
         0,
         help="decode with dynamic trees (EAGLE-2) of so many drafted tokens, --draft-tokens deep, "
@@ -193,6 +187,12 @@ class EvalConfig:
     )
     tree_topk: int = option(
         10, help="likeliest nodes expanded per level of a tree, and children of each", metavar="K"
+    )
+    confidence_threshold: float = option(
+        0.0,
+        help="end a round's drafts before the first whose confidence is below this, of drafts "
+        "that forecast it (DSpark); 0 = off",
+        metavar="P",
     )
     seed: int = option(0, help="decides the samples when --temperature is above 0")
     dtype: str = option(
@@ -228,7 +228,6 @@ class EvalConfig:
                 f"--temperature {self.temperature}: expected 0 (greedy) or at least "
                 f"{LEAST_TEMPERATURE:g}"
             )
-        _share(self, "confidence_threshold")
         if self.tree_tokens and self.target is None:
             raise ConfigError(
                 "--tree-tokens decodes for real: it needs --target and --prompts (a dataset tells "
@@ -236,6 +235,7 @@ class EvalConfig:
             )
         _at_least(self, 0, "limit", "draft_tokens", "seed", "tree_tokens")
         _at_least(self, 1, "max_new_tokens", "tree_topk")
+        _share(self, "confidence_threshold")
 
 
 FORMATS = ("vllm", "sglang", "speculators", "deepspec", "hf")

@@ -5,6 +5,7 @@ target: its config, embeddings and head are part of the dataset.
 """
 
 import dataclasses
+import heapq
 import logging
 from dataclasses import dataclass
 from itertools import islice
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from spec_data.config import differing_fields, to_dict
+from spec_data.shards.checksums import string_views
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError
 from spec_data.shards.plan import (
     SPLIT_RULE,
@@ -144,8 +146,14 @@ def make_splits(dataset: HiddenStatesDataset, config: FitConfig) -> Splits:
     measured = np.flatnonzero(side)
     if 0 < config.validation_documents < len(measured):
         # the lowest ids: ids are content hashes, so this is a fair and lasting choice
-        names = np.array([ids[row].as_py() for row in usable[measured].tolist()])
-        measured = measured[np.argsort(names, kind="stable")[: config.validation_documents]]
+        bounds, text = string_views(ids)
+        rows, letters = usable[measured], text.data
+        spans = zip(bounds[rows].tolist(), bounds[rows + 1].tolist(), strict=True)
+        names = [bytes(letters[a:b]) for a, b in spans]
+        lowest = heapq.nsmallest(
+            config.validation_documents, range(len(names)), key=names.__getitem__
+        )
+        measured = measured[lowest]
 
     def plan(rows: np.ndarray, packs: int) -> BatchPlan:
         mask = np.zeros(len(dataset), dtype=bool)

@@ -134,8 +134,8 @@ class PeagleOptions:
     cod_floor: float = option(0.2, help="smallest share of the slots that a depth keeps")
     mask_token_id: int = option(
         -1,
-        help="token that stands for the unknown ones at depth 1 and deeper; -1 = the target's pad "
-        "token, or else the highest id that is no supervised token",
+        help="token that stands for the unknown ones at depth 1 and deeper; -1 = one that text "
+        "does not use",
     )
     segments: int = option(
         1,

@@ -21,6 +21,7 @@ from spec_data.shards.errors import DatasetError
 from spec_data.shards.packing import PADDING
 from spec_data.shards.plan import BatchPlan, Pack, rank_slice
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.rows import CodedRows
 from spec_train.batch import DraftBatch
 
 READ_AHEAD = 2
@@ -46,11 +47,17 @@ class _Buffer:
         seq_len: int,
         dtype: torch.dtype,
         pin: bool,
+        decode_on: torch.device | None = None,
     ) -> None:
         stored = {c.name: c for c in dataset.manifest.columns}
         self.tensors: dict[str, Tensor] = {}
+        self.coded: dict[str, CodedRows] = {}
         for name in dict.fromkeys((*_SMALL, *columns)):
             column = stored.get(name)
+            if column and column.lossy and decode_on is not None:
+                tables = dataset.tables[name].to(decode_on)
+                self.coded[name] = CodedRows(column, tables, rows * seq_len, pin)
+                continue
             width = column.width if column else None
             kind = _SMALL.get(name, dtype)
             if column and name not in _SMALL and not name.startswith("hidden."):
@@ -72,9 +79,13 @@ class _Buffer:
         lengths = [[int(plan.lengths[row]) for row in pack] for pack in packs]
         longest = max(map(sum, lengths))
         width = min(self.seq_len, -(-longest // ROUND) * ROUND)
+        for coded in self.coded.values():
+            coded.clear()
         for b, (pack, counts) in enumerate(zip(packs, lengths, strict=True)):
-            out = {name: self.tensors[name][b, :width] for name in self.columns}
-            start = 0
+            dense = {n: self.tensors[n][b, :width] for n in self.columns if n in self.tensors}
+            for coded in self.coded.values():
+                coded.first_slot = b * width
+            out, start = dense | self.coded, 0
             for d, (row, count) in enumerate(zip(pack, counts, strict=True)):
                 written = dataset.read_into(row, out, start, count)
                 if written != count:
@@ -85,7 +96,7 @@ class _Buffer:
                 self.document_ids[b, start : start + count].fill_(d)
                 self.position_ids[b, start : start + count].copy_(self._positions[:count])
                 start += count
-            for values in (*out.values(), self.position_ids[b, :width]):
+            for values in (*dense.values(), self.position_ids[b, :width]):
                 values[start:].zero_()
             self.document_ids[b, start:width].fill_(PADDING)
         return self._batch(packs, width)
@@ -99,6 +110,7 @@ class _Buffer:
             document_ids=self.document_ids[: len(packs), :width],
             hidden=view,
             rows=[list(pack) for pack in packs],
+            coded=self.coded,
         )
 
 
@@ -144,16 +156,20 @@ class BatchStream:
         batch_size: int,
         dtype: torch.dtype = torch.float32,
         pin: bool = False,
+        decode_on: torch.device | str | None = None,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
         """Read `columns` of `dataset`; a step's packs come in micro-batches of `batch_size`.
 
         States have `dtype`; `pin` page-locks the buffers. Buffers are made by the first `take`.
+        Lossy columns are decoded by the reading thread, or, with `decode_on`, on that device by
+        `DraftBatch.to`: a half or a quarter of the bytes cross the bus.
         """
         self.dataset, self.plan = dataset, plan
         self.columns = tuple(dict.fromkeys(("input_ids", "loss_mask", *columns)))
         self.batch_size, self.dtype, self.pin = batch_size, dtype, pin
+        self.decode_on = None if decode_on is None else torch.device(decode_on)
         self.rank, self.world_size = rank, world_size
         self.epoch, self.batches_done = 0, 0
         self.waited = 0.0  # seconds the consumer stood still for data
@@ -209,7 +225,15 @@ class BatchStream:
         wanted = -(-per_rank // size) + READ_AHEAD
         while len(self._ring) < wanted:
             self._ring.append(
-                _Buffer(self.dataset, self.columns, size, self.plan.seq_len, self.dtype, self.pin)
+                _Buffer(
+                    self.dataset,
+                    self.columns,
+                    size,
+                    self.plan.seq_len,
+                    self.dtype,
+                    self.pin,
+                    self.decode_on,
+                )
             )
 
     def _next(self, ready: "queue.SimpleQueue") -> Step | BaseException | None:

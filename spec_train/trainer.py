@@ -132,6 +132,8 @@ class Trainer:
             batch_size=self.config.batch_size,
             dtype=self.dtype,
             pin=self.device.type == "cuda",
+            # a CPU decodes faster beside the training, block by block in its cache
+            decode_on=self.device if self.device.type == "cuda" else None,
         )
 
     # -- the loop ---------------------------------------------------------------------------------

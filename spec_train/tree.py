@@ -140,30 +140,27 @@ class TreeDrafter:
             depth: levels at most, at least 1.
         """
         state, position = self._chain.extend(tokens, states)
-        draft, cache = self._chain.draft, self._chain.cache
-        found, score, parent = [], [], []  # of all candidates, level by level
-        best, likelihood = self._expand(state[0], torch.zeros(1, device=state.device))
-        found.append(best.flatten())
-        score.append(likelihood.flatten())
-        parent.append(torch.full_like(found[0], ROOT))
-        start, frontier = 0, torch.arange(len(found[0]), device=state.device)
+        draft, cache, device = self._chain.draft, self._chain.cache, state.device
+        best, likelihood = self._expand(state[0], torch.zeros(1, device=device))
+        found, score = [best.flatten()], [likelihood.flatten()]  # candidates of every level
+        parent = [torch.full_like(found[0], ROOT)]
+        start, frontier = 0, torch.arange(len(found[0]), device=device)  # nodes of the last level
         carried = state.expand(-1, len(frontier), -1)
-        above = torch.ones(len(frontier), cache.length, dtype=torch.bool, device=state.device)
+        above = torch.ones(len(frontier), cache.length, dtype=torch.bool, device=device)
         for level in range(1, depth):
-            own = torch.eye(len(frontier), dtype=torch.bool, device=state.device)
+            own = torch.eye(len(frontier), dtype=torch.bool, device=device)
             seen = torch.cat([above, own], dim=1)
-            here = found[-1][frontier]
-            positions = (position + level).expand(1, len(frontier))
-            states_here = draft.step(here[None], carried, positions, cache, seen)
+            ids, positions = found[-1][frontier], position + level
+            output = draft.step(ids[None], carried, positions.expand_as(ids[None]), cache, seen)
             self._chain.passes += 1
-            best, likelihood = self._expand(states_here[0], score[-1][frontier])
-            found.append(best.flatten())
+            best, likelihood = self._expand(output[0], score[-1][frontier])
             parent.append((start + frontier).repeat_interleave(best.shape[1]))
             start += len(score[-1])
+            found.append(best.flatten())
             score.append(likelihood.flatten())
             frontier = self._likeliest(score[-1], self._shape.topk)
             rows = frontier // best.shape[1]
-            carried, above = states_here[:, rows], seen[rows]
+            carried, above = output[:, rows], seen[rows]
         return self._keep(torch.cat(found), torch.cat(score), torch.cat(parent))
 
     def _expand(self, states: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_data.shards.errors import TargetError
 from spec_train.decode import Generation, Round, TargetSession, clock, until_stop
 from spec_train.sampling import Sampler
 from spec_train.tree import EMPTY, DraftTree, TreeDrafter, walk
@@ -26,6 +25,7 @@ class TreeSession(TargetSession):
         """Start empty; see TargetSession."""
         super().__init__(model, columns)
         self._masks = masks
+        self._before = 0  # tokens cached before the last verification
 
     def verify(self, root: int, tree: DraftTree) -> tuple[Tensor, Any]:
         """Append the root token and the nodes: logits [1 + n, V] and states [1, 1 + n, A]."""
@@ -40,11 +40,6 @@ class TreeSession(TargetSession):
                 kept = torch.tensor(rows, device=layer.keys.device) + self._before
                 for name in ("keys", "values"):
                     whole = getattr(layer, name)
-                    if whole.shape[-2] <= int(kept[-1]):
-                        raise TargetError(
-                            f"a layer of the target caches {whole.shape[-2]} tokens only: rejected "
-                            "drafts cannot be taken out of it"
-                        )
                     first, last = whole[..., : self._before, :], whole.index_select(-2, kept)
                     setattr(layer, name, torch.cat([first, last], dim=-2))
 

@@ -42,6 +42,7 @@ def tiny_llama(vocab: int = 64, layers: int = 4, hidden: int = 32, seed: int = 0
         initializer_range=0.2,
         **changes,
     )
+    config.architectures = ["LlamaForCausalLM"]
     return AutoModelForCausalLM.from_config(config).eval()
 
 

@@ -6,16 +6,22 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    DeepseekV3Config,
     Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
+    Glm4Config,
     GPT2Config,
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    Olmo2Config,
     Phi3Config,
     PreTrainedModel,
+    Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
@@ -37,6 +43,14 @@ _COMMON = {
 }
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _HALF = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+
+_GEMMA4 = {
+    "head_dim": 8,
+    "sliding_window": WINDOW,
+    "layer_types": _HALF,
+    "hidden_size_per_layer_input": 0,
+    "per_layer_config": {str(k): {"head_dim": 16} for k in range(1, LAYERS, 2)},
+}
 
 FAMILIES: dict[str, Callable[[], object]] = {
     "llama": lambda: LlamaConfig(**_COMMON, tie_word_embeddings=False),
@@ -72,6 +86,98 @@ FAMILIES: dict[str, Callable[[], object]] = {
     "cohere": lambda: CohereConfig(**_COMMON, logit_scale=0.25),
 }
 
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+_PHI3_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.2],
+    "long_factor": [2.0, 3.0, 4.0],
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 128,
+}
+
+# More families that a draft can be built for; capture and decoding are tested on those above.
+MORE_FAMILIES: dict[str, Callable[[], object]] = {
+    "llama3-rope": lambda: LlamaConfig(
+        **_COMMON,
+        tie_word_embeddings=False,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "llama-linear": lambda: LlamaConfig(
+        **_COMMON, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    ),
+    "llama-dynamic": lambda: LlamaConfig(
+        **_COMMON, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    ),
+    "phi3-longrope": lambda: Phi3Config(
+        **_COMMON, sliding_window=None, rope_parameters=dict(_PHI3_LONG)
+    ),
+    "qwen2": lambda: Qwen2Config(**_COMMON),
+    "olmo2": lambda: Olmo2Config(**_COMMON),
+    "glm4": lambda: Glm4Config(**_COMMON, head_dim=8),
+    "gpt_oss-yarn": lambda: GptOssConfig(
+        **_COMMON,
+        head_dim=8,
+        sliding_window=WINDOW,
+        layer_types=_HALF,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={
+            **_YARN,
+            "truncate": False,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "deepseek_v3": lambda: DeepseekV3Config(
+        **_COMMON | {"num_key_value_heads": 4},
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=24,
+        first_k_dense_replace=1,
+        rope_parameters={
+            **_YARN,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "gemma4": lambda: Gemma4TextConfig(**_COMMON, **_GEMMA4),
+    "gemma3-nested": lambda: Gemma3Config(
+        text_config={
+            **_COMMON,
+            "head_dim": 8,
+            "sliding_window": WINDOW,
+            "layer_types": _HALF,
+            "query_pre_attn_scalar": 8,
+        },
+        vision_config={
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        mm_tokens_per_image=4,
+    ),
+}
+
 # Recurrent and linear attention carry state across documents under every mask.
 LEAKY: dict[str, Callable[[], object]] = {
     "mamba": lambda: MambaConfig(
@@ -99,5 +205,7 @@ LEAKY: dict[str, Callable[[], object]] = {
 def tiny_model(name: str, seed: int = 0) -> PreTrainedModel:
     """A random model of a family, in evaluation mode."""
     torch.manual_seed(seed)
-    config = (FAMILIES | LEAKY)[name]()
-    return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    config = (FAMILIES | MORE_FAMILIES | LEAKY)[name]()
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    model.config.architectures = [type(model).__name__]  # as a checkpoint on disk has it
+    return model

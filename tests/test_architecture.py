@@ -97,6 +97,7 @@ def test_files_are_one_reading_and_explain_themselves(file):
         "spec_data generate --help",
         "spec_train --help",
         "spec_train fit eagle3 --help",
+        "spec_train fit peagle --help",
         "spec_train eval --help",
         "spec_train export --help",
     ],

@@ -7,7 +7,9 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-_BLOCK = 1 << 22
+from xxhash import xxh3_64
+
+_BLOCK = 1 << 20
 
 
 def temporary_name(path: Path) -> Path:
@@ -76,8 +78,17 @@ def sha256_json(value: Any) -> str:
 
 def sha256_file(path: Path) -> str:
     """Hash of a whole file, read in blocks."""
-    digest = hashlib.sha256()
+    return _digest_file(path, hashlib.sha256())
+
+
+def xxh3_file(path: Path) -> str:
+    """xxh3_64 of a whole file, 16 hex digits: ten times as fast, and no proof against forgers."""
+    return _digest_file(path, xxh3_64())
+
+
+def _digest_file(path: Path, digest: Any) -> str:
+    block = memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        while count := file.readinto(block):
+            digest.update(block[:count])
+    return str(digest.hexdigest())

@@ -5,11 +5,10 @@ first use. Everything handed out is a copy: a tensor over mapped memory is read-
 torch's back, and one in-place operation on it would kill the process.
 """
 
-import bisect
-import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +18,18 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from xxhash import xxh3_64_hexdigest
 
+from spec_data.shards.checksums import numbers
 from spec_data.shards.errors import DatasetError, MissingError
-from spec_data.shards.files import sha256_file
 from spec_data.shards.lossy import Tables
-from spec_data.shards.rows import StoredRows, decode_rows, runs
-from spec_data.shards.schema import (
-    Column,
-    Manifest,
-    ShardRecord,
-    arrow_schema,
-    predicts_supervised,
-)
+from spec_data.shards.rows import CodedRows, decode_rows, runs
+from spec_data.shards.schema import Column, Manifest
+from spec_data.shards.shard import CHECK_EVERY, IndexRows, Place, Shard
 from spec_data.shards.tables import TABLES, load_tables
 
 MANIFEST = "manifest.json"
 INDEX = "index.arrow"
-_MASK = Column(name="loss_mask", codec="bool8")
-_NO_ROWS = np.zeros(0, np.int32)
 
 
 class HiddenStatesDataset:
@@ -47,8 +40,16 @@ class HiddenStatesDataset:
     are decoded: columns are named, projected and handed out as if all were stored in bf16.
     """
 
-    def __init__(self, path: str | Path, columns: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        columns: Sequence[str] | None = None,
+        check_every: int = CHECK_EVERY,
+    ) -> None:
         """Open `path`; `columns` projects the token columns (default: all).
+
+        What is read is held to its checksum, of vectors only every `check_every`-th chunk (1 to
+        255; 1: all of them).
 
         Raises:
             MissingError: no such directory, an unsealed dataset, or a shard that is gone.
@@ -74,7 +75,8 @@ class HiddenStatesDataset:
             )
         wanted = columns if columns is not None else tuple(known)
         self._columns: dict[str, Column] = {name: known[name] for name in wanted}
-        self._shards: dict[int, _Shard] = {}
+        self._check_every = check_every
+        self._shards: dict[int, Shard] = {}
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -102,9 +104,10 @@ class HiddenStatesDataset:
         """A truncated or missing shard is an error at open, not garbage in a batch."""
         for record in self.manifest.shards:
             file = self.path / record.file
-            if not file.is_file():
-                raise MissingError(f"{file}: shard is missing; copy the dataset again")
-            size = file.stat().st_size
+            try:
+                size = file.stat().st_size
+            except FileNotFoundError:
+                raise MissingError(f"{file}: shard is missing; copy the dataset again") from None
             if size != record.bytes:
                 raise DatasetError(
                     f"{file}: {size:,} bytes, the manifest says {record.bytes:,}: truncated or "
@@ -123,19 +126,17 @@ class HiddenStatesDataset:
 
     @cached_property
     def _index(self) -> pa.Table:
-        file = checked_file(self.path, INDEX, self.manifest)
-        try:
-            table = pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
-        except (pa.ArrowInvalid, OSError) as error:
-            raise DatasetError(f"{file}: damaged ({error}); copy it again") from None
-        rows = self.manifest.raw["totals"]["documents"]
-        if table.num_rows != rows:
-            raise DatasetError(f"{file}: {table.num_rows} documents, the manifest says {rows}")
+        data = mapped_file(self.path, INDEX, self.manifest)
+        table = pa.ipc.open_stream(data).read_all()
+        if table.num_rows != len(self):
+            raise DatasetError(
+                f"{self.path / INDEX}: {table.num_rows} documents, the manifest says {len(self)}"
+            )
         return table
 
     def _index_column(self, name: str) -> np.ndarray:
         chunks = self._index.column(name)
-        return np.concatenate([_numbers(chunk) for chunk in chunks.chunks] or [np.zeros(0, int)])
+        return numbers(chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks())
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -157,6 +158,10 @@ class HiddenStatesDataset:
         return self._index_column("shard"), self._index_column("row")
 
     @cached_property
+    def _checksums(self) -> np.ndarray | None:
+        return self._index_column("checksum") if self.manifest.has_checksums else None
+
+    @cached_property
     def id_array(self) -> pa.StringArray:
         """Content hash of every document, over the mapped index: no Python object per document."""
         chunks = self._index.column("doc_id")
@@ -173,41 +178,44 @@ class HiddenStatesDataset:
     def __getitem__(self, index: int) -> dict[str, Any]:
         """A document as fresh tensors (safe to modify), with `doc_id`, `source` and `turns`."""
         shard, row = self._locate(index)
-        out: dict[str, Any] = shard.texts(row)
-        count = shard.length(row)
+        place, count = shard.place(row), shard.length(row)
+        out: dict[str, Any] = shard.texts(place)
         for column in self._columns.values():
             if column.lossy or column.sparse:
                 values = torch.empty(count, column.width or 1, dtype=torch.bfloat16)
-                self._decode(shard, row, column, values)
+                self._decode(shard, place, column, values)
                 out[column.name] = values
             else:
-                out[column.name] = column.coder.decode(shard.part(column, row))
+                out[column.name] = column.coder.decode(shard.values(column, place))
         return out
 
     def read_into(
-        self, index: int, out: dict[str, Tensor], start: int = 0, length: int | None = None
+        self,
+        index: int,
+        out: Mapping[str, Tensor | CodedRows],
+        start: int = 0,
+        length: int | None = None,
     ) -> int:
         """Copy the first `length` tokens of a document into `out[column][start : start+length]`.
 
-        `out` tensors are CPU, [T] or [T, W], and set the dtype; columns not in `out` are not
-        touched. Gives the number of tokens written.
+        `out` tensors are CPU, [T] or [T, W], and set the dtype; lossy columns may be gathered in
+        `CodedRows` instead, to be decoded elsewhere. Columns not in `out` are not touched. Gives
+        the number of tokens written.
 
         Raises:
             DatasetError: a column that is not there, or a buffer that is too short.
         """
         shard, row = self._locate(index)
-        whole = int(self.lengths[index])
+        place, whole = shard.place(row), shard.length(row)
         count = whole if length is None else min(length, whole)
         stop = start + count
-        if shard.length(row) < count:
-            raise DatasetError(
-                f"{shard.file}: row {row} has {shard.length(row)} tokens, the index says "
-                f"{whole}; run `spec-data verify`"
-            )
         for name, buffer in out.items():
             column = self._columns.get(name)
             if column is None:
                 raise DatasetError(f"{self.path}: no column {name!r} to read; {self.columns}")
+            if isinstance(buffer, CodedRows):
+                self._gather(shard, place, column, buffer, start, count)
+                continue
             part = buffer[start:stop]
             if part.shape[0] != count:
                 raise DatasetError(
@@ -215,135 +223,84 @@ class HiddenStatesDataset:
                     f"{stop} of document {index}"
                 )
             if column.lossy or column.sparse:
-                self._decode(shard, row, column, part)
+                self._decode(shard, place, column, part)
             else:
-                column.coder.decode_into(shard.part(column, row)[:count], part)
+                column.coder.decode_into(shard.values(column, place)[:count], part)
         return count
 
-    def _decode(self, shard: "_Shard", row: int, column: Column, out: Tensor) -> None:
+    def _decode(self, shard: Shard, place: Place, column: Column, out: Tensor) -> None:
         """The first len(out) tokens of a lossy or sparse column; tokens without a row are zero."""
-        stored, lossy = shard.stored(column, row), column.lossy
+        stored, lossy = shard.stored(column, place), column.lossy
         tables = self.tables[column.name] if lossy else None
         if lossy and tables and not column.sparse:
             decode_rows(lossy, stored.cut(0, len(out)), tables, out)
             return
         first, done = 0, 0
-        for a, b in runs(shard.kept(row)[: len(out)]):
-            part, place = stored.cut(first, first + b - a), out[a:b]
+        for a, b in runs(shard.kept(place)[: len(out)]):
+            part, target = stored.cut(first, first + b - a), out[a:b]
             if lossy and tables:
-                decode_rows(lossy, part, tables, place)
+                decode_rows(lossy, part, tables, target)
             else:
-                column.coder.decode_into(part.values, place)
+                column.coder.decode_into(part.values, target)
             out[done:a] = 0
             first, done = first + b - a, b
         out[done:] = 0
 
-    def _locate(self, index: int) -> tuple["_Shard", int]:
+    def _gather(
+        self, shard: Shard, place: Place, column: Column, out: CodedRows, start: int, count: int
+    ) -> None:
+        """Rows of the first `count` tokens of a lossy column, as they are stored."""
+        tokens = np.flatnonzero(shard.kept(place)[:count]) if column.sparse else np.arange(count)
+        out.add(shard.stored(column, place).cut(0, len(tokens)), tokens + start)
+
+    def _locate(self, index: int) -> tuple[Shard, int]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
         shards, rows = self._places
-        number = int(shards[index])
+        return self.shard(int(shards[index])), int(rows[index])
+
+    def shard(self, number: int) -> Shard:
+        """Shard `number`, mapped at its first use.
+
+        Raises:
+            DatasetError: it is damaged, of another dataset, or in the place of another shard.
+        """
         if number not in self._shards:
-            self._shards[number] = _Shard(self.path, self.manifest, number)
-        return self._shards[number], int(rows[index])
-
-
-def _numbers(array: pa.Array) -> np.ndarray:
-    """Read-only view of an Arrow array of numbers; its `to_numpy` would import pandas: 0.5 s."""
-    kind = np.dtype(array.type.to_pandas_dtype())
-    if not len(array):
-        return np.zeros(0, kind)
-    values = np.frombuffer(array.buffers()[1], kind)
-    return values[array.offset : array.offset + len(array)]
-
-
-class _Shard:
-    """One mapped shard; numpy views of its record batches are made at first touch."""
-
-    def __init__(self, path: Path, manifest: Manifest, number: int) -> None:
-        self.record: ShardRecord = manifest.shards[number]
-        self.file = path / self.record.file
-        try:
-            stream = pa.ipc.open_stream(pa.memory_map(str(self.file)))
-            self.batches: list[pa.RecordBatch] = list(stream)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise DatasetError(f"{self.file}: damaged ({error}); copy it again") from None
-        if not stream.schema.equals(arrow_schema(manifest.columns), check_metadata=True):
-            raise DatasetError(
-                f"{self.file}: its columns are not those of the manifest; it belongs to another "
-                "dataset or release"
+            before = sum(record.rows for record in self.manifest.shards[:number])
+            rows = slice(before, before + self.manifest.shards[number].rows)
+            kept = self.supervised[rows] - (self.first_supervised[rows] == 0)
+            index = IndexRows(
+                rows.start, self.id_array[rows], self.lengths[rows], kept, self._checksums
             )
-        self.starts = [0, *itertools.accumulate(b.num_rows for b in self.batches)]
-        if self.starts[-1] != self.record.rows:
-            raise DatasetError(
-                f"{self.file}: {self.starts[-1]} documents, the manifest says {self.record.rows}"
-            )
-        self._views: dict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = {}
-
-    def _batch_of(self, row: int) -> tuple[int, int]:
-        batch = bisect.bisect_right(self.starts, row) - 1
-        return batch, row - self.starts[batch]
-
-    def texts(self, row: int) -> dict[str, Any]:
-        """doc_id, source and turns of a row."""
-        batch, local = self._batch_of(row)
-        return {
-            name: self.batches[batch].column(name)[local].as_py()
-            for name in ("doc_id", "source", "turns")
-        }
-
-    def length(self, row: int) -> int:
-        """Tokens of a document."""
-        return len(self.part(_MASK, row))
-
-    def kept(self, row: int) -> np.ndarray:
-        """Tokens that have a row in sparse columns, bool [T]."""
-        mask = self.part(_MASK, row)
-        return predicts_supervised(mask, np.array([0, len(mask)]))
-
-    def stored(self, column: Column, row: int) -> StoredRows:
-        """All parts of one document's column."""
-        batch, local = self._batch_of(row)
-        values = self._part(column, batch, local)
-        if column.lossy is None:
-            return StoredRows(values, values, _NO_ROWS, values)
-        rest = (column.scale_part, *column.escape_parts)
-        return StoredRows(values, *(self._part(part, batch, local) for part in rest))
-
-    def part(self, column: Column, row: int) -> np.ndarray:
-        """Stored values of one part of a document, [n] or [n, W]: a view of the mapped file."""
-        return self._part(column, *self._batch_of(row))
-
-    def _part(self, column: Column, batch: int, local: int) -> np.ndarray:
-        key = (batch, column.name)
-        found = self._views.get(key)
-        if found is None:
-            array = self.batches[batch].column(column.name)
-            values, width = array.values, column.stored_width
-            if width is not None:
-                values = values.values
-            flat = _numbers(values)
-            shaped = flat.reshape(-1, width) if width is not None else flat
-            found = self._views[key] = (_numbers(array.offsets), shaped)
-        offsets, view = found
-        return view[offsets[local] : offsets[local + 1]]
+            self._shards[number] = Shard(self.path, self.manifest, number, index, self._check_every)
+        return self._shards[number]
 
 
-def checked_file(directory: Path, name: str, manifest: Manifest) -> Path:
-    """Path of a small file of a dataset, whose checksum is the manifest's.
+def mapped_file(directory: Path, name: str, manifest: Manifest) -> pa.Buffer:
+    """The bytes of a small file of a dataset, mapped, when their checksum is the manifest's.
 
     Raises:
         MissingError: it is gone. DatasetError: it was changed.
     """
     file = directory / name
-    record = manifest.raw["files"].get(name)
+    record = manifest.raw["files"].get(name, {})
     if not file.is_file():
         raise MissingError(f"{file}: missing; copy the dataset again")
-    if record is None or sha256_file(file) != record["sha256"]:
-        raise DatasetError(
-            f"{file}: changed or damaged: its sha256 is not the manifest's; copy it again"
-        )
-    return file
+    if file.stat().st_size and file.stat().st_size == record.get("bytes"):
+        data = pa.memory_map(str(file)).read_buffer()
+        if manifest.has_checksums and xxh3_64_hexdigest(data) == record.get("xxh3"):
+            return data
+        if not manifest.has_checksums and sha256(data).hexdigest() == record.get("sha256"):
+            return data
+    raise DatasetError(
+        f"{file}: changed or damaged: its checksum is not the manifest's; copy it again"
+    )
+
+
+def checked_file(directory: Path, name: str, manifest: Manifest) -> Path:
+    """Path of a small file of a dataset, after `mapped_file` has passed it."""
+    mapped_file(directory, name, manifest)
+    return directory / name
 
 
 def load_head_tensors(dataset: str | Path) -> dict[str, Tensor]:

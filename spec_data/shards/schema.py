@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from spec_data.shards.checksums import CHECKSUMS
 from spec_data.shards.codecs import Codec, codec_named, lossy_codec
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError
 from spec_data.shards.files import sha256_json
@@ -22,7 +23,9 @@ from spec_data.shards.head import HeadSpec
 from spec_data.shards.lossy import LossyCodec
 
 FORMAT = "spec-data"
-FORMAT_VERSION = "1.0"
+FORMAT_VERSION = "1.1"
+_UNCHECKED = "1.0"  # has no checksums in its shards
+READ_VERSIONS = (_UNCHECKED, FORMAT_VERSION)
 LAYER_CONVENTION = "layer id k is the output of decoder block k, counted from 0"
 FINAL = "hidden.final"
 
@@ -176,7 +179,7 @@ def predicts_supervised(loss_mask: np.ndarray, offsets: np.ndarray) -> np.ndarra
     return kept
 
 
-def arrow_schema(columns: tuple[Column, ...]) -> pa.Schema:
+def arrow_schema(columns: tuple[Column, ...], version: str = FORMAT_VERSION) -> pa.Schema:
     """The schema of every shard of a dataset."""
     fields = [
         pa.field("doc_id", pa.string(), nullable=False),
@@ -184,7 +187,10 @@ def arrow_schema(columns: tuple[Column, ...]) -> pa.Schema:
         *(field for column in columns for field in column.fields()),
         pa.field("turns", TURNS_TYPE, nullable=False),
     ]
-    return pa.schema(fields, metadata={"spec-data": FORMAT_VERSION})
+    if version != _UNCHECKED:
+        kind = pa.list_(pa.field("item", pa.uint64(), nullable=False), len(fields))
+        fields.append(pa.field(CHECKSUMS, kind, nullable=False))
+    return pa.schema(fields, metadata={"spec-data": version})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,22 +203,25 @@ class ShardRecord:
     supervised: int
     bytes: int
     sha256: str
+    outline: str | None = None  # of a shard with checksums
 
 
 class Manifest:
     """manifest.json, validated. `raw` is the whole JSON; the properties are what code uses."""
 
     def __init__(self, raw: dict[str, Any], where: str) -> None:
-        """Check format, version and required parts of `raw`, read from `where`."""
+        """Check format, version, required parts and fingerprint of `raw`, read from `where`.
+
+        While a dataset is being sealed there is no fingerprint yet.
+        """
         self.raw = raw
         self.where = where
         if raw.get("format") != FORMAT:
             raise DatasetError(f"{where}: not a spec-data manifest (format {raw.get('format')!r})")
-        version = str(raw.get("format_version", ""))
-        if version.split(".")[0] != FORMAT_VERSION.split(".")[0]:
+        if raw.get("format_version") not in READ_VERSIONS:
             raise DatasetError(
-                f"{where}: format version {version or '(none)'}, this release reads "
-                f"{FORMAT_VERSION}; install the spec-data release that wrote it"
+                f"{where}: format version {raw.get('format_version', '(none)')}, this release "
+                f"reads {' and '.join(READ_VERSIONS)}; install the spec-data release that wrote it"
             )
         missing = [k for k in _REQUIRED if k not in raw]
         if missing:
@@ -237,7 +246,20 @@ class Manifest:
             raise DatasetError(f"{path}: not valid JSON ({error}); restore it") from None
         if not isinstance(raw, dict):
             raise DatasetError(f"{path}: not a spec-data manifest (a JSON {type(raw).__name__})")
-        return cls(raw, str(path))
+        manifest = cls(raw, str(path))
+        if "fingerprint" not in raw:
+            raise DatasetError(f"{path}: it has no fingerprint, so it was edited; restore it")
+        return manifest
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether shards hold a checksum of every field of a row."""
+        return bool(self.raw["format_version"] != _UNCHECKED)
+
+    @cached_property
+    def arrow_schema(self) -> pa.Schema:
+        """The schema of every shard."""
+        return arrow_schema(self.columns, self.raw["format_version"])
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from spec_data.shards.checksums import row_checksums
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import (
     dump_json,
@@ -19,9 +20,10 @@ from spec_data.shards.files import (
     sha256_file,
     temporary_name,
     write_atomically,
+    xxh3_file,
 )
 from spec_data.shards.reader import INDEX, MANIFEST
-from spec_data.shards.schema import Manifest, ShardRecord, arrow_schema, fingerprint
+from spec_data.shards.schema import Manifest, ShardRecord, fingerprint
 
 INDEX_SCHEMA = pa.schema(
     [
@@ -31,6 +33,7 @@ INDEX_SCHEMA = pa.schema(
             pa.field(name, pa.int32(), nullable=False)
             for name in ("shard", "row", "tokens", "supervised", "first_supervised")
         ),
+        pa.field("checksum", pa.uint64(), nullable=False),
     ]
 )
 
@@ -91,11 +94,12 @@ def target_file_names(directory: Path) -> list[str]:
 
 
 def file_records(directory: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Size and checksum of small files of a dataset, by name."""
+    """Size and checksums of small files of a dataset, by name."""
     return {
         name: {
             "bytes": (directory / name).stat().st_size,
             "sha256": sha256_file(directory / name),
+            "xxh3": xxh3_file(directory / name),
         }
         for name in names
     }
@@ -136,12 +140,13 @@ def _write_index(directory: Path, manifest: Manifest) -> None:
 def _index_rows(file: Path, number: int, manifest: Manifest) -> dict[str, pa.Array]:
     """The index rows of one shard, from its own columns (states are not touched)."""
     stream = pa.ipc.open_stream(pa.memory_map(str(file)))
-    if not stream.schema.equals(arrow_schema(manifest.columns), check_metadata=True):
+    if not stream.schema.equals(manifest.arrow_schema, check_metadata=True):
         raise DatasetError(f"{file}: its columns are not those of this dataset")
-    ids, sources, tokens, supervised, first = [], [], [], [], []
+    ids, sources, tokens, supervised, first, sums = [], [], [], [], [], []
     for batch in stream:
         ids.append(batch.column("doc_id"))
         sources.append(batch.column("source"))
+        sums.append(row_checksums(batch))
         masks = batch.column("loss_mask")
         offsets, values = masks.offsets.to_numpy(), masks.values.to_numpy()
         lengths = np.diff(offsets)
@@ -160,6 +165,7 @@ def _index_rows(file: Path, number: int, manifest: Manifest) -> dict[str, pa.Arr
         "tokens": pa.array(np.concatenate(tokens).astype(np.int32)),
         "supervised": pa.array(np.concatenate(supervised).astype(np.int32)),
         "first_supervised": pa.array(np.concatenate(first).astype(np.int32)),
+        "checksum": pa.array(np.concatenate(sums)),
     }
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from spec_data.shards.checksums import CHECKSUMS, chunk_checksums, read_batches
 from spec_data.shards.files import replace_durably, temporary_name
 from spec_data.shards.schema import Column, ShardRecord, arrow_schema, predicts_supervised
 
@@ -116,8 +117,13 @@ class UnitData:
         return out
 
 
-def record_batches(unit: UnitData, columns: tuple[Column, ...]) -> Iterator[pa.RecordBatch]:
-    """Cut a unit into record batches; token arrays are wrapped, never copied."""
+def record_batches(
+    unit: UnitData, columns: tuple[Column, ...], hashed: bool = True
+) -> Iterator[pa.RecordBatch]:
+    """Cut a unit into record batches; token arrays are wrapped, never copied.
+
+    Without `hashed`, for the sake of their size, checksums are zero.
+    """
     schema = arrow_schema(columns)
     per_token = sum(c.bytes_per_token for c in columns)
     rows = len(unit.doc_ids)
@@ -137,6 +143,9 @@ def record_batches(unit: UnitData, columns: tuple[Column, ...]) -> Iterator[pa.R
             *(a for c in columns for a in _column_arrays(c, unit, first, last, schema)),
             pa.array(turns, schema.field("turns").type),
         ]
+        count = (last - first) * len(arrays)
+        sums = chunk_checksums(arrays).ravel() if hashed else np.zeros(count, np.uint64)
+        arrays.append(pa.FixedSizeListArray.from_arrays(sums, type=schema.field(CHECKSUMS).type))
         yield pa.RecordBatch.from_arrays(arrays, schema=schema)
         first = last
 
@@ -177,7 +186,7 @@ def shard_bytes(unit: UnitData, columns: tuple[Column, ...]) -> int:
     """
     sink = pa.MockOutputStream()
     with pa.ipc.new_stream(sink, arrow_schema(columns)) as stream:
-        for batch in record_batches(unit, columns):
+        for batch in record_batches(unit, columns, hashed=False):
             stream.write_batch(batch)
     return sink.size()
 
@@ -236,6 +245,7 @@ def write_shard(path: Path, unit: UnitData, columns: tuple[Column, ...]) -> Shar
                 stream.write_batch(batch)
         sink.close()
         file.close()
+        outline = read_batches(temporary)[2]
         replace_durably(temporary, path)
     except BaseException:
         file.file.close()
@@ -248,4 +258,5 @@ def write_shard(path: Path, unit: UnitData, columns: tuple[Column, ...]) -> Shar
         supervised=int(unit.tokens["loss_mask"].sum(dtype=np.int64)),
         bytes=file.size,
         sha256=file.digest.hexdigest(),
+        outline=outline,
     )

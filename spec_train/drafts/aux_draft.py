@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from spec_data.shards.errors import DatasetError, DraftError
 from spec_data.shards.schema import FINAL, SUPERVISED, Manifest, layer_column
-from spec_train.drafts.eagle3_config import Eagle3Config, special_ids
+from spec_train.drafts.eagle3_config import Eagle3Config
 from spec_train.drafts.layers import RMSNorm, Rotary
+from spec_train.drafts.shape import special_ids
 from spec_train.exports.files import DraftFiles, check_tensors, read_files, write_files
 from spec_train.head import TargetHead, choose_draft_vocabulary
 from spec_train.origin import origin_of, require_same_embedding, weights_warning
@@ -173,7 +174,7 @@ class AuxDraft(nn.Module):
             options=options,
             dtype=manifest.target.get("dtype"),
             origin=origin_of(manifest),
-            **cls.own_settings(options, target_config, vocab, token_counts),
+            **cls.own_settings(options, target_config, manifest, head, token_counts),
         )
         if config.hidden_size != head.spec.hidden_size:
             raise DraftError(
@@ -192,7 +193,12 @@ class AuxDraft(nn.Module):
 
     @classmethod
     def own_settings(
-        cls, options: Any, target_config: dict[str, Any], vocab_size: int, counts: Tensor | None
+        cls,
+        options: Any,
+        target_config: dict[str, Any],
+        manifest: Manifest,
+        head: TargetHead,
+        counts: Tensor | None,
     ) -> dict[str, Any]:
         """Fields of the config that only this kind of draft has."""
         return {}

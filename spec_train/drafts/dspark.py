@@ -14,13 +14,13 @@ from spec_train.drafts.aux_draft import LOGITS
 from spec_train.drafts.dspark_blocks import Blocks, expected_weights, sample_blocks
 from spec_train.drafts.dspark_config import DSparkConfig
 from spec_train.drafts.dspark_loss import blocks_loss, draft_weights, dspark_loss, learnable
-from spec_train.drafts.dspark_mask import check_mask_token, choose_mask_token
 from spec_train.drafts.dspark_metrics import summarise_blocks
 from spec_train.drafts.dspark_model import DSparkModel
 from spec_train.drafts.dspark_serving import BlockDrafter, block_chains
-from spec_train.drafts.eagle3_config import special_ids, text_config
 from spec_train.drafts.eagle3_loss import head_teacher, logits_teacher
+from spec_train.drafts.mask_token import settle_mask_token
 from spec_train.drafts.protocol import DraftLoss
+from spec_train.drafts.shape import special_ids
 from spec_train.head import TargetHead, choose_draft_vocabulary
 from spec_train.options import BlockOptions, DFlashOptions, DSparkOptions
 from spec_train.origin import origin_of, require_same_embedding, weights_warning
@@ -74,12 +74,7 @@ class DSparkDraft(DSparkModel):
         cls.check_data(options, manifest)
         vocab = head.spec.vocab_size
         size = min(options.draft_vocab_size or vocab, vocab)
-        mask = options.mask_token_id
-        if mask < 0:
-            tables = {**text_config(target_config), **target_config}
-            folder = Path(manifest.where).parent / "target"
-            mask = choose_mask_token(folder, tables, head.embed_weight, token_counts)
-        check_mask_token(mask, head.embed_weight)
+        mask = settle_mask_token(options.mask_token_id, target_config, manifest, head, token_counts)
         config = DSparkConfig.from_target(
             target_config,
             layers=options.layer_ids(manifest.layers),

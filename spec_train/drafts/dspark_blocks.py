@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.packing import PADDING, shift_left
-from spec_train.attend import Attending
+from spec_train.drafts.dspark_attend import block_attending
 from spec_train.drafts.dspark_model import Context, DSparkModel
 from spec_train.drafts.eagle3_unroll import document_lengths, document_offsets
-from spec_train.masks import block_mask
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,8 @@ def block_states(
     if draft.rotary.limit is not None:
         lengths = document_lengths(document_ids).gather(1, anchors)[..., None].expand(shape)
         lengths = lengths.flatten(1)
-    mask = block_mask(document_ids, anchors, blocks.kept, size)
-    attending = Attending.prepare(mask, config.head_dim, draft.attention_backend)
+    attending = block_attending(
+        document_ids, anchors, blocks.kept, size, config.head_dim, draft.attention_backend
+    )
     states = draft.forward_blocks(ids.flatten(1), positions.flatten(1), context, attending, lengths)
     return states.unflatten(1, (anchors.shape[1], size))[:, :, config.first :]

@@ -13,14 +13,14 @@ from typing import Any
 from spec_data.config import from_dict, to_dict
 from spec_data.shards.errors import DraftError
 from spec_data.shards.schema import LAYER_CONVENTION
-from spec_train.drafts.eagle3_config import Eagle3Config, text_config
 from spec_train.drafts.layers import LayerShape, RopeSettings
-from spec_train.options import BlockOptions, DFlashOptions, DSparkOptions, Eagle3Options
+from spec_train.drafts.registry import resolve_dspark_draft_spec, target_architectures
+from spec_train.drafts.shape import target_dtype, token_ids, warn_of_last_layer
+from spec_train.options import BlockOptions, DFlashOptions, DSparkOptions
 
 DSPARK, DFLASH = "Qwen3DSparkModel", "DFlashDraftModel"
 OPTIONS: dict[str, type[BlockOptions]] = {"dspark": DSparkOptions, "dflash": DFlashOptions}
 _OWN = ("layers", "token_ids", "origin")  # not keys of config.json under these names
-_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,36 +66,28 @@ class DSparkConfig:
     ) -> "DSparkConfig":
         """Derive a draft's configuration from the target's config.json and `BlockOptions`.
 
-        What a draft takes from its target (sizes, heads, rope, tokens, the warning about the last
-        block) is the same for every kind of draft, so `Eagle3Config` reads it.
-
         Raises:
-            DraftError: the config lacks a size, or a number does not fit.
+            DraftError: a family that no draft is registered for, a config without its sizes, or a
+                number that does not fit.
         """
-        shape = Eagle3Config.from_target(
-            target_config,
-            layers=layers,
-            vocab_size=vocab_size,
-            draft_vocab_size=draft_vocab_size,
-            options=Eagle3Options(),
-            dtype=dtype,
-            origin=origin,
-        )
-        shared = {f.name for f in dataclasses.fields(cls)} & {
-            f.name for f in dataclasses.fields(shape)
-        }
-        text = text_config(target_config)
-        blocks = text.get("num_hidden_layers") or text.get("n_layer")
-        if not blocks:
-            raise DraftError("the target's config.json has no num_hidden_layers")
+        spec = resolve_dspark_draft_spec(target_architectures(target_config))
+        shape = spec.shape(target_config)
+        warn_of_last_layer(layers, shape.num_hidden_layers)
         if not 0 <= mask_token_id < vocab_size:
             raise DraftError(
                 f"mask_token_id = {mask_token_id}: the target's vocabulary has {vocab_size} tokens"
             )
         return cls(
-            **{name: getattr(shape, name) for name in shared},
+            **shape.of_draft(),
+            target_hidden_size=shape.hidden_size,
+            vocab_size=vocab_size,
+            draft_vocab_size=draft_vocab_size,
+            layers=layers,
+            dtype=target_dtype(target_config) or dtype or "bfloat16",
+            token_ids=token_ids(target_config),
+            origin=origin or {},
             num_hidden_layers=options.num_draft_layers,
-            num_target_layers=blocks,
+            num_target_layers=shape.num_hidden_layers,
             block_size=options.block_size,
             mask_token_id=mask_token_id,
             sample_from_anchor=options.layout == "anchor",
@@ -207,7 +199,7 @@ class DSparkConfig:
         config = cls(
             **{name: raw[name] for name in names},
             layers=tuple(own["layers"]),
-            token_ids={key: raw[key] for key in _TOKEN_KEYS if raw.get(key) is not None},
+            token_ids=token_ids(raw),
             origin=own.get("origin") or {},
         )
         return config, own["draft"], from_dict(OPTIONS[own["draft"]], own["options"], where=where)

@@ -6,17 +6,16 @@ The configuration file is the one every engine reads: `architectures`, both keys
 """
 
 import dataclasses
-import logging
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from spec_data.config import from_dict, to_dict
 from spec_data.shards.errors import DraftError
 from spec_data.shards.schema import LAYER_CONVENTION
-from spec_train.drafts.layers import RopeSettings, rope_parameters
+from spec_train.drafts.layers import RopeSettings
+from spec_train.drafts.registry import resolve_eagle3_draft_spec, target_architectures
+from spec_train.drafts.shape import target_dtype, token_ids, warn_of_last_layer
 from spec_train.options import Eagle3Options
-
-log = logging.getLogger(__name__)
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 SLOTS = ("serving", "shifted")
@@ -68,47 +67,21 @@ class Eagle3Config:
         tells the target and its prompts from others; `own` are fields that a subclass adds.
 
         Raises:
-            DraftError: the config lacks a size, or its heads do not divide.
+            DraftError: a family that no draft is registered for, or a config without its sizes.
         """
-        text = text_config(target_config)
-        hidden = _size(text, "hidden_size", "n_embd", "d_model")
-        heads = _size(text, "num_attention_heads", "n_head")
-        kv_heads = text.get("num_key_value_heads") or heads
-        if heads % kv_heads:
-            raise DraftError(f"target config: {heads} heads are no multiple of {kv_heads} kv heads")
-        limit = _size(text, "max_position_embeddings", "n_positions")
-        blocks = text.get("num_hidden_layers") or text.get("n_layer")
-        if blocks and layers and layers[-1] >= blocks - 1:
-            log.warning(
-                "layer %d is the target's last block: engines disagree on what its output is "
-                "(before or after the final norm); drafts for serving should not use it",
-                layers[-1],
-            )
-        eps = next(
-            (
-                text[k]
-                for k in ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
-                if k in text
-            ),
-            1e-6,
-        )
+        architectures = target_architectures(target_config)
+        shape = resolve_eagle3_draft_spec(architectures).shape(target_config)
+        warn_of_last_layer(layers, shape.num_hidden_layers)
         return cls(
-            hidden_size=hidden,
-            target_hidden_size=hidden,
-            intermediate_size=text.get("intermediate_size") or text.get("n_inner") or 4 * hidden,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=text.get("head_dim") or hidden // heads,
-            rms_norm_eps=eps,
-            max_position_embeddings=limit,
+            **shape.of_draft(),
+            target_hidden_size=shape.hidden_size,
             vocab_size=vocab_size,
             draft_vocab_size=draft_vocab_size,
             layers=layers,
-            rope_parameters=rope_parameters(text | {"max_position_embeddings": limit}),
             dtype=target_dtype(target_config) or dtype or "bfloat16",
             fc_norm=options.fc_norm,
             norm_output=options.norm_output,
-            token_ids=_token_ids(target_config),
+            token_ids=token_ids(target_config),
             origin=origin or {},
             **own,
         )
@@ -185,44 +158,7 @@ class Eagle3Config:
         config = cls(
             **{name: raw[name] for name in names},
             layers=tuple(own["layers"]),
-            token_ids=_token_ids(raw),
+            token_ids=token_ids(raw),
             origin=own.get("origin") or {},
         )
         return config, from_dict(cls.options_class, own["options"], where=where)
-
-
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The language model's part of a target's config (multimodal targets nest it)."""
-    nested = config.get("text_config")
-    return nested if isinstance(nested, dict) else config
-
-
-def target_dtype(config: dict[str, Any]) -> str | None:
-    """Name of the target's element type; None where the config does not say."""
-    for table in (config, text_config(config)):
-        for key in ("dtype", "torch_dtype"):
-            if isinstance(table.get(key), str):
-                return str(table[key]).removeprefix("torch.")
-    return None
-
-
-def special_ids(config: dict[str, Any]) -> list[int]:
-    """Ids of the special tokens that a target's config names; a draft can always propose them."""
-    values = _token_ids(config).values()
-    return [i for value in values for i in (value if isinstance(value, list) else [value])]
-
-
-def _token_ids(config: dict[str, Any]) -> dict[str, Any]:
-    tables = (text_config(config), config)
-    found = {key: table[key] for table in tables for key in _TOKEN_KEYS if key in table}
-    return {key: value for key, value in found.items() if value is not None}
-
-
-_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
-def _size(config: dict[str, Any], *names: str) -> int:
-    for name in names:
-        if isinstance(config.get(name), int):
-            return config[name]
-    raise DraftError(f"the target's config.json has no {names[0]}; cannot shape a draft for it")

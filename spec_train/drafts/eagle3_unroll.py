@@ -14,13 +14,7 @@ from torch import Tensor
 
 from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import PADDING, shift_left
-from spec_train.attention import (
-    active_mask,
-    default_backend,
-    prepare_mask,
-    repeat_heads,
-    unrolled_attention,
-)
+from spec_train.attention import Queries, default_backend, repeat_heads, unrolled_attention
 from spec_train.drafts.eagle3_config import SLOTS
 from spec_train.drafts.eagle3_model import Eagle3Model
 
@@ -61,16 +55,19 @@ class Unroll:
         cos, sin = draft.rotary.cos_sin(position_ids, lengths, features.dtype)
         u = draft.midlayer.inputs(draft.embed(input_ids), features)
         k0, v0 = attention.keys_values(u, cos, sin)
-        heads = draft.config.num_attention_heads
-        self._k0, self._v0 = repeat_heads(k0, heads), repeat_heads(v0, heads)
-        self._backend = draft.attention_backend
-        if self._backend == "auto":
-            self._backend = default_backend(k0.device.type, k0.dtype, k0.shape[-1])
-        self._mask = prepare_mask(active_mask(document_ids, active), self._backend, k0.dtype)
+        backend = draft.attention_backend
+        if backend == "auto":
+            backend = default_backend(k0.device.type, k0.dtype, k0.shape[-1])
+        slots = torch.arange(document_ids.shape[1], device=active.device)
+        first = (slots - document_offsets(document_ids)).gather(1, active)
+        self._queries = Queries.prepare(first, active, document_ids.shape[1], backend)
+        if backend != "flex":  # once for all steps
+            heads = draft.config.num_attention_heads
+            k0, v0 = repeat_heads(k0, heads), repeat_heads(v0, heads)
+        self._k0, self._v0 = k0, v0
         self._positions = position_ids.gather(1, active)
         self._first: Tensor | None = gather_slots(u, active)
-        self._diag_k: list[Tensor] = []
-        self._diag_v: list[Tensor] = []
+        self._diagonal: list[tuple[Tensor, Tensor]] = []
         self._steps = 0
         self.carried = gather_slots(features, active)
 
@@ -87,31 +84,19 @@ class Unroll:
             u, self._first = self._first, None
         else:
             u = layer.inputs(self.draft.embed(token_ids), self.carried)
-            k, v = attention.keys_values(u, cos, sin)
-            heads = self.draft.config.num_attention_heads
-            self._diag_k.append(repeat_heads(k, heads))
-            self._diag_v.append(repeat_heads(v, heads))
+            self._diagonal.append(attention.keys_values(u, cos, sin))
         q = attention.queries(u, cos, sin)
         out = unrolled_attention(
             q,
             self._k0,
             self._v0,
-            _stack(self._diag_k, q),
-            _stack(self._diag_v, q),
-            self._mask,
+            self._diagonal,
+            self._queries,
             attention.scale,
-            self._backend,
         )
         self.carried = self.draft.feedback(layer.outputs(self.carried, out))
         self._steps += 1
         return self.carried
-
-
-def _stack(parts: list[Tensor], like: Tensor) -> Tensor:
-    """[B, h, A, d] per step -> [B, h, s, A, d]."""
-    if parts:
-        return torch.stack(parts, dim=2)
-    return like.new_zeros(like.shape[0], like.shape[1], 0, *like.shape[2:])
 
 
 def gather_slots(x: Tensor, active: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 What the engines read (vLLM's and SGLang's `llama_eagle.py`, SafeAILab's `cnets1.py`): `fc.weight`
 [H, 2H] over [embedding ; state], the embedding first; `layers.N.*` of plain Llama layers of which
 the first has **no** `input_layernorm`; no final norm; the target's own embedding and head.
-`architectures` is vLLM's name.
+`architectures` is vLLM's name; run with vLLM 0.32, drafts of one and of two layers are loaded as
+they are and every round accepts what `spec_train.decode` accepts.
 
 The bias of `fc` is where they differ. SafeAILab's loader makes one unless config.json says
 `"bias": false`, vLLM has none and refuses a file with one, SGLang always has one and leaves it at
@@ -17,13 +18,13 @@ from typing import Any
 
 from spec_data.config import from_dict, to_dict
 from spec_data.shards.errors import DraftError
-from spec_train.drafts.eagle3_config import Eagle3Config
 from spec_train.drafts.layers import LayerShape, RopeSettings
-from spec_train.options import Eagle3Options, EagleOptions
+from spec_train.drafts.registry import resolve_eagle1_draft_spec, target_architectures
+from spec_train.drafts.shape import target_dtype, token_ids
+from spec_train.options import EagleOptions
 
 ARCHITECTURE = "EagleLlamaForCausalLM"
 _OWN = ("origin", "token_ids")  # not keys of config.json under these names
-_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,26 +55,23 @@ class EagleConfig:
         dtype: str | None = None,
         origin: dict[str, Any] | None = None,
     ) -> "EagleConfig":
-        """Derive a draft's configuration from the target's config.json, as EAGLE-3's is.
+        """Derive a draft's configuration from the target's config.json.
 
         `dtype` is the target's element type if the config does not name it; `origin` is what else
         tells the target and its prompts from others.
 
         Raises:
-            DraftError: the config lacks a size, or its heads do not divide.
+            DraftError: a family that no draft is registered for, or a config without its sizes.
         """
-        same = Eagle3Config.from_target(
-            target_config,
-            layers=(),
+        spec = resolve_eagle1_draft_spec(target_architectures(target_config))
+        return cls(
+            **spec.shape(target_config).of_draft(),
+            num_hidden_layers=options.num_layers,
             vocab_size=vocab_size,
-            draft_vocab_size=vocab_size,
-            options=Eagle3Options(),
-            dtype=dtype,
-            origin=origin,
+            dtype=target_dtype(target_config) or dtype or "bfloat16",
+            token_ids=token_ids(target_config),
+            origin=origin or {},
         )
-        names = [f.name for f in dataclasses.fields(cls) if f.name != "num_hidden_layers"]
-        shape = {name: getattr(same, name) for name in names}
-        return cls(**shape, num_hidden_layers=options.num_layers)
 
     @property
     def target_hidden_size(self) -> int:
@@ -150,7 +148,7 @@ class EagleConfig:
             raise DraftError(f"{where}: lacks {', '.join(missing)}; it was edited or damaged")
         config = cls(
             **{name: raw[name] for name in names},
-            token_ids={key: raw[key] for key in _TOKEN_KEYS if key in raw},
+            token_ids=token_ids(raw),
             origin=own.get("origin") or {},
         )
         return config, from_dict(EagleOptions, own["options"], where=where)

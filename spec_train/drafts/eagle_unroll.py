@@ -14,18 +14,10 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.packing import shift_left
-from spec_train.attend import Attending
-from spec_train.attention import (
-    PreparedMask,
-    active_mask,
-    default_backend,
-    prepare_mask,
-    unrolled_attention,
-)
-from spec_train.drafts.eagle3_unroll import document_lengths
+from spec_train.attention import Queries, default_backend, unrolled_attention
+from spec_train.drafts.eagle3_unroll import document_lengths, document_offsets
 from spec_train.drafts.eagle_model import EagleModel
 from spec_train.head import TargetHead
-from spec_train.masks import causal_mask
 
 if TYPE_CHECKING:
     from spec_train.batch import DraftBatch
@@ -36,22 +28,17 @@ _ROWS = 512  # of logits that exist at a time
 class _Steps:
     """Attention of one layer over the steps: keeps step 0's keys, and a diagonal per later step."""
 
-    def __init__(self, scale: float) -> None:
-        self._scale = scale
+    def __init__(self, queries: Queries, scale: float) -> None:
+        self._queries, self._scale = queries, scale
         self._first: tuple[Tensor, Tensor] | None = None
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
+        self._diagonal: list[tuple[Tensor, Tensor]] = []
 
-    def first(self, q: Tensor, k: Tensor, v: Tensor, attending: Attending) -> Tensor:
-        self._first = k, v
-        return attending(q, k, v, self._scale)
-
-    def later(self, q: Tensor, k: Tensor, v: Tensor, mask: PreparedMask, backend: str) -> Tensor:
-        assert self._first is not None
-        self._keys.append(k)
-        self._values.append(v)
-        diagonals = torch.stack(self._keys, dim=2), torch.stack(self._values, dim=2)
-        return unrolled_attention(q, *self._first, *diagonals, mask, self._scale, backend)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self._first is None:
+            self._first = k, v
+        else:
+            self._diagonal.append((k, v))
+        return unrolled_attention(q, *self._first, self._diagonal, self._queries, self._scale)
 
 
 class EagleUnroll:
@@ -68,12 +55,18 @@ class EagleUnroll:
             document_ids, position_ids: int64 [B, T].
         """
         self.draft = draft
-        self._document_ids, self._positions = document_ids, position_ids
+        self._positions = position_ids
         self._lengths = document_lengths(document_ids) if draft.rotary.limit is not None else None
-        self._layers = [_Steps(draft.scale) for _ in draft.layers]
-        self._later: tuple[PreparedMask, str] | None = None
-        self._steps = 0
         self.carried = draft.cast(states)
+        backend = draft.attention_backend
+        if backend == "auto":
+            kind = self.carried.device.type, self.carried.dtype, draft.config.head_dim
+            backend = default_backend(*kind)
+        every = torch.arange(document_ids.shape[1], device=document_ids.device)
+        first = every - document_offsets(document_ids)
+        queries = Queries.prepare(first, every.expand_as(first), len(every), backend)
+        self._layers = [_Steps(queries, draft.scale) for _ in draft.layers]
+        self._steps = 0
 
     def advance(self, token_ids: Tensor) -> Tensor:
         """Run the next step on its known tokens [B, T]; gives predicted states [B, T, H]."""
@@ -81,25 +74,11 @@ class EagleUnroll:
         positions = self._positions + self._steps
         cos, sin = draft.rotary.cos_sin(positions, self._lengths, self.carried.dtype)
         x = draft.fuse(token_ids, self.carried)
-        if self._steps == 0:
-            mask = causal_mask(self._document_ids)
-            attending = Attending.prepare(mask, draft.config.head_dim, draft.attention_backend)
-            for layer, steps in zip(draft.layers, self._layers, strict=True):
-                x = layer(x, cos, sin, lambda q, k, v, s=steps: s.first(q, k, v, attending))
-        else:
-            later = self._later = self._later or self._prepare_later(x.dtype)
-            for layer, steps in zip(draft.layers, self._layers, strict=True):
-                x = layer(x, cos, sin, lambda q, k, v, s=steps: s.later(q, k, v, *later))
+        for layer, steps in zip(draft.layers, self._layers, strict=True):
+            x = layer(x, cos, sin, steps)
         self._steps += 1
         self.carried = x
         return x
-
-    def _prepare_later(self, dtype: torch.dtype) -> tuple[PreparedMask, str]:
-        """Mask and back end of the steps after the first: every slot is a query."""
-        ids = self._document_ids
-        backend = default_backend(ids.device.type, dtype, self.draft.config.head_dim)
-        every = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        return prepare_mask(active_mask(ids, every), backend, dtype), backend
 
 
 @torch.no_grad()

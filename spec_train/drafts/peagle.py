@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.packing import shift_left
+from spec_data.shards.schema import Manifest
 from spec_train.drafts.aux_batch import slots_of, teacher_of
 from spec_train.drafts.eagle3_loss import Frame
 from spec_train.drafts.eagle3_unroll import document_offsets
-from spec_train.drafts.peagle_config import PeagleConfig, choose_mask_token
+from spec_train.drafts.mask_token import settle_mask_token
+from spec_train.drafts.peagle_config import PeagleConfig
 from spec_train.drafts.peagle_loss import element_masks, parallel_loss, peagle_loss
 from spec_train.drafts.peagle_model import PeagleModel
 from spec_train.drafts.peagle_sampling import Draws, cod_sample
@@ -38,11 +40,12 @@ class PeagleDraft(PeagleModel):
         cls,
         options: PeagleOptions,
         target_config: dict[str, Any],
-        vocab_size: int,
+        manifest: Manifest,
+        head: TargetHead,
         counts: Tensor | None,
     ) -> dict[str, Any]:
         """Number of layers, and the mask token."""
-        token = choose_mask_token(options.mask_token_id, target_config, vocab_size, counts)
+        token = settle_mask_token(options.mask_token_id, target_config, manifest, head, counts)
         return {"num_hidden_layers": options.draft_layers, "mask_token_id": token}
 
     @property

@@ -1,21 +1,19 @@
 """Configuration of a P-EAGLE draft: an EAGLE-3 configuration with more layers and a mask token.
 
 config.json is vLLM's flat form (`method: eagle3` with `parallel_drafting: true`): no other engine
-drafts in parallel. The architecture has a name of its own, so that nobody takes the draft for an
-EAGLE-3 and feeds it its own states. Both keys for the mask token are written: vLLM reads the first
-it finds, and older releases know only the second.
+drafts in parallel. Of the two names that vLLM takes there for a Llama draft (it puts "Eagle3" in
+front of any other, PeagleLlamaForCausalLM too, and then knows none), this is the one that EAGLE-3
+drafts of this project do not have, nor SGLang, which would feed the draft its own states. Both keys
+for the mask token are written: vLLM reads the first it finds, older releases know only the second.
 """
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor
-
-from spec_data.shards.errors import DraftError
-from spec_train.drafts.eagle3_config import Eagle3Config, special_ids, text_config
+from spec_train.drafts.eagle3_config import Eagle3Config
 from spec_train.options import PeagleOptions
 
-ARCHITECTURE = "PeagleLlamaForCausalLM"
+ARCHITECTURE = "Eagle3LlamaForCausalLM"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,35 +32,3 @@ class PeagleConfig(Eagle3Config):
         out = super().to_json(options)
         out["ptd_token_id"] = self.mask_token_id
         return out
-
-
-def choose_mask_token(
-    wanted: int, target_config: dict[str, Any], vocab_size: int, counts: Tensor | None
-) -> int:
-    """The token whose embedding the rows with an unknown token get.
-
-    Any row of the frozen embedding will do that no answer uses: what these rows mean is learned in
-    `mask_hidden`. So by default the target's pad token, if it is no other special token as well;
-    else the highest id that is no supervised token of the data: vocabularies end in reserved tokens
-    or in the padding of the embedding.
-
-    Args:
-        wanted: the option; -1: choose.
-        target_config: the target's config.json.
-        vocab_size: V.
-        counts: supervised tokens by id, int64 [V]; None: unknown.
-
-    Raises:
-        DraftError: `wanted` is not in the vocabulary.
-    """
-    if wanted >= vocab_size:
-        raise DraftError(f"mask_token_id = {wanted}: the target's vocabulary has {vocab_size}")
-    if wanted >= 0:
-        return wanted
-    special = special_ids(target_config)
-    tables = (text_config(target_config), target_config)
-    pads = [t["pad_token_id"] for t in tables if isinstance(t.get("pad_token_id"), int)]
-    if pads and 0 <= pads[-1] < vocab_size and special.count(pads[-1]) == 1:
-        return pads[-1]
-    free = (i for i in reversed(range(vocab_size)) if counts is None or not counts[i])
-    return next((i for i in free if i not in special), vocab_size - 1)

@@ -11,9 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from spec_data.cli import main
 from spec_data.options import VerifyConfig
+from spec_data.shards.checksums import CHECKSUMS, chunk_checksums, row_checksums
 from spec_data.shards.errors import SpecDataError
 from spec_data.shards.files import sha256_file
 from spec_data.shards.schema import fingerprint
+from spec_data.shards.seal import file_records
 from spec_data.verify import verify
 from tests.spec_data.runs import run, save_target, write_corpus
 
@@ -39,7 +41,7 @@ def failures(data: Path, capsys, **changes) -> str:
 def test_whole_data_passes(data, target, capsys):
     out = failures(data, capsys, target=str(target), samples=5)
     assert "FAIL" not in out
-    assert out.count("ok ") == 5, out
+    assert out.count("ok ") == 6, out
 
 
 @pytest.mark.parametrize("supervision", ["topk:3", "logits"])
@@ -70,9 +72,21 @@ def rewrite(data: Path, shard: int, column: str, change) -> None:
     changed = view.copy()
     change(changed, batch.column(column).offsets.to_numpy())
     raw[start : start + changed.nbytes] = changed.tobytes()
+    sums = batch.column(CHECKSUMS).values.buffers()[1]
+    start, found = sums.address - pa.py_buffer(raw).address, chunk_checksums(batch.columns[:-1])
+    raw[start : start + found.nbytes] = found.tobytes()
     file.write_bytes(raw)
     manifest = json.loads((data / "manifest.json").read_text())
     manifest["shards"][shard]["sha256"] = sha256_file(file)
+    index = pa.ipc.open_stream(pa.py_buffer((data / "index.arrow").read_bytes())).read_all()
+    sums = index.column("checksum").to_numpy().copy()
+    (batch,) = pa.ipc.open_stream(pa.py_buffer(raw))
+    sums[index.column("shard").to_numpy() == shard] = row_checksums(batch)
+    place = index.schema.get_field_index("checksum")
+    index = index.set_column(place, index.schema.field(place), pa.array(sums))
+    with pa.OSFile(str(data / "index.arrow"), "wb") as sink:
+        pa.ipc.new_stream(sink, index.schema).write_table(index)
+    manifest["files"] |= file_records(data, ["index.arrow"])
     manifest["fingerprint"] = fingerprint(manifest)
     (data / "manifest.json").write_text(json.dumps(manifest))
 

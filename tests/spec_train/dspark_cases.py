@@ -30,6 +30,7 @@ TARGET = {
     "head_dim": 6,
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 64,
+    "architectures": ["LlamaForCausalLM"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
 }
 
@@ -67,11 +68,11 @@ class Case:
         )
 
 
-def make_draft(case: Case, seed: int = 0, dtype: torch.dtype = torch.float64) -> DSparkDraft:
+def make_draft(case: Case, seed: int = 0, rope: dict[str, Any] | None = None) -> DSparkDraft:
     """A random draft, far enough from zero that every term of it matters."""
     options = case.options()
     config = DSparkConfig.from_target(
-        TARGET,
+        TARGET if rope is None else TARGET | {"rope_parameters": rope},
         layers=(1, 3, 4),
         vocab_size=VOCAB,
         draft_vocab_size=len(DRAFT_IDS) if case.reduced else VOCAB,
@@ -89,16 +90,16 @@ def make_draft(case: Case, seed: int = 0, dtype: torch.dtype = torch.float64) ->
             scale = 0.3 if parameter.ndim > 1 else 0.2
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(noise * scale + ("norm" in name))
-    draft.double().adopt(make_head(torch.float64))
-    return draft.to(dtype)
+    draft.double().adopt(make_head())
+    return draft
 
 
-def make_head(dtype: torch.dtype = torch.float64) -> TargetHead:
+def make_head() -> TargetHead:
     """The target's embedding and head, always the same."""
     generator = torch.Generator().manual_seed(7)
     embed, head = torch.randn(2, VOCAB, HIDDEN, generator=generator, dtype=torch.float64)
     spec = HeadSpec(vocab_size=VOCAB, hidden_size=HIDDEN, tied=False)
-    return TargetHead(spec, embed.to(dtype), (0.5 * head).to(dtype))
+    return TargetHead(spec, embed, 0.5 * head)
 
 
 def reference_config(case: Case) -> ReferenceConfig:

@@ -55,6 +55,7 @@ class Case:
             "head_dim": 6,
             "rms_norm_eps": 1e-5,
             "max_position_embeddings": 64,
+            "architectures": ["LlamaForCausalLM"],
             "rope_parameters": dict(self.rope),
         }
 

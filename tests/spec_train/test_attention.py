@@ -8,14 +8,13 @@ from torch import Tensor
 
 from spec_train import attention
 from spec_train.attention import (
-    PreparedMask,
-    active_mask,
+    Queries,
     active_slots,
     default_backend,
-    prepare_mask,
     repeat_heads,
     unrolled_attention,
 )
+from spec_train.drafts.eagle3_unroll import document_offsets
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, -1, -1], [0, 0, 0, 0, 0, 0, 0, 0, 0], [-1] * 9])
 USED = torch.tensor(
@@ -23,9 +22,16 @@ USED = torch.tensor(
 )
 
 
+def _queries(used: Tensor, backend: str = "dense") -> Queries:
+    documents, active = DOCUMENTS[: len(used)], active_slots(used)
+    first = torch.arange(documents.shape[1]) - document_offsets(documents)
+    return Queries.prepare(first.gather(1, active), active, documents.shape[1], backend)
+
+
 def _inputs(
     used: Tensor, steps: int, heads: int, kv_heads: int, dtype: torch.dtype, size: int = 4
-) -> tuple[list[Tensor], Tensor]:
+) -> list[Tensor]:
+    """Queries, step-0 keys and values, then keys and values of the later steps."""
     generator = torch.Generator().manual_seed(0)
     active = active_slots(used)
     rows, width = used.shape
@@ -33,14 +39,16 @@ def _inputs(
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_()
 
-    tensors = [
-        draw(rows, heads, active.shape[1], size),
-        draw(rows, kv_heads, width, size),
-        draw(rows, kv_heads, width, size),
-        draw(rows, kv_heads, steps, active.shape[1], size),
-        draw(rows, kv_heads, steps, active.shape[1], size),
-    ]
-    return tensors, active_mask(DOCUMENTS[:rows], active)
+    tensors = [draw(rows, heads, active.shape[1], size)]
+    tensors += [draw(rows, kv_heads, width, size) for _ in range(2)]
+    return tensors + [draw(rows, kv_heads, active.shape[1], size) for _ in range(2 * steps)]
+
+
+def _attend(tensors: list[Tensor], queries: Queries, scale: float) -> Tensor:
+    q, k0, v0, *flat = tensors
+    return unrolled_attention(
+        q, k0, v0, list(zip(flat[::2], flat[1::2], strict=True)), queries, scale
+    )
 
 
 def test_active_slots_are_the_used_ones_in_order_and_padded_with_the_last() -> None:
@@ -50,7 +58,7 @@ def test_active_slots_are_the_used_ones_in_order_and_padded_with_the_last() -> N
 
 def test_a_mask_row_sees_its_own_document_up_to_itself() -> None:
     active = active_slots(USED)
-    mask = active_mask(DOCUMENTS, active)[:, 0]
+    mask = _queries(USED).dense()[:, 0]
     for b, a, t in itertools.product(*map(range, mask.shape)):
         slot = int(active[b, a])
         assert mask[b, a, t] == (t <= slot and DOCUMENTS[b, t] == DOCUMENTS[b, slot])
@@ -59,12 +67,13 @@ def test_a_mask_row_sees_its_own_document_up_to_itself() -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_dense_is_one_softmax_over_step_zero_and_the_diagonal(steps: int) -> None:
-    (q, k0, v0, dk, dv), mask = _inputs(USED, steps, 4, 2, torch.float64)
-    out = unrolled_attention(q, k0, v0, dk, dv, mask, 0.7)
+    tensors, queries = _inputs(USED, steps, 4, 2, torch.float64), _queries(USED)
+    out, mask = _attend(tensors, queries, 0.7), queries.dense()
+    q, k0, v0, *flat = tensors
     for b, h, a in itertools.product(*map(range, q.shape[:3])):
         seen = [t for t in range(mask.shape[-1]) if mask[b, 0, a, t]]
-        keys = [k0[b, h // 2, t] for t in seen] + [dk[b, h // 2, s, a] for s in range(steps)]
-        values = [v0[b, h // 2, t] for t in seen] + [dv[b, h // 2, s, a] for s in range(steps)]
+        keys = [k0[b, h // 2, t] for t in seen] + [k[b, h // 2, a] for k in flat[::2]]
+        values = [v0[b, h // 2, t] for t in seen] + [v[b, h // 2, a] for v in flat[1::2]]
         weights = torch.softmax(torch.stack([q[b, h, a] @ k * 0.7 for k in keys]), 0)
         torch.testing.assert_close(out[b, h, a], weights @ torch.stack(values))
 
@@ -82,10 +91,10 @@ def test_merged_equals_dense_in_values_and_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attention, "BLOCK", block)
-    tensors, mask = _inputs(USED, steps, heads, kv_heads, dtype)
+    tensors = _inputs(USED, steps, heads, kv_heads, dtype)
     results = {}
-    for backend in attention.BACKENDS:
-        out = unrolled_attention(*tensors, mask, 0.5, backend)
+    for backend in ("dense", "merged"):
+        out = _attend(tensors, _queries(USED, backend), 0.5)
         pull = torch.linspace(-1, 2, out.numel(), dtype=dtype).view_as(out)
         results[backend] = [out, *torch.autograd.grad((out * pull).sum(), tensors)]
     for dense, merged in zip(results["dense"], results["merged"], strict=True):
@@ -93,19 +102,20 @@ def test_merged_equals_dense_in_values_and_gradients(
 
 
 def test_merged_gradients_are_those_of_finite_differences() -> None:
-    tensors, mask = _inputs(USED[:1], 2, 2, 1, torch.float64, size=3)
+    tensors = _inputs(USED[:1], 2, 2, 1, torch.float64, size=3)
+    queries = _queries(USED[:1], "merged")
 
     def run(*inputs: Tensor) -> Tensor:
-        return unrolled_attention(*inputs, mask, 0.5, "merged")
+        return _attend(list(inputs), queries, 0.5)
 
     assert torch.autograd.gradcheck(run, tensors)
 
 
 def test_great_scores_on_either_side_neither_overflow_nor_vanish() -> None:
-    tensors, mask = _inputs(USED, 2, 2, 2, torch.float32)
+    tensors = _inputs(USED, 2, 2, 2, torch.float32)
     for scaled in (0, 1, 3):  # queries, step-0 keys, diagonal keys
         great = [x.detach() * (300 if i == scaled else 1) for i, x in enumerate(tensors)]
-        dense, merged = (unrolled_attention(*great, mask, 1.0, b) for b in attention.BACKENDS)
+        dense, merged = (_attend(great, _queries(USED, b), 1.0) for b in ("dense", "merged"))
         assert merged.isfinite().all()
         torch.testing.assert_close(merged, dense)
 
@@ -114,15 +124,40 @@ def test_blocks_hold_every_seen_key_and_skip_other_documents(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attention, "BLOCK", 2)
-    mask = active_mask(DOCUMENTS, active_slots(USED))
-    prepared = prepare_mask(mask, "merged", torch.float32)
-    seen = torch.zeros_like(mask)
-    for block in prepared.blocks:
-        seen[block.row, 0, block.queries, block.keys] = (block.bias == 0)[0, 0]
-    assert torch.equal(seen, mask)
-    spans = {(b.row, b.queries.start): (b.keys.start, b.keys.stop) for b in prepared.blocks}
+    queries = _queries(USED, "merged")
+    seen = torch.zeros_like(queries.dense())
+    for block in queries.blocks:
+        bias = block.bias(torch.float32)[0, 0]
+        seen[block.row, 0, block.queries, block.keys] = bias == 0
+    assert torch.equal(seen, queries.dense())
+    spans = {(b.row, b.queries.start): (b.keys.start, b.keys.stop) for b in queries.blocks}
     assert spans[0, 0] == (0, 3) and spans[0, 2] == (3, 7) and spans[1, 0] == (0, 5)
-    assert prepare_mask(mask, "dense", torch.float32) == PreparedMask(mask)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
+def test_flex_equals_dense(steps: int) -> None:
+    """Uncompiled, and without gradients, which flex_attention has on CUDA alone."""
+    tensors = [x.detach() for x in _inputs(USED, steps, 4, 2, torch.float32, size=16)]
+    found = _attend(tensors, _queries(USED, "flex"), 0.5)
+    torch.testing.assert_close(found, _attend(tensors, _queries(USED, "dense"), 0.5))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compiled flex_attention needs CUDA")
+@pytest.mark.parametrize("steps", [0, 3])
+def test_compiled_flex_equals_dense_with_gradients(steps: int) -> None:
+    tensors = [
+        x.detach().cuda().requires_grad_()
+        for x in _inputs(USED, steps, 4, 2, torch.float32, size=16)
+    ]
+    results = []
+    for backend in ("flex", "dense"):
+        q = _queries(USED, "dense")
+        queries = Queries.prepare(q.first.cuda(), q.last.cuda(), q.width, backend)
+        out = _attend(tensors, queries, 0.5)
+        results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
 
 
 def test_consecutive_query_heads_share_a_key_head() -> None:
@@ -132,4 +167,6 @@ def test_consecutive_query_heads_share_a_key_head() -> None:
 
 def test_the_back_end_is_dense_where_no_kernel_is_proven() -> None:
     assert default_backend("cpu", torch.float32, 32) == "merged"
-    assert default_backend("cuda", torch.bfloat16, 128) == "dense"
+    if not torch.cuda.is_available():
+        assert default_backend("cuda", torch.bfloat16, 128) == "dense"
+    assert default_backend("cuda", torch.bfloat16, 80) == "dense"

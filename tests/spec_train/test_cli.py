@@ -26,7 +26,7 @@ def flags(data: Path, out: Path, *more: str) -> list[str]:
     return ["fit", "eagle3", "--data", str(data), "--out", str(out), *small, *more]
 
 
-@pytest.mark.parametrize("words", [[], ["fit"], ["fit", "eagle3"], ["eval"]])
+@pytest.mark.parametrize("words", [[], ["fit"], ["fit", "eagle3"], ["fit", "peagle"], ["eval"]])
 def test_help_is_instant_and_imports_no_heavy_library(words):
     code = (
         "import sys, time\n"
@@ -50,11 +50,12 @@ def test_help_is_instant_and_imports_no_heavy_library(words):
     assert "usage: spec-train" in done.stdout
 
 
-def test_help_names_every_option_and_shows_examples(capsys):
+@pytest.mark.parametrize("draft", DRAFT_OPTIONS)
+def test_help_names_every_option_and_shows_examples(capsys, draft):
     with pytest.raises(SystemExit):
-        main(["fit", "eagle3", "--help"])
+        main(["fit", draft, "--help"])
     text = capsys.readouterr().out
-    for name in fit_config("eagle3").__dataclass_fields__:
+    for name in fit_config(draft).__dataclass_fields__:
         assert "--" + name.replace("_", "-") in text
     assert "examples:" in text and "--init-from RUN" in text
 

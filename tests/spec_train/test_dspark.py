@@ -175,6 +175,37 @@ def test_a_block_sees_its_anchor_and_the_states_before_it_and_nothing_else(case:
         assert changed[n].tolist() == (wanted if 0 <= d < depth else [False] * depth)
 
 
+@pytest.mark.parametrize("longrope", [False, True])
+def test_packed_documents_keep_their_own_rope_and_context(longrope: bool) -> None:
+    """No batch decides for a document: its blocks are what they are in a row of its own."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 50.0}
+    if longrope:
+        factors = {"short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 5.0]}
+        rope |= {"rope_type": "longrope", "original_max_position_embeddings": 12, **factors}
+    draft = make_draft(Case(), rope=rope)
+    lengths = (9, 16, 4)
+    document_ids, position_ids = row_layout([lengths], sum(lengths))
+    generator = torch.Generator().manual_seed(0)
+    shape = 1, sum(lengths)
+    aux = torch.randn(*shape, LAYERS * WIDTH, generator=generator, dtype=torch.float64)
+    ids = torch.randint(VOCAB, shape, generator=generator)
+    every = torch.arange(sum(lengths))[None]
+
+    def states(aux: Tensor, ids: Tensor, documents: Tensor, positions: Tensor) -> Tensor:
+        context = batch_context(draft, aux, documents, positions)
+        anchors = every[:, : ids.shape[1]]
+        blocks = Blocks(anchors, torch.ones_like(anchors, dtype=torch.bool))
+        return block_states(draft, context, ids, documents, positions, blocks)
+
+    with torch.no_grad():
+        packed = states(aux, ids, document_ids, position_ids)
+        for d, length in enumerate(lengths):
+            own = document_ids[0] == d
+            alone = torch.arange(length)[None]
+            expected = states(aux[:, own], ids[:, own], 0 * alone, alone)
+            torch.testing.assert_close(packed[:, own], expected, rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.parametrize("case", KINDS, ids=str)
 def test_blocks_that_are_not_kept_change_nothing(case: Case) -> None:
     draft, head = make_draft(case), make_head()

@@ -14,7 +14,7 @@ from spec_data.shards.errors import ConfigError, DatasetError, DraftError, Missi
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import load_draft
 from spec_train.drafts.dspark import DFlashDraft, DSparkConfig, DSparkDraft
-from spec_train.drafts.dspark_mask import choose_mask_token
+from spec_train.drafts.mask_token import choose_mask_token
 from spec_train.head import TargetHead
 from spec_train.options import DFlashOptions, DSparkOptions
 from tests.factory import tiny_dataset, tiny_llama
@@ -310,8 +310,10 @@ def test_the_mask_token_is_unused_then_reserved_then_padding_then_unseen(tmp_pat
     (tmp_path / "tokenizer.json").unlink()
     assert choose_mask_token(tmp_path, ends, torch.ones(8, 4), counts) == 2
     assert choose_mask_token(tmp_path, {"eos_token_id": 5}, torch.ones(8, 4), counts) == 6
-    with pytest.raises(DraftError, match="--mask-token-id"):
-        choose_mask_token(tmp_path, {}, torch.ones(8, 4), counts + 1)
+    counts[3] = 2
+    assert choose_mask_token(tmp_path, {}, torch.ones(8, 4), counts + 5 * (counts == 0)) == 3
+    with pytest.raises(DraftError, match="every embedding"):
+        choose_mask_token(tmp_path, {}, torch.zeros(8, 4), counts)
 
 
 def test_a_mask_token_of_no_use_is_refused(dataset: HiddenStatesDataset, head: TargetHead) -> None:
@@ -326,6 +328,7 @@ def test_a_mask_token_of_no_use_is_refused(dataset: HiddenStatesDataset, head: T
 def test_biases_and_norms_of_the_target_do_not_leak_into_the_draft() -> None:
     """The published layers have norms of queries and keys and no biases, whatever the target."""
     raw = LlamaConfig(num_hidden_layers=6, attention_bias=True, vocab_size=64).to_dict()
+    raw["architectures"] = ["LlamaForCausalLM"]
     config = DSparkConfig.from_target(
         raw,
         layers=(1, 3),

@@ -163,6 +163,30 @@ def test_chunks_change_nothing_and_gradients_are_autograds(rows: int, labelled: 
         torch.testing.assert_close(a, b)
 
 
+def test_nothing_that_grows_with_rows_times_vocabulary_is_kept_for_the_backward() -> None:
+    rows, vocab = 200, 900
+    hidden, latent, w2 = (torch.randn(n, 4, requires_grad=True) for n in (rows, rows, vocab))
+    weight, kept = torch.randn(vocab, 4), []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    asked: list[int] = []
+
+    def teacher(part: slice) -> torch.Tensor:
+        asked.append(part.stop - part.start)
+        return torch.full((asked[-1], vocab), 1 / vocab)
+
+    ones = torch.ones(rows)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        total, _ = block_rows_loss(hidden, latent, weight, w2, teacher, None, ones, ones, 64)
+    total.backward()
+    assert asked == [64, 64, 64, 8]
+    assert kept and max(kept) == vocab * 4  # the gradient of W2
+    assert hidden.grad is not None and latent.grad is not None and w2.grad is not None
+
+
 def test_a_teacher_is_asked_once_for_every_position() -> None:
     """Neighbouring blocks share their teachers; only the selected rows of a chunk are made."""
     case = Case(kind="none", confidence=False)

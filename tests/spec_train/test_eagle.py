@@ -27,14 +27,14 @@ from spec_train.losses import head_loss
 from spec_train.options import EagleOptions
 from spec_train.sampling import Greedy, make_sampler
 from spec_train.trainer import Trainer
-from tests.factory import tiny_dataset
+from tests.factory import tiny_dataset, tiny_llama
 from tests.families import VOCAB as FAMILY_VOCAB
 from tests.families import tiny_model
 from tests.spec_train import eagle3_tools, eagle_tools, evaluate_tools, trainer_tools
 from tests.spec_train.eagle3_tools import packed
 from tests.spec_train.eagle_tools import build, make_eagle
 from tests.spec_train.evaluate_tools import LIMIT, batch_of, head_of
-from tests.spec_train.test_decode import check_counts
+from tests.spec_train.test_decode import check_counts, exact_distribution
 from tests.spec_train.trainer_tools import change, metrics
 
 dataset, head = eagle3_tools.dataset, eagle3_tools.head
@@ -327,3 +327,25 @@ def test_sampling_repeats_itself_and_accepts(target, prompts, trained_eagle) -> 
     ]
     assert runs[0].tokens == runs[1].tokens != runs[2].tokens
     assert sum(r.accepted for run in runs for r in run.rounds) > 0
+
+
+def test_sampling_has_the_targets_distribution() -> None:
+    """Hundreds of short responses against the exact probabilities of all of them."""
+    torch.manual_seed(0)
+    model = tiny_llama(4, layers=1, hidden=16)
+    draft, prompt, limit, temperature = make_eagle(model, 4), [1, 2], 3, 1.5
+    exact = exact_distribution(model, prompt, limit, stop=0, temperature=temperature)
+    samples, counts, accepted = 800, dict.fromkeys(exact, 0), 0
+    for seed in range(samples):
+        sampler = make_sampler(temperature, seed)
+        got = speculate(model, draft, prompt, sampler=sampler, limit=limit, stop={0})
+        counts[tuple(got.tokens)] += 1
+        accepted += sum(r.accepted for r in got.rounds)
+    assert accepted > samples / 8
+    common = [r for r in exact if exact[r] * samples >= 5]
+    pairs = [(counts[r], exact[r] * samples) for r in common]
+    pairs.append((samples - sum(c for c, _ in pairs), samples - sum(e for _, e in pairs)))
+    chi_square = sum((c - e) ** 2 / max(e, 1e-9) for c, e in pairs)
+    freedom = len(pairs) - 1
+    assert freedom > 10
+    assert chi_square < freedom + 4 * (2 * freedom) ** 0.5

@@ -194,8 +194,13 @@ def test_document_offsets_and_lengths() -> None:
 
 
 def _config(target: dict[str, Any]) -> Eagle3Config:
+    named = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 9}
     return Eagle3Config.from_target(
-        target, layers=(1, 2), vocab_size=64, draft_vocab_size=64, options=Eagle3Options()
+        target | {name: target.get(name) or value for name, value in named.items()},
+        layers=(1, 2),
+        vocab_size=64,
+        draft_vocab_size=64,
+        options=Eagle3Options(),
     )
 
 
@@ -211,8 +216,11 @@ def test_shapes_come_from_the_targets_text_config() -> None:
         "rope_theta": 5e5,
         "dtype": "float16",
         "eos_token_id": [3, 4],
+        "num_hidden_layers": 9,
+        "architectures": ["LlamaForCausalLM"],
     }
-    for target in (text, {"text_config": text, "model_type": "multi", "hidden_size": 7}):
+    nested = ["Gemma3ForConditionalGeneration"]
+    for target in (text, {"text_config": text, "architectures": nested, "hidden_size": 7}):
         config = _config(target)
         assert (config.hidden_size, config.head_dim, config.num_key_value_heads) == (48, 16, 2)
         assert (config.rms_norm_eps, config.max_position_embeddings) == (1e-3, 4096)

@@ -177,7 +177,7 @@ def test_values_sums_and_gradients_are_the_reference(name: str, layout: str) -> 
     check_case(CASES[name], layout)
 
 
-@pytest.mark.parametrize("backend", attention.BACKENDS)
+@pytest.mark.parametrize("backend", ["dense", "merged"])
 @pytest.mark.parametrize("name", ["plain", "one kv head", "3.1", "seven steps", "one step"])
 def test_so_they_are_with_every_attention(
     name: str, backend: str, monkeypatch: pytest.MonkeyPatch

@@ -108,7 +108,10 @@ def test_loss_and_gradients_are_those_of_the_reference(name: str, layout: str) -
     case = CASES[name]
     documents, state, expected = expectation(case)
     draft = make_draft(case)
-    result = fast(draft, case, lay_out(documents, LAYOUTS[layout]))
+    inputs = lay_out(documents, LAYOUTS[layout])
+    if layout != "unpacked":  # the target's stored choices; else the head's own
+        inputs["target_argmax"] = make_head(case).logits(inputs["final_hidden"]).argmax(-1)
+    result = fast(draft, case, inputs)
     close(result.loss.detach(), expected.loss.detach())
     for sums, value in (
         ("smooth_l1", expected.smooth_l1),
@@ -149,7 +152,9 @@ def test_figures_of_deeper_steps_are_those_of_the_reference(name: str) -> None:
     config = reference_config(case, make_head(case))
     with torch.no_grad():
         expected = reference_loss(reference_state(draft), config, documents, steps=3)
-        result = fast(draft, case, lay_out(documents, LAYOUTS["three rows"]), steps=3)
+        inputs = lay_out(documents, LAYOUTS["three rows"])
+        best = make_head(case).logits(inputs["final_hidden"]).argmax(-1)
+        result = fast(draft, case, inputs, target_argmax=best, steps=3)
     close(result.loss, expected.loss)
     for sums, value in (
         ("supervised", expected.supervised),

@@ -17,7 +17,6 @@ from spec_train.cli import main
 from spec_train.config import EvalConfig
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.drafts.peagle import PeagleDraft
-from spec_train.drafts.peagle_config import choose_mask_token
 from spec_train.evaluate import run_eval
 from spec_train.fit import fit
 from spec_train.head import TargetHead
@@ -80,7 +79,7 @@ def test_the_config_is_the_flat_form_of_parallel_drafting(
 ) -> None:
     build(dataset, head, layers="0,2", mask_token_id=7).save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
-    assert raw["architectures"] == ["PeagleLlamaForCausalLM"] and raw["model_type"] == "llama"
+    assert raw["architectures"] == ["Eagle3LlamaForCausalLM"] and raw["model_type"] == "llama"
     expected = {
         "num_hidden_layers": 2,
         "mask_token_id": 7,
@@ -99,19 +98,6 @@ def test_the_config_is_the_flat_form_of_parallel_drafting(
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(DraftError, match="lacks mask_token_id"):
         load_draft(tmp_path)
-
-
-def test_the_mask_token_is_one_that_no_answer_uses() -> None:
-    counts = torch.tensor([5, 1, 1, 0, 2, 0, 1, 1])
-    assert choose_mask_token(3, {}, 8, counts) == 3
-    assert choose_mask_token(-1, {"pad_token_id": 4, "eos_token_id": 2}, 8, counts) == 4
-    assert choose_mask_token(-1, {"text_config": {"pad_token_id": 6}}, 8, counts) == 6
-    assert choose_mask_token(-1, {"pad_token_id": 2, "eos_token_id": [1, 2]}, 8, counts) == 5
-    assert choose_mask_token(-1, {"eos_token_id": 5}, 8, counts) == 3
-    assert choose_mask_token(-1, {"eos_token_id": 7}, 8, None) == 6
-    assert choose_mask_token(-1, {}, 8, counts + 1) == 7
-    with pytest.raises(DraftError, match="mask_token_id = 8: the target's vocabulary has 8"):
-        choose_mask_token(8, {}, 8, counts)
 
 
 @pytest.mark.parametrize(

@@ -311,3 +311,16 @@ def test_an_empty_split_is_an_error_not_an_endless_loop(dataset):
     with pytest.raises(DatasetError, match="no document"):
         take(make_stream(dataset, plan=plan), 1)
     assert take(make_stream(dataset, plan=plan), 0) == []
+
+
+def test_damage_stops_the_stream_and_is_named(tmp_path):
+    path = tiny_dataset(tmp_path / "data", n_docs=12, docs_per_shard=6)
+    file = path / "shards" / "unit-00001.arrow"
+    raw = bytearray(file.read_bytes())
+    ids = HiddenStatesDataset(path)[9]["input_ids"].int().numpy().tobytes()
+    raw[raw.index(ids) + 5] ^= 64
+    file.write_bytes(raw)
+    stream = make_stream(HiddenStatesDataset(path))
+    with pytest.raises(DatasetError, match=r"unit-00001\.arrow: row 3 .*column input_ids: damaged"):
+        for _ in stream.take(len(stream.plan.batches(0))):
+            pass

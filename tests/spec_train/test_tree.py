@@ -29,8 +29,10 @@ TREE = DraftTree([1, 2, 0, 2, 1, 1], [ROOT, ROOT, 0, 0, 1, 2])
 # --- growing -------------------------------------------------------------------------------------
 
 
-def slow_tree(draft: Any, known: list[int], states: Tensor, depth: int, shape: TreeShape):
-    """The tree as {path of ids: log-likelihood}, every path's rows computed anew, one by one."""
+def slow_tree(
+    draft: Any, known: list[int], states: Tensor, depth: int, shape: TreeShape
+) -> set[tuple[int, ...]]:
+    """The paths of a tree, the rows of every one computed anew, one by one."""
 
     def children(path: tuple[int, ...]) -> dict[int, float]:
         cache = draft.cache_class()
@@ -52,8 +54,7 @@ def slow_tree(draft: Any, known: list[int], states: Tensor, depth: int, shape: T
                 level[(*path, token)] = score + found.get(path, 0.0)
         found |= level
         frontier = sorted(level, key=lambda path: -level[path])[: shape.topk]
-    kept = sorted(found, key=lambda path: -found[path])[: shape.nodes]
-    return set(kept)
+    return set(sorted(found, key=lambda path: -found[path])[: shape.nodes])
 
 
 def paths(tree: DraftTree) -> list[tuple[int, ...]]:
@@ -76,12 +77,17 @@ class _Slow:
 
 
 @pytest.mark.parametrize("shape", [(12, 3), (1, 4), (40, 5), (9, 1), (200, 2)])
-@pytest.mark.parametrize("kind", ["eagle", "two layers", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle", "two layers", "eagle3", "eagle3 of few tokens"])
 @torch.no_grad()
 def test_a_tree_holds_the_likeliest_nodes(target, trained, kind: str, shape) -> None:
     head = TargetHead.from_model(target)
     layers = 2 if kind == "two layers" else 1
-    draft = trained if kind == "eagle3" else make_eagle(target, num_layers=layers)
+    if kind == "eagle3":
+        draft = trained
+    elif kind == "eagle3 of few tokens":
+        draft = evaluate_tools.make_draft(target, draft_vocab=7)
+    else:
+        draft = make_eagle(target, num_layers=layers)
     size = TreeShape(nodes=shape[0], topk=shape[1])
     drafter = TreeDrafter.of(draft, head, size)
     generator = torch.Generator().manual_seed(0)
@@ -98,6 +104,32 @@ def test_a_tree_holds_the_likeliest_nodes(target, trained, kind: str, shape) -> 
         assert all(parent < node for node, parent in enumerate(tree.parents))
         assert max(tree.depths) <= depth
     assert drafter.passes == 4 + 3
+
+
+class CertainDraft:
+    """Sure of one token after each, so that paths are exactly as likely as their parents."""
+
+    draft_ids = torch.arange(20)
+
+    def project(self, aux: Tensor) -> Tensor:
+        return aux
+
+    def step(self, token_ids, carried, position_ids, cache, seen=None) -> Tensor:
+        cache.append(*torch.zeros(2, 1, 1, token_ids.shape[1], 1))
+        return token_ids[..., None].float()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot((hidden[..., 0].long() + 1) % 20, 20) * 1000.0
+
+
+@pytest.mark.parametrize("nodes", [1, 3, 6, 20, 60])
+def test_of_equally_likely_nodes_parents_are_kept_first(nodes: int) -> None:
+    drafter = TreeDrafter(ChainDrafter(CertainDraft(), 20), TreeShape(nodes=nodes, topk=6))
+    tree = drafter.propose([4, 7], torch.zeros(1, 2, 1), 6)
+    assert len(tree.tokens) == nodes
+    assert all(ROOT <= parent < node for node, parent in enumerate(tree.parents))
+    certain = [tuple(range(8, 8 + length)) for length in range(1, 7)]  # one path, as likely as 1
+    assert set(paths(tree)) >= set(certain[:nodes])
 
 
 def test_drafts_that_grow_no_trees_are_refused(target) -> None:

@@ -1,5 +1,6 @@
 """Decoding with draft trees: the target's own output whatever the draft says, and more accepted."""
 
+import functools
 import json
 from typing import Any
 
@@ -104,11 +105,14 @@ def test_greedy_is_plain_greedy_with_branches_and_paths_of_every_length(family: 
     assert max(branchy) >= 3  # accepted rows were not always the first ones
 
 
+masks_of = functools.cache(TreeMasks)  # a proof per model is enough
+
+
 def grow(model: Any, draft: Any, prompt: list[int], nodes: int = 24, topk: int = 4, **changes: Any):
     settings: dict[str, Any] = {"sampler": Greedy(), "limit": LIMIT, "depth": 4} | changes
     shape = TreeShape(nodes=nodes, topk=topk)
     drafter = TreeDrafter.of(draft, TargetHead.from_model(model), shape)
-    return decode_tree(model, TreeMasks(model), drafter, draft.state_columns, prompt, **settings)
+    return decode_tree(model, masks_of(model), drafter, draft.state_columns, prompt, **settings)
 
 
 def chain(model: Any, draft: Any, prompt: list[int], depth: int = 4, **changes: Any) -> Generation:

@@ -1,9 +1,9 @@
-"""Which token fills the slots of a block after its anchor.
+"""Which token stands for those not known yet: P-EAGLE's deeper rows, the other slots of a block.
 
 Its embedding is the target's and frozen, so it must be a vector at all: were it zero, the slots of
 a block could not be told apart. Beyond that any token does that text does not use: first one that
 the tokenizer leaves unused (as DeepSpec does for Qwen3), then a reserved one, then padding, then
-one that no answer contains.
+one that no answer contains; where answers use the whole vocabulary, the rarest.
 """
 
 import json
@@ -15,10 +15,33 @@ from typing import Any
 from torch import Tensor
 
 from spec_data.shards.errors import DraftError
+from spec_data.shards.schema import Manifest
+from spec_train.drafts.shape import text_config
+from spec_train.head import TargetHead
 
 log = logging.getLogger(__name__)
 
 _RESERVED = re.compile(r"reserved|unused|mask|fim_pad|extra_id", re.IGNORECASE)
+
+
+def settle_mask_token(
+    wanted: int,
+    target_config: dict[str, Any],
+    manifest: Manifest,
+    head: TargetHead,
+    counts: Tensor | None,
+) -> int:
+    """The mask token of a new draft for a dataset: `wanted`, or where that is -1 a chosen one.
+
+    Raises:
+        DraftError: it is of no use, or none is left to choose.
+    """
+    if wanted < 0:
+        tables = {**text_config(target_config), **target_config}
+        folder = Path(manifest.where).parent / "target"
+        wanted = choose_mask_token(folder, tables, head.embed_weight, counts)
+    check_mask_token(wanted, head.embed_weight)
+    return wanted
 
 
 def choose_mask_token(
@@ -49,14 +72,13 @@ def choose_mask_token(
     padding = _ids(token_ids.get("pad_token_id"))
     kinds.append(("the padding token", [i for i in padding if i in set(free)]))
     kinds.append(("no answer has it", free[::-1]))
+    rest = sorted((i for i in range(vocab) if usable[i] and i not in ends), key=seen.__getitem__)
+    kinds.append(("answers have it, others more often", rest))
     for why, found in kinds:
         if found:
             log.info("mask token %d %s: %s", found[0], names.get(found[0], ""), why)
             return found[0]
-    raise DraftError(
-        "no token of the target's vocabulary is left for a block's mask slots: every one occurs in "
-        "the answers; choose one with --mask-token-id"
-    )
+    raise DraftError("every embedding of the target is zero: its head.safetensors is damaged")
 
 
 def check_mask_token(token: int, embedding: Tensor) -> None:
@@ -67,8 +89,8 @@ def check_mask_token(token: int, embedding: Tensor) -> None:
         )
     if not bool(embedding[token].abs().amax() > 0):
         raise DraftError(
-            f"mask_token_id = {token}: its embedding is zero, and the slots of a block could not "
-            "be told apart; choose another, or -1"
+            f"mask_token_id = {token}: its embedding is zero, and rows with it could not be told "
+            "apart; choose another, or -1"
         )
 
 

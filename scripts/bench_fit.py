@@ -1,0 +1,220 @@
+"""How fast drafts train and how much memory a step takes, against straightforward formulations.
+
+    python scripts/bench_fit.py                      every draft, T = 512 ... 4096, two vocabularies
+    python scripts/bench_fit.py --drafts eagle3 --lengths 1024 2048 --vocabs 4096
+
+One row of T tokens is one document, its last 60 % supervised; forward, loss and backward of one
+micro-batch in float32. "eager": the same loss with T x T scores and all logits, as public trainers
+write it (scripts/fit_eager.py); its value is asserted equal. "reference": the plain loops of the
+tests, at T = 64. Each measurement is a process of its own, so that its peak is its own; tokens/s
+are per CPU-second, the best of three; peak is resident memory above what weights and batch take.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from fit_eager import EAGER  # noqa: E402
+
+from spec_data.shards.head import HeadSpec  # noqa: E402
+from spec_data.shards.schema import FINAL, layer_column  # noqa: E402
+from spec_train.batch import DraftBatch  # noqa: E402
+from spec_train.drafts import DRAFTS  # noqa: E402
+from spec_train.head import TargetHead  # noqa: E402
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 256, 8, 4, 32, 32768
+LAYERS = (1, 4, 6)
+SUPERVISED = 0.6
+FREQUENT = 4096
+ROUNDS = 3
+
+
+def main() -> None:
+    """Print the table, or measure one cell of it (--cell)."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--drafts", nargs="+", default=sorted(DRAFTS))
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048, 4096])
+    parser.add_argument("--vocabs", nargs="+", type=int, default=[4096, VOCAB])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--cell", nargs=4, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.cell:
+        draft, way, length, vocab = args.cell
+        print(json.dumps(cell(draft, way, int(length), int(vocab), args.device)))
+        return
+    print(f"hidden {HIDDEN}, vocabulary {VOCAB}, torch {torch.__version__}, {args.device}\n")
+    for name in args.drafts:
+        for vocab in args.vocabs:
+            rows(name, vocab, args)
+            print()
+
+
+def rows(name: str, vocab: int, args: argparse.Namespace) -> None:
+    """The lines of one draft and draft vocabulary."""
+    print(f"{name}, draft vocabulary {vocab}")
+    print("     T  tok/cpu-s  peak MB    eager      MB   speed  memory")
+    peaks: dict[int, float] = {}
+    for length in args.lengths:
+        ours = measured(name, "ours", length, vocab, args)
+        eager = measured(name, "eager", length, vocab, args) if name in EAGER else None
+        if ours is None:
+            print(f"{length:>6} did not finish")
+            continue
+        peaks[length] = ours["peak"]
+        line = f"{length:>6} {ours['speed']:>10,.0f} {ours['peak']:>8,.0f}"
+        if eager is not None:
+            if abs(eager["loss"] - ours["loss"]) > 1e-3 * abs(ours["loss"]):
+                raise SystemExit(f"{name} T={length}: eager {eager['loss']}, ours {ours['loss']}")
+            line += f" {eager['speed']:>8,.0f} {eager['peak']:>7,.0f}"
+            line += (
+                f" {ours['speed'] / eager['speed']:>6.2f}x {ours['peak'] / eager['peak']:>6.2f}x"
+            )
+        print(line, flush=True)
+    for short in peaks:
+        if 4 * short in peaks:
+            print(f"memory from T = {short} to {4 * short}: {peaks[4 * short] / peaks[short]:.2f}x")
+
+
+def measured(
+    name: str, way: str, length: int, vocab: int, args: argparse.Namespace
+) -> dict[str, float] | None:
+    """One cell in a process of its own; None when it was killed for memory."""
+    command = [sys.executable, __file__, "--device", args.device, "--threads", str(args.threads)]
+    command += ["--cell", name, way, str(length), str(vocab)]
+    # large tensors go back to the system when they are freed, so that the peak is of live ones
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": str(args.threads)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    if done.returncode:
+        print(done.stderr.strip().splitlines()[-1:] or f"exit {done.returncode}")
+        return None
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def cell(name: str, way: str, length: int, vocab: int, device: str) -> dict[str, float]:
+    """Speed and peak of `ROUNDS` steps."""
+    draft, head, batch = (x.to(device) for x in problem(name, length, vocab))
+    loss_of: Callable[[], Tensor]
+    if way == "eager":
+        loss_of = lambda: EAGER[name](draft, batch, head)  # noqa: E731
+    else:
+        loss_of = lambda: draft.loss(batch, head, draft.slot_counts(batch)).loss  # noqa: E731
+    seconds, before = [], memory(device, reset=True)
+    for _ in range(ROUNDS):
+        torch.manual_seed(0)  # drafts that sample draw the same
+        start = clock(device)
+        loss = loss_of()
+        loss.backward()
+        seconds.append(clock(device) - start)
+        value = float(loss.detach())
+        del loss
+        draft.zero_grad()
+    return {"speed": length / min(seconds), "peak": memory(device) - before, "loss": value}
+
+
+def clock(device: str) -> float:
+    """Processor seconds of this process, or synchronised wall seconds on a GPU."""
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def memory(device: str, reset: bool = False) -> float:
+    """MB: now, after a reset of the peak; else the peak since then."""
+    if device != "cpu":
+        if reset:
+            torch.cuda.reset_peak_memory_stats()
+            return torch.cuda.memory_allocated() / 2**20
+        return torch.cuda.max_memory_allocated() / 2**20
+    if reset and Path("/proc/self/clear_refs").exists():
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    key = "VmRSS" if reset else "VmHWM"
+    return int(status.read_text().split(key + ":")[1].split()[0]) / 1024
+
+
+def problem(name: str, length: int, vocab: int) -> tuple[Any, TargetHead, DraftBatch]:
+    """A random draft, the head of a random target, and one row of random states."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(*shape, generator=generator) * scale
+
+    spec = HeadSpec(vocab_size=VOCAB, hidden_size=HIDDEN, tied=False)
+    rows = draw(VOCAB, HIDDEN, scale=0.1)
+    rows[FREQUENT:] *= 0.5  # frequent tokens are what targets choose: draft vocabularies hold them
+    head = TargetHead(spec, draw(VOCAB, HIDDEN, scale=0.02), rows)
+    final = draw(1, length, HIDDEN)
+    choice = torch.cat([head.logits(part).argmax(-1) for part in final.split(256, 1)], 1)
+    slots = torch.arange(length)[None]
+    batch = DraftBatch(
+        input_ids=torch.randint(VOCAB, (1, length), generator=generator),
+        loss_mask=slots >= (1 - SUPERVISED) * length,
+        position_ids=slots,
+        document_ids=torch.zeros_like(slots),
+        hidden={layer_column(k): draw(1, length, HIDDEN) for k in LAYERS} | {FINAL: final},
+        target_argmax=choice,
+        target_logsumexp=torch.zeros(1, length),
+        rows=[[0]],
+    )
+    torch.manual_seed(0)
+    return build(name, head, vocab), head, batch
+
+
+def build(name: str, head: TargetHead, vocab: int) -> Any:
+    """A fresh draft of the kind `name` for the random target."""
+    kind = DRAFTS[name]
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": HIDDEN,
+        "intermediate_size": 3 * HIDDEN,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "num_hidden_layers": 8,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 8192,
+        "rope_theta": 1e4,
+        "dtype": "float32",
+    }
+    manifest = SimpleNamespace(
+        layers=LAYERS,
+        supervision="final-hidden",
+        final="all",
+        where="random",
+        target={"dtype": "float32"},
+        raw={"tokenizer": {}},
+        head=head.spec,
+        hidden_size=HIDDEN,
+        vocab_size=VOCAB,
+    )
+    fields = kind.options_class.__dataclass_fields__
+    options = kind.options_class(
+        **({"draft_vocab_size": vocab} if "draft_vocab_size" in fields else {})
+    )
+    counts = torch.arange(VOCAB, 0, -1)
+    return kind.build(
+        options, target_config=config, manifest=manifest, head=head, token_counts=counts
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Checksums of chunks: the bytes of one field of one document, so that damage has an address.
+
+They are xxh3 of 64 bits, from the `xxhash` package (which `datasets` needs as well): on one core
+17 GB/s from memory, against 2.4 of crc32 and 1.7 of SHA-256, so that a reader can afford some.
+They find accidents; forgers are the business of the SHA-256 in the manifest. The index holds a
+checksum of each row's checksums and the manifest one of the index, so each chunk is held to what
+was written for this very place, and a shard that took another one's place is known at first touch.
+The `outline` of a shard, in the manifest, pins its metadata.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+CHECKSUMS = "checksums"
+"""Name of a shard's last column: a checksum of every other field of the row, in their order."""
+
+
+def checksum(chunk: np.ndarray | bytes) -> int:
+    """xxh3_64 of bytes, or of those of a contiguous array."""
+    return xxh3_64_intdigest(chunk.data if isinstance(chunk, np.ndarray) else chunk)
+
+
+def turns_bytes(turns: Iterable[Sequence[Any]]) -> bytes:
+    """What is hashed of (role, start, end) triples: a line of text for each."""
+    return "".join(f"{role} {start} {end}\n" for role, start, end in turns).encode()
+
+
+def numbers(array: pa.Array) -> np.ndarray:
+    """Read-only view of an Arrow array of numbers; its `to_numpy` would import pandas: 0.5 s."""
+    kind = np.dtype(array.type.to_pandas_dtype())
+    if not len(array):
+        return np.zeros(0, kind)
+    values = np.frombuffer(array.buffers()[1], kind)
+    return values[array.offset : array.offset + len(array)]
+
+
+def list_views(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Offsets int64 [rows + 1] and values [N] or [N, W] of a list array, as views."""
+    values, width = array.values, None
+    if isinstance(values.type, pa.FixedSizeListType):
+        width, values = values.type.list_size, values.values
+    flat = numbers(values)
+    return numbers(array.offsets), flat if width is None else flat.reshape(-1, width)
+
+
+def string_views(array: pa.StringArray) -> tuple[np.ndarray, np.ndarray]:
+    """Bounds int32 [rows + 1], from 0, and UTF-8 uint8 of a string array."""
+    _, places, data = array.buffers()
+    bounds = np.frombuffer(places, np.int32)[array.offset : array.offset + len(array) + 1]
+    text = np.frombuffer(data or b"", np.uint8)
+    return bounds - bounds[0], text[bounds[0] : max(bounds[0], bounds[-1])]
+
+
+def chunk_checksums(arrays: Sequence[pa.Array]) -> np.ndarray:
+    """Checksums of every row of these fields, uint64 [rows, fields]."""
+    found = [np.fromiter(map(checksum, _chunks(array)), np.uint64) for array in arrays]
+    return np.stack(found, axis=1)
+
+
+def _chunks(array: pa.Array) -> Iterator[np.ndarray | bytes]:
+    if pa.types.is_large_list(array.type):
+        offsets, values = list_views(array)
+        yield from (values[a:b] for a, b in itertools.pairwise(offsets.tolist()))
+    elif pa.types.is_string(array.type):
+        yield from (text.encode() for text in array.to_pylist())
+    else:
+        yield from (turns_bytes(turn.values() for turn in turns) for turns in array.to_pylist())
+
+
+def row_checksums(batch: pa.RecordBatch) -> np.ndarray:
+    """A checksum of the checksums of every row, uint64 [rows]: what the index holds."""
+    return np.fromiter(map(checksum, stored_checksums(batch)), np.uint64)
+
+
+def stored_checksums(batch: pa.RecordBatch) -> np.ndarray:
+    """The checksums that a record batch holds, uint64 [rows, fields]; a view."""
+    column = batch.column(CHECKSUMS)
+    return numbers(column.values).reshape(-1, column.type.list_size)
+
+
+def read_batches(file: Path) -> tuple[pa.Schema, list[pa.RecordBatch], str]:
+    """Map a shard: its schema, its record batches, and its outline.
+
+    The outline is xxh3_64, as 16 hex digits, of the metadata of every IPC message.
+
+    Raises:
+        pa.ArrowInvalid, OSError: not an Arrow stream, or a damaged one.
+    """
+    messages = list(pa.ipc.MessageReader.open_stream(pa.memory_map(str(file))))
+    if not messages:
+        raise pa.ArrowInvalid("no message in it")
+    digest = xxh3_64()
+    for message in messages:
+        digest.update(message.metadata)
+    schema = pa.ipc.read_schema(messages[0])
+    batches = [pa.ipc.read_record_batch(message, schema) for message in messages[1:]]
+    for batch in batches:
+        batch.validate()
+    return schema, batches, digest.hexdigest()

@@ -1,0 +1,288 @@
+"""One mapped shard, held to what the manifest and the index say of it.
+
+Metadata, checksums, offsets and schema are checked when they are first touched. The bytes of a
+chunk are checked when they are read: always where a token has one number (ids, mask, scales; what
+they cost is lost beside the states), and at every `check_every`-th reading of a vector column of a
+document, in turn, so that an epoch checks that share of all states and later epochs the others.
+"""
+
+import bisect
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from spec_data.shards.checksums import (
+    checksum,
+    chunk_checksums,
+    list_views,
+    read_batches,
+    stored_checksums,
+    string_views,
+    turns_bytes,
+)
+from spec_data.shards.errors import DatasetError
+from spec_data.shards.rows import StoredRows
+from spec_data.shards.schema import Column, Manifest, ShardRecord, predicts_supervised
+
+CHECK_EVERY = 16
+"""One in so many vector chunks is checked as it is read: 2 to 3 % of the time of a bf16 copy."""
+_MASK = Column(name="loss_mask", codec="bool8")
+_TEXTS = ("doc_id", "source", "turns")
+_NO_ROWS = np.zeros(0, np.int32)
+_NOT_FINITE = np.uint16(0x7F80)  # exponent of a bf16 that is infinite or no number
+
+
+@dataclass(frozen=True)
+class IndexRows:
+    """What the index says of a shard's documents, the `first` and so on.
+
+    Their ids, how many tokens they have, and how many rows in sparse columns. `checksums` uint64
+    are those of all documents of the index; the first format has none.
+    """
+
+    first: int
+    ids: pa.StringArray
+    lengths: np.ndarray
+    kept: np.ndarray
+    checksums: np.ndarray | None
+
+
+class Place(NamedTuple):
+    """A row of a shard: its record batch, its number there, and whose turn it is to be checked."""
+
+    row: int
+    batch: int
+    local: int
+    turn: int
+
+
+class Shard:
+    """Numpy views of a shard's record batches, made at first touch; nothing is ever copied."""
+
+    def __init__(
+        self, path: Path, manifest: Manifest, number: int, index: IndexRows, check_every: int
+    ) -> None:
+        """Map shard `number` of the dataset at `path`.
+
+        Raises:
+            DatasetError: damaged, of another dataset, or in the place of another shard.
+        """
+        self.record: ShardRecord = manifest.shards[number]
+        self.file = path / self.record.file
+        try:
+            schema, self.batches, outline = read_batches(self.file)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise DatasetError(f"{self.file}: damaged ({error}); copy it again") from None
+        expected = manifest.arrow_schema
+        if not schema.equals(expected, check_metadata=True):
+            raise DatasetError(
+                f"{self.file}: its columns are not those of the manifest; it belongs to another "
+                "dataset or release"
+            )
+        if manifest.has_checksums and self.record.outline != outline:
+            raise DatasetError(
+                f"{self.file}: its metadata is not what the manifest pins: it is damaged, of "
+                "another dataset, or in the place of another shard; copy it again"
+            )
+        self.starts = [0, *itertools.accumulate(b.num_rows for b in self.batches)]
+        if not self.starts[-1] == len(index.lengths) == self.record.rows:
+            raise DatasetError(
+                f"{self.file}: {self.starts[-1]} documents, the manifest says {self.record.rows}, "
+                f"the index {len(index.lengths)}; copy the dataset again"
+            )
+        self.index, self._manifest = index, manifest
+        self._fields = {name: number for number, name in enumerate(expected.names)}
+        self._checksums = []
+        if index.checksums is None:
+            self._check_documents()
+        else:
+            self._checksums = [stored_checksums(batch) for batch in self.batches]
+        self._every = check_every
+        self._turns = bytearray(self.record.rows)  # 0: never read; then 1 to `check_every`, again
+        self._views: dict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = {}
+        self._readable: set[int] = set()  # batches whose texts may be read
+
+    def _check_documents(self) -> None:
+        """Every row is the document that the index has here."""
+        for first, batch in zip(self.starts, self.batches, strict=False):
+            expected = self.index.ids[first : first + batch.num_rows]
+            bounds, text = string_views(batch.column("doc_id"))
+            own_bounds, own_text = string_views(expected)
+            wrong = np.flatnonzero(bounds != own_bounds)
+            if not len(wrong) and not pa.py_buffer(text).equals(pa.py_buffer(own_text)):
+                letter = np.flatnonzero(text != own_text)[0]
+                wrong = np.searchsorted(bounds, [letter], "right")
+            if len(wrong):
+                row = first + max(0, int(wrong[0]) - 1)
+                raise DatasetError(
+                    f"{self.where(row)}, column doc_id: not the document that the index has here: "
+                    "damaged, renamed, swapped or of another dataset; copy this shard again"
+                )
+
+    def place(self, row: int) -> Place:
+        """Where to read a row; each call counts as one more reading of the document."""
+        batch = bisect.bisect_right(self.starts, row) - 1
+        last = self._turns[row]
+        if last == 0:
+            self._check_row(row, batch)
+        self._turns[row] = last % self._every + 1
+        return Place(row, batch, row - self.starts[batch], last + self.index.first + row)
+
+    def _check_row(self, row: int, batch: int) -> None:
+        """A row's checksums are those that the index has here."""
+        expected = self.index.checksums
+        if expected is None:
+            return
+        found = checksum(self._checksums[batch][row - self.starts[batch]])
+        if expected[self.index.first + row] == found:
+            return
+        (elsewhere,) = np.flatnonzero(expected == found)[:1].tolist() or [None]
+        if elsewhere is None:
+            what = "its checksums are damaged, or it is of another dataset; copy this shard again"
+        else:
+            ends = itertools.accumulate(record.rows for record in self._manifest.shards)
+            number = next(i for i, end in enumerate(ends) if elsewhere < end)
+            what = (
+                f"this is a row of {self._manifest.shards[number].file}: swapped, renamed or "
+                "copied; put the right file here"
+            )
+        raise DatasetError(f"{self.where(row)}: {what}")
+
+    def where(self, row: int) -> str:
+        """Words for a row: file, number, document."""
+        return f"{self.file}: row {row} (document {self.index.ids[row].as_py()})"
+
+    def texts(self, place: Place) -> dict[str, Any]:
+        """doc_id, source and turns of a row."""
+        if place.batch not in self._readable:
+            self._check_texts(place.batch)
+        batch = self.batches[place.batch]
+        found = {name: batch.column(name)[place.local].as_py() for name in _TEXTS}
+        self._check("doc_id", place, found["doc_id"].encode())
+        self._check("source", place, found["source"].encode())
+        self._check("turns", place, turns_bytes(turn.values() for turn in found["turns"]))
+        return found
+
+    def _check_texts(self, batch: int) -> None:
+        """Bounds and UTF-8 of the texts of a batch: Arrow itself trusts them."""
+        for name in _TEXTS:
+            try:
+                self.batches[batch].column(name).validate(full=True)
+            except pa.ArrowInvalid as error:
+                raise DatasetError(
+                    f"{self.file}: rows {self.starts[batch]} to {self.starts[batch + 1] - 1}, "
+                    f"column {name}: damaged ({error}); copy this shard again"
+                ) from None
+        self._readable.add(batch)
+
+    def length(self, row: int) -> int:
+        """Tokens of a document."""
+        return int(self.index.lengths[row])
+
+    def kept(self, place: Place) -> np.ndarray:
+        """Tokens that have a row in sparse columns, bool [T]."""
+        mask = self.values(_MASK, place)
+        return predicts_supervised(mask, np.array([0, len(mask)]))
+
+    def values(self, column: Column, place: Place) -> np.ndarray:
+        """Stored values (or codes) of one document, [n] or [n, W]: a view of the mapped file.
+
+        Raises:
+            DatasetError: damage, named by row and column.
+        """
+        found = self._part(column, place)
+        if column.width is None or (place.turn + self._fields[column.name]) % self._every == 0:
+            self._check(column.name, place, found)
+        return found
+
+    def stored(self, column: Column, place: Place) -> StoredRows:
+        """All parts of one document's column, views of the mapped file.
+
+        Raises:
+            DatasetError: damage, named by row and column.
+        """
+        values = self.values(column, place)
+        if column.lossy is None:
+            return StoredRows(values, values, _NO_ROWS, values)
+        parts = (column.scale_part, *column.escape_parts)
+        found = [self._part(part, place) for part in parts]
+        for part, chunk in zip(parts, found, strict=True):
+            self._check(part.name, place, chunk)
+        stored = StoredRows(values, *found)
+        self._check_lossy(column, place.row, stored)
+        return stored
+
+    def _check(self, field: str, place: Place, chunk: np.ndarray | bytes) -> None:
+        """Compare a chunk with its checksum; shards of the first format have none."""
+        if not self._checksums:
+            return
+        if self._checksums[place.batch][place.local, self._fields[field]] != checksum(chunk):
+            raise DatasetError(
+                f"{self.where(place.row)}, column {field}: damaged: its bytes are not those of its "
+                "checksum; copy this shard again (`spec-data verify` lists all damage)"
+            )
+
+    def _check_lossy(self, column: Column, row: int, stored: StoredRows) -> None:
+        """What would decode to garbage, whatever its checksum."""
+        rows = stored.escape_index
+        inside = not len(rows) or (rows[0] >= 0 and rows[-1] < len(stored))
+        if len(rows) != len(stored.escape) or not inside or np.any(rows[1:] <= rows[:-1]):
+            raise DatasetError(
+                f"{self.where(row)}, column {column.name}.escape_index: not ascending rows of "
+                f"{column.name}, one for each of {column.name}.escape; copy this shard again"
+            )
+        if ((stored.scale & _NOT_FINITE) == _NOT_FINITE).any():
+            raise DatasetError(
+                f"{self.where(row)}, column {column.name}.scale: not finite; copy this shard again"
+            )
+
+    def damage(self) -> Iterator[tuple[int, str]]:
+        """Row and field of every chunk whose bytes are not those of its checksum.
+
+        Raises:
+            DatasetError: checksums that are not those of the index, or texts that cannot be read.
+        """
+        for batch, stored in enumerate(self._checksums):
+            for row in range(self.starts[batch], self.starts[batch + 1]):
+                self._check_row(row, batch)
+            self._check_texts(batch)
+            found = chunk_checksums(self.batches[batch].columns[:-1])
+            for local, field in np.argwhere(found != stored).tolist():
+                yield self.starts[batch] + local, self.batches[batch].schema.names[field]
+
+    def _part(self, column: Column, place: Place) -> np.ndarray:
+        key = place.batch, column.name
+        found = self._views.get(key)
+        if found is None:
+            offsets, values = list_views(self.batches[place.batch].column(column.name))
+            self._check_offsets(column, place.batch, offsets, len(values))
+            found = self._views[key] = offsets, values
+        offsets, view = found
+        return view[offsets[place.local] : offsets[place.local + 1]]
+
+    def _check_offsets(self, column: Column, batch: int, offsets: np.ndarray, stored: int) -> None:
+        """Bounds of a column's documents in a batch: as long as the index says, none outside."""
+        first, last = self.starts[batch], self.starts[batch + 1]
+        found = np.diff(offsets)
+        if column.name.endswith((".escape_index", ".escape")):
+            wrong = found < 0
+        else:
+            expected = self.index.kept if column.sparse else self.index.lengths
+            wrong = found != expected[first:last]
+        if wrong.any():
+            row = first + int(wrong.argmax())
+            expect = int((self.index.kept if column.sparse else self.index.lengths)[row])
+            raise DatasetError(
+                f"{self.where(row)}, column {column.name}: {found[row - first]} tokens, the index "
+                f"says {expect}; copy this shard again"
+            )
+        if offsets[0] != 0 or offsets[-1] > stored:
+            raise DatasetError(
+                f"{self.file}: rows {first} to {last - 1}, column {column.name}: bounds outside "
+                "the column; copy this shard again"
+            )
