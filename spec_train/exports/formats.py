@@ -28,7 +28,7 @@ WRITERS: dict[tuple[str, str], Writer] = {
     ("eagle3", "speculators"): eagle3.to_speculators,
     ("eagle3", "deepspec"): eagle3.to_deepspec,
     ("peagle", "hf"): _as_it_is,
-    ("peagle", "vllm"): peagle.to_flat,
+    ("peagle", "vllm"): _as_it_is,
     ("peagle", "speculators"): peagle.to_speculators,
     **{
         (kind, form): writer

@@ -1,9 +1,9 @@
 """P-EAGLE in the forms of engines and trainers, to and from our checkpoints.
 
-The flat form is vLLM's (no other engine drafts in parallel), under EAGLE-3's name: vLLM is told
-`method: eagle3`, and puts "Eagle3" before any other name, which gives one that it does not know.
-The speculators library has the other form. The learned states of unknown tokens, `mask_hidden`,
-come before `fc` in both.
+Our checkpoint is vLLM's flat form (no other engine drafts in parallel), under a name of EAGLE-3:
+vLLM is told `method: eagle3`, puts "Eagle3" before any other name, and then knows none. The
+speculators library has the other form. The learned states of unknown tokens, `mask_hidden`, come
+before `fc` in both.
 """
 
 from spec_data.config import to_dict
@@ -24,14 +24,13 @@ from spec_train.exports.flat import (
 from spec_train.exports.target import TargetFacts
 from spec_train.options import PeagleOptions
 
-OWN, FLAT = "PeagleLlamaForCausalLM", "LlamaForCausalLMEagle3"
-ARCHITECTURES = (OWN, "PEagleDraftModel", "PEagleSpeculator", "PeagleQwen3ForCausalLM")
+OWN = "Eagle3LlamaForCausalLM"
+ARCHITECTURES = (
+    *("PeagleLlamaForCausalLM", "PEagleDraftModel", "PEagleSpeculator"),
+    "PeagleQwen3ForCausalLM",
+)
+"""Names that no EAGLE-3 has; the drafts that go by its names are known by their mask states."""
 MASK_STATES = "mask_hidden"
-
-
-def to_flat(own: DraftFiles, target: TargetFacts) -> DraftFiles:
-    """For vLLM, with `method: eagle3` and `parallel_drafting: true`."""
-    return DraftFiles(own.config | {"architectures": [FLAT]}, own.tensors, own.where)
 
 
 def to_speculators(own: DraftFiles, target: TargetFacts) -> DraftFiles:

@@ -128,7 +128,7 @@ def test_vllm_reads_a_peagle_draft_as_it_was_trained(
     assert seen["fc_norm"] is True and seen["num_hidden_layers"] == 2
     if form == "vllm":
         assert raw["ptd_token_id"] == 5 and raw["norm_before_residual"] is False
-        assert raw["architectures"] == ["LlamaForCausalLMEagle3"]  # see exports/peagle.py
+        assert raw["architectures"] == ["Eagle3LlamaForCausalLM"]  # see exports/peagle.py
     else:
         assert seen["num_aux_hidden_states"] == 2
         (method,) = raw["speculators_config"]["proposal_methods"]
