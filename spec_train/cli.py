@@ -122,7 +122,6 @@ def _fit(arguments: argparse.Namespace) -> int:
 
     result = fit(arguments.draft, config, options)
     if result.stopped_by is not None:
-        print("the same command goes on from here", file=sys.stderr)
         return 128 + result.stopped_by
     return 0
 

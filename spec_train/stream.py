@@ -70,7 +70,7 @@ class _Buffer:
         if self.copied is not None:
             self.copied.synchronize()
         lengths = [[int(plan.lengths[row]) for row in pack] for pack in packs]
-        longest = max(map(sum, lengths))
+        longest = max(1, *map(sum, lengths))
         width = min(self.seq_len, -(-longest // ROUND) * ROUND)
         for b, (pack, counts) in enumerate(zip(packs, lengths, strict=True)):
             out = {name: self.tensors[name][b, :width] for name in self.columns}
@@ -106,6 +106,7 @@ class Step:
     """The micro-batches of one optimizer step (of this rank): batch `index` of `epoch`.
 
     `share` is how much of the epoch's documents is done after this step, on all ranks together.
+    `numbers[i]` is the place of micro-batch i among those of all ranks.
     """
 
     def __init__(
@@ -113,12 +114,14 @@ class Step:
     ) -> None:
         self.epoch, self.index, self.share = epoch, index, share
         self.batches: list[DraftBatch] = []
+        self.numbers: list[int] = []
         self._buffers: list[_Buffer | None] = []
         self._free = free
 
-    def add(self, batch: DraftBatch, buffer: _Buffer) -> None:
-        """Append a micro-batch that lives in `buffer`."""
+    def add(self, batch: DraftBatch, buffer: _Buffer, number: int) -> None:
+        """Append micro-batch `number` of the step, which lives in `buffer`."""
         self.batches.append(batch)
+        self.numbers.append(number)
         self._buffers.append(buffer)
 
     def release(self, i: int) -> None:
@@ -148,6 +151,10 @@ class BatchStream:
         world_size: int = 1,
     ) -> None:
         """Read `columns` of `dataset`; a step's packs come in micro-batches of `batch_size`.
+
+        Micro-batches are dealt out to the ranks whole, so that each is the same on any number of
+        them. A rank that gets none, at the end of an epoch, gets one of padding alone: it has
+        something to add nothing with.
 
         States have `dtype`; `pin` page-locks the buffers. Buffers are made by the first `take`.
         """
@@ -204,9 +211,9 @@ class BatchStream:
             thread.join()
 
     def _make_ring(self) -> None:
-        per_rank = -(-self.plan.rows_per_batch // self.world_size)
-        size = min(self.batch_size, per_rank)
-        wanted = -(-per_rank // size) + READ_AHEAD
+        size = min(self.batch_size, self.plan.rows_per_batch)
+        dealt = -(-self.plan.rows_per_batch // size)
+        wanted = -(-dealt // self.world_size) + READ_AHEAD
         while len(self._ring) < wanted:
             self._ring.append(
                 _Buffer(self.dataset, self.columns, size, self.plan.seq_len, self.dtype, self.pin)
@@ -221,7 +228,7 @@ class BatchStream:
     def _walk(
         self, epoch: int, done: int, count: int
     ) -> Iterator[tuple[int, int, float, list[Pack]]]:
-        """Epoch, index, share of the epoch done and this rank's packs of the next `count` steps."""
+        """Epoch, index, share of the epoch done and all packs of the next `count` steps."""
         while count > 0:
             documents = 0
             for index, batch in enumerate(self.plan.iter_batches(epoch)):
@@ -229,11 +236,18 @@ class BatchStream:
                 if index < done:
                     continue
                 share = documents / len(self.plan.rows)
-                yield epoch, index, share, rank_slice(batch, self.rank, self.world_size)
+                yield epoch, index, share, batch
                 count -= 1
                 if not count:
                     return
             epoch, done = epoch + 1, 0
+
+    def _deal(self, packs: list[Pack]) -> list[tuple[int, list[Pack]]]:
+        """This rank's micro-batches of a global batch, with their places in it."""
+        size = self.batch_size
+        parts = [packs[i : i + size] for i in range(0, len(packs), size)]
+        mine = rank_slice(list(enumerate(parts)), self.rank, self.world_size)
+        return mine or [(len(parts) + self.rank, [[]])]
 
     def _read(
         self,
@@ -247,12 +261,11 @@ class BatchStream:
         try:
             for epoch, index, share, packs in self._walk(*position, count):
                 step = Step(epoch, index, share, free)
-                for i in range(0, len(packs), self.batch_size):
+                for number, part in self._deal(packs):
                     buffer = free.get()
                     if buffer is None or stop.is_set():
                         return
-                    part = packs[i : i + self.batch_size]
-                    step.add(buffer.fill(self.dataset, part, self.plan), buffer)
+                    step.add(buffer.fill(self.dataset, part, self.plan), buffer, number)
                 ready.put(step)
             ready.put(None)
         except BaseException as error:

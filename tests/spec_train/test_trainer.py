@@ -232,9 +232,13 @@ def test_masters_are_fp32_and_only_matrices_decay(config):
         patch.setattr(trainer_module.Trainer, "run", spy)
         run(change(config, dtype="bf16", weight_decay=0.1, steps=6))
     trainer = captured[0]
-    assert {p.dtype for p in trainer.params} == {torch.float32}
-    decays = {id(p): g["weight_decay"] for g in trainer.optimizer.param_groups for p in g["params"]}
-    assert all(decays[id(p)] == (0.1 if p.ndim > 1 else 0.0) for p in trainer.params)
+    assert {p.dtype for p in trainer.masters.params} == {torch.float32}
+    decays = {
+        id(p): g["weight_decay"]
+        for g in trainer.masters.optimizer.param_groups
+        for p in g["params"]
+    }
+    assert all(decays[id(p)] == (0.1 if p.ndim > 1 else 0.0) for p in trainer.masters.params)
     assert trainer.stream.dtype == torch.bfloat16
     frozen = [p for p in trainer.draft.parameters() if id(p) not in decays]
     assert frozen and all(p.dtype == torch.bfloat16 for p in frozen)
