@@ -20,6 +20,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self, cast
@@ -31,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from spec_data.shards.errors import ConfigError, RunError
+from spec_data.shards.errors import ConfigError, RunError, SpecDataError
 
 POLL_SECONDS = 0.02
 WATCH_SECONDS = 1.0
@@ -146,6 +147,8 @@ class Ranks:
             first = self._publish(error)
             if not first.startswith(f"rank {self.rank}: "):
                 self._store.add("heard", 1)
+                if first.partition(": ")[2] == _in_words(error):
+                    return  # found by all ranks together
                 raise PeerError(first) from error
             until = time.monotonic() + GRACE_SECONDS / 2  # the store may live in this process
             while self._store.add("heard", 0) < self.world_size - 1 and time.monotonic() < until:
@@ -155,10 +158,8 @@ class Ranks:
 
     def _publish(self, error: BaseException) -> str:
         """Make `error` the run's error unless there is one; gives the one that counts."""
-        text = str(error) or type(error).__name__
-        if not isinstance(error, RunError | ConfigError | ValueError | OSError):
-            text = f"{type(error).__name__}: {error}"
-        return self._store.compare_set(_ERROR, "", f"rank {self.rank}: {text}").decode()
+        text = f"rank {self.rank}: {_in_words(error)}"
+        return self._store.compare_set(_ERROR, "", text).decode()
 
     def _raise_told(self) -> None:
         """Raise the error of another rank, if there is one."""
@@ -254,25 +255,29 @@ class Ranks:
         if self.alone:
             return module
         if self.sharding == "ddp":
-            return self._accelerator().prepare_model(module, device_placement=False)
+            return self._replicate(module)
         frozen = {p for p in module.parameters() if not p.requires_grad}
         for tensor in (*(p for p in module.parameters() if p.requires_grad), *module.buffers()):
             dist.broadcast(tensor.data, 0)
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         return cast(nn.Module, fully_shard(module, mesh=mesh, ignored_params=frozen))
 
-    def _accelerator(self) -> Any:
-        """Accelerate, as it should be here: the arithmetic and the accumulation are the trainer's.
+    def _replicate(self, module: nn.Module) -> nn.Module:
+        """Wrap for data parallelism, through accelerate; arithmetic and accumulation are ours.
 
-        No search for unused parameters: `LossOnRanks` gives each a gradient in every step.
+        No search for unused parameters: `LossOnRanks` gives each a gradient in every step. Buffers
+        never change, and an exchange of them would wait for ranks with fewer micro-batches.
         """
         from accelerate import Accelerator, DistributedDataParallelKwargs
 
-        wrapping = DistributedDataParallelKwargs(
+        options = DistributedDataParallelKwargs(
             broadcast_buffers=False, gradient_as_bucket_view=True
         )
         cpu = self.device.type == "cpu"
-        return Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[wrapping])
+        accelerator = Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[options])
+        with warnings.catch_warnings():  # torch renames broadcast_buffers; accelerate does not yet
+            warnings.simplefilter("ignore", FutureWarning)
+            return accelerator.prepare_model(module, device_placement=False)
 
     @contextlib.contextmanager
     def gradients(self, module: nn.Module, last: bool) -> Iterator[None]:
@@ -293,6 +298,11 @@ class Ranks:
         """Give back the memory of weights gathered for a forward without a backward."""
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def _in_words(error: BaseException) -> str:
+    """An error's message, with its kind where it is not one of ours."""
+    return str(error) if isinstance(error, SpecDataError) else f"{type(error).__name__}: {error}"
 
 
 def whole(tensor: Tensor) -> Tensor:
