@@ -80,6 +80,12 @@ class FitConfig:
     eval_every: int = option(500, help="steps between validations (also before the first step)")
     save_every: int = option(500, help="steps between checkpoints")
     keep: int = option(2, help="checkpoints kept, besides the best draft")
+    track: str | None = option(
+        None,
+        help="show the figures elsewhere too: tensorboard (into RUN), wandb, or what else "
+        "accelerate knows, several with commas; metrics.jsonl has them always",
+        metavar="NAMES",
+    )
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.epochs is not None:

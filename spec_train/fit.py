@@ -32,7 +32,8 @@ from spec_train.config import FitConfig, default_lr
 from spec_train.drafts import DRAFTS
 from spec_train.head import TargetHead
 from spec_train.ranks import Ranks
-from spec_train.trainer import FitResult, Trainer
+from spec_train.result import FitResult
+from spec_train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +41,9 @@ DEFAULT_EPOCHS = 3
 FIRST_STEPS = 64
 """How far the announcement looks into an epoch; planning all of it would delay the first step."""
 MAY_CHANGE = (
-    *("data", "out", "device", "log_every", "eval_every", "save_every", "keep", "sharding"),
+    *("data", "out", "device", "log_every", "eval_every", "save_every", "keep", "track"),
     *("batch_size", "accumulation"),  # their product with the processes may not: packs_per_step
+    "sharding",
 )
 """Options a resumed run may change: they decide where things are and how often they are written."""
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from spec_train.checkpoint import RunDirectory
+from spec_train.tracking import Tracking
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +51,16 @@ def _host_buffer(like: Tensor) -> Tensor:
 class Saver:
     """Writes of one run; without a directory (on every rank but 0) it writes nothing."""
 
-    def __init__(self, directory: RunDirectory | None, draft: Any, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        directory: RunDirectory | None,
+        draft: Any,
+        dtype: torch.dtype,
+        tracking: Tracking | None = None,
+    ) -> None:
         """Save into `directory` the `draft`, whole and with its weights in `dtype`."""
         self.directory = directory
+        self._tracking = tracking
         self._dtype = dtype
         self._host: dict[str, Tensor] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="writer")
@@ -90,9 +98,11 @@ class Saver:
             self._submit(self.directory.save_best, step, self._save_draft, figures)
 
     def metrics(self, line: dict[str, Any]) -> None:
-        """Append a line to metrics.jsonl."""
+        """Append a line to metrics.jsonl, and show it where else it is wanted."""
         if self.directory is not None:
             self.directory.append_metrics(line)
+        if self._tracking is not None:
+            self._tracking.line(line)
 
     def check(self) -> None:
         """Raise what a write has raised."""
@@ -109,6 +119,8 @@ class Saver:
         with contextlib.suppress(BaseException):
             self.wait()
         self._writer.shutdown()
+        if self._tracking is not None:
+            self._tracking.close()
 
     def _submit(self, write: Callable[..., Any], *arguments: Any) -> None:
         self._writes.append(self._writer.submit(write, *arguments))

@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Generator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,32 +42,14 @@ from spec_train.head import TargetHead
 from spec_train.masters import Masters
 from spec_train.metrics import Sums, add_sums, shown
 from spec_train.ranks import LossOnRanks, Ranks
+from spec_train.result import FitResult, better
 from spec_train.saving import Saver
 from spec_train.schedule import learning_rate
 from spec_train.signals import stop_signals
 from spec_train.stream import BatchStream, Step
+from spec_train.tracking import Tracking
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class FitResult:
-    """Where a run stands: `finished`, or stopped by signal number `stopped_by` at `step`."""
-
-    directory: Path
-    step: int
-    finished: bool
-    stopped_by: int | None = None
-    best: dict[str, Any] | None = None
-
-    def __str__(self) -> str:
-        text = f"{'finished' if self.finished else 'stopped and saved'} at step {self.step}"
-        if self.best and self.best["acceptance_length"] is not None:
-            length = self.best["acceptance_length"]
-            text += f"; best draft: step {self.best['step']}, acceptance length {length:.3f}"
-        elif self.best and self.best.get("loss") is not None:
-            text += f"; best draft: step {self.best['step']}, loss {self.best['loss']:.4f}"
-        return text
 
 
 class Trainer:
@@ -105,7 +86,10 @@ class Trainer:
             parameter.data = parameter.data.to(kind)
         with safe_open(dataset.target_dir / "head.safetensors", "pt") as file:
             dtype = file.get_slice("embed_tokens")[:1].dtype
-        self.saver = Saver(run, self.draft, dtype)
+        tracking = None
+        if run is not None and config.track:
+            tracking = Tracking(config.track, run.path, self.device.type == "cpu")
+        self.saver = Saver(run, self.draft, dtype, tracking)
         self._loss = self.ranks.prepare(LossOnRanks(self.draft))
         self.masters = Masters(self.draft, config)
         self.stream = self._make_stream(train)
@@ -298,7 +282,7 @@ class Trainer:
                     "product-limit length, then the lowest loss"
                 )
         # without held-out documents the last draft is as good a choice as any
-        if self.best is None or not figures or _better(figures, self.best):
+        if self.best is None or not figures or better(figures, self.best):
             kept = ("acceptance_length", "product_limit_length", "loss")
             self.best = {"step": self.step} | {name: figures.get(name) for name in kept}
             self._hold_weights()
@@ -383,17 +367,3 @@ class Trainer:
         self.best, self.step = state["best"], saved.step
         self._saved_step = saved.step
         log.info("going on from %s", saved.path)
-
-
-def _better(figures: dict[str, Any], best: dict[str, Any]) -> bool:
-    """Whether a draft has the longer product-limit length, or as long a one and a lower loss.
-
-    A `best` that an older release saved is compared by what it has: the length of whole chains.
-    """
-    name = "product_limit_length" if "product_limit_length" in best else "acceptance_length"
-
-    def rank(of: dict[str, Any]) -> tuple[float, float]:
-        length, loss = of[name], of.get("loss")
-        return (1.0 if length is None else length), (-math.inf if loss is None else -loss)
-
-    return rank(figures) > rank(best)

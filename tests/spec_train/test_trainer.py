@@ -19,6 +19,7 @@ from spec_train import trainer as trainer_module
 from spec_train.config import FitConfig
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.fit import count_supervised_tokens, make_splits
+from spec_train.result import better
 from spec_train.trainer import Trainer, learning_rate
 from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.spec_train import trainer_tools
@@ -290,9 +291,9 @@ def test_of_drafts_accepted_equally_far_the_one_with_the_lower_loss_is_best(
 
 def test_a_best_draft_of_an_older_release_is_compared_by_the_length_it_has():
     new = {"acceptance_length": 2.0, "product_limit_length": 2.5, "loss": 1.0}
-    assert not trainer_module._better(new, {"step": 1, "acceptance_length": 2.1})
-    assert trainer_module._better(new, {"step": 1, "acceptance_length": 1.9})
-    assert not trainer_module._better(new, {"step": 1} | new)
+    assert not better(new, {"step": 1, "acceptance_length": 2.1})
+    assert better(new, {"step": 1, "acceptance_length": 1.9})
+    assert not better(new, {"step": 1} | new)
 
 
 def test_nothing_to_train_on_says_why(tmp_path, config):
