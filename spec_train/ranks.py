@@ -10,7 +10,8 @@ thread. So an error anywhere ends every rank with that rank's message, and nothi
 Data-parallel wrapping is accelerate's. Sharding is torch's `fully_shard` of the whole draft as one
 unit: drafts call their submodules' methods and weights directly, so all weights are gathered when
 the loss is entered; accelerate would shard norm and head as modules of their own, whose `forward`
-nobody calls, and offers no sharding on CPUs, where it could be tested.
+nobody calls, and offers no sharding on CPUs, where it could be tested. What wraps or shards is
+imported where it is used: it takes a second, which one process need not wait.
 """
 
 import contextlib
@@ -28,9 +29,6 @@ from typing import Any, Self, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from spec_data.shards.errors import ConfigError, RunError, SpecDataError
 
@@ -38,6 +36,8 @@ POLL_SECONDS = 0.02
 WATCH_SECONDS = 1.0
 GRACE_SECONDS = 10.0
 """How long a rank may take to end by itself after another one failed."""
+WAIT_SECONDS = 1800.0
+"""How long to wait for a rank that says nothing, not even an error: as torch.distributed does."""
 _ERROR = "error"
 
 
@@ -113,6 +113,10 @@ class Ranks:
     def alone(self) -> bool:
         """Whether this process is the whole run."""
         return self.world_size == 1
+
+    @property
+    def _sharded(self) -> bool:
+        return not self.alone and self.sharding == "fsdp2"
 
     # -- ending together --------------------------------------------------------------------------
 
@@ -197,8 +201,12 @@ class Ranks:
         self._words += 1
         names = [f"{self._words}/{rank}" for rank in range(self.world_size)]
         self._store.set(names[self.rank], json.dumps(value))
+        until = time.monotonic() + WAIT_SECONDS
         while not self._store.check(names):
             self._raise_told()
+            if time.monotonic() > until:
+                late = [r for r, name in enumerate(names) if not self._store.check([name])]
+                raise RunError(f"no word of rank {late} in {WAIT_SECONDS / 60:.0f} minutes")
             time.sleep(POLL_SECONDS)
         return [json.loads(self._store.get(name)) for name in names]
 
@@ -256,8 +264,11 @@ class Ranks:
             return module
         if self.sharding == "ddp":
             return self._replicate(module)
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
         frozen = {p for p in module.parameters() if not p.requires_grad}
-        for tensor in (*(p for p in module.parameters() if p.requires_grad), *module.buffers()):
+        for tensor in (*(p for p in module.parameters() if p not in frozen), *module.buffers()):
             dist.broadcast(tensor.data, 0)
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         return cast(nn.Module, fully_shard(module, mesh=mesh, ignored_params=frozen))
@@ -280,23 +291,23 @@ class Ranks:
             return accelerator.prepare_model(module, device_placement=False)
 
     @contextlib.contextmanager
-    def gradients(self, module: nn.Module, last: bool) -> Iterator[None]:
+    def gradients(self, module: Any, last: bool) -> Iterator[None]:
         """Around forward and backward of a micro-batch: gradients are added up in the last one.
 
         Ranks may have different numbers of micro-batches, so the others exchange nothing at all.
         """
-        if isinstance(module, FSDPModule):
+        if self._sharded:
             module.set_requires_gradient_sync(last)
             module.set_reshard_after_backward(last)
-        elif isinstance(module, nn.parallel.DistributedDataParallel) and not last:
+        elif not self.alone and not last:
             with module.no_sync():
                 yield
             return
         yield
 
-    def release(self, module: nn.Module) -> None:
+    def release(self, module: Any) -> None:
         """Give back the memory of weights gathered for a forward without a backward."""
-        if isinstance(module, FSDPModule):
+        if self._sharded:
             module.reshard()
 
 
@@ -307,15 +318,19 @@ def _in_words(error: BaseException) -> str:
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor that may be split over the ranks; all of them call it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    gathered: Any = getattr(tensor, "full_tensor", None)  # a DTensor has it
+    return tensor if gathered is None else gathered()
 
 
 def split_like(full: Tensor, like: Tensor) -> Tensor:
     """This rank's share of `full`, which every rank holds, on the device and split as `like`."""
     full = full.to(like.device)
-    if not isinstance(like, DTensor):
+    if not hasattr(like, "full_tensor"):
         return full
-    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    sharded = cast(DTensor, like)
+    return distribute_tensor(full, sharded.device_mesh, sharded.placements, src_data_rank=None)
 
 
 class LossOnRanks(nn.Module):

@@ -35,7 +35,9 @@ def host_copy(draft: Any) -> Any:
         if isinstance(tensor, nn.Parameter) and not tensor.requires_grad and tensor.is_cpu:
             tensors[id(tensor)] = tensor
             continue
-        data = _host_buffer(tensor)
+        data = (
+            _host_buffer(tensor) if tensor.requires_grad else torch.empty_like(tensor, device="cpu")
+        )
         data.copy_(tensor.detach())
         if isinstance(tensor, nn.Parameter):
             data = nn.Parameter(data, tensor.requires_grad)

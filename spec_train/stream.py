@@ -106,7 +106,7 @@ class Step:
     """The micro-batches of one optimizer step (of this rank): batch `index` of `epoch`.
 
     `share` is how much of the epoch's documents is done after this step, on all ranks together.
-    `numbers[i]` is the place of micro-batch i among those of all ranks.
+    `numbers[i]` is how many packs of the epoch come before micro-batch i: its place on any ranks.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Step:
         self._free = free
 
     def add(self, batch: DraftBatch, buffer: _Buffer, number: int) -> None:
-        """Append micro-batch `number` of the step, which lives in `buffer`."""
+        """Append the micro-batch at place `number`, which lives in `buffer`."""
         self.batches.append(batch)
         self.numbers.append(number)
         self._buffers.append(buffer)
@@ -242,12 +242,11 @@ class BatchStream:
                     return
             epoch, done = epoch + 1, 0
 
-    def _deal(self, packs: list[Pack]) -> list[tuple[int, list[Pack]]]:
-        """This rank's micro-batches of a global batch, with their places in it."""
-        size = self.batch_size
-        parts = [packs[i : i + size] for i in range(0, len(packs), size)]
-        mine = rank_slice(list(enumerate(parts)), self.rank, self.world_size)
-        return mine or [(len(parts) + self.rank, [[]])]
+    def _deal(self, index: int, packs: list[Pack]) -> list[tuple[int, list[Pack]]]:
+        """This rank's micro-batches of global batch `index`, with their places in the epoch."""
+        size, first = self.batch_size, index * self.plan.rows_per_batch
+        parts = [(first + i, packs[i : i + size]) for i in range(0, len(packs), size)]
+        return rank_slice(parts, self.rank, self.world_size) or [(first + len(packs), [[]])]
 
     def _read(
         self,
@@ -261,7 +260,7 @@ class BatchStream:
         try:
             for epoch, index, share, packs in self._walk(*position, count):
                 step = Step(epoch, index, share, free)
-                for number, part in self._deal(packs):
+                for number, part in self._deal(index, packs):
                     buffer = free.get()
                     if buffer is None or stop.is_set():
                         return

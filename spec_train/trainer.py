@@ -7,7 +7,7 @@ optimizer are fp32 masters; bf16 is the arithmetic of the forward alone. A run i
 settings: order, validation split, initial weights, random numbers and learning rate follow from
 them, and a resumed run equals an uninterrupted one bit for bit on the CPU.
 
-Random numbers are a function of the micro-batch's place (seed, epoch, batch, number), so no state
+Random numbers are a function of the micro-batch's place (seed, epoch, packs before it), so no state
 of a generator is kept, and what else draws numbers, or where, does not matter.
 
 What every rank does here, it does in the same order; only `Saver` knows who writes.
@@ -178,13 +178,13 @@ class Trainer:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def _train_step(self, step: Step) -> None:
-        own = self._slot_counts(step)
+        own = self._slot_counts("train", step)
         counts, self._stopping = self.ranks.agree(own, stop=bool(self._signals))
         losses: list[Tensor] = []
         for i, host in enumerate(step.batches):
             batch = host.to(self.device, self.dtype, non_blocking=True)
             self._pending_tokens += host.tokens
-            self._seed("train", step.epoch, step.index, step.numbers[i])
+            self._seed("train", step, i)
             last = i == len(step.batches) - 1
             with self.ranks.gradients(self._loss, last):
                 earlier = losses if last and not self.ranks.alone else None
@@ -202,16 +202,18 @@ class Trainer:
         self.masters.step(self._lr)
         self.step += 1
 
-    def _seed(self, *place: Any) -> None:
-        """Let the random numbers that follow be those of a micro-batch, whoever computes it."""
-        text = repr((self.config.seed, *place)).encode()
+    def _seed(self, kind: str, step: Step, i: int) -> None:
+        """Let the random numbers that follow be those of micro-batch i, whoever computes it."""
+        place = self.config.seed, kind, step.epoch, step.numbers[i]
+        text = repr(place).encode()
         torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1)
 
-    def _slot_counts(self, step: Step) -> Tensor:
-        """Denominators of this rank's part of the step."""
-        parts = [
-            self.draft.slot_counts(batch.without_hidden().to(self.device)) for batch in step.batches
-        ]
+    def _slot_counts(self, kind: str, step: Step) -> Tensor:
+        """Denominators of this rank's part of the step; drawn as its losses will be."""
+        parts = []
+        for i, batch in enumerate(step.batches):
+            self._seed(kind, step, i)
+            parts.append(self.draft.slot_counts(batch.without_hidden().to(self.device)))
         return torch.stack(parts).sum(0)
 
     def _refuse_non_finite(self, step: Step, losses: list[float]) -> None:
@@ -300,10 +302,9 @@ class Trainer:
         steps = self._held_out.take(len(plan.batches(0)))
         with contextlib.closing(steps), self._arithmetic():
             for step in steps:
-                counts = self._slot_counts(step)  # of the loss alone, which nobody looks at
-                for number, batch in zip(step.numbers, step.batches, strict=True):
-                    place = number + step.index * self.ranks.world_size
-                    self._seed("validation", place)
+                counts = self._slot_counts("validation", step)  # of the loss, which nobody looks at
+                for i, batch in enumerate(step.batches):
+                    self._seed("validation", step, i)
                     moved = batch.to(self.device, self.dtype)
                     total = add_sums([total, self._loss(moved, self.head, counts)[1]])
         self.ranks.release(self._loss)
@@ -338,6 +339,7 @@ class Trainer:
         self._hold_weights()
         self._collect()
         pending = ((f"pending.{name}", value) for name, value in self._pending.items())
+        # no write still needs what this overwrites: the weights have waited for all of them
         held = self.saver.hold(itertools.chain(pending, self.masters.moments()))
         state = {
             "tokens": self.tokens,

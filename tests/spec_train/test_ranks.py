@@ -4,6 +4,8 @@ import contextlib
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -19,9 +21,18 @@ from spec_train.drafts.protocol import DraftLoss
 from spec_train.fit import make_splits
 from spec_train.ranks import LossOnRanks, Ranks, split_like, whole
 from spec_train.trainer import Trainer
+from tests.factory import tiny_dataset
 from tests.spec_train import trainer_tools
-from tests.spec_train.ranks_tools import Ended, on_ranks
-from tests.spec_train.trainer_tools import change, make_noisy, masters, metrics, run
+from tests.spec_train.ranks_tools import LIMIT_SECONDS, Ended, on_ranks
+from tests.spec_train.trainer_tools import (
+    change,
+    command,
+    environment,
+    make_noisy,
+    masters,
+    metrics,
+    run,
+)
 
 data, config = trainer_tools.data, trainer_tools.config
 
@@ -89,8 +100,6 @@ def test_any_number_of_ranks_and_micro_batches_is_one_batch(
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
 def test_a_rank_without_a_batch_takes_part(tmp_path, config, sharding):
     """Every step of an epoch of one pack, and the validation of one: rank 1 never has any."""
-    from tests.factory import tiny_dataset
-
     data = tiny_dataset(tmp_path / "few", n_docs=2, seed=3)
     few = change(config, data=str(data), steps=4, batch_size=1, accumulation=1, seq_len=96)
     few = change(few, validation=0.5, lr=1e-4)
@@ -166,6 +175,32 @@ def test_another_number_of_packs_is_refused_on_all_ranks(gentle):
     ended = fit_on_ranks(change(gentle, steps=1))
     for end in ended:
         assert end.code in (1, 2) and "packs_per_step: 4 -> 8" in end.text
+
+
+@pytest.mark.long
+def test_torchrun_runs_it_and_its_sigterm_saves(config, tmp_path):
+    """The real launcher; the same run goes on in one process, and is the uninterrupted one."""
+    config = change(config, steps=60, lr=1e-4, save_every=10, eval_every=30, log_every=7)
+    whole_run = change(config, out=str(tmp_path / "whole"), batch_size=4, accumulation=1)
+    run(whole_run)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc-per-node", "2", "-m", "spec_train"]
+    half = change(config, accumulation=1)
+    process = subprocess.Popen(
+        [*launcher, *command(half)[3:]],
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while process.poll() is None and not list(Path(config.out).glob("checkpoint-*")):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode != 0 and "stopped and saved at step" in said, said
+    saved = int((Path(config.out) / "last").resolve().name.removeprefix("checkpoint-"))
+    assert 10 <= saved < 60
+    run(config)
+    assert_close_runs(whole_run.out, config.out)
 
 
 # -- ending together ------------------------------------------------------------------------------
@@ -251,6 +286,23 @@ def test_an_error_on_one_rank_ends_all_with_its_message(config, prepare, failed,
     saved = Path(config.out) / "last"
     if prepare in (break_reader, break_loss):  # what was being written when it happened is whole
         assert saved.resolve().name == "checkpoint-00000002"
+
+
+def test_a_killed_rank_ends_the_others(config):
+    """It can say nothing: theirs is the message."""
+    original = Trainer._train_step
+
+    def prepare(rank):
+        def killed(self, step):
+            if rank == 1 and self.step == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            original(self, step)
+
+        Trainer._train_step = killed
+
+    ended = fit_on_ranks(change(config, batch_size=1), 2, prepare)
+    assert [end.code for end in ended] == [1, -signal.SIGKILL]
+    assert "error: " in ended[0].text
 
 
 def test_a_rank_inside_a_collective_is_ended_too(tmp_path, monkeypatch):
