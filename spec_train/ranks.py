@@ -38,7 +38,7 @@ GRACE_SECONDS = 10.0
 """How long a rank may take to end by itself after another one failed."""
 WAIT_SECONDS = 1800.0
 """How long to wait for a rank that says nothing, not even an error: as torch.distributed does."""
-_ERROR = "error"
+_ERROR, _HEARD = "error", "heard"
 
 
 class PeerError(RunError):
@@ -134,10 +134,14 @@ class Ranks:
         if self.alone:
             return
         try:
-            if error is None:
-                self.gather(None)
-            else:
+            if error is not None:
                 self._tell(error)
+                return
+            self.gather(None)
+            if self.is_main:
+                self._await_hearers()
+            else:
+                self._store.add(_HEARD, 1)
         finally:
             self._ended.set()
             if error is None:
@@ -150,15 +154,19 @@ class Ranks:
         try:
             first = self._publish(error)
             if not first.startswith(f"rank {self.rank}: "):
-                self._store.add("heard", 1)
+                self._store.add(_HEARD, 1)
                 if first.partition(": ")[2] == _in_words(error):
                     return  # found by all ranks together
                 raise PeerError(first) from error
-            until = time.monotonic() + GRACE_SECONDS / 2  # the store may live in this process
-            while self._store.add("heard", 0) < self.world_size - 1 and time.monotonic() < until:
-                time.sleep(POLL_SECONDS)
+            self._await_hearers()
         except dist.DistError:
             return  # the store is gone: whoever held it has failed too
+
+    def _await_hearers(self) -> None:
+        """Stay until the others have heard the last word: the store may live in this process."""
+        until = time.monotonic() + GRACE_SECONDS / 2
+        while self._store.add(_HEARD, 0) < self.world_size - 1 and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
 
     def _publish(self, error: BaseException) -> str:
         """Make `error` the run's error unless there is one; gives the one that counts."""
@@ -169,7 +177,7 @@ class Ranks:
         """Raise the error of another rank, if there is one."""
         if self._store.check([_ERROR]):
             text = self._store.get(_ERROR).decode()
-            self._store.add("heard", 1)
+            self._store.add(_HEARD, 1)
             raise PeerError(text)
 
     def _watch(self, store: Any) -> None:
@@ -178,7 +186,7 @@ class Ranks:
             try:
                 text = store.get(_ERROR).decode() if store.check([_ERROR]) else None
                 if text is not None:
-                    store.add("heard", 1)
+                    store.add(_HEARD, 1)
             except dist.DistError as error:
                 text = f"the process that holds the ranks together is gone ({error})"
             if text is None:
@@ -262,14 +270,14 @@ class Ranks:
         """
         if self.alone:
             return module
+        frozen = {p for p in module.parameters() if not p.requires_grad}
+        for tensor in (*(p for p in module.parameters() if p not in frozen), *module.buffers()):
+            dist.broadcast(tensor.data, 0)
         if self.sharding == "ddp":
             return self._replicate(module)
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        frozen = {p for p in module.parameters() if not p.requires_grad}
-        for tensor in (*(p for p in module.parameters() if p not in frozen), *module.buffers()):
-            dist.broadcast(tensor.data, 0)
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         return cast(nn.Module, fully_shard(module, mesh=mesh, ignored_params=frozen))
 

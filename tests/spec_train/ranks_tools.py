@@ -28,19 +28,25 @@ class Ended:
     text: str
 
 
-def on_ranks(folder: Path, body: Callable[[int], object], world: int = 2) -> list[Ended]:
+def on_ranks(
+    folder: Path, body: Callable[[int], object], world: int = 2, agent: bool = True
+) -> list[Ended]:
     """Run `body(rank)` on each of `world` processes, as the spec-train command would.
 
-    A hang fails: processes that do not end are killed, and say where they were.
+    Without an `agent` the store lives in rank 0, and ends with it. A hang fails: processes that do
+    not end are killed, and say where they were.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+    if not agent:
+        del store
     folder.mkdir(parents=True, exist_ok=True)
     children = []
     for rank in range(world):
         sys.stdout.flush()
         child = os.fork()
         if child == 0:
-            _become(rank, world, store.port, folder / f"rank-{rank}.txt", body)
+            _become(rank, world, port, agent, folder / f"rank-{rank}.txt", body)
         children.append(child)
     codes: dict[int, int] = {}
     until = time.monotonic() + LIMIT_SECONDS
@@ -57,7 +63,9 @@ def on_ranks(folder: Path, body: Callable[[int], object], world: int = 2) -> lis
     return [Ended(codes[c], text) for c, text in zip(children, texts, strict=True)]
 
 
-def _become(rank: int, world: int, port: int, log: Path, body: Callable[[int], object]) -> None:
+def _become(
+    rank: int, world: int, port: int, agent: bool, log: Path, body: Callable[[int], object]
+) -> None:
     """In the child: take the environment of a rank, run, and end without pytest's clean-up."""
     code = 99
     try:
@@ -75,7 +83,7 @@ def _become(rank: int, world: int, port: int, log: Path, body: Callable[[int], o
             LOCAL_WORLD_SIZE=str(world),
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(port),
-            TORCHELASTIC_USE_AGENT_STORE="True",
+            TORCHELASTIC_USE_AGENT_STORE=str(agent),
             TORCHELASTIC_RESTART_COUNT="0",
         )
         code = run_cli(lambda: body(rank) and None, debug=False)

@@ -109,6 +109,17 @@ def test_a_rank_without_a_batch_takes_part(tmp_path, config, sharding):
     assert_close_runs(alone.out, tmp_path / "many")
 
 
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_bf16_is_the_arithmetic_on_every_rank(gentle, tmp_path, sharding):
+    """The same micro-batches, so the same rounding; weights and moments stay fp32."""
+    gentle = change(gentle, batch_size=2, dtype="bf16", steps=5)
+    alone = change(gentle, out=str(tmp_path / "alone"), accumulation=2)
+    run(alone)
+    fit_well(change(gentle, sharding=sharding))
+    assert_close_runs(alone.out, gentle.out)
+    assert {t.dtype for t in masters(gentle.out).values()} == {torch.float32}
+
+
 def test_random_numbers_do_not_depend_on_the_ranks(gentle, tmp_path, monkeypatch):
     """Of drafts that sample: they follow from the micro-batch, whoever computes it."""
     make_noisy(monkeypatch)
@@ -380,6 +391,25 @@ def test_words_and_sums_of_all_ranks(tmp_path):
     assert ended == [told, Ended(2, "error: damaged\n"), told]
 
 
+@pytest.mark.parametrize("failing", [None, 0, 1])
+def test_the_rank_that_holds_the_store_leaves_last(tmp_path, failing):
+    """As started without an agent."""
+
+    def body(rank):
+        with Ranks() as own:
+            own.gather(rank)
+            if rank == failing:
+                raise RunError("damaged")
+
+    ended = on_ranks(tmp_path / "said", body, 3, agent=False)
+    if failing is None:
+        assert_all_well(ended)
+        return
+    told = Ended(1, f"error: rank {failing}: damaged\n")
+    own = Ended(1, "error: damaged\n")
+    assert ended == [own if rank == failing else told for rank in range(3)]
+
+
 class Moody(nn.Module):
     """A draft whose batches use one of two parameters each, by a number."""
 
@@ -387,6 +417,7 @@ class Moody(nn.Module):
         super().__init__()
         self.frozen = nn.Parameter(torch.full((3,), 2.0), requires_grad=False)
         self.used = nn.ParameterList([nn.Parameter(torch.arange(5.0) + i) for i in range(3)])
+        self.register_buffer("ids", torch.arange(3))
 
     def trainable_parameters(self):
         return list(self.used)
@@ -409,7 +440,8 @@ def test_parameters_that_a_rank_did_not_use_get_the_gradient_of_the_others(tmp_p
         with Ranks("cpu", sharding) as own:
             draft = Moody()
             with torch.no_grad():
-                draft.used[0].add_(rank * 7)  # rank 0's weights count
+                draft.used[0].add_(rank * 7)  # rank 0's weights count, and its map
+                draft.ids.add_(rank)
             model = own.prepare(LossOnRanks(draft))
             for _ in range(2):
                 for p in draft.trainable_parameters():
@@ -426,6 +458,7 @@ def test_parameters_that_a_rank_did_not_use_get_the_gradient_of_the_others(tmp_p
                     losses.append(loss.detach())
                 for p, gradient in zip(draft.trainable_parameters(), expected, strict=True):
                     torch.testing.assert_close(whole(p.grad), gradient)
+            assert draft.ids.tolist() == [0, 1, 2]
             first = draft.trainable_parameters()[0]
             full = torch.arange(5.0) * 3
             assert torch.equal(whole(split_like(full, first)), full)
