@@ -86,3 +86,18 @@ class DraftBatch:
             states = rows.states(packs * slots, device, dtype or torch.bfloat16, non_blocking)
             hidden[name] = states.view(packs, slots, -1)
         return DraftBatch(**plain, hidden=hidden, rows=self.rows, coded={})
+
+
+def padding_batch(device: torch.device | str = "cpu", slots: int = 4) -> DraftBatch:
+    """One pack of nothing but padding, without states: what a rank without a batch counts."""
+    ids = torch.zeros(1, slots, dtype=torch.int64, device=device)
+    return DraftBatch(
+        input_ids=ids,
+        loss_mask=ids.bool(),
+        position_ids=ids,
+        document_ids=ids + PADDING,
+        hidden={},
+        target_argmax=ids,
+        target_logsumexp=ids.float(),
+        rows=[[]],
+    )

@@ -214,7 +214,7 @@ class RunDirectory:
         problems = []
         for checkpoint in reversed(_checkpoints(self.path)):
             try:
-                return _read_checkpoint(checkpoint)
+                return read_checkpoint(checkpoint)
             except DraftError as error:
                 problems.append(str(error))
                 aside = self.path / f"damaged-{checkpoint.name}"
@@ -308,7 +308,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         ) from None
 
 
-def _read_checkpoint(path: Path) -> Saved:
+def read_checkpoint(path: Path) -> Saved:
     """Read and verify one checkpoint; DraftError says what is wrong with it."""
     try:
         state = json.loads((path / STATE).read_text(encoding="utf-8"))

@@ -43,6 +43,8 @@ examples:
       the same run once more, bit for bit on a CPU; with --epochs 1, a shorter one
   spec-train fit {draft} --data NEW --out MORE --init-from RUN
       begin with what RUN has learned
+  torchrun --nproc-per-node 8 -m spec_train fit {draft} --data DATA --out RUN --batch-size 1
+      on 8 GPUs: a step of 8 packs; --sharding fsdp2 splits weights and optimizer among them
   spec-train fit {draft} --data DATA --out ZERO --steps 0
       the untrained draft, to compare with"""
 
@@ -153,7 +155,6 @@ def _fit(arguments: argparse.Namespace) -> int:
 
     result = fit(arguments.draft, config, options)
     if result.stopped_by is not None:
-        print("the same command goes on from here", file=sys.stderr)
         return 128 + result.stopped_by
     return 0
 

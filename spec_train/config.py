@@ -37,7 +37,15 @@ class FitConfig:
     )
     batch_size: int = option(4, help="packs per micro-batch: lower it when memory runs out")
     accumulation: int = option(
-        1, help="micro-batches per optimizer step; the step is that of one big batch"
+        1,
+        help="micro-batches per optimizer step and process; the step is that of one big batch of "
+        "--batch-size x --accumulation x processes packs",
+    )
+    sharding: str = option(
+        "ddp",
+        help="with several processes. ddp: each holds the whole draft; fsdp2: weights, gradients "
+        "and optimizer are split among them",
+        choices=("ddp", "fsdp2"),
     )
     seq_len: int = option(2048, help="tokens per pack; longer documents are cut to it, and counted")
     lr: float | None = option(
@@ -74,6 +82,12 @@ class FitConfig:
     eval_every: int = option(500, help="steps between validations (also before the first step)")
     save_every: int = option(500, help="steps between checkpoints")
     keep: int = option(2, help="checkpoints kept, besides the best draft")
+    track: str | None = option(
+        None,
+        help="show the figures elsewhere too: tensorboard (into RUN), wandb, or what else "
+        "accelerate knows, several with commas; metrics.jsonl has them always",
+        metavar="NAMES",
+    )
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.epochs is not None:
@@ -88,10 +102,9 @@ class FitConfig:
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise ConfigError(f"--lr {self.lr}: a learning rate is above 0")
 
-    @property
-    def packs_per_step(self) -> int:
-        """Packs of one optimizer step, whatever the micro-batch size."""
-        return self.batch_size * self.accumulation
+    def packs_per_step(self, world_size: int = 1) -> int:
+        """Packs of one optimizer step of `world_size` processes, whatever the micro-batch size."""
+        return self.batch_size * self.accumulation * world_size
 
 
 def _flag(name: str) -> str:

@@ -4,6 +4,7 @@ Everything here happens once, before the first step; `trainer` has the loop. Not
 target: its config, embeddings and head are part of the dataset.
 """
 
+import contextlib
 import dataclasses
 import heapq
 import logging
@@ -23,16 +24,19 @@ from spec_data.shards.plan import (
     SPLIT_RULE,
     BatchPlan,
     Selection,
+    rank_slice,
     select_documents,
     split_documents,
 )
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.checkpoint import RunDirectory, Saved, resolve_draft_dir
+from spec_train.checkpoint import RunDirectory, Saved, read_checkpoint, resolve_draft_dir
 from spec_train.config import FitConfig, default_lr
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.exports.target import TargetFacts, block_count
 from spec_train.head import TargetHead
-from spec_train.trainer import FitResult, Trainer
+from spec_train.ranks import Ranks
+from spec_train.result import FitResult
+from spec_train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +44,9 @@ DEFAULT_EPOCHS = 3
 FIRST_STEPS = 64
 """How far the announcement looks into an epoch; planning all of it would delay the first step."""
 MAY_CHANGE = (
-    *("data", "out", "device", "log_every", "eval_every", "save_every", "keep"),
-    *("batch_size", "accumulation"),  # their product may not: packs_per_step
+    *("data", "out", "device", "log_every", "eval_every", "save_every", "keep", "track"),
+    *("batch_size", "accumulation"),  # their product with the processes may not: packs_per_step
+    "sharding",
 )
 """Options a resumed run may change: they decide where things are and how often they are written."""
 
@@ -51,56 +56,103 @@ def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
 
     Raises:
         ConfigError: the run directory holds a run with other settings.
-        DatasetError, MissingError: the dataset cannot be read. RunError: training failed.
+        DatasetError, MissingError: the dataset cannot be read. RunError: training failed, here or
+        on another rank.
     """
-    dataset = HiddenStatesDataset(config.data)
-    DRAFTS[draft_name].check_data(options, dataset.manifest)
-    config = resolve_config(config, dataset)
-    splits = make_splits(dataset, config)
-    run = RunDirectory(config.out, config.keep)
-    try:
+    device = usable_device(config.device)
+    with Ranks(device, config.sharding) as ranks, contextlib.ExitStack() as stack:
+        dataset = HiddenStatesDataset(config.data)
+        DRAFTS[draft_name].check_data(options, dataset.manifest)
+        config = resolve_config(config, dataset)
+        run = None
+        if ranks.is_main:
+            run = RunDirectory(config.out, config.keep)
+            stack.callback(run.close)
+        return _fit(draft_name, config, options, dataset, run, ranks)
+
+
+def _fit(
+    draft_name: str,
+    config: FitConfig,
+    options: Any,
+    dataset: HiddenStatesDataset,
+    run: RunDirectory | None,
+    ranks: Ranks,
+) -> FitResult:
+    """One rank's part; `run` is the first one's."""
+    splits = make_splits(dataset, config, ranks.world_size)
+    total, saved = 0, None
+    if run is not None:
         table = {**to_dict(config), **to_dict(options)}
-        identity = {
-            "draft": draft_name,
-            "dataset": dataset.manifest.fingerprint,
-            "packs_per_step": config.packs_per_step,
-            "split_rule": SPLIT_RULE,
-            **{name: value for name, value in table.items() if name not in MAY_CHANGE},
-        }
-        total = run.record(table, identity).get("total_steps")
-        if total is None:
-            total = _total_steps(config, splits)
-            run.note(total_steps=total)
+        total = _record(run, draft_name, dataset, table, config, splits, ranks.world_size)
         saved = run.load_newest()
-        if saved is not None and saved.step >= total:
-            result = FitResult(run.path, saved.step, True, best=saved.state["best"])
-            log.info("%s: nothing to do, %s", run.path, result)
-            return result
-        torch.manual_seed(config.seed)
-        dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float32
-        head = TargetHead.from_dataset(dataset.path, dtype, config.device)
-        draft = _make_draft(draft_name, config, options, dataset, splits, head, saved)
-        trainer = Trainer(draft, head, config, dataset, splits.train, splits.validation, run, total)
-        if saved is not None:
-            trainer.restore(saved)
-            run.truncate_metrics(saved.step)
-        else:
-            run.begin()
+    newest = None if saved is None else str(saved.path)
+    total, newest = ranks.gather([total, newest])[0]
+    if newest is not None and saved is None:
+        saved = read_checkpoint(Path(newest))
+    if saved is not None and saved.step >= total:
+        result = FitResult(Path(config.out), saved.step, True, best=saved.state["best"])
+        log.info("%s: nothing to do, %s", result.directory, result)
+        return result
+    torch.manual_seed(config.seed)
+    dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float32
+    head = TargetHead.from_dataset(dataset.path, dtype, ranks.device)
+    draft = _make_draft(draft_name, config, options, dataset, splits, head, saved, ranks)
+    ranks.gather(None)  # whoever could not come so far has said why
+    trainer = Trainer(
+        draft, head, config, dataset, splits.train, splits.validation, run, total, ranks
+    )
+    if saved is not None:
+        trainer.restore(saved)
+    if run is not None:
+        run.begin() if saved is None else run.truncate_metrics(saved.step)
         _announce(trainer, splits)
-        return trainer.run()
-    finally:
-        run.close()
+    return trainer.run()
+
+
+def _record(
+    run: RunDirectory,
+    draft_name: str,
+    dataset: HiddenStatesDataset,
+    table: dict[str, Any],
+    config: FitConfig,
+    splits: "Splits",
+    world_size: int,
+) -> int:
+    """Write what the run is, or check that it is still the same; gives its steps in all."""
+    identity = {
+        "draft": draft_name,
+        "dataset": dataset.manifest.fingerprint,
+        "packs_per_step": config.packs_per_step(world_size),
+        "split_rule": SPLIT_RULE,
+        **{name: value for name, value in table.items() if name not in MAY_CHANGE},
+    }
+    total = run.record(table, identity).get("total_steps")
+    if total is None:
+        total = _total_steps(config, splits)
+        run.note(total_steps=total)
+    return total
+
+
+def usable_device(device: str) -> str:
+    """The device meant by --device; raises ConfigError for one that cannot be used here."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.device(device)
+        if device != "cuda":  # several processes: each makes a context on its own GPU alone
+            torch.empty(0, device=device)
+        elif not torch.cuda.is_available():
+            raise RuntimeError("PyTorch finds no GPU")
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device {device}: not usable here ({error})") from None
+    return device
 
 
 def resolve_config(config: FitConfig, dataset: HiddenStatesDataset) -> FitConfig:
     """Replace every automatic option by its value, so that fit.json alone repeats the run."""
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        kind = torch.empty(0, device=device).device.type
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"--device {device}: not usable here ({error})") from None
+    device = usable_device(config.device)
+    kind = torch.device(device).type
     dtype = config.dtype
     if dtype == "auto":
         dtype = "bf16" if kind == "cuda" else "fp32"
@@ -124,8 +176,8 @@ class Splits:
     held_out: int  # documents kept from training; `validation` may measure fewer
 
 
-def make_splits(dataset: HiddenStatesDataset, config: FitConfig) -> Splits:
-    """Select, split and plan the documents of a dataset.
+def make_splits(dataset: HiddenStatesDataset, config: FitConfig, world_size: int = 1) -> Splits:
+    """Select, split and plan the documents of a dataset for that many processes.
 
     Raises:
         DatasetError: nothing is left to train on; the message says why.
@@ -170,25 +222,28 @@ def make_splits(dataset: HiddenStatesDataset, config: FitConfig) -> Splits:
 
     return Splits(
         selection=selection,
-        train=plan(usable[~side], config.packs_per_step),
-        validation=plan(usable[measured], config.batch_size),
+        train=plan(usable[~side], config.packs_per_step(world_size)),
+        validation=plan(usable[measured], config.batch_size * world_size),
         held_out=int(side.sum()),
     )
 
 
-def count_supervised_tokens(dataset: HiddenStatesDataset, plan: BatchPlan) -> Tensor:
+def count_supervised_tokens(
+    dataset: HiddenStatesDataset, plan: BatchPlan, ranks: Ranks | None = None
+) -> Tensor:
     """How often each token id is a supervised token of the plan's documents, int64 [V].
 
-    Reads ids and masks only, one document at a time.
+    Reads ids and masks only, one document at a time; each of several ranks its part of them.
     """
+    ranks = ranks or Ranks()
     counts = np.zeros(dataset.manifest.vocab_size, dtype=np.int64)
     ids = torch.zeros(plan.seq_len, dtype=torch.int64)
     mask = torch.zeros(plan.seq_len, dtype=torch.bool)
     out = {"input_ids": ids, "loss_mask": mask}
-    for row in plan.rows.tolist():
+    for row in rank_slice(plan.rows.tolist(), ranks.rank, ranks.world_size):
         tokens = dataset.read_into(row, out, 0, int(plan.lengths[row]))
         np.add.at(counts, ids[:tokens][mask[:tokens]].numpy(), 1)
-    return torch.from_numpy(counts)
+    return ranks.sum(torch.from_numpy(counts))
 
 
 def _total_steps(config: FitConfig, splits: Splits) -> int:
@@ -206,6 +261,7 @@ def _make_draft(
     splits: Splits,
     head: TargetHead,
     saved: Saved | None,
+    ranks: Ranks,
 ) -> Any:
     """The draft to train: of the checkpoint, of --init-from, or fresh."""
     kind = DRAFTS[name]
@@ -218,7 +274,7 @@ def _make_draft(
         target_config=dataset.target_config(),
         manifest=dataset.manifest,
         head=head,
-        token_counts=count_supervised_tokens(dataset, splits.train),
+        token_counts=count_supervised_tokens(dataset, splits.train, ranks),
     )
     if config.init_from is None:
         return fresh
@@ -264,6 +320,7 @@ def _target_facts(dataset: HiddenStatesDataset, head: TargetHead) -> TargetFacts
 def _announce(trainer: Trainer, splits: Splits) -> None:
     """Say what will be trained on what."""
     dataset, config, plan, stream = trainer.dataset, trainer.config, splits.train, trainer.stream
+    ranks = trainer.ranks
     log.info(
         "dataset    %s: %s documents, %s tokens, %s supervised",
         dataset.path,
@@ -290,7 +347,14 @@ def _announce(trainer: Trainer, splits: Splits) -> None:
         *(", ".join(stream.columns), sum(width[c] for c in stream.columns), sum(width.values())),
     )
     log.info(
-        "training   %s parameters, steps %d to %d, learning rate %g, %s on %s, into %s",
-        *(f"{sum(p.numel() for p in trainer.params):,}", trainer.step, trainer.total, config.lr),
-        *(config.dtype, config.device, config.out),
+        "training   %s parameters, steps %d to %d, learning rate %g, %s on %s%s, into %s",
+        *(
+            f"{sum(p.numel() for p in trainer.masters.params):,}",
+            trainer.step,
+            trainer.total,
+            config.lr,
+        ),
+        *(config.dtype, config.device),
+        "" if ranks.alone else f" in {ranks.world_size} processes ({config.sharding})",
+        config.out,
     )

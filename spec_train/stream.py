@@ -77,7 +77,7 @@ class _Buffer:
         if self.copied is not None:
             self.copied.synchronize()
         lengths = [[int(plan.lengths[row]) for row in pack] for pack in packs]
-        longest = max(map(sum, lengths))
+        longest = max(1, *map(sum, lengths))
         width = min(self.seq_len, -(-longest // ROUND) * ROUND)
         for coded in self.coded.values():
             coded.clear()
@@ -118,6 +118,7 @@ class Step:
     """The micro-batches of one optimizer step (of this rank): batch `index` of `epoch`.
 
     `share` is how much of the epoch's documents is done after this step, on all ranks together.
+    `numbers[i]` is how many packs of the epoch come before micro-batch i: its place on any ranks.
     """
 
     def __init__(
@@ -125,12 +126,14 @@ class Step:
     ) -> None:
         self.epoch, self.index, self.share = epoch, index, share
         self.batches: list[DraftBatch] = []
+        self.numbers: list[int] = []
         self._buffers: list[_Buffer | None] = []
         self._free = free
 
-    def add(self, batch: DraftBatch, buffer: _Buffer) -> None:
-        """Append a micro-batch that lives in `buffer`."""
+    def add(self, batch: DraftBatch, buffer: _Buffer, number: int) -> None:
+        """Append the micro-batch at place `number`, which lives in `buffer`."""
         self.batches.append(batch)
+        self.numbers.append(number)
         self._buffers.append(buffer)
 
     def release(self, i: int) -> None:
@@ -161,6 +164,10 @@ class BatchStream:
         world_size: int = 1,
     ) -> None:
         """Read `columns` of `dataset`; a step's packs come in micro-batches of `batch_size`.
+
+        Micro-batches are dealt out to the ranks whole, so that each is the same on any number of
+        them. A rank that gets none, at the end of an epoch, gets one of padding alone: it has
+        something to add nothing with.
 
         States have `dtype`; `pin` page-locks the buffers. Buffers are made by the first `take`.
         Lossy columns are decoded by the reading thread, or, with `decode_on`, on that device by
@@ -220,9 +227,9 @@ class BatchStream:
             thread.join()
 
     def _make_ring(self) -> None:
-        per_rank = -(-self.plan.rows_per_batch // self.world_size)
-        size = min(self.batch_size, per_rank)
-        wanted = -(-per_rank // size) + READ_AHEAD
+        size = min(self.batch_size, self.plan.rows_per_batch)
+        dealt = -(-self.plan.rows_per_batch // size)
+        wanted = -(-dealt // self.world_size) + READ_AHEAD
         while len(self._ring) < wanted:
             self._ring.append(
                 _Buffer(
@@ -245,7 +252,7 @@ class BatchStream:
     def _walk(
         self, epoch: int, done: int, count: int
     ) -> Iterator[tuple[int, int, float, list[Pack]]]:
-        """Epoch, index, share of the epoch done and this rank's packs of the next `count` steps."""
+        """Epoch, index, share of the epoch done and all packs of the next `count` steps."""
         while count > 0:
             documents = 0
             for index, batch in enumerate(self.plan.iter_batches(epoch)):
@@ -253,11 +260,17 @@ class BatchStream:
                 if index < done:
                     continue
                 share = documents / len(self.plan.rows)
-                yield epoch, index, share, rank_slice(batch, self.rank, self.world_size)
+                yield epoch, index, share, batch
                 count -= 1
                 if not count:
                     return
             epoch, done = epoch + 1, 0
+
+    def _deal(self, index: int, packs: list[Pack]) -> list[tuple[int, list[Pack]]]:
+        """This rank's micro-batches of global batch `index`, with their places in the epoch."""
+        size, first = self.batch_size, index * self.plan.rows_per_batch
+        parts = [(first + i, packs[i : i + size]) for i in range(0, len(packs), size)]
+        return rank_slice(parts, self.rank, self.world_size) or [(first + len(packs), [[]])]
 
     def _read(
         self,
@@ -271,12 +284,11 @@ class BatchStream:
         try:
             for epoch, index, share, packs in self._walk(*position, count):
                 step = Step(epoch, index, share, free)
-                for i in range(0, len(packs), self.batch_size):
+                for number, part in self._deal(index, packs):
                     buffer = free.get()
                     if buffer is None or stop.is_set():
                         return
-                    part = packs[i : i + self.batch_size]
-                    step.add(buffer.fill(self.dataset, part, self.plan), buffer)
+                    step.add(buffer.fill(self.dataset, part, self.plan), buffer, number)
                 ready.put(step)
             ready.put(None)
         except BaseException as error:

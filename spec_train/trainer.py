@@ -1,72 +1,55 @@
 """The training loop: fit any draft that keeps the Draft protocol to a dataset, without its target.
 
-One optimizer step = one global batch of the plan, in `accumulation` micro-batches. The supervised
-slots of all of them are counted first, and every micro-batch's loss is divided by that one count,
-so k micro-batches give the gradient of one batch. Weights and optimizer are fp32 masters; bf16 is
-the arithmetic of the forward alone. A run is a function of its settings: order, validation split,
-initial weights and learning rate follow from them, and a resumed run equals an uninterrupted one
-bit for bit on the CPU.
+One optimizer step = one global batch of the plan, dealt out in micro-batches to the ranks. The
+supervised slots of all of them are counted first, and every micro-batch's loss is divided by that
+one count, so k micro-batches on any number of ranks give the gradient of one batch. Weights and
+optimizer are fp32 masters; bf16 is the arithmetic of the forward alone. A run is a function of its
+settings: order, validation split, initial weights, random numbers and learning rate follow from
+them, and a resumed run equals an uninterrupted one bit for bit on the CPU.
+
+Random numbers are a function of the micro-batch's place (seed, epoch, packs before it), so no state
+of a generator is kept, and what else draws numbers, or where, does not matter.
+
+What every rank does here, it does in the same order; only `Saver` knows who writes.
 """
 
 import contextlib
+import hashlib
+import itertools
 import logging
 import math
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from spec_data.shards.errors import DraftError, RunError
 from spec_data.shards.plan import BatchPlan
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.batch import padding_batch
 from spec_train.checkpoint import RunDirectory, Saved
 from spec_train.config import FitConfig
 from spec_train.head import TargetHead
+from spec_train.masters import Masters
 from spec_train.metrics import Sums, add_sums, shown
+from spec_train.ranks import LossOnRanks, Ranks
+from spec_train.result import FitResult, better
+from spec_train.saving import Saver
+from spec_train.schedule import learning_rate
+from spec_train.signals import stop_signals
 from spec_train.stream import BatchStream, Step
+from spec_train.tracking import Tracking
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class FitResult:
-    """Where a run stands: `finished`, or stopped by signal number `stopped_by` at `step`."""
-
-    directory: Path
-    step: int
-    finished: bool
-    stopped_by: int | None = None
-    best: dict[str, Any] | None = None
-
-    def __str__(self) -> str:
-        text = f"{'finished' if self.finished else 'stopped and saved'} at step {self.step}"
-        if self.best and self.best["acceptance_length"] is not None:
-            length = self.best["acceptance_length"]
-            text += f"; best draft: step {self.best['step']}, acceptance length {length:.3f}"
-        elif self.best and self.best.get("loss") is not None:
-            text += f"; best draft: step {self.best['step']}, loss {self.best['loss']:.4f}"
-        return text
-
-
-def learning_rate(step: int, total: int, config: FitConfig) -> float:
-    """Rate of step 0..total-1: linear warm-up, then a cosine that ends at min_lr_ratio * lr."""
-    peak = config.lr or 0.0
-    warm = math.ceil(config.warmup_ratio * total)
-    if step < warm:
-        return peak * (step + 1) / (warm + 1)
-    progress = (step - warm) / max(1, total - 1 - warm)
-    low = config.min_lr_ratio
-    return peak * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 
 
 class Trainer:
@@ -80,49 +63,45 @@ class Trainer:
         dataset: HiddenStatesDataset,
         train: BatchPlan,
         validation: BatchPlan,
-        run: RunDirectory,
+        run: RunDirectory | None,
         total: int,
+        ranks: Ranks | None = None,
     ) -> None:
         """Make a run of `total` steps at step 0. `config` is resolved: nothing in it is auto.
 
-        The draft moves to the head's device: fp32 masters of what is trained, what is frozen in
-        the dtype of the arithmetic.
+        The draft moves to the rank's device: fp32 masters of what is trained, what is frozen in
+        the dtype of the arithmetic. `run` is None on every rank but the first.
         """
-        self.head, self.config, self.dataset, self.directory = head, config, dataset, run
+        self.head, self.config, self.dataset = head, config, dataset
+        self.ranks = ranks or Ranks(config.device)
         self.validation_plan = validation
         self.total, self.step, self.tokens = total, 0, 0
         self.best: dict[str, Any] | None = None
-        self.device = torch.device(config.device)
+        self.device = self.ranks.device
         self.dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float32
         self.draft: Any = draft.to(self.device)
-        self.params: list[nn.Parameter] = self.draft.trainable_parameters()
-        trained = {id(p) for p in self.params}
+        trained = {id(p) for p in self.draft.trainable_parameters()}
         for parameter in self.draft.parameters():
             kind = torch.float32 if id(parameter) in trained else self.dtype
             parameter.data = parameter.data.to(kind)
-        names = {id(p): name for name, p in self.draft.named_parameters()}
-        self.names = [names[id(p)] for p in self.params]
         with safe_open(dataset.target_dir / "head.safetensors", "pt") as file:
-            self._target_dtype = file.get_slice("embed_tokens")[:1].dtype
-        self.optimizer = self._make_optimizer()
+            dtype = file.get_slice("embed_tokens")[:1].dtype
+        tracking = None
+        if run is not None and config.track:
+            tracking = Tracking(config.track, run.path, self.device.type == "cpu")
+        self.saver = Saver(run, self.draft, dtype, tracking)
+        self._loss = self.ranks.prepare(LossOnRanks(self.draft))
+        self.masters = Masters(self.draft, config)
         self.stream = self._make_stream(train)
         self._held_out = self._make_stream(validation)
         self._pending: Sums = {}  # figures since the last line of metrics
         self._pending_tokens = 0
         self._clock = time.perf_counter(), 0.0  # of that line, and the stream's waiting then
-        self._grad_norm = 0.0
-        self._saved_step = -1
-
-    def _make_optimizer(self) -> torch.optim.AdamW:
-        matrices = [p for p in self.params if p.ndim > 1]
-        vectors = [p for p in self.params if p.ndim <= 1]
-        groups = [
-            {"params": matrices, "weight_decay": self.config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        fused = self.device.type in ("cuda", "cpu")
-        groups = [group for group in groups if group["params"]]
-        return torch.optim.AdamW(groups, lr=self.config.lr or 0.0, betas=(0.9, 0.95), fused=fused)
+        self._grad_norm = self._lr = 0.0
+        self._held_step = self._saved_step = -1
+        self._stopping = False
+        self._signals: list[int] = []
+        self._held: dict[str, Tensor] = {}
 
     def _make_stream(self, plan: BatchPlan) -> BatchStream:
         return BatchStream(
@@ -134,12 +113,14 @@ class Trainer:
             pin=self.device.type == "cuda",
             # a CPU decodes faster beside the training, block by block in its cache
             decode_on=self.device if self.device.type == "cuda" else None,
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
         )
 
     # -- the loop ---------------------------------------------------------------------------------
 
     def run(self) -> FitResult:
-        """Train to the last step, or until SIGTERM or Ctrl-C, and save."""
+        """Train to the last step, or until any rank gets SIGTERM or Ctrl-C, and save."""
         steps = self.stream.take(self.total - self.step)
         bar = tqdm(
             total=self.total,
@@ -147,29 +128,50 @@ class Trainer:
             unit="step",
             mininterval=0.5 if sys.stderr.isatty() else 15,
             dynamic_ncols=True,
+            disable=not self.ranks.is_main,
         )
-        with _stop_signals() as stop, contextlib.closing(steps), bar, logging_redirect_tqdm():
+        with (
+            contextlib.closing(self.saver),
+            stop_signals() as self._signals,
+            contextlib.closing(steps),
+            bar,
+            logging_redirect_tqdm(),
+        ):
             if self.step == 0:
                 self.validate()
             if self.total == 0:
                 self.save()
             self._clock = time.perf_counter(), self.stream.waited
-            for step in steps:
+            while self.step < self.total and not self._stopping:
+                step = self._next_step(steps)
                 self._train_step(step)
                 if self._due(self.config.log_every):
                     bar.set_postfix_str(self._log(step), refresh=False)
                 if self._due(self.config.eval_every):
                     self.validate()
-                if self._due(self.config.save_every) or stop:
+                if self.ranks.alone:  # several agree on it at the beginning of a step
+                    self._stopping = bool(self._signals)
+                if self._due(self.config.save_every) or self._stopping:
                     self.save()
                 bar.update()
-                if stop:
-                    break
+            self.saver.wait()
         finished = self.step >= self.total
-        stopped_by = stop[0] if stop and not finished else None
-        result = FitResult(self.directory.path, self.step, finished, stopped_by, self.best)
-        log.info("%s: %s", self.directory.path, result)
+        stopped_by = None if finished else (self._signals or [signal.SIGTERM])[0]
+        result = FitResult(Path(self.config.out), self.step, finished, stopped_by, self.best)
+        log.info("%s: %s", result.directory, result)
+        if stopped_by is not None:
+            log.info("the same command goes on from here")
         return result
+
+    def _next_step(self, steps: Generator[Step, None, None]) -> Step:
+        """The next step; what the reader or the writer has raised is raised on all ranks."""
+        try:
+            self.saver.check()
+            return next(steps)
+        except Exception as error:
+            nothing = self.draft.slot_counts(padding_batch(self.device))
+            self.ranks.agree(nothing, error=error)
+            raise
 
     def _due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.total
@@ -178,44 +180,57 @@ class Trainer:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def _train_step(self, step: Step) -> None:
-        counts = self._slot_counts(step)
+        own = self._slot_counts("train", step)
+        counts, self._stopping = self.ranks.agree(own, stop=bool(self._signals))
         losses: list[Tensor] = []
         for i, host in enumerate(step.batches):
             batch = host.to(self.device, self.dtype, non_blocking=True)
             self._pending_tokens += host.tokens
-            with self._arithmetic():
-                result = self.draft.loss(batch, self.head, counts)
-            result.loss.backward()
-            losses.append(result.loss.detach())
-            self._pending = add_sums([self._pending, result.sums])
-            del batch, result
+            self._seed("train", step, i)
+            last = i == len(step.batches) - 1
+            with self.ranks.gradients(self._loss, last):
+                earlier = losses if last and not self.ranks.alone else None
+                with self._arithmetic():
+                    loss, sums = self._loss(batch, self.head, counts, earlier)
+                (loss * self.ranks.world_size).backward()  # the ranks' gradients are averaged
+            losses.append(loss.detach())
+            self._pending = add_sums([self._pending, sums])
+            del batch, loss, sums
             step.release(i)
-        limit = self.config.clip or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.params, limit)
+        norm = self.masters.clip()
         *values, self._grad_norm = torch.stack([*losses, norm]).tolist()
         self._refuse_non_finite(step, values)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.step, self.total, self.config)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._lr = learning_rate(self.step, self.total, self.config)
+        self.masters.step(self._lr)
         self.step += 1
 
-    def _slot_counts(self, step: Step) -> Tensor:
-        """Denominators over the whole step; several ranks would add theirs up here."""
-        parts = [
-            self.draft.slot_counts(batch.without_hidden().to(self.device)) for batch in step.batches
-        ]
+    def _seed(self, kind: str, step: Step, i: int) -> None:
+        """Let the random numbers that follow be those of micro-batch i, whoever computes it."""
+        place = self.config.seed, kind, step.epoch, step.numbers[i]
+        text = repr(place).encode()
+        torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1)
+
+    def _slot_counts(self, kind: str, step: Step) -> Tensor:
+        """Denominators of this rank's part of the step; drawn as its losses will be."""
+        parts = []
+        for i, batch in enumerate(step.batches):
+            self._seed(kind, step, i)
+            parts.append(self.draft.slot_counts(batch.without_hidden().to(self.device)))
         return torch.stack(parts).sum(0)
 
     def _refuse_non_finite(self, step: Step, losses: list[float]) -> None:
+        """Raise on all ranks: a loss that is not finite makes the norm so on each of them."""
         bad = [i for i, value in enumerate(losses) if not math.isfinite(value)]
         if not bad and math.isfinite(self._grad_norm):
             return
-        what = f"loss is {losses[bad[0]]}" if bad else f"gradient norm is {self._grad_norm}"
         suspects = [step.batches[i] for i in bad] or step.batches
         rows = [row for batch in suspects for pack in batch.rows for row in pack]
-        ids = [self.dataset.doc_ids[row] for row in rows]
+        found = self.ranks.gather([[str(losses[i]) for i in bad], rows])
+        guilty = [part for part in found if part[0]] or found
+        ids = [self.dataset.doc_ids[row] for _, rows in guilty for row in rows]
         shown = ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
+        values = [value for part in guilty for value in part[0]]
+        what = f"loss is {values[0]}" if values else f"gradient norm is {self._grad_norm}"
         raise RunError(
             f"step {self.step + 1} (epoch {step.epoch}, batch {step.index}): the {what}; nothing "
             f"of this step was kept. Documents: {shown}. Check them with `spec-data verify "
@@ -224,19 +239,20 @@ class Trainer:
 
     def _log(self, step: Step) -> str:
         """Write a line of metrics over the steps since the last one; gives it in short."""
+        self._collect()
         now, waited = time.perf_counter(), self.stream.waited
         seconds = max(1e-9, now - self._clock[0])
         figures = self.draft.summarise(self._pending)
         self.tokens += self._pending_tokens
         speed = self._pending_tokens / seconds
-        self.directory.append_metrics(
+        self.saver.metrics(
             {
                 "step": self.step,
                 "split": "train",
                 "epoch": round(step.epoch + step.share, 4),
                 "tokens": self.tokens,
                 **figures,
-                "lr": self.optimizer.param_groups[0]["lr"],
+                "lr": self._lr,
                 "grad_norm": self._grad_norm,
                 "tokens_per_second": round(speed, 1),
                 "data_wait": round((waited - self._clock[1]) / seconds, 4),
@@ -256,7 +272,7 @@ class Trainer:
         figures: dict[str, Any] = {}
         if len(self.validation_plan.rows):
             figures = self.draft.summarise(self._held_out_sums())
-            self.directory.append_metrics(
+            self.saver.metrics(
                 {"step": self.step, "split": "validation", "tokens": self.tokens, **figures}
             )
             log.info(
@@ -270,10 +286,11 @@ class Trainer:
                     "product-limit length, then the lowest loss"
                 )
         # without held-out documents the last draft is as good a choice as any
-        if self.best is None or not figures or _better(figures, self.best):
+        if self.best is None or not figures or better(figures, self.best):
             kept = ("acceptance_length", "product_limit_length", "loss")
             self.best = {"step": self.step} | {name: figures.get(name) for name in kept}
-            self.directory.save_best(self.step, self._save_draft, figures)
+            self._hold_weights()
+            self.saver.best(self.step, figures)
         # validation is no part of training speed
         self._clock = self._clock[0] + time.perf_counter() - started, self._clock[1]
 
@@ -283,104 +300,74 @@ class Trainer:
         total: Sums = {}
         plan = self.validation_plan
         self._held_out.load_state_dict(plan.state(0, 0))
-        devices = [self.device] if self.device.type == "cuda" else []
         self.draft.eval()
         steps = self._held_out.take(len(plan.batches(0)))
-        with torch.random.fork_rng(devices), contextlib.closing(steps), self._arithmetic():
-            torch.manual_seed(self.config.seed)
+        with contextlib.closing(steps), self._arithmetic():
             for step in steps:
-                counts = self._slot_counts(step)
-                for batch in step.batches:
+                counts = self._slot_counts("validation", step)  # of the loss, which nobody looks at
+                for i, batch in enumerate(step.batches):
+                    self._seed("validation", step, i)
                     moved = batch.to(self.device, self.dtype)
-                    total = add_sums([total, self.draft.loss(moved, self.head, counts).sums])
+                    total = add_sums([total, self._loss(moved, self.head, counts)[1]])
+        self.ranks.release(self._loss)
         self.draft.train()
-        return total
+        return self.ranks.sum_all(total)
 
     # -- state ------------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        """Move the figures since the last line of metrics to rank 0."""
+        if self.ranks.alone:
+            return
+        tokens = torch.tensor(float(self._pending_tokens), dtype=torch.float64)
+        total = self.ranks.sum_all(self._pending)
+        tokens = self.ranks.sum(tokens)
+        mine = 1 if self.ranks.is_main else 0
+        self._pending = {name: value * mine for name, value in total.items()}
+        self._pending_tokens = int(tokens) * mine
+
+    def _hold_weights(self) -> None:
+        """Copy the weights of this step to the host, once, for the writer."""
+        if self._held_step == self.step:
+            return
+        self.saver.wait()  # what is held is still being written
+        self._held = self.saver.hold(self.masters.weights())
+        self._held_step = self.step
 
     def save(self) -> None:
         """Write a checkpoint of this very step, unless there is one."""
         if self._saved_step == self.step:
             return
-        tensors = {"rng.cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            tensors["rng.cuda"] = torch.cuda.get_rng_state(self.device)
-        tensors |= {f"pending.{name}": value for name, value in self._pending.items()}
-        for name, parameter in zip(self.names, self.params, strict=True):
-            tensors[f"master.{name}"] = parameter
-            for key, value in self.optimizer.state[parameter].items():
-                tensors[f"optimizer.{key}.{name}"] = value
+        self._hold_weights()
+        self._collect()
+        pending = ((f"pending.{name}", value) for name, value in self._pending.items())
+        # no write still needs what this overwrites: the weights have waited for all of them
+        held = self.saver.hold(itertools.chain(pending, self.masters.moments()))
         state = {
             "tokens": self.tokens,
             "pending_tokens": self._pending_tokens,
             "best": self.best,
             "stream": self.stream.state_dict(),
         }
-        self.directory.save(self.step, self._save_draft, tensors, state)
+        self.saver.checkpoint(self.step, self._held | held, state)
         self._saved_step = self.step
 
-    def _save_draft(self, folder: Path) -> None:
-        """Write the draft directory in the target's dtype: frozen weights come back bit for bit."""
-        self.draft.save_pretrained(folder, self._target_dtype)
-
     def restore(self, saved: Saved) -> None:
-        """Take up a checkpoint: weights, optimizer, stream, random numbers, figures."""
+        """Take up a checkpoint: weights, optimizer, stream, figures.
+
+        One of a release that kept states of generators is as good: they are not looked at.
+        """
         tensors, state = saved.tensors, saved.state
         self.stream.load_state_dict(state["stream"])
-        lacking = [name for name in self.names if f"master.{name}" not in tensors]
-        if lacking:
+        if lacking := self.masters.load(tensors):
             raise DraftError(f"{saved.path}: no weights for {', '.join(lacking)}")
-        for name, parameter in zip(self.names, self.params, strict=True):
-            parameter.data.copy_(tensors[f"master.{name}"])
-            for key in ("step", "exp_avg", "exp_avg_sq"):
-                value = tensors.get(f"optimizer.{key}.{name}")
-                if value is not None:
-                    self.optimizer.state[parameter][key] = value.to(self.device)
-        torch.set_rng_state(tensors["rng.cpu"])
-        if self.device.type == "cuda" and "rng.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["rng.cuda"], self.device)
+        mine = 1 if self.ranks.is_main else 0
         self._pending = {
-            name.removeprefix("pending."): value.to(self.device)
+            name.removeprefix("pending."): value.to(self.device) * mine
             for name, value in tensors.items()
             if name.startswith("pending.")
         }
-        self._pending_tokens, self.tokens = state["pending_tokens"], state["tokens"]
+        self._pending_tokens, self.tokens = state["pending_tokens"] * mine, state["tokens"]
         self.best, self.step = state["best"], saved.step
         self._saved_step = saved.step
         log.info("going on from %s", saved.path)
-
-
-def _better(figures: dict[str, Any], best: dict[str, Any]) -> bool:
-    """Whether a draft has the longer product-limit length, or as long a one and a lower loss.
-
-    A `best` that an older release saved is compared by what it has: the length of whole chains.
-    """
-    name = "product_limit_length" if "product_limit_length" in best else "acceptance_length"
-
-    def rank(of: dict[str, Any]) -> tuple[float, float]:
-        length, loss = of[name], of.get("loss")
-        return (1.0 if length is None else length), (-math.inf if loss is None else -loss)
-
-    return rank(figures) > rank(best)
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """Collect the first SIGTERM or SIGINT in a list; a second Ctrl-C interrupts at once."""
-    caught: list[int] = []
-
-    def handle(number: int, frame: Any) -> None:
-        if caught and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        caught.append(number)
-        log.warning("signal %d: finishing this step, then saving", number)
-
-    old: dict[int, Any] = {}
-    with contextlib.suppress(ValueError):  # only the main thread may
-        for stop in (signal.SIGTERM, signal.SIGINT):
-            old[stop] = signal.signal(stop, handle)
-    try:
-        yield caught
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)

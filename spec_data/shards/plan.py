@@ -18,13 +18,15 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.packing import pack_documents
+
+T = TypeVar("T")
 
 Pack = list[int]
 """Dataset rows of the documents of one pack."""
@@ -298,9 +300,10 @@ class BatchPlan:
         return int(state["epoch"]), int(state["batches_done"])
 
 
-def rank_slice(batch: Sequence[Pack], rank: int, world_size: int) -> list[Pack]:
-    """The packs of a global batch that one rank reads; empty where a short batch runs out.
+def rank_slice(batch: Sequence[T], rank: int, world_size: int) -> list[T]:
+    """The packs (or micro-batches) of a global batch that one rank reads; empty where a short
+    batch runs out.
 
-    Strided, so that ranks differ by one pack at most; over all ranks every pack appears once.
+    Strided, so that ranks differ by one at most; over all ranks everything appears once.
     """
     return list(batch[rank::world_size])

@@ -139,11 +139,21 @@ class Draft(Protocol):
         ...
 
     def slot_counts(self, batch: "DraftBatch") -> Tensor:
-        """Denominators of the loss, float64 [S]; they add up over micro-batches and ranks."""
+        """Denominators of the loss, float64 [S]; they add up over micro-batches and ranks.
+
+        Torch's generator stands where it will stand for the `loss` of the same batch, so a draft
+        that samples slots counts those that it will sample. The batch has no states here, and may
+        be nothing but padding: a rank without a batch.
+        """
         ...
 
     def loss(self, batch: "DraftBatch", head: TargetHead, counts: Tensor) -> DraftLoss:
-        """Loss of a batch over the counts of the whole optimizer step: micro-batches add up."""
+        """Loss of a batch over the counts of the whole optimizer step: micro-batches add up.
+
+        A batch of nothing but padding has a loss of zero and the same names and shapes in its sums.
+        Random numbers come from torch's default generator, which the trainer seeds by the batch's
+        place in the run: a resumed run, or one on other ranks, draws the same.
+        """
         ...
 
     @staticmethod

@@ -109,11 +109,58 @@ def test_ranks_read_the_global_batch_between_them(dataset, world):
     ]
     whole = make_stream(dataset)
     parts = [
-        [[p for b in step.batches for p in b.rows] for step in stream.take(8)] for stream in streams
+        [[p for b in step.batches for p in b.rows if p] for step in stream.take(8)]
+        for stream in streams
     ]
     for index, step in enumerate(whole.take(8)):
         expected = sorted(p for b in step.batches for p in b.rows)
         assert sorted(p for part in parts for p in part[index]) == expected
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("packs", [6, None], ids=["same steps", "one micro-batch each"])
+def test_micro_batches_and_their_places_are_the_same_on_any_number_of_ranks(dataset, world, packs):
+    """As in training, and as in validation, where a step has a micro-batch of every rank."""
+
+    def dealt(world):
+        found = {}
+        plan = make_plan(dataset, packs=packs or 2 * world)
+        for rank in range(world):
+            stream = make_stream(dataset, plan=plan, rank=rank, world_size=world)
+            for step in stream.take(len(plan.batches(0))):
+                for number, batch in zip(step.numbers, step.batches, strict=True):
+                    if batch.rows != [[]]:
+                        assert number not in found
+                        found[number] = batch.rows
+        return found
+
+    alone = dealt(1)
+    assert alone == dealt(world)
+    assert sorted(row for rows in alone.values() for pack in rows for row in pack) == list(
+        range(len(dataset))
+    )
+
+
+def test_a_rank_that_gets_no_micro_batch_gets_padding(dataset):
+    """Even in buffers that were full before."""
+    plan = make_plan(dataset, packs=64)
+    rows, again = [], []
+    for rank in range(2):
+        stream = make_stream(dataset, plan=plan, batch_size=64, rank=rank, world_size=2)
+        stream._make_ring()
+        for buffer in stream._ring:
+            for values in (*buffer.tensors.values(), buffer.document_ids):
+                values.fill_(1)
+        for step in stream.take(2):
+            (batch,) = step.batches
+            rows.append(batch.rows)
+            again.append(step.numbers)
+            if rank == 1:
+                assert (batch.document_ids == -1).all() and not batch.loss_mask.any()
+                assert not batch.input_ids.any() and not batch.position_ids.any()
+                assert not any(values.any() for values in batch.hidden.values())
+    assert len(rows[0]) > 1 and rows[2:] == [[[]], [[]]]
+    assert again[:2] == [[0], [0]]
 
 
 def global_batches(dataset, world: int, count: int, state=None) -> tuple[list, dict]:

@@ -19,6 +19,7 @@ from spec_train import trainer as trainer_module
 from spec_train.config import FitConfig
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.fit import count_supervised_tokens, make_splits
+from spec_train.result import better
 from spec_train.trainer import Trainer, learning_rate
 from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.spec_train import trainer_tools
@@ -232,9 +233,13 @@ def test_masters_are_fp32_and_only_matrices_decay(config):
         patch.setattr(trainer_module.Trainer, "run", spy)
         run(change(config, dtype="bf16", weight_decay=0.1, steps=6))
     trainer = captured[0]
-    assert {p.dtype for p in trainer.params} == {torch.float32}
-    decays = {id(p): g["weight_decay"] for g in trainer.optimizer.param_groups for p in g["params"]}
-    assert all(decays[id(p)] == (0.1 if p.ndim > 1 else 0.0) for p in trainer.params)
+    assert {p.dtype for p in trainer.masters.params} == {torch.float32}
+    decays = {
+        id(p): g["weight_decay"]
+        for g in trainer.masters.optimizer.param_groups
+        for p in g["params"]
+    }
+    assert all(decays[id(p)] == (0.1 if p.ndim > 1 else 0.0) for p in trainer.masters.params)
     assert trainer.stream.dtype == torch.bfloat16
     frozen = [p for p in trainer.draft.parameters() if id(p) not in decays]
     assert frozen and all(p.dtype == torch.bfloat16 for p in frozen)
@@ -286,9 +291,9 @@ def test_of_drafts_accepted_equally_far_the_one_with_the_lower_loss_is_best(
 
 def test_a_best_draft_of_an_older_release_is_compared_by_the_length_it_has():
     new = {"acceptance_length": 2.0, "product_limit_length": 2.5, "loss": 1.0}
-    assert not trainer_module._better(new, {"step": 1, "acceptance_length": 2.1})
-    assert trainer_module._better(new, {"step": 1, "acceptance_length": 1.9})
-    assert not trainer_module._better(new, {"step": 1} | new)
+    assert not better(new, {"step": 1, "acceptance_length": 2.1})
+    assert better(new, {"step": 1, "acceptance_length": 1.9})
+    assert not better(new, {"step": 1} | new)
 
 
 def test_nothing_to_train_on_says_why(tmp_path, config):

@@ -15,7 +15,7 @@ import torch
 from spec_data.config import from_dict
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_train.config import fit_config, split_config
-from spec_train.drafts import DRAFTS, load_draft
+from spec_train.drafts import load_draft
 from spec_train.trainer import Trainer
 from tests.factory import tiny_dataset
 from tests.spec_train import trainer_tools
@@ -24,6 +24,7 @@ from tests.spec_train.trainer_tools import (
     change,
     command,
     environment,
+    make_noisy,
     masters,
     metrics,
     run,
@@ -42,17 +43,6 @@ def assert_same_run(a: str | Path, b: str | Path) -> None:
                 f"{part}/{name} differs"
             )
     assert metrics(a) == metrics(b)
-
-
-def make_noisy(monkeypatch) -> None:
-    """Let the loss of the draft depend on random numbers, as drafts that sample slots do."""
-    original = DRAFTS["eagle3"].loss
-
-    def noisy(self, batch, head, counts):
-        result = original(self, batch, head, counts)
-        return dataclasses.replace(result, loss=result.loss * (0.5 + torch.rand(())))
-
-    monkeypatch.setattr(DRAFTS["eagle3"], "loss", noisy)
 
 
 @pytest.mark.parametrize("stop_at", [1, 7])

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from spec_train.config import FitConfig
+from spec_train.drafts import DRAFTS
 from spec_train.fit import fit
 from spec_train.options import Eagle3Options
 from tests.factory import tiny_dataset
@@ -62,6 +63,17 @@ def masters(out: str | Path) -> dict[str, torch.Tensor]:
     return {name: t for name, t in tensors.items() if name.startswith("master.")}
 
 
+def make_noisy(monkeypatch) -> None:
+    """Let the loss of the draft depend on random numbers, as drafts that sample slots do."""
+    original = DRAFTS["eagle3"].loss
+
+    def noisy(self, batch, head, counts):
+        result = original(self, batch, head, counts)
+        return dataclasses.replace(result, loss=result.loss * (0.5 + torch.rand(())))
+
+    monkeypatch.setattr(DRAFTS["eagle3"], "loss", noisy)
+
+
 COMMAND = [sys.executable, "-m", "spec_train.cli", "fit", "eagle3"]
 
 
@@ -74,4 +86,5 @@ def command(config: FitConfig) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
+    path = os.pathsep.join([str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
