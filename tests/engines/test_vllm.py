@@ -92,7 +92,7 @@ def test_peagle(
     places: dict[str, Path], tmp_path: Path, family: str, form: str, options: dict[str, Any]
 ) -> None:
     place, depth = places[family], 4
-    options = {"depths": depth, "draft_layers": 2, "mask_token_id": 0} | options
+    options = {"depths": depth, "draft_layers": 2, "mask_token_id": 2} | options
     draft = fitted("peagle", place / "data", tmp_path / "run", **options)
     out = export(draft, form, tmp_path / "parallel", place / "target")
     served, how = str(out), None
@@ -163,3 +163,14 @@ def test_dspark_loads(
         if options.get("markov_rank") == 0 and "markov" in own:
             continue  # tables without columns
         assert total == pytest.approx(sum(float(file[n].double().sum()) for n in names), abs=1e-4)
+
+
+def test_dflash(places: dict[str, Path], tmp_path: Path) -> None:
+    """One layer: with more, vLLM's CPU kernel norms the context keys of all with layer 0's."""
+    place, block = places["qwen3"], 4
+    sizes = {"block_size": block, "num_draft_layers": 1, "mask_token_id": 2, "num_anchors": 16}
+    draft = fitted("dflash", place / "data", tmp_path / "run", **sizes)
+    out = export(draft, "vllm", tmp_path / "my-dflash", place / "target")
+    how = {"method": "dflash", "model": str(out), "num_speculative_tokens": block - 1}
+    answers = serve(str(place / "target"), how, make_prompts()[:PROMPTS])
+    assert_same_counts(place, draft, block - 1, answers)
