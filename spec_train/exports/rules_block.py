@@ -31,10 +31,10 @@ def vllm_block(subject: Subject) -> Notes:
     notes = Notes(VLLM)
     dflash, markov = _is_dflash(subject), _markov(subject)
     notes.refuse(markov not in (None, "vanilla"), f"{markov} Markov head: its class has vanilla")
-    notes.refuse(
+    notes.warn(
         not dflash and markov is None,
-        "a DSpark draft without a Markov head: its class has one always; fit the layout mask, "
-        "which it serves as DFlash",
+        "a DSpark draft without a Markov head: it loads, with a head of rank 0; drafting with one "
+        "was not tried. The layout mask is served as DFlash",
     )
     notes.refuse(uses_last(subject), LAST_VLLM)
     notes.warn(

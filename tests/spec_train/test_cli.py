@@ -1,5 +1,6 @@
 """The command line: instant help, clear refusals, exit codes."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -55,8 +56,8 @@ def test_help_names_every_option_and_shows_examples(capsys, draft):
     with pytest.raises(SystemExit):
         main(["fit", draft, "--help"])
     text = capsys.readouterr().out
-    for name in fit_config(draft).__dataclass_fields__:
-        assert "--" + name.replace("_", "-") in text
+    for field in dataclasses.fields(fit_config(draft)):
+        assert "--" + field.name.replace("_", "-") in text
     assert "examples:" in text and "--init-from RUN" in text
 
 

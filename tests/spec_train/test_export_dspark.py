@@ -73,9 +73,8 @@ def written(own: Path, form: str, out: Path, target: Path) -> Path:
 def possible(kind: str, changes: dict[str, Any], form: str) -> bool:
     """Whether the form can hold the draft, from the engines' own rules."""
     anchor = changes.get("layout", "anchor" if kind == "dspark" else "mask") == "anchor"
-    vanilla = kind == "dspark" and "markov_head_type" not in changes
     if form in ("vllm", "speculators"):  # vLLM reads both
-        return vanilla or (kind == "dflash" and not anchor)
+        return "markov_head_type" not in changes
     if form == "sglang":
         return "draft_vocab_size" not in changes
     if form == "deepspec":
@@ -132,7 +131,8 @@ def test_keys_and_layers(
     assert raw["mask_token_id"] == 5 and raw["block_size"] == 4
     if form == "speculators":
         assert raw["aux_hidden_state_layer_ids"] == [1, 3]  # inputs of blocks
-        assert raw["speculators_model_type"] == ("dspark" if kind == "dspark" else "dflash")
+        served = "dflash" if kind == "dflash" and not anchor else "dspark"
+        assert raw["speculators_model_type"] == served
         (method,) = raw["speculators_config"]["proposal_methods"]
         assert method["speculative_tokens"] == (4 if anchor else 3)
     else:
