@@ -105,7 +105,8 @@ class Draft(Protocol):
         Returns:
             Target ids, int64 [B, T, depth]. Entry (t, d) is the draft for token t + 2 + d of the
             document, tokens up to t + 1 being given. Slots with no known token (the last of a
-            document, padding) hold drafts of nothing: ignore them.
+            document, padding) hold drafts of nothing: ignore them. -1: the draft ended its round
+            before that depth.
         """
         ...
 
