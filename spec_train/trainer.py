@@ -239,12 +239,12 @@ class Trainer:
 
     def _log(self, step: Step) -> str:
         """Write a line of metrics over the steps since the last one; gives it in short."""
-        self._collect()
+        sums, tokens = self._figures()
         now, waited = time.perf_counter(), self.stream.waited
         seconds = max(1e-9, now - self._clock[0])
-        figures = self.draft.summarise(self._pending)
-        self.tokens += self._pending_tokens
-        speed = self._pending_tokens / seconds
+        figures = self.draft.summarise(sums)
+        self.tokens += tokens
+        speed = tokens / seconds
         self.saver.metrics(
             {
                 "step": self.step,
@@ -315,16 +315,10 @@ class Trainer:
 
     # -- state ------------------------------------------------------------------------------------
 
-    def _collect(self) -> None:
-        """Move the figures since the last line of metrics to rank 0."""
-        if self.ranks.alone:
-            return
-        tokens = torch.tensor(float(self._pending_tokens), dtype=torch.float64)
-        total = self.ranks.sum_all(self._pending)
-        tokens = self.ranks.sum(tokens)
-        mine = 1 if self.ranks.is_main else 0
-        self._pending = {name: value * mine for name, value in total.items()}
-        self._pending_tokens = int(tokens) * mine
+    def _figures(self) -> tuple[Sums, int]:
+        """Sums and tokens of all ranks since the last line of metrics, on every rank."""
+        tokens = torch.tensor(self._pending_tokens, dtype=torch.float64)
+        return self.ranks.sum_all(self._pending), int(self.ranks.sum(tokens))
 
     def _hold_weights(self) -> None:
         """Copy the weights of this step to the host, once, for the writer."""
@@ -339,13 +333,16 @@ class Trainer:
         if self._saved_step == self.step:
             return
         self._hold_weights()
-        self._collect()
-        pending = ((f"pending.{name}", value) for name, value in self._pending.items())
+        sums, tokens = self._figures()
+        mine = 1 if self.ranks.is_main else 0  # from here on in rank 0's, as after a resume
+        self._pending = {name: value * mine for name, value in sums.items()}
+        self._pending_tokens = tokens * mine
+        pending = ((f"pending.{name}", value) for name, value in sums.items())
         # no write still needs what this overwrites: the weights have waited for all of them
         held = self.saver.hold(itertools.chain(pending, self.masters.moments()))
         state = {
             "tokens": self.tokens,
-            "pending_tokens": self._pending_tokens,
+            "pending_tokens": tokens,
             "best": self.best,
             "stream": self.stream.state_dict(),
         }
