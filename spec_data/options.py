@@ -70,10 +70,10 @@ class GenerateConfig:
         metavar="KIND",
     )
     codec: str = option(
-        "bf16",
+        "lm4c",
         help="how states are stored: bf16 (exact), int8c (0.5x the bytes), lm6c (0.38x), lm4c "
         "(0.25x), fp8 (0.5x); or by kind, e.g. aux=lm4c,final=int8c. The error is measured before "
-        "the first shard",
+        "the first shard, and one beyond the codec's bound stops the run",
         metavar="NAME",
     )
     final: str = option(

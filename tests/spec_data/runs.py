@@ -51,6 +51,7 @@ def options(target: Path, corpus: Path, out: Path, **changes) -> dict:
         "max_shard_size": "120KB",
         "batch_tokens": 512,
         "device": "cpu",
+        "codec": "bf16",  # tests compare states exactly
     } | changes
 
 
