@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from spec_data.config import option
 from spec_data.shards.errors import ConfigError
 from spec_train.options import DRAFT_OPTIONS
+from spec_train.sources import parse_sources
 
 T = TypeVar("T")
 
@@ -25,7 +26,11 @@ LEAST_TEMPERATURE = 1e-6
 class FitConfig:
     """Options of `spec-train fit` that every draft shares."""
 
-    data: str = option(help="dataset directory made by `spec-data generate`", metavar="DIR")
+    data: str | tuple[str, ...] = option(
+        help="dataset directory made by `spec-data generate`; several are mixed, and DIR:2 or "
+        "DIR:0.25 shows each of its documents twice or every fourth time per epoch",
+        metavar="DIR[:WEIGHT]",
+    )
     out: str = option(
         help="run directory; the same command again goes on where it stopped", metavar="RUN"
     )
@@ -74,6 +79,9 @@ class FitConfig:
     keep: int = option(2, help="checkpoints kept, besides the best draft")
 
     def __post_init__(self) -> None:
+        if not isinstance(self.data, str) and len(self.data) == 1:
+            object.__setattr__(self, "data", self.data[0])
+        parse_sources(self.data)
         if self.steps is not None and self.epochs is not None:
             raise ConfigError(
                 f"--steps {self.steps} and --epochs {self.epochs}: give one or the other"

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError
 from spec_data.shards.packing import pack_documents, row_layout
-from spec_data.shards.plan import SPLIT_RULE, select_documents, split_documents
+from spec_data.shards.plan import SPLIT_RULE, below_border, select_documents, split_border
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_train.batch import DraftBatch
 from spec_train.drafts import Draft
@@ -47,7 +47,7 @@ def choose_documents(
         DatasetError: no document is left.
     """
     if split == "auto":
-        same = run is not None and run["dataset"] == dataset.manifest.fingerprint
+        same = run is not None and dataset.manifest.fingerprint in run["datasets"]
         split = "validation" if same else "all"
     chosen = (dataset.supervised > 0) & (dataset.lengths > 2)
     if split != "all":
@@ -66,9 +66,10 @@ def choose_documents(
         ).usable
         rows = np.flatnonzero(usable)
         held_out = np.zeros(len(dataset), dtype=bool)
-        held_out[rows] = split_documents(
-            dataset.id_array, run["validation"], run["seed"], among=rows
-        )
+        ids, seed, border = dataset.id_array, run["seed"], run["split_border"]
+        if border is None:  # a run from before it was recorded, on one dataset
+            border = split_border(ids, run["validation"], seed, among=rows)
+        held_out[rows] = below_border(ids, border, seed, among=rows)
         chosen &= held_out if split == "validation" else usable & ~held_out
     found = np.flatnonzero(chosen).tolist()
     if not found:

@@ -6,9 +6,7 @@ target: its config, embeddings and head are part of the dataset.
 
 import dataclasses
 import logging
-from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,19 +14,16 @@ import torch
 from torch import Tensor
 
 from spec_data.config import differing_fields, to_dict
-from spec_data.shards.errors import ConfigError, DatasetError, DraftError
-from spec_data.shards.plan import (
-    SPLIT_RULE,
-    BatchPlan,
-    Selection,
-    select_documents,
-    split_documents,
-)
-from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.errors import ConfigError, DraftError
+from spec_data.shards.mixing import MixedPlan
+from spec_data.shards.plan import SPLIT_RULE, BatchPlan
 from spec_train.checkpoint import RunDirectory, Saved, resolve_draft_dir
 from spec_train.config import FitConfig, default_lr
 from spec_train.drafts import DRAFTS
 from spec_train.head import TargetHead
+from spec_train.mixture import Documents, Mixture, open_documents
+from spec_train.sources import parse_sources
+from spec_train.splits import Splits, make_splits
 from spec_train.trainer import FitResult, Trainer
 
 log = logging.getLogger(__name__)
@@ -50,7 +45,7 @@ def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
         ConfigError: the run directory holds a run with other settings.
         DatasetError, MissingError: the dataset cannot be read. RunError: training failed.
     """
-    dataset = HiddenStatesDataset(config.data)
+    dataset = open_documents(parse_sources(config.data))
     DRAFTS[draft_name].check_data(options, dataset.manifest)
     config = resolve_config(config, dataset)
     splits = make_splits(dataset, config)
@@ -59,7 +54,7 @@ def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
         table = {**to_dict(config), **to_dict(options)}
         identity = {
             "draft": draft_name,
-            "dataset": dataset.manifest.fingerprint,
+            **_identity(dataset),
             "packs_per_step": config.packs_per_step,
             "split_rule": SPLIT_RULE,
             **{name: value for name, value in table.items() if name not in MAY_CHANGE},
@@ -67,7 +62,7 @@ def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
         total = run.record(table, identity).get("total_steps")
         if total is None:
             total = _total_steps(config, splits)
-            run.note(total_steps=total)
+            run.note(total_steps=total, split_border=splits.border)
         saved = run.load_newest()
         if saved is not None and saved.step >= total:
             result = FitResult(run.path, saved.step, True, best=saved.state["best"])
@@ -89,7 +84,17 @@ def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
         run.close()
 
 
-def resolve_config(config: FitConfig, dataset: HiddenStatesDataset) -> FitConfig:
+def _identity(dataset: Documents) -> dict[str, Any]:
+    """What a run may not change about its data: the datasets themselves and their weights."""
+    if not isinstance(dataset, Mixture):
+        return {"dataset": dataset.manifest.fingerprint}
+    return {
+        "dataset": [share.fingerprint for share in dataset.shares],
+        "weights": [str(share.weight) for share in dataset.shares],
+    }
+
+
+def resolve_config(config: FitConfig, dataset: Documents) -> FitConfig:
     """Replace every automatic option by its value, so that fit.json alone repeats the run."""
     device = config.device
     if device == "auto":
@@ -103,7 +108,10 @@ def resolve_config(config: FitConfig, dataset: HiddenStatesDataset) -> FitConfig
         dtype = "bf16" if kind == "cuda" else "fp32"
     return dataclasses.replace(
         config,
-        data=str(Path(config.data).absolute()),  # fit.json is read from anywhere
+        data=tuple(  # fit.json is read from anywhere
+            str(dataclasses.replace(source, path=source.path.absolute()))
+            for source in parse_sources(config.data)
+        ),
         device=device,
         dtype=dtype,
         lr=config.lr if config.lr is not None else default_lr(dataset.manifest.hidden_size),
@@ -111,74 +119,19 @@ def resolve_config(config: FitConfig, dataset: HiddenStatesDataset) -> FitConfig
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Splits:
-    """What a run trains on and what it measures on, both decided by document ids and seed."""
-
-    selection: Selection
-    train: BatchPlan
-    validation: BatchPlan
-    held_out: int  # documents kept from training; `validation` may measure fewer
-
-
-def make_splits(dataset: HiddenStatesDataset, config: FitConfig) -> Splits:
-    """Select, split and plan the documents of a dataset.
-
-    Raises:
-        DatasetError: nothing is left to train on; the message says why.
-    """
-    selection = select_documents(
-        dataset.lengths, dataset.supervised, dataset.first_supervised, config.seq_len
-    )
-    usable = np.flatnonzero(selection.usable)
-    ids = dataset.id_array
-    side = split_documents(ids, config.validation, config.seed, among=usable)
-    if side.all():
-        reasons = [f"{count} {reason}" for reason, count in selection.left_out.items()]
-        raise DatasetError(
-            f"{dataset.path}: no document to train on, of {len(dataset)}"
-            + (f" ({'; '.join(reasons)})" if reasons else "")
-            + (f"; {len(usable)} held out by --validation" if len(usable) else "")
-        )
-    measured = np.flatnonzero(side)
-    if 0 < config.validation_documents < len(measured):
-        # the lowest ids: ids are content hashes, so this is a fair and lasting choice
-        names = np.array([ids[row].as_py() for row in usable[measured].tolist()])
-        measured = measured[np.argsort(names, kind="stable")[: config.validation_documents]]
-
-    def plan(rows: np.ndarray, packs: int) -> BatchPlan:
-        mask = np.zeros(len(dataset), dtype=bool)
-        mask[rows] = True
-        return BatchPlan(
-            dataset.lengths,
-            mask,
-            seq_len=config.seq_len,
-            rows_per_batch=packs,
-            seed=config.seed,
-            window_tokens=config.window_tokens,
-            fingerprint=dataset.manifest.fingerprint,
-        )
-
-    return Splits(
-        selection=selection,
-        train=plan(usable[~side], config.packs_per_step),
-        validation=plan(usable[measured], config.batch_size),
-        held_out=int(side.sum()),
-    )
-
-
-def count_supervised_tokens(dataset: HiddenStatesDataset, plan: BatchPlan) -> Tensor:
+def count_supervised_tokens(dataset: Documents, plan: BatchPlan) -> Tensor:
     """How often each token id is a supervised token of the plan's documents, int64 [V].
 
-    Reads ids and masks only, one document at a time.
+    Of several datasets: of what an epoch of them shows on average, times a common factor. Reads
+    ids and masks only, one document at a time.
     """
     counts = np.zeros(dataset.manifest.vocab_size, dtype=np.int64)
     ids = torch.zeros(plan.seq_len, dtype=torch.int64)
     mask = torch.zeros(plan.seq_len, dtype=torch.bool)
     out = {"input_ids": ids, "loss_mask": mask}
-    for row in plan.rows.tolist():
+    for row, times in zip(plan.rows.tolist(), plan.repeats().tolist(), strict=True):
         tokens = dataset.read_into(row, out, 0, int(plan.lengths[row]))
-        np.add.at(counts, ids[:tokens][mask[:tokens]].numpy(), 1)
+        np.add.at(counts, ids[:tokens][mask[:tokens]].numpy(), times)
     return torch.from_numpy(counts)
 
 
@@ -193,7 +146,7 @@ def _make_draft(
     name: str,
     config: FitConfig,
     options: Any,
-    dataset: HiddenStatesDataset,
+    dataset: Documents,
     splits: Splits,
     head: TargetHead,
     saved: Saved | None,
@@ -232,11 +185,20 @@ def _make_draft(
 def _announce(trainer: Trainer, splits: Splits) -> None:
     """Say what will be trained on what."""
     dataset, config, plan, stream = trainer.dataset, trainer.config, splits.train, trainer.stream
-    log.info(
-        "dataset    %s: %s documents, %s tokens, %s supervised",
-        dataset.path,
-        *(f"{n:,}" for n in (len(dataset), dataset.lengths.sum(), dataset.supervised.sum())),
-    )
+    for part in dataset.datasets if isinstance(dataset, Mixture) else (dataset,):
+        log.info(
+            "dataset    %s: %s documents, %s tokens, %s supervised",
+            part.path,
+            *(f"{n:,}" for n in (len(part), part.lengths.sum(), part.supervised.sum())),
+        )
+        width = {column.name: column.bytes_per_token for column in part.manifest.columns}
+        log.info(
+            "columns    %s: %d of %d bytes per token are read",
+            *(", ".join(stream.columns), sum(width[c] for c in stream.columns)),
+            sum(width.values()),
+        )
+    if isinstance(plan, MixedPlan):
+        _announce_shares(plan)
     reasons = [f"{count:,} with {reason}" for reason, count in splits.selection.left_out.items()]
     log.info(
         "documents  %s for training, %s held out (%s measured); %s cut to %d tokens; %s",
@@ -252,13 +214,18 @@ def _announce(trainer: Trainer, splits: Splits) -> None:
         f"{-(-plan.tokens * len(some) // (filled * plan.rows_per_batch)):,}",
         plan.rows_per_batch,
     )
-    width = {column.name: column.bytes_per_token for column in dataset.manifest.columns}
-    log.info(
-        "columns    %s: %d of %d bytes per token are read",
-        *(", ".join(stream.columns), sum(width[c] for c in stream.columns), sum(width.values())),
-    )
     log.info(
         "training   %s parameters, steps %d to %d, learning rate %g, %s on %s, into %s",
         *(f"{sum(p.numel() for p in trainer.params):,}", trainer.step, trainer.total, config.lr),
         *(config.dtype, config.device, config.out),
     )
+
+
+def _announce_shares(plan: MixedPlan) -> None:
+    """Say how much of the first epoch comes from each dataset."""
+    for share, rows in zip(plan.shares, plan.draw(0), strict=True):
+        log.info(
+            "share      %s, weight %g: %s documents and %.1f %% of the tokens of an epoch",
+            *(share.name, float(share.weight), f"{len(rows):,}"),
+            100 * int(plan.lengths[rows].sum()) / max(1, plan.tokens),
+        )

@@ -20,8 +20,8 @@ from torch import Tensor
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.packing import PADDING
 from spec_data.shards.plan import BatchPlan, Pack, rank_slice
-from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.batch import DraftBatch
+from spec_train.mixture import Documents
 
 READ_AHEAD = 2
 """Micro-batches read beyond those of the step in use."""
@@ -40,7 +40,7 @@ class _Buffer:
 
     def __init__(
         self,
-        dataset: HiddenStatesDataset,
+        dataset: Documents,
         columns: Sequence[str],
         rows: int,
         seq_len: int,
@@ -65,7 +65,7 @@ class _Buffer:
         self.pinned = pin
         self.copied: Any = None  # CUDA event: the last copy out of these tensors is done
 
-    def fill(self, dataset: HiddenStatesDataset, packs: list[Pack], plan: BatchPlan) -> DraftBatch:
+    def fill(self, dataset: Documents, packs: list[Pack], plan: BatchPlan) -> DraftBatch:
         """Read `packs` side by side; slots after the last token of a row are zero."""
         if self.copied is not None:
             self.copied.synchronize()
@@ -137,7 +137,7 @@ class BatchStream:
 
     def __init__(
         self,
-        dataset: HiddenStatesDataset,
+        dataset: Documents,
         plan: BatchPlan,
         columns: Sequence[str],
         *,
@@ -223,12 +223,12 @@ class BatchStream:
     ) -> Iterator[tuple[int, int, float, list[Pack]]]:
         """Epoch, index, share of the epoch done and this rank's packs of the next `count` steps."""
         while count > 0:
-            documents = 0
+            documents, whole = 0, self.plan.documents(epoch)
             for index, batch in enumerate(self.plan.iter_batches(epoch)):
                 documents += sum(map(len, batch))
                 if index < done:
                     continue
-                share = documents / len(self.plan.rows)
+                share = documents / whole
                 yield epoch, index, share, rank_slice(batch, self.rank, self.world_size)
                 count -= 1
                 if not count:

@@ -28,11 +28,11 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from spec_data.shards.errors import DraftError, RunError
 from spec_data.shards.plan import BatchPlan
-from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.checkpoint import RunDirectory, Saved
 from spec_train.config import FitConfig
 from spec_train.head import TargetHead
-from spec_train.metrics import Sums, add_sums, shown
+from spec_train.metrics import Sums, add_sums, shown, summarise_parts
+from spec_train.mixture import Documents
 from spec_train.stream import BatchStream, Step
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class Trainer:
         draft: Any,
         head: TargetHead,
         config: FitConfig,
-        dataset: HiddenStatesDataset,
+        dataset: Documents,
         train: BatchPlan,
         validation: BatchPlan,
         run: RunDirectory,
@@ -253,7 +253,7 @@ class Trainer:
         started = time.perf_counter()
         figures: dict[str, Any] = {}
         if len(self.validation_plan.rows):
-            figures = self.draft.summarise(self._held_out_sums())
+            figures = summarise_parts(self._held_out_sums(), self.draft.summarise)
             self.directory.append_metrics(
                 {"step": self.step, "split": "validation", "tokens": self.tokens, **figures}
             )
@@ -276,9 +276,10 @@ class Trainer:
         self._clock = self._clock[0] + time.perf_counter() - started, self._clock[1]
 
     @torch.no_grad()
-    def _held_out_sums(self) -> Sums:
-        """Sums over the validation split: always the same batches and random numbers."""
-        total: Sums = {}
+    def _held_out_sums(self) -> dict[str, Sums]:
+        """Sums over the parts of the validation split: always the same batches and random
+        numbers."""
+        total: dict[str, Sums] = {}
         plan = self.validation_plan
         self._held_out.load_state_dict(plan.state(0, 0))
         devices = [self.device] if self.device.type == "cuda" else []
@@ -287,10 +288,11 @@ class Trainer:
         with torch.random.fork_rng(devices), contextlib.closing(steps), self._arithmetic():
             torch.manual_seed(self.config.seed)
             for step in steps:
-                counts = self._slot_counts(step)
+                counts, part = self._slot_counts(step), plan.part_of(step.index)
                 for batch in step.batches:
                     moved = batch.to(self.device, self.dtype)
-                    total = add_sums([total, self.draft.loss(moved, self.head, counts).sums])
+                    sums = self.draft.loss(moved, self.head, counts).sums
+                    total[part] = add_sums([total.get(part, {}), sums])
         self.draft.train()
         return total
 

@@ -35,7 +35,7 @@ PACKING_GROUP = 4096
 SPLIT_RULE = "words-1"
 """Name of the function behind `split_documents`: a run's held-out documents follow from it too."""
 
-_BLOCK, _DOCUMENT, _PACK, _SPLIT = 1, 2, 3, 4
+BLOCK, _DOCUMENT, _PACK, _SPLIT, PHASE = 1, 2, 3, 4, 5
 _HASHED_AT_ONCE = 1 << 13
 
 
@@ -47,7 +47,7 @@ def _mix(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
-def _keys(indices: np.ndarray, *stream: int) -> np.ndarray:
+def hash_keys(indices: np.ndarray, *stream: int) -> np.ndarray:
     """One pseudo-random uint64 per index, for the given stream of integers."""
     base = hashlib.blake2b(repr(stream).encode(), digest_size=8).digest()
     start = np.frombuffer(base, dtype="<u8").astype(np.uint64)
@@ -69,19 +69,44 @@ def split_documents(
     keeps small data usable: where the hash would leave a side empty although 0 < fraction and
     there are two distinct documents, the document nearest the border crosses it.
     """
-    count = len(doc_ids) if among is None else len(among)
-    if fraction <= 0 or not count:
-        return np.zeros(count, dtype=bool)
+    border = split_border(doc_ids, fraction, seed, among)
+    return below_border(doc_ids, border, seed, among)
+
+
+def split_border(
+    doc_ids: Sequence[str] | pa.StringArray,
+    fraction: float,
+    seed: int,
+    among: np.ndarray | None = None,
+) -> int:
+    """The border of `split_documents`: documents whose hashed id is below it are held out.
+
+    Applied to a part of the documents, it gives the side that they have in the whole.
+    """
+    hashes = _hashes(doc_ids, seed, among) if fraction > 0 else np.zeros(0, np.uint64)
+    if not len(hashes):
+        return 0
+    border = int(min(fraction, 1.0) * (2**64 - 2048))
+    low, high = int(hashes.min()), int(hashes.max())
+    if low != high and border <= low:
+        border = low + 1
+    if low != high and border > high:
+        border = high
+    return border
+
+
+def below_border(
+    doc_ids: Sequence[str] | pa.StringArray, border: int, seed: int, among: np.ndarray | None = None
+) -> np.ndarray:
+    """Boolean [N], True where the hashed id is below `border`, of all documents or of `among`."""
+    return _hashes(doc_ids, seed, among) < np.uint64(border)
+
+
+def _hashes(
+    doc_ids: Sequence[str] | pa.StringArray, seed: int, among: np.ndarray | None
+) -> np.ndarray:
     hashes = _hash_ids(doc_ids, seed)
-    if among is not None:
-        hashes = hashes[among]
-    mask = hashes < np.uint64(min(fraction, 1.0) * (2**64 - 2048))
-    low, high = hashes.min(), hashes.max()
-    if low != high and not mask.any():
-        mask = hashes == low
-    if low != high and mask.all():
-        mask = hashes != high
-    return mask
+    return hashes if among is None else hashes[among]
 
 
 def _hash_ids(doc_ids: Sequence[str] | pa.StringArray, seed: int) -> np.ndarray:
@@ -96,7 +121,7 @@ def _hash_ids(doc_ids: Sequence[str] | pa.StringArray, seed: int) -> np.ndarray:
     hashes = np.empty(len(ids), dtype=np.uint64)
     lengths = np.diff(bounds)
     for length in np.flatnonzero(np.bincount(lengths)).tolist():
-        start = _keys(np.array([length]), seed, _SPLIT)
+        start = hash_keys(np.array([length]), seed, _SPLIT)
         rows = np.flatnonzero(lengths == length)
         for i in range(0, len(rows), _HASHED_AT_ONCE):
             some = rows[i : i + _HASHED_AT_ONCE]
@@ -147,6 +172,24 @@ def select_documents(
     )
 
 
+def string_blocks(
+    lengths: np.ndarray, window_tokens: int, seed: int, epoch: int, *stream: int
+) -> Iterator[np.ndarray]:
+    """Places in `lengths` of each window of an epoch: contiguous blocks, shuffled by the hashes
+    of `stream`, strung into windows of about `window_tokens`."""
+    block = np.cumsum(lengths) - lengths
+    block //= max(1, window_tokens // BLOCKS_PER_WINDOW)
+    starts = np.flatnonzero(np.diff(block, prepend=-1))  # of the blocks that hold a document
+    sizes = np.diff(starts, append=len(block))
+    names = block[starts]
+    turn = np.lexsort((names, hash_keys(names, seed, epoch, *stream)))
+    by_block = _ranges(starts[turn], sizes[turn])
+    length = lengths[by_block]
+    window = np.cumsum(length) - length
+    window //= window_tokens
+    yield from np.split(by_block, np.flatnonzero(np.diff(window)) + 1)
+
+
 class BatchPlan:
     """The global batches of every epoch over the documents where `usable` is True."""
 
@@ -191,6 +234,18 @@ class BatchPlan:
         """Tokens of one epoch, after the cut."""
         return int(self.lengths[self.rows].sum())
 
+    def documents(self, epoch: int) -> int:
+        """Documents of an epoch, each as often as it appears."""
+        return len(self.rows)
+
+    def repeats(self) -> np.ndarray:
+        """How often each of `rows` appears in an epoch on average, up to a common factor."""
+        return np.ones(len(self.rows), np.int64)
+
+    def part_of(self, batch: int) -> str:
+        """The name under which a batch is also measured by itself; "" for none."""
+        return ""
+
     def batches(self, epoch: int) -> list[list[Pack]]:
         """Global batches of an epoch: batch -> packs -> dataset rows. The last may be short."""
         planned = self._planned
@@ -224,27 +279,20 @@ class BatchPlan:
         if not len(self.rows):
             return
         lengths = self.lengths[self.rows]
-        block = np.cumsum(lengths) - lengths
-        block //= max(1, self.window_tokens // BLOCKS_PER_WINDOW)
-        starts = np.flatnonzero(np.diff(block, prepend=-1))  # of the blocks that hold a document
-        sizes = np.diff(starts, append=len(block))
-        names = block[starts]
-        turn = np.lexsort((names, _keys(names, self.seed, epoch, _BLOCK)))
-        by_block = _ranges(starts[turn], sizes[turn])
-        length = lengths[by_block]
-        window = np.cumsum(length) - length
-        window //= self.window_tokens
-        borders = np.flatnonzero(np.diff(window)) + 1
-        for places in np.split(by_block, borders):
-            inside = _keys(places, self.seed, epoch, _DOCUMENT)
-            yield self.rows[places[np.argsort(inside, kind="stable")]]
+        for places in string_blocks(lengths, self.window_tokens, self.seed, epoch, BLOCK):
+            yield self.rows[self._shuffled(places, epoch)]
+
+    def _shuffled(self, places: np.ndarray, epoch: int) -> np.ndarray:
+        """The places of a window in their order inside it."""
+        inside = hash_keys(places, self.seed, epoch, _DOCUMENT)
+        return places[np.argsort(inside, kind="stable")]
 
     def _packs(self, group: np.ndarray, epoch: int) -> list[Pack]:
         """Pack a shuffled group; the packs are shuffled again, as best-fit sorts them by size."""
         rows = group.tolist()
         packs = pack_documents(self.lengths[group].tolist(), self.seq_len)
         first = np.array([rows[pack[0]] for pack in packs])
-        order = np.argsort(_keys(first, self.seed, epoch, _PACK), kind="stable").tolist()
+        order = np.argsort(hash_keys(first, self.seed, epoch, _PACK), kind="stable").tolist()
         return [[rows[i] for i in packs[p]] for p in order]
 
     def state(self, epoch: int, batches_done: int) -> dict[str, Any]:

@@ -220,6 +220,10 @@ class HiddenStatesDataset:
                 column.coder.decode_into(shard.part(column, row)[:count], part)
         return count
 
+    def shard_of(self, index: int) -> str:
+        """Name of the shard file that holds a document, relative to the dataset."""
+        return self._locate(index)[0].record.file
+
     def _decode(self, shard: "_Shard", row: int, column: Column, out: Tensor) -> None:
         """The first len(out) tokens of a lossy or sparse column; tokens without a row are zero."""
         stored, lossy = shard.stored(column, row), column.lossy

@@ -1,0 +1,130 @@
+"""Which documents a run trains on and which it only measures, of one dataset or of several.
+
+The split is by document id alone, so a document that several datasets hold is held out in all of
+them or in none. Of several datasets each is planned with its weight for training, and measured by
+itself, as often as its documents are there: weights change what is learned, not what is measured.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from spec_data.shards.errors import DatasetError
+from spec_data.shards.mixing import MixedPlan, PartsPlan
+from spec_data.shards.plan import (
+    BatchPlan,
+    Selection,
+    below_border,
+    select_documents,
+    split_border,
+)
+from spec_train.config import FitConfig
+from spec_train.mixture import Documents, Mixture
+
+
+@dataclass(frozen=True, kw_only=True)
+class Splits:
+    """What a run trains on and what it measures on, both decided by document ids and seed."""
+
+    selection: Selection
+    train: BatchPlan
+    validation: BatchPlan
+    held_out: int  # documents kept from training; `validation` may measure fewer
+    border: int  # documents whose hashed id is below it are held out, of whatever dataset
+
+
+def make_splits(dataset: Documents, config: FitConfig) -> Splits:
+    """Select, split and plan the documents of a dataset, or of several as one.
+
+    Raises:
+        DatasetError: nothing is left to train on; the message says why.
+    """
+    selection = select_documents(
+        dataset.lengths, dataset.supervised, dataset.first_supervised, config.seq_len
+    )
+    usable = np.flatnonzero(selection.usable)
+    ids = dataset.id_array
+    border = split_border(ids, config.validation, config.seed, among=usable)
+    side = below_border(ids, border, config.seed, among=usable)
+    if side.all():
+        reasons = [f"{count} {reason}" for reason, count in selection.left_out.items()]
+        raise DatasetError(
+            f"{dataset.path}: no document to train on, of {len(dataset)}"
+            + (f" ({'; '.join(reasons)})" if reasons else "")
+            + (f"; {len(usable)} held out by --validation" if len(usable) else "")
+        )
+    return Splits(
+        selection=selection,
+        train=_train_plan(dataset, config, usable[~side]),
+        validation=_validation_plan(dataset, config, usable[side]),
+        held_out=int(side.sum()),
+        border=border,
+    )
+
+
+def _plan_options(config: FitConfig, packs: int) -> dict[str, Any]:
+    return {
+        "seq_len": config.seq_len,
+        "rows_per_batch": packs,
+        "seed": config.seed,
+        "window_tokens": config.window_tokens,
+    }
+
+
+def _mask(dataset: Documents, rows: np.ndarray) -> np.ndarray:
+    mask = np.zeros(len(dataset), dtype=bool)
+    mask[rows] = True
+    return mask
+
+
+def _train_plan(dataset: Documents, config: FitConfig, rows: np.ndarray) -> BatchPlan:
+    options = _plan_options(config, config.packs_per_step)
+    mask = _mask(dataset, rows)
+    if isinstance(dataset, Mixture):
+        return MixedPlan(dataset.lengths, mask, dataset.shares, **options)
+    return BatchPlan(dataset.lengths, mask, fingerprint=dataset.manifest.fingerprint, **options)
+
+
+def _validation_plan(dataset: Documents, config: FitConfig, held_out: np.ndarray) -> BatchPlan:
+    """The plan of what is measured: of each of several datasets a part of its own."""
+
+    def plan(rows: np.ndarray, fingerprint: str) -> BatchPlan:
+        mask, options = _mask(dataset, rows), _plan_options(config, config.batch_size)
+        return BatchPlan(dataset.lengths, mask, fingerprint=fingerprint, **options)
+
+    shares = dataset.shares if isinstance(dataset, Mixture) else ()
+    bounds = [(share.first, share.last) for share in shares] or [(0, len(dataset))]
+    groups = [held_out[(held_out >= first) & (held_out < last)] for first, last in bounds]
+    allowed = even_shares([len(group) for group in groups], config.validation_documents)
+    measured = [_lowest_ids(dataset, *pair) for pair in zip(groups, allowed, strict=True)]
+    if len(shares) < 2:
+        return plan(measured[0], dataset.manifest.fingerprint)
+    return PartsPlan(
+        {
+            share.name: plan(rows, share.fingerprint)
+            for share, rows in zip(shares, measured, strict=True)
+        }
+    )
+
+
+def even_shares(counts: list[int], limit: int) -> list[int]:
+    """How many of each group to take so that no group is starved: at most `limit` in all (0: no
+    limit), equally many of each as far as it has them."""
+    if not limit:
+        return counts
+    taken = [0] * len(counts)
+    left = limit
+    for done, i in enumerate(sorted(range(len(counts)), key=lambda i: counts[i])):
+        taken[i] = min(counts[i], left // (len(counts) - done))
+        left -= taken[i]
+    return taken
+
+
+def _lowest_ids(dataset: Documents, rows: np.ndarray, count: int) -> np.ndarray:
+    """Ids are content hashes, so the lowest ones are a fair and lasting choice."""
+    if count >= len(rows):
+        return rows
+    ids = dataset.id_array
+    names = np.array([ids[row].as_py() for row in rows.tolist()])
+    return rows[np.argsort(names, kind="stable")[:count]]
