@@ -18,7 +18,7 @@ from spec_data.config import (
     resolve,
     run_cli,
 )
-from spec_train.config import EvalConfig, fit_config, split_config
+from spec_train.config import EvalConfig, ReplayConfig, fit_config, split_config
 from spec_train.options import DRAFT_OPTIONS
 
 _RAW = argparse.RawDescriptionHelpFormatter
@@ -57,6 +57,18 @@ examples:
   spec-train eval --draft RUN --target MODEL --prompts prompts.jsonl --json result.json
 RUN stands for its best draft; name RUN/last or RUN/checkpoint-<step> for another."""
 
+REPLAY_HELP = """\
+Run a batch that stopped a run again: a loss or gradient was not finite, and `spec-train fit` saved
+the batch with the draft of that moment as RUN/failed-step-<n>. Says which stored states, weights,
+modules and gradients are not finite, the first ones first, and what every document adds to the
+loss. Works on any machine; of the dataset only the target's head is read."""
+
+REPLAY_EXAMPLES = """\
+examples:
+  spec-train replay RUN/failed-step-1200
+  spec-train replay failed-step-1200 --data COPY --device cpu
+      COPY holds manifest.json and target/ of the dataset"""
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -68,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"spec-train {__version__}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{fit,eval}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{fit,eval,replay}")
     fit = commands.add_parser(
         "fit", help="train a draft", description=FIT_HELP, formatter_class=_RAW
     )
@@ -94,6 +106,17 @@ def _parser() -> argparse.ArgumentParser:
     add_options(evaluate, EvalConfig)
     evaluate.set_defaults(run=_eval)
     _add_debug(evaluate)
+    again = commands.add_parser(
+        "replay",
+        help="run a batch that failed again",
+        description=REPLAY_HELP,
+        epilog=REPLAY_EXAMPLES,
+        formatter_class=_RAW,
+    )
+    again.add_argument("failed", metavar="RUN/failed-step-N", help="what the failed run left")
+    add_options(again, ReplayConfig)
+    again.set_defaults(run=_replay)
+    _add_debug(again)
     return parser
 
 
@@ -132,6 +155,14 @@ def _eval(arguments: argparse.Namespace) -> int:
     from spec_train.evaluate import run_eval
 
     run_eval(config)
+    return 0
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    config = resolve(ReplayConfig, arguments)
+    from spec_train.replay import replay
+
+    replay(Path(arguments.failed), config)
     return 0
 
 

@@ -221,3 +221,17 @@ class EvalConfig:
             )
         _at_least(self, 0, "limit", "draft_tokens", "seed")
         _at_least(self, 1, "max_new_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayConfig:
+    """Options of `spec-train replay`: the batch that stopped a run, once more."""
+
+    data: str | None = option(
+        None,
+        help="the run's dataset, where it is not in its old place; manifest.json and target/ of it "
+        "are enough",
+        metavar="DIR",
+    )
+    device: str = option("auto", help="cpu, cuda, cuda:1 ...; auto: a GPU where there is one")
+    json: str | None = option(None, help="write every figure to this file", metavar="FILE")

@@ -203,14 +203,19 @@ class BatchStream:
             free.put(None)
             thread.join()
 
+    def read(self, packs: list[Pack]) -> DraftBatch:
+        """Read packs into memory of their own, as a step would have them."""
+        return self._make_buffer(len(packs), pin=False).fill(self.dataset, packs, self.plan)
+
     def _make_ring(self) -> None:
         per_rank = -(-self.plan.rows_per_batch // self.world_size)
         size = min(self.batch_size, per_rank)
         wanted = -(-per_rank // size) + READ_AHEAD
         while len(self._ring) < wanted:
-            self._ring.append(
-                _Buffer(self.dataset, self.columns, size, self.plan.seq_len, self.dtype, self.pin)
-            )
+            self._ring.append(self._make_buffer(size, self.pin))
+
+    def _make_buffer(self, packs: int, pin: bool) -> _Buffer:
+        return _Buffer(self.dataset, self.columns, packs, self.plan.seq_len, self.dtype, pin)
 
     def _next(self, ready: "queue.SimpleQueue") -> Step | BaseException | None:
         start = time.perf_counter()

@@ -26,10 +26,18 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from spec_data.shards.errors import DraftError, RunError
+from spec_data.shards.errors import DraftError
 from spec_data.shards.plan import BatchPlan
 from spec_train.checkpoint import RunDirectory, Saved
 from spec_train.config import FitConfig
+from spec_train.failure import (
+    FailedStep,
+    arithmetic,
+    cast_draft,
+    describe_failure,
+    random_state,
+    set_random_state,
+)
 from spec_train.head import TargetHead
 from spec_train.metrics import Sums, add_sums, shown, summarise_parts
 from spec_train.mixture import Documents
@@ -95,11 +103,7 @@ class Trainer:
         self.device = torch.device(config.device)
         self.dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float32
         self.draft: Any = draft.to(self.device)
-        self.params: list[nn.Parameter] = self.draft.trainable_parameters()
-        trained = {id(p) for p in self.params}
-        for parameter in self.draft.parameters():
-            kind = torch.float32 if id(parameter) in trained else self.dtype
-            parameter.data = parameter.data.to(kind)
+        self.params: list[nn.Parameter] = cast_draft(self.draft, self.dtype)
         names = {id(p): name for name, p in self.draft.named_parameters()}
         self.names = [names[id(p)] for p in self.params]
         with safe_open(dataset.target_dir / "head.safetensors", "pt") as file:
@@ -173,14 +177,16 @@ class Trainer:
         return self.step % every == 0 or self.step == self.total
 
     def _arithmetic(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+        return arithmetic(self.device, self.dtype)
 
     def _train_step(self, step: Step) -> None:
         counts = self._slot_counts(step)
         losses: list[Tensor] = []
+        random: list[dict[str, Tensor]] = []
         for i, host in enumerate(step.batches):
             batch = host.to(self.device, self.dtype, non_blocking=True)
             self._pending_tokens += host.tokens
+            random.append(random_state(self.device))
             with self._arithmetic():
                 result = self.draft.loss(batch, self.head, counts)
             result.loss.backward()
@@ -191,7 +197,7 @@ class Trainer:
         limit = self.config.clip or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.params, limit)
         *values, self._grad_norm = torch.stack([*losses, norm]).tolist()
-        self._refuse_non_finite(step, values)
+        self._refuse_non_finite(step, values, counts, random)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.total, self.config)
         self.optimizer.step()
@@ -205,19 +211,21 @@ class Trainer:
         ]
         return torch.stack(parts).sum(0)
 
-    def _refuse_non_finite(self, step: Step, losses: list[float]) -> None:
-        bad = [i for i, value in enumerate(losses) if not math.isfinite(value)]
-        if not bad and math.isfinite(self._grad_norm):
+    def _refuse_non_finite(
+        self, step: Step, losses: list[float], counts: Tensor, random: list[dict[str, Tensor]]
+    ) -> None:
+        if all(map(math.isfinite, (*losses, self._grad_norm))):
             return
-        what = f"loss is {losses[bad[0]]}" if bad else f"gradient norm is {self._grad_norm}"
-        suspects = [step.batches[i] for i in bad] or step.batches
-        rows = [row for batch in suspects for pack in batch.rows for row in pack]
-        ids = [self.dataset.doc_ids[row] for row in rows]
-        shown = ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
-        raise RunError(
-            f"step {self.step + 1} (epoch {step.epoch}, batch {step.index}): the {what}; nothing "
-            f"of this step was kept. Documents: {shown}. Check them with `spec-data verify "
-            f"{self.dataset.path}`; if they are sound, lower --lr"
+        failed = FailedStep(
+            number=self.step + 1,
+            step=step,
+            losses=losses,
+            grad_norm=self._grad_norm,
+            counts=counts,
+            random=random,
+        )
+        raise describe_failure(
+            failed, self.draft, self.head, self.stream, self.config, self.directory
         )
 
     def _log(self, step: Step) -> str:
@@ -285,7 +293,11 @@ class Trainer:
         devices = [self.device] if self.device.type == "cuda" else []
         self.draft.eval()
         steps = self._held_out.take(len(plan.batches(0)))
-        with torch.random.fork_rng(devices), contextlib.closing(steps), self._arithmetic():
+        with (
+            torch.random.fork_rng(devices),
+            contextlib.closing(steps),
+            self._arithmetic(),
+        ):
             torch.manual_seed(self.config.seed)
             for step in steps:
                 counts, part = self._slot_counts(step), plan.part_of(step.index)
@@ -302,9 +314,7 @@ class Trainer:
         """Write a checkpoint of this very step, unless there is one."""
         if self._saved_step == self.step:
             return
-        tensors = {"rng.cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            tensors["rng.cuda"] = torch.cuda.get_rng_state(self.device)
+        tensors = random_state(self.device)
         tensors |= {f"pending.{name}": value for name, value in self._pending.items()}
         for name, parameter in zip(self.names, self.params, strict=True):
             tensors[f"master.{name}"] = parameter
@@ -336,9 +346,7 @@ class Trainer:
                 value = tensors.get(f"optimizer.{key}.{name}")
                 if value is not None:
                     self.optimizer.state[parameter][key] = value.to(self.device)
-        torch.set_rng_state(tensors["rng.cpu"])
-        if self.device.type == "cuda" and "rng.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["rng.cuda"], self.device)
+        set_random_state(tensors, self.device)
         self._pending = {
             name.removeprefix("pending."): value.to(self.device)
             for name, value in tensors.items()
