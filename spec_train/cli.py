@@ -20,10 +20,9 @@ from spec_data.config import (
 )
 from spec_train.config import EvalConfig, ReplayConfig, fit_config, split_config
 from spec_train.options import DRAFT_OPTIONS
+from spec_train.presets import apply_preset, preset_help
 
 _RAW = argparse.RawDescriptionHelpFormatter
-_HOW_LONG = {"steps", "epochs"}
-
 FIT_HELP = """\
 Fit a draft to a dataset made by `spec-data generate`. The target is never opened: its embeddings
 and head are part of the dataset. RUN gets fit.json (every option, resolved), metrics.jsonl,
@@ -37,6 +36,10 @@ whole checkpoint counts. The same command goes on from there, in the middle of a
 FIT_EXAMPLES = """\
 examples:
   spec-train fit {draft} --data DATA --out RUN
+  spec-train fit {draft} --data DATA --out RUN --preset smoke
+      a minute to see that everything works; then --preset 50k --out ANOTHER
+  spec-train fit {draft} --data OWN:2 CHATS CODE:0.25 --out RUN
+      three datasets of one target: each document of OWN twice per epoch, of CODE every 4th time
   spec-train fit {draft} --data DATA --out RUN --steps 2000 --batch-size 2 --accumulation 4
       a step of 8 packs, two at a time in memory; the result is that of one batch of 8
   spec-train fit {draft} --config RUN/fit.json --out AGAIN
@@ -90,7 +93,9 @@ def _parser() -> argparse.ArgumentParser:
             name,
             help=(options.__doc__ or "").splitlines()[0],
             description=FIT_HELP,
-            epilog=FIT_EXAMPLES.format(draft=name),
+            epilog=FIT_EXAMPLES.format(draft=name)
+            + "\n\n"
+            + preset_help([field.name for field in dataclasses.fields(fit_config(name))]),
             formatter_class=_RAW,
         )
         add_options(leaf, fit_config(name))
@@ -127,15 +132,13 @@ def _add_debug(parser: argparse.ArgumentParser) -> None:
 
 
 def _resolve_fit(arguments: argparse.Namespace) -> Any:
-    """Flags over --config over defaults; --steps or --epochs given here replaces the file's both,
-    for a run's own fit.json has one of them, and they exclude each other."""
+    """Flags over --config over --preset over defaults (see `apply_preset`)."""
     cls = fit_config(arguments.draft)
     names = {field.name for field in dataclasses.fields(cls)}
     flags = {k: v for k, v in vars(arguments).items() if k in names and v is not None}
     table = read_config_file(Path(arguments.config)) if arguments.config else {}
-    if flags.keys() & _HOW_LONG:
-        table = {k: v for k, v in table.items() if k not in _HOW_LONG}
-    return from_dict(cls, table | flags, where=arguments.config or "the command line")
+    values = apply_preset(flags, table, names)
+    return from_dict(cls, values, where=arguments.config or "the command line")
 
 
 def _fit(arguments: argparse.Namespace) -> int:

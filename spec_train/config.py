@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from spec_data.config import option
 from spec_data.shards.errors import ConfigError
 from spec_train.options import DRAFT_OPTIONS
+from spec_train.presets import PRESETS
 from spec_train.sources import parse_sources
 
 T = TypeVar("T")
@@ -33,6 +34,12 @@ class FitConfig:
     )
     out: str = option(
         help="run directory; the same command again goes on where it stopped", metavar="RUN"
+    )
+    preset: str | None = option(
+        None,
+        help="settings for a dataset of about so many documents, listed below; other flags go over "
+        "them",
+        choices=tuple(PRESETS),
     )
     steps: int | None = option(
         None, help="optimizer steps in all; 0 writes the untrained draft", metavar="N"

@@ -32,6 +32,7 @@ DEFAULT_EPOCHS = 3
 FIRST_STEPS = 64
 """How far the announcement looks into an epoch; planning all of it would delay the first step."""
 MAY_CHANGE = (
+    "preset",  # what it set may not
     *("data", "out", "device", "log_every", "eval_every", "save_every", "keep"),
     *("batch_size", "accumulation"),  # their product may not: packs_per_step
 )
