@@ -32,6 +32,21 @@ class FitConfig:
         "DIR:0.25 shows each of its documents twice or every fourth time per epoch",
         metavar="DIR[:WEIGHT]",
     )
+    follow: bool = option(
+        False,
+        help="train while `spec-data generate` still writes --data: units are used in their order "
+        "as they appear, shuffled inside windows of --window-tokens",
+    )
+    follow_timeout: float = option(
+        3600.0, help="seconds that --follow waits for a unit before it gives up", metavar="SECONDS"
+    )
+    follow_keep: int = option(
+        0,
+        help="with --follow, where the disk is short: keep at most so many units, DELETING each "
+        "after it was used for all --epochs; generation waits meanwhile, and the directory never "
+        "becomes a dataset. 0 deletes nothing",
+        metavar="N",
+    )
     out: str = option(
         help="run directory; the same command again goes on where it stopped", metavar="RUN"
     )
@@ -88,11 +103,20 @@ class FitConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.data, str) and len(self.data) == 1:
             object.__setattr__(self, "data", self.data[0])
-        parse_sources(self.data)
         if self.steps is not None and self.epochs is not None:
             raise ConfigError(
                 f"--steps {self.steps} and --epochs {self.epochs}: give one or the other"
             )
+        if self.follow and (
+            not isinstance(self.data, str) or parse_sources(self.data)[0].weight != 1
+        ):
+            raise ConfigError("--follow takes one --data without a weight")
+        if self.follow_keep and (not self.follow or self.steps is not None):
+            raise ConfigError(
+                f"--follow-keep {self.follow_keep}: needs --follow, and --epochs rather than "
+                "--steps: they say when a unit was used often enough"
+            )
+        _at_least(self, 0, "follow_keep", "follow_timeout")
         _at_least(self, 0, "steps", "clip", "weight_decay", "validation_documents", "seed")
         _at_least(self, 1, "epochs", "batch_size", "accumulation", "window_tokens", "keep")
         _at_least(self, 1, "log_every", "eval_every", "save_every")

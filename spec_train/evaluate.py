@@ -191,6 +191,7 @@ def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
         found["data"] = parse_sources(options["data"])[0].path
         fingerprints = identity["dataset"]
         found["datasets"] = [fingerprints] if isinstance(fingerprints, str) else fingerprints
+        found["follow"] = identity.get("follow", False)
         found["split_rule"] = identity.get("split_rule")
         found["split_border"] = notes.get("split_border")
     except (ValueError, KeyError, TypeError) as error:

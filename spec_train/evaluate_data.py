@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError
+from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.packing import pack_documents, row_layout
 from spec_data.shards.plan import SPLIT_RULE, below_border, select_documents, split_border
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
@@ -47,7 +48,7 @@ def choose_documents(
         DatasetError: no document is left.
     """
     if split == "auto":
-        same = run is not None and dataset.manifest.fingerprint in run["datasets"]
+        same = run is not None and _fingerprint(dataset, run) in run["datasets"]
         split = "validation" if same else "all"
     chosen = (dataset.supervised > 0) & (dataset.lengths > 2)
     if split != "all":
@@ -78,6 +79,12 @@ def choose_documents(
             "try --split all"
         )
     return (found[:limit] if limit else found), split
+
+
+def _fingerprint(dataset: HiddenStatesDataset, run: dict[str, Any]) -> str:
+    """The fingerprint by which a run knew a dataset: while it was made, that of its plan."""
+    followed = run.get("follow", False)
+    return (FollowedDataset(dataset.path) if followed else dataset).manifest.fingerprint
 
 
 def check_fit(draft: Draft, dataset: HiddenStatesDataset) -> list[str]:

@@ -6,6 +6,7 @@ target: its config, embeddings and head are part of the dataset.
 
 import dataclasses
 import logging
+import threading
 from itertools import islice
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from spec_data.config import differing_fields, to_dict
 from spec_data.shards.errors import ConfigError, DraftError
+from spec_data.shards.follow import FollowedDataset
+from spec_data.shards.following import FollowingPlan
 from spec_data.shards.mixing import MixedPlan
 from spec_data.shards.plan import SPLIT_RULE, BatchPlan
 from spec_train.checkpoint import RunDirectory, Saved, resolve_draft_dir
@@ -22,6 +25,7 @@ from spec_train.config import FitConfig, default_lr
 from spec_train.drafts import DRAFTS
 from spec_train.head import TargetHead
 from spec_train.mixture import Documents, Mixture, open_documents
+from spec_train.release import UnitRelease
 from spec_train.sources import parse_sources
 from spec_train.splits import Splits, make_splits
 from spec_train.trainer import FitResult, Trainer
@@ -34,6 +38,7 @@ FIRST_STEPS = 64
 MAY_CHANGE = (
     "preset",  # what it set may not
     *("data", "out", "device", "log_every", "eval_every", "save_every", "keep"),
+    *("follow", "follow_timeout", "follow_keep"),  # the order says how far they may not
     *("batch_size", "accumulation"),  # their product may not: packs_per_step
 )
 """Options a resumed run may change: they decide where things are and how often they are written."""
@@ -46,7 +51,7 @@ def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
         ConfigError: the run directory holds a run with other settings.
         DatasetError, MissingError: the dataset cannot be read. RunError: training failed.
     """
-    dataset = open_documents(parse_sources(config.data))
+    dataset = open_data(config)
     DRAFTS[draft_name].check_data(options, dataset.manifest)
     config = resolve_config(config, dataset)
     splits = make_splits(dataset, config)
@@ -56,6 +61,7 @@ def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
         identity = {
             "draft": draft_name,
             **_identity(dataset),
+            **({"follow": True} if config.follow else {}),
             "packs_per_step": config.packs_per_step,
             "split_rule": SPLIT_RULE,
             **{name: value for name, value in table.items() if name not in MAY_CHANGE},
@@ -71,9 +77,11 @@ def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
             return result
         torch.manual_seed(config.seed)
         dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float32
-        head = TargetHead.from_dataset(dataset.path, dtype, config.device)
+        head = TargetHead.from_dataset(dataset.path, dtype, config.device, dataset.manifest)
         draft = _make_draft(draft_name, config, options, dataset, splits, head, saved)
         trainer = Trainer(draft, head, config, dataset, splits.train, splits.validation, run, total)
+        if isinstance(dataset, FollowedDataset):
+            _follow(trainer, dataset, splits)
         if saved is not None:
             trainer.restore(saved)
             run.truncate_metrics(saved.step)
@@ -83,6 +91,27 @@ def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
         return trainer.run()
     finally:
         run.close()
+
+
+def open_data(config: FitConfig) -> Documents:
+    """Open what a run trains on: one dataset, several, or one in the making."""
+    if config.follow:
+        return FollowedDataset(parse_sources(config.data)[0].path, config.follow_timeout)
+    return open_documents(parse_sources(config.data))
+
+
+def _follow(trainer: Trainer, dataset: FollowedDataset, splits: Splits) -> None:
+    """Prepare a run on a dataset in the making: what is measured must be there first."""
+    keep = trainer.config.follow_keep
+    if keep and isinstance(splits.train, FollowingPlan):
+        trainer.release = UnitRelease(dataset, splits.train, splits.validation, keep)
+    log.info(
+        "following  %d units in windows of %s; measured documents are of the first %d",
+        len(splits.train.units) - 1 if isinstance(splits.train, FollowingPlan) else 0,
+        f"{trainer.config.window_tokens:,} tokens",
+        len({dataset.unit_of(row) for row in splits.validation.rows.tolist()}),
+    )
+    dataset.wait_for(splits.validation.rows.tolist(), threading.Event())
 
 
 def _identity(dataset: Documents) -> dict[str, Any]:
@@ -139,7 +168,7 @@ def count_supervised_tokens(dataset: Documents, plan: BatchPlan) -> Tensor:
 def _total_steps(config: FitConfig, splits: Splits) -> int:
     if config.steps is not None:
         return config.steps
-    epochs = config.epochs or 0
+    epochs = 1 if config.follow_keep else config.epochs or 0
     return sum(splits.train.count_batches(epoch) for epoch in range(epochs))
 
 

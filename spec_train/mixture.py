@@ -6,6 +6,7 @@ embedding and head tensor by tensor. What the draft may read is what all of them
 """
 
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,6 +54,7 @@ class Documents(Protocol):
     def __len__(self) -> int: ...
     def target_config(self) -> dict[str, Any]: ...
     def shard_of(self, index: int) -> str: ...
+    def wait_for(self, rows: Sequence[int], stop: threading.Event) -> bool: ...
     def read_into(
         self, index: int, out: dict[str, Tensor], start: int = 0, length: int | None = None
     ) -> int: ...
@@ -118,6 +120,10 @@ class Mixture:
         """Path of the shard file that holds a document."""
         dataset, row = self._locate(index)
         return str(dataset.path / dataset.shard_of(row))
+
+    def wait_for(self, rows: Sequence[int], stop: threading.Event) -> bool:
+        """Sealed datasets can always be read."""
+        return True
 
     def read_into(
         self, index: int, out: dict[str, Tensor], start: int = 0, length: int | None = None

@@ -100,8 +100,8 @@ PRESETS: dict[str, Preset] = {
             "eval_every": 500,
             "save_every": 500,
         },
-        expect="some 11,000 steps: what published drafts are made with (acceptance lengths of 2 with 3 "
-        "drafted tokens are reported, and above 3 on the target's own answers)",
+        expect="some 11,000 steps: what published drafts are made with (acceptance lengths of 2 "
+        "with 3 drafted tokens are reported, and above 3 on the target's own answers)",
     ),
 }
 

@@ -3,6 +3,8 @@
 The split is by document id alone, so a document that several datasets hold is held out in all of
 them or in none. Of several datasets each is planned with its weight for training, and measured by
 itself, as often as its documents are there: weights change what is learned, not what is measured.
+A run that follows generation measures held-out documents of its first window alone: they are there
+when it begins, and they stay when other units are deleted.
 """
 
 from dataclasses import dataclass
@@ -11,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from spec_data.shards.errors import DatasetError
+from spec_data.shards.follow import FollowedDataset
+from spec_data.shards.following import FollowingPlan
 from spec_data.shards.mixing import MixedPlan, PartsPlan
 from spec_data.shards.plan import (
     BatchPlan,
@@ -54,10 +58,12 @@ def make_splits(dataset: Documents, config: FitConfig) -> Splits:
             + (f" ({'; '.join(reasons)})" if reasons else "")
             + (f"; {len(usable)} held out by --validation" if len(usable) else "")
         )
+    train, held_out = _train_plan(dataset, config, usable[~side]), usable[side]
+    measurable = early_rows(train, held_out) if isinstance(train, FollowingPlan) else held_out
     return Splits(
         selection=selection,
-        train=_train_plan(dataset, config, usable[~side]),
-        validation=_validation_plan(dataset, config, usable[side]),
+        train=train,
+        validation=_validation_plan(dataset, config, measurable),
         held_out=int(side.sum()),
         border=border,
     )
@@ -83,7 +89,18 @@ def _train_plan(dataset: Documents, config: FitConfig, rows: np.ndarray) -> Batc
     mask = _mask(dataset, rows)
     if isinstance(dataset, Mixture):
         return MixedPlan(dataset.lengths, mask, dataset.shares, **options)
-    return BatchPlan(dataset.lengths, mask, fingerprint=dataset.manifest.fingerprint, **options)
+    options["fingerprint"] = dataset.manifest.fingerprint
+    if isinstance(dataset, FollowedDataset):
+        visits = (config.epochs or 0) if config.follow_keep else 0
+        return FollowingPlan(dataset.lengths, mask, dataset.planned.units, visits, **options)
+    return BatchPlan(dataset.lengths, mask, **options)
+
+
+def early_rows(plan: FollowingPlan, held_out: np.ndarray) -> np.ndarray:
+    """Of held-out documents those of the first window, which is there before the first step; if
+    there are none, the first of all. The others are held out and never measured."""
+    early = held_out[held_out < plan.units[plan.bounds[1]]]
+    return early if len(early) else held_out[:1]
 
 
 def _validation_plan(dataset: Documents, config: FitConfig, held_out: np.ndarray) -> BatchPlan:

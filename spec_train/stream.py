@@ -8,10 +8,11 @@ faults and a second copy. A buffer is handed out inside a `Step` and is overwrit
 nothing that grows with tokens: a fresh tensor costs more in page faults than the copy into it.
 """
 
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ READ_AHEAD = 2
 """Micro-batches read beyond those of the step in use."""
 ROUND = 32
 """Rows are padded to the longest of the micro-batch, rounded up to this many slots."""
+_POLL = 0.2  # seconds between looks at whether to stop, while nothing comes
 _SMALL = {
     "input_ids": torch.int64,
     "loss_mask": torch.bool,
@@ -156,6 +158,7 @@ class BatchStream:
         self.batch_size, self.dtype, self.pin = batch_size, dtype, pin
         self.rank, self.world_size = rank, world_size
         self.epoch, self.batches_done = 0, 0
+        self.stopping: Callable[[], bool] = lambda: False  # asked while there is nothing to read
         self.waited = 0.0  # seconds the consumer stood still for data
         self._ring: list[_Buffer] = []
 
@@ -219,7 +222,11 @@ class BatchStream:
 
     def _next(self, ready: "queue.SimpleQueue") -> Step | BaseException | None:
         start = time.perf_counter()
-        item = ready.get()
+        item = None
+        while not self.stopping():
+            with contextlib.suppress(queue.Empty):
+                item = ready.get(timeout=_POLL)
+                break
         self.waited += time.perf_counter() - start
         return item
 
@@ -252,6 +259,8 @@ class BatchStream:
         try:
             for epoch, index, share, packs in self._walk(*position, count):
                 step = Step(epoch, index, share, free)
+                if not self.dataset.wait_for([row for pack in packs for row in pack], stop):
+                    return
                 for i in range(0, len(packs), self.batch_size):
                     buffer = free.get()
                     if buffer is None or stop.is_set():

@@ -41,6 +41,7 @@ from spec_train.failure import (
 from spec_train.head import TargetHead
 from spec_train.metrics import Sums, add_sums, shown, summarise_parts
 from spec_train.mixture import Documents
+from spec_train.release import KeepAll
 from spec_train.stream import BatchStream, Step
 
 log = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ class Trainer:
         self.validation_plan = validation
         self.total, self.step, self.tokens = total, 0, 0
         self.best: dict[str, Any] | None = None
+        self.release = KeepAll()
         self.device = torch.device(config.device)
         self.dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float32
         self.draft: Any = draft.to(self.device)
@@ -151,6 +153,7 @@ class Trainer:
             dynamic_ncols=True,
         )
         with _stop_signals() as stop, contextlib.closing(steps), bar, logging_redirect_tqdm():
+            self.stream.stopping = lambda: bool(stop)
             if self.step == 0:
                 self.validate()
             if self.total == 0:
@@ -162,11 +165,13 @@ class Trainer:
                     bar.set_postfix_str(self._log(step), refresh=False)
                 if self._due(self.config.eval_every):
                     self.validate()
-                if self._due(self.config.save_every) or stop:
+                if self._due(self.config.save_every) or stop or self.release.due(step.index + 1):
                     self.save()
                 bar.update()
                 if stop:
                     break
+            if stop:  # while there was nothing to read
+                self.save()
         finished = self.step >= self.total
         stopped_by = stop[0] if stop and not finished else None
         result = FitResult(self.directory.path, self.step, finished, stopped_by, self.best)
@@ -328,6 +333,7 @@ class Trainer:
         }
         self.directory.save(self.step, self._save_draft, tensors, state)
         self._saved_step = self.step
+        self.release.release(self.stream.batches_done)
 
     def _save_draft(self, folder: Path) -> None:
         """Write the draft directory in the target's dtype: frozen weights come back bit for bit."""

@@ -8,6 +8,7 @@ torch's back, and one in-place operation on it would kill the process.
 import bisect
 import itertools
 import json
+import threading
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -74,7 +75,7 @@ class HiddenStatesDataset:
             )
         wanted = columns if columns is not None else tuple(known)
         self._columns: dict[str, Column] = {name: known[name] for name in wanted}
-        self._shards: dict[int, _Shard] = {}
+        self._shards: dict[int, Shard] = {}
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -224,7 +225,11 @@ class HiddenStatesDataset:
         """Name of the shard file that holds a document, relative to the dataset."""
         return self._locate(index)[0].record.file
 
-    def _decode(self, shard: "_Shard", row: int, column: Column, out: Tensor) -> None:
+    def wait_for(self, rows: Sequence[int], stop: threading.Event) -> bool:
+        """Return when documents can be read (these always can), or False once `stop` is set."""
+        return True
+
+    def _decode(self, shard: "Shard", row: int, column: Column, out: Tensor) -> None:
         """The first len(out) tokens of a lossy or sparse column; tokens without a row are zero."""
         stored, lossy = shard.stored(column, row), column.lossy
         tables = self.tables[column.name] if lossy else None
@@ -242,13 +247,14 @@ class HiddenStatesDataset:
             first, done = first + b - a, b
         out[done:] = 0
 
-    def _locate(self, index: int) -> tuple["_Shard", int]:
+    def _locate(self, index: int) -> tuple["Shard", int]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
         shards, rows = self._places
         number = int(shards[index])
         if number not in self._shards:
-            self._shards[number] = _Shard(self.path, self.manifest, number)
+            record = self.manifest.shards[number]
+            self._shards[number] = Shard(self.path, record, self.manifest.columns)
         return self._shards[number], int(rows[index])
 
 
@@ -261,18 +267,18 @@ def _numbers(array: pa.Array) -> np.ndarray:
     return values[array.offset : array.offset + len(array)]
 
 
-class _Shard:
+class Shard:
     """One mapped shard; numpy views of its record batches are made at first touch."""
 
-    def __init__(self, path: Path, manifest: Manifest, number: int) -> None:
-        self.record: ShardRecord = manifest.shards[number]
-        self.file = path / self.record.file
+    def __init__(self, path: Path, record: ShardRecord, columns: tuple[Column, ...]) -> None:
+        self.record = record
+        self.file = path / record.file
         try:
             stream = pa.ipc.open_stream(pa.memory_map(str(self.file)))
             self.batches: list[pa.RecordBatch] = list(stream)
         except (pa.ArrowInvalid, OSError) as error:
             raise DatasetError(f"{self.file}: damaged ({error}); copy it again") from None
-        if not stream.schema.equals(arrow_schema(manifest.columns), check_metadata=True):
+        if not stream.schema.equals(arrow_schema(columns), check_metadata=True):
             raise DatasetError(
                 f"{self.file}: its columns are not those of the manifest; it belongs to another "
                 "dataset or release"
@@ -350,7 +356,7 @@ def checked_file(directory: Path, name: str, manifest: Manifest) -> Path:
     return file
 
 
-def load_head_tensors(dataset: str | Path) -> dict[str, Tensor]:
+def load_head_tensors(dataset: str | Path, manifest: Manifest | None = None) -> dict[str, Tensor]:
     """The target's `embed_tokens` [V, H], `lm_head` [V, H], `norm` [H] (and `lm_head_bias` [V]).
 
     Native dtype; with tied embeddings `lm_head` is the very tensor `embed_tokens`.
@@ -358,7 +364,7 @@ def load_head_tensors(dataset: str | Path) -> dict[str, Tensor]:
     Raises:
         MissingError, DatasetError: the file is absent or not what the manifest describes.
     """
-    manifest = Manifest.read(Path(dataset) / MANIFEST)
+    manifest = manifest or Manifest.read(Path(dataset) / MANIFEST)
     from_file = checked_file(Path(dataset), "target/head.safetensors", manifest)
     head = manifest.head
     try:

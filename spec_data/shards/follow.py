@@ -1,0 +1,378 @@
+"""FollowedDataset: a dataset directory that is still being generated, read as far as it is.
+
+Everything about its documents but their states is in the plan, which generation writes first. A
+unit can be read once its record is there, after its shard, and its checksum holds. Sealing takes
+the plan away, so a sealed directory gives the same view from its index and from `left_out.arrow`,
+which holds the planned documents that capture left out (with broken states): they keep their place
+in the order, and are read as documents without a supervised token.
+
+    .generate/plan.{json,arrow}, target.json, unit-00000.json    see spec_data/generate.py
+    .generate/follow-keep.json      somebody deletes units once they are used: never seal
+"""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from spec_data.shards.errors import DatasetError, MissingError, RunError
+from spec_data.shards.files import sha256_file, sha256_json
+from spec_data.shards.reader import INDEX, MANIFEST, HiddenStatesDataset, Shard
+from spec_data.shards.schema import Manifest, ShardRecord
+
+WORK = ".generate"
+LEFT_OUT = "left_out.arrow"
+_POLL, _SAY_AGAIN = 0.2, 60.0
+_COMMON = (
+    *("format", "format_version", "settings", "target", "tokenizer", "corpus", "layers"),
+    *("layer_convention", "supervision", "final", "codec", "columns", "head", "packing"),
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """The documents of a plan, in order, and the rows that bound its units, int64 [U + 1]."""
+
+    ids: pa.StringArray
+    lengths: np.ndarray  # int64 [N]
+    supervised: np.ndarray  # int64 [N]
+    first_supervised: np.ndarray  # int64 [N]; the length where there is none
+    units: np.ndarray
+
+
+class FollowedDataset(HiddenStatesDataset):
+    """A dataset by its plan: complete in documents from the start, in states as units come.
+
+    Read states only after `wait_for`; token ids and masks of a plan can be read at any time.
+    """
+
+    def __init__(self, path: str | Path, timeout: float = 3600.0) -> None:
+        """Open `path`, waiting for its plan and target; `timeout` seconds at most for anything.
+
+        Raises:
+            MissingError: neither a dataset nor one in the making. RunError: nothing came in time.
+            DatasetError: a damaged plan.
+        """
+        self.path = Path(path)
+        self.timeout = timeout
+        if not (self.path / WORK).is_dir() and not (self.path / MANIFEST).is_file():
+            raise MissingError(
+                f"{self.path}: no dataset, and none in the making; start `spec-data generate` first"
+            )
+        self._tokens: _PlanTokens | None = None
+        self._out: dict[int, list[int]] = {}  # unit -> places in it that were left out
+        self._wait(self._described, "the target to be proven", threading.Event())
+        sealed = self._sealed()
+        if sealed is not None:
+            raw = sealed.raw
+            self.planned = self._from_index(sealed)
+        else:
+            raw = _read_json(self.path / WORK / "target.json")
+            self.planned = self._from_plan()
+        self.manifest = self._view(raw)
+        self._columns = {c.name: c for c in self.manifest.columns}
+        self._shards = {}
+
+    def _sealed(self) -> Manifest | None:
+        file = self.path / MANIFEST
+        return Manifest.read(file) if file.is_file() else None
+
+    def _described(self) -> bool:
+        """Whether all is there but units."""
+        work = self.path / WORK
+        whole = (work / "plan.json").is_file() and (work / "target.json").is_file()
+        return (self.path / MANIFEST).is_file() or whole
+
+    def _view(self, raw: dict[str, Any]) -> Manifest:
+        """The part of the manifest that is the same before and after sealing."""
+        planned = self.planned
+        digest = sha256_json([planned.ids.to_pylist(), planned.lengths.tolist()])
+        files = {name: r for name, r in raw["files"].items() if name not in (INDEX, LEFT_OUT)}
+        common = {name: raw[name] for name in _COMMON if name in raw}
+        totals = {"documents": len(planned.lengths), "tokens": int(planned.lengths.sum())}
+        rest = {"files": files, "shards": [], "totals": totals, "documents": {}, "planned": digest}
+        return Manifest(common | rest, str(self.path / MANIFEST))
+
+    # -- what is planned --------------------------------------------------------------------------
+
+    def _from_plan(self) -> Planned:
+        meta = _read_json(self.path / WORK / "plan.json")
+        file = self.path / WORK / "plan.arrow"
+        if not file.is_file() or sha256_file(file) != meta["documents_sha256"]:
+            raise DatasetError(f"{file}: damaged, or replaced this moment; run the command again")
+        self._tokens = tokens = _PlanTokens(file)
+        ends = [last for _, last in meta["units"]]
+        return tokens.planned(np.array([0, *ends], np.int64))
+
+    def _from_index(self, sealed: Manifest) -> Planned:
+        """The plan as it was: what is stored, and between it what was left out."""
+        stored = HiddenStatesDataset(self.path)
+        count = np.array([shard.rows for shard in sealed.shards], np.int64)
+        left = sealed.raw.get("left_out", {"places": [], "units": []})
+        places = np.array(left["places"], np.int64)
+        np.add.at(count, np.array(left["units"], np.int64), 1)
+        units = np.concatenate([[0], np.cumsum(count)])
+        for place, unit in zip(left["places"], left["units"], strict=True):
+            self._out.setdefault(unit, []).append(place - int(units[unit]))
+        own = Planned(
+            ids=stored.id_array,
+            lengths=stored.lengths,
+            supervised=stored.supervised,
+            first_supervised=stored.first_supervised,
+            units=units,
+        )
+        if not len(places):
+            return own
+        file = self.path / LEFT_OUT
+        if not file.is_file() or sha256_file(file) != sealed.raw["files"][LEFT_OUT]["sha256"]:
+            raise DatasetError(f"{file}: missing or damaged; copy it again")
+        self._left = _PlanTokens(file)
+        self._left_places = {place: i for i, place in enumerate(left["places"])}
+        return _merged(own, self._left.planned(units), places)
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens per planned document, int64 [N]."""
+        return self.planned.lengths
+
+    @cached_property
+    def supervised(self) -> np.ndarray:
+        """Supervised tokens per planned document, int64 [N]."""
+        return self.planned.supervised
+
+    @cached_property
+    def first_supervised(self) -> np.ndarray:
+        """Index of the first supervised token, int64 [N]; the length when there is none."""
+        return self.planned.first_supervised
+
+    @cached_property
+    def id_array(self) -> pa.StringArray:
+        """Content hash of every planned document."""
+        return self.planned.ids
+
+    def unit_of(self, index: int) -> int:
+        """The unit that a planned document is in."""
+        return int(np.searchsorted(self.planned.units, index, "right")) - 1
+
+    def shard_of(self, index: int) -> str:
+        """Name of the shard file that holds, or will hold, a document."""
+        return _shard_name(self.unit_of(index))
+
+    # -- what is there ----------------------------------------------------------------------------
+
+    def wait_for(self, rows: Sequence[int], stop: threading.Event) -> bool:
+        """Return when the units of documents are there and sound, or False once `stop` is set.
+
+        Raises:
+            RunError: no such unit came for `timeout` seconds, or it was used up and deleted.
+            DatasetError: a shard is not the one that was written.
+        """
+        for unit in sorted({self.unit_of(row) for row in rows}):
+            if unit in self._shards:
+                continue
+            if not self._wait(
+                lambda u=unit: self._record(u) is not None, self._awaited(unit), stop
+            ):
+                return False
+            self._open(unit)
+        return True
+
+    def close_unit(self, unit: int) -> None:
+        """Let go of a unit's mapped shard."""
+        self._shards.pop(unit, None)
+
+    def _awaited(self, unit: int) -> str:
+        return f"unit {unit + 1} of {len(self.planned.units) - 1}"
+
+    def _wait(self, there: Any, what: str, stop: threading.Event) -> bool:
+        start = said = time.monotonic()
+        first = True
+        while not there():
+            now = time.monotonic()
+            if now - start > self.timeout:
+                raise RunError(
+                    f"{self.path}: waited {self.timeout:g} s for {what}; see whether `spec-data "
+                    "generate` is still running there. The same command goes on from the last "
+                    "checkpoint"
+                )
+            if first or now - said > _SAY_AGAIN:
+                done = sum(1 for _ in (self.path / WORK).glob("unit-*.json"))
+                log.info("%s: waiting for %s (%d are done)", self.path, what, done)
+                first, said = False, now
+            if stop.wait(_POLL):
+                return False
+        return True
+
+    def _record(self, unit: int) -> tuple[ShardRecord, list[int]] | None:
+        """A finished unit's record and the places in it that were left out, None before that."""
+        if used_marker(self.path, unit).is_file():
+            raise RunError(
+                f"{self.path}: unit {unit + 1} was used up and deleted (--follow-keep). Generate "
+                "again to another --out, or go on with a run whose checkpoint is past it"
+            )
+        file = self.path / WORK / f"unit-{unit:05d}.json"
+        try:
+            raw = json.loads(file.read_text(encoding="utf-8"))
+            return ShardRecord(**raw["record"]), list(raw.get("left_out", []))
+        except FileNotFoundError:
+            pass
+        except (ValueError, TypeError, KeyError):
+            return None
+        sealed = self._sealed()  # in this very moment, or long ago
+        if sealed is None:
+            return None
+        left = sealed.raw.get("left_out", {"places": [], "units": []})
+        start = int(self.planned.units[unit])
+        out = [p - start for p, u in zip(left["places"], left["units"], strict=True) if u == unit]
+        return sealed.shards[unit], out
+
+    def _open(self, unit: int) -> None:
+        found = self._record(unit)
+        if found is None:
+            raise DatasetError(f"{self.path}: unit {unit} is gone; generate it again")
+        record, out = found
+        file = self.path / record.file
+        if not file.is_file() or sha256_file(file) != record.sha256:
+            raise DatasetError(
+                f"{file}: not the shard that was written (its checksum differs); delete it and its "
+                f"record {WORK}/unit-{unit:05d}.json, and run `spec-data generate` again"
+            )
+        self._out[unit] = out
+        if out:
+            log.warning("warning: unit %d: %d planned documents were left out", unit, len(out))
+        self._shards[unit] = Shard(self.path, record, self.manifest.columns)
+
+    def _locate(self, index: int) -> tuple[Shard, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        unit = self.unit_of(index)
+        if unit not in self._shards:
+            self._open(unit)
+        place = index - int(self.planned.units[unit])
+        return self._shards[unit], place - sum(other < place for other in self._out[unit])
+
+    def read_into(
+        self, index: int, out: dict[str, Tensor], start: int = 0, length: int | None = None
+    ) -> int:
+        """Copy a document as HiddenStatesDataset does.
+
+        One that was left out has token ids, and where states are asked for no supervised token and
+        zeros. Ids and masks alone are those of the plan, whatever was left out.
+        """
+        if not any(name not in ("input_ids", "loss_mask") for name in out):
+            plan = self._planned_tokens(index)
+            if plan is not None:
+                return plan[0].read_into(plan[1], out, start, length)
+            return super().read_into(index, out, start, length)
+        unit = self.unit_of(index)
+        if unit not in self._shards:
+            self._open(unit)
+        if index - int(self.planned.units[unit]) not in self._out[unit]:
+            return super().read_into(index, out, start, length)
+        whole = int(self.lengths[index])
+        count = whole if length is None else min(length, whole)
+        for name, values in out.items():
+            if name != "input_ids":
+                values[start : start + count] = torch.zeros((), dtype=values.dtype)
+        plan = self._planned_tokens(index)
+        if plan is not None and "input_ids" in out:
+            plan[0].read_into(plan[1], {"input_ids": out["input_ids"]}, start, count)
+        return count
+
+    def _planned_tokens(self, index: int) -> "tuple[_PlanTokens, int] | None":
+        """Where ids and mask of a document can be read without its unit."""
+        if self._tokens is not None:
+            return self._tokens, index
+        places = getattr(self, "_left_places", {})
+        return (self._left, places[index]) if index in places else None
+
+
+class _PlanTokens:
+    """Token ids and masks of planned documents, mapped from a plan.arrow."""
+
+    def __init__(self, file: Path) -> None:
+        table = pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
+        self.ids = table.column("doc_id").combine_chunks()
+        if isinstance(self.ids, pa.ChunkedArray):
+            self.ids = pa.concat_arrays(self.ids.chunks)
+        chunks = {name: table.column(name).chunks for name in ("input_ids", "loss_mask")}
+        flat = {
+            name: np.concatenate([c.flatten().to_numpy(zero_copy_only=False) for c in parts])
+            for name, parts in chunks.items()
+        }
+        self._flat = {name: torch.from_numpy(values.copy()) for name, values in flat.items()}
+        sizes = [np.diff(c.offsets.to_numpy()) for c in chunks["loss_mask"]]
+        self.offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))]).astype(np.int64)
+
+    def planned(self, units: np.ndarray) -> Planned:
+        """The documents' figures."""
+        mask = self._flat["loss_mask"].numpy()
+        lengths = np.diff(self.offsets)
+        total = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
+        count = total[self.offsets[1:]] - total[self.offsets[:-1]]
+        first = np.searchsorted(total, total[self.offsets[:-1]] + 1) - 1 - self.offsets[:-1]
+        return Planned(
+            ids=self.ids,
+            lengths=lengths,
+            supervised=count,
+            first_supervised=np.where(count > 0, first, lengths),
+            units=units,
+        )
+
+    def read_into(self, index: int, out: dict[str, Tensor], start: int, length: int | None) -> int:
+        """Copy ids and mask of document `index`."""
+        first, last = int(self.offsets[index]), int(self.offsets[index + 1])
+        count = last - first if length is None else min(length, last - first)
+        for name, values in out.items():
+            values[start : start + count].copy_(self._flat[name][first : first + count])
+        return count
+
+
+def _merged(stored: Planned, left: Planned, places: np.ndarray) -> Planned:
+    """Stored documents in order with those that were left out at their `places`."""
+    count = len(stored.lengths) + len(places)
+    out = np.zeros(count, dtype=bool)
+    out[places] = True
+
+    def merge(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        values = np.empty(count, np.int64)
+        values[~out], values[places] = a, b
+        return values
+
+    order = merge(np.arange(len(stored.lengths)), np.arange(count)[len(stored.lengths) :])
+    return Planned(
+        ids=pa.concat_arrays([stored.ids, left.ids]).take(pa.array(order)),
+        lengths=merge(stored.lengths, left.lengths),
+        supervised=merge(stored.supervised, left.supervised),
+        first_supervised=merge(stored.first_supervised, left.first_supervised),
+        units=stored.units,
+    )
+
+
+def used_marker(directory: Path, unit: int) -> Path:
+    """The file that says that a unit was used and deleted."""
+    return directory / WORK / f"unit-{unit:05d}.used"
+
+
+def _shard_name(unit: int) -> str:
+    return f"shards/unit-{unit:05d}.arrow"
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"{file}: cannot be read ({error}); run the command again") from None
+    return found
