@@ -176,7 +176,9 @@ def check_free_space(out: Path, needed: int) -> None:
     if needed > free:
         raise RunError(
             f"{out}: {needed:,} bytes are still to be written and {free:,} are free; free some "
-            "space, or use fewer --layers, a --limit or a smaller --max-length"
+            "space, or use fewer --layers, a --limit or a smaller --max-length. Or start "
+            f"`spec-train fit --data {out} --follow --follow-keep N` and this command again: units "
+            "are then deleted once they were used"
         )
 
 

@@ -40,6 +40,8 @@ examples:
       a minute to see that everything works; then --preset 50k --out ANOTHER
   spec-train fit {draft} --data OWN:2 CHATS CODE:0.25 --out RUN
       three datasets of one target: each document of OWN twice per epoch, of CODE every 4th time
+  spec-train fit {draft} --data DATA --out RUN --follow
+      beside `spec-data generate --out DATA`: begins with the first units, waits for the others
   spec-train fit {draft} --data DATA --out RUN --steps 2000 --batch-size 2 --accumulation 4
       a step of 8 packs, two at a time in memory; the result is that of one batch of 8
   spec-train fit {draft} --config RUN/fit.json --out AGAIN

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from spec_data.config import from_dict
 from spec_data.shards.errors import DatasetError, DraftError, MissingError
 from spec_data.shards.files import dump_json, write_atomically
+from spec_data.shards.follow import WORK, FollowedDataset
+from spec_data.shards.reader import MANIFEST
 from spec_data.shards.schema import Manifest
 from spec_train.batch import DraftBatch
 from spec_train.config import ReplayConfig
@@ -159,18 +161,21 @@ def _load_head(
 ) -> tuple[TargetHead, Manifest]:
     """The head that the run used, and the manifest it belongs to."""
     path = Path(data if data is not None else state["dataset"])
-    if not (path / "manifest.json").is_file():
+    if (path / MANIFEST).is_file():
+        manifest = Manifest.read(path / MANIFEST)
+    elif (path / WORK / "target.json").is_file():  # still being generated, or never sealed
+        manifest = FollowedDataset(path).manifest
+    else:
         raise MissingError(
             f"{path}: the dataset is not there, and the target's head is read from it. Its "
             "manifest.json and target/ are enough: copy them anywhere and give --data"
         )
-    manifest = Manifest.read(path / "manifest.json")
     if head_hash(manifest) != state["head"]:
         raise DatasetError(
             f"{path}: its target/head.safetensors is not the one that the run used (sha256 "
             f"{head_hash(manifest)}, not {state['head']}); give --data with the run's own dataset"
         )
-    return TargetHead.from_dataset(path, dtype, device), manifest
+    return TargetHead.from_dataset(path, dtype, device, manifest), manifest
 
 
 def _load_draft(folder: Path, state: dict[str, Any], head: TargetHead, manifest: Manifest) -> Any:

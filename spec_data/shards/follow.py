@@ -72,6 +72,7 @@ class FollowedDataset(HiddenStatesDataset):
                 f"{self.path}: no dataset, and none in the making; start `spec-data generate` first"
             )
         self._tokens: _PlanTokens | None = None
+        self._seal: Manifest | None = None
         self._out: dict[int, list[int]] = {}  # unit -> places in it that were left out
         self._wait(self._described, "the target to be proven", threading.Event())
         sealed = self._sealed()
@@ -87,7 +88,9 @@ class FollowedDataset(HiddenStatesDataset):
 
     def _sealed(self) -> Manifest | None:
         file = self.path / MANIFEST
-        return Manifest.read(file) if file.is_file() else None
+        if self._seal is None and file.is_file():
+            self._seal = Manifest.read(file)
+        return self._seal
 
     def _described(self) -> bool:
         """Whether all is there but units."""
@@ -309,10 +312,10 @@ class _PlanTokens:
             self.ids = pa.concat_arrays(self.ids.chunks)
         chunks = {name: table.column(name).chunks for name in ("input_ids", "loss_mask")}
         flat = {
-            name: np.concatenate([c.flatten().to_numpy(zero_copy_only=False) for c in parts])
+            name: np.concatenate([c.flatten().to_numpy() for c in parts])
             for name, parts in chunks.items()
         }
-        self._flat = {name: torch.from_numpy(values.copy()) for name, values in flat.items()}
+        self._flat = {name: torch.from_numpy(values) for name, values in flat.items()}
         sizes = [np.diff(c.offsets.to_numpy()) for c in chunks["loss_mask"]]
         self.offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))]).astype(np.int64)
 
