@@ -22,7 +22,7 @@ from spec_data.config import differing_fields
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.mixing import Share
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
-from spec_data.shards.schema import ALL, SUPERVISED, Manifest, fingerprint
+from spec_data.shards.schema import ALL, SUPERVISED, Column, Manifest, fingerprint
 from spec_train.origin import differing_rows
 from spec_train.sources import Source
 
@@ -202,12 +202,18 @@ def common_manifest(manifests: Sequence[Manifest]) -> Manifest:
     parts = [manifest.fingerprint for manifest in manifests]
     raw = {k: v for k, v in first.raw.items() if k != "fingerprint"} | {
         "layers": layers,
-        "columns": [c for c in first.raw["columns"] if c["name"] in shared],
+        "columns": [_decoded(c) for c in first.columns if c.name in shared],
         "final": SUPERVISED if any(m.final == SUPERVISED for m in manifests) else ALL,
         "mixed": parts,
     }
     raw["fingerprint"] = fingerprint(raw)
     return Manifest(raw, first.where)
+
+
+def _decoded(column: Column) -> dict[str, Any]:
+    """A column as it is handed out: datasets differ in codecs and their tables."""
+    codec = "bf16" if column.lossy else column.codec
+    return {"name": column.name, "codec": codec, "width": column.width}
 
 
 def _require_same_target(first: HiddenStatesDataset, other: HiddenStatesDataset) -> None:

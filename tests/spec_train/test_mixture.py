@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from spec_data.generate import generate
+from spec_data.options import GenerateConfig
 from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.reader import HiddenStatesDataset
@@ -24,6 +26,7 @@ from spec_train.sources import Source, parse_source, parse_sources
 from spec_train.splits import even_shares
 from spec_train.trainer import Trainer
 from tests.factory import random_documents, tiny_dataset, tiny_llama
+from tests.spec_data.runs import options, save_target, write_corpus
 from tests.spec_train.test_trainer_resume import assert_same_run
 from tests.spec_train.trainer_tools import change, metrics, run
 
@@ -304,3 +307,21 @@ def test_flags_may_be_repeated_and_fit_json_repeats_the_run(place, tmp_path, cap
     assert main(["fit", "eagle3", *config]) == 0
     assert_same_run(out, again)
     assert main(["fit", "eagle3", "--data", f"{a}:0", "--out", str(again)]) == 2
+
+
+def test_datasets_of_different_codecs_are_handed_out_decoded(tmp_path):
+    target, corpus = save_target(tmp_path / "target"), write_corpus(tmp_path / "chats.jsonl")
+    for name, codec in (("plain", "bf16"), ("int8", "int8c"), ("mixed", "aux=lm4c,final=int8c")):
+        generate(GenerateConfig(**options(target, corpus, tmp_path / name, codec=codec)))
+    names = ("plain", "int8:0.5", "mixed")
+    config = config_of(tmp_path, tmp_path / "run", *names, seq_len=128, steps=6)
+    mixture = opened(config)
+    assert not any(column.lossy for column in mixture.manifest.columns)
+    rows = len(mixture.datasets[0])
+    for row in (1, rows + 1, 2 * rows + 1):
+        dataset, own = mixture._locate(row)
+        out = {"hidden.L2": torch.zeros(int(mixture.lengths[row]), 32)}
+        mixture.read_into(row, out)
+        assert torch.equal(out["hidden.L2"], dataset[own]["hidden.L2"].float())
+    assert run(config).finished
+    assert set(metrics(config.out)[-1]) >= {"loss/plain", "loss/int8", "loss/mixed"}
