@@ -39,7 +39,7 @@ HEAD_FILE = "target/head.safetensors"
 _SHOWN = 8
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FailedStep:
     """A step that gave a number that is not finite, as far as the trainer knows it."""
 

@@ -202,7 +202,11 @@ class Trainer:
         limit = self.config.clip or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.params, limit)
         *values, self._grad_norm = torch.stack([*losses, norm]).tolist()
-        self._refuse_non_finite(step, values, counts, random)
+        if not all(map(math.isfinite, (*values, self._grad_norm))):
+            failed = FailedStep(self.step + 1, step, values, self._grad_norm, counts, random)
+            raise describe_failure(
+                failed, self.draft, self.head, self.stream, self.config, self.directory
+            )
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.total, self.config)
         self.optimizer.step()
@@ -215,23 +219,6 @@ class Trainer:
             self.draft.slot_counts(batch.without_hidden().to(self.device)) for batch in step.batches
         ]
         return torch.stack(parts).sum(0)
-
-    def _refuse_non_finite(
-        self, step: Step, losses: list[float], counts: Tensor, random: list[dict[str, Tensor]]
-    ) -> None:
-        if all(map(math.isfinite, (*losses, self._grad_norm))):
-            return
-        failed = FailedStep(
-            number=self.step + 1,
-            step=step,
-            losses=losses,
-            grad_norm=self._grad_norm,
-            counts=counts,
-            random=random,
-        )
-        raise describe_failure(
-            failed, self.draft, self.head, self.stream, self.config, self.directory
-        )
 
     def _log(self, step: Step) -> str:
         """Write a line of metrics over the steps since the last one; gives it in short."""

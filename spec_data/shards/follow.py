@@ -15,7 +15,6 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from spec_data.shards.errors import DatasetError, MissingError, RunError
 from spec_data.shards.files import sha256_file, sha256_json
+from spec_data.shards.planned import Planned, PlanTokens, merged
 from spec_data.shards.reader import INDEX, MANIFEST, HiddenStatesDataset, Shard
 from spec_data.shards.schema import Manifest, ShardRecord
 
@@ -39,17 +39,6 @@ _COMMON = (
 )
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """The documents of a plan, in order, and the rows that bound its units, int64 [U + 1]."""
-
-    ids: pa.StringArray
-    lengths: np.ndarray  # int64 [N]
-    supervised: np.ndarray  # int64 [N]
-    first_supervised: np.ndarray  # int64 [N]; the length where there is none
-    units: np.ndarray
 
 
 class FollowedDataset(HiddenStatesDataset):
@@ -71,7 +60,7 @@ class FollowedDataset(HiddenStatesDataset):
             raise MissingError(
                 f"{self.path}: no dataset, and none in the making; start `spec-data generate` first"
             )
-        self._tokens: _PlanTokens | None = None
+        self._tokens: PlanTokens | None = None
         self._seal: Manifest | None = None
         self._out: dict[int, list[int]] = {}  # unit -> places in it that were left out
         self._wait(self._described, "the target to be proven", threading.Event())
@@ -115,7 +104,7 @@ class FollowedDataset(HiddenStatesDataset):
         file = self.path / WORK / "plan.arrow"
         if not file.is_file() or sha256_file(file) != meta["documents_sha256"]:
             raise DatasetError(f"{file}: damaged, or replaced this moment; run the command again")
-        self._tokens = tokens = _PlanTokens(file)
+        self._tokens = tokens = PlanTokens(file)
         ends = [last for _, last in meta["units"]]
         return tokens.planned(np.array([0, *ends], np.int64))
 
@@ -141,9 +130,9 @@ class FollowedDataset(HiddenStatesDataset):
         file = self.path / LEFT_OUT
         if not file.is_file() or sha256_file(file) != sealed.raw["files"][LEFT_OUT]["sha256"]:
             raise DatasetError(f"{file}: missing or damaged; copy it again")
-        self._left = _PlanTokens(file)
+        self._left = PlanTokens(file)
         self._left_places = {place: i for i, place in enumerate(left["places"])}
-        return _merged(own, self._left.planned(units), places)
+        return merged(own, self._left.planned(units), places)
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -294,74 +283,12 @@ class FollowedDataset(HiddenStatesDataset):
             plan[0].read_into(plan[1], {"input_ids": out["input_ids"]}, start, count)
         return count
 
-    def _planned_tokens(self, index: int) -> "tuple[_PlanTokens, int] | None":
+    def _planned_tokens(self, index: int) -> "tuple[PlanTokens, int] | None":
         """Where ids and mask of a document can be read without its unit."""
         if self._tokens is not None:
             return self._tokens, index
         places = getattr(self, "_left_places", {})
         return (self._left, places[index]) if index in places else None
-
-
-class _PlanTokens:
-    """Token ids and masks of planned documents, mapped from a plan.arrow."""
-
-    def __init__(self, file: Path) -> None:
-        table = pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
-        self.ids = table.column("doc_id").combine_chunks()
-        if isinstance(self.ids, pa.ChunkedArray):
-            self.ids = pa.concat_arrays(self.ids.chunks)
-        chunks = {name: table.column(name).chunks for name in ("input_ids", "loss_mask")}
-        flat = {
-            name: np.concatenate([c.flatten().to_numpy() for c in parts])
-            for name, parts in chunks.items()
-        }
-        self._flat = {name: torch.from_numpy(values) for name, values in flat.items()}
-        sizes = [np.diff(c.offsets.to_numpy()) for c in chunks["loss_mask"]]
-        self.offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))]).astype(np.int64)
-
-    def planned(self, units: np.ndarray) -> Planned:
-        """The documents' figures."""
-        mask = self._flat["loss_mask"].numpy()
-        lengths = np.diff(self.offsets)
-        total = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
-        count = total[self.offsets[1:]] - total[self.offsets[:-1]]
-        first = np.searchsorted(total, total[self.offsets[:-1]] + 1) - 1 - self.offsets[:-1]
-        return Planned(
-            ids=self.ids,
-            lengths=lengths,
-            supervised=count,
-            first_supervised=np.where(count > 0, first, lengths),
-            units=units,
-        )
-
-    def read_into(self, index: int, out: dict[str, Tensor], start: int, length: int | None) -> int:
-        """Copy ids and mask of document `index`."""
-        first, last = int(self.offsets[index]), int(self.offsets[index + 1])
-        count = last - first if length is None else min(length, last - first)
-        for name, values in out.items():
-            values[start : start + count].copy_(self._flat[name][first : first + count])
-        return count
-
-
-def _merged(stored: Planned, left: Planned, places: np.ndarray) -> Planned:
-    """Stored documents in order with those that were left out at their `places`."""
-    count = len(stored.lengths) + len(places)
-    out = np.zeros(count, dtype=bool)
-    out[places] = True
-
-    def merge(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        values = np.empty(count, np.int64)
-        values[~out], values[places] = a, b
-        return values
-
-    order = merge(np.arange(len(stored.lengths)), np.arange(count)[len(stored.lengths) :])
-    return Planned(
-        ids=pa.concat_arrays([stored.ids, left.ids]).take(pa.array(order)),
-        lengths=merge(stored.lengths, left.lengths),
-        supervised=merge(stored.supervised, left.supervised),
-        first_supervised=merge(stored.first_supervised, left.first_supervised),
-        units=stored.units,
-    )
 
 
 def used_marker(directory: Path, unit: int) -> Path:
