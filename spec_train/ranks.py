@@ -238,9 +238,14 @@ class Ranks:
         return {name: part.view_as(values[name]) for name, part in zip(names, parts, strict=True)}
 
     def agree(
-        self, counts: Tensor, stop: bool = False, error: Exception | None = None
-    ) -> tuple[Tensor, bool]:
-        """Add up `counts` [S] over the ranks; also, whether any of them was told to stop.
+        self,
+        counts: Tensor,
+        stop: bool = False,
+        ready: bool = True,
+        error: Exception | None = None,
+    ) -> tuple[Tensor, bool, bool]:
+        """Add up `counts` [S] over the ranks; also, whether any of them was told to stop, and
+        whether all of them are `ready` to do the step.
 
         A rank that cannot do the step gives its `error` and zeros: it is raised there, and a
         PeerError with its message on the others, at the same step.
@@ -248,17 +253,17 @@ class Ranks:
         if self.alone:
             if error is not None:
                 raise error
-            return counts, stop
+            return counts, stop, ready
         if error is not None:
             self._publish(error)
-        flags = counts.new_tensor([float(stop), float(error is not None)])
+        flags = counts.new_tensor([float(stop), float(not ready), float(error is not None)])
         total = self.sum(torch.cat([counts, flags]))
-        stops, failures = total[-2:].tolist()
+        stops, waiting, failures = total[-3:].tolist()
         if error is not None:
             raise error
         if failures:
             self._raise_told()
-        return total[:-2], stops > 0
+        return total[:-3], stops > 0, not waiting
 
     # -- the draft --------------------------------------------------------------------------------
 
@@ -312,6 +317,11 @@ class Ranks:
                 yield
             return
         yield
+
+    def assemble(self, module: Any) -> None:
+        """Make the weights of all ranks whole on each of them, for a last look at them."""
+        if self._sharded:
+            module.unshard()
 
     def release(self, module: Any) -> None:
         """Give back the memory of weights gathered for a forward without a backward."""
