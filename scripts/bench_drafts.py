@@ -20,7 +20,15 @@ from spec_data.report import table
 from spec_train.cli import main as spec_train
 from spec_train.drafts import DRAFTS, load_draft
 
-ORDER = ("eagle", "eagle3", "peagle", "dflash", "dspark")
+SMALL = "--num-draft-layers 2 --num-anchors 128"
+OPTIONS = {
+    "eagle": "--depth 7",
+    "eagle3": "",
+    "peagle": "--draft-layers 2 --depths 7",
+    "dflash": f"{SMALL} --layout anchor --block-size 7",  # DSpark without its heads
+    "dspark": SMALL,
+}
+"""What each draft is trained with beyond the defaults: a small target gets drafts of two layers."""
 
 
 def main() -> None:
@@ -32,8 +40,9 @@ def main() -> None:
     parser.add_argument("--corpus", required=True)
     parser.add_argument("--prompts", required=True)
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--drafts", nargs="+", default=list(ORDER), choices=sorted(DRAFTS))
+    parser.add_argument("--drafts", nargs="+", default=list(OPTIONS), choices=sorted(DRAFTS))
     parser.add_argument("--layers", default="spread:3")
+    parser.add_argument("--codec", default="")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--limit", type=int, default=64, help="prompts that are decoded")
     parser.add_argument("--fit-options", default="--batch-size 1", help="more of `spec-train fit`")
@@ -41,7 +50,8 @@ def main() -> None:
     data = args.out / "data"
     if not (data / "manifest.json").is_file():
         made = ["--target", args.target, "--corpus", args.corpus, "--layers", args.layers]
-        call(spec_data, "generate", *made, "--out", data)
+        codec = ["--codec", args.codec] if args.codec else []
+        call(spec_data, "generate", *made, *codec, "--out", data)
     head = ("draft", "parameters", "train tok/s", "simulated", "greedy", "T=1", "passes/round")
     rows: list[tuple] = [(*head, "accepted by depth, greedy")]
     for name in args.drafts:
@@ -63,16 +73,15 @@ def line(name: str, data: Path, args: argparse.Namespace) -> tuple:
     results = {kind: args.out / f"{name}.{kind}.json" for kind in ("data", "greedy", "sampled")}
     if not results["data"].is_file():
         often = ["--steps", args.steps, "--eval-every", args.steps, "--save-every", args.steps]
-        call(
-            spec_train, "fit", name, "--data", data, "--out", run, *often, *args.fit_options.split()
-        )
+        more = [*args.fit_options.split(), *OPTIONS[name].split()]
+        call(spec_train, "fit", name, "--data", data, "--out", run, *often, *more)
         measure = ["--data", data, "--split", "validation", "--json", results["data"]]
         call(spec_train, "eval", "--draft", run / "last", *measure)
     decode = ["--target", args.target, "--prompts", args.prompts, "--limit", args.limit]
-    for kind, more in (("greedy", []), ("sampled", ["--temperature", 1])):
+    for kind, heat in (("greedy", []), ("sampled", ["--temperature", 1])):
         if not results[kind].is_file():
             where = ["--json", results[kind]]
-            call(spec_train, "eval", "--draft", run / "last", *decode, *more, *where)
+            call(spec_train, "eval", "--draft", run / "last", *decode, *heat, *where)
     found = {kind: json.loads(path.read_text()) for kind, path in results.items()}
     parameters = sum(p.numel() for p in load_draft(run / "last").trainable_parameters())
     lines = [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]

@@ -38,6 +38,7 @@ STATE_TENSORS = "training_state.safetensors"
 STATE = "training_state.json"
 STATE_FORMAT = 1
 _TEMPORARY = ".tmp-"
+_LEFTOVER = re.compile(r"\.tmp-|\..*\.tmp$")  # of a write that was killed, even the very first
 _CHECKPOINT = re.compile(r"checkpoint-(\d{8,})$")
 
 
@@ -96,7 +97,8 @@ class RunDirectory:
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"--out {self.path}: a file; give a directory")
         names = {p.name for p in self.path.iterdir()} if self.path.is_dir() else set()
-        if names - {".lock"} and "run.json" not in names:
+        names -= {name for name in names if name == ".lock" or _LEFTOVER.match(name)}
+        if names and "run.json" not in names:
             raise ConfigError(
                 f"--out {self.path}: not empty and not a run of spec-train; give another directory"
             )

@@ -38,7 +38,7 @@ GRACE_SECONDS = 10.0
 """How long a rank may take to end by itself after another one failed."""
 WAIT_SECONDS = 1800.0
 """How long to wait for a rank that says nothing, not even an error: as torch.distributed does."""
-_ERROR, _HEARD = "error", "heard"
+_ERROR, _LEFT = "error", "left"
 
 
 class PeerError(RunError):
@@ -134,16 +134,14 @@ class Ranks:
         if self.alone:
             return
         try:
-            if error is not None:
-                self._tell(error)
-                return
-            self.gather(None)
-            if self.is_main:
-                self._await_hearers()
+            if error is None:
+                self.gather(None)
             else:
-                self._store.add(_HEARD, 1)
+                self._tell(error)
         finally:
             self._ended.set()
+            with contextlib.suppress(dist.DistError):  # gone with whoever held it
+                self._leave_store()
             if error is None:
                 dist.destroy_process_group()
 
@@ -153,19 +151,19 @@ class Ranks:
             return
         try:
             first = self._publish(error)
-            if not first.startswith(f"rank {self.rank}: "):
-                self._store.add(_HEARD, 1)
-                if first.partition(": ")[2] == _in_words(error):
-                    return  # found by all ranks together
-                raise PeerError(first) from error
-            self._await_hearers()
         except dist.DistError:
             return  # the store is gone: whoever held it has failed too
+        mine = first.startswith(f"rank {self.rank}: ")
+        if not mine and first.partition(": ")[2] != _in_words(error):  # not found by all together
+            raise PeerError(first) from error
 
-    def _await_hearers(self) -> None:
-        """Stay until the others have heard the last word: the store may live in this process."""
+    def _leave_store(self) -> None:
+        """Use the store no more. It may live in rank 0, which therefore leaves last."""
+        if not self.is_main:
+            self._store.add(_LEFT, 1)
+            return
         until = time.monotonic() + GRACE_SECONDS / 2
-        while self._store.add(_HEARD, 0) < self.world_size - 1 and time.monotonic() < until:
+        while self._store.add(_LEFT, 0) < self.world_size - 1 and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
 
     def _publish(self, error: BaseException) -> str:
@@ -176,17 +174,13 @@ class Ranks:
     def _raise_told(self) -> None:
         """Raise the error of another rank, if there is one."""
         if self._store.check([_ERROR]):
-            text = self._store.get(_ERROR).decode()
-            self._store.add(_HEARD, 1)
-            raise PeerError(text)
+            raise PeerError(self._store.get(_ERROR).decode())
 
     def _watch(self, store: Any) -> None:
         """Body of the thread: end this process if another failed and this one cannot know."""
         while not self._ended.wait(WATCH_SECONDS):
             try:
                 text = store.get(_ERROR).decode() if store.check([_ERROR]) else None
-                if text is not None:
-                    store.add(_HEARD, 1)
             except dist.DistError as error:
                 text = f"the process that holds the ranks together is gone ({error})"
             if text is None:

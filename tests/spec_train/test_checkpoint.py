@@ -272,3 +272,14 @@ def test_metrics_are_cut_back_to_a_step(run):
     assert [line["loss"] for line in lines] == [0.5, None, 0.5]
     run.truncate_metrics(-1)
     assert (run.path / "metrics.jsonl").read_text() == ""
+
+
+def test_a_kill_before_the_first_file_was_whole_leaves_a_usable_directory(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".run.json.0123.tmp").write_text("{")
+    (tmp_path / "run" / ".tmp-checkpoint-00000001").mkdir()
+    RunDirectory(tmp_path / "run").close()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.tmp").write_text("mine")
+    with pytest.raises(ConfigError, match="not a run"):
+        RunDirectory(tmp_path / "other")

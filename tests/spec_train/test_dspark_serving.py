@@ -225,6 +225,7 @@ def test_sampling_has_the_targets_distribution(threshold) -> None:
         num_hidden_layers=3,
         num_attention_heads=2,
         initializer_range=0.4,
+        architectures=["LlamaForCausalLM"],
     )
     model = AutoModelForCausalLM.from_config(config).eval()
     options = DSparkOptions(num_draft_layers=1, block_size=3, markov_rank=4)

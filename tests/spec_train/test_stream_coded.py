@@ -8,8 +8,9 @@ from spec_data.shards.lossy import LOSSY
 from spec_data.shards.plan import BatchPlan
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.rows import CodedRows
-from spec_train.config import Eagle3Options, FitConfig
+from spec_train.config import FitConfig
 from spec_train.fit import fit
+from spec_train.options import Eagle3Options
 from spec_train.stream import BatchStream
 from spec_train.trainer import Trainer
 from tests.spec_data import codec_tools
