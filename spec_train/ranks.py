@@ -232,14 +232,9 @@ class Ranks:
         return {name: part.view_as(values[name]) for name, part in zip(names, parts, strict=True)}
 
     def agree(
-        self,
-        counts: Tensor,
-        stop: bool = False,
-        ready: bool = True,
-        error: Exception | None = None,
-    ) -> tuple[Tensor, bool, bool]:
-        """Add up `counts` [S] over the ranks; also, whether any of them was told to stop, and
-        whether all of them are `ready` to do the step.
+        self, counts: Tensor, stop: bool = False, error: Exception | None = None
+    ) -> tuple[Tensor, bool]:
+        """Add up `counts` [S] over the ranks; also, whether any of them was told to stop.
 
         A rank that cannot do the step gives its `error` and zeros: it is raised there, and a
         PeerError with its message on the others, at the same step.
@@ -247,17 +242,17 @@ class Ranks:
         if self.alone:
             if error is not None:
                 raise error
-            return counts, stop, ready
+            return counts, stop
         if error is not None:
             self._publish(error)
-        flags = counts.new_tensor([float(stop), float(not ready), float(error is not None)])
+        flags = counts.new_tensor([float(stop), float(error is not None)])
         total = self.sum(torch.cat([counts, flags]))
-        stops, waiting, failures = total[-3:].tolist()
+        stops, failures = total[-2:].tolist()
         if error is not None:
             raise error
         if failures:
             self._raise_told()
-        return total[:-3], stops > 0, not waiting
+        return total[:-2], stops > 0
 
     # -- the draft --------------------------------------------------------------------------------
 

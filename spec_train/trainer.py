@@ -100,10 +100,9 @@ class Trainer:
         self._clock = time.perf_counter(), 0.0  # of that line, and the stream's waiting then
         self._grad_norm = self._lr = 0.0
         self._held_step = self._saved_step = -1
-        self._stopping = False
         self._signals: list[int] = []
         self._held: dict[str, Tensor] = {}
-        self._counts = self._no_counts()  # slot counts of the step in use, over all ranks
+        self._counts = torch.zeros(0)  # slot counts of the step in use, over all ranks
 
     def _make_stream(self, plan: BatchPlan) -> BatchStream:
         return BatchStream(
@@ -145,7 +144,7 @@ class Trainer:
             if self.total == 0:
                 self.save()
             self._clock = time.perf_counter(), self.stream.waited
-            while self.step < self.total and not self._stopping:
+            while self.step < self.total:
                 step = self._next_step(steps)
                 if step is None:
                     self.save()
@@ -155,10 +154,8 @@ class Trainer:
                     bar.set_postfix_str(self._log(step), refresh=False)
                 if self._due(self.config.eval_every):
                     self.validate()
-                if self.ranks.alone:  # several agree on it at the beginning of a step
-                    self._stopping = bool(self._signals)
                 unneeded = self.release.due(step.index + 1)
-                if self._due(self.config.save_every) or self._stopping or unneeded:
+                if self._due(self.config.save_every) or unneeded:
                     self.save()
                 bar.update()
             self.saver.wait()
@@ -171,22 +168,22 @@ class Trainer:
         return result
 
     def _next_step(self, steps: Generator[Step, None, None]) -> Step | None:
-        """The next step and its slot counts; None when a rank was told to stop before it had one.
+        """The next step and its slot counts; None when any rank was told to stop.
 
+        One that is told so while it waits for data has no part of the step, so none does it.
         What the reader or the writer has raised is raised on all ranks.
         """
         try:
             self.saver.check()
-            step = next(steps, None)
+            step = None if self._signals else next(steps, None)
         except Exception as error:
             self.ranks.agree(self._no_counts(), error=error)
             raise
         own = self._no_counts() if step is None else self._slot_counts("train", step)
-        stop = bool(self._signals)
-        self._counts, self._stopping, ready = self.ranks.agree(own, stop, ready=step is not None)
-        if step is not None and not ready:
+        self._counts, stopped = self.ranks.agree(own, stop=step is None)
+        if stopped and step is not None:
             self.stream.untake(step)
-        return step if ready else None
+        return None if stopped else step
 
     def _no_counts(self) -> Tensor:
         return self.draft.slot_counts(padding_batch(self.device))

@@ -391,7 +391,7 @@ def test_words_and_sums_of_all_ranks(tmp_path):
             assert total["a"] == 3 and total["a"].shape == ()
             counts = torch.tensor([1.0, rank], dtype=torch.float64)
             for stopped in (-1, 2):
-                summed, stop, _ = own.agree(counts, stop=rank == stopped)
+                summed, stop = own.agree(counts, stop=rank == stopped)
                 assert summed.tolist() == [3, 3] and stop == (stopped == 2)
             assert counts.tolist() == [1, rank]
             own.agree(counts, error=DatasetError("damaged") if rank == 1 else None)
@@ -481,7 +481,7 @@ def test_alone_everything_is_as_it_was():
     with Ranks() as own:
         assert own.alone and own.is_main and own.gather(3) == [3]
         values = torch.ones(2)
-        assert own.sum(values) is values and own.agree(values, stop=True) == (values, True, True)
+        assert own.sum(values) is values and own.agree(values, stop=True) == (values, True)
         model = nn.Linear(2, 2)
         assert own.prepare(model) is model
         with pytest.raises(DatasetError):
