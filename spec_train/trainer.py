@@ -138,7 +138,7 @@ class Trainer:
             bar,
             logging_redirect_tqdm(),
         ):
-            self.stream.stopping = lambda: bool(self._signals)
+            self.stream.stopping = lambda: bool(self._signals) or self.ranks.stop_called()
             if self.step == 0:
                 self.validate()
             if self.total == 0:
@@ -179,6 +179,8 @@ class Trainer:
         except Exception as error:
             self.ranks.agree(self._no_counts(), error=error)
             raise
+        if step is None:
+            self.ranks.call_stop()
         own = self._no_counts() if step is None else self._slot_counts("train", step)
         self._counts, stopped = self.ranks.agree(own, stop=step is None)
         if stopped and step is not None:

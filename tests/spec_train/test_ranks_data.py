@@ -49,8 +49,9 @@ def test_two_ranks_wait_for_generation(source, tmp_path):
     assert_close_runs(one.out, two.out)
 
 
-def test_one_rank_is_told_to_stop_while_it_waits_for_data(config, tmp_path):
-    """The others have their part of the step already, and none of them does it."""
+@pytest.mark.parametrize("waiting", [{1}, {0, 1}])
+def test_one_rank_is_told_to_stop_while_it_waits_for_data(config, tmp_path, waiting):
+    """Another has its part of the step already, or waits too and gets no signal."""
     config = change(config, accumulation=1, lr=1e-4, eval_every=100, save_every=100)
     whole = change(config, out=str(tmp_path / "whole"), accumulation=2)
     run(whole)
@@ -63,13 +64,14 @@ def test_one_rank_is_told_to_stop_while_it_waits_for_data(config, tmp_path):
             original(self, step)
             if self.step == 3:
                 dry.set()
-                threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+                if rank == 1:
+                    threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
-        def waiting(self, rows, stop):
+        def blocking(self, rows, stop):
             return wait_for(self, rows, stop) if not dry.is_set() else not stop.wait()
 
-        if rank == 1:
-            Trainer._train_step, HiddenStatesDataset.wait_for = stepping, waiting
+        if rank in waiting:
+            Trainer._train_step, HiddenStatesDataset.wait_for = stepping, blocking
 
     fit_well(config, prepare=prepare)
     saved = (tmp_path / "run" / "last").resolve().name
