@@ -24,10 +24,12 @@ from spec_data.units import Plan, unit_batches
 
 @dataclass
 class CapturedUnit:
-    """A unit's arrays, ready to write, and the documents left out of it, counted by reason."""
+    """A unit's arrays, ready to write, and the documents left out of it: counted by reason, and
+    their places in the unit."""
 
     data: UnitData
     dropped: dict[str, int] = field(default_factory=dict)
+    left_out: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -212,4 +214,4 @@ def _without(
             "--dtype float32 or --attn eager"
         )
     kept = [d for d in range(count) if d not in broken]
-    return CapturedUnit(data.select(kept, columns), reasons)
+    return CapturedUnit(data.select(kept, columns), reasons, sorted(broken))

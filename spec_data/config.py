@@ -37,9 +37,10 @@ def option(
 
 
 def _scalar(annotation: Any) -> tuple[type, bool]:
-    """The scalar type of an annotation, and whether it is a tuple of that type."""
+    """The scalar type of an annotation, and whether it is (or may be) a tuple of that type."""
     if isinstance(annotation, types.UnionType):
-        annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
+        kinds = [a for a in typing.get_args(annotation) if a is not type(None)]
+        annotation = next((a for a in kinds if typing.get_origin(a) is tuple), kinds[0])
     if typing.get_origin(annotation) is tuple:
         return typing.get_args(annotation)[0], True
     return annotation, False

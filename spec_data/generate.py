@@ -29,14 +29,18 @@ import torch
 from spec_data.calibrate import calibrate
 from spec_data.capture import CapturedUnit, capture_unit
 from spec_data.isolation import proof_documents, prove_isolation
+from spec_data.left_out import keep_left_out
 from spec_data.options import GenerateConfig
 from spec_data.plan import Setup, changed_settings, make_plan, refuse_changes, set_up
 from spec_data.progress import progress
 from spec_data.proofs import prove_head
 from spec_data.replan import check_still_planned, discard_unused_plan, half_discarded
+from spec_data.ring import wait_for_room
 from spec_data.shards.errors import DatasetError, MissingError, RunError
 from spec_data.shards.files import dump_json, write_atomically, write_once
+from spec_data.shards.follow import WORK, used_marker
 from spec_data.shards.reader import MANIFEST
+from spec_data.shards.ring import ring_lock, ring_size
 from spec_data.shards.schema import Column, Manifest, ShardRecord
 from spec_data.shards.seal import check_shard, file_records, seal, target_file_names
 from spec_data.shards.tables import TABLES, load_tables
@@ -47,16 +51,17 @@ from spec_data.units import Plan, load_plan, read_settings, save_plan
 
 logger = logging.getLogger(__name__)
 
-WORK = ".generate"
 SHARDS = "shards"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedUnit:
-    """unit-00000.json: a shard's record and what was left out of it."""
+    """unit-00000.json: a shard's record and what was left out of it: by reason, and by place in
+    the unit."""
 
     record: ShardRecord
     dropped: dict[str, int]
+    left_out: list[int]
 
 
 def generate(config: GenerateConfig) -> Manifest | None:
@@ -79,7 +84,9 @@ def generate(config: GenerateConfig) -> Manifest | None:
     index, workers = config.worker
     mine = list(range(index, len(plan.units), workers))
     todo = [u for u in mine if finished_unit(out, u) is None]
-    needed = sum(plan.unit_bytes(u, setup.columns) for u in todo)
+    sizes = [plan.unit_bytes(u, setup.columns) for u in todo]
+    ring = ring_size(out)
+    needed = sum(sorted(sizes, reverse=True)[:ring] if ring else sizes)
     check_free_space(out, needed + (setup.head_bytes if todo else 0))
     if todo:
         with worker_lock(out, config.workers), failures_in_words(out, config.batch_tokens):
@@ -94,6 +101,11 @@ def generate(config: GenerateConfig) -> Manifest | None:
             f"{left} units of other workers are left"
             if left
             else f"all units are done: run `spec-data seal --out {out}`",
+        )
+        return None
+    if ring_size(out):
+        logger.info(
+            "%s: every unit was captured, for `spec-train fit --follow-keep` to use up", out
         )
         return None
     return seal_directory(out, checked=set(todo))
@@ -164,7 +176,9 @@ def check_free_space(out: Path, needed: int) -> None:
     if needed > free:
         raise RunError(
             f"{out}: {needed:,} bytes are still to be written and {free:,} are free; free some "
-            "space, or use fewer --layers, a --limit or a smaller --max-length"
+            "space, or use fewer --layers, a --limit or a smaller --max-length. Or start "
+            f"`spec-train fit --data {out} --follow --follow-keep N` and this command again: units "
+            "are then deleted once they were used"
         )
 
 
@@ -179,9 +193,11 @@ def finished_unit(out: Path, unit: int) -> FinishedUnit | None:
     except (ValueError, TypeError, KeyError):
         return None  # not ours: the unit is simply run again
     shard = out / record.file
-    if not shard.is_file() or shard.stat().st_size != record.bytes:
+    there = shard.is_file() and shard.stat().st_size == record.bytes
+    if not there and not used_marker(out, unit).is_file():
         return None
-    return FinishedUnit(record=record, dropped=raw["dropped"])
+    left_out = raw.get("left_out", [])
+    return FinishedUnit(record=record, dropped=raw["dropped"], left_out=left_out)
 
 
 def run_units(setup: Setup, plan: Plan, out: Path, mine: list[int], todo: list[int]) -> None:
@@ -210,6 +226,7 @@ def run_units(setup: Setup, plan: Plan, out: Path, mine: list[int], todo: list[i
     written = 0
     with bar, ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer") as writer:
         for number, unit in enumerate(todo, 1):
+            wait_for_room(out, unit)
             captured = capture_unit(
                 target, plan, unit, setup.columns, form, config.batch_tokens, bar.update, tables
             )
@@ -224,7 +241,11 @@ def run_units(setup: Setup, plan: Plan, out: Path, mine: list[int], todo: list[i
 def finish_unit(out: Path, unit: int, captured: CapturedUnit, columns: tuple[Column, ...]) -> int:
     """Write a unit's shard, then its record; gives the bytes written."""
     record = write_shard(out / SHARDS / f"unit-{unit:05d}.arrow", captured.data, columns)
-    finished = {"record": asdict(record), "dropped": captured.dropped}
+    finished = {
+        "record": asdict(record),
+        "dropped": captured.dropped,
+        "left_out": captured.left_out,
+    }
     write_atomically(out / WORK / f"unit-{unit:05d}.json", dump_json(finished))
     return record.bytes
 
@@ -268,6 +289,16 @@ def seal_directory(out: Path, checked: set[int] | None = None) -> Manifest:
     work = out / WORK
     if not (work / "plan.json").is_file():
         raise MissingError(f"{out}: no plan here; run `spec-data generate` first")
+    with ring_lock(work):
+        if ring_size(out):
+            raise RunError(
+                f"{out}: units are deleted here once `spec-train fit --follow-keep` has used them, "
+                "so there is no dataset to seal"
+            )
+        return _seal(out, work, checked)
+
+
+def _seal(out: Path, work: Path, checked: set[int] | None) -> Manifest:
     plan = load_plan(work)
     units = {u: finished_unit(out, u) for u in range(len(plan.units))}
     left = [u for u, finished in units.items() if finished is None]
@@ -289,6 +320,7 @@ def seal_directory(out: Path, checked: set[int] | None = None) -> Manifest:
             dropped[reason] = dropped.get(reason, 0) + count
     draft["documents"]["dropped"] = dict(sorted(dropped.items()))
     draft["documents"]["stored"] = sum(r.rows for r in records)
+    keep_left_out(out, plan, {u: f.left_out for u, f in units.items() if f}, draft)
     manifest = seal(out, draft, records)
     check_counts(manifest)
     for leftover in out.rglob(".*.tmp"):  # of runs that were killed while writing

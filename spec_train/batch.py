@@ -19,6 +19,12 @@ from spec_data.shards.packing import PADDING
 from spec_data.shards.rows import CodedRows
 from spec_data.shards.schema import layer_column
 
+PLAIN = (
+    *("input_ids", "loss_mask", "position_ids", "document_ids"),
+    *("target_argmax", "target_logsumexp"),
+)
+"""Fields that are one tensor [B, T] each."""
+
 
 @dataclass(kw_only=True)
 class DraftBatch:
@@ -72,11 +78,7 @@ class DraftBatch:
         def move(values: Tensor, kind: torch.dtype | None = None) -> Tensor:
             return values.to(device, kind or values.dtype, non_blocking=non_blocking)
 
-        plain = {
-            own.name: move(getattr(self, own.name))
-            for own in dataclasses.fields(self)
-            if own.name not in ("hidden", "rows", "coded")
-        }
+        plain = {name: move(getattr(self, name)) for name in PLAIN}
         hidden = {
             name: move(values, dtype if name.startswith("hidden.") else None)
             for name, values in self.hidden.items()

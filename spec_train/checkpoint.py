@@ -4,6 +4,7 @@
     RUN/run.json               what the run is: draft, dataset, settings that may not change
     RUN/metrics.jsonl          one line per log or validation, append-only
     RUN/checkpoint-00000500/   a draft directory + training_state.safetensors and .json
+    RUN/failed-step-500/       a batch with a loss that was not finite (see `failure`)
     RUN/last, RUN/best         links to the newest checkpoint and the best draft directory
 
 A directory is written under a temporary name, synced and renamed; a link is replaced in one step.
@@ -253,6 +254,13 @@ class RunDirectory:
         for old in self.path.glob("best-*"):
             if old.name != final.name:
                 _remove(old)
+        return final
+
+    def save_failure(self, step: int, write: Callable[[Path], None]) -> Path:
+        """Write failed-step-<step> by `write`, in place of one that an earlier attempt left."""
+        final = self.path / f"failed-step-{step}"
+        _remove(final)
+        self._write_directory(final, write)
         return final
 
     def _pointed(self, name: str) -> str | None:

@@ -18,12 +18,11 @@ from spec_data.config import (
     resolve,
     run_cli,
 )
-from spec_train.config import EvalConfig, ExportConfig, fit_config, split_config
+from spec_train.config import EvalConfig, ExportConfig, ReplayConfig, fit_config, split_config
 from spec_train.options import DRAFT_OPTIONS
+from spec_train.presets import apply_preset, preset_help
 
 _RAW = argparse.RawDescriptionHelpFormatter
-_HOW_LONG = {"steps", "epochs"}
-
 FIT_HELP = """\
 Fit a draft to a dataset made by `spec-data generate`. The target is never opened: its embeddings
 and head are part of the dataset. RUN gets fit.json (every option, resolved), metrics.jsonl,
@@ -37,6 +36,12 @@ whole checkpoint counts. The same command goes on from there, in the middle of a
 FIT_EXAMPLES = """\
 examples:
   spec-train fit {draft} --data DATA --out RUN
+  spec-train fit {draft} --data DATA --out RUN --preset smoke
+      a minute to see that everything works; then --preset 50k --out ANOTHER
+  spec-train fit {draft} --data OWN:2 CHATS CODE:0.25 --out RUN
+      three datasets of one target: each document of OWN twice per epoch, of CODE every 4th time
+  spec-train fit {draft} --data DATA --out RUN --follow
+      beside `spec-data generate --out DATA`: begins with the first units, waits for the others
   spec-train fit {draft} --data DATA --out RUN --steps 2000 --batch-size 2 --accumulation 4
       a step of 8 packs, two at a time in memory; the result is that of one batch of 8
   spec-train fit {draft} --config RUN/fit.json --out AGAIN
@@ -79,6 +84,18 @@ examples:
   spec-train export --draft PUBLISHED --format hf --out DRAFT --target MODEL
       someone else's draft as a checkpoint of spec-train, for `eval` and `fit --init-from`"""
 
+REPLAY_HELP = """\
+Run a batch that stopped a run again: a loss or gradient was not finite, and `spec-train fit` saved
+the batch with the draft of that moment as RUN/failed-step-<n>. Says which stored states, weights,
+modules and gradients are not finite, the first ones first, and what every document adds to the
+loss. Works on any machine; of the dataset only the target's head is read."""
+
+REPLAY_EXAMPLES = """\
+examples:
+  spec-train replay RUN/failed-step-1200
+  spec-train replay failed-step-1200 --data COPY --device cpu
+      COPY holds manifest.json and target/ of the dataset"""
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -91,7 +108,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"spec-train {__version__}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{fit,eval,export}")
+    metavar = "{fit,eval,export,replay}"
+    commands = parser.add_subparsers(dest="command", required=True, metavar=metavar)
     fit = commands.add_parser(
         "fit", help="train a draft", description=FIT_HELP, formatter_class=_RAW
     )
@@ -101,7 +119,9 @@ def _parser() -> argparse.ArgumentParser:
             name,
             help=(options.__doc__ or "").splitlines()[0],
             description=FIT_HELP,
-            epilog=FIT_EXAMPLES.format(draft=name),
+            epilog=FIT_EXAMPLES.format(draft=name)
+            + "\n\n"
+            + preset_help([field.name for field in dataclasses.fields(fit_config(name))]),
             formatter_class=_RAW,
         )
         add_options(leaf, fit_config(name))
@@ -127,6 +147,17 @@ def _parser() -> argparse.ArgumentParser:
     add_options(export, ExportConfig)
     export.set_defaults(run=_export)
     _add_debug(export)
+    again = commands.add_parser(
+        "replay",
+        help="run a batch that failed again",
+        description=REPLAY_HELP,
+        epilog=REPLAY_EXAMPLES,
+        formatter_class=_RAW,
+    )
+    again.add_argument("failed", metavar="RUN/failed-step-N", help="what the failed run left")
+    add_options(again, ReplayConfig)
+    again.set_defaults(run=_replay)
+    _add_debug(again)
     return parser
 
 
@@ -137,15 +168,13 @@ def _add_debug(parser: argparse.ArgumentParser) -> None:
 
 
 def _resolve_fit(arguments: argparse.Namespace) -> Any:
-    """Flags over --config over defaults; --steps or --epochs given here replaces the file's both,
-    for a run's own fit.json has one of them, and they exclude each other."""
+    """Flags over --config over --preset over defaults (see `apply_preset`)."""
     cls = fit_config(arguments.draft)
     names = {field.name for field in dataclasses.fields(cls)}
     flags = {k: v for k, v in vars(arguments).items() if k in names and v is not None}
     table = read_config_file(Path(arguments.config)) if arguments.config else {}
-    if flags.keys() & _HOW_LONG:
-        table = {k: v for k, v in table.items() if k not in _HOW_LONG}
-    return from_dict(cls, table | flags, where=arguments.config or "the command line")
+    values = apply_preset(flags, table, names)
+    return from_dict(cls, values, where=arguments.config or "the command line")
 
 
 def _fit(arguments: argparse.Namespace) -> int:
@@ -172,6 +201,14 @@ def _export(arguments: argparse.Namespace) -> int:
     from spec_train.export import run_export
 
     run_export(config)
+    return 0
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    config = resolve(ReplayConfig, arguments)
+    from spec_train.replay import replay
+
+    replay(Path(arguments.failed), config)
     return 0
 
 

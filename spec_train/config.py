@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 from spec_data.config import option
 from spec_data.shards.errors import ConfigError
 from spec_train.options import DRAFT_OPTIONS
+from spec_train.presets import PRESETS
+from spec_train.sources import parse_sources
 
 T = TypeVar("T")
 
@@ -25,9 +27,34 @@ LEAST_TEMPERATURE = 1e-6
 class FitConfig:
     """Options of `spec-train fit` that every draft shares."""
 
-    data: str = option(help="dataset directory made by `spec-data generate`", metavar="DIR")
+    data: str | tuple[str, ...] = option(
+        help="dataset directory made by `spec-data generate`; several are mixed, and DIR:2 or "
+        "DIR:0.25 shows each of its documents twice or every fourth time per epoch",
+        metavar="DIR[:WEIGHT]",
+    )
+    follow: bool = option(
+        False,
+        help="train while `spec-data generate` still writes --data: units are used in their order "
+        "as they appear, shuffled inside windows of --window-tokens",
+    )
+    follow_timeout: float = option(
+        3600.0, help="seconds that --follow waits for a unit before it gives up", metavar="SECONDS"
+    )
+    follow_keep: int = option(
+        0,
+        help="with --follow, where the disk is short: keep at most so many units, DELETING each "
+        "after it was used for all --epochs; generation waits meanwhile, and the directory never "
+        "becomes a dataset. 0 deletes nothing",
+        metavar="N",
+    )
     out: str = option(
         help="run directory; the same command again goes on where it stopped", metavar="RUN"
+    )
+    preset: str | None = option(
+        None,
+        help="settings for a dataset of about so many documents, listed below; other flags go over "
+        "them",
+        choices=tuple(PRESETS),
     )
     steps: int | None = option(
         None, help="optimizer steps in all; 0 writes the untrained draft", metavar="N"
@@ -90,10 +117,22 @@ class FitConfig:
     )
 
     def __post_init__(self) -> None:
+        if not isinstance(self.data, str) and len(self.data) == 1:
+            object.__setattr__(self, "data", self.data[0])
         if self.steps is not None and self.epochs is not None:
             raise ConfigError(
                 f"--steps {self.steps} and --epochs {self.epochs}: give one or the other"
             )
+        if self.follow and (
+            not isinstance(self.data, str) or parse_sources(self.data)[0].weight != 1
+        ):
+            raise ConfigError("--follow takes one --data without a weight")
+        if self.follow_keep and (not self.follow or self.steps is not None):
+            raise ConfigError(
+                f"--follow-keep {self.follow_keep}: needs --follow, and --epochs rather than "
+                "--steps: they say when a unit was used often enough"
+            )
+        _at_least(self, 0, "follow_keep", "follow_timeout")
         _at_least(self, 0, "steps", "clip", "weight_decay", "validation_documents", "seed")
         _at_least(self, 1, "epochs", "batch_size", "accumulation", "window_tokens", "keep")
         _at_least(self, 1, "log_every", "eval_every", "save_every")
@@ -284,3 +323,17 @@ class ExportConfig:
             raise ConfigError("nothing to do: give --out with --format, or --check")
         if self.out is not None and self.format is None:
             raise ConfigError(f"--out {self.out} needs --format: {', '.join(FORMATS)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayConfig:
+    """Options of `spec-train replay`: the batch that stopped a run, once more."""
+
+    data: str | None = option(
+        None,
+        help="the run's dataset, where it is not in its old place; manifest.json and target/ of it "
+        "are enough",
+        metavar="DIR",
+    )
+    device: str = option("auto", help="cpu, cuda, cuda:1 ...; auto: a GPU where there is one")
+    json: str | None = option(None, help="write every figure to this file", metavar="FILE")

@@ -29,10 +29,11 @@ from spec_train.evaluate_data import check_fit, evaluate_data
 from spec_train.evaluate_target import check_draft, check_tokenizer, evaluate_target, load_target
 from spec_train.metrics import shown
 from spec_train.prompts import Prompt, parse_template_kwargs, read_prompts
+from spec_train.sources import parse_sources
 
 log = logging.getLogger(__name__)
 
-_RUN_FIELDS = ("data", "seed", "validation", "seq_len")
+_RUN_FIELDS = ("seed", "validation", "seq_len")
 _UNKNOWN_KWARGS = (
     "neither the draft nor its training data says with which chat template kwargs the data was "
     "rendered, so prompts are rendered without any; if there were some, give --chat-template-kwargs"
@@ -145,7 +146,7 @@ def trained_rendering(origin: dict[str, Any], run: dict[str, Any] | None) -> dic
     """
     found = dict(origin)
     if run is not None:
-        found["folder"] = Path(run["data"]) / "target"
+        found["folder"] = run["data"] / "target"
         if run["chat_template_kwargs"] is not None:
             found.setdefault("chat_template_kwargs", run["chat_template_kwargs"])
     return found
@@ -181,8 +182,9 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
     """What is known of the run that made the draft: None for a draft without one.
 
-    Gives the run's data, seed, validation and seq_len, the fingerprint of its `dataset`, the
-    `split_rule` that chose its held-out documents, and the `chat_template_kwargs` that dataset was
+    Gives the run's seed, validation and seq_len, the path of its `data` (the first of several), the
+    fingerprints of its `datasets`, the `split_rule` and `split_border` that chose its held-out
+    documents (a border of None: not recorded), and the `chat_template_kwargs` that the data was
     rendered with (None where it cannot be read any more).
 
     Raises:
@@ -195,9 +197,15 @@ def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
         return None
     try:
         options = json.loads((place / "fit.json").read_text(encoding="utf-8"))
-        identity = json.loads((place / "run.json").read_text(encoding="utf-8"))["identity"]
-        found = {name: options[name] for name in _RUN_FIELDS} | {"dataset": identity["dataset"]}
+        run = json.loads((place / "run.json").read_text(encoding="utf-8"))
+        identity, notes = run["identity"], run.get("notes", {})
+        found = {name: options[name] for name in _RUN_FIELDS}
+        found["data"] = parse_sources(options["data"])[0].path
+        fingerprints = identity["dataset"]
+        found["datasets"] = [fingerprints] if isinstance(fingerprints, str) else fingerprints
+        found["follow"] = identity.get("follow", False)
         found["split_rule"] = identity.get("split_rule")
+        found["split_border"] = notes.get("split_border")
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{place}: fit.json or run.json is damaged ({type(error).__name__}: {error}); restore "
@@ -205,7 +213,7 @@ def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
         ) from None
     found["chat_template_kwargs"] = None
     try:
-        raw = Manifest.read(Path(found["data"]) / "manifest.json").raw
+        raw = Manifest.read(found["data"] / "manifest.json").raw
         found["chat_template_kwargs"] = raw["tokenizer"].get("chat_template_kwargs")
     except (MissingError, DatasetError):
         log.info("%s: the training data is gone; its tokenizer is not compared", found["data"])

@@ -19,8 +19,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError
+from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.packing import pack_documents, row_layout
-from spec_data.shards.plan import SPLIT_RULE, select_documents, split_documents
+from spec_data.shards.plan import SPLIT_RULE, below_border, select_documents, split_border
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_train.batch import DraftBatch
 from spec_train.drafts import Draft
@@ -47,7 +48,7 @@ def choose_documents(
         DatasetError: no document is left.
     """
     if split == "auto":
-        same = run is not None and run["dataset"] == dataset.manifest.fingerprint
+        same = run is not None and _fingerprint(dataset, run) in run["datasets"]
         split = "validation" if same else "all"
     chosen = (dataset.supervised > 0) & (dataset.lengths > 2)
     if split != "all":
@@ -66,9 +67,10 @@ def choose_documents(
         ).usable
         rows = np.flatnonzero(usable)
         held_out = np.zeros(len(dataset), dtype=bool)
-        held_out[rows] = split_documents(
-            dataset.id_array, run["validation"], run["seed"], among=rows
-        )
+        ids, seed, border = dataset.id_array, run["seed"], run["split_border"]
+        if border is None:  # a run from before it was recorded, on one dataset
+            border = split_border(ids, run["validation"], seed, among=rows)
+        held_out[rows] = below_border(ids, border, seed, among=rows)
         chosen &= held_out if split == "validation" else usable & ~held_out
     found = np.flatnonzero(chosen).tolist()
     if not found:
@@ -77,6 +79,12 @@ def choose_documents(
             "try --split all"
         )
     return (found[:limit] if limit else found), split
+
+
+def _fingerprint(dataset: HiddenStatesDataset, run: dict[str, Any]) -> str:
+    """The fingerprint by which a run knew a dataset: while it was made, that of its plan."""
+    followed = run.get("follow", False)
+    return (FollowedDataset(dataset.path) if followed else dataset).manifest.fingerprint
 
 
 def check_fit(draft: Draft, dataset: HiddenStatesDataset) -> list[str]:

@@ -6,10 +6,8 @@ target: its config, embeddings and head are part of the dataset.
 
 import contextlib
 import dataclasses
-import heapq
 import logging
-from dataclasses import dataclass
-from itertools import islice
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +16,31 @@ import torch
 from torch import Tensor
 
 from spec_data.config import differing_fields, to_dict
-from spec_data.shards.checksums import string_views
-from spec_data.shards.errors import ConfigError, DatasetError, DraftError
-from spec_data.shards.plan import (
-    SPLIT_RULE,
-    BatchPlan,
-    Selection,
-    rank_slice,
-    select_documents,
-    split_documents,
-)
-from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.errors import ConfigError, DraftError
+from spec_data.shards.follow import FollowedDataset
+from spec_data.shards.following import FollowingPlan
+from spec_data.shards.plan import SPLIT_RULE, BatchPlan, rank_slice
+from spec_train.announce import announce
 from spec_train.checkpoint import RunDirectory, Saved, read_checkpoint, resolve_draft_dir
 from spec_train.config import FitConfig, default_lr
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.exports.target import TargetFacts, block_count
 from spec_train.head import TargetHead
+from spec_train.mixture import Documents, Mixture, open_documents
 from spec_train.ranks import Ranks
+from spec_train.release import UnitRelease
 from spec_train.result import FitResult
+from spec_train.sources import parse_sources
+from spec_train.splits import Splits, make_splits
 from spec_train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 DEFAULT_EPOCHS = 3
-FIRST_STEPS = 64
-"""How far the announcement looks into an epoch; planning all of it would delay the first step."""
 MAY_CHANGE = (
+    "preset",  # what it set may not
     *("data", "out", "device", "log_every", "eval_every", "save_every", "keep", "track"),
+    *("follow", "follow_timeout", "follow_keep"),  # the order says how far they may not
     *("batch_size", "accumulation"),  # their product with the processes may not: packs_per_step
     "sharding",
 )
@@ -61,7 +57,13 @@ def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
     """
     device = usable_device(config.device)
     with Ranks(device, config.sharding) as ranks, contextlib.ExitStack() as stack:
-        dataset = HiddenStatesDataset(config.data)
+        if config.follow_keep and not ranks.alone:
+            raise ConfigError(
+                f"--follow-keep {config.follow_keep} with {ranks.world_size} processes: a unit "
+                "that one of them deletes may still be read by another; use one process, or "
+                "--follow alone"
+            )
+        dataset = open_data(config)
         DRAFTS[draft_name].check_data(options, dataset.manifest)
         config = resolve_config(config, dataset)
         run = None
@@ -75,7 +77,7 @@ def _fit(
     draft_name: str,
     config: FitConfig,
     options: Any,
-    dataset: HiddenStatesDataset,
+    dataset: Documents,
     run: RunDirectory | None,
     ranks: Ranks,
 ) -> FitResult:
@@ -96,33 +98,36 @@ def _fit(
         return result
     torch.manual_seed(config.seed)
     dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float32
-    head = TargetHead.from_dataset(dataset.path, dtype, ranks.device)
+    head = TargetHead.from_dataset(dataset.path, dtype, ranks.device, dataset.manifest)
     draft = _make_draft(draft_name, config, options, dataset, splits, head, saved, ranks)
     ranks.gather(None)  # whoever could not come so far has said why
     trainer = Trainer(
         draft, head, config, dataset, splits.train, splits.validation, run, total, ranks
     )
+    if isinstance(dataset, FollowedDataset):
+        _follow(trainer, dataset, splits)
     if saved is not None:
         trainer.restore(saved)
     if run is not None:
         run.begin() if saved is None else run.truncate_metrics(saved.step)
-        _announce(trainer, splits)
+        announce(trainer, splits)
     return trainer.run()
 
 
 def _record(
     run: RunDirectory,
     draft_name: str,
-    dataset: HiddenStatesDataset,
+    dataset: Documents,
     table: dict[str, Any],
     config: FitConfig,
-    splits: "Splits",
+    splits: Splits,
     world_size: int,
 ) -> int:
     """Write what the run is, or check that it is still the same; gives its steps in all."""
     identity = {
         "draft": draft_name,
-        "dataset": dataset.manifest.fingerprint,
+        **_identity(dataset),
+        **({"follow": True} if config.follow else {}),
         "packs_per_step": config.packs_per_step(world_size),
         "split_rule": SPLIT_RULE,
         **{name: value for name, value in table.items() if name not in MAY_CHANGE},
@@ -130,8 +135,39 @@ def _record(
     total = run.record(table, identity).get("total_steps")
     if total is None:
         total = _total_steps(config, splits)
-        run.note(total_steps=total)
+        run.note(total_steps=total, split_border=splits.border)
     return total
+
+
+def open_data(config: FitConfig) -> Documents:
+    """Open what a run trains on: one dataset, several, or one in the making."""
+    if config.follow:
+        return FollowedDataset(parse_sources(config.data)[0].path, config.follow_timeout)
+    return open_documents(parse_sources(config.data))
+
+
+def _follow(trainer: Trainer, dataset: FollowedDataset, splits: Splits) -> None:
+    """Prepare a run on a dataset in the making: what is measured must be there first."""
+    keep = trainer.config.follow_keep
+    if keep and isinstance(splits.train, FollowingPlan):
+        trainer.release = UnitRelease(dataset, splits.train, splits.validation, keep)
+    log.info(
+        "following  %d units in windows of %s; measured documents are of the first %d",
+        len(dataset.planned.units) - 1,
+        f"{trainer.config.window_tokens:,} tokens",
+        len({dataset.unit_of(row) for row in splits.validation.rows.tolist()}),
+    )
+    dataset.wait_for(splits.validation.rows.tolist(), threading.Event())
+
+
+def _identity(dataset: Documents) -> dict[str, Any]:
+    """What a run may not change about its data: the datasets themselves and their weights."""
+    if not isinstance(dataset, Mixture):
+        return {"dataset": dataset.manifest.fingerprint}
+    return {
+        "dataset": [share.fingerprint for share in dataset.shares],
+        "weights": [str(share.weight) for share in dataset.shares],
+    }
 
 
 def usable_device(device: str) -> str:
@@ -149,7 +185,7 @@ def usable_device(device: str) -> str:
     return device
 
 
-def resolve_config(config: FitConfig, dataset: HiddenStatesDataset) -> FitConfig:
+def resolve_config(config: FitConfig, dataset: Documents) -> FitConfig:
     """Replace every automatic option by its value, so that fit.json alone repeats the run."""
     device = usable_device(config.device)
     kind = torch.device(device).type
@@ -158,7 +194,10 @@ def resolve_config(config: FitConfig, dataset: HiddenStatesDataset) -> FitConfig
         dtype = "bf16" if kind == "cuda" else "fp32"
     return dataclasses.replace(
         config,
-        data=str(Path(config.data).absolute()),  # fit.json is read from anywhere
+        data=tuple(  # fit.json is read from anywhere
+            str(dataclasses.replace(source, path=source.path.absolute()))
+            for source in parse_sources(config.data)
+        ),
         device=device,
         dtype=dtype,
         lr=config.lr if config.lr is not None else default_lr(dataset.manifest.hidden_size),
@@ -166,90 +205,30 @@ def resolve_config(config: FitConfig, dataset: HiddenStatesDataset) -> FitConfig
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Splits:
-    """What a run trains on and what it measures on, both decided by document ids and seed."""
-
-    selection: Selection
-    train: BatchPlan
-    validation: BatchPlan
-    held_out: int  # documents kept from training; `validation` may measure fewer
-
-
-def make_splits(dataset: HiddenStatesDataset, config: FitConfig, world_size: int = 1) -> Splits:
-    """Select, split and plan the documents of a dataset for that many processes.
-
-    Raises:
-        DatasetError: nothing is left to train on; the message says why.
-    """
-    selection = select_documents(
-        dataset.lengths, dataset.supervised, dataset.first_supervised, config.seq_len
-    )
-    usable = np.flatnonzero(selection.usable)
-    ids = dataset.id_array
-    side = split_documents(ids, config.validation, config.seed, among=usable)
-    if side.all():
-        reasons = [f"{count} {reason}" for reason, count in selection.left_out.items()]
-        raise DatasetError(
-            f"{dataset.path}: no document to train on, of {len(dataset)}"
-            + (f" ({'; '.join(reasons)})" if reasons else "")
-            + (f"; {len(usable)} held out by --validation" if len(usable) else "")
-        )
-    measured = np.flatnonzero(side)
-    if 0 < config.validation_documents < len(measured):
-        # the lowest ids: ids are content hashes, so this is a fair and lasting choice
-        bounds, text = string_views(ids)
-        rows, letters = usable[measured], text.data
-        spans = zip(bounds[rows].tolist(), bounds[rows + 1].tolist(), strict=True)
-        names = [bytes(letters[a:b]) for a, b in spans]
-        lowest = heapq.nsmallest(
-            config.validation_documents, range(len(names)), key=names.__getitem__
-        )
-        measured = measured[lowest]
-
-    def plan(rows: np.ndarray, packs: int) -> BatchPlan:
-        mask = np.zeros(len(dataset), dtype=bool)
-        mask[rows] = True
-        return BatchPlan(
-            dataset.lengths,
-            mask,
-            seq_len=config.seq_len,
-            rows_per_batch=packs,
-            seed=config.seed,
-            window_tokens=config.window_tokens,
-            fingerprint=dataset.manifest.fingerprint,
-        )
-
-    return Splits(
-        selection=selection,
-        train=plan(usable[~side], config.packs_per_step(world_size)),
-        validation=plan(usable[measured], config.batch_size * world_size),
-        held_out=int(side.sum()),
-    )
-
-
 def count_supervised_tokens(
-    dataset: HiddenStatesDataset, plan: BatchPlan, ranks: Ranks | None = None
+    dataset: Documents, plan: BatchPlan, ranks: Ranks | None = None
 ) -> Tensor:
     """How often each token id is a supervised token of the plan's documents, int64 [V].
 
-    Reads ids and masks only, one document at a time; each of several ranks its part of them.
+    Of several datasets: of what an epoch of them shows on average, times a common factor. Reads
+    ids and masks only, one document at a time; each of several ranks its part of them.
     """
     ranks = ranks or Ranks()
     counts = np.zeros(dataset.manifest.vocab_size, dtype=np.int64)
     ids = torch.zeros(plan.seq_len, dtype=torch.int64)
     mask = torch.zeros(plan.seq_len, dtype=torch.bool)
     out = {"input_ids": ids, "loss_mask": mask}
-    for row in rank_slice(plan.rows.tolist(), ranks.rank, ranks.world_size):
+    shown = list(zip(plan.rows.tolist(), plan.repeats().tolist(), strict=True))
+    for row, times in rank_slice(shown, ranks.rank, ranks.world_size):
         tokens = dataset.read_into(row, out, 0, int(plan.lengths[row]))
-        np.add.at(counts, ids[:tokens][mask[:tokens]].numpy(), 1)
+        np.add.at(counts, ids[:tokens][mask[:tokens]].numpy(), times)
     return ranks.sum(torch.from_numpy(counts))
 
 
 def _total_steps(config: FitConfig, splits: Splits) -> int:
     if config.steps is not None:
         return config.steps
-    epochs = config.epochs or 0
+    epochs = 1 if config.follow_keep else config.epochs or 0
     return sum(splits.train.count_batches(epoch) for epoch in range(epochs))
 
 
@@ -257,7 +236,7 @@ def _make_draft(
     name: str,
     config: FitConfig,
     options: Any,
-    dataset: HiddenStatesDataset,
+    dataset: Documents,
     splits: Splits,
     head: TargetHead,
     saved: Saved | None,
@@ -308,53 +287,10 @@ def _unlearned(own: Any, fresh: Any) -> dict[str, Any]:
     return found
 
 
-def _target_facts(dataset: HiddenStatesDataset, head: TargetHead) -> TargetFacts:
+def _target_facts(dataset: Documents, head: TargetHead) -> TargetFacts:
     """What a foreign draft may leave to the dataset's target."""
     return TargetFacts(
         num_layers=block_count(dataset.target_config()),
         embedding=head.embed_weight,
         head=head.head_weight,
-    )
-
-
-def _announce(trainer: Trainer, splits: Splits) -> None:
-    """Say what will be trained on what."""
-    dataset, config, plan, stream = trainer.dataset, trainer.config, splits.train, trainer.stream
-    ranks = trainer.ranks
-    log.info(
-        "dataset    %s: %s documents, %s tokens, %s supervised",
-        dataset.path,
-        *(f"{n:,}" for n in (len(dataset), dataset.lengths.sum(), dataset.supervised.sum())),
-    )
-    reasons = [f"{count:,} with {reason}" for reason, count in splits.selection.left_out.items()]
-    log.info(
-        "documents  %s for training, %s held out (%s measured); %s cut to %d tokens; %s",
-        *(f"{n:,}" for n in (len(plan.rows), splits.held_out, len(splits.validation.rows))),
-        *(f"{splits.selection.cut:,}", config.seq_len),
-        "left out: " + "; ".join(reasons) if reasons else "none left out",
-    )
-    some = [p for batch in islice(plan.iter_batches(stream.epoch), FIRST_STEPS) for p in batch]
-    filled = sum(int(plan.lengths[pack].sum()) for pack in some)
-    log.info(
-        "an epoch   %s tokens in packs of %d (%.1f %% full): about %s steps of %d packs",
-        *(f"{plan.tokens:,}", plan.seq_len, 100 * filled / (len(some) * plan.seq_len)),
-        f"{-(-plan.tokens * len(some) // (filled * plan.rows_per_batch)):,}",
-        plan.rows_per_batch,
-    )
-    width = {column.name: column.bytes_per_token for column in dataset.manifest.columns}
-    log.info(
-        "columns    %s: %d of %d bytes per token are read",
-        *(", ".join(stream.columns), sum(width[c] for c in stream.columns), sum(width.values())),
-    )
-    log.info(
-        "training   %s parameters, steps %d to %d, learning rate %g, %s on %s%s, into %s",
-        *(
-            f"{sum(p.numel() for p in trainer.masters.params):,}",
-            trainer.step,
-            trainer.total,
-            config.lr,
-        ),
-        *(config.dtype, config.device),
-        "" if ranks.alone else f" in {ranks.world_size} processes ({config.sharding})",
-        config.out,
     )

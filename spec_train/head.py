@@ -53,14 +53,16 @@ class TargetHead(nn.Module):
         path: str | Path,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        manifest: Manifest | None = None,
     ) -> "TargetHead":
-        """Read the head of the dataset directory `path`.
+        """Read the head of the dataset directory `path`, described by its manifest or another.
 
         Raises:
             MissingError, DatasetError: the head is absent or not what the manifest describes.
         """
-        spec = Manifest.read(Path(path) / "manifest.json").head
-        tensors = load_head_tensors(path)
+        manifest = manifest or Manifest.read(Path(path) / "manifest.json")
+        spec = manifest.head
+        tensors = load_head_tensors(path, manifest)
         embed = tensors["embed_tokens"].to(device, dtype)
         head = embed if spec.tied else tensors["lm_head"].to(device, dtype)
         bias = tensors["lm_head_bias"].to(device, dtype) if spec.has_bias else None

@@ -14,7 +14,7 @@ A draft's sums are float64 tensors, most of them [S], one entry per depth (unrol
     kept         those of them hit at this depth too
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -81,6 +81,22 @@ def summarise(sums: Sums) -> dict[str, float | None]:
         for depth, (rate, count) in enumerate(zip(rates, measured, strict=True), start=1):
             out[f"{name}/{depth}"] = float(rate) if count else None
     return out
+
+
+PART_FIGURES = ("loss", "acceptance_length", "product_limit_length")
+"""Figures that are also given for each dataset of several."""
+
+
+def summarise_parts(
+    parts: Mapping[str, Sums], summarise: Callable[[Sums], dict[str, float | None]]
+) -> dict[str, float | None]:
+    """Figures of all parts together, and the main ones of each named part as "loss/name" etc."""
+    figures = summarise(add_sums(parts.values()))
+    for name, sums in parts.items():
+        if name:
+            own = summarise(sums)
+            figures |= {f"{figure}/{name}": own.get(figure) for figure in PART_FIGURES}
+    return figures
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ GRACE_SECONDS = 10.0
 """How long a rank may take to end by itself after another one failed."""
 WAIT_SECONDS = 1800.0
 """How long to wait for a rank that says nothing, not even an error: as torch.distributed does."""
-_ERROR, _LEFT = "error", "left"
+_ERROR, _LEFT, _STOP = "error", "left", "stop"
 
 
 class PeerError(RunError):
@@ -212,6 +212,15 @@ class Ranks:
             time.sleep(POLL_SECONDS)
         return [json.loads(self._store.get(name)) for name in names]
 
+    def call_stop(self) -> None:
+        """Say that this rank was told to stop, to those that wait for data and not for it."""
+        if not self.alone:
+            self._store.set(_STOP, str(self.rank))
+
+    def stop_called(self) -> bool:
+        """Whether any rank has said so; the stop itself is agreed on with `agree`."""
+        return not self.alone and self._store.check([_STOP])
+
     # -- tensors ----------------------------------------------------------------------------------
 
     def sum(self, values: Tensor) -> Tensor:
@@ -306,6 +315,11 @@ class Ranks:
                 yield
             return
         yield
+
+    def assemble(self, module: Any) -> None:
+        """Make the weights of all ranks whole on each of them, for a last look at them."""
+        if self._sharded:
+            module.unshard()
 
     def release(self, module: Any) -> None:
         """Give back the memory of weights gathered for a forward without a backward."""

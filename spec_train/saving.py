@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spec_data.shards.errors import RunError
 from spec_train.checkpoint import RunDirectory
 from spec_train.tracking import Tracking
 
@@ -62,14 +63,15 @@ class Saver:
     ) -> None:
         """Save into `directory` the `draft`, whole and with its weights in `dtype`."""
         self.directory = directory
+        self.draft: Any = None  # on the host, whole, with the weights that are held
         self._tracking = tracking
         self._dtype = dtype
         self._host: dict[str, Tensor] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="writer")
         self._writes: list[Future[Any]] = []
         if directory is not None:
-            self._draft = host_copy(draft)
-            self._host = {f"master.{n}": p.data for n, p in self._draft.named_parameters()}
+            self.draft = host_copy(draft)
+            self._host = {f"master.{n}": p.data for n, p in self.draft.named_parameters()}
 
     def hold(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Copy tensors to the host, over what an earlier call with the same names has copied.
@@ -89,15 +91,34 @@ class Saver:
             torch.cuda.synchronize()
         return held
 
-    def checkpoint(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Write checkpoint `step` of what is held."""
-        if self.directory is not None:
-            self._submit(self.directory.save, step, self._save_draft, tensors, state)
+    def checkpoint(
+        self,
+        step: int,
+        tensors: dict[str, Tensor],
+        state: dict[str, Any],
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Write checkpoint `step` of what is held; call `then` once it is safely there."""
+        directory = self.directory
+        if directory is None:
+            return
+
+        def write() -> None:
+            directory.save(step, self._save_draft, tensors, state)
+            then()
+
+        self._submit(write)
 
     def best(self, step: int, figures: dict[str, Any]) -> None:
         """Write the draft as it is held as the best one."""
         if self.directory is not None:
             self._submit(self.directory.save_best, step, self._save_draft, figures)
+
+    def failure(self, step: int, write: Callable[[Path], None]) -> Path:
+        """Write the directory of a failed step at once; the run ends with it."""
+        if self.directory is None:
+            raise RunError(f"step {step} failed in a run without a directory")
+        return self.directory.save_failure(step, write)
 
     def metrics(self, line: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl, and show it where else it is wanted."""
@@ -129,4 +150,4 @@ class Saver:
 
     def _save_draft(self, folder: Path) -> None:
         """Write the draft directory in the target's dtype: frozen weights come back bit for bit."""
-        self._draft.save_pretrained(folder, self._dtype)
+        self.draft.save_pretrained(folder, self._dtype)

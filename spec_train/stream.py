@@ -8,10 +8,11 @@ faults and a second copy. A buffer is handed out inside a `Step` and is overwrit
 nothing that grows with tokens: a fresh tensor costs more in page faults than the copy into it.
 """
 
+import itertools
 import queue
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,14 +21,15 @@ from torch import Tensor
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.packing import PADDING
 from spec_data.shards.plan import BatchPlan, Pack, rank_slice
-from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.rows import CodedRows
 from spec_train.batch import DraftBatch
+from spec_train.mixture import Documents
 
 READ_AHEAD = 2
 """Micro-batches read beyond those of the step in use."""
 ROUND = 32
 """Rows are padded to the longest of the micro-batch, rounded up to this many slots."""
+_POLL = 0.2  # seconds between looks at whether to stop, while nothing comes
 _SMALL = {
     "input_ids": torch.int64,
     "loss_mask": torch.bool,
@@ -41,7 +43,7 @@ class _Buffer:
 
     def __init__(
         self,
-        dataset: HiddenStatesDataset,
+        dataset: Documents,
         columns: Sequence[str],
         rows: int,
         seq_len: int,
@@ -72,7 +74,7 @@ class _Buffer:
         self.pinned = pin
         self.copied: Any = None  # CUDA event: the last copy out of these tensors is done
 
-    def fill(self, dataset: HiddenStatesDataset, packs: list[Pack], plan: BatchPlan) -> DraftBatch:
+    def fill(self, dataset: Documents, packs: list[Pack], plan: BatchPlan) -> DraftBatch:
         """Read `packs` side by side; slots after the last token of a row are zero."""
         if self.copied is not None:
             self.copied.synchronize()
@@ -152,7 +154,7 @@ class BatchStream:
 
     def __init__(
         self,
-        dataset: HiddenStatesDataset,
+        dataset: Documents,
         plan: BatchPlan,
         columns: Sequence[str],
         *,
@@ -179,6 +181,7 @@ class BatchStream:
         self.decode_on = None if decode_on is None else torch.device(decode_on)
         self.rank, self.world_size = rank, world_size
         self.epoch, self.batches_done = 0, 0
+        self.stopping: Callable[[], bool] = lambda: False  # asked while there is nothing to read
         self.waited = 0.0  # seconds the consumer stood still for data
         self._ring: list[_Buffer] = []
 
@@ -196,6 +199,8 @@ class BatchStream:
 
     def take(self, count: int) -> Generator[Step, None, None]:
         """Yield the next `count` steps, going through as many epochs as it takes.
+
+        Ends before that where `stopping` says so while there is nothing to read.
 
         Close the generator (or finish it) to stop the thread. What the thread raises is raised
         here, where the step it was reading is due.
@@ -226,6 +231,17 @@ class BatchStream:
             free.put(None)
             thread.join()
 
+    def untake(self, step: Step) -> None:
+        """Go back to before a step that was handed out and not used, the last one."""
+        self.epoch, self.batches_done = step.epoch, step.index
+
+    def read(self, packs: list[Pack]) -> DraftBatch:
+        """Read packs into memory of their own, decoded, as a step would have them."""
+        buffer = _Buffer(
+            self.dataset, self.columns, len(packs), self.plan.seq_len, self.dtype, pin=False
+        )
+        return buffer.fill(self.dataset, packs, self.plan)
+
     def _make_ring(self) -> None:
         size = min(self.batch_size, self.plan.rows_per_batch)
         dealt = -(-self.plan.rows_per_batch // size)
@@ -245,21 +261,27 @@ class BatchStream:
 
     def _next(self, ready: "queue.SimpleQueue") -> Step | BaseException | None:
         start = time.perf_counter()
-        item = ready.get()
-        self.waited += time.perf_counter() - start
-        return item
+        try:
+            while True:
+                try:
+                    return ready.get(timeout=_POLL)
+                except queue.Empty:
+                    if self.stopping():
+                        return None
+        finally:
+            self.waited += time.perf_counter() - start
 
     def _walk(
         self, epoch: int, done: int, count: int
     ) -> Iterator[tuple[int, int, float, list[Pack]]]:
         """Epoch, index, share of the epoch done and all packs of the next `count` steps."""
         while count > 0:
-            documents = 0
+            documents, whole = 0, self.plan.documents(epoch)
             for index, batch in enumerate(self.plan.iter_batches(epoch)):
                 documents += sum(map(len, batch))
                 if index < done:
                     continue
-                share = documents / len(self.plan.rows)
+                share = documents / whole
                 yield epoch, index, share, batch
                 count -= 1
                 if not count:
@@ -268,7 +290,7 @@ class BatchStream:
 
     def _deal(self, index: int, packs: list[Pack]) -> list[tuple[int, list[Pack]]]:
         """This rank's micro-batches of global batch `index`, with their places in the epoch."""
-        size, first = self.batch_size, index * self.plan.rows_per_batch
+        size, first = self.batch_size, self.plan.packs_before(index)
         parts = [(first + i, packs[i : i + size]) for i in range(0, len(packs), size)]
         return rank_slice(parts, self.rank, self.world_size) or [(first + len(packs), [[]])]
 
@@ -284,6 +306,9 @@ class BatchStream:
         try:
             for epoch, index, share, packs in self._walk(*position, count):
                 step = Step(epoch, index, share, free)
+                # for those of all ranks: whoever went ahead would wait for the others elsewhere
+                if not self.dataset.wait_for(itertools.chain.from_iterable(packs), stop):
+                    return
                 for number, part in self._deal(index, packs):
                     buffer = free.get()
                     if buffer is None or stop.is_set():

@@ -14,7 +14,7 @@ What every rank does here, it does in the same order; only `Saver` knows who wri
 """
 
 import contextlib
-import hashlib
+import functools
 import itertools
 import logging
 import math
@@ -34,17 +34,20 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from spec_data.shards.errors import DraftError, RunError
 from spec_data.shards.plan import BatchPlan
-from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.batch import padding_batch
 from spec_train.checkpoint import RunDirectory, Saved
 from spec_train.config import FitConfig
+from spec_train.failure import FailedStep, MicroBatch, arithmetic, cast_draft, describe_failure
 from spec_train.head import TargetHead
 from spec_train.masters import Masters
-from spec_train.metrics import Sums, add_sums, shown
+from spec_train.metrics import Sums, add_sums, shown, summarise_parts
+from spec_train.mixture import Documents
 from spec_train.ranks import LossOnRanks, Ranks
+from spec_train.release import KeepAll
 from spec_train.result import FitResult, better
 from spec_train.saving import Saver
 from spec_train.schedule import learning_rate
+from spec_train.seeds import place_seed
 from spec_train.signals import stop_signals
 from spec_train.stream import BatchStream, Step
 from spec_train.tracking import Tracking
@@ -60,7 +63,7 @@ class Trainer:
         draft: Any,
         head: TargetHead,
         config: FitConfig,
-        dataset: HiddenStatesDataset,
+        dataset: Documents,
         train: BatchPlan,
         validation: BatchPlan,
         run: RunDirectory | None,
@@ -77,13 +80,11 @@ class Trainer:
         self.validation_plan = validation
         self.total, self.step, self.tokens = total, 0, 0
         self.best: dict[str, Any] | None = None
+        self.release = KeepAll()
         self.device = self.ranks.device
         self.dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float32
         self.draft: Any = draft.to(self.device)
-        trained = {id(p) for p in self.draft.trainable_parameters()}
-        for parameter in self.draft.parameters():
-            kind = torch.float32 if id(parameter) in trained else self.dtype
-            parameter.data = parameter.data.to(kind)
+        cast_draft(self.draft, self.dtype)
         with safe_open(dataset.target_dir / "head.safetensors", "pt") as file:
             dtype = file.get_slice("embed_tokens")[:1].dtype
         tracking = None
@@ -99,9 +100,9 @@ class Trainer:
         self._clock = time.perf_counter(), 0.0  # of that line, and the stream's waiting then
         self._grad_norm = self._lr = 0.0
         self._held_step = self._saved_step = -1
-        self._stopping = False
         self._signals: list[int] = []
         self._held: dict[str, Tensor] = {}
+        self._counts = torch.zeros(0)  # slot counts of the step in use, over all ranks
 
     def _make_stream(self, plan: BatchPlan) -> BatchStream:
         return BatchStream(
@@ -137,21 +138,24 @@ class Trainer:
             bar,
             logging_redirect_tqdm(),
         ):
+            self.stream.stopping = lambda: bool(self._signals) or self.ranks.stop_called()
             if self.step == 0:
                 self.validate()
             if self.total == 0:
                 self.save()
             self._clock = time.perf_counter(), self.stream.waited
-            while self.step < self.total and not self._stopping:
+            while self.step < self.total:
                 step = self._next_step(steps)
+                if step is None:
+                    self.save()
+                    break
                 self._train_step(step)
                 if self._due(self.config.log_every):
                     bar.set_postfix_str(self._log(step), refresh=False)
                 if self._due(self.config.eval_every):
                     self.validate()
-                if self.ranks.alone:  # several agree on it at the beginning of a step
-                    self._stopping = bool(self._signals)
-                if self._due(self.config.save_every) or self._stopping:
+                unneeded = self.release.due(step.index + 1)
+                if self._due(self.config.save_every) or unneeded:
                     self.save()
                 bar.update()
             self.saver.wait()
@@ -163,25 +167,36 @@ class Trainer:
             log.info("the same command goes on from here")
         return result
 
-    def _next_step(self, steps: Generator[Step, None, None]) -> Step:
-        """The next step; what the reader or the writer has raised is raised on all ranks."""
+    def _next_step(self, steps: Generator[Step, None, None]) -> Step | None:
+        """The next step and its slot counts; None when any rank was told to stop.
+
+        One that is told so while it waits for data has no part of the step, so none does it.
+        What the reader or the writer has raised is raised on all ranks.
+        """
         try:
             self.saver.check()
-            return next(steps)
+            step = None if self._signals else next(steps, None)
         except Exception as error:
-            nothing = self.draft.slot_counts(padding_batch(self.device))
-            self.ranks.agree(nothing, error=error)
+            self.ranks.agree(self._no_counts(), error=error)
             raise
+        if step is None:
+            self.ranks.call_stop()
+        own = self._no_counts() if step is None else self._slot_counts("train", step)
+        self._counts, stopped = self.ranks.agree(own, stop=step is None)
+        if stopped and step is not None:
+            self.stream.untake(step)
+        return None if stopped else step
+
+    def _no_counts(self) -> Tensor:
+        return self.draft.slot_counts(padding_batch(self.device))
 
     def _due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.total
 
     def _arithmetic(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+        return arithmetic(self.device, self.dtype)
 
     def _train_step(self, step: Step) -> None:
-        own = self._slot_counts("train", step)
-        counts, self._stopping = self.ranks.agree(own, stop=bool(self._signals))
         losses: list[Tensor] = []
         for i, host in enumerate(step.batches):
             batch = host.to(self.device, self.dtype, non_blocking=True)
@@ -191,7 +206,7 @@ class Trainer:
             with self.ranks.gradients(self._loss, last):
                 earlier = losses if last and not self.ranks.alone else None
                 with self._arithmetic():
-                    loss, sums = self._loss(batch, self.head, counts, earlier)
+                    loss, sums = self._loss(batch, self.head, self._counts, earlier)
                 (loss * self.ranks.world_size).backward()  # the ranks' gradients are averaged
             losses.append(loss.detach())
             self._pending = add_sums([self._pending, sums])
@@ -206,9 +221,7 @@ class Trainer:
 
     def _seed(self, kind: str, step: Step, i: int) -> None:
         """Let the random numbers that follow be those of micro-batch i, whoever computes it."""
-        place = self.config.seed, kind, step.epoch, step.numbers[i]
-        text = repr(place).encode()
-        torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1)
+        torch.manual_seed(place_seed(self.config.seed, kind, step.epoch, step.numbers[i]))
 
     def _slot_counts(self, kind: str, step: Step) -> Tensor:
         """Denominators of this rank's part of the step; drawn as its losses will be."""
@@ -220,22 +233,23 @@ class Trainer:
 
     def _refuse_non_finite(self, step: Step, losses: list[float]) -> None:
         """Raise on all ranks: a loss that is not finite makes the norm so on each of them."""
-        bad = [i for i, value in enumerate(losses) if not math.isfinite(value)]
-        if not bad and math.isfinite(self._grad_norm):
+        if all(map(math.isfinite, (*losses, self._grad_norm))):
             return
-        suspects = [step.batches[i] for i in bad] or step.batches
-        rows = [row for batch in suspects for pack in batch.rows for row in pack]
-        found = self.ranks.gather([[str(losses[i]) for i in bad], rows])
-        guilty = [part for part in found if part[0]] or found
-        ids = [self.dataset.doc_ids[row] for _, rows in guilty for row in rows]
-        shown = ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
-        values = [value for part in guilty for value in part[0]]
-        what = f"loss is {values[0]}" if values else f"gradient norm is {self._grad_norm}"
-        raise RunError(
-            f"step {self.step + 1} (epoch {step.epoch}, batch {step.index}): the {what}; nothing "
-            f"of this step was kept. Documents: {shown}. Check them with `spec-data verify "
-            f"{self.dataset.path}`; if they are sound, lower --lr"
-        )
+        rows = [batch.rows for batch in step.batches]
+        own = [part for part in zip(step.numbers, rows, losses, strict=True) if any(part[1])]
+        found = sorted(part for parts in self.ranks.gather(own) for part in parts)
+        self._hold_weights()
+        self.ranks.assemble(self._loss)
+        said = None
+        if self.saver.directory is not None:
+            parts = [MicroBatch(*part) for part in found]
+            failed = FailedStep(
+                self.step + 1, step.epoch, step.index, parts, self._grad_norm, self._counts
+            )
+            said = describe_failure(
+                failed, self.draft, self.head, self.stream, self.config, self.saver
+            )
+        raise RunError(self.ranks.gather(said)[0])
 
     def _log(self, step: Step) -> str:
         """Write a line of metrics over the steps since the last one; gives it in short."""
@@ -271,7 +285,7 @@ class Trainer:
         started = time.perf_counter()
         figures: dict[str, Any] = {}
         if len(self.validation_plan.rows):
-            figures = self.draft.summarise(self._held_out_sums())
+            figures = summarise_parts(self._held_out_sums(), self.draft.summarise)
             self.saver.metrics(
                 {"step": self.step, "split": "validation", "tokens": self.tokens, **figures}
             )
@@ -295,9 +309,10 @@ class Trainer:
         self._clock = self._clock[0] + time.perf_counter() - started, self._clock[1]
 
     @torch.no_grad()
-    def _held_out_sums(self) -> Sums:
-        """Sums over the validation split: always the same batches and random numbers."""
-        total: Sums = {}
+    def _held_out_sums(self) -> dict[str, Sums]:
+        """Sums over the parts of the validation split: always the same batches and random
+        numbers."""
+        total: dict[str, Sums] = {}
         plan = self.validation_plan
         self._held_out.load_state_dict(plan.state(0, 0))
         self.draft.eval()
@@ -305,13 +320,15 @@ class Trainer:
         with contextlib.closing(steps), self._arithmetic():
             for step in steps:
                 counts = self._slot_counts("validation", step)  # of the loss, which nobody looks at
+                part = plan.part_of(step.index)
                 for i, batch in enumerate(step.batches):
                     self._seed("validation", step, i)
                     moved = batch.to(self.device, self.dtype)
-                    total = add_sums([total, self._loss(moved, self.head, counts)[1]])
+                    sums = self._loss(moved, self.head, counts)[1]
+                    total[part] = add_sums([total.get(part, {}), sums])
         self.ranks.release(self._loss)
         self.draft.train()
-        return self.ranks.sum_all(total)
+        return {part: self.ranks.sum_all(sums) for part, sums in total.items()}
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -346,7 +363,9 @@ class Trainer:
             "best": self.best,
             "stream": self.stream.state_dict(),
         }
-        self.saver.checkpoint(self.step, self._held | held, state)
+        used = self.release.take(self.stream.batches_done)
+        then = functools.partial(self.release.delete, used)
+        self.saver.checkpoint(self.step, self._held | held, state, then)
         self._saved_step = self.step
 
     def restore(self, saved: Saved) -> None:

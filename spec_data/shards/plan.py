@@ -38,7 +38,7 @@ PACKING_GROUP = 4096
 SPLIT_RULE = "words-1"
 """Name of the function behind `split_documents`: a run's held-out documents follow from it too."""
 
-_BLOCK, _DOCUMENT, _PACK, _SPLIT = 1, 2, 3, 4
+BLOCK, _DOCUMENT, _PACK, _SPLIT, PHASE = 1, 2, 3, 4, 5
 _HASHED_AT_ONCE = 1 << 13
 
 
@@ -52,7 +52,7 @@ def _mix(values: np.ndarray) -> np.ndarray:
     return mixed
 
 
-def _keys(indices: np.ndarray, *stream: int) -> np.ndarray:
+def hash_keys(indices: np.ndarray, *stream: int) -> np.ndarray:
     """One pseudo-random uint64 per index, for the given stream of integers."""
     base = hashlib.blake2b(repr(stream).encode(), digest_size=8).digest()
     start = np.frombuffer(base, dtype="<u8").astype(np.uint64)
@@ -85,19 +85,44 @@ def split_documents(
     keeps small data usable: where the hash would leave a side empty although 0 < fraction and
     there are two distinct documents, the document nearest the border crosses it.
     """
-    count = len(doc_ids) if among is None else len(among)
-    if fraction <= 0 or not count:
-        return np.zeros(count, dtype=bool)
+    border = split_border(doc_ids, fraction, seed, among)
+    return below_border(doc_ids, border, seed, among)
+
+
+def split_border(
+    doc_ids: Sequence[str] | pa.StringArray,
+    fraction: float,
+    seed: int,
+    among: np.ndarray | None = None,
+) -> int:
+    """The border of `split_documents`: documents whose hashed id is below it are held out.
+
+    Applied to a part of the documents, it gives the side that they have in the whole.
+    """
+    hashes = _hashes(doc_ids, seed, among) if fraction > 0 else np.zeros(0, np.uint64)
+    if not len(hashes):
+        return 0
+    border = int(min(fraction, 1.0) * (2**64 - 2048))
+    low, high = int(hashes.min()), int(hashes.max())
+    if low != high and border <= low:
+        border = low + 1
+    if low != high and border > high:
+        border = high
+    return border
+
+
+def below_border(
+    doc_ids: Sequence[str] | pa.StringArray, border: int, seed: int, among: np.ndarray | None = None
+) -> np.ndarray:
+    """Boolean [N], True where the hashed id is below `border`, of all documents or of `among`."""
+    return _hashes(doc_ids, seed, among) < np.uint64(border)
+
+
+def _hashes(
+    doc_ids: Sequence[str] | pa.StringArray, seed: int, among: np.ndarray | None
+) -> np.ndarray:
     hashes = _hash_ids(doc_ids, seed)
-    if among is not None:
-        hashes = hashes[among]
-    mask = hashes < np.uint64(min(fraction, 1.0) * (2**64 - 2048))
-    low, high = hashes.min(), hashes.max()
-    if low != high and not mask.any():
-        mask = hashes == low
-    if low != high and mask.all():
-        mask = hashes != high
-    return mask
+    return hashes if among is None else hashes[among]
 
 
 def _hash_ids(doc_ids: Sequence[str] | pa.StringArray, seed: int) -> np.ndarray:
@@ -112,7 +137,7 @@ def _hash_ids(doc_ids: Sequence[str] | pa.StringArray, seed: int) -> np.ndarray:
     hashes = np.empty(len(ids), dtype=np.uint64)
     lengths = np.diff(bounds)
     for length in np.flatnonzero(np.bincount(lengths)).tolist():
-        start = _keys(np.array([length]), seed, _SPLIT)
+        start = hash_keys(np.array([length]), seed, _SPLIT)
         rows = np.flatnonzero(lengths == length)
         for i in range(0, len(rows), _HASHED_AT_ONCE):
             some = rows[i : i + _HASHED_AT_ONCE]
@@ -176,6 +201,20 @@ def select_documents(
     )
 
 
+def string_blocks(
+    lengths: np.ndarray, window_tokens: int, seed: int, epoch: int, *stream: int
+) -> Iterator[np.ndarray]:
+    """Places in `lengths` of each window of an epoch: contiguous blocks, shuffled by the hashes
+    of `stream`, strung into windows of about `window_tokens`."""
+    block = _bins(lengths, max(1, window_tokens // BLOCKS_PER_WINDOW))
+    starts = np.concatenate([[0], _borders(block)])  # of the blocks that hold a document
+    sizes = np.diff(starts, append=len(block))
+    names = block[starts]
+    turn = np.lexsort((names, hash_keys(names, seed, epoch, *stream)))
+    by_block = _ranges(starts[turn], sizes[turn])
+    yield from np.split(by_block, _borders(_bins(lengths[by_block], window_tokens)))
+
+
 class BatchPlan:
     """The global batches of every epoch over the documents where `usable` is True."""
 
@@ -208,6 +247,9 @@ class BatchPlan:
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
+        return self._facts()
+
+    def _facts(self) -> dict[str, Any]:
         """Everything the order depends on; made when a position is saved or taken up."""
         digest = hashlib.sha256(self.rows.astype("<i8", copy=False).data)
         digest.update(self.lengths[self.rows].astype("<i8", copy=False).data)
@@ -224,6 +266,22 @@ class BatchPlan:
     def tokens(self) -> int:
         """Tokens of one epoch, after the cut."""
         return int(self.lengths[self.rows].sum())
+
+    def documents(self, epoch: int) -> int:
+        """Documents of an epoch, each as often as it appears."""
+        return len(self.rows)
+
+    def repeats(self) -> np.ndarray:
+        """How often each of `rows` appears in an epoch on average, up to a common factor."""
+        return np.ones(len(self.rows), np.int64)
+
+    def part_of(self, batch: int) -> str:
+        """The name under which a batch is also measured by itself; "" for none."""
+        return ""
+
+    def packs_before(self, batch: int) -> int:
+        """How many packs of an epoch come before a batch of it."""
+        return batch * self.rows_per_batch
 
     def batches(self, epoch: int) -> list[list[Pack]]:
         """Global batches of an epoch: batch -> packs -> dataset rows. The last may be short."""
@@ -258,22 +316,19 @@ class BatchPlan:
         if not len(self.rows):
             return
         lengths = self.lengths[self.rows]
-        block = _bins(lengths, max(1, self.window_tokens // BLOCKS_PER_WINDOW))
-        starts = np.concatenate([[0], _borders(block)])  # of the blocks that hold a document
-        sizes = np.diff(starts, append=len(block))
-        names = block[starts]
-        turn = np.lexsort((names, _keys(names, self.seed, epoch, _BLOCK)))
-        by_block = _ranges(starts[turn], sizes[turn])
-        borders = _borders(_bins(lengths[by_block], self.window_tokens))
-        for places in np.split(by_block, borders):
-            yield self.rows[places[_order(_keys(places, self.seed, epoch, _DOCUMENT))]]
+        for places in string_blocks(lengths, self.window_tokens, self.seed, epoch, BLOCK):
+            yield self.rows[self._shuffled(places, epoch)]
+
+    def _shuffled(self, places: np.ndarray, epoch: int) -> np.ndarray:
+        """The places of a window in their order inside it."""
+        return places[_order(hash_keys(places, self.seed, epoch, _DOCUMENT))]
 
     def _packs(self, group: np.ndarray, epoch: int) -> list[Pack]:
         """Pack a shuffled group; the packs are shuffled again, as best-fit sorts them by size."""
         rows = group.tolist()
         packs = pack_documents(self.lengths[group].tolist(), self.seq_len)
         first = np.array([rows[pack[0]] for pack in packs])
-        order = np.argsort(_keys(first, self.seed, epoch, _PACK), kind="stable").tolist()
+        order = np.argsort(hash_keys(first, self.seed, epoch, _PACK), kind="stable").tolist()
         return [[rows[i] for i in packs[p]] for p in order]
 
     def state(self, epoch: int, batches_done: int) -> dict[str, Any]:

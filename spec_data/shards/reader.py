@@ -6,7 +6,8 @@ torch's back, and one in-place operation on it would kill the process.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -228,6 +229,14 @@ class HiddenStatesDataset:
                 column.coder.decode_into(shard.values(column, place)[:count], part)
         return count
 
+    def shard_of(self, index: int) -> str:
+        """Name of the shard file that holds a document, relative to the dataset."""
+        return self._locate(index)[0].record.file
+
+    def wait_for(self, rows: Iterable[int], stop: threading.Event) -> bool:
+        """Return when documents can be read (these always can), or False once `stop` is set."""
+        return True
+
     def _decode(self, shard: Shard, place: Place, column: Column, out: Tensor) -> None:
         """The first len(out) tokens of a lossy or sparse column; tokens without a row are zero."""
         stored, lossy = shard.stored(column, place), column.lossy
@@ -266,13 +275,14 @@ class HiddenStatesDataset:
             DatasetError: it is damaged, of another dataset, or in the place of another shard.
         """
         if number not in self._shards:
-            before = sum(record.rows for record in self.manifest.shards[:number])
-            rows = slice(before, before + self.manifest.shards[number].rows)
+            record = self.manifest.shards[number]
+            before = sum(other.rows for other in self.manifest.shards[:number])
+            rows = slice(before, before + record.rows)
             kept = self.supervised[rows] - (self.first_supervised[rows] == 0)
             index = IndexRows(
                 rows.start, self.id_array[rows], self.lengths[rows], kept, self._checksums
             )
-            self._shards[number] = Shard(self.path, self.manifest, number, index, self._check_every)
+            self._shards[number] = Shard(self.path, self.manifest, record, index, self._check_every)
         return self._shards[number]
 
 
@@ -303,7 +313,7 @@ def checked_file(directory: Path, name: str, manifest: Manifest) -> Path:
     return directory / name
 
 
-def load_head_tensors(dataset: str | Path) -> dict[str, Tensor]:
+def load_head_tensors(dataset: str | Path, manifest: Manifest | None = None) -> dict[str, Tensor]:
     """The target's `embed_tokens` [V, H], `lm_head` [V, H], `norm` [H] (and `lm_head_bias` [V]).
 
     Native dtype; with tied embeddings `lm_head` is the very tensor `embed_tokens`.
@@ -311,7 +321,7 @@ def load_head_tensors(dataset: str | Path) -> dict[str, Tensor]:
     Raises:
         MissingError, DatasetError: the file is absent or not what the manifest describes.
     """
-    manifest = Manifest.read(Path(dataset) / MANIFEST)
+    manifest = manifest or Manifest.read(Path(dataset) / MANIFEST)
     from_file = checked_file(Path(dataset), "target/head.safetensors", manifest)
     head = manifest.head
     try:

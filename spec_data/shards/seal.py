@@ -60,7 +60,8 @@ def seal(directory: Path, draft: dict[str, Any], records: Sequence[ShardRecord])
         }
     )
     _write_index(directory, Manifest(raw, str(directory / MANIFEST)))
-    raw["files"] = file_records(directory, [INDEX, *target_file_names(directory)])
+    kept = [name for name in draft.get("files", {}) if not name.startswith("target/")]
+    raw["files"] = file_records(directory, [INDEX, *kept, *target_file_names(directory)])
     for name, record in draft.get("files", {}).items():
         if raw["files"].get(name) != record:
             raise DatasetError(

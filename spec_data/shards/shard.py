@@ -42,7 +42,8 @@ class IndexRows:
     """What the index says of a shard's documents, the `first` and so on.
 
     Their ids, how many tokens they have, and how many rows in sparse columns. `checksums` uint64
-    are those of all documents of the index; the first format has none.
+    are those of all documents of the index; without an index (the first format has none in it, and
+    a dataset in the making has none yet) documents are compared by their ids.
     """
 
     first: int
@@ -65,14 +66,19 @@ class Shard:
     """Numpy views of a shard's record batches, made at first touch; nothing is ever copied."""
 
     def __init__(
-        self, path: Path, manifest: Manifest, number: int, index: IndexRows, check_every: int
+        self,
+        path: Path,
+        manifest: Manifest,
+        record: ShardRecord,
+        index: IndexRows,
+        check_every: int,
     ) -> None:
-        """Map shard `number` of the dataset at `path`.
+        """Map the shard that `record` describes, of the dataset at `path`.
 
         Raises:
             DatasetError: damaged, of another dataset, or in the place of another shard.
         """
-        self.record: ShardRecord = manifest.shards[number]
+        self.record = record
         self.file = path / self.record.file
         try:
             schema, self.batches, outline = read_batches(self.file)
@@ -98,10 +104,10 @@ class Shard:
         self.index, self._manifest = index, manifest
         self._fields = {name: number for number, name in enumerate(expected.names)}
         self._checksums = []
+        if manifest.has_checksums:
+            self._checksums = [stored_checksums(batch) for batch in self.batches]
         if index.checksums is None:
             self._check_documents()
-        else:
-            self._checksums = [stored_checksums(batch) for batch in self.batches]
         self._every = check_every
         self._turns = bytearray(self.record.rows)  # 0: never read; then 1 to `check_every`, again
         self._views: dict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = {}

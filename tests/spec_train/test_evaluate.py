@@ -125,15 +125,15 @@ def test_both_modes_at_once(workplace, data):
 
 def test_a_run_says_which_documents_were_held_out(workplace, data, tmp_path):
     dataset = HiddenStatesDataset(data)
-    known = dict(dataset=dataset.manifest.fingerprint, seed=0, validation=0.3, seq_len=2048)
-    known["split_rule"] = SPLIT_RULE
+    known = dict(datasets=[dataset.manifest.fingerprint], seed=0, validation=0.3, seq_len=2048)
+    known |= {"split_rule": SPLIT_RULE, "split_border": None}
     held_out, name = choose_documents(dataset, "auto", known)
     train, _ = choose_documents(dataset, "train", known)
     everything, _ = choose_documents(dataset, "all", known)
     assert name == "validation" and 0 < len(held_out) < len(everything)
     assert sorted(held_out + train) == everything
-    assert choose_documents(dataset, "auto", known | {"dataset": "another"})[1] == "all"
-    assert choose_documents(dataset, "validation", known | {"dataset": "x"})[0] == held_out
+    assert choose_documents(dataset, "auto", known | {"datasets": ["another"]})[1] == "all"
+    assert choose_documents(dataset, "validation", known | {"datasets": ["x"]})[0] == held_out
     assert choose_documents(dataset, "auto", None)[1] == "all"
     with pytest.raises(ConfigError, match="--split train: only a run directory"):
         choose_documents(dataset, "train", None)
@@ -143,13 +143,13 @@ def test_a_run_says_which_documents_were_held_out(workplace, data, tmp_path):
     (run / "best").symlink_to(workplace / "draft", target_is_directory=True)
     options = {"data": str(data), "seed": 0, "validation": 0.3, "seq_len": 2048}
     (run / "fit.json").write_text(json.dumps(options))
-    identity = {"dataset": known["dataset"], "split_rule": SPLIT_RULE}
+    identity = {"dataset": known["datasets"][0], "split_rule": SPLIT_RULE}
     (run / "run.json").write_text(json.dumps({"identity": identity}))
     for draft in (run, run / "best"):
         report = run_eval(EvalConfig(draft=str(draft), data=str(data), device="cpu"))
         assert report["data"]["split"] == "validation"
         assert report["data"]["documents"] == len(held_out)
-    (run / "run.json").write_text(json.dumps({"identity": {"dataset": known["dataset"]}}))
+    (run / "run.json").write_text(json.dumps({"identity": {"dataset": known["datasets"][0]}}))
     with pytest.raises(ConfigError, match=f"by rule None, this release by '{SPLIT_RULE}'"):
         run_eval(EvalConfig(draft=str(run), data=str(data), device="cpu"))
     (run / "run.json").write_text("{}")

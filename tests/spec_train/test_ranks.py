@@ -11,15 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train import checkpoint, ranks
+from spec_train.config import ReplayConfig
 from spec_train.drafts import DRAFTS
 from spec_train.drafts.protocol import DraftLoss
 from spec_train.fit import make_splits
 from spec_train.ranks import LossOnRanks, Ranks, split_like, whole
+from spec_train.replay import replay
 from spec_train.trainer import Trainer
 from tests.factory import tiny_dataset
 from tests.spec_train import trainer_tools
@@ -355,12 +358,19 @@ def test_a_non_finite_number_on_one_rank_stops_all(config, kind, sharding):
     assert [end.code for end in ended] == [1, 1]
     for end in ended:
         assert "step 3 (epoch 0, batch 2)" in end.text and "rank" not in end.text
-        if kind == "loss":
-            assert "the loss is inf; nothing of this step was kept. Documents: " in end.text
-            named = end.text.split("Documents: ")[1].split(". Check")[0].split(", ")
-            assert named == [dataset.doc_ids[row] for row in victim]
+        what = "the loss is inf" if kind == "loss" else "the gradient norm is nan"
+        assert f"{what}; nothing of this step was kept. Documents of micro-batch 2 of " in end.text
+        named = end.text.split("Documents of ")[1].split(". Their stored states are finite")[0]
+        assert all(dataset.doc_ids[row] in named for row in victim)
     assert (Path(config.out) / "last").resolve().name == "checkpoint-00000002"
-    assert all(t.isfinite().all() for t in masters(config.out).values())
+    saved = masters(config.out)
+    assert all(t.isfinite().all() for t in saved.values())
+    failed = Path(config.out) / "failed-step-3"
+    before = load_file(failed / "model.safetensors")  # whole, and of before the step
+    assert all(torch.equal(before[n.removeprefix("master.")], saved[n]) for n in saved)
+    report = replay(failed, ReplayConfig(device="cpu"))  # without the poison
+    assert not report["reproduced"]
+    assert [d["doc_id"] for d in report["documents"]] == [dataset.doc_ids[r] for r in victim]
 
 
 # -- the pieces -----------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ COMMAND = [sys.executable, "-m", "spec_train.cli", "fit", "eagle3"]
 def command(config: FitConfig) -> list[str]:
     flags = []
     for name, value in dataclasses.asdict(config).items():
-        if value is not None:
+        if value is not None and value is not False:
             flags += ["--" + name.replace("_", "-"), str(value)]
     return [*COMMAND, *flags, "--ttt-steps", "2", "--draft-vocab-size", "40"]
 

@@ -1,0 +1,325 @@
+"""FollowedDataset: a dataset directory that is still being generated, read as far as it is.
+
+Everything about its documents but their states is in the plan, which generation writes first. A
+unit can be read once its record is there, after its shard, and its checksum holds. Sealing takes
+the plan away, so a sealed directory gives the same view from its index and from `left_out.arrow`,
+which holds the planned documents that capture left out (with broken states): they keep their place
+in the order, and are read as documents without a supervised token.
+
+    .generate/plan.{json,arrow}, target.json, unit-00000.json    see spec_data/generate.py
+    .generate/follow-keep.json      somebody deletes units once they are used: never seal
+"""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from spec_data.shards.errors import DatasetError, MissingError, RunError
+from spec_data.shards.files import sha256_file, sha256_json
+from spec_data.shards.planned import Planned, PlanTokens, merged
+from spec_data.shards.reader import INDEX, MANIFEST, HiddenStatesDataset, checked_file
+from spec_data.shards.rows import CodedRows
+from spec_data.shards.schema import Manifest, ShardRecord
+from spec_data.shards.shard import CHECK_EVERY, IndexRows, Shard
+
+WORK = ".generate"
+LEFT_OUT = "left_out.arrow"
+_POLL, _SAY_AGAIN = 0.2, 60.0
+_COMMON = (
+    *("format", "format_version", "settings", "target", "tokenizer", "corpus", "layers"),
+    *("layer_convention", "supervision", "final", "codec", "columns", "head", "packing"),
+)
+
+log = logging.getLogger(__name__)
+
+
+class FollowedDataset(HiddenStatesDataset):
+    """A dataset by its plan: complete in documents from the start, in states as units come.
+
+    Read states only after `wait_for`; token ids and masks of a plan can be read at any time.
+    """
+
+    def __init__(self, path: str | Path, timeout: float = 3600.0) -> None:
+        """Open `path`, waiting for its plan and target; `timeout` seconds at most for anything.
+
+        Raises:
+            MissingError: neither a dataset nor one in the making. RunError: nothing came in time.
+            DatasetError: a damaged plan.
+        """
+        self.path = Path(path)
+        self.timeout = timeout
+        if not (self.path / WORK).is_dir() and not (self.path / MANIFEST).is_file():
+            raise MissingError(
+                f"{self.path}: no dataset, and none in the making; start `spec-data generate` first"
+            )
+        self._tokens: PlanTokens | None = None
+        self._seal: Manifest | None = None
+        self._out: dict[int, list[int]] = {}  # unit -> places in it that were left out
+        self._wait(self._described, "the target to be proven", threading.Event())
+        sealed = self._sealed()
+        if sealed is not None:
+            raw = sealed.raw
+            self.planned = self._from_index(sealed)
+        else:
+            raw = _read_json(self.path / WORK / "target.json")
+            self.planned = self._from_plan()
+        self.manifest = self._view(raw)
+        self._columns = {c.name: c for c in self.manifest.columns}
+        self._check_every = CHECK_EVERY
+        self._shards = {}
+
+    def _sealed(self) -> Manifest | None:
+        file = self.path / MANIFEST
+        if self._seal is None and file.is_file():
+            self._seal = Manifest.read(file)
+        return self._seal
+
+    def _described(self) -> bool:
+        """Whether all is there but units."""
+        work = self.path / WORK
+        whole = (work / "plan.json").is_file() and (work / "target.json").is_file()
+        return (self.path / MANIFEST).is_file() or whole
+
+    def _view(self, raw: dict[str, Any]) -> Manifest:
+        """The part of the manifest that is the same before and after sealing."""
+        planned = self.planned
+        digest = sha256_json([planned.ids.to_pylist(), planned.lengths.tolist()])
+        files = {name: r for name, r in raw["files"].items() if name not in (INDEX, LEFT_OUT)}
+        common = {name: raw[name] for name in _COMMON if name in raw}
+        totals = {"documents": len(planned.lengths), "tokens": int(planned.lengths.sum())}
+        rest = {"files": files, "shards": [], "totals": totals, "documents": {}, "planned": digest}
+        return Manifest(common | rest, str(self.path / MANIFEST))
+
+    # -- what is planned --------------------------------------------------------------------------
+
+    def _from_plan(self) -> Planned:
+        meta = _read_json(self.path / WORK / "plan.json")
+        file = self.path / WORK / "plan.arrow"
+        if not file.is_file() or sha256_file(file) != meta["documents_sha256"]:
+            raise DatasetError(f"{file}: damaged, or replaced this moment; run the command again")
+        self._tokens = tokens = PlanTokens(file)
+        ends = [last for _, last in meta["units"]]
+        return tokens.planned(np.array([0, *ends], np.int64))
+
+    def _from_index(self, sealed: Manifest) -> Planned:
+        """The plan as it was: what is stored, and between it what was left out."""
+        stored = HiddenStatesDataset(self.path)
+        count = np.array([shard.rows for shard in sealed.shards], np.int64)
+        left = sealed.raw.get("left_out", {"places": [], "units": []})
+        places = np.array(left["places"], np.int64)
+        np.add.at(count, np.array(left["units"], np.int64), 1)
+        units = np.concatenate([[0], np.cumsum(count)])
+        for place, unit in zip(left["places"], left["units"], strict=True):
+            self._out.setdefault(unit, []).append(place - int(units[unit]))
+        own = Planned(
+            ids=stored.id_array,
+            lengths=stored.lengths,
+            supervised=stored.supervised,
+            first_supervised=stored.first_supervised,
+            units=units,
+        )
+        if not len(places):
+            return own
+        self._left = PlanTokens(checked_file(self.path, LEFT_OUT, sealed))
+        self._left_places = {place: i for i, place in enumerate(left["places"])}
+        return merged(own, self._left.planned(units), places)
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens per planned document, int64 [N]."""
+        return self.planned.lengths
+
+    @cached_property
+    def supervised(self) -> np.ndarray:
+        """Supervised tokens per planned document, int64 [N]."""
+        return self.planned.supervised
+
+    @cached_property
+    def first_supervised(self) -> np.ndarray:
+        """Index of the first supervised token, int64 [N]; the length when there is none."""
+        return self.planned.first_supervised
+
+    @cached_property
+    def id_array(self) -> pa.StringArray:
+        """Content hash of every planned document."""
+        return self.planned.ids
+
+    def unit_of(self, index: int) -> int:
+        """The unit that a planned document is in."""
+        return int(np.searchsorted(self.planned.units, index, "right")) - 1
+
+    def shard_of(self, index: int) -> str:
+        """Name of the shard file that holds, or will hold, a document."""
+        return _shard_name(self.unit_of(index))
+
+    # -- what is there ----------------------------------------------------------------------------
+
+    def wait_for(self, rows: Iterable[int], stop: threading.Event) -> bool:
+        """Return when the units of documents are there and sound, or False once `stop` is set.
+
+        Raises:
+            RunError: no such unit came for `timeout` seconds, or it was used up and deleted.
+            DatasetError: a shard is not the one that was written.
+        """
+        for unit in sorted({self.unit_of(row) for row in rows}):
+            if unit in self._shards:
+                continue
+            if not self._wait(
+                lambda u=unit: self._record(u) is not None, self._awaited(unit), stop
+            ):
+                return False
+            self._open(unit)
+        return True
+
+    def close_unit(self, unit: int) -> None:
+        """Let go of a unit's mapped shard."""
+        self._shards.pop(unit, None)
+
+    def _awaited(self, unit: int) -> str:
+        return f"unit {unit + 1} of {len(self.planned.units) - 1}"
+
+    def _wait(self, there: Any, what: str, stop: threading.Event) -> bool:
+        start = said = time.monotonic()
+        first = True
+        while not there():
+            now = time.monotonic()
+            if now - start > self.timeout:
+                raise RunError(
+                    f"{self.path}: waited {self.timeout:g} s for {what}; see whether `spec-data "
+                    "generate` is still running there. The same command goes on from the last "
+                    "checkpoint"
+                )
+            if first or now - said > _SAY_AGAIN:
+                done = sum(1 for _ in (self.path / WORK).glob("unit-*.json"))
+                log.info("%s: waiting for %s (%d are done)", self.path, what, done)
+                first, said = False, now
+            if stop.wait(_POLL):
+                return False
+        return True
+
+    def _record(self, unit: int) -> tuple[ShardRecord, list[int]] | None:
+        """A finished unit's record and the places in it that were left out, None before that."""
+        if used_marker(self.path, unit).is_file():
+            raise RunError(
+                f"{self.path}: unit {unit + 1} was used up and deleted (--follow-keep). Generate "
+                "again to another --out, or go on with a run whose checkpoint is past it"
+            )
+        file = self.path / WORK / f"unit-{unit:05d}.json"
+        try:
+            raw = json.loads(file.read_text(encoding="utf-8"))
+            return ShardRecord(**raw["record"]), list(raw.get("left_out", []))
+        except FileNotFoundError:
+            pass
+        except (ValueError, TypeError, KeyError):
+            return None
+        sealed = self._sealed()  # in this very moment, or long ago
+        if sealed is None:
+            return None
+        left = sealed.raw.get("left_out", {"places": [], "units": []})
+        start = int(self.planned.units[unit])
+        out = [p - start for p, u in zip(left["places"], left["units"], strict=True) if u == unit]
+        return sealed.shards[unit], out
+
+    def _open(self, unit: int) -> None:
+        found = self._record(unit)
+        if found is None:
+            raise DatasetError(f"{self.path}: unit {unit} is gone; generate it again")
+        record, out = found
+        file = self.path / record.file
+        if not file.is_file() or sha256_file(file) != record.sha256:
+            raise DatasetError(
+                f"{file}: not the shard that was written (its checksum differs); delete it and its "
+                f"record {WORK}/unit-{unit:05d}.json, and run `spec-data generate` again"
+            )
+        self._out[unit] = out
+        if out:
+            log.warning("warning: unit %d: %d planned documents were left out", unit, len(out))
+        index = self._planned_rows(unit, out)
+        self._shards[unit] = Shard(self.path, self.manifest, record, index, self._check_every)
+
+    def _planned_rows(self, unit: int, out: list[int]) -> IndexRows:
+        """What the plan says of the documents that a unit holds, all but those left out of it.
+
+        Their checksums are nowhere but in the shard, whose every byte `_open` has just compared
+        with what was written.
+        """
+        first, last = self.planned.units[unit : unit + 2].tolist()
+        rows = np.delete(np.arange(first, last), out)
+        kept = self.supervised[rows] - (self.first_supervised[rows] == 0)
+        ids = self.id_array.take(pa.array(rows))
+        return IndexRows(first, ids, self.lengths[rows], kept, None)
+
+    def _locate(self, index: int) -> tuple[Shard, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        unit = self.unit_of(index)
+        if unit not in self._shards:
+            self._open(unit)
+        place = index - int(self.planned.units[unit])
+        return self._shards[unit], place - sum(other < place for other in self._out[unit])
+
+    def read_into(
+        self,
+        index: int,
+        out: Mapping[str, Tensor | CodedRows],
+        start: int = 0,
+        length: int | None = None,
+    ) -> int:
+        """Copy a document as HiddenStatesDataset does.
+
+        One that was left out has token ids, and where states are asked for no supervised token and
+        zeros. Ids and masks alone are those of the plan, whatever was left out.
+        """
+        plain = {name: t for name, t in out.items() if not isinstance(t, CodedRows)}
+        plan = self._planned_tokens(index)
+        if not out.keys() - {"input_ids", "loss_mask"}:
+            if plan is not None:
+                return plan[0].read_into(plan[1], plain, start, length)
+            return super().read_into(index, out, start, length)
+        unit = self.unit_of(index)
+        if unit not in self._shards:
+            self._open(unit)
+        if index - int(self.planned.units[unit]) not in self._out[unit]:
+            return super().read_into(index, out, start, length)
+        whole = int(self.lengths[index])
+        count = whole if length is None else min(length, whole)
+        for name, values in plain.items():  # no coded row is added: those are zeros too
+            if name != "input_ids":
+                values[start : start + count] = torch.zeros((), dtype=values.dtype)
+        if plan is not None and "input_ids" in out:
+            plan[0].read_into(plan[1], {"input_ids": plain["input_ids"]}, start, count)
+        return count
+
+    def _planned_tokens(self, index: int) -> "tuple[PlanTokens, int] | None":
+        """Where ids and mask of a document can be read without its unit."""
+        if self._tokens is not None:
+            return self._tokens, index
+        places = getattr(self, "_left_places", {})
+        return (self._left, places[index]) if index in places else None
+
+
+def used_marker(directory: Path, unit: int) -> Path:
+    """The file that says that a unit was used and deleted."""
+    return directory / WORK / f"unit-{unit:05d}.used"
+
+
+def _shard_name(unit: int) -> str:
+    return f"shards/unit-{unit:05d}.arrow"
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"{file}: cannot be read ({error}); run the command again") from None
+    return found

@@ -1,0 +1,110 @@
+"""Laws of presets: they set what they say, flags go over them, and fit.json needs none of it."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from spec_train.cli import _parser, _resolve_fit, main
+from spec_train.config import FitConfig, fit_config
+from spec_train.options import DRAFT_OPTIONS
+from spec_train.presets import PRESETS
+from tests.factory import random_documents, tiny_dataset, tiny_llama
+from tests.spec_train.trainer_tools import environment
+
+
+def resolved(*flags: str):
+    return _resolve_fit(_parser().parse_args(["fit", "eagle3", "--out", "run", *flags]))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_sets_what_it_says_and_nothing_else(name):
+    plain = resolved("--data", "data", "--steps", "1")
+    config = resolved("--data", "data", "--preset", name)
+    for option in fit_config("eagle3").__dataclass_fields__:
+        expected = PRESETS[name].values.get(option, getattr(plain, option))
+        if option == "steps":
+            expected = PRESETS[name].values.get("steps")
+        assert getattr(config, option) == (name if option == "preset" else expected), option
+    assert (config.steps is None) != (config.epochs is None)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_set_options_that_exist(name):
+    known = set(FitConfig.__dataclass_fields__)
+    known |= {o for options in DRAFT_OPTIONS.values() for o in options.__dataclass_fields__}
+    assert set(PRESETS[name].values) <= known
+
+
+def test_flags_go_over_a_preset_and_how_long_replaces_both(tmp_path):
+    config = resolved("--data", "d", "--preset", "5k", "--seq-len", "128", "--steps", "7")
+    assert (config.seq_len, config.steps, config.epochs) == (128, 7, None)
+    assert config.accumulation == PRESETS["5k"].values["accumulation"]
+    config = resolved("--data", "d", "--preset", "smoke", "--epochs", "2")
+    assert (config.steps, config.epochs) == (None, 2)
+
+
+def test_a_file_goes_over_its_own_preset_and_under_one_that_is_typed(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('data = "d"\npreset = "5k"\nseq-len = 99\nsteps = 3\n')
+    config = resolved("--config", str(file))
+    assert (config.seq_len, config.steps, config.epochs) == (99, 3, None)
+    assert config.warmup_ratio == PRESETS["5k"].values["warmup_ratio"]
+    config = resolved("--config", str(file), "--preset", "500k")
+    assert (config.seq_len, config.steps, config.epochs) == (4096, None, 3)
+    config = resolved("--config", str(file), "--preset", "500k", "--steps", "4")
+    assert (config.seq_len, config.steps, config.epochs) == (4096, 4, None)
+
+
+def test_an_unknown_preset_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "eagle3", "--data", "d", "--out", "o", "--preset", "5m"])
+    assert "choose from" in capsys.readouterr().err
+    file = tmp_path / "run.toml"
+    file.write_text('data = "d"\nout = "o"\npreset = "5m"\n')
+    assert main(["fit", "eagle3", "--config", str(file)]) == 2
+    assert "choose from smoke, 5k, 50k, 500k" in capsys.readouterr().err
+
+
+def test_help_says_what_every_preset_sets_and_promises(capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "eagle3", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for preset in PRESETS.values():
+        assert preset.expect in text
+        for option, value in preset.values.items():
+            assert f"--{option.replace('_', '-')} {value}" in text
+
+
+def test_fit_json_is_resolved_and_goes_on_without_the_preset(tmp_path, capsys):
+    data, out = tiny_dataset(tmp_path / "data", n_docs=30), tmp_path / "run"
+    common = ["fit", "eagle3", "--data", str(data), "--seq-len", "48"]
+    assert main([*common, "--out", str(out), "--preset", "smoke", "--steps", "3"]) == 0
+    table = json.loads((out / "fit.json").read_text())
+    assert table["preset"] == "smoke" and table["ttt_steps"] == 2 and table["steps"] == 3
+    again = ["fit", "eagle3", "--config", str(out / "fit.json"), "--out", str(tmp_path / "again")]
+    assert main(again) == 0
+    repeated = json.loads((tmp_path / "again" / "fit.json").read_text())
+    assert repeated | {"out": 0} == table | {"out": 0}
+    del table["preset"]
+    (tmp_path / "plain.json").write_text(json.dumps(table))
+    assert main(["fit", "eagle3", "--config", str(tmp_path / "plain.json")]) == 0
+
+
+@pytest.mark.long
+def test_smoke_is_a_minute_on_a_cpu(tmp_path):
+    """With a target as wide as one of 0.6 B parameters and 32,000 tokens: as a process, alone on
+    one thread. The limit is for machines that are busy with other things."""
+    model = tiny_llama(vocab=32000, layers=4, hidden=1024)
+    documents = random_documents(60, 32000, shortest=100, longest=400)
+    data = tiny_dataset(tmp_path / "data", model=model, documents=documents)
+    command = [sys.executable, "-m", "spec_train.cli", "fit", "eagle3", "--preset", "smoke"]
+    started = time.perf_counter()
+    subprocess.run(
+        [*command, "--data", str(data), "--out", str(tmp_path / "run"), "--device", "cpu"],
+        env=environment(), check=True, capture_output=True, timeout=300,
+    )  # fmt: skip
+    print(f"{time.perf_counter() - started:.1f} s")
+    assert (tmp_path / "run" / "best" / "model.safetensors").is_file()
