@@ -146,7 +146,7 @@ def trained_rendering(origin: dict[str, Any], run: dict[str, Any] | None) -> dic
     """
     found = dict(origin)
     if run is not None:
-        found["folder"] = run["data"] / "target"
+        found["folder"] = Path(run["data"]) / "target"
         if run["chat_template_kwargs"] is not None:
             found.setdefault("chat_template_kwargs", run["chat_template_kwargs"])
     return found
