@@ -177,7 +177,7 @@ def test_codecs_by_kind():
     def codecs(**change):
         return GenerateConfig(**{"target": "t", "corpus": ("c",), "out": "o"} | change).codecs
 
-    assert codecs() == {"aux": "bf16", "final": "bf16"}
+    assert codecs() == {"aux": "lm4c", "final": "lm4c"}
     assert codecs(codec="lm4c") == {"aux": "lm4c", "final": "lm4c"}
     assert codecs(codec="lm4c", supervision="logits") == {"aux": "lm4c", "final": "bf16"}
     assert codecs(codec="final=int8c") == {"aux": "bf16", "final": "int8c"}
