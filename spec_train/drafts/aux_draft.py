@@ -19,6 +19,7 @@ from spec_data.shards.schema import FINAL, SUPERVISED, Manifest, layer_column
 from spec_train.drafts.eagle3_config import Eagle3Config
 from spec_train.drafts.layers import RMSNorm, Rotary
 from spec_train.drafts.shape import special_ids
+from spec_train.drafts.vocabulary import WithVocabulary
 from spec_train.exports.files import DraftFiles, check_tensors, read_files, write_files
 from spec_train.head import TargetHead, choose_draft_vocabulary
 from spec_train.origin import origin_of, require_same_embedding, weights_warning
@@ -53,17 +54,13 @@ def check_teachers(manifest: Manifest, options: Any) -> None:
         )
 
 
-class AuxDraft(nn.Module):
+class AuxDraft(WithVocabulary):
     """Shared modules, fitting and files; `make_layers` is the subclass's."""
 
     name: ClassVar[str]
     options_class: ClassVar[type]
     config_class: ClassVar[type[Eagle3Config]]
     embed_tokens: nn.Embedding
-    d2t: Tensor
-    t2d: Tensor
-    draft_ids: Tensor
-    draft_index: Tensor
 
     def __init__(self, config: Eagle3Config, options: Any = None) -> None:
         """Make a draft with random weights and the first Vd tokens as draft vocabulary."""
@@ -82,39 +79,11 @@ class AuxDraft(nn.Module):
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.rotary = Rotary(config.rope)
         self.attention_backend = "auto"  # or one of attention.BACKENDS
-        for name in ("d2t", "t2d", "draft_ids", "draft_index"):
-            self.register_buffer(name, None, persistent=False)
-        self.set_vocabulary(torch.arange(config.draft_vocab_size))
+        self.make_vocabulary()
 
     def make_layers(self) -> None:
         """Make the layers between `fc` and `norm`."""
         raise NotImplementedError
-
-    @property
-    def full_vocabulary(self) -> bool:
-        """Whether the draft can propose every token of the target (no map is saved then)."""
-        return self.config.draft_vocab_size == self.config.vocab_size
-
-    def set_vocabulary(self, ids: Tensor) -> None:
-        """Set the target ids of the draft vocabulary, ascending int64 [Vd].
-
-        Raises:
-            DraftError: ids are not ascending, unique, within 0..V-1 and Vd in number.
-        """
-        size, vocab = self.config.draft_vocab_size, self.config.vocab_size
-        ids = ids.to(self.fc.weight.device, torch.long)
-        ascending = bool((ids[1:] > ids[:-1]).all())
-        if ids.shape != (size,) or not ascending or int(ids[0]) < 0 or int(ids[-1]) >= vocab:
-            raise DraftError(
-                f"draft vocabulary: {tuple(ids.shape)} ids must be {size} ascending unique ids "
-                f"in 0..{vocab - 1}"
-            )
-        rows = torch.arange(size, device=ids.device)
-        self.draft_ids = ids
-        self.d2t = ids - rows
-        self.draft_index = torch.full((vocab,), -1, device=ids.device)  # target id -> row or -1
-        self.draft_index[ids] = rows
-        self.t2d = self.draft_index >= 0
 
     def project(self, aux: Tensor) -> Tensor:
         """Aux states [B, T, n*H] -> features [B, T, H]."""

@@ -26,6 +26,7 @@ from spec_data.shards.errors import DraftError
 from spec_train.drafts.dspark_config import DSparkConfig
 from spec_train.drafts.dspark_heads import ConfidenceHead, MarkovHead
 from spec_train.drafts.layers import DecoderLayer, RMSNorm, Rotary
+from spec_train.drafts.vocabulary import WithVocabulary
 from spec_train.exports.files import DraftFiles, check_tensors, read_files, write_files
 from spec_train.head import TargetHead
 from spec_train.options import BlockOptions, DSparkOptions
@@ -44,14 +45,10 @@ def attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, scale=scale)
 
 
-class DSparkModel(nn.Module):
+class DSparkModel(WithVocabulary):
     """Modules, forward and checkpoint of a block draft (the loss is in `dspark_loss`)."""
 
     name: ClassVar[str] = "dspark"
-    d2t: Tensor
-    t2d: Tensor
-    draft_ids: Tensor
-    draft_index: Tensor
 
     def __init__(self, config: DSparkConfig, options: BlockOptions | None = None) -> None:
         """Make a draft with random weights and the first Vd tokens as draft vocabulary."""
@@ -79,37 +76,7 @@ class DSparkModel(nn.Module):
             self.lm_head.weight.requires_grad_(False)
         self.rotary = Rotary(config.rope)
         self.attention_backend = "auto"  # or one of attend.BACKENDS
-        for name in ("d2t", "t2d", "draft_ids", "draft_index"):
-            self.register_buffer(name, None, persistent=False)
-        self.set_vocabulary(torch.arange(config.draft_vocab_size))
-
-    # -- vocabulary -------------------------------------------------------------------------------
-
-    @property
-    def full_vocabulary(self) -> bool:
-        """Whether the draft can propose every token of the target (no map is saved then)."""
-        return self.config.draft_vocab_size == self.config.vocab_size
-
-    def set_vocabulary(self, ids: Tensor) -> None:
-        """Set the target ids of the draft vocabulary, ascending int64 [Vd].
-
-        Raises:
-            DraftError: ids are not ascending, unique, within 0..V-1 and Vd in number.
-        """
-        size, vocab = self.config.draft_vocab_size, self.config.vocab_size
-        ids = ids.to(self.fc.weight.device, torch.long)
-        ascending = bool((ids[1:] > ids[:-1]).all())
-        if ids.shape != (size,) or not ascending or int(ids[0]) < 0 or int(ids[-1]) >= vocab:
-            raise DraftError(
-                f"draft vocabulary: {tuple(ids.shape)} ids must be {size} ascending unique ids "
-                f"in 0..{vocab - 1}"
-            )
-        rows = torch.arange(size, device=ids.device)
-        self.draft_ids = ids
-        self.d2t = ids - rows
-        self.draft_index = torch.full((vocab,), -1, device=ids.device)  # target id -> row or -1
-        self.draft_index[ids] = rows
-        self.t2d = self.draft_index >= 0
+        self.make_vocabulary()
 
     def head_rows(self, head: TargetHead) -> Tensor:
         """The frozen rows [Vd, H] that make logits of states."""
