@@ -6,14 +6,13 @@ number of ranks and either kind of sharding.
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from spec_train.config import FitConfig
-from spec_train.ranks import split_like, whole
 
 STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -81,3 +80,20 @@ class Masters:
                     kept = split_like(value, parameter) if value.ndim else value
                     self.optimizer.state[parameter][key] = kept.to(parameter.device)
         return []
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be split over the ranks; all of them call it."""
+    gathered: Any = getattr(tensor, "full_tensor", None)  # a DTensor has it
+    return tensor if gathered is None else gathered()
+
+
+def split_like(full: Tensor, like: Tensor) -> Tensor:
+    """This rank's share of `full`, which every rank holds, on the device and split as `like`."""
+    full = full.to(like.device)
+    if not hasattr(like, "full_tensor"):
+        return full
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    sharded = cast(DTensor, like)
+    return distribute_tensor(full, sharded.device_mesh, sharded.placements, src_data_rank=None)

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -241,12 +241,17 @@ class Ranks:
         return {name: part.view_as(values[name]) for name, part in zip(names, parts, strict=True)}
 
     def agree(
-        self, counts: Tensor, stop: bool = False, error: Exception | None = None
+        self,
+        counts: Tensor,
+        stop: bool = False,
+        error: Exception | None = None,
+        stopping: Callable[[], object] = lambda: False,
     ) -> tuple[Tensor, bool]:
         """Add up `counts` [S] over the ranks; also, whether any of them was told to stop.
 
         A rank that cannot do the step gives its `error` and zeros: it is raised there, and a
-        PeerError with its message on the others, at the same step.
+        PeerError with its message on the others, at the same step. One whose `stopping` turns true
+        while the others are awaited says so to them: they may be waiting for data.
         """
         if self.alone:
             if error is not None:
@@ -255,13 +260,25 @@ class Ranks:
         if error is not None:
             self._publish(error)
         flags = counts.new_tensor([float(stop), float(error is not None)])
-        total = self.sum(torch.cat([counts, flags]))
+        total = torch.cat([counts, flags]).to(self.device)
+        self._await(dist.all_reduce(total, async_op=True), stopping)
         stops, failures = total[-2:].tolist()
         if error is not None:
             raise error
         if failures:
             self._raise_told()
-        return total[:-2], stops > 0
+        return total[:-2].to(counts.device), stops > 0
+
+    def _await(self, work: Any, stopping: Callable[[], object]) -> None:
+        """Wait in Python, where signals arrive, and not inside the collective."""
+        pause, called = 5e-5, False
+        while not work.is_completed():
+            if not called and stopping():
+                self.call_stop()
+                called = True
+            time.sleep(pause)
+            pause = min(2 * pause, POLL_SECONDS)
+        work.wait()
 
     # -- the draft --------------------------------------------------------------------------------
 
@@ -330,61 +347,3 @@ class Ranks:
 def _in_words(error: BaseException) -> str:
     """An error's message, with its kind where it is not one of ours."""
     return str(error) if isinstance(error, SpecDataError) else f"{type(error).__name__}: {error}"
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be split over the ranks; all of them call it."""
-    gathered: Any = getattr(tensor, "full_tensor", None)  # a DTensor has it
-    return tensor if gathered is None else gathered()
-
-
-def split_like(full: Tensor, like: Tensor) -> Tensor:
-    """This rank's share of `full`, which every rank holds, on the device and split as `like`."""
-    full = full.to(like.device)
-    if not hasattr(like, "full_tensor"):
-        return full
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    sharded = cast(DTensor, like)
-    return distribute_tensor(full, sharded.device_mesh, sharded.placements, src_data_rank=None)
-
-
-class LossOnRanks(nn.Module):
-    """`draft.loss` as the `forward` that distributed wrappers need."""
-
-    def __init__(self, draft: Any) -> None:
-        """Hold the draft as the only submodule."""
-        super().__init__()
-        self.draft = draft
-
-    def forward(
-        self, batch: Any, head: Any, counts: Tensor, earlier: list[Tensor] | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a micro-batch and its sums (plain, so that wrappers find the tensors).
-
-        `earlier`, in the last micro-batch of a rank among several: the losses before. The loss is
-        then connected to every parameter, so that each takes part in the exchange whether or not
-        this rank's packs used it; and if any of the losses is not finite, so is every gradient,
-        and all ranks refuse the step at the same place.
-        """
-        result = self.draft.loss(batch, head, counts)
-        if earlier is None:
-            return result.loss, result.sums
-        told = torch.stack([*earlier, result.loss.detach()]).sum()
-        connected = _Connected.apply(result.loss, told * 0, *self.draft.trainable_parameters())
-        return connected, result.sums
-
-
-class _Connected(torch.autograd.Function):
-    """The first argument; every parameter gets the gradient `zero` (nan where a loss is)."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, zero: Tensor, *params: Tensor) -> Tensor:
-        ctx.save_for_backward(zero)
-        ctx.params = [(p.shape, p.dtype) for p in params]
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (zero,) = ctx.saved_tensors
-        return grads[0], None, *(zero.to(dtype).expand(shape) for shape, dtype in ctx.params)

@@ -42,7 +42,8 @@ from spec_train.head import TargetHead
 from spec_train.masters import Masters
 from spec_train.metrics import Sums, add_sums, shown, summarise_parts
 from spec_train.mixture import Documents
-from spec_train.ranks import LossOnRanks, Ranks
+from spec_train.rank_loss import LossOnRanks
+from spec_train.ranks import Ranks
 from spec_train.release import KeepAll
 from spec_train.result import FitResult, better
 from spec_train.saving import Saver
@@ -170,7 +171,8 @@ class Trainer:
     def _next_step(self, steps: Generator[Step, None, None]) -> Step | None:
         """The next step and its slot counts; None when any rank was told to stop.
 
-        One that is told so while it waits for data has no part of the step, so none does it.
+        One that is told so while it waits for data, or for another rank that does, has no part of
+        the step, so none does it.
         What the reader or the writer has raised is raised on all ranks.
         """
         try:
@@ -182,7 +184,9 @@ class Trainer:
         if step is None:
             self.ranks.call_stop()
         own = self._no_counts() if step is None else self._slot_counts("train", step)
-        self._counts, stopped = self.ranks.agree(own, stop=step is None)
+        self._counts, stopped = self.ranks.agree(
+            own, stop=step is None, stopping=lambda: self._signals
+        )
         if stopped and step is not None:
             self.stream.untake(step)
         return None if stopped else step

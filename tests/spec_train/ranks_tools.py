@@ -13,11 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from spec_data.config import run_cli
+from tests.spec_train.trainer_tools import masters, metrics, run
 
-LIMIT_SECONDS = 240  # a hang, not a slow machine
+LIMIT_SECONDS = 240
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,20 @@ def on_ranks(
     if not agent:
         del store
     folder.mkdir(parents=True, exist_ok=True)
+    # none connects before all are forked: the store's thread looks names up for whoever connects,
+    # and a child forked meanwhile would inherit a lock that nobody releases
+    held, gate = os.pipe()
     children = []
     for rank in range(world):
         sys.stdout.flush()
         child = os.fork()
         if child == 0:
+            os.close(gate)
+            os.read(held, 1)  # until the parent closes its end
             _become(rank, world, port, agent, folder / f"rank-{rank}.txt", body)
         children.append(child)
+    os.close(gate)
+    os.close(held)
     codes: dict[int, int] = {}
     until = time.monotonic() + LIMIT_SECONDS
     while len(codes) < world and time.monotonic() < until:
@@ -90,3 +99,31 @@ def _become(
         sys.stderr.flush()
     finally:
         os._exit(code)
+
+
+def fit_on_ranks(config, world: int = 2, prepare=lambda rank: None):
+    """Run it on several ranks; `prepare(rank)` patches a rank first."""
+
+    def body(rank: int):
+        prepare(rank)
+        run(config)
+
+    return on_ranks(Path(config.out + "-said"), body, world)
+
+
+def fit_well(config, world: int = 2, prepare=lambda rank: None):
+    ended = fit_on_ranks(config, world, prepare)
+    said = "\n".join(f"-- rank {rank}\n{end.text}" for rank, end in enumerate(ended))
+    assert [end.code for end in ended] == [0] * world, f"{[e.code for e in ended]}\n{said}"
+    return ended
+
+
+def assert_close_runs(a: str | Path, b: str | Path, tolerance: float = 2e-6) -> None:
+    """Weights and figures, to float tolerance."""
+    one, two = masters(a), masters(b)
+    assert one.keys() == two.keys()
+    assert max(float((one[n] - two[n]).abs().max()) for n in one) < tolerance
+    for line_a, line_b in zip(metrics(a), metrics(b), strict=True):
+        nothing = {name for name, value in line_a.items() if value is None} | {"split"}
+        assert all(line_a.pop(name) == line_b.pop(name) for name in nothing)
+        assert line_a == pytest.approx(line_b, rel=1e-4, abs=1e-6)

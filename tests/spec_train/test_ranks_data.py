@@ -9,12 +9,12 @@ import pytest
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train import ranks
 from spec_train.trainer import Trainer
-from tests.spec_train import test_follow, test_mixture, trainer_tools
-from tests.spec_train.test_ranks import assert_close_runs, fit_on_ranks, fit_well
+from tests.spec_train import follow_tools, test_mixture, trainer_tools
+from tests.spec_train.ranks_tools import assert_close_runs, fit_on_ranks, fit_well
 from tests.spec_train.trainer_tools import change, make_noisy, metrics, run
 
 data, config = trainer_tools.data, trainer_tools.config
-place, source = test_mixture.place, test_follow.source
+place, source = test_mixture.place, follow_tools.source
 
 
 @pytest.fixture(autouse=True)
@@ -38,10 +38,10 @@ def test_a_mixture_on_two_ranks_is_that_on_one(place, tmp_path, sharding, monkey
 
 def test_two_ranks_wait_for_generation(source, tmp_path):
     beside = tmp_path / "beside"
-    test_follow.generate_units(source, beside, test_follow.HELD)
+    follow_tools.generate_units(source, beside, follow_tools.HELD)
     (tmp_path / "gate").touch()
-    generator = test_follow.start_generate(test_follow.made(source, beside), tmp_path / "gate")
-    two = test_follow.config_of(beside, tmp_path / "two", lr=1e-4)
+    generator = follow_tools.start_generate(follow_tools.made(source, beside), tmp_path / "gate")
+    two = follow_tools.config_of(beside, tmp_path / "two", lr=1e-4)
     fit_well(two)
     generator.communicate(timeout=100)
     one = change(two, out=str(tmp_path / "one"), batch_size=4)  # the dataset is whole by now
@@ -49,9 +49,9 @@ def test_two_ranks_wait_for_generation(source, tmp_path):
     assert_close_runs(one.out, two.out)
 
 
-@pytest.mark.parametrize("waiting", [{1}, {0, 1}])
-def test_one_rank_is_told_to_stop_while_it_waits_for_data(config, tmp_path, waiting):
-    """Another has its part of the step already, or waits too and gets no signal."""
+@pytest.mark.parametrize("waiting", [{0}, {1}, {0, 1}])
+def test_one_rank_is_told_to_stop_while_data_is_awaited(config, tmp_path, waiting):
+    """By itself, by both, or by the other, which gets no signal."""
     config = change(config, accumulation=1, lr=1e-4, eval_every=100, save_every=100)
     whole = change(config, out=str(tmp_path / "whole"), accumulation=2)
     run(whole)
@@ -70,8 +70,9 @@ def test_one_rank_is_told_to_stop_while_it_waits_for_data(config, tmp_path, wait
         def blocking(self, rows, stop):
             return wait_for(self, rows, stop) if not dry.is_set() else not stop.wait()
 
+        Trainer._train_step = stepping
         if rank in waiting:
-            Trainer._train_step, HiddenStatesDataset.wait_for = stepping, blocking
+            HiddenStatesDataset.wait_for = blocking
 
     fit_well(config, prepare=prepare)
     saved = (tmp_path / "run" / "last").resolve().name
@@ -82,8 +83,8 @@ def test_one_rank_is_told_to_stop_while_it_waits_for_data(config, tmp_path, wait
 
 def test_units_are_deleted_by_one_process_alone(source, tmp_path):
     unsealed = tmp_path / "data"
-    test_follow.generate_units(source, unsealed, 1)
-    refused = test_follow.config_of(unsealed, tmp_path / "run", follow_keep=9)
+    follow_tools.generate_units(source, unsealed, 1)
+    refused = follow_tools.config_of(unsealed, tmp_path / "run", follow_keep=9)
     for end in fit_on_ranks(refused):
         assert end.code in (1, 2)
         assert "--follow-keep 9 with 2 processes: a unit that one of them deletes" in end.text
