@@ -199,6 +199,7 @@ def build(name: str, head: TargetHead, vocab: int) -> Any:
         layers=LAYERS,
         supervision="final-hidden",
         final="all",
+        columns=[SimpleNamespace(name=FINAL)],
         where="random",
         target={"dtype": "float32"},
         raw={"tokenizer": {}},
