@@ -29,13 +29,23 @@ def chosen_layers(layers: str, captured: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Options:
-    """Options of the EAGLE-3 draft (arXiv 2503.01840)."""
+class AuxOptions:
+    """What drafts over captured layers share."""
 
     layers: str = option("auto", help="layer ids to draft from, as 1,3,5; auto = all captured")
     draft_vocab_size: int = option(
         32000, help="most frequent supervised tokens the draft can propose; 0 = all"
     )
+
+    def layer_ids(self, captured: tuple[int, ...]) -> tuple[int, ...]:
+        """The ascending layer ids to draft from (see `chosen_layers`)."""
+        return chosen_layers(self.layers, captured)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Options(AuxOptions):
+    """Options of the EAGLE-3 draft (arXiv 2503.01840)."""
+
     ttt_steps: int = option(7, help="unroll steps of the training-time test = drafted depth")
     step_decay: float = option(0.8, help="weight of unroll step s is step_decay ** s")
     loss: str = option(
@@ -70,10 +80,6 @@ class Eagle3Options:
             raise DraftError(f"lambda_scale = {self.lambda_scale}: from 0 to 1")
         if not 0 <= self.lambda_decay < math.inf:
             raise DraftError(f"lambda_decay = {self.lambda_decay}: 0 or more")
-
-    def layer_ids(self, captured: tuple[int, ...]) -> tuple[int, ...]:
-        """The ascending layer ids to draft from (see `chosen_layers`)."""
-        return chosen_layers(self.layers, captured)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,13 +125,9 @@ class EagleOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeagleOptions:
+class PeagleOptions(AuxOptions):
     """Options of the P-EAGLE draft (arXiv 2602.01469): all tokens of a round in one forward."""
 
-    layers: str = option("auto", help="layer ids to draft from, as 1,3,5; auto = all captured")
-    draft_vocab_size: int = option(
-        32000, help="most frequent supervised tokens the draft can propose; 0 = all"
-    )
     depths: int = option(8, help="tokens drafted by one forward")
     draft_layers: int = option(4, help="decoder layers of the draft")
     cod_ratio: float = option(
@@ -175,16 +177,11 @@ class PeagleOptions:
         """Nothing is fed back here, so nothing is normed for it."""
         return False
 
-    def layer_ids(self, captured: tuple[int, ...]) -> tuple[int, ...]:
-        """The ascending layer ids to draft from (see `chosen_layers`)."""
-        return chosen_layers(self.layers, captured)
-
 
 @dataclass(frozen=True, kw_only=True)
-class BlockOptions:
+class BlockOptions(AuxOptions):
     """What DSpark and DFlash share: drafts that propose a whole block in one forward."""
 
-    layers: str = option("auto", help="layer ids to draft from, as 1,3,5; auto = all captured")
     draft_vocab_size: int = option(
         0, help="most frequent supervised tokens the draft can propose; 0 = all"
     )
@@ -235,10 +232,6 @@ class BlockOptions:
                 raise DraftError(f"{name} = {value}: {bound} or more")
         if self.ce_weight == self.l1_weight == 0:
             raise DraftError("ce_weight and l1_weight are both 0: nothing would train the drafts")
-
-    def layer_ids(self, captured: tuple[int, ...]) -> tuple[int, ...]:
-        """The ascending layer ids to draft from (see `chosen_layers`)."""
-        return chosen_layers(self.layers, captured)
 
 
 @dataclass(frozen=True, kw_only=True)

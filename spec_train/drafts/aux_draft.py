@@ -1,28 +1,23 @@
 """What the drafts over captured layers share: EAGLE-3 and P-EAGLE add their own layers.
 
-Embedding, feature projection, final norm, LM head and draft vocabulary; the way such a draft is
-made for a dataset and joined to its target; its files. Parameter names are the checkpoint's; the
-embedding is the target's and stays frozen, because engines replace it.
+Feature projection, final norm and an LM head of its own over the draft vocabulary. Parameter names
+are the checkpoint's.
 
 B rows, T slots, n captured layers, H hidden size, V / Vd target / draft vocabulary.
 """
 
-import dataclasses
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from spec_data.shards.errors import DatasetError, DraftError
-from spec_data.shards.schema import FINAL, SUPERVISED, Manifest, layer_column
+from spec_data.shards.schema import FINAL, SUPERVISED, Manifest
+from spec_train.drafts.base import BaseDraft
 from spec_train.drafts.eagle3_config import Eagle3Config
 from spec_train.drafts.layers import RMSNorm, Rotary
-from spec_train.drafts.shape import special_ids
-from spec_train.drafts.vocabulary import WithVocabulary
-from spec_train.exports.files import DraftFiles, check_tensors, read_files, write_files
-from spec_train.head import TargetHead, choose_draft_vocabulary
-from spec_train.origin import origin_of, require_same_embedding, weights_warning
+from spec_train.head import TargetHead
+from spec_train.origin import origin_of
 
 LOGITS = "logits"
 """The column, and the supervision, of a dataset that holds all logits of the target."""
@@ -54,13 +49,10 @@ def check_teachers(manifest: Manifest, options: Any) -> None:
         )
 
 
-class AuxDraft(WithVocabulary):
-    """Shared modules, fitting and files; `make_layers` is the subclass's."""
+class AuxDraft(BaseDraft):
+    """Shared modules; `make_layers` is the subclass's."""
 
-    name: ClassVar[str]
-    options_class: ClassVar[type]
     config_class: ClassVar[type[Eagle3Config]]
-    embed_tokens: nn.Embedding
 
     def __init__(self, config: Eagle3Config, options: Any = None) -> None:
         """Make a draft with random weights and the first Vd tokens as draft vocabulary."""
@@ -87,7 +79,7 @@ class AuxDraft(WithVocabulary):
 
     def project(self, aux: Tensor) -> Tensor:
         """Aux states [B, T, n*H] -> features [B, T, H]."""
-        aux = self._cast(aux)
+        aux = self.cast(aux)
         if self.config.fc_norm:
             parts = aux.chunk(len(self.fc_norm), dim=-1)
             pairs = zip(self.fc_norm, parts, strict=True)
@@ -96,12 +88,7 @@ class AuxDraft(WithVocabulary):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Known tokens [B, T] -> [B, T, H]."""
-        return self._cast(self.embed_tokens(token_ids))
-
-    def _cast(self, x: Tensor) -> Tensor:
-        """To the dtype of the weights; autocast does that itself."""
-        autocast = torch.is_autocast_enabled(x.device.type)
-        return x if autocast else x.to(self.fc.weight.dtype)
+        return self.cast(self.embed_tokens(token_ids))
 
     # -- fitting ----------------------------------------------------------------------------------
 
@@ -116,49 +103,26 @@ class AuxDraft(WithVocabulary):
         options.layer_ids(manifest.layers)
 
     @classmethod
-    def build(
+    def make_config(
         cls,
         options: Any,
-        *,
         target_config: dict[str, Any],
         manifest: Manifest,
         head: TargetHead,
         token_counts: Tensor | None,
-    ) -> Self:
-        """Make a fresh draft for a dataset, float32, with the target's embedding and head rows.
-
-        Random weights come from torch's default generator: seed it first.
-
-        Raises:
-            DraftError: options, target config and dataset do not go together.
-        """
-        cls.check_data(options, manifest)
+    ) -> Any:
+        """The configuration of a fresh draft for a dataset."""
         vocab = head.spec.vocab_size
-        size = min(options.draft_vocab_size or vocab, vocab)
-        config = cls.config_class.from_target(
+        return cls.config_class.from_target(
             target_config,
             layers=options.layer_ids(manifest.layers),
             vocab_size=vocab,
-            draft_vocab_size=size,
+            draft_vocab_size=min(options.draft_vocab_size or vocab, vocab),
             options=options,
             dtype=manifest.target.get("dtype"),
             origin=origin_of(manifest),
             **cls.own_settings(options, target_config, manifest, head, token_counts),
         )
-        if config.hidden_size != head.spec.hidden_size:
-            raise DraftError(
-                f"the target's config.json has hidden size {config.hidden_size}, its head "
-                f"{head.spec.hidden_size}; the dataset mixes two targets"
-            )
-        draft = cls(config, options)
-        draft.to(head.head_weight.device)
-        if size < vocab:
-            if token_counts is None:
-                raise DraftError("a draft vocabulary needs the counts of the supervised tokens")
-            special = special_ids(target_config)
-            draft.set_vocabulary(choose_draft_vocabulary(token_counts, size, special))
-        draft.adopt(head)
-        return draft
 
     @classmethod
     def own_settings(
@@ -173,100 +137,19 @@ class AuxDraft(WithVocabulary):
         return {}
 
     @torch.no_grad()
-    def join(self, head: TargetHead, manifest: Manifest, where: str) -> list[str]:
-        """Go on with the target of a dataset, sharing the embedding of its `head`.
-
-        Gives warnings. `where` is what the draft was read from.
-
-        Raises:
-            DraftError: it is another target.
-        """
-        whose = str(Path(manifest.where).parent)
-        require_same_embedding(self.embed_tokens.weight, head.embed_weight, where, whose)
-        warnings = weights_warning(self.config.origin, manifest)
-        self.config = dataclasses.replace(self.config, origin=origin_of(manifest))
-        self._share_embedding(head)
-        return warnings
-
-    def _share_embedding(self, head: TargetHead) -> None:
-        self.embed_tokens.weight = torch.nn.Parameter(head.embed_weight, requires_grad=False)
-
-    @torch.no_grad()
     def adopt(self, head: TargetHead) -> None:
         """Take the target's embedding (shared with `head`) and, if asked, its head rows."""
-        self._share_embedding(head)
+        self.share(head)
         if self.options.head_init == "target":
             rows = head.head_weight[self.draft_ids] * head.spec.scale
             self.lm_head.weight.copy_(rows.to(self.lm_head.weight.dtype))
-
-    @property
-    def state_columns(self) -> tuple[str, ...]:
-        """The aux states, ascending."""
-        return tuple(layer_column(k) for k in self.config.layers)
 
     def columns(self, supervision: str = "final-hidden") -> tuple[str, ...]:
         """Columns that the loss reads of a dataset with that supervision."""
         teacher = LOGITS if supervision == LOGITS else FINAL
         return ("input_ids", "loss_mask", *self.state_columns, teacher, "target_argmax")
 
-    # -- files ------------------------------------------------------------------------------------
-
-    def trainable_parameters(self) -> list[nn.Parameter]:
-        """All parameters but the frozen embedding."""
-        return [p for p in self.parameters() if p.requires_grad]
-
-    def checkpoint_tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The tensors of model.safetensors, on the CPU."""
-        tensors = {
-            name: value.detach().to("cpu", dtype).contiguous()
-            for name, value in self.state_dict().items()
-        }
-        if not self.full_vocabulary:
-            tensors["d2t"], tensors["t2d"] = self.d2t.cpu(), self.t2d.cpu()
-        return tensors
-
-    def save_pretrained(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write config.json and model.safetensors, each in one step, weights in `dtype`.
-
-        By default the dtype is the target's, so that the embedding is the target's bit for bit.
-        """
-        dtype = dtype or getattr(torch, self.config.dtype)
-        write_files(self.files(dtype, str(directory)), directory)
-
-    def files(self, dtype: torch.dtype, where: str) -> DraftFiles:
-        """What `save_pretrained` writes to the directory `where`."""
-        raw = self.config.to_json(self.options)
-        raw["dtype"] = raw["torch_dtype"] = str(dtype).removeprefix("torch.")
-        return DraftFiles(raw, self.checkpoint_tensors(dtype), where)
-
     @classmethod
-    def from_pretrained(cls, directory: str | Path) -> Self:
-        """Read a draft that `save_pretrained` wrote, in its stored dtype.
-
-        Raises:
-            MissingError: a file is absent.
-            DraftError: tensors are missing, unexpected or of another shape; all are named.
-        """
-        return cls.from_files(read_files(directory))
-
-    @classmethod
-    def from_files(cls, files: DraftFiles) -> Self:
-        """Make a draft of files in the form of `save_pretrained`, in their dtype.
-
-        Raises:
-            DraftError: tensors are missing, unexpected or of another shape; all are named.
-        """
-        config, options = cls.config_class.from_json(files.config, files.config_path)
-        draft, tensors = cls(config, options), dict(files.tensors)
-        expected = {k: tuple(v.shape) for k, v in draft.state_dict().items()}
-        if not draft.full_vocabulary:
-            expected |= {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)}
-        check_tensors(tensors, expected, files.weights_path)
-        if not draft.full_vocabulary:
-            d2t, t2d = tensors.pop("d2t"), tensors.pop("t2d")
-            draft.set_vocabulary(torch.arange(config.draft_vocab_size) + d2t)
-            if not torch.equal(draft.t2d, t2d):
-                raise DraftError(f"{files.weights_path}: d2t and t2d disagree")
-        draft.to(tensors["fc.weight"].dtype)
-        draft.load_state_dict(tensors)
-        return draft
+    def read_config(cls, raw: dict[str, Any], where: str) -> tuple[Any, Any]:
+        """Configuration and options of a config.json of this kind of draft."""
+        return cls.config_class.from_json(raw, where)

@@ -1,15 +1,13 @@
 """DSpark and DFlash: the draft classes that the trainer drives."""
 
-import dataclasses
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from spec_data.shards.errors import DatasetError, DraftError
+from spec_data.shards.errors import DatasetError
 from spec_data.shards.packing import shift_left
-from spec_data.shards.schema import FINAL, Manifest, layer_column
+from spec_data.shards.schema import FINAL, Manifest
 from spec_train.drafts.aux_draft import LOGITS
 from spec_train.drafts.dspark_blocks import Blocks, expected_weights, sample_blocks
 from spec_train.drafts.dspark_config import DSparkConfig
@@ -20,10 +18,9 @@ from spec_train.drafts.dspark_serving import BlockDrafter, block_chains
 from spec_train.drafts.eagle3_loss import head_teacher, logits_teacher
 from spec_train.drafts.mask_token import settle_mask_token
 from spec_train.drafts.protocol import DraftLoss
-from spec_train.drafts.shape import special_ids
-from spec_train.head import TargetHead, choose_draft_vocabulary
+from spec_train.head import TargetHead
 from spec_train.options import BlockOptions, DFlashOptions, DSparkOptions
-from spec_train.origin import origin_of, require_same_embedding, weights_warning
+from spec_train.origin import origin_of
 
 if TYPE_CHECKING:
     from spec_train.batch import DraftBatch
@@ -55,79 +52,34 @@ class DSparkDraft(DSparkModel):
         options.layer_ids(manifest.layers)
 
     @classmethod
-    def build(
+    def make_config(
         cls,
         options: Any,
-        *,
         target_config: dict[str, Any],
         manifest: Manifest,
         head: TargetHead,
         token_counts: Tensor | None,
-    ) -> Self:
-        """Make a fresh draft for a dataset, float32, with the target's embedding.
-
-        Random weights come from torch's default generator: seed it first.
-
-        Raises:
-            DraftError: options, target config and dataset do not go together.
-        """
-        cls.check_data(options, manifest)
+    ) -> DSparkConfig:
+        """The configuration of a fresh draft for a dataset."""
         vocab = head.spec.vocab_size
-        size = min(options.draft_vocab_size or vocab, vocab)
         mask = settle_mask_token(options.mask_token_id, target_config, manifest, head, token_counts)
-        config = DSparkConfig.from_target(
+        return DSparkConfig.from_target(
             target_config,
             layers=options.layer_ids(manifest.layers),
             vocab_size=vocab,
-            draft_vocab_size=size,
+            draft_vocab_size=min(options.draft_vocab_size or vocab, vocab),
             mask_token_id=mask,
             options=options,
             dtype=manifest.target.get("dtype"),
             origin=origin_of(manifest),
         )
-        if config.hidden_size != head.spec.hidden_size:
-            raise DraftError(
-                f"the target's config.json has hidden size {config.hidden_size}, its head "
-                f"{head.spec.hidden_size}; the dataset mixes two targets"
-            )
-        draft = cls(config, options)
-        draft.to(head.head_weight.device)
-        if size < vocab:
-            if token_counts is None:
-                raise DraftError("a draft vocabulary needs the counts of the supervised tokens")
-            special = special_ids(target_config)
-            draft.set_vocabulary(choose_draft_vocabulary(token_counts, size, special))
-        draft.adopt(head)
-        return draft
 
-    @torch.no_grad()
-    def join(self, head: TargetHead, manifest: Manifest, where: str) -> list[str]:
-        """Go on with the target of a dataset, sharing the frozen weights of its `head`.
-
-        Gives warnings. `where` is what the draft was read from.
-
-        Raises:
-            DraftError: it is another target.
-        """
-        whose = str(Path(manifest.where).parent)
-        require_same_embedding(self.embed_tokens.weight, head.embed_weight, where, whose)
-        warnings = weights_warning(self.config.origin, manifest)
-        self.config = dataclasses.replace(self.config, origin=origin_of(manifest))
-        self.adopt(head)
-        return warnings
-
-    @torch.no_grad()
-    def adopt(self, head: TargetHead) -> None:
-        """Take the target's embedding (shared with `head`) and the rows of its head."""
-        self.embed_tokens.weight = torch.nn.Parameter(head.embed_weight, requires_grad=False)
+    def share(self, head: TargetHead) -> None:
+        """Hold the target's embedding, and a copy of the rows of its head that it can propose."""
+        super().share(head)
         if self.lm_head is not None:
             rows = head.head_weight[self.draft_ids]
             self.lm_head.weight = torch.nn.Parameter(rows, requires_grad=False)
-
-    @property
-    def state_columns(self) -> tuple[str, ...]:
-        """The aux states, ascending."""
-        return tuple(layer_column(k) for k in self.config.layers)
 
     @property
     def depth(self) -> int:

@@ -15,19 +15,17 @@ heads, d head size, V / Vd target / draft vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_data.shards.errors import DraftError
+from spec_train.drafts.base import BaseDraft
 from spec_train.drafts.dspark_config import DSparkConfig
 from spec_train.drafts.dspark_heads import ConfidenceHead, MarkovHead
 from spec_train.drafts.layers import DecoderLayer, RMSNorm, Rotary
-from spec_train.drafts.vocabulary import WithVocabulary
-from spec_train.exports.files import DraftFiles, check_tensors, read_files, write_files
 from spec_train.head import TargetHead
 from spec_train.options import BlockOptions, DSparkOptions
 
@@ -45,7 +43,7 @@ def attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, scale=scale)
 
 
-class DSparkModel(WithVocabulary):
+class DSparkModel(BaseDraft):
     """Modules, forward and checkpoint of a block draft (the loss is in `dspark_loss`)."""
 
     name: ClassVar[str] = "dspark"
@@ -84,11 +82,6 @@ class DSparkModel(WithVocabulary):
 
     # -- forward ----------------------------------------------------------------------------------
 
-    def _cast(self, x: Tensor) -> Tensor:
-        """To the dtype of the weights; autocast does that itself."""
-        autocast = torch.is_autocast_enabled(x.device.type)
-        return x if autocast else x.to(self.fc.weight.dtype)
-
     def context(
         self, aux: Tensor, position_ids: Tensor, lengths: Tensor | None = None
     ) -> list[tuple[Tensor, Tensor]]:
@@ -96,7 +89,7 @@ class DSparkModel(WithVocabulary):
 
         `position_ids` int64 [B, T]; `lengths` as `Rotary` takes them.
         """
-        c = self.hidden_norm(self.fc(self._cast(aux)))
+        c = self.hidden_norm(self.fc(self.cast(aux)))
         cos, sin = self.rotary.cos_sin(position_ids, lengths, c.dtype)
         return [layer.self_attn.keys_values(c, cos, sin) for layer in self._decoder_layers()]
 
@@ -116,7 +109,7 @@ class DSparkModel(WithVocabulary):
             attend: who sees what, among T context positions and then the Q slots.
             lengths: as `Rotary` takes them, [B, Q].
         """
-        x = self._cast(self.embed_tokens(token_ids))
+        x = self.cast(self.embed_tokens(token_ids))
         cos, sin = self.rotary.cos_sin(position_ids, lengths, x.dtype)
         for layer, (k0, v0) in zip(self._decoder_layers(), context, strict=True):
             attention = _over_context(attend, k0, v0, layer.self_attn.scale)
@@ -130,70 +123,17 @@ class DSparkModel(WithVocabulary):
         """W1 of previous tokens [...] -> [..., r]; None without a Markov head."""
         return None if self.markov_head is None else self.markov_head.markov_w1(token_ids)
 
-    def trainable_parameters(self) -> list[nn.Parameter]:
-        """All parameters but the target's."""
-        return [p for p in self.parameters() if p.requires_grad]
-
-    # -- files ------------------------------------------------------------------------------------
-
-    def checkpoint_tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The tensors of model.safetensors, on the CPU."""
-        tensors = {
-            name: value.detach().to("cpu", dtype).contiguous()
-            for name, value in self.state_dict().items()
-        }
-        if not self.full_vocabulary:
-            tensors["d2t"], tensors["t2d"] = self.d2t.cpu(), self.t2d.cpu()
-        return tensors
-
-    def save_pretrained(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write config.json and model.safetensors, each in one step, weights in `dtype`.
-
-        By default the dtype is the target's, so that the embedding is the target's bit for bit.
-        """
-        dtype = dtype or getattr(torch, self.config.dtype)
-        write_files(self.files(dtype, str(directory)), directory)
-
-    def files(self, dtype: torch.dtype, where: str) -> DraftFiles:
-        """What `save_pretrained` writes to the directory `where`."""
-        raw = self.config.to_json(self.options, self.name)
-        raw["dtype"] = raw["torch_dtype"] = str(dtype).removeprefix("torch.")
-        return DraftFiles(raw, self.checkpoint_tensors(dtype), where)
+    def config_json(self) -> dict[str, Any]:
+        """config.json, but for the dtype of the weights."""
+        return self.config.to_json(self.options, self.name)
 
     @classmethod
-    def from_pretrained(cls, directory: str | Path) -> Self:
-        """Read a draft that `save_pretrained` wrote, in its stored dtype.
-
-        Raises:
-            MissingError: a file is absent.
-            DraftError: tensors are missing, unexpected or of another shape; all are named.
-        """
-        return cls.from_files(read_files(directory))
-
-    @classmethod
-    def from_files(cls, files: DraftFiles) -> Self:
-        """Make a draft of files in the form of `save_pretrained`, in their dtype.
-
-        Raises:
-            DraftError: tensors are missing, unexpected or of another shape; all are named.
-        """
-        config, name, options = DSparkConfig.from_json(files.config, files.config_path)
+    def read_config(cls, raw: dict[str, Any], where: str) -> tuple[Any, Any]:
+        """Configuration and options of a config.json of this kind of draft."""
+        config, name, options = DSparkConfig.from_json(raw, where)
         if name != cls.name:
-            raise DraftError(f"{files.where}: a draft of kind {name}, not {cls.name}")
-        where, tensors = files.weights_path, dict(files.tensors)
-        draft = cls(config, options)
-        expected = {k: tuple(v.shape) for k, v in draft.state_dict().items()}
-        if not draft.full_vocabulary:
-            expected |= {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)}
-        check_tensors(tensors, expected, where)
-        if not draft.full_vocabulary:
-            d2t, t2d = tensors.pop("d2t"), tensors.pop("t2d")
-            draft.set_vocabulary(torch.arange(config.draft_vocab_size) + d2t)
-            if not torch.equal(draft.t2d, t2d):
-                raise DraftError(f"{where}: d2t and t2d disagree")
-        draft.to(tensors["fc.weight"].dtype)
-        draft.load_state_dict(tensors)
-        return draft
+            raise DraftError(f"{where}: a draft of kind {name}, not {cls.name}")
+        return config, options
 
 
 def _over_context(

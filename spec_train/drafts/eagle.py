@@ -7,14 +7,12 @@ that go on from the draft's own predictions, like the unroll that EAGLE-3 is tra
 `best` is chosen by what serving needs; the loss is that of the first step in both modes.
 """
 
-import dataclasses
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from spec_data.shards.errors import DatasetError, DraftError
+from spec_data.shards.errors import DatasetError
 from spec_data.shards.schema import ALL, FINAL, Manifest
 from spec_train.drafts.chain import ChainDrafter, LayerCaches
 from spec_train.drafts.eagle_config import EagleConfig
@@ -25,7 +23,7 @@ from spec_train.drafts.protocol import DraftLoss
 from spec_train.head import TargetHead
 from spec_train.metrics import summarise
 from spec_train.options import EagleOptions
-from spec_train.origin import origin_of, require_same_embedding, weights_warning
+from spec_train.origin import origin_of
 
 if TYPE_CHECKING:
     from spec_train.batch import DraftBatch
@@ -60,56 +58,22 @@ class EagleDraft(EagleModel):
             )
 
     @classmethod
-    def build(
+    def make_config(
         cls,
         options: EagleOptions,
-        *,
         target_config: dict[str, Any],
         manifest: Manifest,
         head: TargetHead,
         token_counts: Tensor | None,
-    ) -> Self:
-        """Make a fresh draft for a dataset, float32, with the target's embedding.
-
-        `token_counts` decides nothing: the draft speaks the whole vocabulary.
-        """
-        cls.check_data(options, manifest)
-        config = EagleConfig.from_target(
+    ) -> EagleConfig:
+        """The configuration of a fresh draft for a dataset; it speaks the whole vocabulary."""
+        return EagleConfig.from_target(
             target_config,
             vocab_size=head.spec.vocab_size,
             options=options,
             dtype=manifest.target.get("dtype"),
             origin=origin_of(manifest),
         )
-        if config.hidden_size != head.spec.hidden_size:
-            raise DraftError(
-                f"the target's config.json has hidden size {config.hidden_size}, its head "
-                f"{head.spec.hidden_size}; the dataset mixes two targets"
-            )
-        draft = cls(config, options)
-        draft.to(head.head_weight.device)
-        draft.adopt(head)
-        return draft
-
-    @torch.no_grad()
-    def join(self, head: TargetHead, manifest: Manifest, where: str) -> list[str]:
-        """Go on with the target of a dataset, sharing the embedding of its `head`.
-
-        Gives warnings. `where` is what the draft was read from.
-
-        Raises:
-            DraftError: it is another target.
-        """
-        whose = str(Path(manifest.where).parent)
-        require_same_embedding(self.embed_tokens.weight, head.embed_weight, where, whose)
-        warnings = weights_warning(self.config.origin, manifest)
-        self.config = dataclasses.replace(self.config, origin=origin_of(manifest))
-        self.adopt(head)
-        return warnings
-
-    def adopt(self, head: TargetHead) -> None:
-        """Take the target's embedding, shared with `head`."""
-        self.embed_tokens.weight = torch.nn.Parameter(head.embed_weight, requires_grad=False)
 
     @property
     def state_columns(self) -> tuple[str, ...]:

@@ -74,6 +74,11 @@ class EagleConfig:
         )
 
     @property
+    def draft_vocab_size(self) -> int:
+        """The whole vocabulary: the head is the target's."""
+        return self.vocab_size
+
+    @property
     def target_hidden_size(self) -> int:
         """Width of the target's states: the draft predicts them, so its own."""
         return self.hidden_size

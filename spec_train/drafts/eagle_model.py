@@ -10,21 +10,20 @@ B rows, T slots, H hidden size, V target vocabulary.
 """
 
 from functools import partial
-from pathlib import Path
-from typing import Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from spec_train.drafts.base import BaseDraft
 from spec_train.drafts.chain import LayerCaches
 from spec_train.drafts.eagle_config import EagleConfig
 from spec_train.drafts.layers import DecoderLayer, Rotary
-from spec_train.exports.files import DraftFiles, check_tensors, read_files, write_files
 from spec_train.head import TargetHead
 from spec_train.options import EagleOptions
 
 
-class EagleModel(nn.Module):
+class EagleModel(BaseDraft):
     """Modules, serving forward and checkpoint of an EAGLE-1/2 draft."""
 
     def __init__(self, config: EagleConfig, options: EagleOptions | None = None) -> None:
@@ -43,11 +42,6 @@ class EagleModel(nn.Module):
         self.rotary = Rotary(config.rope)
         self.scale = config.head_dim**-0.5  # of the attention scores
         self.attention_backend = "auto"  # or one of attention.BACKENDS
-
-    def cast(self, x: Tensor) -> Tensor:
-        """To the dtype of the weights; autocast does that itself."""
-        autocast = torch.is_autocast_enabled(x.device.type)
-        return x if autocast else x.to(self.fc.weight.dtype)
 
     def fuse(self, token_ids: Tensor, states: Tensor) -> Tensor:
         """Known tokens [B, T] and states [B, T, H] -> input of the layers [B, T, H]."""
@@ -85,55 +79,10 @@ class EagleModel(nn.Module):
             x = layer(x, cos, sin, partial(held.attend, scale=self.scale, seen=seen))
         return x
 
-    def trainable_parameters(self) -> list[nn.Parameter]:
-        """All parameters but the frozen embedding."""
-        return [p for p in self.parameters() if p.requires_grad]
-
-    def checkpoint_tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The tensors of model.safetensors, on the CPU."""
-        return {
-            name: value.detach().to("cpu", dtype).contiguous()
-            for name, value in self.state_dict().items()
-        }
-
-    def save_pretrained(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write config.json and model.safetensors, each in one step, weights in `dtype`.
-
-        By default the dtype is the target's, so that the embedding is the target's bit for bit.
-        """
-        dtype = dtype or getattr(torch, self.config.dtype)
-        write_files(self.files(dtype, str(directory)), directory)
-
-    def files(self, dtype: torch.dtype, where: str) -> DraftFiles:
-        """What `save_pretrained` writes to the directory `where`."""
-        raw = self.config.to_json(self.options)
-        raw["dtype"] = raw["torch_dtype"] = str(dtype).removeprefix("torch.")
-        return DraftFiles(raw, self.checkpoint_tensors(dtype), where)
-
     @classmethod
-    def from_pretrained(cls, directory: str | Path) -> Self:
-        """Read a draft that `save_pretrained` wrote, in its stored dtype.
-
-        Raises:
-            MissingError: a file is absent.
-            DraftError: tensors are missing, unexpected or of another shape; all are named.
-        """
-        return cls.from_files(read_files(directory))
-
-    @classmethod
-    def from_files(cls, files: DraftFiles) -> Self:
-        """Make a draft of files in the form of `save_pretrained`, in their dtype.
-
-        Raises:
-            DraftError: tensors are missing, unexpected or of another shape; all are named.
-        """
-        config, options = EagleConfig.from_json(files.config, files.config_path)
-        draft = cls(config, options)
-        expected = {k: tuple(v.shape) for k, v in draft.state_dict().items()}
-        check_tensors(files.tensors, expected, files.weights_path)
-        draft.to(files.tensors["fc.weight"].dtype)
-        draft.load_state_dict(files.tensors)
-        return draft
+    def read_config(cls, raw: dict[str, Any], where: str) -> tuple[Any, Any]:
+        """Configuration and options of a config.json of this kind of draft."""
+        return EagleConfig.from_json(raw, where)
 
 
 class HeadedEagle:

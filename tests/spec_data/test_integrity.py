@@ -1,6 +1,5 @@
 """Every kind of damage is an error at open or at first touch that names its place."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -18,73 +17,24 @@ from spec_data.options import VerifyConfig
 from spec_data.shards import shard as shard_module
 from spec_data.shards.errors import DatasetError, MissingError, SpecDataError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.schema import fingerprint
 from spec_data.verify import verify
-from tests.factory import random_documents, tiny_dataset
-from tests.spec_data import codec_tools
+from tests.factory import tiny_dataset
+from tests.spec_data import codec_tools, integrity_tools
+from tests.spec_data.integrity_tools import (
+    change_manifest,
+    equal,
+    flip,
+    place_of,
+    read_all,
+    shard_file,
+    to_first_format,
+)
 
 target, corpus, mixed = codec_tools.target, codec_tools.corpus, codec_tools.mixed
 LISTS = ("input_ids", "loss_mask", "hidden.L1", "hidden.final", "target_argmax")
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """Three shards of four documents; the same token counts in each, so that sizes agree."""
-    few = random_documents(4, 64, 0)
-    documents = [d for i in range(3) for d in reordered(few, i)]
-    path = tmp_path_factory.mktemp("whole") / "data"
-    return tiny_dataset(path, documents=documents, docs_per_shard=4)
-
-
-def reordered(documents: list, shift: int) -> list:
-    """The same lengths and masks, other tokens."""
-    return [([(t + shift) % 64 for t in ids], mask, turns) for ids, mask, turns in documents]
-
-
-@pytest.fixture
-def data(whole, tmp_path):
-    return Path(shutil.copytree(whole, tmp_path / "data"))
-
-
-def shard_file(data: Path, number: int) -> Path:
-    return data / "shards" / f"unit-{number:05d}.arrow"
-
-
-def read_all(data: Path, check_every: int = 1) -> list[dict]:
-    dataset = HiddenStatesDataset(data, check_every=check_every)
-    return [dataset[i] for i in range(len(dataset))]
-
-
-def equal(a: dict, b: dict) -> bool:
-    return a.keys() == b.keys() and all(
-        torch.equal(a[k], b[k]) if isinstance(a[k], torch.Tensor) else a[k] == b[k] for k in a
-    )
-
-
-def place_of(data: Path, number: int, column: str, row: int) -> tuple[int, int]:
-    """Where the values of one document's field lie in the file of a shard."""
-    buffer = pa.py_buffer(shard_file(data, number).read_bytes())
-    (batch,) = pa.ipc.open_stream(buffer)
-    array = batch.column(column)
-    a, b = array.offsets.to_pylist()[row : row + 2]
-    values, width = array.values, 1
-    if isinstance(values.type, pa.FixedSizeListType):
-        values, width = values.values, values.type.list_size
-    size = values.type.bit_width // 8 * width
-    start = values.buffers()[1].address - buffer.address
-    return start + a * size, start + b * size
-
-
-def flip(file: Path, position: int, bit: int = 3) -> None:
-    raw = bytearray(file.read_bytes())
-    raw[position] ^= 1 << bit
-    file.write_bytes(raw)
-
-
-def change_manifest(data: Path, **changes) -> None:
-    raw = json.loads((data / "manifest.json").read_text()) | changes
-    raw["fingerprint"] = fingerprint(raw)
-    (data / "manifest.json").write_text(json.dumps(raw))
+whole, data = integrity_tools.whole, integrity_tools.data
 
 
 # -- what is stored -------------------------------------------------------------------------------
@@ -375,88 +325,3 @@ def test_what_would_decode_to_garbage_is_an_error_without_checksums(
     shard_file(data, 0).write_bytes(raw)
     with pytest.raises(DatasetError, match=rf"row {row} .*column {field}: {said}"):
         HiddenStatesDataset(data)[row]
-
-
-# -- versions and manifests -----------------------------------------------------------------------
-
-
-def to_first_format(data: Path) -> None:
-    """Make a dataset what format 1.0 was: no checksums anywhere."""
-    raw = json.loads((data / "manifest.json").read_text()) | {"format_version": "1.0"}
-    for record in raw["shards"]:
-        file = data / record["file"]
-        buffer = pa.py_buffer(file.read_bytes())
-        schema = pa.ipc.open_stream(buffer).schema
-        schema = schema.remove(len(schema) - 1).with_metadata({"spec-data": "1.0"})
-        with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as stream:
-            for batch in pa.ipc.open_stream(buffer):
-                stream.write_batch(pa.RecordBatch.from_arrays(batch.columns[:-1], schema=schema))
-        del record["outline"]
-        record["bytes"] = file.stat().st_size
-        record["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
-    index = pa.ipc.open_stream(pa.py_buffer((data / "index.arrow").read_bytes())).read_all()
-    index = index.drop_columns(["checksum"])
-    with pa.OSFile(str(data / "index.arrow"), "wb") as sink:
-        pa.ipc.new_stream(sink, index.schema).write_table(index)
-    for name, record in raw["files"].items():
-        del record["xxh3"]
-        record["bytes"] = (data / name).stat().st_size
-        record["sha256"] = hashlib.sha256((data / name).read_bytes()).hexdigest()
-    raw["fingerprint"] = fingerprint(raw)
-    (data / "manifest.json").write_text(json.dumps(raw))
-
-
-def test_datasets_of_the_first_format_still_open(data, whole, capsys):
-    to_first_format(data)
-    assert all(map(equal, read_all(data), read_all(whole)))
-    assert verify(VerifyConfig(data=str(data), device="cpu")) == 0
-    assert "checksums of every column" not in capsys.readouterr().out
-    flip(data / "index.arrow", 900)
-    with pytest.raises(DatasetError, match=r"index\.arrow: changed or damaged"):
-        read_all(data)
-
-
-@pytest.mark.parametrize("version", ["1.2", "2.0", "0.9", 1.1, None])
-def test_other_versions_are_refused(data, version):
-    change_manifest(data, format_version=version)
-    with pytest.raises(DatasetError, match=rf"format version {version}, this release reads 1\.0"):
-        HiddenStatesDataset(data)
-
-
-def test_a_first_version_manifest_does_not_switch_checks_off(data):
-    """Of a dataset with checksums, it is no manifest."""
-    change_manifest(data, format_version="1.0")
-    with pytest.raises(DatasetError):
-        read_all(data)
-
-
-def test_a_manifest_without_fingerprint_is_refused(data):
-    raw = json.loads((data / "manifest.json").read_text())
-    del raw["fingerprint"]
-    (data / "manifest.json").write_text(json.dumps(raw))
-    with pytest.raises(DatasetError, match="no fingerprint"):
-        HiddenStatesDataset(data)
-
-
-def test_shards_in_another_order_than_the_index_are_refused(data):
-    shards = json.loads((data / "manifest.json").read_text())["shards"]
-    change_manifest(data, shards=shards[::-1])
-    for row in (0, 8):
-        with pytest.raises(DatasetError, match="swapped, renamed or copied"):
-            HiddenStatesDataset(data)[row]
-
-
-@pytest.mark.parametrize("swap", [True, False])
-def test_swapped_shards_of_the_first_format_are_named_by_their_documents(data, swap):
-    to_first_format(data)
-    files = [shard_file(data, i) for i in range(2)]
-    whole = [file.read_bytes() for file in files]
-    if swap:
-        for file, content in zip(files, whole[::-1], strict=True):
-            file.write_bytes(content)
-    else:
-        raw = pa.py_buffer(whole[0])
-        (batch,) = pa.ipc.open_stream(raw)
-        flip(files[0], batch.column("doc_id").buffers()[2].address - raw.address + 32 * 2 + 31)
-    with pytest.raises(DatasetError, match=rf"row {0 if swap else 2} .*column doc_id: not the doc"):
-        HiddenStatesDataset(data)[0]
