@@ -5,9 +5,11 @@
 
 One row of T tokens is one document, its last 60 % supervised; forward, loss and backward of one
 micro-batch in float32. "eager": the same loss with T x T scores and all logits, as public trainers
-write it (scripts/fit_eager.py); its value is asserted equal. "reference": the plain loops of the
-tests, at T = 64. Each measurement is a process of its own, so that its peak is its own; tokens/s
-are per CPU-second, the best of three; peak is resident memory above what weights and batch take.
+write it (scripts/fit_eager.py). "recomputed": ours with --gradient-checkpointing, as a share of
+ours. The first line is the plain loops of the tests in float64 (scripts/fit_reference.py). All
+losses are asserted equal. Each measurement is a process of its own, so that its peak is its own;
+tokens/s are per CPU-second, the best of three; peak is resident memory above what weights and batch
+take. A dash: it did not finish, for want of memory.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +32,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from fit_eager import EAGER  # noqa: E402
+from fit_reference import reference_loss  # noqa: E402
 
 from spec_data.shards.head import HeadSpec  # noqa: E402
 from spec_data.shards.schema import FINAL, layer_column  # noqa: E402
@@ -41,6 +45,7 @@ LAYERS = (1, 4, 6)
 SUPERVISED = 0.6
 FREQUENT = 4096
 ROUNDS = 3
+PLAIN, WARM = 32, 16  # tokens that plain loops can bear, and those of a first, unmeasured step
 
 
 def main() -> None:
@@ -68,27 +73,61 @@ def main() -> None:
 def rows(name: str, vocab: int, args: argparse.Namespace) -> None:
     """The lines of one draft and draft vocabulary."""
     print(f"{name}, draft vocabulary {vocab}")
-    print("     T  tok/cpu-s  peak MB    eager      MB   speed  memory")
+    compare(name, "reference", PLAIN, vocab, args)
+    print("     T  tok/cpu-s  peak MB    of eager's      recomputed")
+    print("                            speed  memory   speed  memory")
     peaks: dict[int, float] = {}
     for length in args.lengths:
-        ours = measured(name, "ours", length, vocab, args)
-        eager = measured(name, "eager", length, vocab, args) if name in EAGER else None
-        if ours is None:
-            print(f"{length:>6} did not finish")
-            continue
-        peaks[length] = ours["peak"]
-        line = f"{length:>6} {ours['speed']:>10,.0f} {ours['peak']:>8,.0f}"
-        if eager is not None:
-            if abs(eager["loss"] - ours["loss"]) > 1e-3 * abs(ours["loss"]):
-                raise SystemExit(f"{name} T={length}: eager {eager['loss']}, ours {ours['loss']}")
-            line += f" {eager['speed']:>8,.0f} {eager['peak']:>7,.0f}"
-            line += (
-                f" {ours['speed'] / eager['speed']:>6.2f}x {ours['peak'] / eager['peak']:>6.2f}x"
-            )
-        print(line, flush=True)
+        ours = compare(name, "ours", length, vocab, args)
+        if ours is not None:
+            peaks[length] = ours["peak"]
     for short in peaks:
         if 4 * short in peaks:
             print(f"memory from T = {short} to {4 * short}: {peaks[4 * short] / peaks[short]:.2f}x")
+
+
+def compare(
+    name: str, way: str, length: int, vocab: int, args: argparse.Namespace
+) -> dict[str, float] | None:
+    """Print a line: ours against the other ways, whose losses must be the same; gives ours."""
+    ours = measured(name, "ours", length, vocab, args)
+    if ours is None:
+        print(f"{length:>6} did not finish")
+        return None
+    if way == "reference":
+        plain = measured(name, way, length, vocab, args)
+        check(name, length, ours, plain)
+        if plain is not None:
+            print(f"{ours['speed'] / plain['speed']:,.0f} times the plain loops at T = {length}")
+        return ours
+    line = f"{length:>6} {ours['speed']:>10,.0f} {ours['peak']:>8,.0f}"
+    eager = measured(name, "eager", length, vocab, args)
+    line += " " + shares(ours, eager)
+    check(name, length, ours, eager)
+    if recomputes(name):
+        recomputed = measured(name, "recomputed", length, vocab, args)
+        check(name, length, ours, recomputed)
+        line += " " + shares(recomputed, ours)
+    print(line, flush=True)
+    return ours
+
+
+def shares(one: dict[str, float] | None, other: dict[str, float] | None) -> str:
+    """Speed and memory of one as multiples of the other's."""
+    if one is None or other is None:
+        return f"{'-':>7} {'-':>7}"
+    return f"{one['speed'] / other['speed']:>6.2f}x {one['peak'] / other['peak']:>6.2f}x"
+
+
+def check(name: str, length: int, ours: dict[str, float], other: dict[str, float] | None) -> None:
+    """Refuse to compare what is not the same loss."""
+    if other is not None and abs(other["loss"] - ours["loss"]) > 1e-3 * abs(ours["loss"]):
+        raise SystemExit(f"{name} at T = {length}: {other['loss']}, but ours is {ours['loss']}")
+
+
+def recomputes(name: str) -> bool:
+    """Whether the draft offers --gradient-checkpointing."""
+    return "gradient_checkpointing" in DRAFTS[name].options_class.__dataclass_fields__
 
 
 def measured(
@@ -107,15 +146,31 @@ def measured(
 
 
 def cell(name: str, way: str, length: int, vocab: int, device: str) -> dict[str, float]:
-    """Speed and peak of `ROUNDS` steps."""
-    draft, head, batch = (x.to(device) for x in problem(name, length, vocab))
+    """Speed and peak of `ROUNDS` steps, after one that loads what torch loads late."""
+    if way != "reference":
+        steps(way, name, [x.to(device) for x in problem(name, WARM, vocab)], device, 1)
+    inputs = [x.to(device) for x in problem(name, length, vocab)]
+    before = memory(device, reset=True)
+    seconds, loss = steps(way, name, inputs, device, 1 if way == "reference" else ROUNDS)
+    return {"speed": length / min(seconds), "peak": memory(device) - before, "loss": loss}
+
+
+def steps(
+    way: str, name: str, inputs: list[Any], device: str, rounds: int
+) -> tuple[list[float], float]:
+    """Seconds of forward and backward passes, and their loss."""
+    draft, head, batch = inputs
+    if way == "recomputed":
+        draft.options = replace(draft.options, gradient_checkpointing=True)
     loss_of: Callable[[], Tensor]
     if way == "eager":
         loss_of = lambda: EAGER[name](draft, batch, head)  # noqa: E731
+    elif way == "reference":
+        loss_of = lambda: reference_loss(name, draft, batch, head)  # noqa: E731
     else:
         loss_of = lambda: draft.loss(batch, head, draft.slot_counts(batch)).loss  # noqa: E731
-    seconds, before = [], memory(device, reset=True)
-    for _ in range(ROUNDS):
+    seconds = []
+    for _ in range(rounds):
         torch.manual_seed(0)  # drafts that sample draw the same
         start = clock(device)
         loss = loss_of()
@@ -124,7 +179,7 @@ def cell(name: str, way: str, length: int, vocab: int, device: str) -> dict[str,
         value = float(loss.detach())
         del loss
         draft.zero_grad()
-    return {"speed": length / min(seconds), "peak": memory(device) - before, "loss": value}
+    return seconds, value
 
 
 def clock(device: str) -> float:

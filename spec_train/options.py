@@ -36,6 +36,11 @@ class AuxOptions:
     draft_vocab_size: int = option(
         32000, help="most frequent supervised tokens the draft can propose; 0 = all"
     )
+    gradient_checkpointing: bool = option(
+        False,
+        help="recompute every layer (every unroll step of EAGLE-3) in the backward pass: less "
+        "memory, up to a third more work",
+    )
 
     def layer_ids(self, captured: tuple[int, ...]) -> tuple[int, ...]:
         """The ascending layer ids to draft from (see `chosen_layers`)."""
@@ -143,9 +148,6 @@ class PeagleOptions(AuxOptions):
         1,
         help="parts of a row that are trained one after another: the same gradient, less memory; "
         "what comes before a part in its documents is computed again for it",
-    )
-    gradient_checkpointing: bool = option(
-        False, help="recompute every layer in the backward pass: less memory, a third more work"
     )
     slots: str = option(
         "serving",

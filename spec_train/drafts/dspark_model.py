@@ -25,7 +25,7 @@ from spec_data.shards.errors import DraftError
 from spec_train.drafts.base import BaseDraft
 from spec_train.drafts.dspark_config import DSparkConfig
 from spec_train.drafts.dspark_heads import ConfidenceHead, MarkovHead
-from spec_train.drafts.layers import DecoderLayer, RMSNorm, Rotary
+from spec_train.drafts.layers import DecoderLayer, RMSNorm, Rotary, run_layer
 from spec_train.head import TargetHead
 from spec_train.options import BlockOptions, DSparkOptions
 
@@ -113,7 +113,8 @@ class DSparkModel(BaseDraft):
         cos, sin = self.rotary.cos_sin(position_ids, lengths, x.dtype)
         for layer, (k0, v0) in zip(self._decoder_layers(), context, strict=True):
             attention = _over_context(attend, k0, v0, layer.self_attn.scale)
-            x = layer(x, cos, sin, attention)
+            recompute = self.options.gradient_checkpointing
+            x = run_layer(layer, x, cos, sin, attention, recompute=recompute)
         return self.norm(x)
 
     def _decoder_layers(self) -> list[DecoderLayer]:

@@ -17,9 +17,12 @@ from spec_data.shards.packing import PADDING, shift_left
 from spec_train.attention import Queries, default_backend, repeat_heads, unrolled_attention
 from spec_train.drafts.eagle3_config import SLOTS
 from spec_train.drafts.eagle3_model import Eagle3Model
+from spec_train.drafts.layers import run_layer
 
 if TYPE_CHECKING:
     from spec_train.batch import DraftBatch
+
+Pairs = list[tuple[Tensor, Tensor]]
 
 
 class Unroll:
@@ -67,7 +70,7 @@ class Unroll:
         self._k0, self._v0 = k0, v0
         self._positions = position_ids.gather(1, active)
         self._first: Tensor | None = gather_slots(u, active)
-        self._diagonal: list[tuple[Tensor, Tensor]] = []
+        self._diagonal: Pairs = []
         self._steps = 0
         self.carried = gather_slots(features, active)
 
@@ -77,26 +80,43 @@ class Unroll:
         Returns:
             The states [B, A, H] that go to `head_input`, and on to the next step.
         """
-        layer, attention = self.draft.midlayer, self.draft.midlayer.self_attn
         positions = self._positions + self._steps
         cos, sin = self.draft.rotary.cos_sin(positions, self._lengths, self.carried.dtype)
-        if self._first is not None:
-            u, self._first = self._first, None
-        else:
-            u = layer.inputs(self.draft.embed(token_ids), self.carried)
-            self._diagonal.append(attention.keys_values(u, cos, sin))
-        q = attention.queries(u, cos, sin)
-        out = unrolled_attention(
-            q,
-            self._k0,
-            self._v0,
+        self.carried, self._diagonal = run_layer(
+            self._step,
+            token_ids,
+            self.carried,
+            cos,
+            sin,
+            self._first,
             self._diagonal,
-            self._queries,
-            attention.scale,
+            recompute=self.draft.options.gradient_checkpointing,
         )
-        self.carried = self.draft.feedback(layer.outputs(self.carried, out))
+        self._first = None
         self._steps += 1
         return self.carried
+
+    def _step(
+        self,
+        token_ids: Tensor,
+        carried: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        first: Tensor | None,
+        diagonal: Pairs,
+    ) -> tuple[Tensor, Pairs]:
+        """Carried states after a step, and all later keys and values so far.
+
+        `first`: layer inputs [B, A, 2H] of step 0, whose keys exist; None at later steps.
+        """
+        layer, attention = self.draft.midlayer, self.draft.midlayer.self_attn
+        u = first
+        if u is None:
+            u = layer.inputs(self.draft.embed(token_ids), carried)
+            diagonal = [*diagonal, attention.keys_values(u, cos, sin)]
+        q = attention.queries(u, cos, sin)
+        out = unrolled_attention(q, self._k0, self._v0, diagonal, self._queries, attention.scale)
+        return self.draft.feedback(layer.outputs(carried, out)), diagonal
 
 
 def gather_slots(x: Tensor, active: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from spec_train.rope import rope_parameters as rope_parameters
@@ -142,6 +143,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
     return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+
+
+def run_layer(layer: Callable[..., Any], *arguments: Any, recompute: bool) -> Any:
+    """Call a layer. With `recompute`, nothing inside is kept for the backward pass, which calls it
+    again: it must give the same for the same arguments, without random numbers.
+    """
+    if not (recompute and torch.is_grad_enabled()):
+        return layer(*arguments)
+    return checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -14,13 +14,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from spec_train.drafts.aux_draft import AuxDraft
 from spec_train.drafts.chain import DraftCache
 from spec_train.drafts.eagle3_config import Eagle3Config
 from spec_train.drafts.eagle3_model import Eagle3Layer
-from spec_train.drafts.layers import Attend, DecoderLayer, LayerShape
+from spec_train.drafts.layers import Attend, DecoderLayer, LayerShape, run_layer
 from spec_train.drafts.peagle_config import PeagleConfig
 from spec_train.options import PeagleOptions
 
@@ -102,15 +101,10 @@ class PeagleModel(AuxDraft):
             [B, E, H]: goes to `logits`.
         """
         cos, sin = self.rotary.cos_sin(position_ids, lengths, carried.dtype)
-        recompute = self.options.gradient_checkpointing and torch.is_grad_enabled()
+        recompute = self.options.gradient_checkpointing
         inputs: tuple[Tensor, ...] = (self.embed(token_ids), carried)
         for layer, attend in zip(self.layers, attends, strict=True):
-            arguments = (*inputs, cos, sin, attend)
-            if recompute:
-                state = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
-            else:
-                state = layer(*arguments)
-            inputs = (state,)
+            inputs = (run_layer(layer, *inputs, cos, sin, attend, recompute=recompute),)
         return inputs[0]
 
     def logits(self, states: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from spec_data.config import run_cli
-from tests.spec_train.trainer_tools import masters, metrics, run
+from tests.spec_train.trainer_tools import OPTIONS, masters, metrics, run
 
 LIMIT_SECONDS = 240
 
@@ -101,18 +101,19 @@ def _become(
         os._exit(code)
 
 
-def fit_on_ranks(config, world: int = 2, prepare=lambda rank: None):
+def fit_on_ranks(config, world: int = 2, prepare=lambda rank: None, options=OPTIONS):
     """Run it on several ranks; `prepare(rank)` patches a rank first."""
 
     def body(rank: int):
         prepare(rank)
-        run(config)
+        run(config, options)
 
     return on_ranks(Path(config.out + "-said"), body, world)
 
 
-def fit_well(config, world: int = 2, prepare=lambda rank: None):
-    ended = fit_on_ranks(config, world, prepare)
+def fit_well(config, world: int = 2, prepare=lambda rank: None, options=OPTIONS):
+    """The same; every rank must end without an error."""
+    ended = fit_on_ranks(config, world, prepare, options)
     said = "\n".join(f"-- rank {rank}\n{end.text}" for rank, end in enumerate(ended))
     assert [end.code for end in ended] == [0] * world, f"{[e.code for e in ended]}\n{said}"
     return ended

@@ -1,6 +1,7 @@
 """The DSpark loss against its slow reference: value, figures and every gradient, in float64."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,8 +47,13 @@ CASES = (
 )
 
 
-def compare(case: Case, rows: list[list[int]], counts: list[float] | None = None) -> None:
+def compare(
+    case: Case, rows: list[list[int]], counts: list[float] | None = None, recompute: bool = False
+) -> None:
     draft, config = make_draft(case), reference_config(case)
+    draft.options = replace(draft.options, gradient_checkpointing=recompute)
+    calls: list[None] = []
+    draft.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(None))
     documents = make_documents(case, draft, MASKS)
     state, head = reference_state(draft), make_head()
     used = [(documents[d], ANCHORS[d]) for row in rows for d in row]
@@ -58,6 +64,7 @@ def compare(case: Case, rows: list[list[int]], counts: list[float] | None = None
     found = dspark_loss(draft, head=head, **arguments)
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-10, atol=1e-12)
     found.loss.backward()
+    assert len(calls) == 1 + recompute
     expected.loss.backward()
     checked = 0
     for name, parameter in draft.named_parameters():
@@ -95,6 +102,11 @@ def compare(case: Case, rows: list[list[int]], counts: list[float] | None = None
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_packed_documents_match_the_reference(case: Case) -> None:
     compare(case, [[0, 1, 4], [2, 3]])
+
+
+@pytest.mark.parametrize("case", CASES[::4], ids=str)
+def test_so_they_do_with_layers_recomputed(case: Case) -> None:
+    compare(case, [[0, 1, 4], [2, 3]], recompute=True)
 
 
 @pytest.mark.parametrize("case", CASES[2:8:2], ids=str)

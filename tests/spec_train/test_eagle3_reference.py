@@ -186,6 +186,24 @@ def test_so_they_are_with_every_attention(
     check_case(CASES[name], "one row", backend)
 
 
+@pytest.mark.parametrize("backend", ["dense", "merged"])
+@pytest.mark.parametrize("name", ["plain", "3.1", "seven steps", "one step"])
+def test_so_they_are_with_steps_recomputed(name: str, backend: str) -> None:
+    case = CASES[name]
+    documents, state, expected = expectation(case)
+    draft = make_draft(case)
+    draft.options = replace(draft.options, gradient_checkpointing=True)
+    draft.attention_backend = backend
+    calls: list[None] = []
+    draft.midlayer.mlp.register_forward_pre_hook(lambda *_: calls.append(None))
+    result = fast(draft, case, **lay_out(documents, LAYOUTS["one row"]))
+    assert len(calls) == case.steps
+    result.loss.backward()
+    assert len(calls) == 2 * case.steps
+    assert_same(result, expected)
+    assert_same_gradients(draft, state)
+
+
 def test_the_comparison_meets_every_situation() -> None:
     """Hits, survivors, misses by the vocabulary: otherwise equal sums would prove little."""
     _, _, expected = expectation(Case())

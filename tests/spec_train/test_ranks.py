@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ from tests.spec_train.ranks_tools import (
     on_ranks,
 )
 from tests.spec_train.trainer_tools import (
+    OPTIONS,
     change,
     command,
     environment,
@@ -88,6 +90,15 @@ def test_a_rank_without_a_batch_takes_part(tmp_path, config, sharding):
     alone = change(few, out=str(tmp_path / "alone"), batch_size=2)
     run(alone)
     assert_close_runs(alone.out, tmp_path / "many")
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_recomputing_activations_on_ranks_changes_nothing(gentle, tmp_path, sharding):
+    alone = change(gentle, out=str(tmp_path / "alone"), steps=4)
+    run(alone)
+    many = change(gentle, batch_size=1, accumulation=2, sharding=sharding, steps=4)
+    fit_well(many, options=replace(OPTIONS, gradient_checkpointing=True))
+    assert_close_runs(alone.out, many.out)
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
