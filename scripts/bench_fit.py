@@ -44,7 +44,7 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 256, 8, 4, 32, 32768
 LAYERS = (1, 4, 6)
 SUPERVISED = 0.6
 FREQUENT = 4096
-ROUNDS = 3
+ROUNDS, ENOUGH = 3, 60  # repetitions, unless they take more than so many seconds
 PLAIN, WARM = 32, 16  # tokens that plain loops can bear, and those of a first, unmeasured step
 
 
@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--vocabs", nargs="+", type=int, default=[4096, VOCAB])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--memory-limit", type=float, default=16, help="GiB of a measurement")
     parser.add_argument("--cell", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -133,14 +134,23 @@ def recomputes(name: str) -> bool:
 def measured(
     name: str, way: str, length: int, vocab: int, args: argparse.Namespace
 ) -> dict[str, float] | None:
-    """One cell in a process of its own; None when it was killed for memory."""
+    """One cell in a process of its own; None when memory did not suffice."""
     command = [sys.executable, __file__, "--device", args.device, "--threads", str(args.threads)]
     command += ["--cell", name, way, str(length), str(vocab)]
     # large tensors go back to the system when they are freed, so that the peak is of live ones
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": str(args.threads)}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    limit = int(args.memory_limit * 2**30)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env=env,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
+    )
     if done.returncode:
-        print(done.stderr.strip().splitlines()[-1:] or f"exit {done.returncode}")
+        reason = done.stderr.strip().splitlines()[-1:] or [f"exit {done.returncode}"]
+        print(f"{way}, T = {length}: {reason[0]}", file=sys.stderr)
         return None
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -179,6 +189,8 @@ def steps(
         value = float(loss.detach())
         del loss
         draft.zero_grad()
+        if sum(seconds) > ENOUGH:
+            break
     return seconds, value
 
 
