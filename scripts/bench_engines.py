@@ -1,12 +1,13 @@
-"""The drafts of bench_drafts in real vLLM: are as many tokens drafted and accepted as by us?
+"""The drafts of bench_drafts in real engines: are as many tokens drafted and accepted as by us?
 
     bash scripts/engines_env.sh
     .venv-engines/bin/python scripts/bench_engines.py --target MODEL --prompts FILE --out DIR
 
 Every draft in DIR (made by bench_drafts) is exported to DIR/NAME-vllm and served by vLLM on the
 CPU, greedy, in float32, a prompt at a time. Verification repairs wrong drafts, so equal answers
-prove nothing; counts of drafted and accepted tokens do. DSpark's runner needs a GPU, and the CPU
-build reads DFlash drafts of one layer only: see `pytest -m engines` for what is proven of these.
+prove nothing; counts of drafted and accepted tokens do. Block drafts are loaded by vLLM's own class
+and not served: its runner for them needs a GPU. The speculators library loads all but EAGLE-1/2,
+every tensor in its place. `pytest -m engines` proves more of each, on small random targets.
 """
 
 import argparse
@@ -21,7 +22,12 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
 
 from spec_data.report import table  # noqa: E402
 from spec_train.prompts import read_prompts, render, render_text  # noqa: E402
-from tests.engines.engine_tools import our_counts, serve  # noqa: E402
+from tests.engines.engine_tools import (  # noqa: E402
+    load_speculators,
+    our_counts,
+    run_program,
+    serve,
+)
 from tests.spec_train.export_tools import export  # noqa: E402
 
 SERVED: dict[str, dict[str, Any]] = {
@@ -29,6 +35,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "eagle3": {"method": "eagle3"},
     "peagle": {"method": "eagle3", "parallel_drafting": True},
 }
+LOADED = {"dflash": {"method": "dspark"}, "dspark": {"method": "dspark"}}
 ROOM = 256  # tokens of prompt and answer that serve_vllm.py gives a request
 ANSWER = 64  # of which the answer takes fewer
 
@@ -41,6 +48,7 @@ def main() -> None:
     parser.add_argument("--target", required=True)
     parser.add_argument("--prompts", required=True, type=Path)
     parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--drafts", nargs="+", default=[*SERVED, *LOADED])
     parser.add_argument("--limit", type=int, default=64)
     parser.add_argument("--depth", type=int, default=7, help="drafted tokens per round")
     args = parser.parse_args()
@@ -51,21 +59,44 @@ def main() -> None:
     ]
     prompts = [ids for ids in every if len(ids) <= ROOM - ANSWER]
     model = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
-    rows: list[tuple[str, ...]] = [("draft", "prompts", "same counts", "ours", "vLLM")]
-    for name, how in SERVED.items():
-        draft, out = args.out / name / "last", args.out / f"{name}-vllm"
+    rows: list[tuple[str, ...]] = [
+        ("draft", "prompts", "same counts", "ours", "vLLM", "vLLM class", "speculators")
+    ]
+    for name in args.drafts:
+        draft = args.out / name / "last"
         if not draft.exists():
             continue
-        if not out.exists():
-            export(draft, "vllm", out, args.target)
-        asked = how | {"model": str(out), "num_speculative_tokens": args.depth}
-        theirs = serve(args.target, asked, prompts)
-        ours = [our_counts(model, draft, ids, args.depth) for ids in prompts]
-        same = sum(a == b for a, b in zip(ours, theirs, strict=True))
-        lengths = (f"{length(found):.4f}" for found in (ours, theirs))
-        rows.append((name, str(len(prompts)), str(same), *lengths))
+        asked = (SERVED | LOADED)[name] | {
+            "model": str(exported(draft, "vllm", args)),
+            "num_speculative_tokens": args.depth,
+        }
+        counted, kind = ("-",) * 4, "-"
+        if name in SERVED:
+            theirs = serve(args.target, asked, prompts)
+            ours = [our_counts(model, draft, ids, args.depth) for ids in prompts]
+            same = sum(a == b for a, b in zip(ours, theirs, strict=True))
+            lengths = (f"{length(found):.4f}" for found in (ours, theirs))
+            counted = str(len(prompts)), str(same), *lengths
+        else:
+            task = {"model": args.target, "speculative_config": asked}
+            kind = run_program("load_vllm.py", task)["class"]
+        rows.append((name, *counted, kind, in_speculators(name, draft, args)))
         print(table(rows[-1:]), flush=True)
     print(f"\nvLLM with {args.depth} drafted tokens per round\n\n{table(rows)}")
+
+
+def exported(draft: Path, form: str, args: argparse.Namespace) -> Path:
+    """The draft in a form, written if it is not there."""
+    out = args.out / f"{draft.parent.name}-{form}"
+    return out if out.exists() else export(draft, form, out, args.target)
+
+
+def in_speculators(name: str, draft: Path, args: argparse.Namespace) -> str:
+    """Load the draft with the speculators library, if that has such drafts."""
+    if name == "eagle":
+        return "-"
+    shared = {"embed_tokens.weight", "lm_head.weight"} if name in LOADED else set()
+    return type(load_speculators(exported(draft, "speculators", args), frozenset(shared))).__name__
 
 
 def length(counts: list[dict[str, Any]]) -> float:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from spec_train.config import FitConfig
@@ -124,6 +125,23 @@ def serve(model: str, speculative_config: dict[str, Any] | None, prompts: Any) -
             "tokens": TOKENS,
         },
     )
+
+
+def load_speculators(out: Path, shared: frozenset[str] = frozenset()) -> Any:
+    """The speculators library's model of a directory; every tensor has its place, and the reverse.
+
+    `shared` are weights that the file leaves to the target.
+    """
+    from speculators import SpeculatorModel
+
+    model = SpeculatorModel.from_pretrained(str(out))
+    own = {"verifier_lm_head.weight", "verifier_norm.weight"}  # of training; never saved
+    state, file = model.state_dict(), load_file(out / "model.safetensors")
+    assert state.keys() - file.keys() - own == shared
+    assert not file.keys() - state.keys()
+    for name, value in file.items():
+        assert torch.equal(state[name].to(value.dtype), value), name
+    return model.eval().float()
 
 
 def run_program(name: str, task: dict[str, Any]) -> Any:

@@ -7,12 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from spec_train.drafts import load_draft
 from spec_train.drafts.dspark_model import attend_all
 from spec_train.head import TargetHead
-from tests.engines.engine_tools import LAYERS, fitted, make_dataset, make_prompts, make_target
+from tests.engines.engine_tools import (
+    LAYERS,
+    fitted,
+    load_speculators,
+    make_dataset,
+    make_prompts,
+    make_target,
+)
 from tests.spec_train.export_tools import export
 
 pytestmark = [
@@ -32,23 +38,6 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     model = make_target(request.param, folder / "target")
     make_dataset(model, make_prompts(4), folder / "data")
     return folder
-
-
-def load(out: Path, shared: frozenset[str] = frozenset()) -> Any:
-    """The library's model of a directory; every tensor must have its place, and the reverse.
-
-    `shared` are weights that the file leaves to the target.
-    """
-    from speculators import SpeculatorModel
-
-    model = SpeculatorModel.from_pretrained(str(out))
-    own = {"verifier_lm_head.weight", "verifier_norm.weight"}  # of training; never saved
-    state, file = model.state_dict(), load_file(out / "model.safetensors")
-    assert state.keys() - file.keys() - own == shared
-    assert not file.keys() - state.keys()
-    for name, value in file.items():
-        assert torch.equal(state[name].to(value.dtype), value), name
-    return model.eval().float()
 
 
 class Seen(Exception):
@@ -73,7 +62,7 @@ def test_eagle3(place: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     draft = fitted(
         "eagle3", place / "data", tmp_path / "run", 5, draft_vocab_size=128, ttt_steps=3, **options
     )
-    model = load(export(draft, "speculators", tmp_path / "out", place / "target"))
+    model = load_speculators(export(draft, "speculators", tmp_path / "out", place / "target"))
     assert model.target_layer_ids == [k + 1 for k in LAYERS]
     ours, length = load_draft(draft).eval().float(), 20
     aux = torch.randn(1, length, 3 * 64)
@@ -98,7 +87,7 @@ def test_peagle(place: Path, tmp_path: Path) -> None:
     """The library's forward samples depths at random: depth 0, a causal pass, is compared."""
     options = {"depths": 3, "draft_layers": 2, "mask_token_id": 2, "draft_vocab_size": 128}
     draft = fitted("peagle", place / "data", tmp_path / "run", 5, **options)
-    model = load(export(draft, "speculators", tmp_path / "out", place / "target"))
+    model = load_speculators(export(draft, "speculators", tmp_path / "out", place / "target"))
     assert model.target_layer_ids == [k + 1 for k in LAYERS]
     assert model.config.mask_token_id == 2 and len(model.layers) == 2
     ours, length = load_draft(draft).eval().float(), 20
@@ -139,7 +128,7 @@ def test_block_drafts(place: Path, tmp_path: Path, kind: str, options: dict[str,
     out = export(draft, "speculators", tmp_path / "out", place / "target")
     full = "draft_vocab_size" not in options
     shared = {"embed_tokens.weight"} | ({"lm_head.weight"} if full else set())
-    model = load(out, frozenset(shared))
+    model = load_speculators(out, frozenset(shared))
     assert model.target_layer_ids == [k + 1 for k in LAYERS]
     model.load_verifier_weights()
     ours, length, anchor = load_draft(draft).eval().float(), 20, 11
