@@ -44,7 +44,7 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 256, 8, 4, 32, 32768
 LAYERS = (1, 4, 6)
 SUPERVISED = 0.6
 FREQUENT = 4096
-ROUNDS, ENOUGH = 3, 60  # repetitions, unless they take more than so many seconds
+ROUNDS, ENOUGH = 3, 20  # repetitions, unless they take more than so many seconds
 PLAIN, WARM = 32, 16  # tokens that plain loops can bear, and those of a first, unmeasured step
 
 

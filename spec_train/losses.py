@@ -25,7 +25,24 @@ from torch.nn import functional as F
 from spec_data.shards.head import HeadSpec, apply_head
 
 KINDS = ("ce", "alpha", "lambda")
-CHUNK_ELEMENTS = 1 << 20  # logits of one chunk: 4 MiB in float32, which caches hold
+# Logits of one chunk. A CPU's cache holds few, a GPU wants many rows. The head's rows and their
+# gradient are gone through once per chunk: with few rows of a large vocabulary that is most of it.
+CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
+LEAST_ROWS = 256
+
+
+def rows_per_chunk(weight: Tensor) -> int:
+    """Rows whose logits through the head `weight` [Vd, H] exist at a time."""
+    elements = CHUNK_ELEMENTS.get(weight.device.type, CHUNK_ELEMENTS["cuda"])
+    return max(LEAST_ROWS, elements // weight.shape[0])
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left.T @ right to `total`, in place where they are of one kind: no copy of `total`."""
+    if left.dtype == right.dtype == total.dtype and not torch.is_autocast_enabled(left.device.type):
+        total.addmm_(left.T, right)
+    else:
+        total += left.T @ right
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +114,7 @@ def head_loss(
     teacher: Callable[[slice], Tensor],
     weights: Tensor,
     kind: LossKind,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_rows: int | None = None,
     bias: Tensor | None = None,
     spec: HeadSpec | None = None,
 ) -> tuple[Tensor, RowStats]:
@@ -111,14 +128,14 @@ def head_loss(
         teacher: gives the probabilities [n, Vd] of a slice of the N rows; called once per chunk.
         weights: [N, S] float32; 0 leaves a row out.
         kind: which loss.
-        chunk_elements: bound on the logits that exist at a time.
+        chunk_rows: rows of logits (of N * S) that exist at a time; None: `rows_per_chunk`.
         bias: of the head [Vd], frozen.
         spec: scale and softcap of a target's head; None: a plain product.
 
     Returns:
         The sum, a float32 (or float64) scalar with a graph, and the figures of every row.
     """
-    rows = max(1, chunk_elements // (hidden.shape[1] * weight.shape[0]))
+    rows = max(1, (chunk_rows or rows_per_chunk(weight)) // hidden.shape[1])
     wanted = tuple(torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
     total, *stats = _HeadLoss.apply(
         hidden, weight, teacher, weights, kind, rows, wanted, bias, spec
@@ -173,7 +190,8 @@ class _HeadLoss(torch.autograd.Function):
             if d_hidden is not None:
                 d_hidden[part] = (slope @ weight).to(hidden.dtype)
             if d_weight is not None:
-                d_weight += slope.flatten(0, 1).T @ hidden[part].reshape(-1, size).to(slope.dtype)
+                states = hidden[part].reshape(-1, size).to(slope.dtype)
+                add_product(d_weight, slope.flatten(0, 1), states)
         ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight.dtype))
         ctx.mark_non_differentiable(loss, acceptance, best)
         return total, loss, acceptance, best

@@ -17,12 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from spec_train.losses import wide
-
-# Logits of one chunk. A CPU's cache holds few; a GPU wants many rows, and the head's rows and the
-# gradient of W2 are read once per chunk.
-CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
-LEAST_ROWS = 64
+from spec_train.losses import add_product, rows_per_chunk, wide
 
 
 @dataclass(frozen=True)
@@ -56,14 +51,11 @@ def block_rows_loss(
         labels: draft index of the document's token, int64 [N]; None: cross-entropy with p. A row
             whose token is not in the draft vocabulary has any label and weight 0.
         ce_weights, l1_weights: [N].
-        chunk_rows: rows at a time; None: by `CHUNK_ELEMENTS`.
+        chunk_rows: rows at a time; None: `rows_per_chunk`.
 
     Returns:
         The sum, a float32 (or float64) scalar with a graph, and the figures of every row.
     """
-    if chunk_rows is None:
-        elements = CHUNK_ELEMENTS.get(hidden.device.type, CHUNK_ELEMENTS["cuda"])
-        chunk_rows = max(LEAST_ROWS, elements // weight.shape[0])
     total, *figures = _BlockRowsLoss.apply(
         hidden,
         latent,
@@ -73,7 +65,7 @@ def block_rows_loss(
         labels,
         ce_weights,
         l1_weights,
-        chunk_rows,
+        chunk_rows or rows_per_chunk(weight),
         torch.is_grad_enabled(),
     )
     return total, RowFigures(*figures)
@@ -154,7 +146,7 @@ class _BlockRowsLoss(torch.autograd.Function):
             if bias is not None and d_bias is not None:
                 slope = slope.to(bias[1].dtype)
                 d_bias[0][part] = (slope @ bias[1]).to(d_bias[0].dtype)
-                d_bias[1].add_(slope.T @ bias[0][part].to(slope.dtype))
+                add_product(d_bias[1], slope, bias[0][part].to(slope.dtype))
         if wanted:
             d_latent, d_w2 = (None, None) if d_bias is None else d_bias
             kept = d_w2 if d_w2 is None or markov_w2 is None else d_w2.to(markov_w2.dtype)

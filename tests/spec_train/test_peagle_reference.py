@@ -129,7 +129,7 @@ def test_so_they_are_when_the_head_goes_by_small_chunks(monkeypatch: pytest.Monk
     """Chunks end between elements of one slot: their teacher is computed again, no differently."""
     default = losses.head_loss.__defaults__
     assert default is not None
-    small = (2 * 9, *default[1:])  # two elements, of nine ids
+    small = (2, *default[1:])
     monkeypatch.setattr(losses.head_loss, "__defaults__", small)
     check_case(CASES["plain"], "one row")
 
