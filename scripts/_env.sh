@@ -17,7 +17,7 @@ PY="$VENV/bin/python"
 # Threads that wait must sleep: spinning ones make PyTorch ten times slower on a shared machine.
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 TORCH_TESTED="torch==2.13.0"
-TORCH_ANY="torch>=2.8" # as in pyproject.toml
+TORCH_ANY="torch>=2.9" # as in pyproject.toml
 
 say() { printf '==> %s\n' "$*" >&2; }
 
@@ -62,7 +62,7 @@ has_torch() {
   "$PY" - 2>/dev/null <<'PYTHON_END'
 import torch
 major, minor = torch.__version__.split(".")[:2]
-raise SystemExit((int(major), int(minor)) < (2, 8))
+raise SystemExit((int(major), int(minor)) < (2, 9))
 PYTHON_END
 }
 

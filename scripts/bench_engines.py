@@ -5,17 +5,20 @@
 
 Every draft in DIR (made by bench_drafts) is exported to DIR/NAME-vllm and served by vLLM on the
 CPU, greedy, in float32, a prompt at a time. Verification repairs wrong drafts, so equal answers
-prove nothing; counts of drafted and accepted tokens do. Block drafts are loaded by vLLM's own class
-and not served: its runner for them needs a GPU. The speculators library loads all but EAGLE-1/2,
+prove nothing; counts of drafted and accepted tokens do. Block drafts that begin at their anchor are
+loaded by vLLM's DSpark class and not served: its runner for that needs a GPU (DFlash's published
+layout is served in the tests). The speculators library loads all but EAGLE-1/2,
 every tensor in its place. `pytest -m engines` proves more of each, on small random targets.
 """
 
 import argparse
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
@@ -79,16 +82,29 @@ def main() -> None:
             counted = str(len(prompts)), str(same), *lengths
         else:
             task = {"model": args.target, "speculative_config": asked}
-            kind = run_program("load_vllm.py", task)["class"]
+            found = run_program("load_vllm.py", task)
+            check_sums(found["sums"], load_file(Path(asked["model"]) / "model.safetensors"))
+            kind = found["class"]
         rows.append((name, *counted, kind, in_speculators(name, draft, args)))
         print(table(rows[-1:]), flush=True)
     print(f"\nvLLM with {args.depth} drafted tokens per round\n\n{table(rows)}")
 
 
 def exported(draft: Path, form: str, args: argparse.Namespace) -> Path:
-    """The draft in a form, written if it is not there."""
+    """The draft in a form, written anew."""
     out = args.out / f"{draft.parent.name}-{form}"
-    return out if out.exists() else export(draft, form, out, args.target)
+    shutil.rmtree(out, ignore_errors=True)
+    return export(draft, form, out, args.target)
+
+
+def check_sums(sums: dict[str, float], tensors: dict[str, torch.Tensor]) -> None:
+    """Every weight of vLLM's class that the file has under its own name must be the file's."""
+    own = {name: sums[f"model.{name}"] for name in tensors if f"model.{name}" in sums}
+    if len(own) < 8:
+        raise SystemExit(f"vLLM's class has only {sorted(own)} of the file's tensors")
+    for name, total in own.items():
+        if abs(total - float(tensors[name].double().sum())) > 1e-3:
+            raise SystemExit(f"{name}: vLLM's class holds other weights than the file")
 
 
 def in_speculators(name: str, draft: Path, args: argparse.Namespace) -> str:

@@ -4,10 +4,10 @@
     python scripts/bench_fit.py --drafts eagle3 --lengths 1024 2048 --vocabs 4096
 
 One row of T tokens is one document, its last 60 % supervised; forward, loss and backward of one
-micro-batch in float32. "eager": the same loss with T x T scores and all logits, as public trainers
-write it (scripts/fit_eager.py). "recomputed": ours with --gradient-checkpointing, as a share of
-ours. The first line is the plain loops of the tests in float64 (scripts/fit_reference.py). All
-losses are asserted equal. Each measurement is a process of its own, so that its peak is its own;
+micro-batch in float32. "eager": the same loss with T x T scores and all logits
+(scripts/fit_eager.py). "recomputed": ours with --gradient-checkpointing, as a share of ours. The
+first line is the plain loops of the tests in float64 on the CPU (scripts/fit_reference.py). Losses
+must agree within 1e-5. Each measurement is a process of its own, so that its peak is its own;
 tokens/s are per CPU-second, the best of three; peak is resident memory above what weights and batch
 take. A dash: it did not finish, for want of memory.
 """
@@ -122,7 +122,7 @@ def shares(one: dict[str, float] | None, other: dict[str, float] | None) -> str:
 
 def check(name: str, length: int, ours: dict[str, float], other: dict[str, float] | None) -> None:
     """Refuse to compare what is not the same loss."""
-    if other is not None and abs(other["loss"] - ours["loss"]) > 1e-3 * abs(ours["loss"]):
+    if other is not None and abs(other["loss"] - ours["loss"]) > 1e-5 * abs(ours["loss"]):
         raise SystemExit(f"{name} at T = {length}: {other['loss']}, but ours is {ours['loss']}")
 
 
@@ -149,14 +149,17 @@ def measured(
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
     )
     if done.returncode:
-        reason = done.stderr.strip().splitlines()[-1:] or [f"exit {done.returncode}"]
-        print(f"{way}, T = {length}: {reason[0]}", file=sys.stderr)
+        reason = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
+        if done.returncode > 0 and "memory" not in reason:
+            raise SystemExit(f"{name} {way}, T = {length}:\n{done.stderr}")
+        print(f"{way}, T = {length}: {reason}", file=sys.stderr)
         return None
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def cell(name: str, way: str, length: int, vocab: int, device: str) -> dict[str, float]:
     """Speed and peak of `ROUNDS` steps, after one that loads what torch loads late."""
+    device = "cpu" if way == "reference" else device
     if way != "reference":
         steps(way, name, [x.to(device) for x in problem(name, WARM, vocab)], device, 1)
     inputs = [x.to(device) for x in problem(name, length, vocab)]

@@ -1,7 +1,7 @@
-"""Training losses as public trainers write them: all slots, T x T scores, all logits in float32.
+"""Training losses written straightforwardly: all slots, T x T scores, all logits in float32.
 
 Baselines for bench_fit: each takes the very draft, batch and head that the trainer takes and gives
-the same loss (asserted there), with nothing chunked, skipped or shared between steps.
+the same loss (asserted there), with nothing chunked or skipped.
 """
 
 from collections.abc import Callable
@@ -44,9 +44,10 @@ def eager_eagle3(draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:
     logits = head.logits(shifted(batch.hidden[FINAL], batch))  # [B, T, V]
     inside = draft.t2d[logits.argmax(-1)] & mask
     teacher = logits[..., draft.draft_ids].softmax(-1)
-    slots = torch.arange(length)
+    slots = torch.arange(length, device=documents.device)
     unseen = (documents[:, :, None] != documents[:, None]) | (slots > slots[:, None])
-    bias = torch.zeros(unseen.shape).masked_fill(unseen, float("-inf"))[:, None]
+    bias = torch.zeros(unseen.shape, device=unseen.device)
+    bias = bias.masked_fill(unseen, float("-inf"))[:, None]
     carried = draft.project(batch.aux(draft.config.layers))
     keys: list[Tensor] = []
     values: list[Tensor] = []

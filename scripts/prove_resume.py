@@ -10,6 +10,7 @@ training amplifies rounding: the script prints by how much, and fails beyond --t
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -37,16 +38,23 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument(
-        "--tolerance", type=float, default=0.01, help="relative, of the last figures"
+        "--tolerance", type=float, default=0.01, help="relative, of held-out figures"
     )
     parser.add_argument("--fit-options", default="", help="more of `spec-train fit`")
     args = parser.parse_args()
+    if args.kills < 2:
+        parser.error("--kills: at least 2, one before the two processes and one of them")
+    if args.out.exists():
+        parser.error(f"--out {args.out} exists: give a new directory")
     args.out.mkdir(parents=True)
     start = time.monotonic()
     whole = launch(args, "whole", 1)
-    exact_until = kill_and_resume(args)
-    if whole.wait():
-        raise SystemExit(f"the uninterrupted run failed: see {args.out / 'whole.log'}")
+    try:
+        exact_until = kill_and_resume(args)
+        if whole.wait():
+            raise SystemExit(f"the uninterrupted run failed: see {args.out / 'whole.log'}")
+    finally:
+        whole.kill()
     minutes = (time.monotonic() - start) / 60
     print(f"{minutes:.0f} minutes, {args.steps} steps; exact to the last bit until {exact_until}")
     raise SystemExit(compare(args.out / "whole", args.out / "killed", exact_until, args.tolerance))
@@ -86,8 +94,9 @@ def kill_and_resume(args: argparse.Namespace) -> int:
         time.sleep(draw.uniform(0, 5))  # in a step, while saving, while measuring
         if process.poll() is not None:
             raise SystemExit(f"ended before it was killed: see {args.out / 'killed.log'}")
-        for child in psutil.Process(process.pid).children(recursive=True):
-            child.kill()  # torchrun's processes are in sessions of their own
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended by itself this very moment
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()  # torchrun's processes are in sessions of their own
         process.kill()
         process.wait()
         left = f"saved at step {saved_step(run)}, {2 if two else 1} process(es)"
@@ -135,6 +144,8 @@ def compare(one: Path, two: Path, exact_until: int, tolerance: float) -> int:
             continue
         parts = []
         for key in ("loss", "acceptance_length"):
+            if x[key] is None or y[key] is None:
+                raise SystemExit(f"step {x['step']}: no held-out {key}; give more documents")
             off = abs(y[key] / x[key] - 1)
             parts.append(f"{key} {x[key]:.6f} {y[key]:.6f} ({off:.1e})")
             worst = max(worst, off)

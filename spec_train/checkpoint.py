@@ -19,7 +19,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,8 +121,12 @@ class RunDirectory:
 
     # -- settings ---------------------------------------------------------------------------------
 
-    def record(self, options: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
+    def record(
+        self, options: dict[str, Any], identity: dict[str, Any], free: Collection[str] = ()
+    ) -> dict[str, Any]:
         """Write fit.json and run.json, or check them; gives the notes kept in run.json.
+
+        `free`: names that decide nothing, which an older run.json may hold all the same.
 
         A run without any checkpoint has nothing to lose: it begins again with the new settings.
 
@@ -133,7 +137,8 @@ class RunDirectory:
         notes: dict[str, Any] = {}
         if file.is_file():
             old = _read_json(file)
-            differing = differing_fields(old.get("identity", {}), identity)
+            before = {k: v for k, v in old.get("identity", {}).items() if k not in free}
+            differing = differing_fields(before, identity)
             if differing and (_checkpoints(self.path) or list(self.path.glob("damaged-*"))):
                 raise ConfigError(
                     f"--out {self.path} holds a run with other settings:\n  "

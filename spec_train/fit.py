@@ -43,8 +43,10 @@ MAY_CHANGE = (
     *("follow", "follow_timeout", "follow_keep"),  # the order says how far they may not
     *("batch_size", "accumulation"),  # their product with the processes may not: packs_per_step
     "sharding",
+    "gradient_checkpointing",
 )
-"""Options a resumed run may change: they decide where things are and how often they are written."""
+"""Options a resumed run may change: they decide where things are, how often they are written, and
+what memory holds."""
 
 
 def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
@@ -132,7 +134,7 @@ def _record(
         "split_rule": SPLIT_RULE,
         **{name: value for name, value in table.items() if name not in MAY_CHANGE},
     }
-    total = run.record(table, identity).get("total_steps")
+    total = run.record(table, identity, MAY_CHANGE).get("total_steps")
     if total is None:
         total = _total_steps(config, splits)
         run.note(total_steps=total, split_border=splits.border)
@@ -246,6 +248,7 @@ def _make_draft(
     kind = DRAFTS[name]
     if saved is not None:  # its vocabulary too comes from there: no data is read for it
         draft = kind.from_pretrained(saved.path)
+        draft.options = options  # those that may change
         draft.join(head, dataset.manifest, str(saved.path))
         return draft
     fresh = kind.build(

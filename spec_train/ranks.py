@@ -277,7 +277,7 @@ class Ranks:
                 self.call_stop()
                 called = True
             time.sleep(pause)
-            pause = min(2 * pause, POLL_SECONDS)
+            pause = min(2 * pause, 1e-3)  # of every step: a GPU would be idle for longer
         work.wait()
 
     # -- the draft --------------------------------------------------------------------------------

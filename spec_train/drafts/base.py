@@ -31,6 +31,7 @@ class BaseDraft(nn.Module):
     options: Any
     embed_tokens: nn.Embedding
     fc: nn.Linear
+    # of the vocabulary; a draft that speaks the target's whole one may leave it unmade
     d2t: Tensor
     t2d: Tensor
     draft_ids: Tensor  # int64 [Vd], ascending

@@ -56,6 +56,18 @@ class DraftConfig(Protocol):
         """The target's."""
 
     @property
+    def draft_vocab_size(self) -> int:
+        """Tokens that the draft can propose."""
+
+    @property
+    def hidden_size(self) -> int:
+        """The draft's own width; today the target's."""
+
+    @property
+    def dtype(self) -> str:
+        """In which the draft is saved, as torch names it: the target's."""
+
+    @property
     def target_hidden_size(self) -> int:
         """Width of the target's states."""
 

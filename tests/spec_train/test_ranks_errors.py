@@ -133,8 +133,8 @@ def test_a_killed_rank_ends_the_others(config):
     assert "error: " in ended[0].text
 
 
-def test_a_rank_inside_a_collective_is_ended_too(tmp_path, monkeypatch):
-    """As on GPUs, where the death of another rank is not noticed."""
+def test_a_rank_that_hears_of_nothing_is_ended_too(tmp_path, monkeypatch):
+    """As in a collective on GPUs, where the death of another rank is not noticed."""
     monkeypatch.setattr(ranks, "GRACE_SECONDS", 0.4)
 
     def body(rank):

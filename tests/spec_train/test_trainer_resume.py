@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from spec_data.config import from_dict
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_train.config import fit_config, split_config
 from spec_train.drafts import load_draft
+from spec_train.drafts.eagle3 import Unroll
 from spec_train.trainer import Trainer
 from tests.factory import tiny_dataset
 from tests.spec_train import trainer_tools
@@ -51,21 +53,55 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(config, tmp_path, st
     that draws random numbers."""
     make_noisy(monkeypatch)
     run(change(config, out=str(tmp_path / "whole")))
-    original = Trainer._train_step
-
-    def signalled(self, step):
-        if self.step == stop_at - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        original(self, step)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_train_step", signalled)
+        stop_after(stop_at, patch)
         result = run(config)
     assert (result.finished, result.step, result.stopped_by) == (False, stop_at, signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     torch.rand(17)  # what else the process draws must not matter
     assert run(config).finished
     assert_same_run(tmp_path / "whole", config.out)
+
+
+def stop_after(steps: int, monkeypatch):
+    """SIGTERM in the last of so many steps."""
+    original = Trainer._train_step
+
+    def signalled(self, step):
+        if self.step == steps - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        original(self, step)
+
+    monkeypatch.setattr(Trainer, "_train_step", signalled)
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "older"])
+def test_a_run_may_go_on_with_activations_recomputed(config, tmp_path, recorded, monkeypatch):
+    """For want of memory. Runs of before the option, and of when it was held to, go on as well."""
+    run(change(config, out=str(tmp_path / "whole")))
+    with monkeypatch.context() as patch:
+        stop_after(5, patch)
+        assert not run(config).finished
+    file = Path(config.out) / "run.json"
+    table = json.loads(file.read_text())
+    assert "gradient_checkpointing" not in table["identity"]
+    if recorded:
+        table["identity"]["gradient_checkpointing"] = False
+        file.write_text(json.dumps(table))
+    calls = []
+    original = Unroll._step
+
+    def counted(self, *arguments):
+        calls.append(torch.is_grad_enabled())
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Unroll, "_step", counted)
+    assert run(config, replace(OPTIONS, gradient_checkpointing=True)).finished
+    micro_batches = 7 * config.accumulation
+    assert sum(calls) == 2 * OPTIONS.ttt_steps * micro_batches
+    a, b = masters(tmp_path / "whole"), masters(config.out)
+    assert all(torch.equal(a[n], b[n]) for n in a)
+    assert metrics(tmp_path / "whole") == metrics(config.out)
 
 
 def test_measuring_and_saving_do_not_touch_training(config, tmp_path, monkeypatch):
