@@ -2,7 +2,9 @@
 
 - "dense": the softmax written out, in at least float32: the reference.
 - "sdpa": torch's scaled_dot_product_attention with the boolean table, for some queries at a time
-  and the keys that any of these sees: what is masked for all of them costs nothing.
+  and the keys that any of these sees: what is masked for all of them costs nothing. On CPUs its
+  flash kernel is called by hand: left to autograd, every block would keep its own keys and values
+  and a float copy of its table for the backward pass, which adds up to Q x T.
 - "flex": flex_attention, which reads the predicate block by block and skips what nothing sees: no
   table of Q x T scores or booleans. The default where its compiled form works (see flex.py).
 
@@ -43,6 +45,15 @@ class _Block:
     queries: slice
     keys: Tensor | None  # int64 [n]
     table: Tensor  # bool [B, 1, queries, n]
+
+    def pick(self, x: Tensor) -> Tensor:
+        """The rows [B, h, n, d] of keys or values [B, h, T, d] that the block sees."""
+        return x if self.keys is None else x.index_select(2, self.keys)
+
+    def bias(self, dtype: torch.dtype) -> Tensor:
+        """0 where a query sees a key, -inf elsewhere, in the shape of the table."""
+        zero = torch.zeros((), dtype=dtype, device=self.table.device)
+        return torch.where(self.table, zero, float("-inf"))
 
 
 def _blocks(mask: AttentionMask) -> list[_Block]:
@@ -91,12 +102,14 @@ class Attending:
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        if self.backend == "sdpa" and len(self.mask) > 1 and q.device.type == "cpu":
+            return _BlocksOnCPU.apply(q.to(v.dtype), k.to(v.dtype), v, self.mask, scale)
         if self.backend == "sdpa":
             parts = [
                 F.scaled_dot_product_attention(
                     q[:, :, block.queries],
-                    k if block.keys is None else k.index_select(2, block.keys),
-                    v if block.keys is None else v.index_select(2, block.keys),
+                    block.pick(k),
+                    block.pick(v),
                     attn_mask=block.table,
                     scale=scale,
                 )
@@ -107,3 +120,53 @@ class Attending:
         scores = scores if scores.dtype == torch.float64 else scores.float()
         weights = scores.masked_fill(~self.mask, float("-inf")).softmax(-1)
         return weights.to(v.dtype) @ v
+
+
+class _BlocksOnCPU(torch.autograd.Function):
+    """The CPU's flash kernel block by block; the backward pass picks keys and makes biases anew."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: list[_Block], scale: float
+    ) -> Tensor:
+        parts = [
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q[:, :, block.queries],
+                block.pick(k),
+                block.pick(v),
+                attn_mask=block.bias(q.dtype),
+                scale=scale,
+            )
+            for block in blocks
+        ]
+        out, lse = (torch.cat(x, dim=2) for x in zip(*parts, strict=True))
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.blocks, ctx.scale = blocks, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for block in ctx.blocks:
+            part = block.queries
+            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad[:, :, part],
+                q[:, :, part],
+                block.pick(k),
+                block.pick(v),
+                out[:, :, part],
+                lse[:, :, part],
+                0.0,
+                False,
+                attn_mask=block.bias(q.dtype),
+                scale=ctx.scale,
+            )
+            dq[:, :, part] = found[0]
+            for total, own in ((dk, found[1]), (dv, found[2])):
+                if block.keys is None:
+                    total += own
+                else:
+                    total.index_add_(2, block.keys, own)
+        return dq, dk, dv, None, None
