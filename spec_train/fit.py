@@ -37,13 +37,14 @@ from spec_train.trainer import Trainer
 log = logging.getLogger(__name__)
 
 DEFAULT_EPOCHS = 3
+FORMERLY_HELD = ("gradient_checkpointing",)  # the identity of older runs may name it
 MAY_CHANGE = (
     "preset",  # what it set may not
     *("data", "out", "device", "log_every", "eval_every", "save_every", "keep", "track"),
     *("follow", "follow_timeout", "follow_keep"),  # the order says how far they may not
     *("batch_size", "accumulation"),  # their product with the processes may not: packs_per_step
     "sharding",
-    "gradient_checkpointing",
+    *FORMERLY_HELD,
 )
 """Options a resumed run may change: they decide where things are, how often they are written, and
 what memory holds."""
@@ -134,7 +135,7 @@ def _record(
         "split_rule": SPLIT_RULE,
         **{name: value for name, value in table.items() if name not in MAY_CHANGE},
     }
-    total = run.record(table, identity, MAY_CHANGE).get("total_steps")
+    total = run.record(table, identity, FORMERLY_HELD).get("total_steps")
     if total is None:
         total = _total_steps(config, splits)
         run.note(total_steps=total, split_border=splits.border)
