@@ -6,7 +6,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from spec_data.shards.head import HeadSpec, apply_head
-from spec_train.losses import KINDS, LossKind, distribution_loss, head_loss
+from spec_train.losses import (
+    KINDS,
+    LossKind,
+    add_product,
+    distribution_loss,
+    head_loss,
+    rows_per_chunk,
+)
 
 
 def _formula(logits: Tensor, p: Tensor, kind: LossKind) -> Tensor:
@@ -134,3 +141,19 @@ def test_half_precision_states_give_float32_sums() -> None:
     torch.testing.assert_close(total.double(), expected, rtol=2e-2, atol=0)
     total.backward()
     assert [x.grad.dtype for x in low] == [torch.bfloat16] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_products_are_added_in_the_dtype_of_the_total(dtype: torch.dtype, autocast: bool) -> None:
+    left, right, total = torch.randn(9, 5), torch.randn(9, 4), torch.randn(5, 4)
+    expected = total + left.to(dtype).T.float() @ right.to(dtype).float()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        add_product(total, left.to(dtype), right.to(dtype))
+    assert total.dtype == torch.float32
+    exact = dtype == torch.float32 and not autocast
+    torch.testing.assert_close(total, expected, rtol=0, atol=1e-5 if exact else 0.1)
+
+
+def test_a_chunk_holds_many_rows_of_a_large_vocabulary_and_more_of_a_small_one() -> None:
+    assert [rows_per_chunk(torch.zeros(size, 1)) for size in (1 << 10, 1 << 17)] == [1024, 256]

@@ -17,6 +17,7 @@ from torch import nn
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train import ranks
+from spec_train.drafts.eagle3 import Unroll
 from spec_train.drafts.protocol import DraftLoss
 from spec_train.fit import make_splits
 from spec_train.masters import split_like, whole
@@ -97,8 +98,21 @@ def test_recomputing_activations_on_ranks_changes_nothing(gentle, tmp_path, shar
     alone = change(gentle, out=str(tmp_path / "alone"), steps=4)
     run(alone)
     many = change(gentle, batch_size=1, accumulation=2, sharding=sharding, steps=4)
-    fit_well(many, options=replace(OPTIONS, gradient_checkpointing=True))
+
+    def prepare(rank):
+        original, calls = Unroll._step, []
+
+        def counted(self, *arguments):
+            calls.append(torch.is_grad_enabled())
+            (tmp_path / f"calls-{rank}").write_text(str(sum(calls)))
+            return original(self, *arguments)
+
+        Unroll._step = counted
+
+    fit_well(many, prepare=prepare, options=replace(OPTIONS, gradient_checkpointing=True))
     assert_close_runs(alone.out, many.out)
+    twice = 2 * OPTIONS.ttt_steps * many.accumulation * many.steps
+    assert [int((tmp_path / f"calls-{rank}").read_text()) for rank in (0, 1)] == [twice] * 2
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
