@@ -12,6 +12,7 @@ every tensor in its place. `pytest -m engines` proves more of each, on small ran
 """
 
 import argparse
+import importlib.util
 import shutil
 import sys
 from pathlib import Path
@@ -55,12 +56,16 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=64)
     parser.add_argument("--depth", type=int, default=7, help="drafted tokens per round")
     args = parser.parse_args()
+    if importlib.util.find_spec("vllm") is None:
+        parser.error("vLLM is not installed here: see the commands above")
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     every = [
         render(p.messages, tokenizer, {}) if p.messages else render_text(p.text or "", tokenizer)
         for p in read_prompts(args.prompts, args.limit)
     ]
     prompts = [ids for ids in every if len(ids) <= ROOM - ANSWER]
+    if not prompts:
+        parser.error(f"--prompts: none has at most {ROOM - ANSWER} tokens")
     model = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
     rows: list[tuple[str, ...]] = [
         ("draft", "prompts", "same counts", "ours", "vLLM", "vLLM class", "speculators")

@@ -146,13 +146,14 @@ def test_half_precision_states_give_float32_sums() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_products_are_added_in_the_dtype_of_the_total(dtype: torch.dtype, autocast: bool) -> None:
+    torch.manual_seed(0)
     left, right, total = torch.randn(9, 5), torch.randn(9, 4), torch.randn(5, 4)
     expected = total + left.to(dtype).T.float() @ right.to(dtype).float()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         add_product(total, left.to(dtype), right.to(dtype))
     assert total.dtype == torch.float32
     exact = dtype == torch.float32 and not autocast
-    torch.testing.assert_close(total, expected, rtol=0, atol=1e-5 if exact else 0.1)
+    torch.testing.assert_close(total, expected, rtol=0, atol=1e-5 if exact else 0.03)
 
 
 def test_a_chunk_holds_many_rows_of_a_large_vocabulary_and_more_of_a_small_one() -> None:

@@ -98,6 +98,18 @@ def test_back_ends_agree(name: str, backend: str, monkeypatch: pytest.MonkeyPatc
             torch.testing.assert_close(a.grad.double(), b.grad, rtol=1e-4, atol=1e-5)
 
 
+def test_blocks_take_what_autocast_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms give float32, projections bf16: the kernel wants one dtype."""
+    monkeypatch.setattr(attend, "BLOCK", 2)
+    mask = masks()["causal"]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, mask.queries, 16, generator=generator) for _ in range(3))
+    found = Attending.prepare(mask, 16, "sdpa")(q, k, v.bfloat16(), 0.3)
+    assert found.dtype == torch.bfloat16
+    expected = Attending.prepare(mask, 16, "dense")(q, k, v, 0.3)
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=0.03)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compiled flex_attention needs CUDA")
 @pytest.mark.parametrize("name", ["causal", "parallel", "block"])
 def test_compiled_flex_agrees_with_gradients(name: str) -> None:
