@@ -13,17 +13,17 @@ from torch.nn import functional as F
 
 from spec_data.shards.packing import shift_left
 from spec_data.shards.schema import FINAL
-from spec_train.attention import repeat_heads
+from spec_train.attention.masks import AttentionMask, block_mask, causal_mask, parallel_mask
+from spec_train.attention.unrolled import repeat_heads
 from spec_train.batch import DraftBatch
-from spec_train.drafts.aux_batch import slots_of
-from spec_train.drafts.dspark_blocks import drafted_mask, sample_blocks
-from spec_train.drafts.dspark_loss import draft_weights
-from spec_train.drafts.eagle3_unroll import slot_masks
-from spec_train.drafts.eagle_loss import input_noise, supervised_slots
-from spec_train.drafts.peagle_elements import segments_of
-from spec_train.drafts.peagle_loss import element_masks
+from spec_train.drafts.dspark.blocks import drafted_mask, sample_blocks
+from spec_train.drafts.dspark.loss import draft_weights
+from spec_train.drafts.eagle.loss import input_noise, supervised_slots
+from spec_train.drafts.peagle.elements import segments_of
+from spec_train.drafts.peagle.loss import element_masks
+from spec_train.drafts.slots import slot_masks
+from spec_train.drafts.teacher import slots_of
 from spec_train.head import TargetHead
-from spec_train.masks import AttentionMask, block_mask, causal_mask, parallel_mask
 
 
 def shifted(x: Tensor, batch: DraftBatch) -> Tensor:

@@ -8,10 +8,13 @@ from torch import Tensor
 
 from spec_data.shards.schema import FINAL
 from spec_train.batch import DraftBatch
-from spec_train.drafts.dspark_blocks import sample_blocks
-from spec_train.drafts.eagle_loss import input_noise
+from spec_train.drafts.dspark.blocks import sample_blocks
+from spec_train.drafts.eagle.loss import input_noise
 from spec_train.head import TargetHead
-from tests.spec_train import reference_dspark, reference_eagle, reference_eagle3, reference_peagle
+from tests.spec_train.drafts.dspark import reference as reference_dspark
+from tests.spec_train.drafts.eagle import reference as reference_eagle
+from tests.spec_train.drafts.eagle3 import reference as reference_eagle3
+from tests.spec_train.drafts.peagle import reference as reference_peagle
 
 
 def reference_loss(name: str, draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.errors import ConfigError
-from spec_train.drafts.chain import ChainDrafter
+from spec_train.drafts.drafting import ChainDrafter
 from spec_train.drafts.protocol import Draft
 from spec_train.head import TargetHead
 from spec_train.sampling import Sampler

@@ -6,10 +6,10 @@ import torch
 from spec_data.shards.packing import pack_documents
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.target import Target
-from spec_train.drafts.eagle3 import eagle3_loss
+from spec_train.drafts.eagle3.draft import eagle3_loss
 from spec_train.head import TargetHead
 from tests.factory import random_documents, tiny_dataset, tiny_llama
-from tests.spec_train.eagle3_tools import batch_of, build
+from tests.spec_train.drafts.eagle3.tools import batch_of, build
 
 LAYERS, WIDTH = (0, 1, 2), 64
 

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.shards.errors import DraftError
-from spec_train.drafts.dspark import DFlashDraft, DSparkDraft
-from spec_train.drafts.eagle import EagleDraft
-from spec_train.drafts.eagle3 import Eagle3Draft
-from spec_train.drafts.peagle import PeagleDraft
+from spec_train.drafts.dspark.draft import DFlashDraft, DSparkDraft
+from spec_train.drafts.eagle.draft import EagleDraft
+from spec_train.drafts.eagle3.draft import Eagle3Draft
+from spec_train.drafts.peagle.draft import PeagleDraft
 from spec_train.drafts.protocol import Draft, DraftLoss
 from spec_train.exports.files import read_files
 from spec_train.exports.flat import SECTION

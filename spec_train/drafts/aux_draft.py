@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from spec_data.shards.errors import DatasetError, DraftError
 from spec_data.shards.schema import FINAL, SUPERVISED, Manifest
 from spec_train.drafts.base import BaseDraft
-from spec_train.drafts.eagle3_config import Eagle3Config
+from spec_train.drafts.eagle3.config import Eagle3Config
 from spec_train.drafts.layers import RMSNorm, Rotary
 from spec_train.head import TargetHead
 from spec_train.origin import origin_of

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spec_data.shards.errors import DraftError
 from spec_data.shards.schema import Manifest
-from spec_train.drafts.shape import text_config
+from spec_train.drafts.targets import text_config
 from spec_train.head import TargetHead
 
 log = logging.getLogger(__name__)

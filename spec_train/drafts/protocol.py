@@ -3,17 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from spec_data.shards.schema import Manifest
+from spec_train.batch import DraftBatch
 from spec_train.head import TargetHead
 from spec_train.sampling import Sampler
-
-if TYPE_CHECKING:
-    from spec_train.batch import DraftBatch
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ class Draft(Protocol):
         """Start drafting one sequence. `head` is the target's, on the draft's device."""
         ...
 
-    def chains(self, batch: "DraftBatch", head: TargetHead, depth: int) -> Tensor:
+    def chains(self, batch: DraftBatch, head: TargetHead, depth: int) -> Tensor:
         """Draft greedily from every slot as serving would, without the target.
 
         Returns:
@@ -151,7 +149,7 @@ class Draft(Protocol):
         """Columns that `loss` reads of a dataset with that `supervision` (see Manifest)."""
         ...
 
-    def slot_counts(self, batch: "DraftBatch") -> Tensor:
+    def slot_counts(self, batch: DraftBatch) -> Tensor:
         """Denominators of the loss, float64 [S]; they add up over micro-batches and ranks.
 
         Torch's generator stands where it will stand for the `loss` of the same batch, so a draft
@@ -160,7 +158,7 @@ class Draft(Protocol):
         """
         ...
 
-    def loss(self, batch: "DraftBatch", head: TargetHead, counts: Tensor) -> DraftLoss:
+    def loss(self, batch: DraftBatch, head: TargetHead, counts: Tensor) -> DraftLoss:
         """Loss of a batch over the counts of the whole optimizer step: micro-batches add up.
 
         A batch of nothing but padding has a loss of zero and the same names and shapes in its sums.

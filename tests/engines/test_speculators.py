@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spec_train.drafts import load_draft
-from spec_train.drafts.dspark_model import attend_all
+from spec_train.drafts.dspark.model import attend_all
 from spec_train.head import TargetHead
 from tests.engines.engine_tools import (
     LAYERS,

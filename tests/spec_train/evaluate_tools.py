@@ -19,8 +19,8 @@ from spec_data.shards.schema import layer_column
 from spec_train.batch import DraftBatch
 from spec_train.config import EvalConfig
 from spec_train.decode import decode_plain
-from spec_train.drafts.eagle3 import Eagle3Draft
-from spec_train.drafts.eagle3_config import Eagle3Config
+from spec_train.drafts.eagle3.config import Eagle3Config
+from spec_train.drafts.eagle3.draft import Eagle3Draft
 from spec_train.head import TargetHead
 from spec_train.options import Eagle3Options
 from spec_train.sampling import Greedy

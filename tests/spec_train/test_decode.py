@@ -18,7 +18,7 @@ from spec_train.decode import (
     decode_speculative,
     examine_difference,
 )
-from spec_train.drafts.chain import ChainDrafter, DraftCache
+from spec_train.drafts.drafting import ChainDrafter, DraftCache
 from spec_train.sampling import (
     Greedy,
     Sampled,

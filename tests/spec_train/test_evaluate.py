@@ -12,8 +12,8 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train import evaluate_data
 from spec_train.config import EvalConfig
 from spec_train.decode import decode_speculative
-from spec_train.drafts.chain import ChainDrafter
-from spec_train.drafts.eagle3 import serving_chains
+from spec_train.drafts.drafting import ChainDrafter
+from spec_train.drafts.eagle3.draft import serving_chains
 from spec_train.evaluate import run_eval
 from spec_train.evaluate_data import choose_documents, serving_sums
 from spec_train.sampling import Greedy, make_sampler

@@ -22,8 +22,8 @@ from spec_train.fit import fit
 from spec_train.head import TargetHead
 from spec_train.options import Eagle3Options
 from tests.factory import tiny_llama
-from tests.spec_train import eagle3_tools
-from tests.spec_train.eagle3_tools import build
+from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
+from tests.spec_train.drafts.eagle3.tools import build
 from tests.spec_train.export_tools import export, same_draft
 
 dataset, head = eagle3_tools.dataset, eagle3_tools.head

@@ -18,7 +18,7 @@ from spec_train.fit import fit
 from spec_train.head import TargetHead
 from spec_train.options import DRAFT_OPTIONS
 from tests.factory import tiny_llama
-from tests.spec_train import eagle3_tools
+from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
 from tests.spec_train.export_tools import nulls
 
 dataset, head = eagle3_tools.dataset, eagle3_tools.head

@@ -14,8 +14,8 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import load_draft
 from spec_train.exports.target import TargetFacts
 from spec_train.head import TargetHead
-from tests.spec_train import eagle3_tools
-from tests.spec_train.eagle3_tools import build
+from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
+from tests.spec_train.drafts.eagle3.tools import build
 from tests.spec_train.export_tools import ENGINES, export, nulls, same_draft
 
 dataset, head = eagle3_tools.dataset, eagle3_tools.head

@@ -17,7 +17,7 @@ from spec_train.exports.target import TargetFacts
 from spec_train.head import TargetHead
 from spec_train.options import DRAFT_OPTIONS
 from tests.factory import tiny_llama
-from tests.spec_train import eagle3_tools
+from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
 from tests.spec_train.export_tools import ENGINES, export, nulls
 
 dataset, head = eagle3_tools.dataset, eagle3_tools.head

@@ -17,7 +17,7 @@ from torch import nn
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train import ranks
-from spec_train.drafts.eagle3 import Unroll
+from spec_train.drafts.eagle3.draft import Unroll
 from spec_train.drafts.protocol import DraftLoss
 from spec_train.fit import make_splits
 from spec_train.masters import split_like, whole

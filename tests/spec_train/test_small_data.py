@@ -9,7 +9,7 @@ import torch
 from spec_data.shards.errors import DatasetError, DraftError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.config import EvalConfig, FitConfig
-from spec_train.drafts.eagle3 import Eagle3Draft
+from spec_train.drafts.eagle3.draft import Eagle3Draft
 from spec_train.evaluate import run_eval
 from spec_train.evaluate_data import check_fit, read_pack
 from spec_train.fit import fit

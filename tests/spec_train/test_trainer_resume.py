@@ -17,7 +17,7 @@ from spec_data.config import from_dict
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_train.config import fit_config, split_config
 from spec_train.drafts import load_draft
-from spec_train.drafts.eagle3 import Unroll
+from spec_train.drafts.eagle3.draft import Unroll
 from spec_train.trainer import Trainer
 from tests.factory import tiny_dataset
 from tests.spec_train import trainer_tools

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.errors import ConfigError, TargetError
-from spec_train.drafts.chain import ChainDrafter
+from spec_train.drafts.drafting import ChainDrafter
 from spec_train.head import TargetHead
 from spec_train.sampling import Greedy, Sampled
 from spec_train.tree import EMPTY, ROOT, DraftTree, TreeDrafter, TreeShape, walk
@@ -16,7 +16,7 @@ from spec_train.tree_decode import TreeSession
 from spec_train.tree_masks import TreeMasks, tree_mask
 from tests.families import FAMILIES, VOCAB, tiny_model
 from tests.spec_train import evaluate_tools
-from tests.spec_train.eagle_tools import make_eagle
+from tests.spec_train.drafts.eagle.tools import make_eagle
 
 target, prompts = evaluate_tools.target, evaluate_tools.prompts
 trained = evaluate_tools.trained

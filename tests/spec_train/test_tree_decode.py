@@ -17,7 +17,8 @@ from spec_train.tree import ROOT, DraftTree, TreeDrafter, TreeShape
 from spec_train.tree_decode import decode_tree
 from spec_train.tree_masks import TreeMasks
 from tests.families import FAMILIES, VOCAB, WINDOW, tiny_model
-from tests.spec_train import eagle_tools, evaluate_tools
+from tests.spec_train import evaluate_tools
+from tests.spec_train.drafts.eagle import tools as eagle_tools
 from tests.spec_train.evaluate_tools import LIMIT, config_of
 from tests.spec_train.test_decode import COLUMNS, prompt_of, states
 

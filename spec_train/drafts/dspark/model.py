@@ -1,0 +1,150 @@
+"""The DSpark draft as a model: blocks of slots over the keys and values of what is verified.
+
+A verified token's states become c = RMSNorm(fc(states)), and every layer projects c to its own keys
+and values of that position: the layers never change them, and no input norm is applied. A block is
+the last known token (the anchor) and mask tokens, at the positions from the anchor's on; its slots
+see the context before the anchor and one another, in both directions. With `sample_from_anchor`
+slot k drafts the token after its position; without, slots 1.. draft the tokens of their positions.
+
+Embedding and LM head are the target's, frozen. The head is not kept here (`TargetHead` has it),
+unless the draft vocabulary is a selection of its rows. Of a target that scales, biases or caps its
+logits, the draft uses the bare product: so do the engines.
+
+B rows, T tokens, Q slots of blocks, n captured layers, H hidden size, h / g query / key-value
+heads, d head size, V / Vd target / draft vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from spec_data.shards.errors import DraftError
+from spec_train.drafts.base import BaseDraft
+from spec_train.drafts.dspark.config import DSparkConfig
+from spec_train.drafts.dspark.heads import ConfidenceHead, MarkovHead
+from spec_train.drafts.layers import DecoderLayer, RMSNorm, Rotary, run_layer
+from spec_train.head import TargetHead
+from spec_train.options import BlockOptions, DSparkOptions
+
+Context = Sequence[tuple[Tensor, Tensor]]
+"""Keys and values [B, g, T, d] of verified positions, one pair per layer."""
+
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""Queries [B, h, Q, d], keys and values [B, g, T + Q, d], scale -> heads [B, h, Q, d]."""
+
+
+def attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Attention without a mask: one block over all that is verified."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, scale=scale)
+
+
+class DSparkModel(BaseDraft):
+    """Modules, forward and checkpoint of a block draft (the loss is in `dspark_loss`)."""
+
+    name: ClassVar[str] = "dspark"
+
+    def __init__(self, config: DSparkConfig, options: BlockOptions | None = None) -> None:
+        """Make a draft with random weights and the first Vd tokens as draft vocabulary."""
+        super().__init__()
+        self.config = config
+        self.options: Any = options or DSparkOptions()
+        size, eps, rank = config.hidden_size, config.rms_norm_eps, config.markov_rank
+        self.embed_tokens = nn.Embedding(config.vocab_size, size)
+        self.embed_tokens.weight.requires_grad_(False)
+        self.fc = nn.Linear(len(config.layers) * config.target_hidden_size, size, bias=False)
+        self.hidden_norm = RMSNorm(size, eps)
+        layers = [DecoderLayer(config.layer_shape) for _ in range(config.num_hidden_layers)]
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(size, eps)
+        self.markov_head: MarkovHead | None = None
+        if rank:
+            sizes = config.vocab_size, config.draft_vocab_size, rank, size
+            self.markov_head = MarkovHead(*sizes, config.markov_head_type)
+        self.confidence_head = (
+            ConfidenceHead(size + rank) if config.enable_confidence_head else None
+        )
+        self.lm_head: nn.Linear | None = None
+        if not self.full_vocabulary:
+            self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+            self.lm_head.weight.requires_grad_(False)
+        self.rotary = Rotary(config.rope)
+        self.attention_backend = "auto"  # or one of attend.BACKENDS
+        self.make_vocabulary()
+
+    def head_rows(self, head: TargetHead) -> Tensor:
+        """The frozen rows [Vd, H] that make logits of states."""
+        return head.head_weight if self.lm_head is None else self.lm_head.weight
+
+    # -- forward ----------------------------------------------------------------------------------
+
+    def context(
+        self, aux: Tensor, position_ids: Tensor, lengths: Tensor | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of verified positions, per layer, from their aux states [B, T, n*H].
+
+        `position_ids` int64 [B, T]; `lengths` as `Rotary` takes them.
+        """
+        c = self.hidden_norm(self.fc(self.cast(aux)))
+        cos, sin = self.rotary.cos_sin(position_ids, lengths, c.dtype)
+        return [layer.self_attn.keys_values(c, cos, sin) for layer in self._decoder_layers()]
+
+    def forward_blocks(
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        context: Context,
+        attend: Attend,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """States y [B, Q, H] of the slots of blocks, after the final norm.
+
+        Args:
+            token_ids, position_ids: of the slots, int64 [B, Q].
+            context: of `context`, T positions.
+            attend: who sees what, among T context positions and then the Q slots.
+            lengths: as `Rotary` takes them, [B, Q].
+        """
+        x = self.cast(self.embed_tokens(token_ids))
+        cos, sin = self.rotary.cos_sin(position_ids, lengths, x.dtype)
+        for layer, (k0, v0) in zip(self._decoder_layers(), context, strict=True):
+            attention = _over_context(attend, k0, v0, layer.self_attn.scale)
+            recompute = self.options.gradient_checkpointing
+            x = run_layer(layer, x, cos, sin, attention, recompute=recompute)
+        return self.norm(x)
+
+    def _decoder_layers(self) -> list[DecoderLayer]:
+        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+
+    def previous(self, token_ids: Tensor) -> Tensor | None:
+        """W1 of previous tokens [...] -> [..., r]; None without a Markov head."""
+        return None if self.markov_head is None else self.markov_head.markov_w1(token_ids)
+
+    def config_json(self) -> dict[str, Any]:
+        """config.json, but for the dtype of the weights."""
+        return self.config.to_json(self.options, self.name)
+
+    @classmethod
+    def read_config(cls, raw: dict[str, Any], where: str) -> tuple[Any, Any]:
+        """Configuration and options of a config.json of this kind of draft."""
+        config, name, options = DSparkConfig.from_json(raw, where)
+        if name != cls.name:
+            raise DraftError(f"{where}: a draft of kind {name}, not {cls.name}")
+        return config, options
+
+
+def _over_context(
+    attend: Attend, k0: Tensor, v0: Tensor, scale: float
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """A layer's attention: its own slots' keys and values stand after those of the context."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # Under autocast norms give float32 and projections bf16; kernels want one dtype.
+        keys, values = torch.cat([k0, k], dim=2).to(v.dtype), torch.cat([v0, v], dim=2)
+        return attend(q.to(v.dtype), keys, values, scale)
+
+    return attention

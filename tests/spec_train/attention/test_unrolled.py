@@ -1,0 +1,172 @@
+"""Both back ends are one attention: values, gradients, grouped heads, packs, padding."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from spec_train.attention import unrolled as attention
+from spec_train.attention.unrolled import (
+    Queries,
+    active_slots,
+    default_backend,
+    repeat_heads,
+    unrolled_attention,
+)
+from spec_train.drafts.slots import document_offsets
+
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, -1, -1], [0, 0, 0, 0, 0, 0, 0, 0, 0], [-1] * 9])
+USED = torch.tensor(
+    [[0, 1, 1, 0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1, 1, 1, 0], [0] * 9], dtype=torch.bool
+)
+
+
+def _queries(used: Tensor, backend: str = "dense") -> Queries:
+    documents, active = DOCUMENTS[: len(used)], active_slots(used)
+    first = torch.arange(documents.shape[1]) - document_offsets(documents)
+    return Queries.prepare(first.gather(1, active), active, documents.shape[1], backend)
+
+
+def _inputs(
+    used: Tensor, steps: int, heads: int, kv_heads: int, dtype: torch.dtype, size: int = 4
+) -> list[Tensor]:
+    """Queries, step-0 keys and values, then keys and values of the later steps."""
+    generator = torch.Generator().manual_seed(0)
+    active = active_slots(used)
+    rows, width = used.shape
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_()
+
+    tensors = [draw(rows, heads, active.shape[1], size)]
+    tensors += [draw(rows, kv_heads, width, size) for _ in range(2)]
+    return tensors + [draw(rows, kv_heads, active.shape[1], size) for _ in range(2 * steps)]
+
+
+def _attend(tensors: list[Tensor], queries: Queries, scale: float) -> Tensor:
+    q, k0, v0, *flat = tensors
+    return unrolled_attention(
+        q, k0, v0, list(zip(flat[::2], flat[1::2], strict=True)), queries, scale
+    )
+
+
+def test_active_slots_are_the_used_ones_in_order_and_padded_with_the_last() -> None:
+    assert active_slots(USED).tolist() == [[1, 2, 5, 6, 6], [3, 4, 5, 6, 7], [8] * 5]
+    assert active_slots(torch.zeros(1, 3, dtype=torch.bool)).tolist() == [[2]]
+
+
+def test_a_mask_row_sees_its_own_document_up_to_itself() -> None:
+    active = active_slots(USED)
+    mask = _queries(USED).dense()[:, 0]
+    for b, a, t in itertools.product(*map(range, mask.shape)):
+        slot = int(active[b, a])
+        assert mask[b, a, t] == (t <= slot and DOCUMENTS[b, t] == DOCUMENTS[b, slot])
+    assert mask.any(-1).all()  # also in rows of padding alone
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_dense_is_one_softmax_over_step_zero_and_the_diagonal(steps: int) -> None:
+    tensors, queries = _inputs(USED, steps, 4, 2, torch.float64), _queries(USED)
+    out, mask = _attend(tensors, queries, 0.7), queries.dense()
+    q, k0, v0, *flat = tensors
+    for b, h, a in itertools.product(*map(range, q.shape[:3])):
+        seen = [t for t in range(mask.shape[-1]) if mask[b, 0, a, t]]
+        keys = [k0[b, h // 2, t] for t in seen] + [k[b, h // 2, a] for k in flat[::2]]
+        values = [v0[b, h // 2, t] for t in seen] + [v[b, h // 2, a] for v in flat[1::2]]
+        weights = torch.softmax(torch.stack([q[b, h, a] @ k * 0.7 for k in keys]), 0)
+        torch.testing.assert_close(out[b, h, a], weights @ torch.stack(values))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (3, 1)])
+@pytest.mark.parametrize("steps", [0, 1, 4])
+@pytest.mark.parametrize("block", [2, 128])
+def test_merged_equals_dense_in_values_and_gradients(
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    steps: int,
+    block: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "BLOCK", block)
+    tensors = _inputs(USED, steps, heads, kv_heads, dtype)
+    results = {}
+    for backend in ("dense", "merged"):
+        out = _attend(tensors, _queries(USED, backend), 0.5)
+        pull = torch.linspace(-1, 2, out.numel(), dtype=dtype).view_as(out)
+        results[backend] = [out, *torch.autograd.grad((out * pull).sum(), tensors)]
+    for dense, merged in zip(results["dense"], results["merged"], strict=True):
+        torch.testing.assert_close(merged, dense)
+
+
+def test_merged_gradients_are_those_of_finite_differences() -> None:
+    tensors = _inputs(USED[:1], 2, 2, 1, torch.float64, size=3)
+    queries = _queries(USED[:1], "merged")
+
+    def run(*inputs: Tensor) -> Tensor:
+        return _attend(list(inputs), queries, 0.5)
+
+    assert torch.autograd.gradcheck(run, tensors)
+
+
+def test_great_scores_on_either_side_neither_overflow_nor_vanish() -> None:
+    tensors = _inputs(USED, 2, 2, 2, torch.float32)
+    for scaled in (0, 1, 3):  # queries, step-0 keys, diagonal keys
+        great = [x.detach() * (300 if i == scaled else 1) for i, x in enumerate(tensors)]
+        dense, merged = (_attend(great, _queries(USED, b), 1.0) for b in ("dense", "merged"))
+        assert merged.isfinite().all()
+        torch.testing.assert_close(merged, dense)
+
+
+def test_blocks_hold_every_seen_key_and_skip_other_documents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "BLOCK", 2)
+    queries = _queries(USED, "merged")
+    seen = torch.zeros_like(queries.dense())
+    for block in queries.blocks:
+        bias = block.bias(torch.float32)[0, 0]
+        seen[block.row, 0, block.queries, block.keys] = bias == 0
+    assert torch.equal(seen, queries.dense())
+    spans = {(b.row, b.queries.start): (b.keys.start, b.keys.stop) for b in queries.blocks}
+    assert spans[0, 0] == (0, 3) and spans[0, 2] == (3, 7) and spans[1, 0] == (0, 5)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
+def test_flex_equals_dense(steps: int) -> None:
+    """Uncompiled, and without gradients, which flex_attention has on CUDA alone."""
+    tensors = [x.detach() for x in _inputs(USED, steps, 4, 2, torch.float32, size=16)]
+    found = _attend(tensors, _queries(USED, "flex"), 0.5)
+    torch.testing.assert_close(found, _attend(tensors, _queries(USED, "dense"), 0.5))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compiled flex_attention needs CUDA")
+@pytest.mark.parametrize("steps", [0, 3])
+def test_compiled_flex_equals_dense_with_gradients(steps: int) -> None:
+    tensors = [
+        x.detach().cuda().requires_grad_()
+        for x in _inputs(USED, steps, 4, 2, torch.float32, size=16)
+    ]
+    results = []
+    for backend in ("flex", "dense"):
+        q = _queries(USED, "dense")
+        queries = Queries.prepare(q.first.cuda(), q.last.cuda(), q.width, backend)
+        out = _attend(tensors, queries, 0.5)
+        results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
+
+
+def test_consecutive_query_heads_share_a_key_head() -> None:
+    x = torch.arange(2.0).view(1, 2, 1, 1)
+    assert repeat_heads(x, 4).flatten().tolist() == [0, 0, 1, 1]
+
+
+def test_the_back_end_is_dense_where_no_kernel_is_proven() -> None:
+    assert default_backend("cpu", torch.float32, 32) == "merged"
+    if not torch.cuda.is_available():
+        assert default_backend("cuda", torch.bfloat16, 128) == "dense"
+    assert default_backend("cuda", torch.bfloat16, 80) == "dense"

@@ -1,0 +1,203 @@
+"""Drafts, documents and layouts for comparing the DSpark loss with its slow reference.
+
+Plain loops throughout: what lays documents out for the fast function must not share its code.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from spec_data.shards.head import HeadSpec
+from spec_train.drafts.dspark.config import DSparkConfig
+from spec_train.drafts.dspark.draft import DFlashDraft, DSparkDraft
+from spec_train.head import TargetHead
+from spec_train.options import DFlashOptions, DSparkOptions
+from tests.spec_train.drafts.dspark.reference import Document, ReferenceConfig, block_logits
+
+HIDDEN, WIDTH, LAYERS, VOCAB, MASK = 12, 10, 3, 14, 13
+DRAFT_IDS = [0, 2, 3, 5, 6, 7, 9, 10, 12]
+TARGET = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 20,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 8,
+    "head_dim": 6,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 64,
+    "architectures": ["LlamaForCausalLM"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One setting of the draft and its loss."""
+
+    kind: str = "vanilla"  # none, vanilla, gated, rnn
+    confidence: bool = True
+    layout: str = "anchor"
+    reduced: bool = False
+    block_size: int = 4
+    draft_layers: int = 2
+    gamma: float = 4.0
+    ce_target: str = "tokens"
+    dflash: bool = False
+
+    def options(self) -> Any:
+        common: dict[str, Any] = {
+            "num_draft_layers": self.draft_layers,
+            "block_size": self.block_size,
+            "layout": self.layout,
+            "loss_decay_gamma": self.gamma,
+            "ce_target": self.ce_target,
+            "mask_token_id": MASK,
+        }
+        if self.dflash:
+            return DFlashOptions(**common)
+        return DSparkOptions(
+            **common,
+            markov_rank=0 if self.kind == "none" else 5,
+            markov_head_type="vanilla" if self.kind == "none" else self.kind,
+            confidence_weight=1.0 if self.confidence else 0.0,
+        )
+
+
+def make_draft(case: Case, seed: int = 0, rope: dict[str, Any] | None = None) -> DSparkDraft:
+    """A random draft, far enough from zero that every term of it matters."""
+    options = case.options()
+    config = DSparkConfig.from_target(
+        TARGET if rope is None else TARGET | {"rope_parameters": rope},
+        layers=(1, 3, 4),
+        vocab_size=VOCAB,
+        draft_vocab_size=len(DRAFT_IDS) if case.reduced else VOCAB,
+        mask_token_id=MASK,
+        options=options,
+        dtype="float32",
+    )
+    config = replace(config, target_hidden_size=WIDTH)
+    draft = (DFlashDraft if case.dflash else DSparkDraft)(config, options)
+    if case.reduced:
+        draft.set_vocabulary(torch.tensor(DRAFT_IDS))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in draft.named_parameters():
+            scale = 0.3 if parameter.ndim > 1 else 0.2
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(noise * scale + ("norm" in name))
+    draft.double().adopt(make_head())
+    return draft
+
+
+def make_head() -> TargetHead:
+    """The target's embedding and head, always the same."""
+    generator = torch.Generator().manual_seed(7)
+    embed, head = torch.randn(2, VOCAB, HIDDEN, generator=generator, dtype=torch.float64)
+    spec = HeadSpec(vocab_size=VOCAB, hidden_size=HIDDEN, tied=False)
+    return TargetHead(spec, embed, 0.5 * head)
+
+
+def reference_config(case: Case) -> ReferenceConfig:
+    """The same setting in the reference's words; frequencies from the target's own rotary code."""
+    rotary = LlamaRotaryEmbedding(LlamaConfig(**TARGET))
+    options = case.options()
+    return ReferenceConfig(
+        heads=4,
+        kv_heads=2,
+        head_dim=6,
+        rms_norm_eps=1e-5,
+        rope_inv_freq=rotary.inv_freq,
+        block_size=case.block_size,
+        mask_token_id=MASK,
+        sample_from_anchor=case.layout == "anchor",
+        kind="none" if case.dflash else case.kind,
+        confidence=case.confidence and not case.dflash,
+        gamma=case.gamma,
+        ce_weight=options.ce_weight,
+        l1_weight=options.l1_weight,
+        confidence_weight=options.confidence_weight,
+        ce_target=case.ce_target,
+    )
+
+
+def reference_state(draft: DSparkDraft) -> dict[str, Tensor]:
+    """The checkpoint's tensors as leaves of their own graph."""
+    state = draft.checkpoint_tensors(torch.float64)
+    return {
+        name: value.clone().requires_grad_(value.is_floating_point())
+        for name, value in state.items()
+    }
+
+
+def make_documents(
+    case: Case, draft: DSparkDraft, masks: Sequence[Sequence[int]], seed: int = 0
+) -> list[Document]:
+    """Random documents with these loss masks, whose teacher often agrees with the draft."""
+    generator = torch.Generator().manual_seed(seed)
+    config, state, head = reference_config(case), reference_state(draft), make_head()
+    ids = draft.draft_ids
+    documents = []
+    for mask in masks:
+        length = len(mask)
+        x = torch.randint(VOCAB - 1, (length,), generator=generator).tolist()
+        aux = torch.randn(length, LAYERS * WIDTH, generator=generator, dtype=torch.float64)
+        z = torch.randn(length, VOCAB, generator=generator, dtype=torch.float64)
+        document = Document(x=x, m=mask, aux=aux, z=z)
+        with torch.no_grad():
+            for anchor in range(1, length, 3):
+                logits, _ = block_logits(state, head.head_weight, config, document, anchor)
+                for d, values in enumerate(logits):
+                    z[anchor + d, ids] += 2.0 * values / (d + 1)
+        if case.reduced:
+            z[3::5, 1] += 9.0  # a choice that the draft vocabulary lacks
+        documents.append(document)
+    return documents
+
+
+def lay_out(
+    documents: Sequence[Document],
+    rows: Sequence[Sequence[int]],
+    anchors: Sequence[Sequence[int]],
+) -> dict[str, Tensor]:
+    """Arguments of `dspark_loss` with rows of the given documents, padded with rubbish.
+
+    `anchors[d]` are the anchors of document d, in its own positions.
+    """
+    width = max(sum(len(documents[d].x) for d in row) for row in rows) + 2
+    shape = (len(rows), width)
+    generator = torch.Generator().manual_seed(99)
+    out = {
+        "aux_hidden_states": torch.randn(
+            *shape, LAYERS * WIDTH, generator=generator, dtype=torch.float64
+        ),
+        "input_ids": torch.zeros(shape, dtype=torch.long),
+        "loss_mask": torch.ones(shape, dtype=torch.bool),
+        "logits": torch.randn(*shape, VOCAB, generator=generator, dtype=torch.float64),
+        "document_ids": torch.full(shape, -1),
+        "position_ids": torch.zeros(shape, dtype=torch.long),
+    }
+    places: list[list[int]] = []
+    for b, row in enumerate(rows):
+        start = 0
+        places.append([])
+        for number, d in enumerate(row):
+            document = documents[d]
+            places[b] += [start + a for a in anchors[d]]
+            for t in range(len(document.x)):
+                slot = start + t
+                out["aux_hidden_states"][b, slot] = document.aux[t]
+                out["document_ids"][b, slot] = number
+                out["position_ids"][b, slot] = t
+                out["input_ids"][b, slot] = document.x[t]
+                out["loss_mask"][b, slot] = bool(document.m[t])
+                out["logits"][b, slot] = document.z[t]
+            start += len(document.x)
+    most = max(map(len, places)) + 1  # one block too many everywhere
+    out["anchors"] = torch.tensor([p + [0] * (most - len(p)) for p in places])
+    out["kept"] = torch.tensor([[n < len(p) for n in range(most)] for p in places])
+    return out

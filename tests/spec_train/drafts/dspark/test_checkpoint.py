@@ -1,0 +1,339 @@
+"""Files, configuration and options of block drafts, and the mask token."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from spec_data.shards.errors import ConfigError, DatasetError, DraftError, MissingError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.drafts import load_draft
+from spec_train.drafts.dspark.draft import DFlashDraft, DSparkConfig, DSparkDraft
+from spec_train.drafts.mask_token import choose_mask_token
+from spec_train.head import TargetHead
+from spec_train.options import DFlashOptions, DSparkOptions
+from tests.factory import tiny_dataset, tiny_llama
+from tests.spec_train.drafts.dspark import tools as dspark_tools
+from tests.spec_train.drafts.dspark.tools import build
+from tests.spec_train.drafts.eagle3.tools import packed
+
+dataset, head = dspark_tools.dataset, dspark_tools.head
+
+LAYER = [
+    *("input_layernorm", "post_attention_layernorm"),
+    *(f"self_attn.{x}_proj" for x in "qkvo"),
+    *("self_attn.q_norm", "self_attn.k_norm"),
+    *(f"mlp.{x}_proj" for x in ("gate", "up", "down")),
+]
+BACKBONE = [
+    *("embed_tokens", "fc", "hidden_norm", "norm"),
+    *(f"layers.{i}.{x}" for i in range(2) for x in LAYER),
+]
+VANILLA = ["markov_head.markov_w1", "markov_head.markov_w2"]
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("dspark", {}),
+    ("dspark", {"draft_vocab_size": 40, "markov_head_type": "gated"}),
+    ("dspark", {"markov_head_type": "rnn", "layout": "mask"}),
+    ("dspark", {"markov_rank": 0, "confidence_weight": 0.0}),
+    ("dflash", {}),
+    ("dflash", {"layout": "anchor", "draft_vocab_size": 40}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), KINDS, ids=str)
+def test_a_saved_draft_reads_back_and_saves_the_same_bytes(
+    dataset: HiddenStatesDataset,
+    head: TargetHead,
+    tmp_path: Path,
+    name: str,
+    changes: dict[str, Any],
+) -> None:
+    draft, batch = build(dataset, head, name, **changes), packed(dataset)
+    draft.save_pretrained(tmp_path / "a")
+    again = load_draft(tmp_path / "a")
+    assert type(again) is {"dspark": DSparkDraft, "dflash": DFlashDraft}[name]
+    assert again.options == draft.options and again.config == draft.config
+    counts = draft.slot_counts(batch)
+    assert torch.equal(again.slot_counts(batch), counts)
+    assert torch.equal(draft.loss(batch, head, counts).loss, again.loss(batch, head, counts).loss)
+    assert torch.equal(draft.chains(batch, head, 2), again.chains(batch, head, 2))
+    again.save_pretrained(tmp_path / "b")
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    assert "null" not in (tmp_path / "a" / "config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "more"),
+    [
+        ("dspark", {}, [*(f"{x}.weight" for x in VANILLA)]),
+        ("dspark", {"markov_head_type": "gated"}, ["markov_head.gate_proj.bias"]),
+        ("dspark", {"markov_head_type": "rnn"}, ["markov_head.joint_proj.bias"]),
+        ("dflash", {}, None),
+    ],
+    ids=str,
+)
+def test_tensors_have_the_names_and_shapes_that_engines_read(
+    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, name: str, changes, more
+) -> None:
+    build(dataset, head, name, **changes).save_pretrained(tmp_path, torch.bfloat16)
+    tensors = load_file(tmp_path / "model.safetensors")
+    expected = {f"{x}.weight" for x in BACKBONE}
+    if more is not None:
+        expected |= {f"{x}.weight" for x in VANILLA} | set(more)
+        expected |= {"confidence_head.proj.weight", "confidence_head.proj.bias"}
+        expected |= {x.replace(".bias", ".weight") for x in more}
+        assert tensors["markov_head.markov_w1.weight"].shape == (64, 8)
+        assert tensors["markov_head.markov_w2.weight"].shape == (64, 8)
+        assert tensors["confidence_head.proj.weight"].shape == (1, 32 + 8)
+        assert tensors["confidence_head.proj.bias"].shape == (1,)
+    assert set(tensors) == expected  # no lm_head and no maps: the vocabulary is the target's
+    assert tensors["fc.weight"].shape == (32, 96)
+    if "markov_head.gate_proj.weight" in tensors:
+        assert tensors["markov_head.gate_proj.weight"].shape == (8, 32 + 8)
+    if "markov_head.joint_proj.weight" in tensors:
+        assert tensors["markov_head.joint_proj.weight"].shape == (24, 16 + 32)
+    assert torch.equal(tensors["embed_tokens.weight"], head.embed_weight.bfloat16())
+    build(dataset, head, name, **changes).save_pretrained(tmp_path)  # the target's own dtype
+    again = load_file(tmp_path / "model.safetensors")["embed_tokens.weight"]
+    assert torch.equal(again, head.embed_weight)
+
+
+def test_a_draft_vocabulary_brings_its_own_rows_of_the_head_and_maps(
+    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
+) -> None:
+    draft = build(dataset, head, "dspark", draft_vocab_size=40)
+    draft.save_pretrained(tmp_path, torch.bfloat16)
+    tensors = load_file(tmp_path / "model.safetensors")
+    ids = torch.arange(40) + tensors["d2t"]  # offsets, not ids
+    assert torch.equal(ids, tensors["t2d"].nonzero().squeeze(1))
+    assert torch.equal(tensors["lm_head.weight"], head.head_weight[ids].bfloat16())
+    assert tensors["markov_head.markov_w2.weight"].shape == (40, 8)
+    assert tensors["markov_head.markov_w1.weight"].shape == (64, 8)
+    trained = {id(p) for p in draft.trainable_parameters()}
+    frozen = {n for n, p in draft.named_parameters() if id(p) not in trained}
+    assert frozen == {"embed_tokens.weight", "lm_head.weight"}
+
+
+def test_the_config_is_the_one_that_engines_read(
+    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
+) -> None:
+    build(dataset, head, "dspark", layers="0,2").save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    expected = {
+        "architectures": ["Qwen3DSparkModel"],
+        "model_type": "qwen3",
+        "block_size": 4,
+        "mask_token_id": 3,
+        "target_layer_ids": [0, 2],  # outputs of blocks, as everywhere
+        "num_hidden_layers": 2,
+        "num_target_layers": 4,
+        "markov_rank": 8,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+        "sample_from_anchor": True,
+        "num_anchors": 512,
+        "layer_types": ["full_attention"] * 2,
+        "draft_vocab_size": 64,
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "has_embed_tokens": False,
+        "dtype": "float32",
+    }
+    assert {key: raw[key] for key in expected} == expected
+    assert raw["spec_train"]["draft"] == "dspark" and raw["spec_train"]["layers"] == [0, 2]
+    assert "output of decoder block k" in raw["spec_train"]["layer_convention"]
+    build(dataset, head, "dspark", draft_vocab_size=40, layout="mask").save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert "has_embed_tokens" not in raw and raw["sample_from_anchor"] is False
+    # an engine that reads it as a Qwen3 arrives at the same frequencies and shapes
+    theirs = Qwen3Config.from_dict(json.loads((tmp_path / "config.json").read_text()))
+    ours = load_draft(tmp_path)
+    positions = torch.arange(40)[None]
+    wanted = Qwen3RotaryEmbedding(theirs)(torch.zeros(1), positions)
+    for a, b in zip(ours.rotary(positions), wanted, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_each_layout_of_dflash_is_in_the_form_of_those_who_read_it(
+    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
+) -> None:
+    for layout, architecture, depth in (("mask", "DFlashDraftModel", 3), ("anchor", "Qwen3", 4)):
+        draft = build(dataset, head, "dflash", layout=layout)
+        assert draft.depth == draft.max_depth == depth
+        draft.save_pretrained(tmp_path)
+        raw = json.loads((tmp_path / "config.json").read_text())
+        assert raw["architectures"][0].startswith(architecture)
+        assert raw["sample_from_anchor"] == (layout == "anchor")
+        assert raw["markov_rank"] == 0 and raw["enable_confidence_head"] is False
+        assert raw["confidence_head_with_markov"] is False
+        published = {"mask_token_id": 3, "target_layer_ids": [0, 1, 2], "block_size": 4}
+        assert raw.get("dflash_config") == (published if layout == "mask" else None)
+
+
+def test_damaged_and_foreign_checkpoints_are_refused(
+    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
+) -> None:
+    build(dataset, head, "dspark").save_pretrained(tmp_path)
+    with pytest.raises(DraftError, match="of kind dspark, not dflash"):
+        DFlashDraft.from_pretrained(tmp_path)
+    path, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    raw = json.loads(path.read_text())
+    for change in (
+        {"architectures": ["Other"]},
+        {"block_size": ...},
+        {"spec_train": raw["spec_train"] | {"draft": "other"}},
+    ):
+        kept = {k: v for k, v in (raw | change).items() if v is not ...}
+        path.write_text(json.dumps(kept))
+        with pytest.raises(DraftError, match=r"config\.json"):
+            load_draft(tmp_path)
+    path.write_text(json.dumps(raw | {"spec_train": raw["spec_train"] | {"options": {"x": 1}}}))
+    with pytest.raises(ConfigError, match="unknown option x"):
+        load_draft(tmp_path)
+    path.write_text(json.dumps(raw))
+    tensors = load_file(weights)
+    del tensors["confidence_head.proj.bias"]
+    save_file(tensors, weights)
+    with pytest.raises(DraftError, match=r"missing confidence_head\.proj\.bias"):
+        load_draft(tmp_path)
+    weights.unlink()
+    with pytest.raises(MissingError, match=r"model\.safetensors"):
+        load_draft(tmp_path)
+
+
+def test_another_target_is_refused_and_the_same_one_shares_its_embedding(
+    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
+) -> None:
+    draft = build(dataset, head, "dspark", draft_vocab_size=40)
+    draft.save_pretrained(tmp_path / "draft")
+    again = load_draft(tmp_path / "draft")
+    assert again.join(head, dataset.manifest, "here") == []
+    assert again.embed_tokens.weight.data_ptr() == head.embed_weight.data_ptr()
+    assert torch.equal(again.lm_head.weight, draft.lm_head.weight)
+    other = HiddenStatesDataset(tiny_dataset(tmp_path / "other", n_docs=2, seed=5))
+    with pytest.raises(DraftError, match="a draft of another target"):
+        again.join(TargetHead.from_dataset(other.path), other.manifest, "here")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"block_size": 0}, "block_size = 0: at least 1 in layout anchor"),
+        ({"block_size": 1, "layout": "mask"}, "at least 2 in layout mask"),
+        ({"num_draft_layers": 0}, "num_draft_layers"),
+        ({"num_anchors": 0}, "num_anchors"),
+        ({"markov_rank": -1}, "markov_rank"),
+        ({"confidence_weight": -0.1}, "confidence_weight"),
+        ({"loss_decay_gamma": -1.0}, "loss_decay_gamma"),
+        ({"ce_weight": float("nan")}, "ce_weight"),
+        ({"ce_weight": 0.0, "l1_weight": 0.0}, "nothing would train"),
+        ({"mask_token_id": -2}, "mask_token_id"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(DraftError, match=said):
+        DSparkOptions(**options)
+
+
+def test_published_defaults() -> None:
+    spark, flash = DSparkOptions(), DFlashOptions()
+    assert (spark.block_size, spark.num_draft_layers, spark.num_anchors) == (7, 5, 512)
+    assert (spark.ce_weight, spark.l1_weight, spark.confidence_weight) == (0.1, 0.9, 1.0)
+    assert (spark.markov_rank, spark.markov_head_type, spark.loss_decay_gamma) == (
+        256, "vanilla", 4.0,
+    )  # fmt: skip
+    assert (flash.ce_weight, flash.l1_weight, flash.confidence_weight) == (1.0, 0.0, 0.0)
+    assert (flash.block_size, flash.layout, flash.markov_rank) == (16, "mask", 0)
+
+
+def test_data_that_cannot_teach_is_refused(
+    dataset: HiddenStatesDataset, head: TargetHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DraftError, match=r"no layer \[7\]"):
+        build(dataset, head, "dspark", layers="0,7")
+    monkeypatch.setattr(type(dataset.manifest), "supervision", "topk:8")
+    with pytest.raises(DatasetError, match="keeps too few logits"):
+        build(dataset, head, "dspark")
+
+
+def test_the_last_block_of_the_target_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    raw = tiny_llama().config.to_dict()
+    arguments: dict[str, Any] = dict(vocab_size=64, draft_vocab_size=64, options=DSparkOptions())
+    with caplog.at_level("WARNING"):
+        DSparkConfig.from_target(raw, layers=(1, 3), mask_token_id=0, **arguments)
+    assert "layer 3 is the target's last block" in caplog.text
+    with pytest.raises(DraftError, match="mask_token_id = 64"):
+        DSparkConfig.from_target(raw, layers=(1,), mask_token_id=64, **arguments)
+    with pytest.raises(DraftError, match="num_hidden_layers"):
+        DSparkConfig.from_target(
+            {k: v for k, v in raw.items() if k != "num_hidden_layers"},
+            layers=(1,),
+            mask_token_id=0,
+            **arguments,
+        )
+
+
+# --- the mask token ------------------------------------------------------------------------------
+
+
+def write_tokenizer(folder: Path, words: dict[str, int], added: dict[str, int]) -> None:
+    raw = {
+        "model": {"type": "BPE", "vocab": words},
+        "added_tokens": [{"id": i, "content": text} for text, i in added.items()],
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+
+
+def test_the_mask_token_is_unused_then_reserved_then_padding_then_unseen(tmp_path: Path) -> None:
+    embedding = torch.ones(8, 4)
+    counts = torch.tensor([5, 5, 0, 5, 5, 0, 0, 5])
+    words = {f"w{i}": i for i in range(4)}
+    ends = {"eos_token_id": [5], "pad_token_id": 2}
+    write_tokenizer(tmp_path, words, {"<|im_end|>": 4, "<end>": 5})
+    assert choose_mask_token(tmp_path, ends, embedding, counts) == 6  # 6 and 7 have no text
+    embedding[6] = 0  # a zero embedding would make all slots one
+    assert choose_mask_token(tmp_path, ends, embedding, counts) == 2
+    write_tokenizer(tmp_path, words, {"<|a|>": 4, "<b>": 5, "<|reserved_0|>": 6, "<c>": 7})
+    assert choose_mask_token(tmp_path, ends, torch.ones(8, 4), counts) == 6
+    (tmp_path / "tokenizer.json").unlink()
+    assert choose_mask_token(tmp_path, ends, torch.ones(8, 4), counts) == 2
+    assert choose_mask_token(tmp_path, {"eos_token_id": 5}, torch.ones(8, 4), counts) == 6
+    counts[3] = 2
+    assert choose_mask_token(tmp_path, {}, torch.ones(8, 4), counts + 5 * (counts == 0)) == 3
+    with pytest.raises(DraftError, match="every embedding"):
+        choose_mask_token(tmp_path, {}, torch.zeros(8, 4), counts)
+
+
+def test_a_mask_token_of_no_use_is_refused(dataset: HiddenStatesDataset, head: TargetHead) -> None:
+    with pytest.raises(DraftError, match="vocabulary has 64 tokens"):
+        build(dataset, head, "dspark", mask_token_id=64)
+    head.embed_weight[7] = 0
+    with pytest.raises(DraftError, match="its embedding is zero"):
+        build(dataset, head, "dspark", mask_token_id=7)
+    assert build(dataset, head, "dspark", mask_token_id=9).config.mask_token_id == 9
+
+
+def test_biases_and_norms_of_the_target_do_not_leak_into_the_draft() -> None:
+    """The published layers have norms of queries and keys and no biases, whatever the target."""
+    raw = LlamaConfig(num_hidden_layers=6, attention_bias=True, vocab_size=64).to_dict()
+    raw["architectures"] = ["LlamaForCausalLM"]
+    config = DSparkConfig.from_target(
+        raw,
+        layers=(1, 3),
+        vocab_size=64,
+        draft_vocab_size=64,
+        mask_token_id=0,
+        options=DSparkOptions(),
+    )
+    assert config.layer_shape.qk_norm and not config.layer_shape.attention_bias

@@ -1,0 +1,380 @@
+"""Laws of block drafts: which blocks there are, what they see, what a batch depends on."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spec_data.shards.errors import DraftError
+from spec_data.shards.packing import row_layout
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.batch import DraftBatch
+from spec_train.drafts import DRAFTS
+from spec_train.drafts.dspark.blocks import (
+    Blocks,
+    anchor_candidates,
+    batch_context,
+    block_states,
+    drafted_mask,
+    sample_blocks,
+)
+from spec_train.drafts.dspark.draft import DFlashDraft, DSparkDraft, dspark_loss
+from spec_train.drafts.dspark.serving import BlockWalk
+from spec_train.head import TargetHead
+from tests.spec_train.drafts.dspark import tools as dspark_tools
+from tests.spec_train.drafts.dspark.cases import LAYERS, VOCAB, WIDTH, Case, make_draft, make_head
+from tests.spec_train.drafts.dspark.tools import build
+from tests.spec_train.drafts.eagle3.tools import batch_of, packed
+
+dataset, head = dspark_tools.dataset, dspark_tools.head
+KINDS = (Case(), Case(kind="rnn", layout="mask"), Case(kind="gated"), Case(dflash=True))
+
+
+# --- which blocks --------------------------------------------------------------------------------
+
+
+def make_layout(
+    masks: Sequence[Sequence[Sequence[int]]], padding: int = 2
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss mask (rubbish in padding), document and position ids of rows of documents."""
+    lengths = [[len(m) for m in row] for row in masks]
+    width = max(map(sum, lengths)) + padding
+    document_ids, position_ids = row_layout(lengths, width)
+    mask = torch.ones(len(masks), width, dtype=torch.bool)
+    for b, row in enumerate(masks):
+        flat = [bool(x) for m in row for x in m]
+        mask[b, : len(flat)] = torch.tensor(flat)
+    return mask, document_ids, position_ids
+
+
+MASKS = [
+    [[0, 1, 1, 1, 0, 1, 1], [1, 1, 1], [1]],
+    [[0, 0, 1], [0, 1, 1, 1, 1, 1]],
+    [[0, 0]],
+]
+
+
+def test_anchors_are_known_supervised_tokens_with_a_supervised_next_and_something_before() -> None:
+    mask, document_ids, _ = make_layout(MASKS)
+    found = [row.nonzero().flatten().tolist() for row in anchor_candidates(mask, document_ids)]
+    # token 7 begins a document: nothing stands before it, and serving never starts there
+    assert found == [[1, 2, 5, 8], [4, 5, 6, 7], []]
+    blocks = sample_blocks(mask, document_ids, 10)
+    assert blocks.anchors.tolist() == [[1, 2, 5, 8], [4, 5, 6, 7], [0] * 4]  # no dead blocks
+    assert blocks.kept.tolist() == [[True] * 4, [True] * 4, [False] * 4]
+
+
+def test_drafts_count_while_supervised_contiguous_and_in_the_document() -> None:
+    mask, document_ids, _ = make_layout(MASKS)
+    counted = drafted_mask(mask, document_ids, 3)
+    for b, row in enumerate(MASKS):
+        start = 0
+        for m in row:
+            for t in range(len(m)):
+                for d in range(3):
+                    tokens = range(t + 1, t + 2 + d)
+                    wanted = all(i < len(m) and m[i] for i in tokens)
+                    assert bool(counted[b, start + t, d]) == wanted
+            start += len(m)
+        assert not counted[b, start:].any()
+
+
+def test_a_sample_has_no_repetitions_is_sorted_and_depends_on_its_row_alone() -> None:
+    masks = [[[1] * 30], [[0] + [1] * 20, [1] * 5], [[0, 1, 1]]]
+    mask, document_ids, _ = make_layout(masks)
+    candidates = anchor_candidates(mask, document_ids)
+    torch.manual_seed(3)
+    together = sample_blocks(mask, document_ids, 8)
+    assert together.anchors.shape == (3, 8)
+    assert together.kept.sum(1).tolist() == [8, 8, 1]
+    for b in range(3):
+        kept = together.anchors[b][together.kept[b]]
+        assert candidates[b, kept].all() and (kept[1:] > kept[:-1]).all()
+    torch.manual_seed(3)
+    wider = torch.nn.functional.pad(document_ids, (0, 9), value=-1)
+    for b in range(3):  # the same draws, row by row and with more padding
+        alone = sample_blocks(torch.nn.functional.pad(mask[b : b + 1], (0, 9)), wider[b : b + 1], 8)
+        own = together.kept[b].sum()
+        assert alone.anchors[0].tolist() == together.anchors[b, :own].tolist()
+    torch.manual_seed(4)
+    assert not torch.equal(sample_blocks(mask, document_ids, 8).anchors, together.anchors)
+    seen = torch.zeros(mask.shape[1])
+    for seed in range(400):
+        torch.manual_seed(seed)
+        seen[sample_blocks(mask[:1], document_ids[:1], 8).anchors[0]] += 1
+    share = seen[candidates[0]] / 400
+    assert share.min() > 0.18 and share.max() < 0.40  # 8 of 28, each as likely
+
+
+# --- what a block sees ---------------------------------------------------------------------------
+
+
+def walk_logits(draft: DSparkDraft, batch: dict[str, Tensor], blocks: Blocks) -> Tensor:
+    """Logits [B, N, D, Vd] with the document's own previous tokens."""
+    names = ("input_ids", "document_ids", "position_ids")
+    ids, documents, positions = (batch[name] for name in names)
+    context = batch_context(draft, batch["aux"], documents, positions)
+    walk = BlockWalk(
+        draft, make_head(), block_states(draft, context, ids, documents, positions, blocks)
+    )
+    places = blocks.places(draft.config.depth).clamp_max(ids.shape[1] - 1)
+    previous = ids.gather(1, places.flatten(1)).view_as(places)
+    parts = [walk.advance(previous[..., d])[0] for d in range(draft.config.depth)]
+    return torch.stack(parts, dim=2)
+
+
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_a_block_sees_its_anchor_and_the_states_before_it_and_nothing_else(case: Case) -> None:
+    draft = make_draft(case)
+    document_ids, position_ids = row_layout([[6, 9, 5]], 22)
+    generator = torch.Generator().manual_seed(0)
+    batch = {
+        "aux": torch.randn(1, 22, LAYERS * WIDTH, generator=generator, dtype=torch.float64),
+        "input_ids": torch.randint(VOCAB, (1, 22), generator=generator),
+        "document_ids": document_ids,
+        "position_ids": position_ids,
+    }
+    blocks = Blocks(torch.tensor([[2, 9, 10, 17]]), torch.tensor([[True, True, True, True]]))
+    names = ("input_ids", "document_ids", "position_ids")
+    ids, documents, positions = (batch[name] for name in names)
+
+    def states(aux: Tensor, ids: Tensor, blocks: Blocks = blocks) -> Tensor:
+        context = batch_context(draft, aux, documents, positions)
+        return block_states(draft, context, ids, documents, positions, blocks)
+
+    base = states(batch["aux"], ids)
+    for n, anchor in enumerate(blocks.anchors[0].tolist()):
+        aux = batch["aux"].clone().requires_grad_()
+        states(aux, ids)[:, n].square().sum().backward()
+        moved = aux.grad.abs().sum(-1)[0].nonzero().flatten().tolist()
+        start = int((document_ids[0] == document_ids[0, anchor]).nonzero()[0])
+        assert moved == list(range(start, anchor))
+        for t in range(22):  # the anchor's token enters, no other one
+            other = ids.clone()
+            other[0, t] = (other[0, t] + 1) % VOCAB
+            same = torch.equal(states(batch["aux"], other)[:, n], base[:, n])
+            assert same == (t != anchor)
+        elsewhere = blocks.anchors.clone()
+        elsewhere[0, n - 1] = 12
+        apart = states(batch["aux"], ids, Blocks(elsewhere, blocks.kept))[:, n]
+        torch.testing.assert_close(apart, base[:, n], rtol=1e-12, atol=1e-12)
+    # and in the logits, draft d has its own previous token besides, from draft 1 on
+    logits = walk_logits(draft, batch, blocks)
+    other = ids.clone()
+    other[0, 11] = (other[0, 11] + 1) % VOCAB
+    changed = (walk_logits(draft, batch | {"input_ids": other}, blocks) != logits).any(-1)[0]
+    depth = draft.config.depth
+    rnn = draft.config.markov_head_type == "rnn"
+    for n, anchor in enumerate(blocks.anchors[0].tolist()):
+        d = 11 - anchor
+        wanted = [
+            draft.markov_head is not None and (i >= d if rnn else i == d) for i in range(depth)
+        ]
+        assert changed[n].tolist() == (wanted if 0 <= d < depth else [False] * depth)
+
+
+@pytest.mark.parametrize("longrope", [False, True])
+def test_packed_documents_keep_their_own_rope_and_context(longrope: bool) -> None:
+    """No batch decides for a document: its blocks are what they are in a row of its own."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 50.0}
+    if longrope:
+        factors = {"short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 5.0]}
+        rope |= {"rope_type": "longrope", "original_max_position_embeddings": 12, **factors}
+    draft = make_draft(Case(), rope=rope)
+    lengths = (9, 16, 4)
+    document_ids, position_ids = row_layout([lengths], sum(lengths))
+    generator = torch.Generator().manual_seed(0)
+    shape = 1, sum(lengths)
+    aux = torch.randn(*shape, LAYERS * WIDTH, generator=generator, dtype=torch.float64)
+    ids = torch.randint(VOCAB, shape, generator=generator)
+    every = torch.arange(sum(lengths))[None]
+
+    def states(aux: Tensor, ids: Tensor, documents: Tensor, positions: Tensor) -> Tensor:
+        context = batch_context(draft, aux, documents, positions)
+        anchors = every[:, : ids.shape[1]]
+        blocks = Blocks(anchors, torch.ones_like(anchors, dtype=torch.bool))
+        return block_states(draft, context, ids, documents, positions, blocks)
+
+    with torch.no_grad():
+        packed = states(aux, ids, document_ids, position_ids)
+        for d, length in enumerate(lengths):
+            own = document_ids[0] == d
+            alone = torch.arange(length)[None]
+            expected = states(aux[:, own], ids[:, own], 0 * alone, alone)
+            torch.testing.assert_close(packed[:, own], expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_blocks_that_are_not_kept_change_nothing(case: Case) -> None:
+    draft, head = make_draft(case), make_head()
+    mask, document_ids, position_ids = make_layout([[[0, 1, 1, 1, 1, 1], [0, 1, 1, 1]], [[0, 0]]])
+    generator = torch.Generator().manual_seed(0)
+    shape = mask.shape
+    arguments: dict[str, Any] = {
+        "aux_hidden_states": torch.randn(
+            *shape, LAYERS * WIDTH, generator=generator, dtype=torch.float64
+        ),
+        "input_ids": torch.randint(VOCAB, shape, generator=generator),
+        "logits": torch.randn(*shape, VOCAB, generator=generator, dtype=torch.float64),
+        "loss_mask": mask,
+        "document_ids": document_ids,
+        "position_ids": position_ids,
+        "head": head,
+    }
+    anchors = torch.tensor([[1, 2, 7], [0, 0, 0]])
+    kept = torch.tensor([[True] * 3, [False] * 3])
+    gradients = []
+    for more in (0, 2):
+        draft.zero_grad()
+        result = dspark_loss(
+            draft,
+            anchors=torch.nn.functional.pad(anchors, (0, more), value=shape[1] - 1),
+            kept=torch.nn.functional.pad(kept, (0, more)),
+            **arguments,
+        )
+        result.loss.backward()
+        gradients.append([p.grad.clone() for p in draft.trainable_parameters()])
+    for a, b in zip(*gradients, strict=True):
+        assert a.isfinite().all()
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-13)
+    draft.zero_grad()
+    result = dspark_loss(draft, anchors=anchors, kept=torch.zeros_like(kept), **arguments)
+    assert float(result.loss.detach()) == 0
+    result.loss.backward()
+    assert all((p.grad == 0).all() for p in draft.trainable_parameters())
+
+
+def test_wrong_arguments_are_refused() -> None:
+    draft, head = make_draft(Case()), make_head()
+    aux = torch.zeros(1, 4, LAYERS * WIDTH, dtype=torch.float64)
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    arguments: dict[str, Any] = dict(aux_hidden_states=aux, input_ids=ids, loss_mask=ids, head=head)
+    with pytest.raises(DraftError, match="exactly one of final_hidden and logits"):
+        dspark_loss(draft, anchors=ids[:, :1], **arguments)
+    with pytest.raises(DraftError, match=r"within 0\.\.3"):
+        dspark_loss(draft, anchors=ids[:, :1] + 4, logits=aux, **arguments)
+
+
+# --- batches -------------------------------------------------------------------------------------
+
+
+def gradients(draft: DSparkDraft) -> dict[str, Tensor]:
+    found = {n: p.grad.clone() for n, p in draft.named_parameters() if p.grad is not None}
+    draft.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("name", ["dspark", "dflash"])
+@pytest.mark.parametrize("changes", [{}, {"draft_vocab_size": 40}, {"num_anchors": 5}], ids=str)
+def test_micro_batches_add_up_to_one_batch(
+    dataset: HiddenStatesDataset, head: TargetHead, name: str, changes: dict[str, Any]
+) -> None:
+    """The same blocks are drawn, the same gradient comes out, however a step is cut up."""
+    draft = build(dataset, head, name, **changes)
+    rows = [[0, 1], [2], [3, 4], [5]]
+    whole, parts = batch_of(dataset, rows, 96), [batch_of(dataset, [row], 96) for row in rows]
+    torch.manual_seed(0)
+    counts = draft.slot_counts(whole)
+    torch.testing.assert_close(sum(draft.slot_counts(p) for p in parts), counts)
+    result = draft.loss(whole, head, counts)
+    result.loss.backward()
+    expected = gradients(draft)
+    torch.manual_seed(0)
+    losses = []
+    for part in parts:
+        losses.append(draft.loss(part, head, counts))
+        losses[-1].loss.backward()
+    torch.testing.assert_close(sum(x.loss for x in losses), result.loss)
+    for key, value in gradients(draft).items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-6)
+    for key, value in result.sums.items():
+        torch.testing.assert_close(sum(x.sums[key] for x in losses), value)
+
+
+@pytest.mark.parametrize("changes", [{}, {"draft_vocab_size": 40, "layout": "mask"}], ids=str)
+def test_counts_are_the_weights_of_all_blocks_or_their_expectation(
+    dataset: HiddenStatesDataset, head: TargetHead, changes: dict[str, Any]
+) -> None:
+    batch = packed(dataset, 96)
+    draft = build(dataset, head, "dspark", **changes)
+    counts = draft.slot_counts(batch)
+    sums = draft.loss(batch, head, counts).sums
+    torch.testing.assert_close(counts, sums["term_weights"][:2])
+    assert (counts[0] < counts[1]) == bool(changes)
+    few = build(dataset, head, "dspark", num_anchors=6, **changes)
+    drawn = torch.stack([few.loss(batch, head, counts).sums["term_weights"] for _ in range(60)])
+    torch.testing.assert_close(drawn.mean(0)[:2], few.slot_counts(batch), rtol=0.04, atol=0)
+
+
+def test_a_batch_without_a_supervised_token_gives_a_connected_zero(
+    dataset: HiddenStatesDataset, head: TargetHead
+) -> None:
+    draft, batch = build(dataset, head, "dspark"), packed(dataset)
+    batch.loss_mask.zero_()
+    counts = draft.slot_counts(batch)
+    assert counts.tolist() == [0, 0]
+    result = draft.loss(batch, head, counts)
+    result.loss.backward()
+    assert float(result.loss.detach()) == 0
+    assert all((p.grad == 0).all() for p in draft.trainable_parameters())
+    figures = draft.summarise(result.sums)
+    assert figures["acceptance_length"] is None and figures["product_limit_length"] is None
+    assert figures["loss"] == 0 and figures["tau"] is None
+
+
+def test_figures_say_what_there_is(dataset: HiddenStatesDataset, head: TargetHead) -> None:
+    batch = packed(dataset)
+    for name, kind in (("dspark", DSparkDraft), ("dflash", DFlashDraft)):
+        assert DRAFTS[name] is kind
+        draft = build(dataset, head, name)
+        figures = draft.summarise(draft.loss(batch, head, None).sums)
+        assert {f"accept_rate/{d}" for d in range(1, draft.depth + 1)} <= figures.keys()
+        assert ("confidence_calibration" in figures) == (name == "dspark")
+        assert figures["cross_entropy"] > 0 and 0 < figures["l1"] <= 2
+        assert 1 <= figures["tau"] <= 1 + draft.depth
+        expected = draft.options.ce_weight * figures["cross_entropy"]
+        expected += draft.options.l1_weight * figures["l1"]
+        expected += draft.options.confidence_weight * (figures["confidence_bce"] or 0)
+        assert figures["loss"] == pytest.approx(expected)
+
+
+def test_training_lowers_the_loss_and_learns_to_forecast(
+    dataset: HiddenStatesDataset, head: TargetHead
+) -> None:
+    draft, batch = build(dataset, head, "dspark", markov_head_type="rnn"), packed(dataset, 96)
+    optimizer = torch.optim.AdamW(draft.trainable_parameters(), lr=3e-3)
+    figures = []
+    for _ in range(60):
+        result = draft.loss(batch, head, draft.slot_counts(batch))
+        result.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        figures.append(draft.summarise(result.sums))
+    first, last = figures[0], figures[-1]
+    assert last["loss"] < 0.8 * first["loss"] and last["l1"] < 0.8 * first["l1"]
+    assert last["tau"] > first["tau"] + 0.2
+    assert last["confidence_error"] < 0.6 * first["confidence_error"]
+
+
+def test_bf16_arithmetic_is_close_and_trains_fp32_masters(
+    dataset: HiddenStatesDataset, head: TargetHead
+) -> None:
+    batch: DraftBatch = packed(dataset)
+    for name in ("dspark", "dflash"):
+        draft = build(dataset, head, name)
+        exact = draft.loss(batch, head, None)
+        exact.loss.backward()
+        expected = gradients(draft)
+        low = TargetHead.from_dataset(dataset.path, torch.bfloat16)
+        draft.embed_tokens.weight.data = low.embed_weight
+        with torch.autocast("cpu", torch.bfloat16):
+            found = draft.loss(batch.to("cpu", torch.bfloat16), low, None)
+        found.loss.backward()
+        assert found.loss.dtype == torch.float32
+        torch.testing.assert_close(found.loss, exact.loss, rtol=0.02, atol=0)
+        for key, value in gradients(draft).items():
+            assert value.dtype == torch.float32
+            a, b = value.flatten(), expected[key].flatten()
+            assert torch.cosine_similarity(a, b, dim=0) > 0.98, key

@@ -1,0 +1,231 @@
+"""The DSpark loss against its slow reference: value, figures and every gradient, in float64."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from spec_train.drafts.dspark.draft import dspark_loss
+from spec_train.drafts.dspark.head_loss import block_rows_loss
+from tests.spec_train.drafts.dspark.cases import (
+    DRAFT_IDS,
+    Case,
+    lay_out,
+    make_documents,
+    make_draft,
+    make_head,
+    reference_config,
+    reference_state,
+)
+from tests.spec_train.drafts.dspark.reference import Document, reference_loss
+
+MASKS = (
+    [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1],
+    [0, 1, 1, 1, 0, 0, 1, 1, 1],
+    [1, 1, 1, 0, 1, 1],
+    [0, 0, 1],
+    [1, 1],
+)
+# The last two are no candidates: an anchor at the very start, and one with nothing after it.
+ANCHORS = ([3, 5, 6, 9], [1, 2, 6, 7], [1, 4, 5], [2], [0, 1])
+CASES = (
+    Case(),
+    Case(kind="gated"),
+    Case(kind="rnn"),
+    Case(kind="none"),
+    Case(kind="none", confidence=False),
+    Case(layout="mask", kind="rnn"),
+    Case(layout="mask", reduced=True),
+    Case(reduced=True, kind="gated"),
+    Case(reduced=True, ce_target="teacher", gamma=0.0),
+    Case(block_size=1, draft_layers=1),
+    Case(block_size=7, draft_layers=1, ce_target="teacher"),
+    Case(dflash=True, layout="mask"),
+    Case(dflash=True, layout="anchor", gamma=2.0),
+)
+
+
+def compare(
+    case: Case, rows: list[list[int]], counts: list[float] | None = None, recompute: bool = False
+) -> None:
+    draft, config = make_draft(case), reference_config(case)
+    draft.options = replace(draft.options, gradient_checkpointing=recompute)
+    calls: list[None] = []
+    draft.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(None))
+    documents = make_documents(case, draft, MASKS)
+    state, head = reference_state(draft), make_head()
+    used = [(documents[d], ANCHORS[d]) for row in rows for d in row]
+    expected = reference_loss(state, head.head_weight, config, used, counts)
+    arguments: dict[str, Any] = lay_out(documents, rows, ANCHORS)
+    if counts is not None:
+        arguments["counts"] = torch.tensor(counts)
+    found = dspark_loss(draft, head=head, **arguments)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-10, atol=1e-12)
+    found.loss.backward()
+    assert len(calls) == 1 + recompute
+    expected.loss.backward()
+    checked = 0
+    for name, parameter in draft.named_parameters():
+        if not parameter.requires_grad:
+            assert parameter.grad is None
+            continue
+        wanted = state[name].grad
+        assert wanted is not None and parameter.grad is not None, name
+        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-8, atol=1e-11, msg=name)
+        checked += bool(wanted.abs().max() > 1e-6)
+    assert checked > 10
+    sums = {name: value.tolist() for name, value in found.sums.items()}
+    for name in ("drafted", "hits"):
+        assert sums[name] == getattr(expected, name)
+    assert sums["survive"] == expected.survivors and sums["chains"] == expected.chains
+    assert sums["acceptance"] == pytest.approx(expected.acceptance, abs=1e-9)
+    assert sums["terms"] == pytest.approx(expected.terms, abs=1e-9)
+    assert sums["term_weights"] == pytest.approx(expected.weights, abs=1e-9)
+    assert sum(sums["supervised"]) == expected.trained
+    live = sum(document.m[a + 1 : a + 2] == [1] for document, anchors in used for a in anchors)
+    assert sums["blocks"] == live
+    assert sums["tau"] == pytest.approx(expected.tau - (sum(len(a) for _, a in used) - live))
+    if config.confidence:
+        assert sums["confidence_gap"] == pytest.approx(expected.gap, abs=1e-9)
+        assert sum(sums["confidence_number"]) == expected.trained
+    figures = draft.summarise(found.sums)
+    if counts is None:
+        assert figures["loss"] == pytest.approx(float(expected.loss.detach()), rel=1e-9)
+    assert figures["tau"] == pytest.approx(sums["tau"] / live)
+    if expected.chains:
+        length = 1 + sum(expected.survivors) / expected.chains
+        assert figures["acceptance_length"] == pytest.approx(length)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_packed_documents_match_the_reference(case: Case) -> None:
+    compare(case, [[0, 1, 4], [2, 3]])
+
+
+@pytest.mark.parametrize("case", CASES[::4], ids=str)
+def test_so_they_do_with_layers_recomputed(case: Case) -> None:
+    compare(case, [[0, 1, 4], [2, 3]], recompute=True)
+
+
+@pytest.mark.parametrize("case", CASES[2:8:2], ids=str)
+def test_documents_in_rows_of_their_own_match_the_reference(case: Case) -> None:
+    compare(case, [[0], [1], [2], [3]])
+
+
+def test_the_denominators_of_a_step_replace_those_of_the_batch() -> None:
+    compare(Case(), [[0, 1], [2]], counts=[31.5, 40.0])
+
+
+def test_the_documents_are_worth_comparing() -> None:
+    """Hits and misses at several depths, blocks cut short, choices outside the vocabulary."""
+    case = Case(reduced=True)
+    draft = make_draft(case)
+    documents = make_documents(case, draft, MASKS)
+    used = list(zip(documents, ANCHORS, strict=True))
+    config, head = reference_config(case), make_head()
+    out = reference_loss(reference_state(draft), head.head_weight, config, used)
+    assert out.drafted == sorted(out.drafted, reverse=True) and out.drafted[-1] < out.drafted[0]
+    assert 0 < out.hits[0] < out.drafted[0] and sum(out.hits[1:]) > 0
+    assert out.trained < sum(out.drafted) and out.chains
+    assert out.weights[0] < out.weights[1]  # tokens outside the draft vocabulary
+
+
+def test_final_states_and_the_head_are_a_teacher_as_well() -> None:
+    case = Case(reduced=True, kind="gated")
+    draft, head = make_draft(case), make_head()
+    arguments = lay_out(make_documents(case, draft, MASKS), [[0, 1], [2]], ANCHORS)
+    final = torch.randn(*arguments["input_ids"].shape, 12, dtype=torch.float64)
+    arguments["logits"] = head.logits(final)
+    expected = dspark_loss(draft, head=head, **arguments)
+    del arguments["logits"]
+    found = dspark_loss(draft, head=head, final_hidden=final, **arguments)
+    torch.testing.assert_close(found.loss, expected.loss)
+    for name, value in expected.sums.items():
+        torch.testing.assert_close(found.sums[name], value)
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("rows", [1, 3, 100])
+def test_chunks_change_nothing_and_gradients_are_autograds(rows: int, labelled: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    hidden, latent, w2 = (x.requires_grad_() for x in (draw(8, 6), draw(8, 4), draw(11, 4)))
+    weight, p = draw(11, 6), torch.softmax(draw(8, 11), -1)
+    ce, l1 = draw(8).abs(), draw(8).abs()
+    labels = torch.randint(11, (8,), generator=generator)
+    total, figures = block_rows_loss(
+        hidden, latent, weight, w2, lambda part: p[part], labels if labelled else None, ce, l1, rows
+    )
+    found = torch.autograd.grad(2.5 * total, [hidden, latent, w2])
+    log_q = torch.log_softmax(hidden @ weight.T + latent @ w2.T, -1)
+    distance = (log_q.exp() - p).abs().sum(-1)
+    entropy = -(log_q.gather(1, labels[:, None])[:, 0] if labelled else (p * log_q).sum(-1))
+    expected = (ce * entropy + l1 * distance).sum()
+    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(figures.acceptance, 1 - distance / 2)
+    torch.testing.assert_close(figures.cross_entropy, entropy)
+    assert torch.equal(figures.best, log_q.argmax(-1))
+    wanted = torch.autograd.grad(2.5 * expected, [hidden, latent, w2])
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_nothing_that_grows_with_rows_times_vocabulary_is_kept_for_the_backward() -> None:
+    rows, vocab = 200, 900
+    hidden, latent, w2 = (torch.randn(n, 4, requires_grad=True) for n in (rows, rows, vocab))
+    weight, kept = torch.randn(vocab, 4), []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    asked: list[int] = []
+
+    def teacher(part: slice) -> torch.Tensor:
+        asked.append(part.stop - part.start)
+        return torch.full((asked[-1], vocab), 1 / vocab)
+
+    ones = torch.ones(rows)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        total, _ = block_rows_loss(hidden, latent, weight, w2, teacher, None, ones, ones, 64)
+    total.backward()
+    assert asked == [64, 64, 64, 8]
+    assert kept and max(kept) == vocab * 4  # the gradient of W2
+    assert hidden.grad is not None and latent.grad is not None and w2.grad is not None
+
+
+def test_a_teacher_is_asked_once_for_every_position() -> None:
+    """Neighbouring blocks share their teachers; only the selected rows of a chunk are made."""
+    case = Case(kind="none", confidence=False)
+    draft, head = make_draft(case), make_head()
+    arguments = lay_out(make_documents(case, draft, MASKS), [[0]], [[3, 4, 5, 6]])
+    final = torch.randn(1, arguments["input_ids"].shape[1], 12, dtype=torch.float64)
+    asked: list[int] = []
+    logits = head.logits
+
+    def counted(states: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+        asked.append(len(states))
+        return logits(states, ids)
+
+    head.logits = counted  # type: ignore[method-assign]
+    arguments["target_argmax"] = arguments.pop("logits").argmax(-1)
+    dspark_loss(draft, head=head, final_hidden=final, **arguments)
+    # blocks at 3..6 reach to token 10: 4 + 4 + 4 + 4 drafts, teachers at positions 3..9
+    assert asked == [7]
+
+
+def test_the_reference_itself_counts_as_the_paper_says() -> None:
+    """One block by hand: weights exp(-k/4), loss 0.1, 0.9 and 1.0."""
+    case = Case(kind="none", block_size=2)
+    draft, head, config = make_draft(case), make_head(), reference_config(case)
+    document = make_documents(case, draft, [[0, 1, 1, 1]])[0]
+    out = reference_loss(reference_state(draft), head.head_weight, config, [(document, [1])])
+    assert out.weights == pytest.approx([1 + math.exp(-0.25)] * 3)
+    ce, l1, bce = (term / out.weights[0] for term in out.terms)
+    assert float(out.loss.detach()) == pytest.approx(0.1 * ce + 0.9 * l1 + 1.0 * bce)
+    assert isinstance(document, Document) and len(DRAFT_IDS) == 9

@@ -1,0 +1,267 @@
+"""Block drafts in decoding: the training's logits from cached keys, and the target's own output."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from spec_train.decode import decode_speculative
+from spec_train.drafts import DRAFTS
+from spec_train.drafts.dspark.draft import DSparkConfig, DSparkDraft
+from spec_train.drafts.dspark.serving import NOT_DRAFTED, BlockDrafter
+from spec_train.evaluate_data import ServingSums, serving_sums
+from spec_train.options import DFlashOptions, DSparkOptions
+from spec_train.sampling import Greedy, Sampled, make_sampler
+from tests.spec_train import evaluate_tools
+from tests.spec_train.drafts.dspark.cases import (
+    Case,
+    make_documents,
+    make_draft,
+    make_head,
+    reference_config,
+    reference_state,
+)
+from tests.spec_train.drafts.dspark.reference import block_logits
+from tests.spec_train.evaluate_tools import COLUMNS, LIMIT, STOP, VOCAB, batch_of, head_of, respond
+
+target, prompts = evaluate_tools.target, evaluate_tools.prompts
+
+CASES = (
+    Case(),
+    Case(kind="gated", block_size=7, draft_layers=1),
+    Case(kind="rnn", reduced=True),
+    Case(kind="rnn", layout="mask"),
+    Case(kind="none"),
+    Case(dflash=True, layout="mask", block_size=6),
+    Case(dflash=True, layout="anchor"),
+)
+
+
+class Forced:
+    """A sampler that drafts given tokens and keeps the logits it was shown."""
+
+    def __init__(self, tokens: Iterator[int]) -> None:
+        self.tokens, self.seen = tokens, []
+
+    def draft(self, logits: Tensor, draft_ids: Tensor, vocab_size: int) -> tuple[Tensor, None]:
+        self.seen.append(logits)
+        return torch.tensor(next(self.tokens)), None
+
+
+@pytest.mark.parametrize("pieces", [[1] * 10, [4, 1, 3, 2], [10]], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_decoding_has_the_logits_of_training_at_every_slot(case: Case, pieces: list[int]) -> None:
+    """Fed verified positions in any pieces, with caches; the reference is the one training met."""
+    draft, head = make_draft(case), make_head()
+    document = make_documents(case, draft, [[1] * 20])[0]
+    config, state = reference_config(case), reference_state(draft)
+    drafter, start = BlockDrafter(draft, head, 0.0), 0
+    for rounds, piece in enumerate(pieces, start=1):
+        anchor = start + piece
+        sampler = Forced(iter(document.x[anchor + 1 :]))
+        drafted, _ = drafter.propose(
+            document.x[start + 1 : anchor + 1],
+            document.aux[None, start:anchor],
+            100,
+            sampler,  # type: ignore[arg-type]
+        )
+        start = anchor
+        assert drafted.tolist() == list(document.x[anchor + 1 : anchor + 1 + config.depth])
+        with torch.no_grad():
+            expected, _ = block_logits(state, head.head_weight, config, document, anchor)
+        torch.testing.assert_close(torch.stack(sampler.seen), torch.stack(expected))
+        assert drafter.passes == rounds
+
+
+def make(model: Any, kind: str = "dspark", draft_vocab: int = VOCAB, **changes: Any) -> DSparkDraft:
+    """A float32 block draft for the tiny target of `evaluate_tools`."""
+    torch.manual_seed(1)
+    small: dict[str, Any] = {"num_draft_layers": 2, "block_size": 5}
+    if kind == "dflash":
+        options: Any = DFlashOptions(**small | changes)
+    else:
+        options = DSparkOptions(**small | {"markov_rank": 8} | changes)
+    config = DSparkConfig.from_target(
+        model.config.to_dict(),
+        layers=evaluate_tools.LAYERS,
+        vocab_size=VOCAB,
+        draft_vocab_size=draft_vocab,
+        mask_token_id=3,
+        options=options,
+        dtype="float32",
+        origin={"chat_template_kwargs": {}},
+    )
+    draft = DRAFTS[kind](config, options)
+    if draft_vocab < VOCAB:
+        draft.set_vocabulary(torch.arange(draft_vocab) * 2 + 1)
+    draft.adopt(head_of(model))
+    return draft
+
+
+def teach(draft: DSparkDraft, model: Any, prompts: list[list[int]]) -> DSparkDraft:
+    """A few dozen steps on the target's own responses: the draft is sometimes right."""
+    torch.set_num_threads(1)
+    head, batch = head_of(model), batch_of(model, [respond(model, p) for p in prompts[:8]])
+    optimizer = torch.optim.AdamW(draft.train().trainable_parameters(), lr=6e-3)
+    for _ in range(30):
+        optimizer.zero_grad()
+        draft.loss(batch, head, draft.slot_counts(batch)).loss.backward()
+        optimizer.step()
+    return draft.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def drafts(target, prompts) -> dict[str, DSparkDraft]:
+    return {
+        "dspark": teach(make(target), target, prompts),
+        "rnn": teach(make(target, markov_head_type="rnn", layout="mask"), target, prompts),
+        "small": teach(make(target, draft_vocab=24), target, prompts),
+        "dflash": teach(make(target, "dflash"), target, prompts),
+    }
+
+
+def median_confidence(draft: DSparkDraft, model: Any, prompts: list[list[int]]) -> float:
+    """A threshold that cuts some blocks and not others."""
+    batch = batch_of(model, [respond(model, p) for p in prompts[:4]])
+    sums = draft.loss(batch, head_of(model), None).sums
+    return float(sums["confidence_sum"].sum() / sums["confidence_number"].sum())
+
+
+@pytest.mark.parametrize(
+    ("name", "threshold"),
+    [(name, cut) for name in ("dspark", "rnn", "small") for cut in (False, True)]
+    + [("dflash", False)],  # which forecasts nothing
+)
+def test_greedy_decoding_is_the_targets_own_and_the_walk_over_chains_is_the_decoding(
+    name, threshold, target, prompts, drafts
+) -> None:
+    draft = drafts[name]
+    limit = median_confidence(draft, target, prompts) if threshold else 0.0
+    draft.confidence_threshold = limit
+    head, depth = head_of(target), draft.depth
+    total, real, drafted, passes = ServingSums.zero(depth), [], set(), 0
+    for prompt in prompts[:9]:
+        got = decode_speculative(
+            target, draft.drafter(head), COLUMNS, prompt, Greedy(), LIMIT, depth, {STOP}
+        )
+        response = got.tokens
+        document = prompt + response, [0] * len(prompt) + [1] * len(response)
+        assert document == respond(target, prompt)
+        batch = batch_of(target, [document])
+        chains = draft.chains(batch, head, depth)
+        total += serving_sums(batch, chains)
+        real += [r.emitted for r in got.rounds]
+        drafted |= {r.drafted for r in got.rounds}
+        passes += got.draft_passes - sum(r.drafted > 0 for r in got.rounds)
+        assert (chains == NOT_DRAFTED).any() == threshold or not threshold
+    draft.confidence_threshold = 0.0
+    assert passes == 0  # one forward per round that drafts, whatever it drafts
+    walk = total.walk_figures()
+    assert walk.acceptance_length == sum(real) / len(real)
+    assert walk.acceptance_length > 1.1, "a draft that is never right proves little"
+    assert max(drafted) == depth
+    assert (len(drafted - {0}) > 2) or not threshold
+
+
+@pytest.mark.parametrize("name", ["dspark", "rnn", "dflash"])
+def test_packing_and_chunks_change_no_chain(name, target, prompts, drafts, monkeypatch) -> None:
+    draft, head = drafts[name], head_of(target)
+    documents = [respond(target, p) for p in prompts[:4]]
+    together = draft.chains(batch_of(target, documents), head, draft.depth)
+    alone = [draft.chains(batch_of(target, [d]), head, draft.depth) for d in documents]
+    lengths = [len(ids) for ids, _ in documents]
+    for part, own in zip(together.split(lengths, dim=1), alone, strict=True):
+        assert torch.equal(part[:, :-1], own[:, :-1])  # the last slot drafts after nothing
+    monkeypatch.setattr("spec_train.drafts.dspark.serving._CHUNK_ELEMENTS", 1)
+    assert torch.equal(draft.chains(batch_of(target, documents), head, draft.depth), together)
+    assert torch.equal(draft.chains(batch_of(target, documents), head, 2), together[..., :2])
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.999999])
+def test_a_round_drafts_at_least_one_token_and_what_was_asked_for_at_most(
+    threshold, target, prompts, drafts
+) -> None:
+    draft = drafts["dspark"]
+    states = torch.randn(1, 6, 64)
+    found = []
+    for count in (1, 2, 5, 50):
+        drafter = BlockDrafter(draft, head_of(target), threshold)
+        drafted, q = drafter.propose(prompts[0][:6] * 2, states.repeat(1, 2, 1), count, Greedy())
+        assert len(q) == len(drafted) == (1 if threshold else min(count, 5))
+        found.append(drafted.tolist())
+        sampled, q = BlockDrafter(draft, head_of(target), threshold).propose(
+            prompts[0][:6], states, count, Sampled(1.0, 0)
+        )
+        assert len(q) == len(sampled) and q[0].shape == (VOCAB,)
+    assert all(few == found[-1][: len(few)] for few in found)  # the same however many are wanted
+
+
+def exact(model: Any, prompt: list[int], limit: int, temperature: float) -> dict[tuple, float]:
+    found: dict[tuple[int, ...], float] = {}
+    pending = [((), 1.0)]
+    while pending:
+        response, weight = pending.pop()
+        if len(response) == limit:
+            found[response] = weight
+            continue
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([[*prompt, *response]])).logits[0, -1]
+        for token, p in enumerate(torch.softmax(logits.double() / temperature, -1).tolist()):
+            pending.append(((*response, token), weight * p))
+    return found
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.5])
+def test_sampling_has_the_targets_distribution(threshold) -> None:
+    """Short responses against the exact probabilities of all of them; the draft knows nothing."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=4,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        initializer_range=0.4,
+        architectures=["LlamaForCausalLM"],
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    options = DSparkOptions(num_draft_layers=1, block_size=3, markov_rank=4)
+    draft_config = DSparkConfig.from_target(
+        config.to_dict(),
+        layers=(0,),
+        vocab_size=4,
+        draft_vocab_size=4,
+        mask_token_id=3,
+        options=options,
+    )
+    draft = DSparkDraft(draft_config, options).requires_grad_(False)
+    for table in (draft.markov_head.markov_w1, draft.markov_head.markov_w2):
+        table.weight.normal_(std=1.5)  # drafts unlike the target, from token to token
+    draft.confidence_head.proj.weight.zero_()[:, -4:].normal_(std=2.0)  # by the previous token
+    head = evaluate_tools.TargetHead.from_model(model)
+    draft.adopt(head)
+    prompt, limit, samples, temperature = [1, 2], 4, 400, 1.5
+    probabilities = exact(model, prompt, limit, temperature)
+    counts, drafted, accepted = dict.fromkeys(probabilities, 0), dict.fromkeys(range(4), 0), 0
+    for seed in range(samples):
+        drafter = BlockDrafter(draft, head, threshold)
+        sampler = make_sampler(temperature, seed)
+        got = decode_speculative(model, drafter, ("hidden.L0",), prompt, sampler, limit, 3)
+        counts[tuple(got.tokens)] += 1
+        for r in got.rounds:
+            accepted += r.accepted
+            drafted[r.drafted] += 1
+    assert accepted > samples / 4
+    if threshold:  # the same rounds end where the forecast says, and where the limit does
+        assert drafted[1] > samples / 4 and drafted[2] > samples / 4
+    common = [r for r in probabilities if probabilities[r] * samples >= 5]
+    pairs = [(counts[r], probabilities[r] * samples) for r in common]
+    pairs.append((samples - sum(c for c, _ in pairs), samples - sum(e for _, e in pairs)))
+    chi_square = sum((c - e) ** 2 / e for c, e in pairs)
+    freedom = len(pairs) - 1
+    assert freedom > 15
+    assert chi_square < freedom + 4 * math.sqrt(2 * freedom)

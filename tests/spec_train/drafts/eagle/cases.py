@@ -1,0 +1,160 @@
+"""Drafts, documents and layouts for comparing the EAGLE-1/2 loss with its slow reference.
+
+Plain loops throughout: what lays documents out for the fast function must not share its shifts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from spec_data.shards.head import HeadSpec
+from spec_train.drafts.eagle.draft import EagleConfig, EagleDraft
+from spec_train.head import TargetHead
+from spec_train.options import EagleOptions
+from tests.spec_train.drafts.eagle.reference import Document, ReferenceConfig, predict
+
+HIDDEN, VOCAB = 12, 14
+SPEC = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "tied": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One setting of the draft, the target's head and the loss."""
+
+    slots: str = "serving"
+    layers: int = 1
+    kv_heads: int = 2
+    scale: float = 1.0
+    softcap: float | None = None
+    bias: bool = False
+    noise: bool = False
+    regression_weight: float = 1.0
+    ce_weight: float = 0.1
+    rope: tuple[tuple[str, object], ...] = (("rope_type", "default"), ("rope_theta", 100.0))
+
+    def options(self) -> EagleOptions:
+        return EagleOptions(
+            num_layers=self.layers,
+            slots=self.slots,
+            regression_weight=self.regression_weight,
+            ce_weight=self.ce_weight,
+            depth=3,
+        )
+
+    def target_config(self) -> dict[str, object]:
+        return {
+            "hidden_size": HIDDEN,
+            "intermediate_size": 20,
+            "num_attention_heads": 4,
+            "num_key_value_heads": self.kv_heads,
+            "num_hidden_layers": 8,
+            "head_dim": 6,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 64,
+            "architectures": ["LlamaForCausalLM"],
+            "rope_parameters": dict(self.rope),
+        }
+
+
+def make_draft(case: Case, seed: int = 0) -> EagleDraft:
+    """A random draft in float64, far enough from zero that every term of it matters."""
+    options = case.options()
+    config = EagleConfig.from_target(case.target_config(), vocab_size=VOCAB, options=options)
+    draft = EagleDraft(config, options).double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in draft.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(noise * (0.3 if parameter.ndim > 1 else 0.2) + ("norm" in name))
+    return draft
+
+
+def make_head(case: Case, seed: int = 1) -> TargetHead:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64)
+    bias = torch.randn(VOCAB, generator=generator, dtype=torch.float64) if case.bias else None
+    spec = HeadSpec(**SPEC, has_bias=case.bias, scale=case.scale, softcap=case.softcap)
+    return TargetHead(spec, torch.zeros_like(weight), weight, bias)
+
+
+def reference_config(case: Case, head: TargetHead) -> ReferenceConfig:
+    """The same setting in the reference's words; frequencies from the target's own rotary code."""
+    rotary = LlamaRotaryEmbedding(LlamaConfig(**case.target_config()))
+    return ReferenceConfig(
+        heads=4,
+        kv_heads=case.kv_heads,
+        head_dim=6,
+        rms_norm_eps=1e-5,
+        rope_inv_freq=rotary.inv_freq,
+        rope_factor=rotary.attention_scaling,
+        layers=case.layers,
+        head_weight=head.head_weight,
+        head_bias=head.head_bias,
+        head_scale=case.scale,
+        head_softcap=case.softcap,
+        slots=case.slots,
+        regression_weight=case.regression_weight,
+        ce_weight=case.ce_weight,
+    )
+
+
+def reference_state(draft: EagleDraft) -> dict[str, Tensor]:
+    """The checkpoint's tensors as leaves of their own graph."""
+    tensors = draft.checkpoint_tensors(torch.float64)
+    return {name: value.clone().requires_grad_() for name, value in tensors.items()}
+
+
+def make_documents(case: Case, masks: Sequence[Sequence[int]], seed: int = 0) -> list[Document]:
+    """Random documents with these loss masks, whose states are half what the draft predicts.
+
+    So it is sometimes right, and its distances reach both branches of smooth L1.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    config = reference_config(case, make_head(case))
+    state = reference_state(make_draft(case))
+
+    def draw(length: int, scale: float) -> Tensor:
+        return torch.randn(length, HIDDEN, generator=generator, dtype=torch.float64) * scale
+
+    documents = []
+    for mask in masks:
+        x = torch.randint(VOCAB, (len(mask),), generator=generator).tolist()
+        f, noise = draw(len(mask), 0.5), draw(len(mask), 0.1) if case.noise else None
+        for t in range(len(mask) - 1):
+            with torch.no_grad():
+                f[t + 1] += 0.7 * predict(state, config, [(x[j + 1], f[j]) for j in range(t + 1)])
+        documents.append(Document(x=x, m=mask, f=f, noise=noise))
+    return documents
+
+
+def lay_out(documents: Sequence[Document], rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """Arguments of `eagle_loss` with rows of the given documents, padded with rubbish."""
+    width = max(sum(len(documents[d].x) for d in row) for row in rows) + 2
+    shape = (len(rows), width)
+    generator = torch.Generator().manual_seed(99)
+    out = {
+        "final_hidden": torch.randn(*shape, HIDDEN, generator=generator, dtype=torch.float64),
+        "noise": torch.randn(*shape, HIDDEN, generator=generator, dtype=torch.float64),
+        "input_ids": torch.randint(VOCAB, shape, generator=generator),
+        "loss_mask": torch.ones(shape, dtype=torch.bool),
+        "document_ids": torch.full(shape, -1),
+        "position_ids": torch.zeros(shape, dtype=torch.long),
+    }
+    for b, row in enumerate(rows):
+        start = 0
+        for number, d in enumerate(row):
+            document = documents[d]
+            for t in range(len(document.x)):
+                slot = start + t
+                out["final_hidden"][b, slot] = document.f[t]
+                out["noise"][b, slot] = 0 if document.noise is None else document.noise[t]
+                out["input_ids"][b, slot] = document.x[t]
+                out["loss_mask"][b, slot] = bool(document.m[t])
+                out["document_ids"][b, slot] = number
+                out["position_ids"][b, slot] = t
+            start += len(document.x)
+    return out

@@ -1,0 +1,353 @@
+"""The EAGLE-1/2 draft at work: its files, its data, training, decoding.
+
+(The loss itself is held against slow loops in `test_eagle_reference`.)
+"""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from spec_data.shards.errors import DatasetError, DraftError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.schema import Manifest
+from spec_train.cli import main
+from spec_train.config import FitConfig
+from spec_train.decode import decode_plain, decode_speculative
+from spec_train.drafts import load_draft
+from spec_train.drafts.eagle.draft import EagleDraft, eagle_loss
+from spec_train.fit import fit
+from spec_train.head import TargetHead
+from spec_train.losses import head_loss
+from spec_train.options import EagleOptions
+from spec_train.sampling import Greedy, make_sampler
+from spec_train.trainer import Trainer
+from tests.factory import tiny_dataset, tiny_llama
+from tests.families import VOCAB as FAMILY_VOCAB
+from tests.families import tiny_model
+from tests.spec_train import evaluate_tools, trainer_tools
+from tests.spec_train.drafts.eagle import tools as eagle_tools
+from tests.spec_train.drafts.eagle.tools import build, make_eagle
+from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
+from tests.spec_train.drafts.eagle3.tools import packed
+from tests.spec_train.evaluate_tools import LIMIT, batch_of, head_of
+from tests.spec_train.test_decode import check_counts, exact_distribution
+from tests.spec_train.trainer_tools import change, metrics
+
+dataset, head = eagle3_tools.dataset, eagle3_tools.head
+target, prompts = evaluate_tools.target, evaluate_tools.prompts
+trained_eagle = eagle_tools.trained_eagle
+data, config = trainer_tools.data, trainer_tools.config
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_files_are_what_engines_read(dataset, head, tmp_path: Path, layers: int) -> None:
+    """vLLM's llama_eagle.py fails on any other name; its first layer has no norm parameter."""
+    build(dataset, head, num_layers=layers).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    layer = ["post_attention_layernorm", *(f"self_attn.{x}_proj" for x in "qkvo")]
+    layer += [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+    names = {"fc.weight", "embed_tokens.weight"}
+    names |= {f"layers.{i}.{name}.weight" for i in range(layers) for name in layer}
+    names |= {f"layers.{i}.input_layernorm.weight" for i in range(1, layers)}
+    assert set(tensors) == names
+    assert tensors["fc.weight"].shape == (32, 64)
+    assert tensors["layers.0.self_attn.k_proj.weight"].shape == (16, 32)
+    assert torch.equal(tensors["embed_tokens.weight"], head.embed_weight)  # bit for bit
+    text = (tmp_path / "config.json").read_text()
+    raw = json.loads(text)
+    expected = {
+        "architectures": ["EagleLlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        "hidden_size": 32,
+        "head_dim": 8,
+        "vocab_size": 64,
+        "max_position_embeddings": 512,
+        "rope_theta": 10000.0,
+        "bias": False,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    }
+    assert {key: raw[key] for key in expected} == expected
+    assert "null" not in text
+
+
+def test_a_saved_draft_reads_back_and_saves_the_same_bytes(dataset, head, tmp_path: Path) -> None:
+    draft, batch = build(dataset, head, num_layers=2, slots="shifted").eval(), packed(dataset)
+    draft.save_pretrained(tmp_path / "a")
+    again = load_draft(tmp_path / "a").eval()
+    assert isinstance(again, EagleDraft)
+    assert again.options == draft.options and again.config == draft.config
+    counts = draft.slot_counts(batch)
+    assert torch.equal(draft.loss(batch, head, counts).loss, again.loss(batch, head, counts).loss)
+    again.save_pretrained(tmp_path / "b")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    raw = json.loads((tmp_path / "a" / "config.json").read_text())
+    (tmp_path / "a" / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 3}))
+    with pytest.raises(DraftError, match=r"missing layers\.2\.input_layernorm\.weight"):
+        load_draft(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_layers": 0},
+        {"depth": 0},
+        {"noise": -0.1},
+        {"ce_weight": float("inf")},
+        {"regression_weight": 0.0, "ce_weight": 0.0},
+        {"noise_scale": "document"},
+        {"slots": "all"},
+    ],
+)
+def test_options_out_of_range_are_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
+    flags = [f"--{k.replace('_', '-')}={v}" for k, v in wrong.items()]
+    try:
+        code = main(["fit", "eagle", "--data", "none", "--out", str(tmp_path / "run"), *flags])
+    except SystemExit as exit:  # argparse itself refuses choices
+        code = exit.code
+    assert code == 2 and not (tmp_path / "run").exists()
+
+
+# --- data ----------------------------------------------------------------------------------------
+
+
+def test_datasets_without_every_final_state_are_refused(dataset: HiddenStatesDataset) -> None:
+    raw = {k: v for k, v in dataset.manifest.raw.items() if k != "fingerprint"}
+
+    def check(**changes: Any) -> None:
+        EagleDraft.check_data(EagleOptions(), Manifest(raw | changes, "manifest.json"))
+
+    check()
+    with pytest.raises(DatasetError, match=r"only where the next token is supervised.*--final all"):
+        check(final="supervised")
+    others = [c for c in raw["columns"] if c["name"] != "hidden.final"]
+    with pytest.raises(DatasetError, match=r"logits keeps no hidden\.final.*final-hidden"):
+        check(columns=others, supervision="logits")
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+def test_noise_is_in_training_alone_and_can_be_passed_in(dataset, head) -> None:
+    draft, batch = build(dataset, head), packed(dataset)
+    states = batch.hidden["hidden.final"]
+    plain = {
+        "final_hidden": states,
+        "input_ids": batch.input_ids,
+        "loss_mask": batch.loss_mask,
+        "target_argmax": batch.target_argmax,
+        "document_ids": batch.document_ids,
+        "position_ids": batch.position_ids,
+        "head": head,
+    }
+    torch.manual_seed(7)
+    drawn = draft.loss(batch, head, draft.slot_counts(batch)).loss
+    torch.manual_seed(7)
+    noise = (torch.rand(states.shape) * 2 - 1) * 0.1
+    given = eagle_loss(draft, **plain, noise=noise).loss
+    torch.testing.assert_close(drawn, given)
+    draft.eval()
+    quiet = draft.loss(batch, head, draft.slot_counts(batch))
+    torch.testing.assert_close(quiet.loss, eagle_loss(draft, **plain).loss)
+    assert abs(float((quiet.loss - drawn).detach())) > 1e-4
+    figures = EagleDraft.summarise(quiet.sums)
+    assert "accept_rate/4" in figures and "accept_rate/5" not in figures
+    parts = 1.0 * figures["smooth_l1"] + 0.1 * figures["cross_entropy"]
+    assert figures["loss"] == pytest.approx(float(quiet.loss.detach())) == pytest.approx(parts)
+
+
+def test_the_choices_are_the_heads_own_where_none_are_given(dataset, head) -> None:
+    draft, batch = build(dataset, head).eval(), packed(dataset)
+    sums = eagle_loss(
+        draft,
+        final_hidden=batch.hidden["hidden.final"],
+        input_ids=batch.input_ids,
+        loss_mask=batch.loss_mask,
+        document_ids=batch.document_ids,
+        head=head,
+        steps=4,
+    ).sums
+    wanted = draft.loss(batch, head, None).sums
+    for name in ("loss", "supervised", "acceptance"):
+        torch.testing.assert_close(sums[name], wanted[name])
+    # Stored states are bfloat16: the head's choice may differ from the model's here and there.
+    assert ((sums["hits"] - wanted["hits"]).abs() <= 0.1 * wanted["supervised"]).all()
+
+
+def test_no_gradient_is_computed_for_the_head(dataset, head, monkeypatch) -> None:
+    draft, batch = build(dataset, head), packed(dataset)
+    frozen = []
+
+    def spy(hidden, weight, *arguments, **options):
+        frozen.append(not weight.requires_grad and hidden.requires_grad)
+        return head_loss(hidden, weight, *arguments, **options)
+
+    monkeypatch.setattr("spec_train.drafts.eagle.loss.head_loss", spy)
+    draft.loss(batch, head, draft.slot_counts(batch)).loss.backward()
+    assert frozen == [True]
+    assert head.head_weight.grad is None and draft.embed_tokens.weight.grad is None
+    assert {n for n, _ in draft.named_parameters()} - {"embed_tokens.weight"} == {
+        n for n, p in draft.named_parameters() if p.grad is not None and p.grad.any()
+    }
+
+
+def test_bfloat16_and_autocast_stay_near_float32(dataset, head) -> None:
+    draft, batch = build(dataset, head, noise=0.0), packed(dataset)
+    counts = draft.slot_counts(batch)
+
+    def gradient(loss) -> torch.Tensor:
+        return torch.autograd.grad(loss, draft.fc.weight)[0].float()
+
+    exact = draft.loss(batch, head, counts).loss
+    expected = gradient(exact)
+    low_batch = batch.to("cpu", torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = draft.loss(low_batch, head.to(torch.bfloat16), counts).loss
+    assert (gradient(mixed) - expected).norm() < 0.1 * expected.norm()
+    draft.to(torch.bfloat16)
+    low = draft.loss(low_batch, head, counts).loss
+    assert (gradient(low) - expected).norm() < 0.1 * expected.norm()
+    for loss in (mixed, low):
+        assert loss.dtype == torch.float32
+        torch.testing.assert_close(loss, exact, rtol=2e-2, atol=0)
+
+
+def test_training_from_a_dataset_and_evaluation_on_it(data, tmp_path: Path, capsys) -> None:
+    """Through the commands: the loss falls, and `eval` reads the run."""
+    run = str(tmp_path / "run")
+    flags = "--steps 30 --batch-size 2 --seq-len 64 --lr 3e-3 --eval-every 10 --validation 0.2"
+    fit_flags = ["fit", "eagle", "--data", str(data), "--out", run, "--depth", "3", "--device=cpu"]
+    assert main([*fit_flags, *flags.split()]) == 0
+    lines = [m for m in metrics(run) if m["split"] == "validation"]
+    assert [m["step"] for m in lines] == [0, 10, 20, 30]
+    assert lines[-1]["loss"] < 0.95 * lines[0]["loss"]
+    assert "accept_rate/3" in lines[0] and lines[0]["smooth_l1"] > lines[-1]["smooth_l1"]
+    training = next(m for m in metrics(run) if m["split"] == "train")
+    assert "accept_rate/1" in training and "accept_rate/2" not in training
+    out = tmp_path / "out.json"
+    arguments = ["eval", "--draft", run, "--data", str(data), "--json", str(out), "--device=cpu"]
+    assert main(arguments) == 0
+    report = json.loads(out.read_text())
+    assert report["draft_tokens"] == 3
+    best = min(lines, key=lambda m: (-m["product_limit_length"], m["loss"]))
+    forced = report["data"]["teacher_forced"]
+    assert forced["loss"] == pytest.approx(best["loss"], rel=1e-2)  # stored in the target's dtype
+    assert len(report["data"]["walk"]["accept_rate"]) == 3
+
+
+def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(config, tmp_path, monkeypatch) -> None:
+    """The noise goes on where it stopped."""
+    options = EagleOptions(depth=2)
+    config = change(config, steps=8, eval_every=3)
+    fit("eagle", change(config, out=str(tmp_path / "whole")), options)
+    original = Trainer._train_step
+
+    def signalled(self, step):
+        if self.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        original(self, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", signalled)
+        assert fit("eagle", config, options).step == 5
+    torch.rand(17)  # what else the process draws must not matter
+    assert fit("eagle", config, options).finished
+    assert metrics(config.out) == metrics(tmp_path / "whole")
+    for file in (tmp_path / "whole" / "last").iterdir():
+        assert file.read_bytes() == (Path(config.out) / "last" / file.name).read_bytes()
+
+
+def test_a_run_begins_from_another_and_refuses_another_shape(config, data, tmp_path) -> None:
+    fit("eagle", change(config, steps=2), EagleOptions())
+    more: FitConfig = change(config, steps=0, out=str(tmp_path / "more"), init_from=config.out)
+    fit("eagle", more, EagleOptions(noise=0.0))
+    old, new = load_draft(Path(config.out) / "best"), load_draft(tmp_path / "more" / "last")
+    assert all(torch.equal(a, b) for a, b in zip(old.parameters(), new.parameters(), strict=True))
+    other = change(more, out=str(tmp_path / "other"))
+    with pytest.raises(DraftError, match="num_hidden_layers: 1 -> 2"):
+        fit("eagle", other, EagleOptions(num_layers=2))
+    strange = tiny_dataset(tmp_path / "data", n_docs=60, seed=7)
+    with pytest.raises(DraftError, match="a draft of another target"):
+        fit("eagle", change(other, data=str(strange)), EagleOptions())
+
+
+# --- decoding ------------------------------------------------------------------------------------
+
+
+def speculate(model: Any, draft: EagleDraft, prompt: list[int], **changes: Any) -> Any:
+    settings: dict[str, Any] = dict(sampler=Greedy(), limit=LIMIT, draft_tokens=4)
+    drafter = draft.drafter(TargetHead.from_model(model))
+    return decode_speculative(model, drafter, draft.state_columns, prompt, **(settings | changes))
+
+
+def test_real_decoding_is_lossless_and_is_what_the_dataset_predicts(
+    target, prompts, trained_eagle
+) -> None:
+    """Chains drafted from stored states are those that decoding drafts: same rounds."""
+    emitted = rounds = 0
+    for prompt in prompts[8:]:
+        plain = decode_plain(target, prompt, Greedy(), LIMIT)
+        got = speculate(target, trained_eagle, prompt)
+        assert got.tokens == plain.tokens
+        check_counts(got, 4, LIMIT)
+        ids = [*prompt, *got.tokens]
+        batch = batch_of(target, [(ids, [1] * len(ids))])
+        chains = trained_eagle.chains(batch, head_of(target), 4)
+        slot = len(prompt) - 1
+        for r in got.rounds:
+            right = chains[0, slot, : r.tried] == torch.tensor(ids[slot + 2 : slot + 2 + r.tried])
+            assert right.sum() == r.accepted == int(right.cumprod(0).sum())
+            slot += r.emitted
+        emitted, rounds = emitted + sum(r.emitted for r in got.rounds), rounds + len(got.rounds)
+    assert emitted / rounds > 1.3
+
+
+@pytest.mark.parametrize("family", ["gemma2", "granite", "cohere", "gpt2", "mistral-sliding"])
+def test_decoding_is_lossless_with_heads_and_windows_of_all_kinds(family: str) -> None:
+    model = tiny_model(family)
+    draft = make_eagle(model, FAMILY_VOCAB, num_layers=2)
+    prompt = torch.randint(FAMILY_VOCAB, (9,), generator=torch.Generator().manual_seed(0)).tolist()
+    plain = decode_plain(model, prompt, Greedy(), LIMIT)
+    assert speculate(model, draft, prompt, draft_tokens=3).tokens == plain.tokens
+
+
+def test_sampling_repeats_itself_and_accepts(target, prompts, trained_eagle) -> None:
+    runs = [
+        speculate(target, trained_eagle, prompts[9], sampler=make_sampler(0.7, seed))
+        for seed in (3, 3, 4)
+    ]
+    assert runs[0].tokens == runs[1].tokens != runs[2].tokens
+    assert sum(r.accepted for run in runs for r in run.rounds) > 0
+
+
+def test_sampling_has_the_targets_distribution() -> None:
+    """Hundreds of short responses against the exact probabilities of all of them."""
+    torch.manual_seed(0)
+    model = tiny_llama(4, layers=1, hidden=16)
+    draft, prompt, limit, temperature = make_eagle(model, 4), [1, 2], 3, 1.5
+    exact = exact_distribution(model, prompt, limit, stop=0, temperature=temperature)
+    samples, counts, accepted = 800, dict.fromkeys(exact, 0), 0
+    for seed in range(samples):
+        sampler = make_sampler(temperature, seed)
+        got = speculate(model, draft, prompt, sampler=sampler, limit=limit, stop={0})
+        counts[tuple(got.tokens)] += 1
+        accepted += sum(r.accepted for r in got.rounds)
+    assert accepted > samples / 8
+    common = [r for r in exact if exact[r] * samples >= 5]
+    pairs = [(counts[r], exact[r] * samples) for r in common]
+    pairs.append((samples - sum(c for c, _ in pairs), samples - sum(e for _, e in pairs)))
+    chi_square = sum((c - e) ** 2 / max(e, 1e-9) for c, e in pairs)
+    freedom = len(pairs) - 1
+    assert freedom > 10
+    assert chi_square < freedom + 4 * (2 * freedom) ** 0.5

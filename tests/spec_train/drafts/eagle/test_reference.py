@@ -1,0 +1,302 @@
+"""The EAGLE-1/2 loss against the slow reference: values, sums and gradients, in float64.
+
+Documents are laid out for the fast function by the plain loops of `lay_out`, and taken one by one,
+as they are, by the reference: whatever the layout, the two must agree.
+"""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from spec_train.drafts.drafting import LayerCaches
+from spec_train.drafts.eagle.draft import EagleDraft, eagle_loss, serving_chains
+from spec_train.drafts.eagle.loss import input_noise, supervised_slots
+from spec_train.drafts.protocol import DraftLoss
+from tests.spec_train.drafts.eagle.cases import (
+    VOCAB,
+    Case,
+    lay_out,
+    make_documents,
+    make_draft,
+    make_head,
+    reference_config,
+    reference_state,
+)
+from tests.spec_train.drafts.eagle.reference import Document, Reference, chain, head, reference_loss
+
+close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
+
+TWO_TURNS = [0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0]
+# Slot t counts when tokens t+1 and t+2 are both of an answer; shifted: when token t+1 is.
+SLOTS = {
+    "serving": [0, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0],
+    "shifted": [0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 0],
+}
+MASKS = [
+    TWO_TURNS,
+    [1],
+    [0, 1],
+    [1, 1, 1],
+    [0, 1, 1],
+    [0, 1, 1, 0, 1, 0, 1, 1, 1, 1, 0],  # gaps inside an answer
+    [0, 0, 0, 0],  # nothing supervised
+    [1] * 9,
+]
+LAYOUTS = {
+    "one row": [[5, 0, 1, 7, 2, 3, 4, 6]],
+    "three rows": [[0, 5, 1], [6, 2, 3], [7, 4]],
+    "unpacked": [[d] for d in range(len(MASKS))],
+}
+CASES = {
+    "plain": Case(),
+    "shifted": Case(slots="shifted"),
+    "two layers": Case(layers=2),
+    "noise": Case(noise=True, kv_heads=1),
+    "scaled head": Case(scale=0.25),
+    "softcap and bias": Case(scale=0.5, softcap=2.0, bias=True),
+    "weights": Case(regression_weight=0.3, ce_weight=2.0, kv_heads=4),
+    "regression alone": Case(ce_weight=0.0),
+    "partial linear rope": Case(
+        rope=(
+            ("rope_type", "linear"),
+            ("rope_theta", 100.0),
+            ("factor", 2.0),
+            ("partial_rotary_factor", 0.67),
+        )
+    ),
+}
+
+
+def fast(draft: EagleDraft, case: Case, inputs: dict[str, Tensor], **more) -> DraftLoss:
+    return eagle_loss(
+        draft,
+        head=make_head(case),
+        slots=case.slots,
+        regression_weight=case.regression_weight,
+        ce_weight=case.ce_weight,
+        **inputs,
+        **more,
+    )
+
+
+def gradients(draft: EagleDraft) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in draft.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None, name
+            found[name] = parameter.grad
+            parameter.grad = None
+    return found
+
+
+@functools.cache
+def expectation(case: Case) -> tuple[list[Document], dict[str, Tensor], Reference]:
+    """The documents of `MASKS`, the reference's weights with their gradients, its figures."""
+    documents = make_documents(case, MASKS)
+    state = reference_state(make_draft(case))
+    expected = reference_loss(state, reference_config(case, make_head(case)), documents)
+    expected.loss.backward()
+    return documents, state, expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradients_are_those_of_the_reference(name: str, layout: str) -> None:
+    case = CASES[name]
+    documents, state, expected = expectation(case)
+    draft = make_draft(case)
+    inputs = lay_out(documents, LAYOUTS[layout])
+    if layout != "unpacked":  # the target's stored choices; else the head's own
+        inputs["target_argmax"] = make_head(case).logits(inputs["final_hidden"]).argmax(-1)
+    result = fast(draft, case, inputs)
+    close(result.loss.detach(), expected.loss.detach())
+    for sums, value in (
+        ("smooth_l1", expected.smooth_l1),
+        ("cross_entropy", expected.cross_entropy),
+        ("supervised", expected.supervised[0]),
+        ("hits", expected.hits[0]),
+        ("acceptance", expected.acceptance[0]),
+    ):
+        close(result.sums[sums], torch.tensor([value], dtype=torch.float64))
+    result.loss.backward()
+    found = gradients(draft)
+    assert set(found) == set(state) - {"embed_tokens.weight"}
+    for parameter, gradient in found.items():
+        wanted = state[parameter].grad
+        assert wanted is not None and wanted.abs().max() > 1e-6, parameter
+        close(gradient, wanted, msg=lambda text, parameter=parameter: f"{parameter}: {text}")
+
+
+@pytest.mark.parametrize("backend", ["dense", "merged"])
+def test_back_ends_agree(backend: str) -> None:
+    case = CASES["two layers"]
+    documents, state, expected = expectation(case)
+    draft = make_draft(case)
+    draft.attention_backend = backend
+    result = fast(draft, case, lay_out(documents, LAYOUTS["three rows"]))
+    close(result.loss.detach(), expected.loss.detach())
+    result.loss.backward()
+    for parameter, gradient in gradients(draft).items():
+        close(gradient, state[parameter].grad)
+
+
+@pytest.mark.parametrize("name", ["plain", "shifted", "two layers", "softcap and bias"])
+def test_figures_of_deeper_steps_are_those_of_the_reference(name: str) -> None:
+    """Chains fed the documents' tokens and the draft's own states."""
+    case = CASES[name]
+    documents, _, _ = expectation(case)
+    draft = make_draft(case)
+    config = reference_config(case, make_head(case))
+    with torch.no_grad():
+        expected = reference_loss(reference_state(draft), config, documents, steps=3)
+        inputs = lay_out(documents, LAYOUTS["three rows"])
+        best = make_head(case).logits(inputs["final_hidden"]).argmax(-1)
+        result = fast(draft, case, inputs, target_argmax=best, steps=3)
+    close(result.loss, expected.loss)
+    for sums, value in (
+        ("supervised", expected.supervised),
+        ("hits", expected.hits),
+        ("acceptance", expected.acceptance),
+        ("survive", expected.survivors),
+        ("chains", expected.chains),
+    ):
+        close(result.sums[sums], torch.tensor(value, dtype=torch.float64))
+    assert 0 < expected.hits[2] < expected.supervised[2] and expected.survivors[2] > 0
+    assert result.sums["weighted"].tolist() == [expected.supervised[0], 0, 0]
+
+
+@pytest.mark.parametrize("slots", SLOTS)
+def test_the_slots_are_those_written_out_by_hand(slots: str) -> None:
+    mask, ids = torch.tensor([TWO_TURNS]), torch.zeros(1, len(TWO_TURNS), dtype=torch.long)
+    assert supervised_slots(mask, ids, slots)[0, 0].int().tolist() == SLOTS[slots]
+    case = Case(slots=slots)
+    documents = make_documents(case, [TWO_TURNS])
+    draft, inputs = make_draft(case), lay_out(documents, [[0]])
+    before = fast(draft, case, inputs).sums
+    for t in range(1, len(TWO_TURNS)):  # the teacher of slot t - 1, and nothing before it
+        moved = inputs["final_hidden"].clone()
+        moved[0, t] += 1.0
+        after = fast(draft, case, inputs | {"final_hidden": moved}).sums
+        later = any(SLOTS[slots][t - 1 :])
+        assert ((after["smooth_l1"] - before["smooth_l1"]).abs() > 1e-9).item() == later
+
+
+@pytest.mark.parametrize("what", ["x", "f"])
+@pytest.mark.parametrize("case", [Case(), Case(slots="shifted"), Case(layers=2)])
+def test_other_documents_and_later_tokens_change_nothing(case: Case, what: str) -> None:
+    """Not one bit: neither neighbours in the pack nor what serving could not have seen."""
+    draft = make_draft(case)
+    documents = make_documents(case, [[0] * 6, [0, 0, 1, 1, 1, 1, 0, 0, 0, 0], [0] * 5])
+
+    def run(changed: list[Document]) -> tuple[Tensor, list[Tensor]]:
+        result = fast(draft, case, lay_out(changed, [[0, 1, 2]]))
+        result.loss.backward()
+        return result.loss.detach(), list(gradients(draft).values())
+
+    def moved(document: Document, start: int) -> Document:
+        if what == "x":
+            return replace(
+                document,
+                x=[(i + 1) % VOCAB if t >= start else i for t, i in enumerate(document.x)],
+            )
+        values = document.f.clone()
+        values[start:] = values[start:].flip(-1) + 1.0
+        return replace(document, f=values)
+
+    loss, grads = run(documents)
+    # Token 5 is the last of the answer. `serving` knows tokens up to 4, `shifted` up to 5; the
+    # last teacher is the state of the last known token.
+    last = 4 if case.slots == "serving" else 5
+    for other in (
+        [moved(documents[0], 0), documents[1], moved(documents[2], 0)],
+        [documents[0], moved(documents[1], last + 1), documents[2]],
+    ):
+        other_loss, other_grads = run(other)
+        assert torch.equal(loss, other_loss)
+        assert all(torch.equal(a, b) for a, b in zip(grads, other_grads, strict=True))
+    changed, _ = run([documents[0], moved(documents[1], last), documents[2]])
+    assert abs(float(changed - loss)) > 1e-9
+
+
+@pytest.mark.parametrize("name", ["plain", "two layers", "partial linear rope"])
+def test_serving_with_a_cache_is_the_chain_computed_anew(name: str) -> None:
+    """Step 0 is what training computes; deeper steps are the slow recomputation without a cache."""
+    case = CASES[name]
+    draft, target = make_draft(case), make_head(case)
+    state, config = reference_state(draft), reference_config(case, target)
+    documents = make_documents(case, [[1] * 7, [1] * 5])
+    inputs = lay_out(documents, [[0, 1]])
+    batch = _Batch(inputs)
+    chains = serving_chains(draft, batch, inputs["final_hidden"], target, 4)
+    start = 0
+    with torch.no_grad():
+        for document in documents:
+            x = torch.tensor(document.x)
+            for t in range(len(x) - 1):
+                slow = chain(state, config, document, t, None, 4)
+                drafted = [int(head(config, f).argmax()) for f in slow]
+                assert chains[0, start + t].tolist() == drafted
+                cache = LayerCaches(case.layers)
+                carried = draft.step(
+                    x[None, 1 : t + 2],
+                    draft.project(document.f[None, : t + 1]),
+                    torch.arange(t + 1)[None],
+                    cache,
+                )[:, -1:]
+                for s in range(4):
+                    if s:
+                        token = torch.tensor([[drafted[s - 1]]])
+                        carried = draft.step(token, carried, torch.tensor([[t + s]]), cache)
+                    close(carried[0, 0], slow[s])
+                assert cache.length == t + 4
+            start += len(x)
+
+
+class _Batch:
+    """What `serving_chains` reads of a batch."""
+
+    def __init__(self, inputs: dict[str, Tensor]) -> None:
+        self.input_ids, self.document_ids = inputs["input_ids"], inputs["document_ids"]
+        self.position_ids = inputs["position_ids"]
+
+
+def test_micro_batches_add_up_to_one_batch() -> None:
+    case = Case()
+    draft = make_draft(case)
+    documents, _, _ = expectation(case)
+    whole = fast(draft, case, lay_out(documents, LAYOUTS["unpacked"]))
+    whole.loss.backward()
+    wanted, losses = gradients(draft), []
+    for rows in ([[3], [0, 1]], [[2], [7]], [[4, 5, 6]]):
+        part = fast(draft, case, lay_out(documents, rows), counts=whole.sums["supervised"])
+        part.loss.backward()  # gradients accumulate
+        losses.append(part.loss.detach())
+    close(sum(losses), whole.loss.detach())
+    for name, gradient in gradients(draft).items():
+        close(gradient, wanted[name])
+
+
+def test_nothing_supervised_gives_a_zero_that_can_be_differentiated() -> None:
+    case = Case()
+    draft = make_draft(case)
+    documents = make_documents(case, [[0, 0, 0], [1]])
+    result = fast(draft, case, lay_out(documents, [[0, 1]]), steps=2)
+    result.loss.backward()
+    assert float(result.loss.detach()) == 0.0
+    assert all(not gradient.any() for gradient in gradients(draft).values())
+
+
+def test_noise_is_uniform_and_scaled_by_the_length_of_its_document() -> None:
+    ids = torch.tensor([[0] * 256 + [1] * 1024 + [-1] * 2])
+    states = torch.zeros(1, ids.shape[1], 64)
+    torch.manual_seed(0)
+    fixed = input_noise(states, ids, 0.1, "fixed")
+    torch.manual_seed(0)
+    scaled = input_noise(states, ids, 0.1, "length")
+    assert 0.0999 < fixed.abs().max() <= 0.1 and fixed.mean().abs() < 1e-3
+    close(fixed.var(), torch.tensor(0.2**2 / 12), rtol=1e-2)
+    close(scaled[0, :256], fixed[0, :256] * 2)
+    close(scaled[0, 256:1280], fixed[0, 256:1280] / 2)

@@ -1,0 +1,53 @@
+"""EAGLE-1/2 drafts on tiny datasets and targets.
+
+Test modules take the fixtures by assignment: an import would look unused, and shadowed.
+"""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.drafts.eagle.draft import EagleConfig, EagleDraft
+from spec_train.head import TargetHead
+from spec_train.options import EagleOptions
+from tests.spec_train.evaluate_tools import VOCAB, batch_of, head_of, respond
+
+
+def build(dataset: HiddenStatesDataset, head: TargetHead, **changes: Any) -> EagleDraft:
+    torch.manual_seed(1)
+    return EagleDraft.build(
+        EagleOptions(**{"depth": 4} | changes),
+        target_config=json.loads((dataset.target_dir / "config.json").read_text()),
+        manifest=dataset.manifest,
+        head=head,
+        token_counts=None,
+    )
+
+
+def make_eagle(model: Any, vocab: int = VOCAB, **changes: Any) -> EagleDraft:
+    """A random draft for a target, without a dataset."""
+    torch.manual_seed(1)
+    options = EagleOptions(**{"depth": 4} | changes)
+    config = EagleConfig.from_target(
+        model.config.to_dict(), vocab_size=vocab, options=options, dtype="float32"
+    )
+    draft = EagleDraft(config, options)
+    draft.adopt(TargetHead.from_model(model))
+    return draft.eval()
+
+
+@pytest.fixture(scope="module")
+def trained_eagle(target, prompts) -> EagleDraft:
+    """A draft that is sometimes right: on the first twelve prompts, whose responses it has seen."""
+    torch.set_num_threads(1)
+    draft, head = make_eagle(target).train(), head_of(target)
+    batch = batch_of(target, [respond(target, p) for p in prompts[:12]])
+    optimizer = torch.optim.AdamW(draft.trainable_parameters(), lr=5e-3)
+    for _ in range(100):
+        optimizer.zero_grad()
+        draft.loss(batch, head, draft.slot_counts(batch)).loss.backward()
+        optimizer.step()
+    return draft.eval()

@@ -1,0 +1,168 @@
+"""Drafts, documents and layouts for comparing the EAGLE-3 loss with its slow reference.
+
+Plain loops throughout: what lays documents out for the fast function must not share its shifts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from spec_train.drafts.eagle3.config import Eagle3Config, Eagle3Options
+from spec_train.drafts.eagle3.draft import Eagle3Draft
+from tests.spec_train.drafts.eagle3.reference import Document, ReferenceConfig, reference_logits
+
+HIDDEN, WIDTH, LAYERS, VOCAB, STEPS = 12, 10, 3, 14, 4
+DRAFT_IDS = [0, 2, 3, 5, 6, 7, 9, 10, 12]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One setting of the draft and its loss."""
+
+    slots: str = "serving"
+    kind: str = "ce"
+    reduced: bool = True
+    fc_norm: bool = False
+    norm_output: bool = False
+    heads: int = 4
+    kv_heads: int = 2
+    steps: int = STEPS
+    decay: float = 0.8
+    rope: tuple[tuple[str, object], ...] = (("rope_type", "default"), ("rope_theta", 100.0))
+
+    def options(self) -> Eagle3Options:
+        return Eagle3Options(
+            ttt_steps=self.steps,
+            step_decay=self.decay,
+            loss=self.kind,
+            slots=self.slots,
+            fc_norm=self.fc_norm,
+            norm_output=self.norm_output,
+        )
+
+    def target_config(self) -> dict[str, object]:
+        return {
+            "hidden_size": HIDDEN,
+            "intermediate_size": 20,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "num_hidden_layers": 8,
+            "head_dim": 6,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 64,
+            "architectures": ["LlamaForCausalLM"],
+            "rope_parameters": dict(self.rope),
+        }
+
+
+def make_draft(case: Case, seed: int = 0) -> Eagle3Draft:
+    """A random draft in float64, far enough from zero that every term of it matters."""
+    options = case.options()
+    config = Eagle3Config.from_target(
+        case.target_config(),
+        layers=(1, 3, 4),
+        vocab_size=VOCAB,
+        draft_vocab_size=len(DRAFT_IDS) if case.reduced else VOCAB,
+        options=options,
+    )
+    config = replace(config, target_hidden_size=WIDTH)
+    draft = Eagle3Draft(config, options).double()
+    if case.reduced:
+        draft.set_vocabulary(torch.tensor(DRAFT_IDS))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in draft.named_parameters():
+            scale = 0.3 if parameter.ndim > 1 else 0.2
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(noise * scale + ("norm" in name))
+    return draft
+
+
+def reference_config(case: Case, draft: Eagle3Draft) -> ReferenceConfig:
+    """The same setting in the reference's words; frequencies from the target's own rotary code."""
+    fields = {k: v for k, v in case.target_config().items() if k != "num_hidden_layers"}
+    rotary = LlamaRotaryEmbedding(LlamaConfig(**fields, num_hidden_layers=8))
+    return ReferenceConfig(
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        head_dim=6,
+        rms_norm_eps=1e-5,
+        rope_inv_freq=rotary.inv_freq,
+        rope_factor=rotary.attention_scaling,
+        norm_output=case.norm_output,
+        steps=case.steps,
+        decay=case.decay,
+        slots=case.slots,
+        kind=case.kind,
+        lambda_scale=draft.options.lambda_scale,
+        lambda_decay=draft.options.lambda_decay,
+    )
+
+
+def reference_state(draft: Eagle3Draft) -> dict[str, Tensor]:
+    """The checkpoint's tensors as leaves of their own graph."""
+    state = draft.checkpoint_tensors(torch.float64)
+    return {
+        name: value.clone().requires_grad_(value.is_floating_point())
+        for name, value in state.items()
+    }
+
+
+def make_documents(
+    case: Case, draft: Eagle3Draft, masks: Sequence[Sequence[int]], seed: int = 0
+) -> list[Document]:
+    """Random documents with these loss masks, whose teacher often agrees with the draft."""
+    generator = torch.Generator().manual_seed(seed)
+    config, state = reference_config(case, draft), reference_state(draft)
+    documents = []
+    for mask in masks:
+        length = len(mask)
+        x = torch.randint(VOCAB, (length,), generator=generator).tolist()
+        aux = torch.randn(length, LAYERS * WIDTH, generator=generator, dtype=torch.float64)
+        z = torch.randn(length, VOCAB, generator=generator, dtype=torch.float64)
+        ids = draft.draft_ids
+        with torch.no_grad():
+            for (t, s), logits in reference_logits(state, config, x, aux).items():
+                z[t + 1 + s, ids] += 3.0 * logits / (s + 1)
+            if case.reduced:
+                z[3::5, 1] += 9.0  # a choice that the draft vocabulary lacks
+        documents.append(Document(x=x, m=mask, aux=aux, z=z))
+    return documents
+
+
+def lay_out(documents: Sequence[Document], rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """Arguments of `eagle3_loss` with rows of the given documents, padded with rubbish."""
+    width = max(sum(len(documents[d].x) for d in row) for row in rows) + 2
+    shape = (len(rows), width)
+    generator = torch.Generator().manual_seed(99)
+    out = {
+        "aux_hidden_states": torch.randn(
+            *shape, LAYERS * WIDTH, generator=generator, dtype=torch.float64
+        ),
+        "input_ids": torch.zeros(shape, dtype=torch.long),
+        "loss_mask": torch.zeros(shape, dtype=torch.bool),
+        "logits": torch.randn(*shape, VOCAB, generator=generator, dtype=torch.float64),
+        "document_ids": torch.full(shape, -1),
+        "position_ids": torch.zeros(shape, dtype=torch.long),
+    }
+    for b, row in enumerate(rows):
+        start = 0
+        for number, d in enumerate(row):
+            document = documents[d]
+            for t in range(len(document.x)):
+                slot = start + t
+                out["aux_hidden_states"][b, slot] = document.aux[t]
+                out["document_ids"][b, slot] = number
+                out["position_ids"][b, slot] = t
+                if t + 1 < len(document.x):
+                    out["input_ids"][b, slot] = document.x[t + 1]
+                    out["loss_mask"][b, slot] = bool(document.m[t + 1])
+                    out["logits"][b, slot] = document.z[t + 1]
+                else:
+                    out["logits"][b, slot] = 0.0
+            start += len(document.x)
+    return out

@@ -1,0 +1,351 @@
+"""What an EAGLE-3 draft is: its files, and the shapes and rope it takes from the target."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Gemma3TextConfig, LlamaConfig, Phi3Config
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
+from spec_data.shards.errors import ConfigError, DraftError, MissingError
+from spec_data.shards.packing import row_layout
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.drafts import DRAFTS, load_draft
+from spec_train.drafts.eagle3.draft import Eagle3Config, Eagle3Draft, Eagle3Options, Unroll
+from spec_train.drafts.layers import RopeSettings, Rotary, rope_parameters
+from spec_train.drafts.slots import document_lengths, document_offsets
+from spec_train.head import TargetHead
+from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
+from tests.spec_train.drafts.eagle3.tools import build, packed
+
+LENGTHS = (9, 23, 4, 1, 12, 17)
+
+dataset, head = eagle3_tools.dataset, eagle3_tools.head
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, {"draft_vocab_size": 0}, {"fc_norm": True}])
+def test_a_saved_draft_reads_back_and_saves_the_same_bytes(
+    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    draft, batch = build(dataset, head, **changes), packed(dataset)
+    draft.save_pretrained(tmp_path / "a")
+    again = load_draft(tmp_path / "a")
+    assert isinstance(again, Eagle3Draft) and again.options == draft.options
+    assert again.config == draft.config
+    counts = draft.slot_counts(batch)
+    assert torch.equal(draft.loss(batch, head, counts).loss, again.loss(batch, head, counts).loss)
+    again.save_pretrained(tmp_path / "b")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+
+
+def test_tensor_names_types_and_embedding_are_those_the_engines_read(
+    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
+) -> None:
+    draft = build(dataset, head)
+    draft.save_pretrained(tmp_path, torch.bfloat16)
+    tensors = load_file(tmp_path / "model.safetensors")
+    layer = ["hidden_norm", "input_layernorm", "post_attention_layernorm"]
+    layer += [f"self_attn.{x}_proj" for x in "qkvo"] + [
+        f"mlp.{x}_proj" for x in ("gate", "up", "down")
+    ]
+    names = ["fc", "norm", "lm_head", "embed_tokens", *(f"midlayer.{x}" for x in layer)]
+    assert set(tensors) == {f"{name}.weight" for name in names} | {"d2t", "t2d"}
+    assert tensors["fc.weight"].shape == (32, 96)
+    assert tensors["midlayer.self_attn.k_proj.weight"].shape == (16, 64)
+    assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
+    ids = torch.arange(40) + tensors["d2t"]  # offsets, not ids
+    assert torch.equal(ids, tensors["t2d"].nonzero().squeeze(1))
+    assert torch.equal(tensors["embed_tokens.weight"], head.embed_weight.bfloat16())
+    assert torch.equal(tensors["lm_head.weight"], head.head_weight[ids].bfloat16())
+    draft.save_pretrained(tmp_path)  # the target's own dtype: bit for bit
+    saved = load_file(tmp_path / "model.safetensors")["embed_tokens.weight"]
+    assert torch.equal(saved, head.embed_weight)
+
+
+def test_the_full_vocabulary_has_no_map(
+    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
+) -> None:
+    build(dataset, head, draft_vocab_size=1000).save_pretrained(tmp_path)
+    assert not {"d2t", "t2d"} & set(load_file(tmp_path / "model.safetensors"))
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw["draft_vocab_size"] == raw["vocab_size"] == 64
+
+
+def test_the_config_loads_everywhere(
+    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
+) -> None:
+    build(dataset, head, layers="0,2").save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw["architectures"] == ["LlamaForCausalLMEagle3"] and raw["model_type"] == "llama"
+    assert raw["eagle_aux_hidden_state_layer_ids"] == [1, 3]  # input of the block
+    assert raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2]  # its output
+    expected = {
+        "num_hidden_layers": 1,
+        "draft_vocab_size": 40,
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "target_hidden_size": 32,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "norm_before_residual": False,
+        "dtype": "float32",
+    }
+    assert {key: raw[key] for key in expected} == expected
+    assert "output of decoder block k" in raw["spec_train"]["layer_convention"]
+    assert raw["spec_train"]["layers"] == [0, 2]
+    assert "null" not in (tmp_path / "config.json").read_text()
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
+    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
+) -> None:
+    build(dataset, head).save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["model.norm.weight"] = tensors.pop("norm.weight")
+    tensors["fc.weight"] = tensors["fc.weight"][:, 1:].contiguous()
+    save_file(tensors, weights)
+    with pytest.raises(
+        DraftError, match=r"missing norm\.weight.*unexpected model\.norm.*fc\.weight"
+    ):
+        load_draft(tmp_path)
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(DraftError, match="damaged"):
+        load_draft(tmp_path)
+    weights.unlink()
+    with pytest.raises(MissingError, match=r"model\.safetensors"):
+        load_draft(tmp_path)
+
+
+def test_foreign_or_damaged_configs_are_refused(
+    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
+) -> None:
+    build(dataset, head).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    for change in (
+        {"architectures": ["Other"]},
+        {"spec_train": {"draft": "eagle3"}},
+        {"head_dim": ...},
+    ):
+        kept = {k: v for k, v in (raw | change).items() if v is not ...}
+        path.write_text(json.dumps(kept))
+        with pytest.raises(DraftError, match=r"config\.json"):
+            load_draft(tmp_path)
+    path.write_text(json.dumps(raw | {"spec_train": raw["spec_train"] | {"options": {"x": 1}}}))
+    with pytest.raises(ConfigError, match="unknown option x"):
+        load_draft(tmp_path)
+    with pytest.raises(MissingError, match=r"config\.json"):
+        load_draft(tmp_path / "absent")
+
+
+def test_what_is_trained_is_all_but_the_embedding_and_frequencies_stay_exact(
+    dataset: HiddenStatesDataset, head: TargetHead
+) -> None:
+    draft = build(dataset, head)
+    assert DRAFTS["eagle3"] is Eagle3Draft
+    assert draft.embed_tokens.weight.data_ptr() == head.embed_weight.data_ptr()
+    trained = {id(p) for p in draft.trainable_parameters()}
+    assert {n for n, p in draft.named_parameters() if id(p) not in trained} == {
+        "embed_tokens.weight"
+    }
+    exact = draft.rotary.inv_freq.clone()
+    draft.to(torch.bfloat16)
+    assert draft.fc.weight.dtype == torch.bfloat16
+    assert draft.rotary.inv_freq.dtype == torch.float32
+    assert torch.equal(draft.rotary.inv_freq, exact)
+
+
+def test_options_that_the_dataset_cannot_serve_are_refused(
+    dataset: HiddenStatesDataset, head: TargetHead
+) -> None:
+    for changes, message in (
+        ({"layers": "0,7"}, r"no layer \[7\]"),
+        ({"layers": "0;1"}, "commas"),
+        ({"ttt_steps": 0}, "ttt_steps"),
+    ):
+        with pytest.raises(DraftError, match=message):
+            build(dataset, head, **changes)
+    assert build(dataset, head, layers="2,0,2").config.layers == (0, 2)
+    assert not build(dataset, head, head_init="random").lm_head.weight.isnan().any()
+
+
+# --- shapes and rope from the target -------------------------------------------------------------
+
+
+def test_document_offsets_and_lengths() -> None:
+    ids = torch.tensor([[0, 0, 0, 1, 2, 2, -1, -1]])
+    assert document_offsets(ids).tolist() == [[0, 1, 2, 0, 0, 1, 0, 1]]
+    assert document_lengths(ids).tolist() == [[3, 3, 3, 1, 2, 2, 2, 2]]
+
+
+def _config(target: dict[str, Any]) -> Eagle3Config:
+    named = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 9}
+    return Eagle3Config.from_target(
+        target | {name: target.get(name) or value for name, value in named.items()},
+        layers=(1, 2),
+        vocab_size=64,
+        draft_vocab_size=64,
+        options=Eagle3Options(),
+    )
+
+
+def test_shapes_come_from_the_targets_text_config() -> None:
+    text = {
+        "hidden_size": 48,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,  # not 48 / 6
+        "intermediate_size": 100,
+        "rms_norm_eps": 1e-3,
+        "max_position_embeddings": 4096,
+        "rope_theta": 5e5,
+        "dtype": "float16",
+        "eos_token_id": [3, 4],
+        "num_hidden_layers": 9,
+        "architectures": ["LlamaForCausalLM"],
+    }
+    nested = ["Gemma3ForConditionalGeneration"]
+    for target in (text, {"text_config": text, "architectures": nested, "hidden_size": 7}):
+        config = _config(target)
+        assert (config.hidden_size, config.head_dim, config.num_key_value_heads) == (48, 16, 2)
+        assert (config.rms_norm_eps, config.max_position_embeddings) == (1e-3, 4096)
+        assert config.dtype == "float16" and config.token_ids == {"eos_token_id": [3, 4]}
+        assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
+    with pytest.raises(DraftError, match="hidden_size"):
+        _config({"num_attention_heads": 2})
+    with pytest.raises(DraftError, match="kv heads"):
+        _config(text | {"num_key_value_heads": 4})
+
+
+_FACTORS = {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 3.0, 5.0, 8.0]}
+_ROPES: list[dict[str, Any]] = [
+    {"rope_theta": 500.0},
+    {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+    {
+        "rope_theta": 500.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "truncate": False,
+            "beta_fast": 8.0,
+        }
+    },
+    {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 150.0, "factor": 2.0}},
+]
+
+
+@pytest.mark.parametrize("rope", _ROPES, ids=lambda r: str(r)[:40])
+def test_rope_is_the_targets(rope: dict[str, Any]) -> None:
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 128}
+    target = LlamaConfig(**json.loads(json.dumps(shape | rope)))
+    positions = torch.tensor([[0, 1, 31, 32, 100, 127], [5, 4, 3, 2, 1, 0]])
+    expected = LlamaRotaryEmbedding(target)(torch.zeros(1), positions)
+    for raw in (shape | rope, target.to_dict()):  # an older file, and what transformers 5 saves
+        config = _config(raw | {"num_key_value_heads": 4})
+        for found, wanted in zip(Rotary(config.rope)(positions), expected, strict=True):
+            assert torch.equal(found, wanted)
+        # An engine that reads the draft's config.json arrives at the same frequencies.
+        saved = json.loads(json.dumps(config.to_json(Eagle3Options())))
+        reader = LlamaRotaryEmbedding(LlamaConfig.from_dict(saved))
+        assert torch.equal(reader(torch.zeros(1), positions)[0], expected[0])
+
+
+@pytest.mark.parametrize("partial", [1.0, 0.5])
+def test_longrope_and_partial_rope_are_those_of_phi3(partial: float) -> None:
+    count = int(4 * partial)
+    factors = {k: v[:count] for k, v in _FACTORS.items()}
+    target = Phi3Config(
+        hidden_size=32,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        original_max_position_embeddings=32,
+        partial_rotary_factor=partial,
+        rope_scaling={"type": "longrope", **factors},
+        pad_token_id=0,
+    )
+    rotary, theirs = Rotary(_config(target.to_dict()).rope), Phi3RotaryEmbedding(target)
+    short, long = torch.arange(32)[None], torch.arange(33)[None]
+    for positions in (short, long):
+        for found, wanted in zip(rotary(positions), theirs(torch.zeros(1), positions), strict=True):
+            assert found.shape[-1] == 8 * partial
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    # In one batch every document has the factors it would have alone.
+    both = rotary(torch.cat([long, short.new_zeros(1, 33)]))[0]
+    assert torch.equal(both[0], rotary(long)[0][0])
+    lengths = torch.tensor([[32, 33]])
+    mixed = rotary(torch.tensor([[7, 7]]), lengths)[0][0]
+    assert torch.equal(mixed[0], rotary(short)[0][0, 7])
+    assert torch.equal(mixed[1], rotary(long)[0][0, 7])
+
+
+def test_partial_default_rope_is_that_of_phi3() -> None:
+    target = Phi3Config(
+        hidden_size=32, num_attention_heads=4, partial_rotary_factor=0.5, pad_token_id=0
+    )
+    positions = torch.arange(20)[None]
+    found = Rotary(_config(target.to_dict()).rope)(positions)
+    expected = Phi3RotaryEmbedding(target)(torch.zeros(1), positions)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_per_layer_type_settings_give_those_of_full_attention() -> None:
+    raw = Gemma3TextConfig(num_hidden_layers=6).to_dict()
+    found = rope_parameters(raw)
+    assert found == raw["rope_parameters"]["full_attention"]
+    assert found["rope_theta"] == 1_000_000.0
+    with pytest.raises(DraftError, match="full_attention"):
+        rope_parameters({"rope_parameters": {"sliding_attention": {"rope_theta": 1.0}}})
+    with pytest.raises(DraftError, match="mrope"):
+        rope_parameters({"rope_scaling": {"type": "mrope"}})
+
+
+@pytest.mark.parametrize("longrope", [False, True])
+def test_packed_documents_keep_their_own_rope(longrope: bool) -> None:
+    """The unroll passes each document's own length on: no batch decides for a document."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 50.0}
+    if longrope:
+        rope |= {"rope_type": "longrope", "original_max_position_embeddings": 12, **_FACTORS}
+    settings = {"hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    draft = Eagle3Draft(_config(settings | {"rope_parameters": rope}))
+    assert isinstance(draft.config.rope, RopeSettings)
+    document_ids, position_ids = row_layout([LENGTHS], sum(LENGTHS))
+    aux, tokens = torch.randn(1, sum(LENGTHS), 32), torch.randint(0, 64, (1, sum(LENGTHS)))
+    every = torch.arange(sum(LENGTHS))[None]
+    with torch.no_grad():
+        packed = Unroll(draft, aux, tokens, document_ids, position_ids, every).advance(tokens)
+        for d, length in enumerate(LENGTHS):
+            own = document_ids[0] == d
+            alone = torch.arange(length)[None]
+            state = Unroll(draft, aux[:, own], tokens[:, own], 0 * alone, alone, alone).advance(
+                tokens[:, own]
+            )
+            torch.testing.assert_close(packed[:, own], state, rtol=1e-5, atol=1e-6)

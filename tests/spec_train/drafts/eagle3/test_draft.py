@@ -1,0 +1,230 @@
+"""The EAGLE-3 draft at work: batches against plain tensors, training against serving.
+
+(The loss itself is held against slow loops in `test_eagle3_reference`.)
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spec_data.shards.errors import DraftError
+from spec_data.shards.packing import pack_documents, shift_left
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.drafts.drafting import DraftCache
+from spec_train.drafts.eagle3.draft import Eagle3Draft, Unroll, eagle3_loss
+from spec_train.head import TargetHead
+from spec_train.metrics import add_sums
+from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
+from tests.spec_train.drafts.eagle3.tools import batch_of, build, packed
+
+dataset, head = eagle3_tools.dataset, eagle3_tools.head
+
+
+def _gradients(draft: Eagle3Draft, loss: Tensor) -> dict[str, Tensor]:
+    names = {k: p for k, p in draft.named_parameters() if p.requires_grad}
+    return dict(zip(names, torch.autograd.grad(loss, list(names.values())), strict=True))
+
+
+# --- batches -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, {"slots": "shifted", "loss": "lambda"}, {"layers": "0,2"}])
+def test_the_loss_of_a_batch_is_that_of_its_shifted_tensors(
+    dataset: HiddenStatesDataset, head: TargetHead, changes: dict[str, Any]
+) -> None:
+    draft, batch = build(dataset, head, **changes), packed(dataset)
+    ids = batch.document_ids
+    plain = eagle3_loss(
+        draft,
+        aux_hidden_states=batch.aux(draft.config.layers),
+        input_ids=shift_left(batch.input_ids, ids),
+        loss_mask=shift_left(batch.loss_mask, ids),
+        final_hidden=shift_left(batch.hidden["hidden.final"], ids),
+        head=head,
+        target_argmax=shift_left(batch.target_argmax, ids),
+        document_ids=ids,
+        slots=draft.options.slots,
+        steps=4,
+        kind=draft.options.loss,
+    )
+    counts = draft.slot_counts(batch)
+    found = draft.loss(batch, head, counts)
+    torch.testing.assert_close(found.loss, plain.loss)
+    assert torch.equal(counts, plain.sums["supervised"])
+    assert counts[0] > counts[3] > 0
+    assert found.sums.keys() == plain.sums.keys()
+    for name, value in plain.sums.items():
+        torch.testing.assert_close(found.sums[name], value)
+    figures = Eagle3Draft.summarise(found.sums)
+    assert figures["loss"] == pytest.approx(float(found.loss.detach()), rel=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["dense", "merged"])
+def test_packing_and_order_change_neither_loss_nor_gradient(
+    dataset: HiddenStatesDataset, head: TargetHead, backend: str
+) -> None:
+    draft = build(dataset, head)
+    draft.attention_backend = backend
+    layouts = [
+        (pack_documents(dataset.lengths.tolist(), 64), 64),
+        ([[i] for i in range(len(dataset))], 40),
+        (pack_documents(dataset.lengths.tolist(), 90)[::-1], 97),
+    ]
+    results = []
+    for rows, width in layouts:
+        batch = batch_of(dataset, rows, width)
+        out = draft.loss(batch, head, draft.slot_counts(batch))
+        results.append((out, _gradients(draft, out.loss)))
+    first, gradients = results[0]
+    assert all(g.abs().max() > 0 for g in gradients.values())
+    for out, other in results[1:]:
+        torch.testing.assert_close(out.loss, first.loss, rtol=1e-6, atol=1e-6)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(other[name], gradient, rtol=1e-4, atol=1e-6)
+        for name, value in first.sums.items():
+            torch.testing.assert_close(out.sums[name], value)
+
+
+def test_micro_batches_with_the_counts_of_the_whole_add_up(
+    dataset: HiddenStatesDataset, head: TargetHead
+) -> None:
+    draft = build(dataset, head, loss="lambda")
+    whole = batch_of(dataset, [[i] for i in range(8)], 40)
+    parts = [batch_of(dataset, [[i], [i + 1]], 40) for i in range(0, 8, 2)]
+    counts = torch.stack([draft.slot_counts(part) for part in parts]).sum(0)
+    assert torch.equal(counts, draft.slot_counts(whole))
+    expected = draft.loss(whole, head, counts)
+    outs = [draft.loss(part, head, counts) for part in parts]
+    total = torch.stack([out.loss for out in outs]).sum()
+    torch.testing.assert_close(total, expected.loss, rtol=1e-6, atol=1e-6)
+    gradients = _gradients(draft, expected.loss)
+    for name, gradient in _gradients(draft, total).items():
+        torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=1e-6)
+    figures = Eagle3Draft.summarise(add_sums(out.sums for out in outs))
+    assert figures == pytest.approx(Eagle3Draft.summarise(expected.sums), rel=1e-5)
+
+
+def test_nothing_supervised_gives_zero_gradients_everywhere(
+    dataset: HiddenStatesDataset, head: TargetHead
+) -> None:
+    draft, batch = build(dataset, head), packed(dataset)
+    batch.loss_mask.zero_()
+    out = draft.loss(batch, head, draft.slot_counts(batch))
+    gradients = _gradients(draft, out.loss)
+    assert float(out.loss.detach()) == 0
+    assert all(not g.any() for g in gradients.values())
+    assert Eagle3Draft.summarise(out.sums)["acceptance_length"] is None
+
+
+def test_bfloat16_and_autocast_stay_near_float32(
+    dataset: HiddenStatesDataset, head: TargetHead
+) -> None:
+    draft, batch = build(dataset, head), packed(dataset)
+    counts = draft.slot_counts(batch)
+    exact = draft.loss(batch, head, counts)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = draft.loss(batch.to("cpu", torch.bfloat16), head, counts)
+    expected, found = (_gradients(draft, out.loss)["fc.weight"] for out in (exact, mixed))
+    assert (found - expected).norm() < 0.1 * expected.norm()
+    low = draft.to(torch.bfloat16).loss(batch.to("cpu", torch.bfloat16), head, counts)
+    for out in (mixed, low):
+        assert out.loss.dtype == torch.float32
+        torch.testing.assert_close(out.loss, exact.loss, rtol=2e-2, atol=0)
+
+
+def test_training_lowers_the_loss_and_leaves_the_embedding(
+    dataset: HiddenStatesDataset, head: TargetHead
+) -> None:
+    draft, batch = build(dataset, head), packed(dataset)
+    counts, before = draft.slot_counts(batch), head.embed_weight.clone()
+    optimizer = torch.optim.Adam(draft.trainable_parameters(), lr=3e-3)
+    losses = []
+    for _ in range(15):
+        optimizer.zero_grad()
+        loss = draft.loss(batch, head, counts).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.8 * losses[0]
+    assert torch.equal(draft.embed_tokens.weight, before)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"logits": None},
+        {"slot_mask": torch.ones(1, 5)},
+        {"final_hidden": torch.zeros(1, 5, 32)},
+        {"logits": None, "final_hidden": torch.zeros(1, 5, 32)},
+        {"logits": None, "target_probs": torch.zeros(1, 5, 40)},
+        {"slots": "all"},
+        {"kind": "mse"},
+    ],
+)
+def test_contradictory_arguments_are_refused(
+    dataset: HiddenStatesDataset, head: TargetHead, wrong: dict[str, Any]
+) -> None:
+    good = {
+        "aux_hidden_states": torch.zeros(1, 5, 96),
+        "input_ids": torch.zeros(1, 5, dtype=torch.long),
+        "loss_mask": torch.ones(1, 5),
+        "logits": torch.zeros(1, 5, 64),
+    }
+    draft = build(dataset, head)
+    eagle3_loss(draft, **good)
+    with pytest.raises(DraftError):
+        eagle3_loss(draft, **good | wrong)
+
+
+# --- serving -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm_output", [False, True])
+@pytest.mark.parametrize("backend", ["dense", "merged"])
+@torch.no_grad()
+def test_serving_drafts_what_the_unroll_computes(
+    dataset: HiddenStatesDataset, head: TargetHead, norm_output: bool, backend: str
+) -> None:
+    """Decode loop with a KV cache, document by document, against chains inside packs."""
+    draft, depth = build(dataset, head, norm_output=norm_output), 4
+    draft.attention_backend = backend
+    batch = packed(dataset)
+    chains = draft.chains(batch, head, depth)
+    known = shift_left(batch.input_ids, batch.document_ids)
+    every = torch.arange(known.shape[1]).expand_as(known)
+    aux = batch.aux(draft.config.layers)
+    unroll = Unroll(draft, aux, known, batch.document_ids, batch.position_ids, every)
+    states = [unroll.advance(known)]
+    states += [unroll.advance(chains[..., s]) for s in range(depth - 1)]
+    logits = torch.stack([draft.logits(state) for state in states], dim=2)  # [B, T, S, Vd]
+    for b in range(len(known)):
+        for d in range(int(batch.document_ids[b].max()) + 1):
+            slots = (batch.document_ids[b] == d).nonzero().squeeze(1)[:-1]
+            cache, features = DraftCache(), draft.project(aux[b : b + 1, slots])
+            for t, slot in enumerate(slots.tolist()):
+                token, carried = known[b, slot].view(1, 1), features[:, t : t + 1]
+                for s in range(depth):
+                    carried = draft.step(token, carried, torch.tensor([[t + s]]), cache)
+                    served = draft.logits(carried)[0, 0]
+                    torch.testing.assert_close(served, logits[b, slot, s], rtol=1e-5, atol=1e-5)
+                    token = draft.draft_ids[served.argmax()].view(1, 1)
+                    assert token == chains[b, slot, s]
+                cache.crop(t + 1)
+                assert cache.length == t + 1
+
+
+@torch.no_grad()
+def test_a_prefill_in_pieces_is_the_prefill_in_one(
+    dataset: HiddenStatesDataset, head: TargetHead
+) -> None:
+    draft = build(dataset, head)
+    tokens, carried = torch.randint(0, 64, (1, 7)), torch.randn(1, 7, 32)
+    positions, cache = torch.arange(7)[None], DraftCache()
+    whole = draft.step(tokens, carried, positions)
+    pieces = [
+        draft.step(tokens[:, part], carried[:, part], positions[:, part], cache)
+        for part in (slice(0, 3), slice(3, 4), slice(4, 7))
+    ]
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,375 @@
+"""The EAGLE-3 loss against the slow reference: values, sums and gradients, in float64.
+
+Documents are laid out for the fast function by the plain loops of `lay_out`, and taken one by one,
+as they are, by the reference: whatever the layout, the two must agree.
+"""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from spec_data.shards.head import HeadSpec
+from spec_train.attention import unrolled as attention
+from spec_train.drafts.drafting import DraftCache
+from spec_train.drafts.eagle3.draft import Eagle3Draft, eagle3_loss
+from spec_train.drafts.protocol import DraftLoss
+from spec_train.head import TargetHead
+from tests.spec_train.drafts.eagle3.cases import (
+    STEPS,
+    VOCAB,
+    WIDTH,
+    Case,
+    lay_out,
+    make_documents,
+    make_draft,
+    reference_config,
+    reference_state,
+)
+from tests.spec_train.drafts.eagle3.reference import (
+    Document,
+    Reference,
+    reference_logits,
+    reference_loss,
+    slot_counts,
+)
+
+close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
+
+# A chat of two turns, 12 tokens: question (2), answer (3), question (2), answer (4), a line break.
+TWO_TURNS = [0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0]
+# Slot t of step s counts when tokens t+1+s and t+2+s are both of an answer.
+SERVING = [
+    [0, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0],
+    [1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0],
+    [1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0],
+    [0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0],
+]
+# Slot t of step s counts when token t+1+s is of an answer.
+SHIFTED = [
+    [0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 0],
+    [1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 0, 0],
+    [1, 1, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0],
+    [1, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0],
+]
+EXPECTED_SLOTS = {"serving": SERVING, "shifted": SHIFTED}
+
+MASKS = [
+    TWO_TURNS,
+    [1],
+    [0, 1],
+    [1, 1],
+    [1, 1, 1],
+    [0, 1, 1],
+    [0, 0, 1, 1, 1, 1, 1, 1, 1],
+    [0, 1, 1, 0, 1, 0, 1, 1, 1, 1, 0],  # gaps inside an answer
+    [0, 0, 0, 0, 0],  # nothing supervised
+    [1] * 18,
+]
+
+
+def fast(draft: Eagle3Draft, case: Case, **inputs: Tensor | TargetHead | None) -> DraftLoss:
+    return eagle3_loss(
+        draft, slots=case.slots, steps=case.steps, decay=case.decay, kind=case.kind, **inputs
+    )
+
+
+def gradients(draft: Eagle3Draft) -> dict[str, Tensor]:
+    found = {n: p.grad for n, p in draft.named_parameters() if p.requires_grad}
+    draft.zero_grad()
+    return {
+        n: torch.zeros_like(dict(draft.named_parameters())[n]) if g is None else g
+        for n, g in found.items()
+    }
+
+
+def assert_same(result: DraftLoss, expected: Reference) -> None:
+    """Loss and every sum."""
+    close(result.loss.detach(), expected.loss.detach())
+    parts = {
+        "loss": [float(step.loss.detach()) for step in expected.steps],
+        "supervised": [step.supervised for step in expected.steps],
+        "drafted": [step.drafted for step in expected.steps],
+        "hits": [step.hits for step in expected.steps],
+        "acceptance": [step.acceptance for step in expected.steps],
+        "survive": expected.survivors,
+        "chains": expected.chains,
+        "at_risk": expected.at_risk,
+        "kept": expected.kept,
+    }
+    for name, value in parts.items():
+        close(
+            result.sums[name],
+            torch.tensor(value, dtype=torch.float64),
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
+def assert_same_gradients(draft: Eagle3Draft, state: dict[str, Tensor]) -> None:
+    """Of every trainable parameter, none of them zero by accident."""
+    found = gradients(draft)
+    assert set(found) == {n for n, v in state.items() if v.is_floating_point()} - {
+        "embed_tokens.weight"
+    }
+    for name, gradient in found.items():
+        expected = state[name].grad
+        assert expected is not None and expected.abs().max() > 1e-6, name
+        close(gradient, expected, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@functools.cache
+def expectation(case: Case) -> tuple[list[Document], dict[str, Tensor], Reference]:
+    """The documents of `MASKS`, the reference's weights with their gradients, its figures."""
+    draft = make_draft(case)
+    documents = make_documents(case, draft, MASKS)
+    state = reference_state(draft)
+    expected = reference_loss(state, reference_config(case, draft), documents)
+    expected.loss.backward()
+    return documents, state, expected
+
+
+UNPACKED = [[d] for d in range(len(MASKS))]
+LAYOUTS = {
+    "one row": [[8, 0, 1, 9, 2, 3, 4, 5, 6, 7]],
+    "three rows": [[0, 5, 1], [6, 2, 3, 9], [7, 8, 4]],
+    "unpacked": UNPACKED,
+}
+CASES = {
+    "plain": Case(),
+    "whole vocabulary": Case(reduced=False),
+    "shifted": Case(slots="shifted"),
+    "alpha": Case(kind="alpha"),
+    "lambda": Case(kind="lambda", reduced=False),
+    "lambda shifted": Case(kind="lambda", slots="shifted"),
+    "no GQA": Case(heads=2, kv_heads=2),
+    "one kv head": Case(heads=3, kv_heads=1),
+    "3.1": Case(fc_norm=True, norm_output=True),
+    "fc_norm": Case(fc_norm=True),
+    "norm_output": Case(norm_output=True, kind="alpha"),
+    "seven steps": Case(steps=7, decay=0.5),
+    "one step": Case(steps=1),
+    "yarn": Case(
+        rope=(
+            ("rope_type", "yarn"),
+            ("rope_theta", 100.0),
+            ("factor", 4.0),
+            ("original_max_position_embeddings", 16),
+        )
+    ),
+}
+
+
+def check_case(case: Case, layout: str, backend: str = "auto") -> None:
+    documents, state, expected = expectation(case)
+    draft = make_draft(case)
+    draft.attention_backend = backend
+    result = fast(draft, case, **lay_out(documents, LAYOUTS[layout]))
+    result.loss.backward()
+    assert_same(result, expected)
+    assert_same_gradients(draft, state)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_values_sums_and_gradients_are_the_reference(name: str, layout: str) -> None:
+    check_case(CASES[name], layout)
+
+
+@pytest.mark.parametrize("backend", ["dense", "merged"])
+@pytest.mark.parametrize("name", ["plain", "one kv head", "3.1", "seven steps", "one step"])
+def test_so_they_are_with_every_attention(
+    name: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "BLOCK", 5)  # several blocks per row, edges inside documents
+    check_case(CASES[name], "one row", backend)
+
+
+@pytest.mark.parametrize("backend", ["dense", "merged"])
+@pytest.mark.parametrize("name", ["plain", "3.1", "seven steps", "one step"])
+def test_so_they_are_with_steps_recomputed(name: str, backend: str) -> None:
+    case = CASES[name]
+    documents, state, expected = expectation(case)
+    draft = make_draft(case)
+    draft.options = replace(draft.options, gradient_checkpointing=True)
+    draft.attention_backend = backend
+    calls: list[None] = []
+    draft.midlayer.mlp.register_forward_pre_hook(lambda *_: calls.append(None))
+    result = fast(draft, case, **lay_out(documents, LAYOUTS["one row"]))
+    assert len(calls) == case.steps
+    result.loss.backward()
+    assert len(calls) == 2 * case.steps
+    assert_same(result, expected)
+    assert_same_gradients(draft, state)
+
+
+def test_the_comparison_meets_every_situation() -> None:
+    """Hits, survivors, misses by the vocabulary: otherwise equal sums would prove little."""
+    _, _, expected = expectation(Case())
+    assert all(step.hits > 0 for step in expected.steps)
+    assert all(0 < step.supervised < step.drafted for step in expected.steps)
+    assert 0 < expected.survivors[1] < expected.chains
+
+
+@pytest.mark.parametrize("reduced", [True, False])
+@pytest.mark.parametrize("given", ["final_hidden", "target_probs", "slot_mask", "attention_mask"])
+def test_every_form_of_input_gives_the_same_loss(given: str, reduced: bool) -> None:
+    case = Case(reduced=reduced)
+    draft = make_draft(case)
+    documents, _, _ = expectation(case)
+    inputs = lay_out(documents, UNPACKED if given == "attention_mask" else LAYOUTS["three rows"])
+    if given == "final_hidden":
+        generator = torch.Generator().manual_seed(5)
+        weight = torch.randn(VOCAB, WIDTH, generator=generator, dtype=torch.float64)
+        states = torch.randn(
+            *inputs["input_ids"].shape, WIDTH, generator=generator, dtype=torch.float64
+        )
+        inputs["logits"] = states @ weight.T
+    expected = fast(draft, case, **inputs)
+    expected.loss.backward()
+    wanted = gradients(draft)
+    logits = inputs["logits"]
+    if given == "final_hidden":
+        del inputs["logits"]
+        spec = HeadSpec(vocab_size=VOCAB, hidden_size=WIDTH, tied=True)
+        inputs["head"] = TargetHead(spec, weight, weight)
+        inputs["final_hidden"] = states
+        inputs["target_argmax"] = logits.argmax(-1)
+    elif given == "target_probs":
+        del inputs["logits"]
+        inputs["target_probs"] = torch.softmax(logits[..., draft.draft_ids], -1)
+        inputs["position_mask"] = torch.isin(logits.argmax(-1), draft.draft_ids)
+        inputs["target_argmax"] = logits.argmax(-1)
+    elif given == "slot_mask":
+        known, ids = inputs.pop("loss_mask"), inputs["document_ids"]
+        following = torch.zeros_like(known)
+        following[:, :-1] = known[:, 1:] & (ids[:, 1:] == ids[:, :-1])
+        inputs["slot_mask"] = known & following
+    else:
+        inputs["attention_mask"] = (inputs.pop("document_ids") >= 0).long()
+        del inputs["position_ids"]
+    result = fast(draft, case, **inputs)
+    result.loss.backward()
+    close(result.loss, expected.loss)
+    for name, value in expected.sums.items():
+        close(result.sums[name], value)
+    for name, gradient in gradients(draft).items():
+        close(gradient, wanted[name])
+
+
+@pytest.mark.parametrize("slots", EXPECTED_SLOTS)
+def test_slot_masks_of_two_turns_are_those_written_by_hand(slots: str) -> None:
+    """Moving one teacher row moves exactly the steps whose slot for that token counts."""
+    expected = EXPECTED_SLOTS[slots]
+    length = len(TWO_TURNS)
+    assert expected == [
+        [int(slot_counts(TWO_TURNS, t, s, slots)) for t in range(length)] for s in range(STEPS)
+    ]
+    case = Case(slots=slots, reduced=False)
+    draft = make_draft(case)
+    documents = make_documents(case, draft, [[1, 1], TWO_TURNS, [1, 1, 1]])
+    before = fast(draft, case, **lay_out(documents, [[0, 1, 2]])).sums
+    for p in range(length):
+        z = documents[1].z.clone()
+        z[p] += torch.linspace(0, 1, VOCAB)
+        moved = [documents[0], replace(documents[1], z=z), documents[2]]
+        after = fast(draft, case, **lay_out(moved, [[0, 1, 2]])).sums
+        changed = (after["loss"] - before["loss"]).abs() > 1e-9
+        slot = [p - 1 - s for s in range(STEPS)]  # teacher p stands at slot p-1-s of step s
+        wanted = [bool(expected[s][slot[s]]) if slot[s] >= 0 else False for s in range(STEPS)]
+        assert changed.tolist() == wanted, f"teacher of token {p}"
+
+
+@pytest.mark.parametrize("name", ["plain", "3.1", "norm_output", "one kv head", "yarn"])
+def test_serving_forwards_give_the_logits_of_the_unroll(name: str) -> None:
+    """A chain drafted from slot t with a key-value cache is column t of the training unroll."""
+    case = CASES[name]
+    draft = make_draft(case)
+    (document,) = make_documents(case, draft, [TWO_TURNS])
+    expected = reference_logits(
+        reference_state(draft), reference_config(case, draft), document.x, document.aux
+    )
+    x = torch.tensor(document.x)
+    with torch.no_grad():
+        features = draft.project(document.aux[None])
+        for t in range(len(x) - 1):
+            cache = DraftCache()
+            carried = draft.step(
+                x[None, 1 : t + 2], features[:, : t + 1], torch.arange(t + 1)[None], cache
+            )[:, -1:]
+            for s in range(min(case.steps, len(x) - 1 - t)):
+                if s:
+                    position = torch.tensor([[t + s]])
+                    carried = draft.step(x[None, t + 1 + s, None], carried, position, cache)
+                close(draft.logits(carried)[0, 0], expected[t, s].detach())
+
+
+def _only_second_supervised() -> list[list[int]]:
+    return [[0] * 6, [0, 0, 1, 1, 1, 1, 0, 0, 0, 0], [0] * 5]
+
+
+@pytest.mark.parametrize("what", ["x", "aux", "z"])
+@pytest.mark.parametrize("case", [Case(), Case(slots="shifted"), Case(fc_norm=True)])
+def test_other_documents_and_later_tokens_change_nothing(case: Case, what: str) -> None:
+    """Not one bit: neither neighbours in the pack nor what serving could not have seen."""
+    draft = make_draft(case)
+    documents = make_documents(case, draft, _only_second_supervised())
+    rows = [[0, 1, 2]]
+
+    def run(changed: list[Document]) -> tuple[Tensor, list[Tensor]]:
+        result = fast(draft, case, **lay_out(changed, rows))
+        result.loss.backward()
+        return result.loss.detach(), list(gradients(draft).values())
+
+    def moved(document: Document, start: int) -> Document:
+        if what == "x":
+            shifted = [(i + 1) % VOCAB if t >= start else i for t, i in enumerate(document.x)]
+            return replace(document, x=shifted)
+        values = getattr(document, what).clone()
+        values[start:] = values[start:].flip(-1) + 1.0
+        return replace(document, **{what: values})
+
+    loss, grads = run(documents)
+    # Token 5 is the last answer token. `serving` drafts it and knows up to token 4; `shifted` knows
+    # it as well, and is taught what follows it. The states of the last slot that counts are those
+    # of the token before the last known one.
+    known = 4 if case.slots == "serving" else 5
+    last = {"x": known, "aux": known - 1, "z": known}[what]
+    for other in (
+        [moved(documents[0], 0), documents[1], moved(documents[2], 0)],
+        [documents[0], moved(documents[1], last + 1), documents[2]],
+    ):
+        other_loss, other_grads = run(other)
+        assert torch.equal(loss, other_loss)
+        assert all(torch.equal(a, b) for a, b in zip(grads, other_grads, strict=True))
+    changed, _ = run([documents[0], moved(documents[1], last), documents[2]])
+    assert abs(float(changed - loss)) > 1e-9
+
+
+def test_micro_batches_add_up_to_one_batch() -> None:
+    case = Case()
+    draft = make_draft(case)
+    documents, _, _ = expectation(case)
+    whole = fast(draft, case, **lay_out(documents, UNPACKED))
+    whole.loss.backward()
+    wanted = gradients(draft)
+    counts = whole.sums["supervised"]
+    losses = []
+    for rows in ([[3], [0, 1]], [[8], [2], [9]], [[4, 5, 6, 7]]):
+        part = fast(draft, case, **lay_out(documents, rows), counts=counts)
+        part.loss.backward()  # gradients accumulate
+        losses.append(part.loss.detach())
+    close(sum(losses), whole.loss.detach())
+    for name, gradient in gradients(draft).items():
+        close(gradient, wanted[name])
+
+
+def test_nothing_supervised_gives_a_zero_that_can_be_differentiated() -> None:
+    case = Case()
+    draft = make_draft(case)
+    documents = make_documents(case, draft, [[0, 0, 0], [1]])
+    result = fast(draft, case, **lay_out(documents, [[0, 1]]))
+    result.loss.backward()
+    assert float(result.loss.detach()) == 0.0
+    assert all(not gradient.any() for gradient in gradients(draft).values())

@@ -1,0 +1,192 @@
+"""Drafts, documents and samples for comparing the P-EAGLE loss with its slow reference."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from spec_train.drafts.peagle.draft import PeagleConfig, PeagleDraft
+from spec_train.options import PeagleOptions
+from tests.spec_train.drafts.eagle3.cases import DRAFT_IDS, LAYERS, VOCAB, WIDTH, lay_out
+from tests.spec_train.drafts.eagle3.reference import Document
+from tests.spec_train.drafts.peagle.reference import (
+    Element,
+    Reference,
+    ReferenceConfig,
+    reference_cod,
+    reference_logits,
+    reference_loss,
+    slot_counts,
+)
+
+DEPTHS, MASK_TOKEN = 4, 11
+
+MASKS = [
+    [0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0],  # a chat of two turns
+    [1],
+    [0, 1],
+    [1, 1],
+    [1, 1, 1],
+    [0, 1, 1],
+    [0, 0, 1, 1, 1, 1, 1, 1, 1],
+    [0, 1, 1, 0, 1, 0, 1, 1, 1, 1, 0],  # gaps inside an answer
+    [0, 0, 0, 0, 0],  # nothing supervised
+    [1] * 16,
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One setting of the draft and its loss."""
+
+    slots: str = "serving"
+    reduced: bool = True
+    fc_norm: bool = False
+    heads: int = 4
+    kv_heads: int = 2
+    depths: int = DEPTHS
+    layers: int = 3
+    ratio: float = 0.9
+    floor: float = 0.2
+
+    def target_config(self) -> dict[str, object]:
+        return {
+            "hidden_size": 12,
+            "intermediate_size": 20,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "num_hidden_layers": 8,
+            "head_dim": 6,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 64,
+            "architectures": ["LlamaForCausalLM"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        }
+
+
+def make_draft(case: Case, **options: object) -> PeagleDraft:
+    """A random draft in float64, far enough from zero that every term of it matters."""
+    chosen = PeagleOptions(
+        depths=case.depths,
+        draft_layers=case.layers,
+        cod_ratio=case.ratio,
+        cod_floor=case.floor,
+        slots=case.slots,
+        fc_norm=case.fc_norm,
+        **options,
+    )
+    config = PeagleConfig.from_target(
+        case.target_config(),
+        layers=(1, 3, 4),
+        vocab_size=VOCAB,
+        draft_vocab_size=len(DRAFT_IDS) if case.reduced else VOCAB,
+        options=chosen,
+        num_hidden_layers=case.layers,
+        mask_token_id=MASK_TOKEN,
+    )
+    draft = PeagleDraft(replace(config, target_hidden_size=WIDTH), chosen).double()
+    if case.reduced:
+        draft.set_vocabulary(torch.tensor(DRAFT_IDS))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in draft.named_parameters():
+            scale = 0.3 if parameter.ndim == 2 else 0.2
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            is_norm = "norm" in name
+            parameter.copy_(noise * (1.0 if name == "mask_hidden" else scale) + is_norm)
+    return draft
+
+
+def reference_config(case: Case) -> ReferenceConfig:
+    """The same setting in the reference's words; frequencies from the target's own rotary code."""
+    return ReferenceConfig(
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        head_dim=6,
+        layers=case.layers,
+        rms_norm_eps=1e-5,
+        rope_inv_freq=LlamaRotaryEmbedding(LlamaConfig(**case.target_config())).inv_freq,
+        mask_token_id=MASK_TOKEN,
+        depths=case.depths,
+        slots=case.slots,
+    )
+
+
+def reference_state(draft: PeagleDraft) -> dict[str, Tensor]:
+    """The checkpoint's tensors as leaves of their own graph."""
+    return {
+        name: value.clone().requires_grad_(value.is_floating_point())
+        for name, value in draft.checkpoint_tensors(torch.float64).items()
+    }
+
+
+def make_samples(case: Case, masks: Sequence[Sequence[int]], seed: int = 0) -> list[list[Element]]:
+    """Elements of documents with these loss masks, drawn by the loop version."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for mask in masks:
+        supervised = [slot_counts(mask, t, case.slots) for t in range(len(mask))]
+        u = torch.rand(case.depths - 1, len(mask), generator=generator).tolist()
+        samples.append(reference_cod(supervised, u, case.ratio, case.floor))
+    return samples
+
+
+def make_documents(
+    case: Case, draft: PeagleDraft, masks: Sequence[Sequence[int]], seed: int = 0
+) -> list[Document]:
+    """Random documents with these loss masks, whose teacher often agrees with the draft."""
+    generator = torch.Generator().manual_seed(seed)
+    config, state = reference_config(case), reference_state(draft)
+    documents = []
+    for mask in masks:
+        length = len(mask)
+        document = Document(
+            x=torch.randint(VOCAB, (length,), generator=generator).tolist(),
+            m=mask,
+            aux=torch.randn(length, LAYERS * WIDTH, generator=generator, dtype=torch.float64),
+            z=torch.randn(length, VOCAB, generator=generator, dtype=torch.float64),
+        )
+        every = [(t, d) for d in range(case.depths) for t in range(length - 1 - d)]
+        with torch.no_grad():
+            for (t, d), logits in reference_logits(state, config, document, every).items():
+                if (t + d) % case.depths == d:  # each teacher agrees with one depth
+                    document.z[t + 1 + d, draft.draft_ids] += 5.0 * logits
+            if case.reduced:
+                document.z[3::5, 1] += 9.0  # a choice that the draft vocabulary lacks
+        documents.append(document)
+    return documents
+
+
+def lay_out_all(
+    documents: Sequence[Document],
+    samples: Sequence[Sequence[Element]],
+    rows: Sequence[Sequence[int]],
+    depths: int,
+) -> dict[str, Tensor]:
+    """Arguments of `peagle_loss` with rows of the given documents, padded with rubbish."""
+    out = lay_out(documents, rows)
+    sample = torch.zeros(len(rows), depths, out["input_ids"].shape[1], dtype=torch.bool)
+    for b, row in enumerate(rows):
+        start = 0
+        for i in row:
+            for t, d in samples[i]:
+                sample[b, d, start + t] = True
+            start += len(documents[i].x)
+    return out | {"sample": sample}
+
+
+@functools.cache
+def expectation(
+    case: Case,
+) -> tuple[list[Document], list[list[Element]], dict[str, Tensor], Reference]:
+    """The documents of `MASKS`, samples, the reference's weights with gradients, its figures."""
+    draft = make_draft(case)
+    documents, samples = make_documents(case, draft, MASKS), make_samples(case, MASKS)
+    state = reference_state(draft)
+    expected = reference_loss(state, reference_config(case), documents, samples)
+    expected.loss.backward()
+    return documents, samples, state, expected

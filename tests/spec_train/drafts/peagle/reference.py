@@ -1,0 +1,246 @@
+"""The P-EAGLE training loss, slowly: one document, element, layer and head at a time.
+
+An oracle (float64) for the fast implementation, sharing no code with it: no batch, no packing, no
+mask tensor, no shifted frame, no segments. Everything is indexed by the token positions of ONE
+document. Gradients are autograd's. Weights come as a state dict in the checkpoint's key layout.
+
+Element (t, d): anchor t, depth d. It stands at position t + d and drafts token t + 2 + d, whose
+teacher are the target's logits of token t + 1 + d. Depth 0 knows token t + 1 and the target's
+states of token t; deeper elements hold the mask token and `mask_hidden`.
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tests.spec_train.drafts.eagle3.reference import Document
+
+Element = tuple[int, int]  # (anchor, depth)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceConfig:
+    """What the checkpoint's config.json and the training options decide."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+    rms_norm_eps: float
+    rope_inv_freq: Tensor
+    mask_token_id: int
+    depths: int
+    slots: str = "serving"  # or "shifted"
+
+
+@dataclass(kw_only=True)
+class Reference:
+    """Loss of a list of documents with its parts; lists over depths."""
+
+    loss: Tensor
+    losses: list[float]
+    supervised: list[int]
+    drafted: list[int]
+    hits: list[int]
+    acceptance: list[float]
+    chains: int
+    survivors: list[int]
+    at_risk: list[int]
+    kept: list[int]
+
+
+def slot_counts(m: Sequence[int], slot: int, slots: str) -> bool:
+    """Whether the element that stands at `slot` of a document with loss mask m counts."""
+
+    def supervised(position: int) -> bool:
+        return position < len(m) and bool(m[position])
+
+    return supervised(slot + 1) and (slots == "shifted" or supervised(slot + 2))
+
+
+def reference_cod(
+    supervised: Sequence[bool], uniforms: Sequence[Sequence[float]], ratio: float, floor: float
+) -> list[Element]:
+    """Conditional drop over one document: `supervised` slots, a row of numbers per depth from 1."""
+    length, count = len(supervised), sum(map(bool, supervised))
+    elements = [(t, 0) for t in range(length)]
+    kept = list(range(length))
+    for d, row in enumerate(uniforms, start=1):
+        candidates = [p + 1 for p in kept if p + 1 < length and supervised[p + 1]]
+        quota = int(max(count - d, 0) * max(ratio**d, floor))
+        kept = sorted(sorted(candidates, key=lambda p, row=row: row[p])[:quota])
+        elements += [(p - d, d) for p in kept]
+    return elements
+
+
+def reference_logits(
+    state: Mapping[str, Tensor],
+    config: ReferenceConfig,
+    document: Document,
+    sample: Collection[Element],
+) -> dict[Element, Tensor]:
+    """Draft logits [Vd] of the sampled elements, and of every slot at depth 0."""
+    slots = len(document.x) - 1  # the last token's slot has no known token
+    elements = [(t, 0) for t in range(slots)]
+    elements += sorted((t, d) for t, d in set(sample) if d > 0)
+    hidden, first = {}, {}
+    for t, d in elements:
+        token = document.x[t + 1] if d == 0 else config.mask_token_id
+        aux = document.aux[t] if d == 0 else state["mask_hidden"].flatten()
+        hidden[t, d] = _project(state, config, aux)
+        first[t, d] = torch.cat(
+            [
+                _rms(
+                    state["embed_tokens.weight"][token],
+                    state["layers.0.input_layernorm.weight"],
+                    config,
+                ),
+                _rms(hidden[t, d], state["layers.0.hidden_norm.weight"], config),
+            ]
+        )
+    for number in range(config.layers):
+        name = f"layers.{number}"
+        inputs = first
+        if number:
+            norm = state[f"{name}.input_layernorm.weight"]
+            inputs = {e: _rms(hidden[e], norm, config) for e in elements}
+        heads = _attention(state, config, f"{name}.self_attn", inputs, elements)
+        for e in elements:
+            middle = hidden[e] + state[f"{name}.self_attn.o_proj.weight"] @ heads[e]
+            normed = _rms(middle, state[f"{name}.post_attention_layernorm.weight"], config)
+            gate = state[f"{name}.mlp.gate_proj.weight"] @ normed
+            up = state[f"{name}.mlp.up_proj.weight"] @ normed
+            down = state[f"{name}.mlp.down_proj.weight"]
+            hidden[e] = middle + down @ (gate * torch.sigmoid(gate) * up)
+    return {
+        e: state["lm_head.weight"] @ _rms(hidden[e], state["norm.weight"], config) for e in elements
+    }
+
+
+def reference_loss(
+    state: Mapping[str, Tensor],
+    config: ReferenceConfig,
+    documents: Sequence[Document],
+    samples: Sequence[Collection[Element]],
+    count: float | None = None,
+) -> Reference:
+    """Compute the loss over all `documents`; `count` replaces the denominator."""
+    depths = range(config.depths)
+    total = torch.zeros((), dtype=torch.float64)
+    out = Reference(
+        loss=total,
+        losses=[0.0 for _ in depths],
+        supervised=[0 for _ in depths],
+        drafted=[0 for _ in depths],
+        hits=[0 for _ in depths],
+        acceptance=[0.0 for _ in depths],
+        chains=0,
+        survivors=[0 for _ in depths],
+        at_risk=[0 for _ in depths],
+        kept=[0 for _ in depths],
+    )
+    draft_ids = _draft_ids(state)
+    for document, sample in zip(documents, samples, strict=True):
+        logits = reference_logits(state, config, document, sample)
+        hit: dict[Element, bool] = {}
+        for t, d in sorted(sample):
+            if not slot_counts(document.m, t + d, config.slots):
+                continue
+            teacher = document.z[t + 1 + d]
+            wanted = int(teacher.argmax())
+            out.drafted[d] += 1
+            hit[t, d] = False
+            if wanted not in draft_ids:
+                continue
+            hit[t, d] = draft_ids[int(logits[t, d].argmax())] == wanted
+            p = torch.softmax(teacher[draft_ids], 0)
+            log_q = torch.log_softmax(logits[t, d], 0)
+            divergence = (p * (p.log() - log_q)).sum()
+            total = total + divergence
+            out.losses[d] += float(divergence.detach())
+            out.supervised[d] += 1
+            out.hits[d] += hit[t, d]
+            out.acceptance[d] += float(torch.minimum(p, log_q.exp()).sum().detach())
+        _add_chains(out, hit, len(document.x), config.depths)
+    out.loss = total / (sum(out.supervised) if count is None else count)
+    return out
+
+
+def _add_chains(out: Reference, hit: Mapping[Element, bool], length: int, depths: int) -> None:
+    for t in range(length):
+        for d in range(depths):
+            if (t, d) not in hit:
+                break
+            out.at_risk[d] += 1
+            if not hit[t, d]:
+                break
+            out.kept[d] += 1
+        if all((t, d) in hit for d in range(depths)):
+            out.chains += 1
+            for d in range(depths):
+                out.survivors[d] += all(hit[t, e] for e in range(d + 1))
+
+
+def _attention(
+    state: Mapping[str, Tensor],
+    config: ReferenceConfig,
+    name: str,
+    inputs: Mapping[Element, Tensor],
+    elements: Sequence[Element],
+) -> dict[Element, Tensor]:
+    size, out = config.head_dim, {}
+    projected = {
+        (kind, e): (state[f"{name}.{kind}_proj.weight"] @ inputs[e]).split(size)
+        for kind in "qkv"
+        for e in elements
+    }
+    for t, d in elements:
+        seen = [(j, 0) for j in range(t + 1)] + [(t, e) for e in range(1, d + 1)]
+        assert all(e in inputs for e in seen), "an anchor's depths have no gaps"
+        heads = []
+        for h in range(config.heads):
+            group = h * config.kv_heads // config.heads
+            query = _rope(projected["q", (t, d)][h], t + d, config)
+            keys = [_rope(projected["k", e][group], sum(e), config) for e in seen]
+            scores = torch.stack([query @ key for key in keys]) / math.sqrt(size)
+            weights = torch.softmax(scores, 0)
+            values = [projected["v", e][group] for e in seen]
+            heads.append(sum(w * v for w, v in zip(weights, values, strict=True)))
+        out[t, d] = torch.cat(heads)
+    return out
+
+
+def _draft_ids(state: Mapping[str, Tensor]) -> list[int]:
+    rows = range(state["lm_head.weight"].shape[0])
+    if "d2t" not in state:
+        return list(rows)
+    return [i + int(state["d2t"][i]) for i in rows]
+
+
+def _project(state: Mapping[str, Tensor], config: ReferenceConfig, aux: Tensor) -> Tensor:
+    norms = sum(name.startswith("fc_norm.") for name in state)
+    if norms:
+        parts = aux.chunk(norms)
+        aux = torch.cat(
+            [_rms(part, state[f"fc_norm.{i}.weight"], config) for i, part in enumerate(parts)]
+        )
+    return state["fc.weight"] @ aux
+
+
+def _rope(vector: Tensor, position: int, config: ReferenceConfig) -> Tensor:
+    half = config.rope_inv_freq.numel()
+    angle = position * config.rope_inv_freq.double()
+    first, second = vector[:half], vector[half:]
+    return torch.cat(
+        [
+            first * angle.cos() - second * angle.sin(),
+            second * angle.cos() + first * angle.sin(),
+        ]
+    )
+
+
+def _rms(x: Tensor, weight: Tensor, config: ReferenceConfig) -> Tensor:
+    return weight * x / torch.sqrt((x * x).mean() + config.rms_norm_eps)

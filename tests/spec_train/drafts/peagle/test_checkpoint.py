@@ -1,0 +1,191 @@
+"""What a P-EAGLE draft is: its files and its mask token; and a whole run from fit to eval."""
+
+import dataclasses
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from spec_data.shards.errors import ConfigError, DraftError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.cli import main
+from spec_train.config import EvalConfig
+from spec_train.drafts import DRAFTS, load_draft
+from spec_train.drafts.peagle.draft import PeagleDraft
+from spec_train.evaluate import run_eval
+from spec_train.fit import fit
+from spec_train.head import TargetHead
+from spec_train.options import PeagleOptions
+from spec_train.trainer import Trainer
+from tests.spec_train import trainer_tools
+from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
+from tests.spec_train.drafts.eagle3.tools import packed
+from tests.spec_train.drafts.peagle.tools import build
+from tests.spec_train.trainer_tools import change, masters, metrics
+
+dataset, head = eagle3_tools.dataset, eagle3_tools.head
+data, config = trainer_tools.data, trainer_tools.config
+
+OPTIONS = PeagleOptions(depths=3, draft_layers=2, draft_vocab_size=40)
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, {"draft_vocab_size": 0}, {"fc_norm": True, "segments": 2}])
+def test_a_saved_draft_reads_back_and_saves_the_same_bytes(
+    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    draft, batch = build(dataset, head, **changes), packed(dataset)
+    draft.save_pretrained(tmp_path / "a")
+    again = load_draft(tmp_path / "a")
+    assert isinstance(again, PeagleDraft) and again.options == draft.options
+    assert again.config == draft.config
+    sample = draft.draw(batch)
+    counts = draft.slot_counts(batch, sample)
+    expected = draft.loss(batch, head, counts, sample).loss
+    assert torch.equal(expected, again.loss(batch, head, counts, sample).loss)
+    again.save_pretrained(tmp_path / "b")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_tensor_names_and_shapes_are_those_the_engine_reads(
+    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
+) -> None:
+    draft = build(dataset, head)
+    assert abs(float(draft.mask_hidden.detach().std()) - 1) < 0.2
+    draft.save_pretrained(tmp_path, torch.bfloat16)
+    tensors = load_file(tmp_path / "model.safetensors")
+    parts = ["input_layernorm", "post_attention_layernorm"]
+    parts += [f"self_attn.{x}_proj" for x in "qkvo"]
+    parts += [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+    names = ["fc", "norm", "lm_head", "embed_tokens", "layers.0.hidden_norm"]
+    names += [f"layers.{i}.{part}" for i in range(2) for part in parts]
+    assert set(tensors) == {f"{name}.weight" for name in names} | {"mask_hidden", "d2t", "t2d"}
+    assert tensors["mask_hidden"].shape == (1, 1, 96)
+    assert tensors["fc.weight"].shape == (32, 96)
+    assert tensors["layers.0.self_attn.k_proj.weight"].shape == (16, 64)
+    assert tensors["layers.1.self_attn.k_proj.weight"].shape == (16, 32)
+    assert torch.equal(tensors["embed_tokens.weight"], head.embed_weight.bfloat16())
+
+
+def test_the_config_is_the_flat_form_of_parallel_drafting(
+    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
+) -> None:
+    build(dataset, head, layers="0,2", mask_token_id=7).save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw["architectures"] == ["Eagle3LlamaForCausalLM"] and raw["model_type"] == "llama"
+    expected = {
+        "num_hidden_layers": 2,
+        "mask_token_id": 7,
+        "ptd_token_id": 7,
+        "draft_vocab_size": 40,
+        "vocab_size": 64,
+        "eagle_aux_hidden_state_layer_ids": [1, 3],
+        "norm_before_residual": False,
+        "norm_output": False,
+        "tie_word_embeddings": False,
+    }
+    assert {key: raw[key] for key in expected} == expected
+    assert raw["spec_train"]["draft"] == "peagle" and raw["spec_train"]["layers"] == [0, 2]
+    assert "null" not in (tmp_path / "config.json").read_text()
+    del raw["mask_token_id"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(DraftError, match="lacks mask_token_id"):
+        load_draft(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"depths": 0},
+        {"draft_layers": 0},
+        {"segments": 0},
+        {"cod_ratio": 0.0},
+        {"cod_ratio": 1.5},
+        {"cod_floor": -0.1},
+        {"mask_token_id": -2},
+        {"draft_vocab_size": -1},
+    ],
+)
+def test_options_outside_their_range_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(DraftError, match=f"{next(iter(wrong))} = "):
+        PeagleOptions(**wrong)
+
+
+def test_the_defaults_are_the_papers() -> None:
+    options = PeagleOptions()
+    assert (options.depths, options.draft_layers) == (8, 4)
+    assert (options.cod_ratio, options.cod_floor) == (0.7, 0.2)
+    assert DRAFTS["peagle"] is PeagleDraft
+
+
+# --- a whole run ---------------------------------------------------------------------------------
+
+
+def test_fit_then_eval(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    flags = ["--depths", "3", "--draft-layers", "2", "--draft-vocab-size", "40", "--segments", "2"]
+    flags += ["--steps", "30", "--seq-len", "48", "--validation", "0.2", "--lr", "3e-3"]
+    flags += ["--eval-every", "10", "--gradient-checkpointing"]
+    assert main(["fit", "peagle", "--data", str(data), "--out", str(out), *flags]) == 0
+    lines = [line for line in metrics(out) if line["split"] == "validation"]
+    assert lines[-1]["loss"] < 0.95 * lines[0]["loss"]
+    assert load_draft(out / "best").depth == 3
+    report = run_eval(EvalConfig(draft=str(out), data=str(data), device="cpu"))["data"]
+    assert report["split"] == "validation"
+    assert report["walk"]["acceptance_length"] >= 1
+    assert len(report["slots"]["accept_rate"]) == 3
+    with pytest.raises(ConfigError, match="can draft 3 tokens per round"):
+        run_eval(EvalConfig(draft=str(out), data=str(data), device="cpu", draft_tokens=4))
+
+
+def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples are drawn from the generator that a checkpoint restores."""
+    fit("peagle", change(config, out=str(tmp_path / "whole")), OPTIONS)
+    original = Trainer._train_step
+
+    def signalled(self: Trainer, step: Any) -> None:
+        if self.step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        original(self, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", signalled)
+        assert not fit("peagle", config, OPTIONS).finished
+    torch.rand(17)  # what else the process draws must not matter
+    assert fit("peagle", config, OPTIONS).finished
+    whole, resumed = masters(tmp_path / "whole"), masters(config.out)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert metrics(tmp_path / "whole") == metrics(config.out)
+
+
+def test_segments_and_recomputing_change_no_run(config: Any, tmp_path: Path) -> None:
+    runs = []
+    for number, changes in enumerate(({}, {"segments": 3}, {"gradient_checkpointing": True})):
+        options = dataclasses.replace(OPTIONS, **changes)
+        out = str(tmp_path / str(number))
+        fit("peagle", change(config, out=out, steps=3), options)
+        runs.append(masters(out))
+    for other in runs[1:]:
+        for name, value in runs[0].items():
+            torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_a_run_begins_from_another_draft_of_its_shape(config: Any, tmp_path: Path) -> None:
+    first = change(config, steps=2)
+    fit("peagle", first, OPTIONS)
+    more = change(config, out=str(tmp_path / "more"), init_from=config.out, steps=1)
+    assert fit("peagle", more, OPTIONS).finished
+    wider = dataclasses.replace(OPTIONS, draft_layers=3)
+    other = change(config, out=str(tmp_path / "other"), init_from=config.out, steps=1)
+    with pytest.raises(DraftError, match="num_hidden_layers"):
+        fit("peagle", other, wider)

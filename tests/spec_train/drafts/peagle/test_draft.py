@@ -1,0 +1,206 @@
+"""The P-EAGLE draft at work: batches against plain tensors, segments, precision, one gradient.
+
+(The loss itself is held against slow loops in `test_peagle_reference`.)
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spec_data.shards.packing import pack_documents, shift_left
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.drafts.peagle.draft import PeagleDraft, peagle_loss
+from spec_train.head import TargetHead
+from spec_train.metrics import add_sums
+from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
+from tests.spec_train.drafts.eagle3.tools import batch_of, packed
+from tests.spec_train.drafts.peagle.tools import build
+
+dataset, head = eagle3_tools.dataset, eagle3_tools.head
+
+
+def gradients(draft: PeagleDraft, loss: Tensor) -> dict[str, Tensor]:
+    names = {k: p for k, p in draft.named_parameters() if p.requires_grad}
+    return dict(zip(names, torch.autograd.grad(loss, list(names.values())), strict=True))
+
+
+@pytest.mark.parametrize("changes", [{}, {"slots": "shifted", "segments": 3}, {"layers": "0,2"}])
+def test_the_loss_of_a_batch_is_that_of_its_shifted_tensors(
+    dataset: HiddenStatesDataset, head: TargetHead, changes: dict[str, Any]
+) -> None:
+    draft, batch = build(dataset, head, **changes), packed(dataset)
+    ids, sample = batch.document_ids, draft.draw(batch)
+    plain = peagle_loss(
+        draft,
+        aux_hidden_states=batch.aux(draft.config.layers),
+        input_ids=shift_left(batch.input_ids, ids),
+        loss_mask=shift_left(batch.loss_mask, ids),
+        final_hidden=shift_left(batch.hidden["hidden.final"], ids),
+        head=head,
+        document_ids=ids,
+        slots=draft.options.slots,
+        sample=sample,
+    )
+    counts = draft.slot_counts(batch.without_hidden(), sample)
+    found = draft.loss(batch, head, counts, sample)
+    torch.testing.assert_close(found.loss, plain.loss)
+    assert counts.tolist() == [plain.sums["supervised"].sum().item()]
+    assert found.sums.keys() == plain.sums.keys()
+    for name, value in plain.sums.items():
+        torch.testing.assert_close(found.sums[name], value)
+    figures = PeagleDraft.summarise(found.sums)
+    assert figures["loss"] == pytest.approx(float(found.loss.detach()), rel=1e-6)
+    assert {f"accept_rate/{d}" for d in range(1, 5)} <= figures.keys()
+    assert figures["product_limit_length"] is not None
+
+
+def test_the_loss_trains_on_the_elements_that_were_counted(
+    dataset: HiddenStatesDataset, head: TargetHead
+) -> None:
+    draft = build(dataset, head)
+    batches = [batch_of(dataset, [[i], [i + 1]], 40) for i in range(0, 8, 2)]
+    counts = [draft.slot_counts(batch.without_hidden()) for batch in batches]
+    for batch, count in zip(batches, counts, strict=True):
+        first = draft.loss(batch, head, sum(counts))
+        assert first.sums["supervised"].sum() == count
+        assert torch.equal(draft.loss(batch, head, sum(counts)).loss, first.loss)
+    fresh = [
+        float(draft.loss(b, head, c).loss.detach()) for b, c in zip(batches, counts, strict=True)
+    ]
+    again = torch.stack([draft.slot_counts(batch) for batch in batches])
+    assert fresh != [
+        float(draft.loss(b, head, c).loss.detach()) for b, c in zip(batches, again, strict=True)
+    ]
+    torch.manual_seed(5)
+    one = draft.draw(batches[0])
+    assert not torch.equal(one, draft.draw(batches[0]))
+    torch.manual_seed(5)
+    assert torch.equal(one, draft.draw(batches[0]))
+
+
+def test_evaluation_is_the_same_every_time_and_however_documents_are_packed(
+    dataset: HiddenStatesDataset, head: TargetHead
+) -> None:
+    draft = build(dataset, head).eval()
+    figures = []
+    for rows, width in (
+        (pack_documents(dataset.lengths.tolist(), 64), 64),
+        ([[i] for i in range(len(dataset))], 40),
+        (pack_documents(dataset.lengths.tolist(), 90)[::-1], 97),
+    ):
+        batch = batch_of(dataset, rows, width)
+        sums = draft.loss(batch, head, draft.slot_counts(batch)).sums
+        figures.append(PeagleDraft.summarise(sums))
+    assert figures[0] == pytest.approx(figures[1], rel=1e-5)
+    assert figures[0] == pytest.approx(figures[2], rel=1e-5)
+
+
+def test_micro_batches_with_the_counts_of_the_whole_add_up(
+    dataset: HiddenStatesDataset, head: TargetHead
+) -> None:
+    draft = build(dataset, head, segments=2)
+    whole = batch_of(dataset, [[i] for i in range(8)], 40)
+    sample = draft.draw(whole)
+    parts = [batch_of(dataset, [[i], [i + 1]], 40) for i in range(0, 8, 2)]
+    samples = sample.split(2)
+    pairs = list(zip(parts, samples, strict=True))
+    counts = torch.stack([draft.slot_counts(part, own) for part, own in pairs]).sum(0)
+    assert torch.equal(counts, draft.slot_counts(whole, sample))
+    expected = draft.loss(whole, head, counts, sample)
+    outs = [draft.loss(part, head, counts, own) for part, own in pairs]
+    total = torch.stack([out.loss for out in outs]).sum()
+    torch.testing.assert_close(total, expected.loss, rtol=1e-6, atol=1e-6)
+    wanted = gradients(draft, expected.loss)
+    for name, gradient in gradients(draft, total).items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6)
+    figures = PeagleDraft.summarise(add_sums(out.sums for out in outs))
+    assert figures == pytest.approx(PeagleDraft.summarise(expected.sums), rel=1e-5)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("segments", [1, 3])
+def test_bfloat16_and_autocast_stay_near_float32(
+    dataset: HiddenStatesDataset, head: TargetHead, segments: int, checkpointing: bool
+) -> None:
+    draft = build(dataset, head, segments=segments, gradient_checkpointing=checkpointing)
+    batch = packed(dataset)
+    sample = draft.draw(batch)
+    counts = draft.slot_counts(batch, sample)
+    exact = draft.loss(batch, head, counts, sample)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = draft.loss(batch.to("cpu", torch.bfloat16), head, counts, sample)
+    expected, found = (gradients(draft, out.loss) for out in (exact, mixed))
+    for name in ("fc.weight", "mask_hidden", "layers.1.mlp.up_proj.weight", "lm_head.weight"):
+        assert (found[name] - expected[name]).norm() < 0.1 * expected[name].norm(), name
+    low = draft.to(torch.bfloat16).loss(batch.to("cpu", torch.bfloat16), head, counts, sample)
+    low.loss.backward()
+    for out in (mixed, low):
+        assert out.loss.dtype == torch.float32
+        torch.testing.assert_close(out.loss, exact.loss, rtol=3e-2, atol=0)
+
+
+def test_nothing_supervised_gives_zero_gradients_everywhere(
+    dataset: HiddenStatesDataset, head: TargetHead
+) -> None:
+    draft, batch = build(dataset, head), packed(dataset)
+    batch.loss_mask.zero_()
+    out = draft.loss(batch, head, draft.slot_counts(batch))
+    assert float(out.loss.detach()) == 0
+    assert all(not g.any() for g in gradients(draft, out.loss).values())
+    assert PeagleDraft.summarise(out.sums)["acceptance_length"] is None
+
+
+def test_training_lowers_the_loss_and_leaves_the_embedding(
+    dataset: HiddenStatesDataset, head: TargetHead
+) -> None:
+    draft, batch = build(dataset, head), packed(dataset)
+    before = head.embed_weight.clone()
+    optimizer = torch.optim.Adam(draft.trainable_parameters(), lr=3e-3)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = draft.loss(batch, head, draft.slot_counts(batch)).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.7 * losses[0]
+    assert torch.equal(draft.embed_tokens.weight, before)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_distributed_wrapper_reduces_every_gradient_once(
+    dataset: HiddenStatesDataset, head: TargetHead, one_rank: None
+) -> None:
+    """Whatever the number of segments: their gradients reach the parameters together."""
+    batch = packed(dataset)
+    reduced = []
+    for segments in (1, 3):
+        draft = build(dataset, head, segments=segments)
+        draft.eval()  # the same elements in both
+        wrapper = torch.nn.parallel.DistributedDataParallel(draft)
+        calls: list[int] = []
+
+        def hook(
+            state: Any, bucket: dist.GradBucket, calls: list[int] = calls
+        ) -> torch.futures.Future[Tensor]:
+            calls.append(bucket.buffer().numel())
+            done = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        wrapper.register_comm_hook(None, hook)
+        wrapper(batch, head, draft.slot_counts(batch)).loss.backward()
+        assert sum(calls) == sum(p.numel() for p in draft.trainable_parameters())
+        reduced.append([p.grad for p in draft.trainable_parameters()])
+    for a, b in zip(*reduced, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)

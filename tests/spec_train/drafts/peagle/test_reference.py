@@ -1,0 +1,289 @@
+"""The P-EAGLE loss against the slow reference: values, sums and gradients, in float64."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from spec_data.shards.errors import DraftError
+from spec_data.shards.head import HeadSpec
+from spec_train import losses
+from spec_train.attention.masked import BACKENDS
+from spec_train.drafts.peagle.draft import PeagleDraft, peagle_loss
+from spec_train.drafts.protocol import DraftLoss
+from spec_train.head import TargetHead
+from tests.spec_train.drafts.eagle3.cases import VOCAB, WIDTH
+from tests.spec_train.drafts.eagle3.reference import Document
+from tests.spec_train.drafts.peagle.cases import (
+    DEPTHS,
+    MASKS,
+    Case,
+    expectation,
+    lay_out_all,
+    make_documents,
+    make_draft,
+    make_samples,
+)
+from tests.spec_train.drafts.peagle.reference import Reference
+
+close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
+
+LAYOUTS = {
+    "one row": [[8, 0, 1, 9, 2, 3, 4, 5, 6, 7]],
+    "three rows": [[0, 5, 1], [6, 2, 3, 9], [7, 8, 4]],
+    "unpacked": [[d] for d in range(len(MASKS))],
+}
+CASES = {
+    "plain": Case(),
+    "whole vocabulary": Case(reduced=False),
+    "shifted": Case(slots="shifted"),
+    "fc_norm": Case(fc_norm=True),
+    "one kv head": Case(heads=3, kv_heads=1),
+    "one layer": Case(layers=1),
+    "one depth": Case(depths=1),
+    "everything kept": Case(ratio=1.0, depths=5),
+    "hardly anything kept": Case(ratio=0.3, floor=0.1),
+}
+
+
+def gradients(draft: PeagleDraft) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in draft.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None, name
+            found[name] = parameter.grad
+    draft.zero_grad()
+    return found
+
+
+def assert_same(result: DraftLoss, expected: Reference) -> None:
+    """Loss and every sum."""
+    close(result.loss.detach(), expected.loss.detach())
+    parts = {
+        "loss": expected.losses,
+        "supervised": expected.supervised,
+        "drafted": expected.drafted,
+        "hits": expected.hits,
+        "acceptance": expected.acceptance,
+        "survive": expected.survivors,
+        "chains": expected.chains,
+        "at_risk": expected.at_risk,
+        "kept": expected.kept,
+    }
+    assert parts.keys() == result.sums.keys()
+    for name, value in parts.items():
+        close(
+            result.sums[name],
+            torch.tensor(value, dtype=torch.float64),
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
+def check_case(case: Case, layout: str, segments: int = 1, backend: str = "auto", **options):
+    documents, samples, state, expected = expectation(case)
+    draft = make_draft(case, **options)
+    draft.attention_backend = backend
+    inputs = lay_out_all(documents, samples, LAYOUTS[layout], case.depths)
+    result = peagle_loss(draft, slots=case.slots, segments=segments, **inputs)
+    result.loss.backward()
+    assert_same(result, expected)
+    found = gradients(draft)
+    assert set(found) == {n for n, v in state.items() if v.is_floating_point()} - {
+        "embed_tokens.weight"
+    }
+    for name, gradient in found.items():
+        wanted = state[name].grad
+        if wanted is None:  # the reference never meets a deeper element
+            assert case.depths == 1 and name == "mask_hidden" and not gradient.any()
+            continue
+        assert wanted.abs().max() > 1e-6, name
+        close(gradient, wanted, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_values_sums_and_gradients_are_the_reference(name: str, layout: str) -> None:
+    check_case(CASES[name], layout)
+
+
+@pytest.mark.parametrize("segments", [2, 3, 7, 1000])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["plain", "shifted", "everything kept"])
+def test_so_they_are_segment_by_segment(name: str, layout: str, segments: int) -> None:
+    check_case(CASES[name], layout, segments=segments)
+
+
+@pytest.mark.parametrize("segments", [1, 3])
+def test_so_they_are_with_layers_recomputed(segments: int) -> None:
+    check_case(CASES["plain"], "one row", segments=segments, gradient_checkpointing=True)
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "flex"])
+def test_so_they_are_with_every_attention(backend: str) -> None:
+    check_case(CASES["plain"], "three rows", backend=backend)
+
+
+def test_so_they_are_when_the_head_goes_by_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks end between elements of one slot: their teacher is computed again, no differently."""
+    default = losses.head_loss.__defaults__
+    assert default is not None
+    small = (2, *default[1:])
+    monkeypatch.setattr(losses.head_loss, "__defaults__", small)
+    check_case(CASES["plain"], "one row")
+
+
+def test_the_comparison_meets_every_situation() -> None:
+    """Hits, survivors, misses by the vocabulary: otherwise equal sums would prove little."""
+    _, _, _, expected = expectation(Case())
+    assert all(hits > 0 for hits in expected.hits)
+    assert all(expected.supervised)
+    misses = [a - b for a, b in zip(expected.drafted, expected.supervised, strict=True)]
+    assert misses[0] > 0 and sum(misses[1:]) > 0
+    assert 0 < expected.survivors[1] < expected.chains
+    assert expected.drafted == sorted(expected.drafted, reverse=True)
+
+
+@pytest.mark.parametrize("given", ["final_hidden", "target_probs", "slot_mask", "attention_mask"])
+def test_every_form_of_input_gives_the_same_loss(given: str) -> None:
+    case = Case()
+    draft = make_draft(case)
+    documents, samples, _, _ = expectation(case)
+    layout = "unpacked" if given == "attention_mask" else "three rows"
+    inputs = lay_out_all(documents, samples, LAYOUTS[layout], DEPTHS)
+    generator = torch.Generator().manual_seed(5)
+    if given == "final_hidden":
+        weight = torch.randn(VOCAB, WIDTH, generator=generator, dtype=torch.float64)
+        states = torch.randn(
+            *inputs["input_ids"].shape, WIDTH, generator=generator, dtype=torch.float64
+        )
+        inputs["logits"] = states @ weight.T
+    expected = peagle_loss(draft, **inputs)
+    logits = inputs["logits"]
+    if given == "final_hidden":
+        del inputs["logits"]
+        spec = HeadSpec(vocab_size=VOCAB, hidden_size=WIDTH, tied=True)
+        inputs |= {"head": TargetHead(spec, weight, weight), "final_hidden": states}
+    elif given == "target_probs":
+        del inputs["logits"]
+        inputs["target_probs"] = torch.softmax(logits[..., draft.draft_ids], -1)
+        inputs["position_mask"] = torch.isin(logits.argmax(-1), draft.draft_ids)
+    elif given == "slot_mask":
+        known, ids = inputs.pop("loss_mask"), inputs["document_ids"]
+        following = torch.zeros_like(known)
+        following[:, :-1] = known[:, 1:] & (ids[:, 1:] == ids[:, :-1])
+        inputs["slot_mask"] = known & following
+    else:
+        inputs["attention_mask"] = (inputs.pop("document_ids") >= 0).long()
+        del inputs["position_ids"]
+    result = peagle_loss(draft, **inputs)
+    close(result.loss, expected.loss)
+    for name, value in expected.sums.items():
+        close(result.sums[name], value)
+
+
+def run(
+    draft: PeagleDraft, documents: list[Document], samples: list, segments: int = 1
+) -> tuple[Tensor, list[Tensor]]:
+    inputs = lay_out_all(documents, samples, [list(range(len(documents)))], DEPTHS)
+    result = peagle_loss(draft, segments=segments, **inputs)
+    result.loss.backward()
+    return result.loss.detach(), list(gradients(draft).values())
+
+
+@pytest.mark.parametrize("segments", [1, 3])
+@pytest.mark.parametrize("what", ["x", "aux", "z"])
+def test_other_documents_and_later_tokens_change_nothing(what: str, segments: int) -> None:
+    """Not one bit: neither neighbours in the pack nor what serving could not have seen."""
+    draft, case = make_draft(Case()), Case(ratio=1.0)
+    masks = [[0] * 6, [0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 0], [0] * 5]
+    documents, samples = make_documents(case, draft, masks), make_samples(case, masks)
+
+    def moved(document: Document, start: int) -> Document:
+        if what == "x":
+            shifted = [(i + 1) % VOCAB if t >= start else i for t, i in enumerate(document.x)]
+            return replace(document, x=shifted)
+        values = getattr(document, what).clone()
+        values[start:] = values[start:].flip(-1) + 1.0
+        return replace(document, **{what: values})
+
+    loss, grads = run(draft, documents, samples, segments)
+    # Token 6 is the last answer token. It is drafted with token 5 known, whose teacher it has; the
+    # states are those of the token before.
+    last = {"x": 5, "aux": 4, "z": 5}[what]
+    for other in (
+        [moved(documents[0], 0), documents[1], moved(documents[2], 0)],
+        [documents[0], moved(documents[1], last + 1), documents[2]],
+    ):
+        other_loss, other_grads = run(draft, other, samples, segments)
+        assert torch.equal(loss, other_loss)
+        assert all(torch.equal(a, b) for a, b in zip(grads, other_grads, strict=True))
+    changed, _ = run(draft, [documents[0], moved(documents[1], last), documents[2]], samples)
+    assert abs(float(changed - loss)) > 1e-9
+
+
+def test_an_element_sees_its_past_and_no_other_rollout() -> None:
+    """Elements of another anchor come and go, later states change: a chain's loss does not."""
+    draft = make_draft(Case())
+    masks = [[0, 1, 1, 1, 1, 1, 1, 1, 1, 1]]
+    documents = make_documents(Case(), draft, masks)
+    anchor = 3
+
+    def losses_of(extra: list[tuple[int, int]], document: Document) -> Tensor:
+        chain = [(anchor, d) for d in range(DEPTHS)]
+        inputs = lay_out_all([document], [chain + extra], [[0]], DEPTHS)
+        only = torch.zeros_like(inputs["loss_mask"])
+        inputs.pop("loss_mask")
+        result = []
+        for d in range(DEPTHS):  # of depth d, one element alone stands at the slot with a loss
+            slot = only.clone()
+            slot[0, anchor + d] = True
+            result.append(peagle_loss(draft, slot_mask=slot, **inputs).sums["loss"][d])
+        return torch.stack(result)
+
+    alone = losses_of([], documents[0])
+    assert (alone > 0).all()
+    rest = [(t, d) for d in range(1, DEPTHS) for t in (2, 4, 5) if t + d < 9]
+    close(losses_of(rest, documents[0]), alone)
+    aux = documents[0].aux.clone()
+    aux[anchor + 1 :] += 1.0
+    ids = [i if t <= anchor + 1 else (i + 1) % VOCAB for t, i in enumerate(documents[0].x)]
+    close(losses_of(rest, replace(documents[0], aux=aux, x=ids)), alone)
+    aux[anchor] += 1.0
+    assert (losses_of(rest, replace(documents[0], aux=aux)) - alone).abs().min() > 1e-6
+
+
+def test_micro_batches_add_up_to_one_batch() -> None:
+    case = Case()
+    draft = make_draft(case)
+    documents, samples, _, _ = expectation(case)
+    whole = peagle_loss(draft, **lay_out_all(documents, samples, LAYOUTS["unpacked"], DEPTHS))
+    whole.loss.backward()
+    wanted = gradients(draft)
+    count = whole.sums["supervised"].sum()[None]
+    total = torch.zeros((), dtype=torch.float64)
+    for number, rows in enumerate(([[3], [0, 1]], [[8], [2], [9]], [[4, 5, 6, 7]])):
+        inputs = lay_out_all(documents, samples, rows, DEPTHS)
+        part = peagle_loss(draft, count=count, segments=number + 1, **inputs)
+        part.loss.backward()  # gradients accumulate
+        total += part.loss.detach()
+    close(total, whole.loss.detach())
+    for name, gradient in gradients(draft).items():
+        close(gradient, wanted[name])
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+def test_nothing_supervised_gives_a_zero_that_can_be_differentiated(segments: int) -> None:
+    draft, masks = make_draft(Case()), [[0, 0, 0], [1]]
+    documents, samples = make_documents(Case(), draft, masks), make_samples(Case(), masks)
+    loss, grads = run(draft, documents, samples, segments)
+    assert float(loss) == 0.0
+    assert all(not gradient.any() for gradient in grads)
+
+
+def test_a_sample_of_another_shape_is_refused() -> None:
+    documents, samples, _, _ = expectation(Case())
+    inputs = lay_out_all(documents, samples, LAYOUTS["one row"], DEPTHS)
+    with pytest.raises(DraftError, match=r"sample is \[1, 4, \d+\]: expected \[1, depths, \d+\]"):
+        peagle_loss(make_draft(Case()), **inputs | {"sample": inputs["sample"][..., 1:]})

@@ -1,0 +1,204 @@
+"""P-EAGLE drafting: what serving computes is what was trained, and decoding loses nothing."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spec_data.shards.packing import shift_left
+from spec_train.decode import decode_speculative
+from spec_train.drafts.peagle import serving as peagle_serving
+from spec_train.drafts.peagle.draft import PeagleDraft
+from spec_train.drafts.peagle.elements import segments_of
+from spec_train.drafts.peagle.loss import _element_states
+from spec_train.drafts.peagle.serving import ParallelDrafter
+from spec_train.drafts.teacher import Frame
+from spec_train.evaluate_data import ServingSums, serving_sums
+from spec_train.sampling import Greedy, make_sampler
+from tests.spec_train import evaluate_tools
+from tests.spec_train.drafts.peagle.cases import (
+    Case,
+    make_documents,
+    reference_config,
+    reference_state,
+)
+from tests.spec_train.drafts.peagle.cases import make_draft as make_exact
+from tests.spec_train.drafts.peagle.reference import reference_logits
+from tests.spec_train.drafts.peagle.tools import make_draft
+from tests.spec_train.evaluate_tools import (
+    COLUMNS,
+    LAYERS,
+    LIMIT,
+    STOP,
+    VOCAB,
+    batch_of,
+    head_of,
+    respond,
+)
+
+DEPTHS = 4
+
+target, prompts = evaluate_tools.target, evaluate_tools.prompts
+
+
+class Recorder:
+    """A greedy sampler that keeps the logits it is shown."""
+
+    def __init__(self) -> None:
+        self.logits: list[Tensor] = []
+
+    def draft(self, logits: Tensor, draft_ids: Tensor, vocab_size: int) -> tuple[Tensor, None]:
+        self.logits.append(logits)
+        return draft_ids[logits.argmax()], None
+
+
+@pytest.fixture(scope="module")
+def trained(target: Any, prompts: list[list[int]]) -> PeagleDraft:
+    """A draft that is sometimes right: a few dozen steps on the target's own responses."""
+    torch.set_num_threads(1)
+    draft, head = make_draft(target).train(), head_of(target)
+    batch = batch_of(target, [respond(target, p) for p in prompts[:8]])
+    optimizer = torch.optim.AdamW(draft.trainable_parameters(), lr=5e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        draft.loss(batch, head, draft.slot_counts(batch)).loss.backward()
+        optimizer.step()
+    return draft.eval()
+
+
+def chunks(length: int, seed: int) -> list[int]:
+    """Verified rows per round: a prefill, then one to four at a time."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [3]
+    while sum(sizes) < length:
+        size = 1 + int(torch.randint(4, (), generator=generator))
+        sizes.append(min(size, length - sum(sizes)))
+    return sizes
+
+
+@pytest.mark.parametrize("seed", range(3))
+@torch.no_grad()
+def test_the_drafter_computes_the_logits_of_the_slow_reference(seed: int) -> None:
+    """At every depth, with caches, after rounds of every size, in float64."""
+    case = Case(fc_norm=True)
+    draft, mask = make_exact(case), [0, 0, *[1] * 12]
+    (document,) = make_documents(case, draft, [mask], seed=seed)
+    every = [(t, d) for t in range(len(mask) - 1) for d in range(case.depths)]
+    expected = reference_logits(reference_state(draft), reference_config(case), document, every)
+    drafter, sampler, done = ParallelDrafter(draft), Recorder(), 0
+    for size in chunks(len(mask) - 1, seed):
+        part = slice(done, done + size)
+        done += size
+        drafter.propose(
+            document.x[part.start + 1 : part.stop + 1], document.aux[None, part], 9, sampler
+        )
+        assert len(sampler.logits) == case.depths  # no deeper than trained
+        for d, logits in enumerate(sampler.logits):
+            wanted = expected[done - 1, d]
+            torch.testing.assert_close(logits, wanted, rtol=1e-9, atol=1e-12)
+        sampler.logits.clear()
+        assert all(cache.length == done for cache in drafter._caches)
+    assert drafter.passes == len(chunks(len(mask) - 1, seed))
+
+
+@torch.no_grad()
+def test_training_chains_and_drafter_agree(
+    target: Any, prompts: list[list[int]], trained: PeagleDraft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training forward over packs, `chains` over packs in small chunks, one sequence served."""
+    documents = [respond(target, p) for p in prompts[:4]]
+    batch = batch_of(target, documents)
+    shape = batch.input_ids.shape
+    sample = torch.zeros(1, DEPTHS, shape[1], dtype=torch.bool)
+    for d in range(DEPTHS):  # every element that is inside its document
+        inside = torch.ones(shape, dtype=torch.bool)
+        for _ in range(d):
+            inside = shift_left(inside, batch.document_ids)
+        sample[:, d] = inside
+    frame = Frame(batch.loss_mask, *3 * [torch.zeros(0)], batch.document_ids, batch.position_ids)  # type: ignore[arg-type]
+    (elements,) = segments_of(sample, sample.transpose(0, 1), batch.document_ids, 1)
+    known = shift_left(batch.input_ids, batch.document_ids)
+    states = _element_states(trained, frame, batch.aux(LAYERS), known, elements)
+    logits = torch.zeros(DEPTHS, *shape, VOCAB)
+    logits[elements.where] = trained.logits(states.flatten(0, 1)[elements.place])
+
+    chains = trained.chains(batch, head_of(target), DEPTHS)
+    monkeypatch.setattr(peagle_serving, "CHUNK_ROWS", 20)
+    assert torch.equal(trained.chains(batch, head_of(target), DEPTHS), chains)
+    assert torch.equal(trained.chains(batch, head_of(target), 1), chains[..., :1])
+    start = 0
+    for ids, _ in documents:
+        drafter, sampler = trained.drafter(head_of(target)), Recorder()
+        for t in range(len(ids) - 1):
+            slot = start + t
+            tokens, _ = drafter.propose(
+                ids[t + 1 : t + 2], batch.aux(LAYERS)[:, slot : slot + 1], DEPTHS, sampler
+            )
+            assert torch.equal(tokens, chains[0, slot])
+            for d in range(min(DEPTHS, len(ids) - t)):
+                torch.testing.assert_close(
+                    sampler.logits[d], logits[d, 0, slot], rtol=1e-4, atol=1e-4
+                )
+            sampler.logits.clear()
+        start += len(ids)
+
+
+def test_packing_changes_no_chain(
+    target: Any, prompts: list[list[int]], trained: PeagleDraft
+) -> None:
+    documents, head = [respond(target, p) for p in prompts[:5]], head_of(target)
+    together = trained.chains(batch_of(target, documents), head, DEPTHS)
+    alone = [trained.chains(batch_of(target, [d]), head, DEPTHS) for d in documents]
+    assert torch.equal(together, torch.cat(alone, dim=1))
+
+
+def test_greedy_decoding_loses_nothing_and_is_what_the_dataset_says(
+    target: Any, prompts: list[list[int]], trained: PeagleDraft
+) -> None:
+    """One pass of the draft per round; the walk over stored states gives the very rounds."""
+    head, total, real = head_of(target), ServingSums.zero(DEPTHS), []
+    lengths = set()
+    for prompt in prompts:
+        got = decode_speculative(
+            target, trained.drafter(head), COLUMNS, prompt, Greedy(), LIMIT, DEPTHS, {STOP}
+        )
+        document = prompt + got.tokens, [0] * len(prompt) + [1] * len(got.tokens)
+        assert document == respond(target, prompt)
+        assert got.draft_passes == sum(r.drafted > 0 for r in got.rounds)
+        batch = batch_of(target, [document])
+        total += serving_sums(batch, trained.chains(batch, head, DEPTHS))
+        real += [r.emitted for r in got.rounds]
+        lengths |= {r.accepted for r in got.rounds}
+    assert len(lengths) >= 4  # rounds of many lengths, or this proves little
+    assert total.walk_figures().acceptance_length == sum(real) / len(real) > 1.3
+
+
+@pytest.mark.parametrize("draft_vocab", [24, VOCAB])
+def test_sampling_has_the_targets_distribution(
+    target: Any, prompts: list[list[int]], trained: PeagleDraft, draft_vocab: int
+) -> None:
+    """The first two tokens of many sampled responses against the target's own probabilities."""
+    draft = trained
+    if draft_vocab < VOCAB:
+        draft = make_draft(target, draft_vocab)
+        draft.set_vocabulary(torch.arange(draft_vocab) * 2 + 1)
+    prompt, temperature, samples, head = prompts[0], 3.0, 600, head_of(target)
+    counts, accepted = torch.zeros(2, VOCAB, dtype=torch.float64), 0
+    for seed in range(samples):
+        sampler = make_sampler(temperature, seed)
+        got = decode_speculative(
+            target, draft.drafter(head), COLUMNS, prompt, sampler, 3, DEPTHS, set()
+        )
+        for place in range(2):
+            counts[place, got.tokens[place]] += 1
+        accepted += sum(r.accepted for r in got.rounds)
+    with torch.no_grad():
+        logits = target(torch.tensor([prompt])).logits[0, -1].double()
+        first = torch.softmax(logits / temperature, -1)
+        both = torch.tensor([[*prompt, token] for token in range(VOCAB)])
+        second = torch.softmax(target(both).logits[:, -1].double() / temperature, -1)
+    for found, exact in zip(counts, (first, first @ second), strict=True):
+        chi_square = float(((found - samples * exact) ** 2 / (samples * exact)).sum())
+        assert chi_square < VOCAB - 1 + 5 * (2 * (VOCAB - 1)) ** 0.5
+    assert accepted > samples / 20  # the accepting path is exercised as well

@@ -1,0 +1,53 @@
+"""P-EAGLE drafts for the tiny dataset of `eagle3_tools` and for the tiny target of decoding tests.
+
+Test modules take the fixtures by assignment: an import would look unused, and shadowed.
+"""
+
+import json
+from typing import Any
+
+import torch
+
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.drafts.peagle.draft import PeagleConfig, PeagleDraft
+from spec_train.head import TargetHead
+from spec_train.options import PeagleOptions
+from tests.spec_train.evaluate_tools import LAYERS, VOCAB, head_of
+
+
+def build(dataset: HiddenStatesDataset, head: TargetHead, **changes: Any) -> PeagleDraft:
+    torch.manual_seed(1)
+    counts = torch.zeros(head.spec.vocab_size, dtype=torch.long)
+    for i in range(len(dataset)):
+        row = dataset[i]
+        counts += torch.bincount(row["input_ids"][row["loss_mask"]], minlength=len(counts))
+    options = {"draft_vocab_size": 40, "depths": 4, "draft_layers": 2} | changes
+    return PeagleDraft.build(
+        PeagleOptions(**options),
+        target_config=json.loads((dataset.target_dir / "config.json").read_text()),
+        manifest=dataset.manifest,
+        head=head,
+        token_counts=counts,
+    )
+
+
+def make_draft(model: Any, draft_vocab: int = VOCAB, **changes: Any) -> PeagleDraft:
+    """An untrained draft for the target `model`."""
+    torch.manual_seed(1)
+    options = PeagleOptions(
+        **{"depths": 4, "draft_layers": 2, "draft_vocab_size": draft_vocab} | changes
+    )
+    config = PeagleConfig.from_target(
+        model.config.to_dict(),
+        layers=LAYERS,
+        vocab_size=VOCAB,
+        draft_vocab_size=draft_vocab,
+        options=options,
+        dtype="float32",
+        origin={"chat_template_kwargs": {}},
+        num_hidden_layers=options.draft_layers,
+        mask_token_id=VOCAB - 1,
+    )
+    draft = PeagleDraft(config, options)
+    draft.adopt(head_of(model))
+    return draft.eval()

@@ -1,0 +1,139 @@
+"""Every registered family: the target's own rotary frequencies, and the whole way end to end."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from spec_data.shards.errors import DraftError, TargetError
+from spec_train.config import EvalConfig, fit_config, split_config
+from spec_train.drafts import DRAFTS
+from spec_train.drafts.layers import RopeSettings, Rotary
+from spec_train.drafts.targets import (
+    DSPARK,
+    EAGLE1,
+    EAGLE3,
+    build_target_layer_ids,
+    capturable_layer_ids,
+    resolve_dspark_draft_spec,
+    resolve_eagle1_draft_spec,
+    resolve_eagle3_draft_spec,
+)
+from spec_train.evaluate import run_eval
+from spec_train.fit import fit
+from tests.families import FAMILIES, LAYERS, MORE_FAMILIES, tiny_model
+from tests.spec_data.runs import run, save_target, write_corpus
+
+RESOLVERS = (resolve_eagle1_draft_spec, resolve_eagle3_draft_spec, resolve_dspark_draft_spec)
+ROTARY = sorted(set(FAMILIES | MORE_FAMILIES) - {"gpt2"})  # which has learnt positions
+SMALL = {
+    "eagle3": {"ttt_steps": 3, "draft_vocab_size": 64},
+    "peagle": {"draft_vocab_size": 64},
+    "dspark": {"markov_rank": 8},
+}
+
+
+def test_the_first_registered_architecture_counts() -> None:
+    for registry, resolve in zip((EAGLE1, EAGLE3, DSPARK), RESOLVERS, strict=True):
+        found = resolve(["Unheard", "Qwen3ForCausalLM", "LlamaForCausalLM"])
+        assert found is registry["Qwen3ForCausalLM"]
+
+
+@pytest.mark.parametrize("resolve", RESOLVERS)
+@pytest.mark.parametrize(
+    "names", [["T5ForConditionalGeneration"], ["Qwen2VLForConditionalGeneration"], ["MambaLM"], []]
+)
+def test_others_are_refused_with_what_is_supported(resolve, names: list[str]) -> None:
+    with pytest.raises(DraftError, match=r"GptOssForCausalLM, .*encoder-decoders") as caught:
+        resolve(names)
+    assert str(names) in str(caught.value)
+
+
+def test_layer_ids_are_spread_over_the_depth() -> None:
+    for blocks in range(2, 80):
+        for count in range(1, blocks):
+            ids = build_target_layer_ids(blocks, count)
+            assert len(ids) == count and ids[-1] == blocks - 1
+            assert count == 1 or ids[0] == 1
+            gaps = [b - a for a, b in itertools.pairwise(ids)]
+            assert min(gaps, default=1) >= 1
+            assert max(gaps, default=0) - min(gaps, default=0) <= 1
+            if count < blocks - 1:
+                assert capturable_layer_ids(blocks, count) == (
+                    build_target_layer_ids(blocks - 1, count)
+                )
+    assert build_target_layer_ids(36, 5) == [1, 10, 18, 26, 35]
+    assert capturable_layer_ids(36, 5) == [1, 9, 18, 26, 34]
+
+
+@pytest.mark.parametrize(("blocks", "count"), [(4, 0), (4, 4), (1, 1)])
+def test_more_layers_than_blocks_are_refused(blocks: int, count: int) -> None:
+    with pytest.raises(TargetError, match=rf"{count} layers cannot be spread"):
+        build_target_layer_ids(blocks, count)
+
+
+@pytest.mark.parametrize("family", ROTARY)
+def test_the_drafts_rope_is_the_targets(family: str) -> None:
+    model = tiny_model(family)
+    config = model.config.to_dict()
+    shape = resolve_eagle3_draft_spec(config["architectures"]).shape(config)
+    ours = Rotary(
+        RopeSettings(
+            rope_parameters=shape.rope_parameters,
+            head_dim=shape.head_dim,
+            hidden_size=shape.hidden_size,
+            num_attention_heads=shape.num_attention_heads,
+            max_position_embeddings=shape.max_position_embeddings,
+        )
+    )
+    (theirs,) = [m for n, m in model.named_modules() if n.endswith("rotary_emb")]
+    prefix = "full_attention_" if hasattr(theirs, "full_attention_inv_freq") else ""
+    torch.testing.assert_close(ours.inv_freq, getattr(theirs, prefix + "inv_freq"), rtol=0, atol=0)
+    assert ours.factor == pytest.approx(getattr(theirs, prefix + "attention_scaling"))
+    positions = torch.arange(40)[None]
+    kind = {"layer_type": "full_attention"} if prefix else {}
+    expected = theirs(torch.zeros(1), positions, **kind)
+    for own, other in zip(ours(positions), expected, strict=True):
+        # some families give the angles once, others twice side by side
+        half = other if other.shape[-1] == own.shape[-1] else torch.cat([other, other], -1)
+        same = half if family != "cohere" else torch.cat([other[..., ::2]] * 2, -1)
+        torch.testing.assert_close(own, same)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("draft", sorted(DRAFTS))
+@pytest.mark.parametrize("family", sorted(FAMILIES | MORE_FAMILIES))
+def test_generate_fit_and_eval(family: str, draft: str, tmp_path_factory, workplaces) -> None:
+    """Drafts of every family, from one dataset, without the target and then with it."""
+    place = workplaces(family)
+    out = tmp_path_factory.mktemp("run") / draft
+    options = {"steps": 2, "batch_size": 1, "device": "cpu", **SMALL.get(draft, {})}
+    joined = fit_config(draft)(data=str(place / "data"), out=str(out), **options)
+    assert fit(draft, *split_config(draft, joined)).finished
+    settings = {"data": str(place / "data"), "target": str(place / "target"), "max_new_tokens": 8}
+    prompts = {"prompts": str(place / "chats.jsonl"), "limit": 2, "device": "cpu"}
+    report = run_eval(EvalConfig(draft=str(out), **settings, **prompts))
+    assert report["identical"] + report["ties"] == report["responses"] == 2
+    assert report["acceptance_length"] >= 1
+
+
+@pytest.fixture(scope="module")
+def workplaces(tmp_path_factory):
+    """Per family, made once: a target on disk, a corpus and one dataset for all drafts."""
+    places: dict[str, Path] = {}
+
+    def place(family: str) -> Path:
+        if family not in places:
+            folder = tmp_path_factory.mktemp(family)
+            save_target(folder / "target", family)
+            write_corpus(folder / "chats.jsonl", 8)
+            layers = ",".join(map(str, capturable_layer_ids(LAYERS, 3)))
+            run(folder / "target", folder / "chats.jsonl", folder / "data", layers=layers)
+            stored = json.loads((folder / "data" / "target" / "config.json").read_text())
+            assert stored["architectures"]
+            places[family] = folder
+        return places[family]
+
+    return place
