@@ -25,14 +25,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
 
 from spec_data.report import table  # noqa: E402
-from spec_train.prompts import read_prompts, render, render_text  # noqa: E402
+from spec_train.evaluation.prompts import read_prompts, render, render_text  # noqa: E402
 from tests.engines.engine_tools import (  # noqa: E402
     load_speculators,
     our_counts,
     run_program,
     serve,
 )
-from tests.spec_train.export_tools import export  # noqa: E402
+from tests.spec_train.formats.tools import export  # noqa: E402
 
 SERVED: dict[str, dict[str, Any]] = {
     "eagle": {"method": "eagle"},

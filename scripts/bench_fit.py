@@ -36,7 +36,7 @@ from fit_reference import reference_loss  # noqa: E402
 
 from spec_data.shards.head import HeadSpec  # noqa: E402
 from spec_data.shards.schema import FINAL, layer_column  # noqa: E402
-from spec_train.batch import DraftBatch  # noqa: E402
+from spec_train.data.batch import DraftBatch  # noqa: E402
 from spec_train.drafts import DRAFTS  # noqa: E402
 from spec_train.head import TargetHead  # noqa: E402
 

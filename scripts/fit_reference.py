@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.schema import FINAL
-from spec_train.batch import DraftBatch
+from spec_train.data.batch import DraftBatch
 from spec_train.drafts.dspark.blocks import sample_blocks
 from spec_train.drafts.eagle.loss import input_noise
 from spec_train.head import TargetHead

@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from spec_data.shards.plan import BatchPlan
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import FINAL, Column
-from spec_train.stream import BatchStream
+from spec_train.data.order import BatchPlan
+from spec_train.data.stream import BatchStream
 
 FLOOR, OURS, OTHER, DATALOADER = "floor", "ours", "other", "DataLoader"
 

@@ -20,11 +20,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from spec_data.shards.plan import BatchPlan
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.config import FitConfig
-from spec_train.fit import make_splits
-from spec_train.stream import BatchStream
+from spec_train.data.order import BatchPlan
+from spec_train.data.stream import BatchStream
+from spec_train.options import FitConfig
+from spec_train.training.setup import make_splits
 
 SEQ_LEN, PACKS = 2048, 4
 

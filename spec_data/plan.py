@@ -21,6 +21,7 @@ import spec_data
 from spec_data.chat import Renderer, RenderError
 from spec_data.config import differing_fields
 from spec_data.corpus import CorpusReader, SourceReport
+from spec_data.devices import device_type
 from spec_data.hooks import parse_layers, text_config
 from spec_data.identity import resolve_model, target_identity, tokenizer_identity
 from spec_data.options import GenerateConfig, parse_size
@@ -249,7 +250,6 @@ def corpus_entry(report: SourceReport) -> dict[str, Any]:
 def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
     """Everything that decides the bytes of a dataset, flat enough to name what differs."""
     config = setup.config
-    device = "cuda" if config.device == "auto" and torch.cuda.is_available() else config.device
     return {
         "format_version": FORMAT_VERSION,
         "target": {k: v for k, v in setup.target.items() if k != "name"},
@@ -269,7 +269,7 @@ def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
         "limit": config.limit,
         "dtype": config.dtype,
         "attn": config.attn,
-        "device": "cpu" if device == "auto" else device.split(":")[0],
+        "device": device_type(config.device),
         "max_shard_size": config.max_shard_size,
         "on_policy": config.on_policy,
         "versions": {

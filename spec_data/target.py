@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from spec_data.devices import DTYPES, usable_device
 from spec_data.hooks import (
     Captured,
     capturing,
@@ -25,7 +26,7 @@ from spec_data.hooks import (
 from spec_data.isolation import prove_isolation
 from spec_data.masks import ROWS, SINGLE, mask_forms, packed_mask
 from spec_data.shards import packing
-from spec_data.shards.errors import ConfigError, TargetError
+from spec_data.shards.errors import TargetError
 from spec_data.shards.head import HeadSpec, apply_head
 from spec_data.shards.packing import row_layout, shift_left
 from spec_data.target_batch import TargetBatch
@@ -33,7 +34,6 @@ from spec_data.target_batch import TargetBatch
 # Largest block of float32 logits held at once: what a CPU keeps in its cache, what fills a GPU.
 _LOGIT_BYTES = {"cpu": 8 << 20}
 _LOGIT_BYTES_OF_DEVICES = 256 << 20
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def load_model(
@@ -58,18 +58,7 @@ def load_model(
         )
     except (ValueError, KeyError, OSError, ImportError) as error:
         raise TargetError(f"cannot load {path} as a causal language model: {error}") from None
-    return model.eval().requires_grad_(False).to(pick_device(device))
-
-
-def pick_device(device: str) -> torch.device:
-    """ "auto" is the first CUDA device, or the CPU."""
-    if device != "auto":
-        try:
-            return torch.empty(0, device=device).device
-        except (RuntimeError, AssertionError) as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(f"--device {device}: not usable here ({reason})") from None
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return model.eval().requires_grad_(False).to(usable_device(device))
 
 
 def describe_head(model: Any) -> HeadSpec:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spec_data.devices import usable_device
 from spec_data.findings import Findings
 from spec_data.identity import config_hash, resolve_model, weights_hash
 from spec_data.options import VerifyConfig
@@ -28,7 +29,7 @@ from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import FINAL
 from spec_data.shards.tables import TABLES
 from spec_data.stored import declared_error, stored_tokens
-from spec_data.target import Target, pick_device
+from spec_data.target import Target
 from spec_data.verify_fresh import LOGIT_TOLERANCE, check_fresh
 
 _SHOWN = 20
@@ -209,7 +210,7 @@ def _check_logits(
     dataset: HiddenStatesDataset, sampled: list[int], device: str, findings: Findings
 ) -> None:
     """argmax and logsumexp of head(hidden.final), or of the stored logits."""
-    place = pick_device(device)
+    place = usable_device(device)
     manifest = dataset.manifest
     allowed = LOGIT_TOLERANCE.get(manifest.target.get("dtype", ""), 4e-2)
     if FINAL in dataset.columns:

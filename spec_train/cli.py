@@ -18,8 +18,8 @@ from spec_data.config import (
     resolve,
     run_cli,
 )
-from spec_train.config import EvalConfig, ExportConfig, ReplayConfig, fit_config, split_config
-from spec_train.options import DRAFT_OPTIONS
+from spec_train.draft_options import DRAFT_OPTIONS
+from spec_train.options import EvalConfig, ExportConfig, ReplayConfig, fit_config, split_config
 from spec_train.presets import apply_preset, preset_help
 
 _RAW = argparse.RawDescriptionHelpFormatter
@@ -180,7 +180,7 @@ def _resolve_fit(arguments: argparse.Namespace) -> Any:
 def _fit(arguments: argparse.Namespace) -> int:
     joined = _resolve_fit(arguments)
     config, options = split_config(arguments.draft, joined)
-    from spec_train.fit import fit
+    from spec_train.training.setup import fit
 
     result = fit(arguments.draft, config, options)
     if result.stopped_by is not None:
@@ -190,7 +190,7 @@ def _fit(arguments: argparse.Namespace) -> int:
 
 def _eval(arguments: argparse.Namespace) -> int:
     config = resolve(EvalConfig, arguments)
-    from spec_train.evaluate import run_eval
+    from spec_train.evaluation.report import run_eval
 
     run_eval(config)
     return 0
@@ -198,7 +198,7 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 def _export(arguments: argparse.Namespace) -> int:
     config = resolve(ExportConfig, arguments)
-    from spec_train.export import run_export
+    from spec_train.exporting import run_export
 
     run_export(config)
     return 0

@@ -1,289 +1,339 @@
-"""The options of the drafts: one frozen dataclass per draft. No torch here: `--help` is instant."""
+"""The options of `spec-train`: one frozen dataclass per command; those of the drafts join in.
 
+No torch here, so `--help` is instant. `fit_config(draft)` joins FitConfig with the options of one
+draft into a single class, which is the command line of `spec-train fit DRAFT` and the flat table
+in a run's fit.json; `split_config` takes the two parts out again.
+"""
+
+import dataclasses
+import functools
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, TypeVar
 
 from spec_data.config import option
-from spec_data.shards.errors import DraftError
+from spec_data.shards.errors import ConfigError
+from spec_train.data_option import parse_sources
+from spec_train.draft_options import DRAFT_OPTIONS
+from spec_train.presets import PRESETS
 
+T = TypeVar("T")
 
-def chosen_layers(layers: str, captured: tuple[int, ...]) -> tuple[int, ...]:
-    """The ascending layer ids that --layers asks for.
-
-    Raises:
-        DraftError: an id is no number, or not among the `captured` ones.
-    """
-    if layers == "auto":
-        return tuple(sorted(captured))
-    try:
-        wanted = sorted({int(part) for part in layers.split(",")})
-    except ValueError:
-        raise DraftError(f"layers = {layers!r}: write ids with commas, as 1,3,5") from None
-    missing = [k for k in wanted if k not in captured]
-    if missing:
-        raise DraftError(
-            f"layers = {layers}: the dataset has no layer {missing}, only {list(captured)}"
-        )
-    return tuple(wanted)
+LEAST_TEMPERATURE = 1e-6
+"""Below this, logits divided by the temperature may overflow, and sampling is greedy anyway."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuxOptions:
-    """What drafts over captured layers share."""
+class FitConfig:
+    """Options of `spec-train fit` that every draft shares."""
 
-    layers: str = option("auto", help="layer ids to draft from, as 1,3,5; auto = all captured")
-    draft_vocab_size: int = option(
-        32000, help="most frequent supervised tokens the draft can propose; 0 = all"
+    data: str | tuple[str, ...] = option(
+        help="dataset directory made by `spec-data generate`; several are mixed, and DIR:2 or "
+        "DIR:0.25 shows each of its documents twice or every fourth time per epoch",
+        metavar="DIR[:WEIGHT]",
     )
-    gradient_checkpointing: bool = option(
+    follow: bool = option(
         False,
-        help="recompute every layer (every unroll step of EAGLE-3) in the backward pass: less "
-        "memory, up to a third more work",
+        help="train while `spec-data generate` still writes --data: units are used in their order "
+        "as they appear, shuffled inside windows of --window-tokens",
     )
-
-    def layer_ids(self, captured: tuple[int, ...]) -> tuple[int, ...]:
-        """The ascending layer ids to draft from (see `chosen_layers`)."""
-        return chosen_layers(self.layers, captured)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Eagle3Options(AuxOptions):
-    """Options of the EAGLE-3 draft (arXiv 2503.01840)."""
-
-    ttt_steps: int = option(7, help="unroll steps of the training-time test = drafted depth")
-    step_decay: float = option(0.8, help="weight of unroll step s is step_decay ** s")
-    loss: str = option(
-        "ce",
-        help="loss of a slot: cross-entropy with the target's distribution, or the acceptance "
-        "losses of arXiv 2602.23881",
-        choices=("ce", "alpha", "lambda"),
+    follow_timeout: float = option(
+        3600.0, help="seconds that --follow waits for a unit before it gives up", metavar="SECONDS"
     )
-    lambda_scale: float = option(1.0, help="scale of the cross-entropy's share in loss lambda")
-    lambda_decay: float = option(3.0, help="decay of that share with the acceptance")
-    slots: str = option(
-        "serving",
-        help="which slots count: serving = known and drafted token supervised, "
-        "shifted = known token alone",
-        choices=("serving", "shifted"),
+    follow_keep: int = option(
+        0,
+        help="with --follow, where the disk is short: keep at most so many units, DELETING each "
+        "after it was used for all --epochs; generation waits meanwhile, and the directory never "
+        "becomes a dataset. 0 deletes nothing",
+        metavar="N",
     )
-    fc_norm: bool = option(False, help="norm every captured layer before fc (EAGLE-3.1)")
-    norm_output: bool = option(False, help="feed back the normed output (EAGLE-3.1)")
-    head_init: str = option(
-        "target", help="start of the draft's LM head", choices=("target", "random")
+    out: str = option(
+        help="run directory; the same command again goes on where it stopped", metavar="RUN"
     )
-
-    def __post_init__(self) -> None:
-        """Reject values outside their range."""
-        if self.ttt_steps < 1:
-            raise DraftError(f"ttt_steps = {self.ttt_steps}: at least 1")
-        if not 0 < self.step_decay <= 1:
-            raise DraftError(f"step_decay = {self.step_decay}: above 0 and at most 1")
-        if self.draft_vocab_size < 0:
-            raise DraftError(f"draft_vocab_size = {self.draft_vocab_size}: 0 (all) or more")
-        if not 0 <= self.lambda_scale <= 1:  # else a share of the loss is negative
-            raise DraftError(f"lambda_scale = {self.lambda_scale}: from 0 to 1")
-        if not 0 <= self.lambda_decay < math.inf:
-            raise DraftError(f"lambda_decay = {self.lambda_decay}: 0 or more")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EagleOptions:
-    """Options of the EAGLE-1/2 draft (arXiv 2401.15077, 2406.16858)."""
-
-    num_layers: int = option(1, help="decoder layers of the draft")
-    regression_weight: float = option(
-        1.0, help="weight of the smooth L1 distance from the target's next final hidden state"
+    preset: str | None = option(
+        None,
+        help="settings for a dataset of about so many documents, listed below; other flags go over "
+        "them",
+        choices=tuple(PRESETS),
     )
-    ce_weight: float = option(
-        0.1, help="weight of the cross-entropy with the target's distribution, through its head"
+    steps: int | None = option(
+        None, help="optimizer steps in all; 0 writes the untrained draft", metavar="N"
     )
-    noise: float = option(
-        0.1, help="half width of the uniform noise on the input states, in training alone"
+    epochs: int | None = option(
+        None, help="passes over the training split, instead of --steps; 3 if neither is given"
     )
-    noise_scale: str = option(
-        "fixed",
-        help="fixed = --noise as it is, length = times 512 / tokens of the document",
-        choices=("fixed", "length"),
-    )
-    slots: str = option(
-        "serving",
-        help="which slots count: serving = known and drafted token supervised, "
-        "shifted = known token alone",
-        choices=("serving", "shifted"),
-    )
-    depth: int = option(
-        5, help="tokens drafted per round, in validation too; training looks one token ahead"
-    )
-
-    def __post_init__(self) -> None:
-        """Reject values outside their range."""
-        if self.num_layers < 1:
-            raise DraftError(f"num_layers = {self.num_layers}: at least 1")
-        if self.depth < 1:
-            raise DraftError(f"depth = {self.depth}: at least 1")
-        for name in ("regression_weight", "ce_weight", "noise"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise DraftError(f"{name} = {getattr(self, name)}: 0 or more")
-        if self.regression_weight == self.ce_weight == 0:
-            raise DraftError("regression_weight and ce_weight are both 0: nothing would be learned")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PeagleOptions(AuxOptions):
-    """Options of the P-EAGLE draft (arXiv 2602.01469): all tokens of a round in one forward."""
-
-    depths: int = option(8, help="tokens drafted by one forward")
-    draft_layers: int = option(4, help="decoder layers of the draft")
-    cod_ratio: float = option(
-        0.7, help="conditional drop sampling: depth d keeps a share cod_ratio ** d of the slots"
-    )
-    cod_floor: float = option(0.2, help="smallest share of the slots that a depth keeps")
-    mask_token_id: int = option(
-        -1,
-        help="token that stands for the unknown ones at depth 1 and deeper; -1 = one that text "
-        "does not use",
-    )
-    segments: int = option(
+    batch_size: int = option(4, help="packs per micro-batch: lower it when memory runs out")
+    accumulation: int = option(
         1,
-        help="parts of a row that are trained one after another: the same gradient, less memory; "
-        "what comes before a part in its documents is computed again for it",
+        help="micro-batches per optimizer step and process; the step is that of one big batch of "
+        "--batch-size x --accumulation x processes packs",
     )
-    slots: str = option(
-        "serving",
-        help="which slots count: serving = known and drafted token supervised, "
-        "shifted = known token alone",
-        choices=("serving", "shifted"),
+    sharding: str = option(
+        "ddp",
+        help="with several processes. ddp: each holds the whole draft; fsdp2: weights, gradients "
+        "and optimizer are split among them",
+        choices=("ddp", "fsdp2"),
     )
-    fc_norm: bool = option(False, help="norm every captured layer before fc (EAGLE-3.1)")
-    head_init: str = option(
-        "target", help="start of the draft's LM head", choices=("target", "random")
+    seq_len: int = option(2048, help="tokens per pack; longer documents are cut to it, and counted")
+    lr: float | None = option(
+        None,
+        help="peak learning rate; not given: 1e-4 at hidden size 4096 (the EAGLE-3 recipe), "
+        "growing with 1/(hidden size) to at most 4e-3 for small drafts",
+    )
+    warmup_ratio: float = option(0.02, help="share of the steps that warm up linearly")
+    min_lr_ratio: float = option(0.05, help="where the cosine ends, as a share of --lr")
+    weight_decay: float = option(0.0, help="AdamW decay of matrices; never of norms and biases")
+    clip: float = option(0.5, help="largest gradient norm; 0 turns clipping off")
+    seed: int = option(0, help="decides initial weights, order and validation split")
+    validation: float = option(
+        0.02, help="share of documents held out, chosen by a hash of the document id"
+    )
+    validation_documents: int = option(
+        512, help="at most so many held-out documents are measured each time; 0 = all"
+    )
+    window_tokens: int = option(
+        4_194_304, help="documents are shuffled inside windows of so many tokens"
+    )
+    dtype: str = option(
+        "auto",
+        help="arithmetic; weights and optimizer are fp32 always. auto: bf16 on a GPU, else fp32",
+        choices=("auto", "fp32", "bf16"),
+    )
+    device: str = option("auto", help="cpu, cuda, cuda:1 ...; auto: a GPU where there is one")
+    init_from: str | None = option(
+        None,
+        help="start from the weights of this draft: a run, a checkpoint, or a draft directory in "
+        "any form that `spec-train export` writes, whoever trained it",
+    )
+    log_every: int = option(10, help="steps between lines of metrics.jsonl")
+    eval_every: int = option(500, help="steps between validations (also before the first step)")
+    save_every: int = option(500, help="steps between checkpoints")
+    keep: int = option(2, help="checkpoints kept, besides the best draft")
+    track: str | None = option(
+        None,
+        help="show the figures elsewhere too: tensorboard (into RUN), wandb, or what else "
+        "accelerate knows, several with commas; metrics.jsonl has them always",
+        metavar="NAMES",
     )
 
     def __post_init__(self) -> None:
-        """Reject values outside their range."""
-        for name in ("depths", "draft_layers", "segments"):
-            if getattr(self, name) < 1:
-                raise DraftError(f"{name} = {getattr(self, name)}: at least 1")
-        for name in ("draft_vocab_size", "mask_token_id"):
-            least = -1 if name == "mask_token_id" else 0
-            if getattr(self, name) < least:
-                raise DraftError(f"{name} = {getattr(self, name)}: {least} or more")
-        if not 0 < self.cod_ratio <= 1:
-            raise DraftError(f"cod_ratio = {self.cod_ratio}: above 0 and at most 1")
-        if not 0 <= self.cod_floor <= 1:
-            raise DraftError(f"cod_floor = {self.cod_floor}: from 0 to 1")
-
-    @property
-    def norm_output(self) -> bool:
-        """Nothing is fed back here, so nothing is normed for it."""
-        return False
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockOptions(AuxOptions):
-    """What DSpark and DFlash share: drafts that propose a whole block in one forward."""
-
-    draft_vocab_size: int = option(
-        0, help="most frequent supervised tokens the draft can propose; 0 = all"
-    )
-    num_draft_layers: int = option(5, help="decoder layers of the draft")
-    block_size: int = option(7, help="slots of a block: the anchor token, then mask tokens")
-    layout: str = option(
-        "anchor",
-        help="anchor = every slot drafts the token after its own; mask = the mask slots draft "
-        "their own tokens, the anchor's slot none",
-        choices=("anchor", "mask"),
-    )
-    mask_token_id: int = option(
-        -1,
-        help="token of the slots after the anchor; -1 = one that the target's tokenizer leaves "
-        "unused, else a reserved, padding or unseen one",
-        metavar="ID",
-    )
-    num_anchors: int = option(512, help="blocks sampled per pack in a step, at most")
-    loss_decay_gamma: float = option(
-        4.0, help="weight of the d-th draft of a block is exp(-d / gamma), d from 0; 0 = all 1"
-    )
-    ce_target: str = option(
-        "tokens",
-        help="what the cross-entropy is taken with: the document's tokens (as published), or the "
-        "teacher's distribution",
-        choices=("tokens", "teacher"),
-    )
-    ce_weight: float = option(0.1, help="weight of the cross-entropy")
-    l1_weight: float = option(0.9, help="weight of the L1 distance to the target's distribution")
-
-    def __post_init__(self) -> None:
-        """Reject values outside their range."""
-        least = 1 if self.layout == "anchor" else 2
-        if self.block_size < least:
-            raise DraftError(
-                f"block_size = {self.block_size}: at least {least} in layout {self.layout}"
+        if not isinstance(self.data, str) and len(self.data) == 1:
+            object.__setattr__(self, "data", self.data[0])
+        if self.steps is not None and self.epochs is not None:
+            raise ConfigError(
+                f"--steps {self.steps} and --epochs {self.epochs}: give one or the other"
             )
-        for name, value, bound in (
-            ("num_draft_layers", self.num_draft_layers, 1),
-            ("num_anchors", self.num_anchors, 1),
-            ("draft_vocab_size", self.draft_vocab_size, 0),
-            ("mask_token_id", self.mask_token_id, -1),
-            ("loss_decay_gamma", self.loss_decay_gamma, 0),
-            ("ce_weight", self.ce_weight, 0),
-            ("l1_weight", self.l1_weight, 0),
+        if self.follow and (
+            not isinstance(self.data, str) or parse_sources(self.data)[0].weight != 1
         ):
-            if not bound <= value < math.inf:
-                raise DraftError(f"{name} = {value}: {bound} or more")
-        if self.ce_weight == self.l1_weight == 0:
-            raise DraftError("ce_weight and l1_weight are both 0: nothing would train the drafts")
+            raise ConfigError("--follow takes one --data without a weight")
+        if self.follow_keep and (not self.follow or self.steps is not None):
+            raise ConfigError(
+                f"--follow-keep {self.follow_keep}: needs --follow, and --epochs rather than "
+                "--steps: they say when a unit was used often enough"
+            )
+        _at_least(self, 0, "follow_keep", "follow_timeout")
+        _at_least(self, 0, "steps", "clip", "weight_decay", "validation_documents", "seed")
+        _at_least(self, 1, "epochs", "batch_size", "accumulation", "window_tokens", "keep")
+        _at_least(self, 1, "log_every", "eval_every", "save_every")
+        _at_least(self, 4, "seq_len")
+        _share(self, "warmup_ratio", "min_lr_ratio", "validation")
+        if self.lr is not None and not 0 < self.lr < math.inf:
+            raise ConfigError(f"--lr {self.lr}: a learning rate is above 0")
+
+    def packs_per_step(self, world_size: int = 1) -> int:
+        """Packs of one optimizer step of `world_size` processes, whatever the micro-batch size."""
+        return self.batch_size * self.accumulation * world_size
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _at_least(config: Any, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value >= least:
+            raise ConfigError(f"{_flag(name)} {value}: expected at least {least}")
+
+
+def _share(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not 0 <= value < 1:
+            raise ConfigError(f"{_flag(name)} {value}: expected a share from 0 to below 1")
+
+
+@functools.cache
+def fit_config(draft: str) -> type:
+    """The class whose fields are FitConfig's followed by those of the named draft."""
+    if draft not in DRAFT_OPTIONS:
+        raise ConfigError(f"unknown draft {draft!r}; known: {', '.join(sorted(DRAFT_OPTIONS))}")
+    return dataclasses.make_dataclass(
+        "Fit" + DRAFT_OPTIONS[draft].__name__,
+        [],
+        bases=(DRAFT_OPTIONS[draft], FitConfig),
+        frozen=True,
+        kw_only=True,
+    )
+
+
+def part(cls: type[T], joined: Any) -> T:
+    """The `cls` part of a joined config."""
+    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    return cls(**{name: getattr(joined, name) for name in names})
+
+
+def split_config(draft: str, joined: Any) -> tuple[FitConfig, Any]:
+    """The (FitConfig, draft options) parts of a `fit_config(draft)` instance."""
+    return part(FitConfig, joined), part(DRAFT_OPTIONS[draft], joined)
+
+
+def default_lr(hidden_size: int) -> float:
+    """Peak learning rate by draft width, to two digits: 1e-4 at 4096, 4e-4 at 1024, at most 4e-3.
+
+    1e-4 is what EAGLE-3 trainers use for targets of 4096 and more; the rate of a matrix under Adam
+    goes with 1/width (maximal-update parametrisation, arXiv 2203.03466).
+    """
+    return float(f"{min(4e-3, 1e-4 * 4096 / hidden_size):.1e}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DSparkOptions(BlockOptions):
-    """Options of the DSpark draft (DeepSpec): a block draft with Markov and confidence heads."""
+class EvalConfig:
+    """Options of `spec-train eval`: a draft against a dataset, against its target, or both."""
 
-    confidence_weight: float = option(
-        1.0, help="weight of the confidence head's loss; 0 = no confidence head"
+    draft: str = option(help="draft directory, checkpoint or run (its best draft)", metavar="DIR")
+    data: str | None = option(
+        None, help="dataset to simulate acceptance on, without the target", metavar="DIR"
     )
-    markov_rank: int = option(256, help="rank of the previous token's bias; 0 = no Markov head")
-    markov_head_type: str = option(
-        "vanilla",
-        help="form of that bias; vLLM and llama.cpp serve vanilla alone",
-        choices=("vanilla", "gated", "rnn"),
+    split: str = option(
+        "auto",
+        help="documents of --data: those the run of this draft held out (validation), the others, "
+        "or all. auto: validation on the dataset it was trained on, else all",
+        choices=("auto", "validation", "train", "all"),
+    )
+    target: str | None = option(
+        None, help="model directory or name, to decode with for real", metavar="MODEL"
+    )
+    prompts: str | None = option(
+        None, help="JSONL rows with messages, prompt or turns, for --target", metavar="FILE"
+    )
+    json: str | None = option(None, help="write every figure to this file", metavar="FILE")
+    save_responses: str | None = option(
+        None,
+        help="write the greedy responses as input_ids and loss_mask, a corpus for `spec-data "
+        "generate` in the target's own words",
+        metavar="FILE",
+    )
+    temperature: float = option(0.0, help="0 decodes greedily; above 0 samples, losslessly too")
+    max_new_tokens: int = option(256, help="tokens of a response at most")
+    limit: int = option(0, help="first N prompts and first N documents only; 0 = all", metavar="N")
+    draft_tokens: int = option(
+        0, help="tokens drafted per round; 0 = the unroll steps the draft was trained with"
+    )
+    confidence_threshold: float = option(
+        0.0,
+        help="end a round's drafts before the first whose confidence is below this, of drafts "
+        "that forecast it (DSpark); 0 = off",
+        metavar="P",
+    )
+    tree_tokens: int = option(
+        0,
+        help="decode with dynamic trees (EAGLE-2) of so many drafted tokens, --draft-tokens deep, "
+        "instead of chains; 0 = chains. EAGLE-2 and EAGLE-3 use 60",
+        metavar="N",
+    )
+    tree_topk: int = option(
+        10, help="likeliest nodes expanded per level of a tree, and children of each", metavar="K"
+    )
+    seed: int = option(0, help="decides the samples when --temperature is above 0")
+    dtype: str = option(
+        "auto",
+        help="of target and draft. auto: the target's own on a GPU, else fp32, in which greedy "
+        "decoding can be proven lossless",
+        choices=("auto", "fp32", "bf16", "fp16"),
+    )
+    device: str = option("auto", help="cpu, cuda, cuda:1 ...; auto: a GPU where there is one")
+    attn: str = option(
+        "auto", help="the target's attention implementation (eager, sdpa, flash_attention_2 ...)"
+    )
+    chat_template_kwargs: str | None = option(
+        None,
+        help='JSON object for the chat template, such as {"enable_thinking": false}; not given: '
+        "as the training data was rendered, where that is known",
+        metavar="JSON",
+    )
+    trust_remote_code: bool = option(False, help="run model code that comes with the target")
+
+    def __post_init__(self) -> None:
+        if self.data is None and self.target is None:
+            raise ConfigError("nothing to evaluate on: give --data, or --target with --prompts")
+        if (self.target is None) != (self.prompts is None):
+            given, other = ("--prompts", "--target") if self.prompts else ("--target", "--prompts")
+            raise ConfigError(f"{given} needs {other}: real decoding takes both")
+        if self.save_responses and (self.target is None or self.temperature > 0):
+            raise ConfigError(
+                "--save-responses writes greedy responses: it needs --target and temperature 0"
+            )
+        if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature < math.inf:
+            raise ConfigError(
+                f"--temperature {self.temperature}: expected 0 (greedy) or at least "
+                f"{LEAST_TEMPERATURE:g}"
+            )
+        _share(self, "confidence_threshold")
+        if self.tree_tokens and self.target is None:
+            raise ConfigError(
+                "--tree-tokens decodes for real: it needs --target and --prompts (a dataset tells "
+                "nothing about branches that were not taken)"
+            )
+        _at_least(self, 0, "limit", "draft_tokens", "seed", "tree_tokens")
+        _at_least(self, 1, "max_new_tokens", "tree_topk")
+
+
+FORMATS = ("vllm", "sglang", "speculators", "deepspec", "hf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Options of `spec-train export`: a draft in the form of an engine or another trainer."""
+
+    draft: str = option(
+        help="draft directory, checkpoint or run (its best draft), in any of the formats",
+        metavar="DIR",
+    )
+    format: str | None = option(
+        None,
+        help="whom it is for: vllm and sglang (also llama.cpp's converter) read flat directories, "
+        "speculators its own envelope, deepspec its classes; hf is spec-train's own checkpoint",
+        choices=FORMATS,
+    )
+    out: str | None = option(None, help="new directory to write", metavar="DIR")
+    target: str | None = option(
+        None,
+        help="the draft's target: a directory lets its embedding, layers and lengths be checked; "
+        "its name is written where a format names the target",
+        metavar="MODEL",
+    )
+    check: bool = option(
+        False, help="report what every engine would make of the draft; without --out, only that"
     )
 
     def __post_init__(self) -> None:
-        """Reject values outside their range."""
-        super().__post_init__()
-        if self.markov_rank < 0:
-            raise DraftError(f"markov_rank = {self.markov_rank}: 0 (no Markov head) or more")
-        if not 0 <= self.confidence_weight < math.inf:
-            raise DraftError(f"confidence_weight = {self.confidence_weight}: 0 or more")
+        if self.out is None and not self.check:
+            raise ConfigError("nothing to do: give --out with --format, or --check")
+        if self.out is not None and self.format is None:
+            raise ConfigError(f"--out {self.out} needs --format: {', '.join(FORMATS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DFlashOptions(BlockOptions):
-    """Options of the DFlash draft (arXiv 2602.06036): a block draft without further heads."""
+class ReplayConfig:
+    """Options of `spec-train replay`: the batch that stopped a run, once more."""
 
-    confidence_weight: ClassVar[float] = 0.0
-    markov_rank: ClassVar[int] = 0
-    markov_head_type: ClassVar[str] = "vanilla"
-    block_size: int = option(16, help="slots of a block: the anchor token, then mask tokens")
-    layout: str = option(
-        "mask",
-        help="mask = the mask slots draft their own tokens, the anchor's slot none (what engines "
-        "serve as DFlash); anchor = every slot drafts the token after its own (served as DSpark)",
-        choices=("mask", "anchor"),
+    data: str | None = option(
+        None,
+        help="the run's dataset, where it is not in its old place; manifest.json and target/ of it "
+        "are enough",
+        metavar="DIR",
     )
-    loss_decay_gamma: float = option(
-        7.0, help="weight of the d-th draft of a block is exp(-d / gamma), d from 0; 0 = all 1"
-    )
-    ce_weight: float = option(1.0, help="weight of the cross-entropy")
-    l1_weight: float = option(0.0, help="weight of the L1 distance to the target's distribution")
-
-
-DRAFT_OPTIONS: dict[str, type] = {
-    "eagle": EagleOptions,
-    "eagle3": Eagle3Options,
-    "peagle": PeagleOptions,
-    "dspark": DSparkOptions,
-    "dflash": DFlashOptions,
-}
+    device: str = option("auto", help="cpu, cuda, cuda:1 ...; auto: a GPU where there is one")
+    json: str | None = option(None, help="write every figure to this file", metavar="FILE")

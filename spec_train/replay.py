@@ -21,16 +21,17 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from spec_data.config import from_dict
+from spec_data.devices import compute_dtype, usable_device
 from spec_data.shards.errors import DatasetError, DraftError, MissingError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.follow import WORK, FollowedDataset
 from spec_data.shards.reader import MANIFEST
 from spec_data.shards.schema import Manifest
-from spec_train.batch import PLAIN, DraftBatch
-from spec_train.config import ReplayConfig
+from spec_train.data.batch import PLAIN, DraftBatch
 from spec_train.drafts import DRAFTS
-from spec_train.evaluate import usable_device
-from spec_train.failure import (
+from spec_train.head import TargetHead
+from spec_train.options import ReplayConfig
+from spec_train.training.failure import (
     BATCH,
     FAILURE,
     FORMAT,
@@ -40,7 +41,6 @@ from spec_train.failure import (
     head_hash,
     non_finite_states,
 )
-from spec_train.head import TargetHead
 
 _SHOWN = 5
 
@@ -72,7 +72,7 @@ def replay(folder: Path, config: ReplayConfig) -> dict[str, Any]:
     """
     state, tensors = read_failure(folder)
     device = usable_device(config.device)
-    dtype = torch.bfloat16 if state["dtype"] == "bf16" else torch.float32
+    dtype = compute_dtype(state["dtype"], device)
     head, manifest = _load_head(state, config.data, dtype, device)
     draft = _load_draft(folder, state, head, manifest)
     params = cast_draft(draft, dtype)

@@ -9,10 +9,10 @@ from spec_train.drafts.eagle.draft import EagleDraft
 from spec_train.drafts.eagle3.draft import Eagle3Draft
 from spec_train.drafts.peagle.draft import PeagleDraft
 from spec_train.drafts.protocol import Draft, DraftLoss
-from spec_train.exports.files import read_files
-from spec_train.exports.flat import SECTION
-from spec_train.exports.formats import own_form
-from spec_train.exports.target import TargetFacts
+from spec_train.formats.draft_files import read_files
+from spec_train.formats.flat import SECTION
+from spec_train.formats.forms import own_form
+from spec_train.formats.target_facts import TargetFacts
 
 DRAFTS: dict[str, Any] = {
     "eagle": EagleDraft,

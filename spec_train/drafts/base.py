@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from spec_data.shards.errors import DraftError
 from spec_data.shards.schema import Manifest, layer_column
 from spec_train.drafts.targets import special_ids
-from spec_train.exports.files import DraftFiles, check_tensors, read_files, write_files
+from spec_train.formats.draft_files import DraftFiles, check_tensors, read_files, write_files
 from spec_train.head import TargetHead, choose_draft_vocabulary
 from spec_train.origin import origin_of, require_same_embedding, weights_warning
 

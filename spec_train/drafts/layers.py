@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from spec_train.rope import rope_parameters as rope_parameters
+from spec_train.formats.rope import rope_parameters as rope_parameters
 
 
 class RMSNorm(nn.Module):

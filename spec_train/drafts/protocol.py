@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from spec_data.shards.schema import Manifest
-from spec_train.batch import DraftBatch
+from spec_train.data.batch import DraftBatch
 from spec_train.head import TargetHead
 from spec_train.sampling import Sampler
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import PADDING, shift_left
 from spec_data.shards.schema import FINAL
-from spec_train.batch import DraftBatch
+from spec_train.data.batch import DraftBatch
 from spec_train.drafts.aux_draft import LOGITS, AuxDraft
 from spec_train.drafts.slots import document_offsets, slot_masks
 from spec_train.head import TargetHead

@@ -19,7 +19,7 @@ from tests.engines.engine_tools import (
     make_prompts,
     make_target,
 )
-from tests.spec_train.export_tools import export
+from tests.spec_train.formats.tools import export
 
 pytestmark = [
     pytest.mark.engines,

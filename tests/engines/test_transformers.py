@@ -13,9 +13,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from spec_train.decode import decode_plain, decode_speculative
+from spec_train.decoding.chains import decode_plain, decode_speculative
 from spec_train.drafts import load_draft
-from spec_train.exports.target import read_target
+from spec_train.formats.target_facts import read_target
 from spec_train.head import TargetHead
 from spec_train.sampling import Greedy, Sampler
 from tests.engines.engine_tools import (
@@ -25,7 +25,7 @@ from tests.engines.engine_tools import (
     make_prompts,
     make_target,
 )
-from tests.spec_train.export_tools import export
+from tests.spec_train.formats.tools import export
 
 pytestmark = [
     pytest.mark.engines,

@@ -21,7 +21,7 @@ from tests.engines.engine_tools import (
     run_program,
     serve,
 )
-from tests.spec_train.export_tools import export
+from tests.spec_train.formats.tools import export
 
 pytestmark = [
     pytest.mark.engines,

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from spec_train.cli import main
-from spec_train.config import FitConfig, default_lr, fit_config
-from spec_train.options import DRAFT_OPTIONS
+from spec_train.draft_options import DRAFT_OPTIONS
+from spec_train.options import FitConfig, default_lr, fit_config
 from tests.factory import tiny_dataset
 
 

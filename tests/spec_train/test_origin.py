@@ -11,12 +11,12 @@ import torch
 from spec_data.shards.errors import DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
-from spec_train.config import EvalConfig, FitConfig
+from spec_train.draft_options import Eagle3Options
 from spec_train.drafts import load_draft
-from spec_train.evaluate import run_eval
-from spec_train.fit import fit
-from spec_train.options import Eagle3Options
+from spec_train.evaluation.report import run_eval
+from spec_train.options import EvalConfig, FitConfig
 from spec_train.origin import differing_rows, require_same_embedding, weights_warning
+from spec_train.training.setup import fit
 from tests.spec_data.runs import run, save_target, write_corpus
 
 KWARGS = {"enable_thinking": False}

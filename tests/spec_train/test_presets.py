@@ -8,11 +8,11 @@ import time
 import pytest
 
 from spec_train.cli import _parser, _resolve_fit, main
-from spec_train.config import FitConfig, fit_config
-from spec_train.options import DRAFT_OPTIONS
+from spec_train.draft_options import DRAFT_OPTIONS
+from spec_train.options import FitConfig, fit_config
 from spec_train.presets import PRESETS
 from tests.factory import random_documents, tiny_dataset, tiny_llama
-from tests.spec_train.trainer_tools import environment
+from tests.spec_train.training.tools import environment
 
 
 def resolved(*flags: str):

@@ -12,12 +12,12 @@ import torch
 from spec_data.shards.errors import DatasetError, DraftError, MissingError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.cli import main
-from spec_train.config import FitConfig, ReplayConfig
 from spec_train.drafts import DRAFTS
-from spec_train.fit import make_splits
+from spec_train.options import FitConfig, ReplayConfig
 from spec_train.replay import one_document, read_batch, read_failure, replay
+from spec_train.training.setup import make_splits
 from tests import factory
-from tests.spec_train.trainer_tools import OPTIONS, change, run
+from tests.spec_train.training.tools import OPTIONS, change, run
 
 CPU = ReplayConfig(device="cpu")
 
@@ -201,7 +201,7 @@ def test_a_full_disk_does_not_hide_the_cause(poisoned, tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("spec_train.failure.save_file", full)
+    monkeypatch.setattr("spec_train.training.failure.save_file", full)
     with pytest.raises(RunError, match=r"the loss is nan.* could not be saved .*No space left"):
         run(config_of(poisoned[0], tmp_path / "run"))
     assert not list((tmp_path / "run").glob("failed-step-*"))

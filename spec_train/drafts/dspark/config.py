@@ -13,6 +13,7 @@ from typing import Any
 from spec_data.config import from_dict, to_dict
 from spec_data.shards.errors import DraftError
 from spec_data.shards.schema import LAYER_CONVENTION
+from spec_train.draft_options import BlockOptions, DFlashOptions, DSparkOptions
 from spec_train.drafts.layers import LayerShape, RopeSettings
 from spec_train.drafts.targets import (
     resolve_dspark_draft_spec,
@@ -21,7 +22,6 @@ from spec_train.drafts.targets import (
     token_ids,
     warn_of_last_layer,
 )
-from spec_train.options import BlockOptions, DFlashOptions, DSparkOptions
 
 DSPARK, DFLASH = "Qwen3DSparkModel", "DFlashDraftModel"
 OPTIONS: dict[str, type[BlockOptions]] = {"dspark": DSparkOptions, "dflash": DFlashOptions}

@@ -8,7 +8,8 @@ from torch import Tensor
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.packing import shift_left
 from spec_data.shards.schema import FINAL, Manifest
-from spec_train.batch import DraftBatch
+from spec_train.data.batch import DraftBatch
+from spec_train.draft_options import BlockOptions, DFlashOptions, DSparkOptions
 from spec_train.drafts.aux_draft import LOGITS
 from spec_train.drafts.dspark.block_metrics import summarise_blocks
 from spec_train.drafts.dspark.blocks import Blocks, expected_weights, sample_blocks
@@ -20,7 +21,6 @@ from spec_train.drafts.mask_token import settle_mask_token
 from spec_train.drafts.protocol import DraftLoss
 from spec_train.drafts.teacher import head_teacher, logits_teacher
 from spec_train.head import TargetHead
-from spec_train.options import BlockOptions, DFlashOptions, DSparkOptions
 from spec_train.origin import origin_of
 
 __all__ = ["DFlashDraft", "DSparkConfig", "DSparkDraft", "dspark_loss"]

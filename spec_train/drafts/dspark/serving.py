@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from spec_train.batch import DraftBatch
+from spec_train.data.batch import DraftBatch
 from spec_train.drafts.drafting import DraftCache
 from spec_train.drafts.dspark.blocks import Blocks, batch_context, block_states
 from spec_train.drafts.dspark.model import DSparkModel, attend_all

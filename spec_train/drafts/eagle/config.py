@@ -4,7 +4,7 @@ What the engines read (vLLM's and SGLang's `llama_eagle.py`, SafeAILab's `cnets1
 [H, 2H] over [embedding ; state], the embedding first; `layers.N.*` of plain Llama layers of which
 the first has **no** `input_layernorm`; no final norm; the target's own embedding and head.
 `architectures` is vLLM's name; run with vLLM 0.32, drafts of one and of two layers are loaded as
-they are and every round accepts what `spec_train.decode` accepts.
+they are and every round accepts what `spec_train.decoding.chains` accepts.
 
 The bias of `fc` is where they differ. SafeAILab's loader makes one unless config.json says
 `"bias": false`, vLLM has none and refuses a file with one, SGLang always has one and leaves it at
@@ -18,6 +18,7 @@ from typing import Any
 
 from spec_data.config import from_dict, to_dict
 from spec_data.shards.errors import DraftError
+from spec_train.draft_options import EagleOptions
 from spec_train.drafts.layers import LayerShape, RopeSettings
 from spec_train.drafts.targets import (
     resolve_eagle1_draft_spec,
@@ -25,7 +26,6 @@ from spec_train.drafts.targets import (
     target_dtype,
     token_ids,
 )
-from spec_train.options import EagleOptions
 
 ARCHITECTURE = "EagleLlamaForCausalLM"
 _OWN = ("origin", "token_ids")  # not keys of config.json under these names

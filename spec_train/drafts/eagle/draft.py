@@ -1,6 +1,6 @@
 """EAGLE-1/2: the draft class that the trainer drives. It maps a batch onto `eagle_loss`.
 
-EAGLE-2 differs from EAGLE-1 in decoding alone (see `spec_train.tree`): one draft serves both.
+EAGLE-2 differs from EAGLE-1 only in decoding (see `decoding.tree_growth`): one draft serves both.
 
 Training looks one token ahead. In evaluation mode the figures are those of chains of `depth` tokens
 that go on from the draft's own predictions, like the unroll that EAGLE-3 is trained with, so that
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.schema import ALL, FINAL, Manifest
-from spec_train.batch import DraftBatch
+from spec_train.data.batch import DraftBatch
+from spec_train.draft_options import EagleOptions
 from spec_train.drafts.drafting import ChainDrafter, LayerCaches
 from spec_train.drafts.eagle.config import EagleConfig
 from spec_train.drafts.eagle.loss import eagle_loss, input_noise, supervised_slots
@@ -23,7 +24,6 @@ from spec_train.drafts.eagle.unroll import serving_chains
 from spec_train.drafts.protocol import DraftLoss
 from spec_train.head import TargetHead
 from spec_train.metrics import summarise
-from spec_train.options import EagleOptions
 from spec_train.origin import origin_of
 
 __all__ = ["EagleConfig", "EagleDraft", "EagleOptions", "eagle_loss", "serving_chains"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spec_data.shards.packing import shift_left
 from spec_train.attention.unrolled import Queries, default_backend, unrolled_attention
-from spec_train.batch import DraftBatch
+from spec_train.data.batch import DraftBatch
 from spec_train.drafts.eagle.model import EagleModel
 from spec_train.drafts.slots import document_lengths, document_offsets
 from spec_train.head import TargetHead

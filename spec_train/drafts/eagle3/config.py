@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 from spec_data.config import from_dict, to_dict
 from spec_data.shards.errors import DraftError
 from spec_data.shards.schema import LAYER_CONVENTION
+from spec_train.draft_options import Eagle3Options
 from spec_train.drafts.layers import RopeSettings
 from spec_train.drafts.targets import (
     resolve_eagle3_draft_spec,
@@ -20,7 +21,6 @@ from spec_train.drafts.targets import (
     token_ids,
     warn_of_last_layer,
 )
-from spec_train.options import Eagle3Options
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _OWN = ("layers", "token_ids", "origin")  # not keys of config.json under these names

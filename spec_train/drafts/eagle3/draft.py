@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.packing import shift_left
-from spec_train.batch import DraftBatch
+from spec_train.data.batch import DraftBatch
+from spec_train.draft_options import Eagle3Options
 from spec_train.drafts.drafting import ChainDrafter
 from spec_train.drafts.eagle3.config import Eagle3Config
 from spec_train.drafts.eagle3.loss import eagle3_loss, unrolled_loss
@@ -16,7 +17,6 @@ from spec_train.drafts.teacher import slots_of, teacher_of
 from spec_train.head import TargetHead
 from spec_train.losses import LossKind
 from spec_train.metrics import summarise
-from spec_train.options import Eagle3Options
 
 __all__ = [
     "Eagle3Config",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spec_data.shards.packing import shift_left
 from spec_train.attention.unrolled import Queries, default_backend, repeat_heads, unrolled_attention
-from spec_train.batch import DraftBatch
+from spec_train.data.batch import DraftBatch
 from spec_train.drafts.eagle3.model import Eagle3Model
 from spec_train.drafts.layers import run_layer
 from spec_train.drafts.slots import document_lengths, document_offsets, gather_slots

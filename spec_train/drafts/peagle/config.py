@@ -11,8 +11,8 @@ reads the first it finds, older releases know only the second.
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from spec_train.draft_options import PeagleOptions
 from spec_train.drafts.eagle3.config import Eagle3Config
-from spec_train.options import PeagleOptions
 
 ARCHITECTURE = "Eagle3LlamaForCausalLM"
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from spec_data.shards.packing import shift_left
 from spec_data.shards.schema import Manifest
-from spec_train.batch import DraftBatch
+from spec_train.data.batch import DraftBatch
+from spec_train.draft_options import PeagleOptions
 from spec_train.drafts.mask_token import settle_mask_token
 from spec_train.drafts.peagle.config import PeagleConfig
 from spec_train.drafts.peagle.depth_sampling import Draws, cod_sample
@@ -19,7 +20,6 @@ from spec_train.drafts.slots import document_offsets
 from spec_train.drafts.teacher import Frame, slots_of, teacher_of
 from spec_train.head import TargetHead
 from spec_train.metrics import summarise
-from spec_train.options import PeagleOptions
 
 __all__ = ["PeagleConfig", "PeagleDraft", "PeagleOptions", "cod_sample", "peagle_loss"]
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from spec_train.draft_options import PeagleOptions
 from spec_train.drafts.aux_draft import AuxDraft
 from spec_train.drafts.drafting import DraftCache
 from spec_train.drafts.eagle3.config import Eagle3Config
 from spec_train.drafts.eagle3.model import Eagle3Layer
 from spec_train.drafts.layers import Attend, DecoderLayer, LayerShape, run_layer
 from spec_train.drafts.peagle.config import PeagleConfig
-from spec_train.options import PeagleOptions
 
 
 class FirstLayer(Eagle3Layer):

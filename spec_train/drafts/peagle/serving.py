@@ -17,7 +17,7 @@ from torch import Tensor
 from spec_data.shards.packing import shift_left
 from spec_train.attention.masked import Attending
 from spec_train.attention.masks import AttentionMask, causal_mask, parallel_mask
-from spec_train.batch import DraftBatch
+from spec_train.data.batch import DraftBatch
 from spec_train.drafts.drafting import DraftCache
 from spec_train.drafts.layers import Attend
 from spec_train.drafts.peagle.model import PeagleModel

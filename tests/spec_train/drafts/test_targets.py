@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from spec_data.shards.errors import DraftError, TargetError
-from spec_train.config import EvalConfig, fit_config, split_config
 from spec_train.drafts import DRAFTS
 from spec_train.drafts.layers import RopeSettings, Rotary
 from spec_train.drafts.targets import (
@@ -21,8 +20,9 @@ from spec_train.drafts.targets import (
     resolve_eagle1_draft_spec,
     resolve_eagle3_draft_spec,
 )
-from spec_train.evaluate import run_eval
-from spec_train.fit import fit
+from spec_train.evaluation.report import run_eval
+from spec_train.options import EvalConfig, fit_config, split_config
+from spec_train.training.setup import fit
 from tests.families import FAMILIES, LAYERS, MORE_FAMILIES, tiny_model
 from tests.spec_data.runs import run, save_target, write_corpus
 

@@ -13,10 +13,10 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spec_data.shards.head import HeadSpec
+from spec_train.draft_options import DFlashOptions, DSparkOptions
 from spec_train.drafts.dspark.config import DSparkConfig
 from spec_train.drafts.dspark.draft import DFlashDraft, DSparkDraft
 from spec_train.head import TargetHead
-from spec_train.options import DFlashOptions, DSparkOptions
 from tests.spec_train.drafts.dspark.reference import Document, ReferenceConfig, block_logits
 
 HIDDEN, WIDTH, LAYERS, VOCAB, MASK = 12, 10, 3, 14, 13

@@ -10,7 +10,7 @@ from torch import Tensor
 from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import row_layout
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.batch import DraftBatch
+from spec_train.data.batch import DraftBatch
 from spec_train.drafts import DRAFTS
 from spec_train.drafts.dspark.blocks import (
     Blocks,

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from spec_train.decode import TargetSession
+from spec_train.decoding.chains import TargetSession
 from spec_train.drafts.dspark.serving import BlockDrafter
 from spec_train.sampling import Greedy
-from tests.spec_train import evaluate_tools
 from tests.spec_train.drafts.dspark.test_serving import make
-from tests.spec_train.evaluate_tools import COLUMNS, head_of
+from tests.spec_train.evaluation import tools as evaluate_tools
+from tests.spec_train.evaluation.tools import COLUMNS, head_of
 
 modeling = pytest.importorskip(
     "transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant"

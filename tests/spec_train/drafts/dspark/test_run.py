@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 
 from spec_train.cli import main
 from spec_train.drafts import load_draft
-from spec_train.trainer import Trainer
+from spec_train.training.trainer import Trainer
 from tests.factory import tiny_dataset
-from tests.spec_train import evaluate_tools
-from tests.spec_train.evaluate_tools import respond
+from tests.spec_train.evaluation import tools as evaluate_tools
+from tests.spec_train.evaluation.tools import respond
 
 target, prompts = evaluate_tools.target, evaluate_tools.prompts
 trained, workplace = evaluate_tools.trained, evaluate_tools.workplace

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from spec_train.decode import decode_speculative
+from spec_train.decoding.chains import decode_speculative
+from spec_train.draft_options import DFlashOptions, DSparkOptions
 from spec_train.drafts import DRAFTS
 from spec_train.drafts.dspark.draft import DSparkConfig, DSparkDraft
 from spec_train.drafts.dspark.serving import NOT_DRAFTED, BlockDrafter
-from spec_train.evaluate_data import ServingSums, serving_sums
-from spec_train.options import DFlashOptions, DSparkOptions
+from spec_train.evaluation.on_dataset import ServingSums, serving_sums
 from spec_train.sampling import Greedy, Sampled, make_sampler
-from tests.spec_train import evaluate_tools
 from tests.spec_train.drafts.dspark.cases import (
     Case,
     make_documents,
@@ -26,7 +25,16 @@ from tests.spec_train.drafts.dspark.cases import (
     reference_state,
 )
 from tests.spec_train.drafts.dspark.reference import block_logits
-from tests.spec_train.evaluate_tools import COLUMNS, LIMIT, STOP, VOCAB, batch_of, head_of, respond
+from tests.spec_train.evaluation import tools as evaluate_tools
+from tests.spec_train.evaluation.tools import (
+    COLUMNS,
+    LIMIT,
+    STOP,
+    VOCAB,
+    batch_of,
+    head_of,
+    respond,
+)
 
 target, prompts = evaluate_tools.target, evaluate_tools.prompts
 

@@ -12,9 +12,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spec_data.shards.head import HeadSpec
+from spec_train.draft_options import EagleOptions
 from spec_train.drafts.eagle.draft import EagleConfig, EagleDraft
 from spec_train.head import TargetHead
-from spec_train.options import EagleOptions
 from tests.spec_train.drafts.eagle.reference import Document, ReferenceConfig, predict
 
 HIDDEN, VOCAB = 12, 14

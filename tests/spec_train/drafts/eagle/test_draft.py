@@ -17,27 +17,28 @@ from spec_data.shards.errors import DatasetError, DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from spec_train.cli import main
-from spec_train.config import FitConfig
-from spec_train.decode import decode_plain, decode_speculative
+from spec_train.decoding.chains import decode_plain, decode_speculative
+from spec_train.draft_options import EagleOptions
 from spec_train.drafts import load_draft
 from spec_train.drafts.eagle.draft import EagleDraft, eagle_loss
-from spec_train.fit import fit
 from spec_train.head import TargetHead
 from spec_train.losses import head_loss
-from spec_train.options import EagleOptions
+from spec_train.options import FitConfig
 from spec_train.sampling import Greedy, make_sampler
-from spec_train.trainer import Trainer
+from spec_train.training.setup import fit
+from spec_train.training.trainer import Trainer
 from tests.factory import tiny_dataset, tiny_llama
 from tests.families import VOCAB as FAMILY_VOCAB
 from tests.families import tiny_model
-from tests.spec_train import evaluate_tools, trainer_tools
+from tests.spec_train.decoding.test_chains import check_counts, exact_distribution
 from tests.spec_train.drafts.eagle import tools as eagle_tools
 from tests.spec_train.drafts.eagle.tools import build, make_eagle
 from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
 from tests.spec_train.drafts.eagle3.tools import packed
-from tests.spec_train.evaluate_tools import LIMIT, batch_of, head_of
-from tests.spec_train.test_decode import check_counts, exact_distribution
-from tests.spec_train.trainer_tools import change, metrics
+from tests.spec_train.evaluation import tools as evaluate_tools
+from tests.spec_train.evaluation.tools import LIMIT, batch_of, head_of
+from tests.spec_train.training import tools as trainer_tools
+from tests.spec_train.training.tools import change, metrics
 
 dataset, head = eagle3_tools.dataset, eagle3_tools.head
 target, prompts = evaluate_tools.target, evaluate_tools.prompts

@@ -14,19 +14,19 @@ from safetensors.torch import load_file
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.cli import main
-from spec_train.config import EvalConfig
+from spec_train.draft_options import PeagleOptions
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.drafts.peagle.draft import PeagleDraft
-from spec_train.evaluate import run_eval
-from spec_train.fit import fit
+from spec_train.evaluation.report import run_eval
 from spec_train.head import TargetHead
-from spec_train.options import PeagleOptions
-from spec_train.trainer import Trainer
-from tests.spec_train import trainer_tools
+from spec_train.options import EvalConfig
+from spec_train.training.setup import fit
+from spec_train.training.trainer import Trainer
 from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
 from tests.spec_train.drafts.eagle3.tools import packed
 from tests.spec_train.drafts.peagle.tools import build
-from tests.spec_train.trainer_tools import change, masters, metrics
+from tests.spec_train.training import tools as trainer_tools
+from tests.spec_train.training.tools import change, masters, metrics
 
 dataset, head = eagle3_tools.dataset, eagle3_tools.head
 data, config = trainer_tools.data, trainer_tools.config

@@ -7,16 +7,15 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.packing import shift_left
-from spec_train.decode import decode_speculative
+from spec_train.decoding.chains import decode_speculative
 from spec_train.drafts.peagle import serving as peagle_serving
 from spec_train.drafts.peagle.draft import PeagleDraft
 from spec_train.drafts.peagle.elements import segments_of
 from spec_train.drafts.peagle.loss import _element_states
 from spec_train.drafts.peagle.serving import ParallelDrafter
 from spec_train.drafts.teacher import Frame
-from spec_train.evaluate_data import ServingSums, serving_sums
+from spec_train.evaluation.on_dataset import ServingSums, serving_sums
 from spec_train.sampling import Greedy, make_sampler
-from tests.spec_train import evaluate_tools
 from tests.spec_train.drafts.peagle.cases import (
     Case,
     make_documents,
@@ -26,7 +25,8 @@ from tests.spec_train.drafts.peagle.cases import (
 from tests.spec_train.drafts.peagle.cases import make_draft as make_exact
 from tests.spec_train.drafts.peagle.reference import reference_logits
 from tests.spec_train.drafts.peagle.tools import make_draft
-from tests.spec_train.evaluate_tools import (
+from tests.spec_train.evaluation import tools as evaluate_tools
+from tests.spec_train.evaluation.tools import (
     COLUMNS,
     LAYERS,
     LIMIT,

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.draft_options import PeagleOptions
 from spec_train.drafts.peagle.draft import PeagleConfig, PeagleDraft
 from spec_train.head import TargetHead
-from spec_train.options import PeagleOptions
-from tests.spec_train.evaluate_tools import LAYERS, VOCAB, head_of
+from tests.spec_train.evaluation.tools import LAYERS, VOCAB, head_of
 
 
 def build(dataset: HiddenStatesDataset, head: TargetHead, **changes: Any) -> PeagleDraft:

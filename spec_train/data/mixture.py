@@ -1,0 +1,288 @@
+"""One or several datasets of one target as one: rows in a row, one manifest, one head.
+
+Hidden states of two targets, however alike, must never meet in one run: their drafts would learn
+from neither. So datasets are mixed only if everything that says who their target is agrees, its
+embedding and head tensor by tensor. What the draft may read is what all of them hold.
+"""
+
+import logging
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from spec_data.config import differing_fields
+from spec_data.shards.errors import DatasetError
+from spec_data.shards.lossy import Tables
+from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
+from spec_data.shards.rows import CodedRows
+from spec_data.shards.schema import ALL, SUPERVISED, Column, Manifest, fingerprint
+from spec_train.data.mixed_order import Share
+from spec_train.data_option import Source
+from spec_train.origin import differing_rows
+
+log = logging.getLogger(__name__)
+
+_SAME = ("config_hash", "weights_hash", "num_layers", "quantization")
+_SAME_TOKENIZER = ("hash", "chat_template_hash", "chat_template_kwargs")
+
+
+class Documents(Protocol):
+    """What a run reads: a dataset, or several as one. See HiddenStatesDataset for the members."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def manifest(self) -> Manifest: ...
+    @property
+    def tables(self) -> dict[str, Tables]: ...
+    @property
+    def target_dir(self) -> Path: ...
+    @property
+    def lengths(self) -> np.ndarray: ...
+    @property
+    def supervised(self) -> np.ndarray: ...
+    @property
+    def first_supervised(self) -> np.ndarray: ...
+    @property
+    def id_array(self) -> pa.StringArray: ...
+    @property
+    def doc_ids(self) -> list[str]: ...
+    def __len__(self) -> int: ...
+    def target_config(self) -> dict[str, Any]: ...
+    def shard_of(self, index: int) -> str: ...
+    def wait_for(self, rows: Iterable[int], stop: threading.Event) -> bool: ...
+    def read_into(
+        self,
+        index: int,
+        out: Mapping[str, Tensor | CodedRows],
+        start: int = 0,
+        length: int | None = None,
+    ) -> int: ...
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Several datasets of one target as one; `path`, target and head are those of the first."""
+
+    datasets: tuple[HiddenStatesDataset, ...]
+    shares: tuple[Share, ...]
+    manifest: Manifest
+
+    @property
+    def path(self) -> Path:
+        """Directory of the first dataset."""
+        return self.datasets[0].path
+
+    @property
+    def target_dir(self) -> Path:
+        """The target's files in the first dataset."""
+        return self.datasets[0].target_dir
+
+    @property
+    def tables(self) -> dict[str, Tables]:
+        """None: columns are handed out decoded, for datasets may differ in tables and codecs."""
+        return {}
+
+    def target_config(self) -> dict[str, Any]:
+        """The target's configuration."""
+        return self.datasets[0].target_config()
+
+    def __len__(self) -> int:
+        return self.shares[-1].last
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens per document, int64 [N]."""
+        return np.concatenate([d.lengths for d in self.datasets])
+
+    @cached_property
+    def supervised(self) -> np.ndarray:
+        """Supervised tokens per document, int64 [N]."""
+        return np.concatenate([d.supervised for d in self.datasets])
+
+    @cached_property
+    def first_supervised(self) -> np.ndarray:
+        """Index of the first supervised token, int64 [N]; the length when there is none."""
+        return np.concatenate([d.first_supervised for d in self.datasets])
+
+    @cached_property
+    def id_array(self) -> pa.StringArray:
+        """Content hash of every document; documents that several datasets hold share one."""
+        return pa.concat_arrays([d.id_array for d in self.datasets])
+
+    @cached_property
+    def doc_ids(self) -> list[str]:
+        """Content hash of every document."""
+        return self.id_array.to_pylist()
+
+    def _locate(self, index: int) -> tuple[HiddenStatesDataset, int]:
+        for dataset, share in zip(self.datasets, self.shares, strict=True):
+            if share.first <= index < share.last:
+                return dataset, index - share.first
+        raise IndexError(f"document {index} of {len(self)}")
+
+    def shard_of(self, index: int) -> str:
+        """Path of the shard file that holds a document."""
+        dataset, row = self._locate(index)
+        return str(dataset.path / dataset.shard_of(row))
+
+    def wait_for(self, rows: Iterable[int], stop: threading.Event) -> bool:
+        """Sealed datasets can always be read."""
+        return True
+
+    def read_into(
+        self,
+        index: int,
+        out: Mapping[str, Tensor | CodedRows],
+        start: int = 0,
+        length: int | None = None,
+    ) -> int:
+        """Copy a document's tokens into `out`, as HiddenStatesDataset.read_into does."""
+        dataset, row = self._locate(index)
+        return dataset.read_into(row, out, start, length)
+
+
+def open_documents(sources: Sequence[Source]) -> HiddenStatesDataset | Mixture:
+    """Open what a run trains on; one dataset of weight 1 is itself.
+
+    Raises:
+        MissingError, DatasetError: a dataset cannot be read, or is of another target than the
+            first, or holds other supervision.
+    """
+    datasets = tuple(HiddenStatesDataset(source.path) for source in sources)
+    if len(sources) == 1 and sources[0].weight == 1:
+        return datasets[0]
+    for other in datasets[1:]:
+        _require_same_target(datasets[0], other)
+    bounds = np.cumsum([0, *map(len, datasets)]).tolist()
+    names = unique_names([source.path for source in sources])
+    shares = tuple(
+        Share(
+            name=names[i],
+            first=bounds[i],
+            last=bounds[i + 1],
+            weight=source.weight,
+            fingerprint=datasets[i].manifest.fingerprint,
+        )
+        for i, source in enumerate(sources)
+    )
+    mixture = Mixture(datasets, shares, common_manifest([d.manifest for d in datasets]))
+    copies = len(mixture) - len(mixture.id_array.unique())
+    if copies:
+        log.info(
+            "%s documents are in several datasets: each is trained on as often as all their "
+            "weights say, or held out in all of them",
+            f"{copies:,}",
+        )
+    return mixture
+
+
+def unique_names(paths: Sequence[Path]) -> list[str]:
+    """A short name per dataset: that of its directory, with #2, #3, ... where names repeat."""
+    names: list[str] = []
+    for path in paths:
+        name = path.absolute().name
+        seen = sum(other.partition("#")[0] == name for other in names)
+        names.append(f"{name}#{seen + 1}" if seen else name)
+    return names
+
+
+def common_manifest(manifests: Sequence[Manifest]) -> Manifest:
+    """The manifest of several datasets together: the first's, cut down to what all of them hold.
+
+    Raises:
+        DatasetError: their supervision differs.
+    """
+    first = manifests[0]
+    for other in manifests[1:]:
+        if other.supervision != first.supervision:
+            raise DatasetError(
+                f"{other.where}: --supervision {other.supervision}, and {first.where} has "
+                f"{first.supervision}: a run learns from one kind. Generate one of them again"
+            )
+    layers = [k for k in first.layers if all(k in other.layers for other in manifests)]
+    if any(other.layers != first.layers for other in manifests):
+        log.info(
+            "layers     %s in all datasets, of %s",
+            layers or "none",
+            "; ".join(f"{list(m.layers)} in {Path(m.where).parent.name}" for m in manifests),
+        )
+    shared = set.intersection(*({c.name for c in m.columns} for m in manifests))
+    parts = [manifest.fingerprint for manifest in manifests]
+    raw = {k: v for k, v in first.raw.items() if k != "fingerprint"} | {
+        "layers": layers,
+        "columns": [_decoded(c) for c in first.columns if c.name in shared],
+        "final": SUPERVISED if any(m.final == SUPERVISED for m in manifests) else ALL,
+        "mixed": parts,
+    }
+    raw["fingerprint"] = fingerprint(raw)
+    return Manifest(raw, first.where)
+
+
+def _decoded(column: Column) -> dict[str, Any]:
+    """A column as it is handed out: datasets differ in codecs and their tables."""
+    codec = "bf16" if column.lossy else column.codec
+    return {"name": column.name, "codec": codec, "width": column.width}
+
+
+def _require_same_target(first: HiddenStatesDataset, other: HiddenStatesDataset) -> None:
+    """Refuse a dataset of another target; warn where only the text was made in another way.
+
+    Raises:
+        DatasetError: what differs.
+    """
+    ours, theirs = first.manifest, other.manifest
+    known = {k for k in _SAME if k in ours.target and k in theirs.target}
+    differing = differing_fields(_picked(ours.target, known), _picked(theirs.target, known))
+    differing += differing_fields(vars(ours.head), vars(theirs.head))
+    if not differing:
+        differing = _differing_tensors(first, other)
+    if differing:
+        raise DatasetError(
+            f"{other.path}: states of another target than those of {first.path}, which one draft "
+            "cannot learn from:\n  " + "\n  ".join(differing) + "\nFit a draft to each of them, or "
+            "generate one of them again"
+        )
+    known = {
+        k for k in _SAME_TOKENIZER if k in ours.raw["tokenizer"] and k in theirs.raw["tokenizer"]
+    }
+    for field in differing_fields(
+        _picked(ours.raw["tokenizer"], known), _picked(theirs.raw["tokenizer"], known)
+    ):
+        log.warning(
+            "warning: %s was rendered by another tokenizer or template than %s (%s): what serving "
+            "sends can be like one of them only",
+            *(other.path, first.path, field),
+        )
+
+
+def _picked(table: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: table[name] for name in names}
+
+
+def _differing_tensors(first: HiddenStatesDataset, other: HiddenStatesDataset) -> list[str]:
+    """What differs between the stored embeddings and heads, beyond rounding to their dtypes."""
+    name = "target/head.safetensors"
+    hashes = [d.manifest.raw["files"].get(name, {}).get("sha256") for d in (first, other)]
+    if hashes[0] is not None and hashes[0] == hashes[1]:
+        return []
+    ours, theirs = (load_head_tensors(d.path) for d in (first, other))
+    return [
+        f"{tensor}: {share:.2%} of its rows differ"
+        for tensor in ("embed_tokens", "lm_head", "lm_head_bias")
+        if tensor in ours and (share := _differing_share(ours[tensor], theirs[tensor]))
+    ]
+
+
+def _differing_share(own: Tensor, other: Tensor) -> float:
+    if own.dtype == other.dtype:
+        return 0.0 if torch.equal(own, other) else max(1e-4, differing_rows(own, other))
+    return differing_rows(own, other)

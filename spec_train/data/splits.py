@@ -1,0 +1,152 @@
+"""Which documents a run trains on and which it only measures, of one dataset or of several.
+
+The split is by document id alone, so a document that several datasets hold is held out in all of
+them or in none. Of several datasets each is planned with its weight for training, and measured by
+itself, as often as its documents are there: weights change what is learned, not what is measured.
+A run that follows generation measures held-out documents of its first window alone: they are there
+when it begins, and they stay when other units are deleted.
+"""
+
+import heapq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from spec_data.shards.checksums import string_views
+from spec_data.shards.errors import DatasetError
+from spec_data.shards.follow import FollowedDataset
+from spec_train.data.following import FollowingPlan
+from spec_train.data.mixed_order import MixedPlan, PartsPlan
+from spec_train.data.mixture import Documents, Mixture
+from spec_train.data.order import BatchPlan, Selection, below_border, select_documents, split_border
+from spec_train.options import FitConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Splits:
+    """What a run trains on and what it measures on, both decided by document ids and seed."""
+
+    selection: Selection
+    train: BatchPlan
+    validation: BatchPlan
+    held_out: int  # documents kept from training; `validation` may measure fewer
+    border: int  # documents whose hashed id is below it are held out, of whatever dataset
+
+
+def make_splits(dataset: Documents, config: FitConfig, world_size: int = 1) -> Splits:
+    """Select, split and plan the documents of a dataset, or of several as one, for that many
+    processes.
+
+    Raises:
+        DatasetError: nothing is left to train on; the message says why.
+    """
+    selection = select_documents(
+        dataset.lengths, dataset.supervised, dataset.first_supervised, config.seq_len
+    )
+    usable = np.flatnonzero(selection.usable)
+    ids = dataset.id_array
+    border = split_border(ids, config.validation, config.seed, among=usable)
+    side = below_border(ids, border, config.seed, among=usable)
+    if side.all():
+        reasons = [f"{count} {reason}" for reason, count in selection.left_out.items()]
+        raise DatasetError(
+            f"{dataset.path}: no document to train on, of {len(dataset)}"
+            + (f" ({'; '.join(reasons)})" if reasons else "")
+            + (f"; {len(usable)} held out by --validation" if len(usable) else "")
+        )
+    train = _train_plan(dataset, config, usable[~side], world_size)
+    held_out = usable[side]
+    measurable = early_rows(train, held_out) if isinstance(train, FollowingPlan) else held_out
+    return Splits(
+        selection=selection,
+        train=train,
+        validation=_validation_plan(dataset, config, measurable, world_size),
+        held_out=int(side.sum()),
+        border=border,
+    )
+
+
+def _plan_options(config: FitConfig, packs: int) -> dict[str, Any]:
+    return {
+        "seq_len": config.seq_len,
+        "rows_per_batch": packs,
+        "seed": config.seed,
+        "window_tokens": config.window_tokens,
+    }
+
+
+def _mask(dataset: Documents, rows: np.ndarray) -> np.ndarray:
+    mask = np.zeros(len(dataset), dtype=bool)
+    mask[rows] = True
+    return mask
+
+
+def _train_plan(
+    dataset: Documents, config: FitConfig, rows: np.ndarray, world_size: int
+) -> BatchPlan:
+    options = _plan_options(config, config.packs_per_step(world_size))
+    mask = _mask(dataset, rows)
+    if isinstance(dataset, Mixture):
+        return MixedPlan(dataset.lengths, mask, dataset.shares, **options)
+    options["fingerprint"] = dataset.manifest.fingerprint
+    if isinstance(dataset, FollowedDataset):
+        visits = (config.epochs or 0) if config.follow_keep else 0
+        return FollowingPlan(dataset.lengths, mask, dataset.planned.units, visits, **options)
+    return BatchPlan(dataset.lengths, mask, **options)
+
+
+def early_rows(plan: FollowingPlan, held_out: np.ndarray) -> np.ndarray:
+    """Of held-out documents those of the first window, which is there before the first step; if
+    there are none, the first of all. The others are held out and never measured."""
+    early = held_out[held_out < plan.units[plan.bounds[1]]]
+    return early if len(early) else held_out[:1]
+
+
+def _validation_plan(
+    dataset: Documents, config: FitConfig, held_out: np.ndarray, world_size: int
+) -> BatchPlan:
+    """The plan of what is measured: of each of several datasets a part of its own."""
+
+    def plan(rows: np.ndarray, fingerprint: str) -> BatchPlan:
+        mask = _mask(dataset, rows)
+        options = _plan_options(config, config.batch_size * world_size)
+        return BatchPlan(dataset.lengths, mask, fingerprint=fingerprint, **options)
+
+    shares = dataset.shares if isinstance(dataset, Mixture) else ()
+    bounds = [(share.first, share.last) for share in shares] or [(0, len(dataset))]
+    groups = [held_out[(held_out >= first) & (held_out < last)] for first, last in bounds]
+    allowed = even_shares([len(group) for group in groups], config.validation_documents)
+    measured = [_lowest_ids(dataset, *pair) for pair in zip(groups, allowed, strict=True)]
+    if len(shares) < 2:
+        return plan(measured[0], dataset.manifest.fingerprint)
+    return PartsPlan(
+        {
+            share.name: plan(rows, share.fingerprint)
+            for share, rows in zip(shares, measured, strict=True)
+        }
+    )
+
+
+def even_shares(counts: list[int], limit: int) -> list[int]:
+    """How many of each group to take so that no group is starved: at most `limit` in all (0: no
+    limit), equally many of each as far as it has them."""
+    if not limit:
+        return counts
+    taken = [0] * len(counts)
+    left = limit
+    for done, i in enumerate(sorted(range(len(counts)), key=lambda i: counts[i])):
+        taken[i] = min(counts[i], left // (len(counts) - done))
+        left -= taken[i]
+    return taken
+
+
+def _lowest_ids(dataset: Documents, rows: np.ndarray, count: int) -> np.ndarray:
+    """Ids are content hashes, so the lowest ones are a fair and lasting choice."""
+    if count >= len(rows):
+        return rows
+    bounds, text = string_views(dataset.id_array)
+    letters = text.data
+    spans = zip(bounds[rows].tolist(), bounds[rows + 1].tolist(), strict=True)
+    names = [bytes(letters[a:b]) for a, b in spans]
+    return rows[heapq.nsmallest(count, range(len(names)), key=names.__getitem__)]

@@ -1,0 +1,130 @@
+"""How a tree of tokens is told to a target: its attention mask, in the form that the model takes.
+
+A row of a verification forward sees the cached tokens and its own path, each within the layer's
+window; its position is that of its depth. Models take such a mask as one 4-D tensor, or as one per
+layer type where only some layers slide. Which form a model honours is not written anywhere, so it
+is proved before use, on a small tree whose paths are also computed one by one; a model that no form
+is right for is refused. A form without the windows of the model's layers is never tried: a short
+proof would not miss them.
+
+n nodes of a tree, T tokens cached before them, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from spec_data.shards.errors import TargetError
+from spec_train.decoding.tree_growth import ROOT, DraftTree
+
+_WINDOWED, _PLAIN = "sliding_attention", "full_attention"
+_PER_TYPE, _SINGLE = "one mask per layer type", "one mask"
+_PROOF = DraftTree([3, 4, 5, 6, 7], [ROOT, ROOT, 0, 1, 2])  # two branches of different lengths
+_PROOF_PROMPT = [1, 2, 3, 4, 5, 6]
+
+
+def tree_mask(tree: DraftTree, cached: int, window: int | None) -> Tensor:
+    """What the rows of a verification see: bool [1 + n, cached + 1 + n].
+
+    Rows and the last columns are the root and the nodes of the tree; the first columns are the
+    tokens cached before, at positions 0, 1, ... A layer with a `window` sees that many positions,
+    its own included.
+    """
+    seen = torch.cat([torch.ones(1 + len(tree.tokens), cached).bool(), tree.ancestry()], dim=1)
+    if window is None:
+        return seen
+    depths = torch.tensor([0, *tree.depths])
+    positions = torch.cat([torch.arange(cached), cached + depths])
+    return seen & (cached + depths[:, None] - positions < window)
+
+
+class TreeMasks:
+    """The masks of one target, in the form that was proved for it."""
+
+    def __init__(self, model: Any) -> None:
+        """Find the form.
+
+        Raises:
+            TargetError: the model has no form that is right.
+        """
+        self._device, self._dtype = model.device, model.dtype
+        config = model.config.get_text_config()
+        self._attn = config._attn_implementation
+        self._types = set(getattr(config, "layer_types", None) or ())
+        self._window = getattr(config, "sliding_window", None)
+        if self._attn not in ("sdpa", "eager"):
+            raise TargetError(
+                f"{type(model).__name__} with {self._attn} attention takes no mask of a tree; give "
+                "--attn sdpa or eager, or draft chains (without --tree-tokens)"
+            )
+        for form in self._candidates():
+            self._form = form
+            if self._proved(model):
+                return
+        raise TargetError(
+            f"{type(model).__name__} does not honour the mask of a tree of tokens in any known "
+            "form; draft chains (without --tree-tokens)"
+        )
+
+    def _candidates(self) -> list[str]:
+        if not self._types <= {_WINDOWED, _PLAIN}:
+            return []
+        mixed = len(self._types) == 2 and self._window is not None
+        per_type = [_PER_TYPE] if self._types else []
+        return per_type if mixed else [*per_type, _SINGLE]
+
+    def layout(self, tree: DraftTree, cached: int) -> dict[str, Any]:
+        """Arguments of a verification forward over the root and the nodes of a tree."""
+        depths = torch.tensor([[0, *tree.depths]], device=self._device)
+        mask: Any
+        if self._form == _PER_TYPE:
+            mask = {
+                kind: self._mask(tree, cached, self._window if kind == _WINDOWED else None)
+                for kind in sorted(self._types)
+            }
+        else:
+            slides = self._types != {_PLAIN}
+            mask = self._mask(tree, cached, self._window if slides else None)
+        return {"attention_mask": mask, "position_ids": cached + depths}
+
+    def _mask(self, tree: DraftTree, cached: int, window: int | None) -> Tensor:
+        seen = tree_mask(tree, cached, window).to(self._device)[None, None]
+        if self._attn == "sdpa":
+            return seen
+        blocked = torch.zeros(seen.shape, dtype=self._dtype, device=self._device)
+        return blocked.masked_fill_(~seen, torch.finfo(self._dtype).min)
+
+    @torch.inference_mode()
+    def _proved(self, model: Any) -> bool:
+        """Whether the model's logits after every node are those of the node's path alone."""
+        vocab = model.get_output_embeddings().weight.shape[0]
+        prompt, root = [i % vocab for i in _PROOF_PROMPT], 8 % vocab
+        tree = DraftTree([i % vocab for i in _PROOF.tokens], _PROOF.parents)
+
+        def run(tokens: list[int], cache: Any, **layout: Any) -> Tensor:
+            ids = torch.tensor([tokens], device=self._device)
+            out = model(input_ids=ids, past_key_values=cache, use_cache=True, **layout)
+            return out.logits[0].float()
+
+        cache = DynamicCache()
+        run(prompt, cache)
+        try:
+            found = run([root, *tree.tokens], cache, **self.layout(tree, len(prompt)))
+        except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError):
+            return False  # the model takes no such argument
+        seen = tree.ancestry()
+        expected = torch.stack(
+            [
+                run(
+                    [*prompt, *(t for t, on in zip([root, *tree.tokens], row, strict=True) if on)],
+                    DynamicCache(),
+                )[-1]
+                for row in seen.tolist()
+            ]
+        )
+        difference = (found - expected).norm() / expected.std(-1, keepdim=True).expand_as(
+            expected
+        ).norm()
+        return bool(difference < max(1e-3, 16 * torch.finfo(self._dtype).eps))

@@ -1,0 +1,289 @@
+"""The options of the drafts: one frozen dataclass per draft. No torch here: `--help` is instant."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from spec_data.config import option
+from spec_data.shards.errors import DraftError
+
+
+def chosen_layers(layers: str, captured: tuple[int, ...]) -> tuple[int, ...]:
+    """The ascending layer ids that --layers asks for.
+
+    Raises:
+        DraftError: an id is no number, or not among the `captured` ones.
+    """
+    if layers == "auto":
+        return tuple(sorted(captured))
+    try:
+        wanted = sorted({int(part) for part in layers.split(",")})
+    except ValueError:
+        raise DraftError(f"layers = {layers!r}: write ids with commas, as 1,3,5") from None
+    missing = [k for k in wanted if k not in captured]
+    if missing:
+        raise DraftError(
+            f"layers = {layers}: the dataset has no layer {missing}, only {list(captured)}"
+        )
+    return tuple(wanted)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuxOptions:
+    """What drafts over captured layers share."""
+
+    layers: str = option("auto", help="layer ids to draft from, as 1,3,5; auto = all captured")
+    draft_vocab_size: int = option(
+        32000, help="most frequent supervised tokens the draft can propose; 0 = all"
+    )
+    gradient_checkpointing: bool = option(
+        False,
+        help="recompute every layer (every unroll step of EAGLE-3) in the backward pass: less "
+        "memory, up to a third more work",
+    )
+
+    def layer_ids(self, captured: tuple[int, ...]) -> tuple[int, ...]:
+        """The ascending layer ids to draft from (see `chosen_layers`)."""
+        return chosen_layers(self.layers, captured)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Options(AuxOptions):
+    """Options of the EAGLE-3 draft (arXiv 2503.01840)."""
+
+    ttt_steps: int = option(7, help="unroll steps of the training-time test = drafted depth")
+    step_decay: float = option(0.8, help="weight of unroll step s is step_decay ** s")
+    loss: str = option(
+        "ce",
+        help="loss of a slot: cross-entropy with the target's distribution, or the acceptance "
+        "losses of arXiv 2602.23881",
+        choices=("ce", "alpha", "lambda"),
+    )
+    lambda_scale: float = option(1.0, help="scale of the cross-entropy's share in loss lambda")
+    lambda_decay: float = option(3.0, help="decay of that share with the acceptance")
+    slots: str = option(
+        "serving",
+        help="which slots count: serving = known and drafted token supervised, "
+        "shifted = known token alone",
+        choices=("serving", "shifted"),
+    )
+    fc_norm: bool = option(False, help="norm every captured layer before fc (EAGLE-3.1)")
+    norm_output: bool = option(False, help="feed back the normed output (EAGLE-3.1)")
+    head_init: str = option(
+        "target", help="start of the draft's LM head", choices=("target", "random")
+    )
+
+    def __post_init__(self) -> None:
+        """Reject values outside their range."""
+        if self.ttt_steps < 1:
+            raise DraftError(f"ttt_steps = {self.ttt_steps}: at least 1")
+        if not 0 < self.step_decay <= 1:
+            raise DraftError(f"step_decay = {self.step_decay}: above 0 and at most 1")
+        if self.draft_vocab_size < 0:
+            raise DraftError(f"draft_vocab_size = {self.draft_vocab_size}: 0 (all) or more")
+        if not 0 <= self.lambda_scale <= 1:  # else a share of the loss is negative
+            raise DraftError(f"lambda_scale = {self.lambda_scale}: from 0 to 1")
+        if not 0 <= self.lambda_decay < math.inf:
+            raise DraftError(f"lambda_decay = {self.lambda_decay}: 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleOptions:
+    """Options of the EAGLE-1/2 draft (arXiv 2401.15077, 2406.16858)."""
+
+    num_layers: int = option(1, help="decoder layers of the draft")
+    regression_weight: float = option(
+        1.0, help="weight of the smooth L1 distance from the target's next final hidden state"
+    )
+    ce_weight: float = option(
+        0.1, help="weight of the cross-entropy with the target's distribution, through its head"
+    )
+    noise: float = option(
+        0.1, help="half width of the uniform noise on the input states, in training alone"
+    )
+    noise_scale: str = option(
+        "fixed",
+        help="fixed = --noise as it is, length = times 512 / tokens of the document",
+        choices=("fixed", "length"),
+    )
+    slots: str = option(
+        "serving",
+        help="which slots count: serving = known and drafted token supervised, "
+        "shifted = known token alone",
+        choices=("serving", "shifted"),
+    )
+    depth: int = option(
+        5, help="tokens drafted per round, in validation too; training looks one token ahead"
+    )
+
+    def __post_init__(self) -> None:
+        """Reject values outside their range."""
+        if self.num_layers < 1:
+            raise DraftError(f"num_layers = {self.num_layers}: at least 1")
+        if self.depth < 1:
+            raise DraftError(f"depth = {self.depth}: at least 1")
+        for name in ("regression_weight", "ce_weight", "noise"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise DraftError(f"{name} = {getattr(self, name)}: 0 or more")
+        if self.regression_weight == self.ce_weight == 0:
+            raise DraftError("regression_weight and ce_weight are both 0: nothing would be learned")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeagleOptions(AuxOptions):
+    """Options of the P-EAGLE draft (arXiv 2602.01469): all tokens of a round in one forward."""
+
+    depths: int = option(8, help="tokens drafted by one forward")
+    draft_layers: int = option(4, help="decoder layers of the draft")
+    cod_ratio: float = option(
+        0.7, help="conditional drop sampling: depth d keeps a share cod_ratio ** d of the slots"
+    )
+    cod_floor: float = option(0.2, help="smallest share of the slots that a depth keeps")
+    mask_token_id: int = option(
+        -1,
+        help="token that stands for the unknown ones at depth 1 and deeper; -1 = one that text "
+        "does not use",
+    )
+    segments: int = option(
+        1,
+        help="parts of a row that are trained one after another: the same gradient, less memory; "
+        "what comes before a part in its documents is computed again for it",
+    )
+    slots: str = option(
+        "serving",
+        help="which slots count: serving = known and drafted token supervised, "
+        "shifted = known token alone",
+        choices=("serving", "shifted"),
+    )
+    fc_norm: bool = option(False, help="norm every captured layer before fc (EAGLE-3.1)")
+    head_init: str = option(
+        "target", help="start of the draft's LM head", choices=("target", "random")
+    )
+
+    def __post_init__(self) -> None:
+        """Reject values outside their range."""
+        for name in ("depths", "draft_layers", "segments"):
+            if getattr(self, name) < 1:
+                raise DraftError(f"{name} = {getattr(self, name)}: at least 1")
+        for name in ("draft_vocab_size", "mask_token_id"):
+            least = -1 if name == "mask_token_id" else 0
+            if getattr(self, name) < least:
+                raise DraftError(f"{name} = {getattr(self, name)}: {least} or more")
+        if not 0 < self.cod_ratio <= 1:
+            raise DraftError(f"cod_ratio = {self.cod_ratio}: above 0 and at most 1")
+        if not 0 <= self.cod_floor <= 1:
+            raise DraftError(f"cod_floor = {self.cod_floor}: from 0 to 1")
+
+    @property
+    def norm_output(self) -> bool:
+        """Nothing is fed back here, so nothing is normed for it."""
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockOptions(AuxOptions):
+    """What DSpark and DFlash share: drafts that propose a whole block in one forward."""
+
+    draft_vocab_size: int = option(
+        0, help="most frequent supervised tokens the draft can propose; 0 = all"
+    )
+    num_draft_layers: int = option(5, help="decoder layers of the draft")
+    block_size: int = option(7, help="slots of a block: the anchor token, then mask tokens")
+    layout: str = option(
+        "anchor",
+        help="anchor = every slot drafts the token after its own; mask = the mask slots draft "
+        "their own tokens, the anchor's slot none",
+        choices=("anchor", "mask"),
+    )
+    mask_token_id: int = option(
+        -1,
+        help="token of the slots after the anchor; -1 = one that the target's tokenizer leaves "
+        "unused, else a reserved, padding or unseen one",
+        metavar="ID",
+    )
+    num_anchors: int = option(512, help="blocks sampled per pack in a step, at most")
+    loss_decay_gamma: float = option(
+        4.0, help="weight of the d-th draft of a block is exp(-d / gamma), d from 0; 0 = all 1"
+    )
+    ce_target: str = option(
+        "tokens",
+        help="what the cross-entropy is taken with: the document's tokens (as published), or the "
+        "teacher's distribution",
+        choices=("tokens", "teacher"),
+    )
+    ce_weight: float = option(0.1, help="weight of the cross-entropy")
+    l1_weight: float = option(0.9, help="weight of the L1 distance to the target's distribution")
+
+    def __post_init__(self) -> None:
+        """Reject values outside their range."""
+        least = 1 if self.layout == "anchor" else 2
+        if self.block_size < least:
+            raise DraftError(
+                f"block_size = {self.block_size}: at least {least} in layout {self.layout}"
+            )
+        for name, value, bound in (
+            ("num_draft_layers", self.num_draft_layers, 1),
+            ("num_anchors", self.num_anchors, 1),
+            ("draft_vocab_size", self.draft_vocab_size, 0),
+            ("mask_token_id", self.mask_token_id, -1),
+            ("loss_decay_gamma", self.loss_decay_gamma, 0),
+            ("ce_weight", self.ce_weight, 0),
+            ("l1_weight", self.l1_weight, 0),
+        ):
+            if not bound <= value < math.inf:
+                raise DraftError(f"{name} = {value}: {bound} or more")
+        if self.ce_weight == self.l1_weight == 0:
+            raise DraftError("ce_weight and l1_weight are both 0: nothing would train the drafts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkOptions(BlockOptions):
+    """Options of the DSpark draft (DeepSpec): a block draft with Markov and confidence heads."""
+
+    confidence_weight: float = option(
+        1.0, help="weight of the confidence head's loss; 0 = no confidence head"
+    )
+    markov_rank: int = option(256, help="rank of the previous token's bias; 0 = no Markov head")
+    markov_head_type: str = option(
+        "vanilla",
+        help="form of that bias; vLLM and llama.cpp serve vanilla alone",
+        choices=("vanilla", "gated", "rnn"),
+    )
+
+    def __post_init__(self) -> None:
+        """Reject values outside their range."""
+        super().__post_init__()
+        if self.markov_rank < 0:
+            raise DraftError(f"markov_rank = {self.markov_rank}: 0 (no Markov head) or more")
+        if not 0 <= self.confidence_weight < math.inf:
+            raise DraftError(f"confidence_weight = {self.confidence_weight}: 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashOptions(BlockOptions):
+    """Options of the DFlash draft (arXiv 2602.06036): a block draft without further heads."""
+
+    confidence_weight: ClassVar[float] = 0.0
+    markov_rank: ClassVar[int] = 0
+    markov_head_type: ClassVar[str] = "vanilla"
+    block_size: int = option(16, help="slots of a block: the anchor token, then mask tokens")
+    layout: str = option(
+        "mask",
+        help="mask = the mask slots draft their own tokens, the anchor's slot none (what engines "
+        "serve as DFlash); anchor = every slot drafts the token after its own (served as DSpark)",
+        choices=("mask", "anchor"),
+    )
+    loss_decay_gamma: float = option(
+        7.0, help="weight of the d-th draft of a block is exp(-d / gamma), d from 0; 0 = all 1"
+    )
+    ce_weight: float = option(1.0, help="weight of the cross-entropy")
+    l1_weight: float = option(0.0, help="weight of the L1 distance to the target's distribution")
+
+
+DRAFT_OPTIONS: dict[str, type] = {
+    "eagle": EagleOptions,
+    "eagle3": Eagle3Options,
+    "peagle": PeagleOptions,
+    "dspark": DSparkOptions,
+    "dflash": DFlashOptions,
+}

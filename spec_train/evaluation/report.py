@@ -1,0 +1,349 @@
+"""`spec-train eval`: measure a draft on a dataset, against its target, or both, and report.
+
+`run_eval` prints a table, writes every figure to --json, and fails (exit code 1) when greedy output
+differed from plain decoding by more than the dtype's noise, or when no prompt was answered. Its
+`acceptance_length` is that of real decoding where a target was given, else that of the serving-like
+walk over the dataset; null where there was nothing to measure.
+"""
+
+import json
+import logging
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from spec_data import __version__
+from spec_data.config import to_dict
+from spec_data.devices import compute_dtype, usable_device
+from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
+from spec_data.shards.files import dump_json, write_atomically
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.schema import Manifest
+from spec_train.data_option import parse_sources
+from spec_train.drafts import Draft, load_draft
+from spec_train.evaluation.on_dataset import check_fit, evaluate_data
+from spec_train.evaluation.on_target import (
+    check_draft,
+    check_tokenizer,
+    evaluate_target,
+    load_target,
+)
+from spec_train.evaluation.prompts import Prompt, parse_template_kwargs, read_prompts
+from spec_train.metrics import shown
+from spec_train.options import EvalConfig
+from spec_train.training.checkpoint import resolve_draft_dir
+
+log = logging.getLogger(__name__)
+
+_RUN_FIELDS = ("seed", "validation", "seq_len")
+_UNKNOWN_KWARGS = (
+    "neither the draft nor its training data says with which chat template kwargs the data was "
+    "rendered, so prompts are rendered without any; if there were some, give --chat-template-kwargs"
+)
+
+
+def run_eval(config: EvalConfig) -> dict[str, Any]:
+    """Evaluate as `config` says; gives the figures that --json holds.
+
+    Raises:
+        SpecDataError: draft, dataset, target or prompts do not exist or do not fit together.
+        RunError: greedy decoding with the draft was not what the target alone says, or no prompt
+            could be answered.
+    """
+    _check_outputs(config)
+    folder = resolve_draft_dir(config.draft)
+    run = read_run(Path(config.draft), folder)
+    device = usable_device(config.device)
+    prompts = read_prompts(Path(config.prompts), config.limit) if config.prompts else []
+    draft: Any = load_draft(folder).eval()
+    warnings: list[str] = []
+    if config.data is not None:  # what does not fit is said before the target is loaded
+        _warn(warnings, check_fit(draft, HiddenStatesDataset(config.data)))
+    _set_threshold(draft, config.confidence_threshold, folder)
+    depth = config.draft_tokens or draft.depth
+    if draft.max_depth is not None and depth > draft.max_depth:
+        raise ConfigError(
+            f"--draft-tokens {depth}: {folder} can draft {draft.max_depth} tokens per round"
+        )
+    report: dict[str, Any] = {
+        "acceptance_length": None,
+        "draft": str(folder),
+        "warnings": warnings,
+    }
+    saved: list[dict[str, list[int]]] = []
+    if config.target is not None:
+        found, saved = _decode(config, draft, device, depth, run, prompts, warnings)
+        report |= found
+    else:
+        draft.to(device, compute_dtype(config.dtype, device))
+    if config.data is not None:
+        report["data"] = evaluate_data(
+            draft, Path(config.data), split=config.split, run=run, depth=depth, limit=config.limit
+        )
+        if config.target is None:
+            report["acceptance_length"] = report["data"]["walk"]["acceptance_length"]
+    _warn(warnings, _unmeasured(report))
+    report |= _setting(draft, device, depth) | {"options": to_dict(config)}
+    if config.save_responses:
+        lines = "".join(json.dumps(row) + "\n" for row in saved)
+        write_atomically(Path(config.save_responses), lines)
+    if config.json:
+        write_atomically(Path(config.json), dump_json(report))
+    print(table(report))
+    _require_answers(report)
+    _require_lossless(report)
+    return report
+
+
+def _set_threshold(draft: Any, threshold: float, folder: Path) -> None:
+    """Let a draft that forecasts its acceptance stop early."""
+    if not threshold:
+        return
+    if getattr(draft, "confidence_head", None) is None:
+        raise ConfigError(
+            f"--confidence-threshold {threshold}: {folder} has no confidence head; leave it out"
+        )
+    draft.confidence_threshold = threshold
+
+
+def _decode(
+    config: EvalConfig,
+    draft: Draft,
+    device: torch.device,
+    depth: int,
+    run: dict[str, Any] | None,
+    prompts: Sequence[Prompt],
+    warnings: list[str],
+) -> tuple[dict[str, Any], list[dict[str, list[int]]]]:
+    """Load the target, check that everything belongs together, decode; moves the draft to it.
+
+    Appends to `warnings`.
+    """
+    model, tokenizer = load_target(config, device)
+    _warn(warnings, check_draft(draft, model))
+    draft.to(device, model.dtype)
+    trained = trained_rendering(draft.config.origin, run)
+    kwargs: dict[str, Any] = trained.get("chat_template_kwargs", {})
+    if config.chat_template_kwargs is not None:
+        kwargs = parse_template_kwargs(config.chat_template_kwargs)
+    elif "chat_template_kwargs" not in trained and tokenizer.chat_template:
+        _warn(warnings, [_UNKNOWN_KWARGS])
+    _warn(warnings, check_tokenizer(tokenizer, kwargs, trained))
+    found, saved = evaluate_target(
+        draft, model, tokenizer, config, prompts, depth=depth, template_kwargs=kwargs
+    )
+    return {"target": config.target, "chat_template_kwargs": kwargs} | found, saved
+
+
+def _warn(warnings: list[str], found: list[str]) -> None:
+    for warning in found:
+        log.warning("warning: %s", warning)
+    warnings += found
+
+
+def trained_rendering(origin: dict[str, Any], run: dict[str, Any] | None) -> dict[str, Any]:
+    """How the training data was rendered, as far as the draft's `origin` or its run says.
+
+    `chat_template_kwargs`, `chat_template_hash`, and `folder` with the target's tokenizer.
+    """
+    found = dict(origin)
+    if run is not None:
+        found["folder"] = Path(run["data"]) / "target"
+        if run["chat_template_kwargs"] is not None:
+            found.setdefault("chat_template_kwargs", run["chat_template_kwargs"])
+    return found
+
+
+def _check_outputs(config: EvalConfig) -> None:
+    """A path that cannot be written is an error before the work, not after it."""
+    for flag, name in (("--json", config.json), ("--save-responses", config.save_responses)):
+        if name is not None and (not Path(name).parent.is_dir() or Path(name).is_dir()):
+            raise ConfigError(f"{flag} {name}: not a file in an existing directory")
+
+
+def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
+    """What is known of the run that made the draft: None for a draft without one.
+
+    Gives the run's seed, validation and seq_len, the path of its `data` (the first of several), the
+    fingerprints of its `datasets`, the `split_rule` and `split_border` that chose its held-out
+    documents (a border of None: not recorded), and the `chat_template_kwargs` that the data was
+    rendered with (None where it cannot be read any more).
+
+    Raises:
+        ConfigError: a fit.json that is not one.
+    """
+    for place in (given, given.parent, folder.parent):
+        if (place / "fit.json").is_file() and (place / "run.json").is_file():
+            break
+    else:
+        return None
+    try:
+        options = json.loads((place / "fit.json").read_text(encoding="utf-8"))
+        run = json.loads((place / "run.json").read_text(encoding="utf-8"))
+        identity, notes = run["identity"], run.get("notes", {})
+        found = {name: options[name] for name in _RUN_FIELDS}
+        found["data"] = parse_sources(options["data"])[0].path
+        fingerprints = identity["dataset"]
+        found["datasets"] = [fingerprints] if isinstance(fingerprints, str) else fingerprints
+        found["follow"] = identity.get("follow", False)
+        found["split_rule"] = identity.get("split_rule")
+        found["split_border"] = notes.get("split_border")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{place}: fit.json or run.json is damaged ({type(error).__name__}: {error}); restore "
+            "it, or copy the draft directory alone to evaluate it without its run"
+        ) from None
+    found["chat_template_kwargs"] = None
+    try:
+        raw = Manifest.read(found["data"] / "manifest.json").raw
+        found["chat_template_kwargs"] = raw["tokenizer"].get("chat_template_kwargs")
+    except (MissingError, DatasetError):
+        log.info("%s: the training data is gone; its tokenizer is not compared", found["data"])
+    return found
+
+
+def _setting(draft: Draft, device: torch.device, depth: int) -> dict[str, Any]:
+    """Where and how the figures were measured."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    return {
+        "draft_tokens": depth,
+        "dtype": str(draft.embed_tokens.weight.dtype).removeprefix("torch."),
+        "device": f"{device} {name}".strip(),
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "spec-data": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _unmeasured(report: dict[str, Any]) -> list[str]:
+    """Warnings for figures that are null because nothing was there to measure."""
+    found = []
+    if "target" in report and report["responses"] and not report["rounds"]:
+        found.append(
+            "no draft was verified: every response ended with the token that the prompt alone "
+            "gives. Raise --max-new-tokens, or give prompts with longer answers"
+        )
+    if "data" in report and not report["data"]["walk"]["rounds"]:
+        found.append(
+            "no round in the dataset: none of the measured documents has a supervised token after "
+            "a known one. Measure more of them, or documents with longer answers"
+        )
+    return found
+
+
+def _require_answers(report: dict[str, Any]) -> None:
+    if "target" in report and not report["responses"]:
+        raise RunError(
+            f"nothing was measured: none of {report['prompts']} prompts leaves room for an answer "
+            "in the target's context; give shorter ones"
+        )
+
+
+def _require_lossless(report: dict[str, Any]) -> None:
+    different = report.get("different")
+    if different:
+        raise RunError(
+            f"greedy decoding with the draft differs from the target alone in {len(different)} of "
+            f"{report['responses']} responses, beyond ties:\n  " + "\n  ".join(different[:5])
+        )
+
+
+def table(report: dict[str, Any]) -> str:
+    """The figures as aligned lines: name, value, meaning."""
+    lines: list[tuple[str, str, str]] = []
+    if "target" in report:
+        lines += _decoding_lines(report)
+    if "data" in report:
+        lines += _data_lines(report["data"])
+    name_width = max(len(name) for name, _, _ in lines)
+    value_width = max(len(value) for _, value, _ in lines)
+    return "\n".join(
+        f"{name:<{name_width}}  {value:>{value_width}}  {meaning}".rstrip()
+        for name, value, meaning in lines
+    )
+
+
+def _decoding_lines(report: dict[str, Any]) -> list[tuple[str, str, str]]:
+    kind = "greedy" if report["temperature"] == 0 else f"temperature {report['temperature']:g}"
+    lines = [
+        ("real decoding", "", f"{report['target']}, {kind}, {report['dtype']}, {report['device']}"),
+        (
+            "  acceptance length",
+            shown(report["acceptance_length"]),
+            f"tokens per target verification, {_drafted(report)}",
+        ),
+        ("  accepted by depth", "", _rates(report["accept_rate"])),
+        (
+            "  rounds",
+            f"{report['rounds']:,}",
+            f"verifications, in {report['responses']:,} responses; {report['draft_passes']:,} "
+            "passes of the draft",
+        ),
+        (
+            "  tokens",
+            f"{report['tokens']:,}",
+            f"{report['stopped']:,} responses ended by themselves",
+        ),
+        ("  tokens/s", f"{report['tokens_per_second']:.1f}", "with the draft, prefill included"),
+        ("  tokens/s plain", f"{report['plain_tokens_per_second']:.1f}", "the target alone"),
+        ("  speed-up", shown(report["speedup"], 2) + "x", "in this implementation, batch of one"),
+    ]
+    if report["identical"] is not None:
+        wrong = len(report["different"])
+        meaning = f"responses equal to plain greedy decoding; {report['ties']} ties, {wrong} wrong"
+        lines.append(("  lossless", f"{report['identical']}/{report['responses']}", meaning))
+    if report["too_long"]:
+        lines.append(("  left out", str(len(report["too_long"])), "prompts that fill the context"))
+    return lines
+
+
+def _drafted(report: dict[str, Any]) -> str:
+    depth, nodes = report["draft_tokens"], report["tree_tokens"]
+    if not nodes:
+        return f"{depth} drafted each"
+    return f"trees of {nodes} drafted tokens, {depth} deep, top {report['tree_topk']} each"
+
+
+def _data_lines(data: dict[str, Any]) -> list[tuple[str, str, str]]:
+    walk, slots, forced = data["walk"], data["slots"], data["teacher_forced"]
+    rates = [
+        forced[f"accept_rate/{d}"] for d in range(1, len(forced)) if f"accept_rate/{d}" in forced
+    ]
+    return [
+        ("dataset", "", f"{data['path']}, {data['split']}: {data['documents']:,} documents"),
+        (
+            "  serving-like length",
+            shown(walk["acceptance_length"]),
+            f"own tokens and states, {walk['rounds']:,} rounds: predicts real greedy decoding",
+        ),
+        ("  accepted by depth", "", _rates(walk["accept_rate"])),
+        (
+            "  over all slots",
+            shown(slots["acceptance_length"]),
+            f"the same from every supervised token, {slots['rounds']:,} chains",
+        ),
+        (
+            "  teacher-forced length",
+            shown(forced["acceptance_length"]),
+            "the documents' tokens at every depth, as in training",
+        ),
+        ("  accepted by depth", "", _rates(rates)),
+        (
+            "  on-policy",
+            f"{data['on_policy']:.1%}",
+            f"of {data['supervised_tokens']:,} tokens are the target's own greedy choice",
+        ),
+        ("  censored", f"{walk['censored']:.1%}", "of rounds leave the document, then estimated"),
+    ]
+
+
+def _rates(rates: list[float | None]) -> str:
+    return " ".join("-" if r is None else f"{r:.2f}" for r in rates)

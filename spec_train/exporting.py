@@ -1,0 +1,118 @@
+"""`spec-train export`: check a draft, write it in another form, read it back and compare.
+
+The draft is read into its class first, so that whatever is written was a whole, consistent draft;
+the files come from what the class saves, never from the directory that was read.
+"""
+
+import dataclasses
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spec_data.shards.errors import ConfigError, DraftError, RunError
+from spec_train.drafts import load_draft
+from spec_train.formats.draft_files import DraftFiles, write_files
+from spec_train.formats.forms import write_form
+from spec_train.formats.preflight import READERS, preflight, refusals
+from spec_train.formats.preflight_notes import Finding, Subject
+from spec_train.formats.target_facts import TargetFacts, read_target
+from spec_train.options import ExportConfig
+from spec_train.training.checkpoint import resolve_draft_dir
+
+log = logging.getLogger(__name__)
+
+
+def run_export(config: ExportConfig) -> dict[str, list[Finding]]:
+    """Export or check as `config` says; gives the findings by engine.
+
+    Raises:
+        SpecDataError: the draft cannot be read, the format cannot hold it, or who reads that
+            format would not load it or not read it as it was trained.
+        RunError: what was written reads back as another draft.
+    """
+    target = read_target(config.target) if config.target else TargetFacts()
+    folder = resolve_draft_dir(config.draft)
+    draft = load_draft(folder, target)
+    own = draft.files(_dtype_of(draft), str(folder))
+    name = Path(config.out).name if config.out else folder.resolve().name
+    found = preflight(Subject(own, target, name, config.format or "vllm"))
+    if config.check:
+        print(report(found, own))
+    if config.format is None:
+        return found
+    if refused := refusals(found, config.format):
+        lines = "\n  ".join(f"{finding.engine}: {finding.text}" for finding in refused)
+        raise DraftError(f"{folder} cannot be exported as {config.format}:\n  {lines}")
+    written = write_form(own, config.format, target)
+    if config.out is not None:
+        _write_once(written, own, Path(config.out), target)
+        _say(found, config, draft, written)
+    return found
+
+
+def _dtype_of(draft: Any) -> torch.dtype:
+    return next(p.dtype for p in draft.parameters())
+
+
+def _write_once(written: DraftFiles, own: DraftFiles, out: Path, target: TargetFacts) -> None:
+    """Write beside `out`, prove, then rename: no half-written directory has that name."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out}: exists already; name a new directory")
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        write_files(written, temporary)
+        _prove(temporary, own, target)
+        if out.exists():
+            out.rmdir()
+        temporary.rename(out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _prove(folder: Path, own: DraftFiles, target: TargetFacts) -> None:
+    """What was written must read back as the draft it was made of, bit for bit."""
+    embedding = own.tensors.get("embed_tokens.weight")
+    if target.embedding is None:  # a form without it takes the target's, which this one is
+        target = dataclasses.replace(target, embedding=embedding)
+    again = load_draft(folder, target)
+    back = again.files(_dtype_of(again), str(folder))
+    wrong = [name for name in own.tensors if not _same(own.tensors[name], back.tensors.get(name))]
+    wrong += [name for name in back.tensors if name not in own.tensors]
+    if wrong or back.config != own.config:
+        raise RunError(
+            f"{folder}: what was written reads back as another draft ("
+            f"{', '.join(wrong) or 'its config differs'}); this is a fault of spec-train, report it"
+        )
+
+
+def _same(a: torch.Tensor, b: torch.Tensor | None) -> bool:
+    return b is not None and a.dtype == b.dtype and torch.equal(a, b)
+
+
+def report(found: dict[str, list[Finding]], own: DraftFiles) -> str:
+    """The findings of every engine as lines, and what the draft is."""
+    section = own.config["spec_train"]
+    layers = section.get("layers")
+    reads = f"layers {layers} (outputs of blocks)" if layers else "final hidden states"
+    lines = [f"{own.where}: {section['draft']}, reads {reads}"]
+    for findings in found.values():
+        lines += [f"  {f.level:<7}{f.engine}: {f.text}" for f in findings]
+    return "\n".join(lines)
+
+
+def _say(
+    found: dict[str, list[Finding]], config: ExportConfig, draft: Any, written: DraftFiles
+) -> None:
+    """Name what was written, and how to serve it."""
+    engines = () if config.check else ("spec-train", *READERS[config.format or "hf"])
+    for finding in (f for engine in engines for f in found[engine] if f.level == "warn"):
+        log.warning("warning: %s: %s", finding.engine, finding.text)
+    size = sum(value.nbytes for value in written.tensors.values())
+    log.info(
+        "%s: %s draft for %s, %d tensors, %.1f MB; read back equal",
+        *(config.out, draft.name, config.format, len(written.tensors), size / 1e6),
+    )

@@ -1,0 +1,203 @@
+"""DSpark and DFlash in the forms of engines and trainers, to and from our checkpoints.
+
+Engines share the target's embedding and head with a draft over the full vocabulary, so the forms
+for them carry neither: llama.cpp would tie the head to an embedding that it finds alone. Layer ids
+are outputs of blocks in every flat form, inputs in the speculators one. Which slot drafts first is
+always written: what readers take for granted differs.
+"""
+
+from typing import Any
+
+import torch
+
+from spec_data.config import to_dict
+from spec_data.shards.errors import DraftError
+from spec_train.draft_options import DFlashOptions, DSparkOptions
+from spec_train.formats import speculators
+from spec_train.formats.draft_files import DraftFiles
+from spec_train.formats.flat import (
+    MASK_KEYS,
+    SECTION,
+    drop_target_head,
+    own_vocabulary,
+    plain_names,
+    refuse_set,
+    section_of,
+    shape_of,
+    with_target_weights,
+)
+from spec_train.formats.target_facts import TargetFacts
+
+DSPARK, DFLASH = "Qwen3DSparkModel", "DFlashDraftModel"
+ARCHITECTURES = (DSPARK, "DSparkDraftModel", "DSparkSpeculator")
+DFLASH_ARCHITECTURES = (DFLASH, "DFlashSpeculator")
+INPUT_KEY = "aux_hidden_state_layer_ids"
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+def to_flat(own: DraftFiles, target: TargetFacts) -> DraftFiles:
+    """For vLLM, SGLang and llama.cpp: our checkpoint without the target's embedding."""
+    tensors = {name: value for name, value in own.tensors.items() if name != _EMBEDDING}
+    return DraftFiles(own.config, tensors, own.where)
+
+
+def to_speculators(own: DraftFiles, target: TargetFacts) -> DraftFiles:
+    """For the speculators library, and vLLM through it."""
+    raw = own.config
+    published = DFLASH in raw["architectures"]
+    fields: dict[str, Any] = {
+        INPUT_KEY: [k + 1 for k in raw[SECTION]["layers"]],
+        "block_size": raw["block_size"],
+        "mask_token_id": raw["mask_token_id"],
+        "sample_from_anchor": raw["sample_from_anchor"],
+        "sliding_window_non_causal": True,
+        "target_hidden_size": raw["target_hidden_size"],
+        "num_target_layers": raw["num_target_layers"],
+    }
+    if not published:
+        fields |= {
+            "markov_rank": raw["markov_rank"],
+            "markov_head_type": raw["markov_head_type"],
+            "enable_confidence_head": raw["enable_confidence_head"],
+            "confidence_head_with_markov": raw["confidence_head_with_markov"],
+        }
+    config = speculators.wrap(
+        raw,
+        "dflash" if published else "dspark",
+        "DFlashSpeculator" if published else "DSparkSpeculator",
+        raw["block_size"] - (0 if raw["sample_from_anchor"] else 1),
+        target,
+        **fields,
+    )
+    return DraftFiles(config, to_flat(own, target).tensors, own.where)
+
+
+def to_deepspec(own: DraftFiles, target: TargetFacts) -> DraftFiles:
+    """For DeepSpec's trainer, whose class holds copies of the target's embedding and head.
+
+    Raises:
+        DraftError: a reduced vocabulary, the other block layout, or no target to copy from.
+    """
+    raw = own.config
+    if raw["draft_vocab_size"] != raw["vocab_size"]:
+        raise DraftError(f"{own.where}: DeepSpec's drafts propose from the full vocabulary")
+    if not raw["sample_from_anchor"]:
+        raise DraftError(f"{own.where}: in DeepSpec's blocks the anchor's slot drafts, here not")
+    if target.head is None:
+        raise DraftError(
+            f"{own.where}: DeepSpec's checkpoints hold a copy of the target's LM head; give "
+            "--target with the target's directory"
+        )
+    head = target.head.detach().to("cpu", own.tensors["fc.weight"].dtype, copy=True)
+    return DraftFiles(raw | {"architectures": [DSPARK]}, own.tensors | {_HEAD: head}, own.where)
+
+
+def from_speculators(flat: DraftFiles, depth: int | None, target: TargetFacts) -> DraftFiles:
+    """Our checkpoint of unwrapped files in the speculators form."""
+    raw = dict(flat.config)
+    if "sample_from_anchor" not in raw:
+        raise DraftError(
+            f"{flat.config_path}: has no sample_from_anchor, which vLLM then takes for false and "
+            "the speculators library, for DSpark, for true; write the value it was trained with"
+        )
+    if INPUT_KEY not in raw:
+        raise DraftError(f"{flat.config_path}: lacks {INPUT_KEY}")
+    raw["target_layer_ids"] = [k - 1 for k in raw.pop(INPUT_KEY)]
+    dflash = set(raw.get("architectures") or ()) & {"DFlashSpeculator", "DFlashDraftModel"}
+    raw["architectures"] = [DFLASH if dflash else DSPARK]
+    return from_flat(DraftFiles(raw, flat.tensors, flat.where), depth, target)
+
+
+def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> DraftFiles:
+    """Our checkpoint of a flat one, whoever wrote it.
+
+    Raises:
+        DraftError: it computes something that our block drafts do not, or weights are missing.
+    """
+    raw = {**files.config, **(files.config.get("dflash_config") or {})}
+    dflash = bool(set(raw.get("architectures") or ()) & set(DFLASH_ARCHITECTURES))
+    what = "a block draft"
+    refuse_set(files, what, hidden_act="silu", attention_bias=False, tie_word_embeddings=False)
+    refuse_set(files, what, use_sliding_window=False, is_causal=False, norm_before_residual=False)
+    if raw.get("causal"):
+        raise DraftError(f"{files.config_path}: causal blocks cannot be represented")
+    blocks = _needed(files, raw, "num_hidden_layers")
+    if set(raw.get("layer_types") or ()) - {"full_attention"}:
+        raise DraftError(f"{files.config_path}: layers with sliding windows are not represented")
+    layers = tuple(raw.get("target_layer_ids") or raw.get("dspark_target_layer_ids") or ())
+    if not layers or list(layers) != sorted(set(layers)):
+        raise DraftError(
+            f"{files.config_path}: target_layer_ids {list(layers)} are not ascending and unique"
+        )
+    shape = shape_of(files)
+    config = shape | {
+        "architectures": [DFLASH if dflash and not raw.get("sample_from_anchor") else DSPARK],
+        "model_type": "qwen3",
+        "num_hidden_layers": blocks,
+        "num_target_layers": raw.get("num_target_layers") or target.num_layers,
+        "block_size": raw.get("block_size") or raw.get("dspark_block_size"),
+        "mask_token_id": next((raw[k] for k in MASK_KEYS if raw.get(k) is not None), None),
+        "sample_from_anchor": raw.get("sample_from_anchor", not dflash),
+        "markov_rank": raw.get("markov_rank", 0),
+        "markov_head_type": raw.get("markov_head_type", "vanilla"),
+        "enable_confidence_head": bool(raw.get("enable_confidence_head", False)),
+    }
+    for name in ("num_target_layers", "block_size", "mask_token_id"):
+        _needed(files, config, name)
+    with_markov = raw.get("confidence_head_with_markov", False)
+    if config["enable_confidence_head"] and bool(with_markov) != (config["markov_rank"] > 0):
+        raise DraftError(
+            f"{files.config_path}: confidence_head_with_markov = {with_markov} with markov_rank "
+            f"{config['markov_rank']}: ours reads the Markov embedding whenever there is one"
+        )
+    kind = (raw.get(SECTION) or {}).get("draft") or ("dflash" if dflash else "dspark")
+    options = _options(kind, config, layers, raw.get("num_anchors"))
+    config[SECTION] = section_of(files, kind, layers, options)
+    return DraftFiles(config, _own_tensors(files, config, target), files.where)
+
+
+def _needed(files: DraftFiles, raw: dict[str, Any], name: str) -> Any:
+    if raw.get(name) is None:
+        raise DraftError(f"{files.config_path}: lacks {name}")
+    return raw[name]
+
+
+def _options(
+    kind: str, config: dict[str, Any], layers: tuple[int, ...], anchors: int | None
+) -> dict[str, Any]:
+    """Options that a fresh draft of this shape would have had; the rest are defaults."""
+    common: dict[str, Any] = {
+        "layers": ",".join(map(str, layers)),
+        "draft_vocab_size": config["draft_vocab_size"],
+        "num_draft_layers": config["num_hidden_layers"],
+        "block_size": config["block_size"],
+        "layout": "anchor" if config["sample_from_anchor"] else "mask",
+        "mask_token_id": config["mask_token_id"],
+        "num_anchors": anchors or DSparkOptions.num_anchors,
+    }
+    if kind == "dflash":
+        return to_dict(DFlashOptions(**common))
+    return to_dict(
+        DSparkOptions(
+            **common,
+            markov_rank=config["markov_rank"],
+            markov_head_type=config["markov_head_type"],
+            confidence_weight=1.0 if config["enable_confidence_head"] else 0.0,
+        )
+    )
+
+
+def _own_tensors(
+    files: DraftFiles, config: dict[str, Any], target: TargetFacts
+) -> dict[str, torch.Tensor]:
+    """Ours hold the embedding always, the head's rows only of a draft vocabulary."""
+    tensors = plain_names(files.tensors)
+    full = config["draft_vocab_size"] == config["vocab_size"]
+    if full:
+        tensors = drop_target_head(tensors, files, target)
+    if not full and not {_HEAD, "d2t"} <= tensors.keys():
+        raise DraftError(
+            f"{files.weights_path}: a reduced draft vocabulary needs lm_head.weight and d2t"
+        )
+    tensors = with_target_weights(tensors, files, target, config["dtype"], (_EMBEDDING,))
+    return own_vocabulary(tensors, config["vocab_size"], config["draft_vocab_size"])

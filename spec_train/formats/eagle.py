@@ -1,0 +1,62 @@
+"""EAGLE-1/2 in the forms of engines, to and from our checkpoints.
+
+Our checkpoint is vLLM's form. SGLang knows the same weights under another name, and always has a
+bias in `fc`, which it leaves at random values when the file has none: it gets zeros.
+"""
+
+import torch
+
+from spec_data.config import to_dict
+from spec_data.shards.errors import DraftError
+from spec_train.draft_options import EagleOptions
+from spec_train.formats.draft_files import DraftFiles
+from spec_train.formats.flat import (
+    drop_target_head,
+    plain_names,
+    refuse_set,
+    section_of,
+    shape_of,
+    with_target_weights,
+)
+from spec_train.formats.target_facts import TargetFacts
+
+OWN, SGLANG = "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"
+ARCHITECTURES = (OWN, SGLANG, "LlamaForCausalLM")  # the last is SafeAILab's
+_BIAS = "fc.bias"
+
+
+def to_sglang(own: DraftFiles, target: TargetFacts) -> DraftFiles:
+    """For SGLang."""
+    weight = own.tensors["fc.weight"]
+    tensors = own.tensors | {_BIAS: torch.zeros(weight.shape[0], dtype=weight.dtype)}
+    return DraftFiles(own.config | {"architectures": [SGLANG], "bias": True}, tensors, own.where)
+
+
+def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> DraftFiles:
+    """Our checkpoint of a flat one, whoever wrote it.
+
+    Raises:
+        DraftError: it computes something that our EAGLE-1/2 does not, or weights are missing.
+    """
+    what = "an EAGLE-1/2 draft"
+    refuse_set(files, what, hidden_act="silu", attention_bias=False, mlp_bias=False)
+    tensors, shape = plain_names(files.tensors), shape_of(files)
+    bias = tensors.pop(_BIAS, None)
+    if bias is not None and bool(bias.any()):
+        raise DraftError(f"{files.weights_path}: fc has a bias; ours, as vLLM's, has none")
+    if "layers.0.input_layernorm.weight" in tensors:
+        raise DraftError(
+            f"{files.weights_path}: the first layer norms its input; that of {what} does not"
+        )
+    tensors = drop_target_head(tensors, files, target)
+    tensors = with_target_weights(tensors, files, target, shape["dtype"], ("embed_tokens.weight",))
+    blocks = files.config.get("num_hidden_layers") or 1
+    config = shape | {
+        "architectures": [OWN],
+        "model_type": "llama",
+        "num_hidden_layers": blocks,
+        "bias": False,
+    }
+    options = EagleOptions(num_layers=blocks, depth=depth or EagleOptions.depth)
+    config["spec_train"] = section_of(files, "eagle", (), to_dict(options))
+    return DraftFiles(config, tensors, files.where)

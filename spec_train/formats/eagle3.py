@@ -1,0 +1,122 @@
+"""EAGLE-3 in the forms of engines and trainers, to and from our checkpoints.
+
+Our checkpoint is the flat form that vLLM, SGLang and llama.cpp read, with both keys for the layer
+ids. DeepSpec's class norms queries and keys and has no draft vocabulary: it cannot hold our draft.
+"""
+
+from spec_data.config import to_dict
+from spec_data.shards.errors import DraftError
+from spec_train.draft_options import Eagle3Options
+from spec_train.formats import speculators
+from spec_train.formats.draft_files import DraftFiles
+from spec_train.formats.flat import (
+    INPUT_KEY,
+    aux_layers,
+    own_vocabulary,
+    plain_names,
+    refuse_set,
+    section_of,
+    shape_of,
+    with_target_weights,
+)
+from spec_train.formats.target_facts import TargetFacts
+
+OWN = "LlamaForCausalLMEagle3"
+ARCHITECTURES = (
+    *(OWN, "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"),
+    *("Eagle3Qwen3ForCausalLM", "Qwen3Eagle3Model"),
+)
+_OURS, _THEIRS = "midlayer.", "layers.0."
+
+
+def to_flat(own: DraftFiles, target: TargetFacts) -> DraftFiles:
+    """For vLLM, SGLang and llama.cpp: our checkpoint is what they read."""
+    return own
+
+
+def to_speculators(own: DraftFiles, target: TargetFacts) -> DraftFiles:
+    """For the speculators library, and vLLM through it."""
+    raw = own.config
+    config = speculators.wrap(
+        raw,
+        "eagle3",
+        "Eagle3DraftModel",
+        raw["spec_train"]["options"]["ttt_steps"],
+        target,
+        embed_requires_grad=False,
+        norm_before_residual=False,
+        norm_before_fc=False,
+        fc_norm=raw["fc_norm"],
+        norm_output=raw["norm_output"],
+        target_hidden_size=raw["target_hidden_size"],
+        **{INPUT_KEY: raw[INPUT_KEY]},
+    )
+    # vLLM counts the states here, and takes 3 otherwise.
+    config[speculators.LAYER]["num_aux_hidden_states"] = len(raw["spec_train"]["layers"])
+    tensors = {name.replace(_OURS, _THEIRS): value for name, value in own.tensors.items()}
+    return DraftFiles(config, tensors, own.where)
+
+
+def to_deepspec(own: DraftFiles, target: TargetFacts) -> DraftFiles:
+    """Refuse: DeepSpec's class computes something else.
+
+    Raises:
+        DraftError: always.
+    """
+    raise DraftError(
+        f"{own.where}: DeepSpec's EAGLE-3 norms queries and keys (q_norm, k_norm), this draft does "
+        "not; no values of those weights make them equal. Use --format hf, vllm or speculators"
+    )
+
+
+def from_speculators(flat: DraftFiles, depth: int | None, target: TargetFacts) -> DraftFiles:
+    """Our checkpoint of unwrapped files in the speculators form."""
+    if "norm_before_residual" not in flat.config:
+        raise DraftError(
+            f"{flat.config_path}: has no norm_before_residual, which vLLM then takes for true and "
+            "the speculators library for false; write the value it was trained with"
+        )
+    return from_flat(flat, depth, target)
+
+
+def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> DraftFiles:
+    """Our checkpoint of a flat one, whoever wrote it; `depth` is what it drafts, if it says so.
+
+    Raises:
+        DraftError: it computes something that our EAGLE-3 does not, or weights are missing.
+    """
+    what = "an EAGLE-3 draft"
+    refuse_set(files, what, num_hidden_layers=1, hidden_act="silu")
+    refuse_set(files, what, norm_before_residual=False, norm_before_fc=False)
+    refuse_set(files, what, attention_bias=False, mlp_bias=False, tie_word_embeddings=False)
+    if any("q_norm" in name for name in files.tensors):
+        raise DraftError(
+            f"{files.where}: an EAGLE-3 draft that norms queries and keys (Qwen3's layer); ours "
+            "has no such weights"
+        )
+    layers, shape = aux_layers(files, target), shape_of(files)
+    tensors = plain_names(files.tensors)
+    tensors = {name.replace(_THEIRS, _OURS): value for name, value in tensors.items()}
+    shared = ["embed_tokens.weight"]
+    if shape["draft_vocab_size"] == shape["vocab_size"]:
+        shared += ["lm_head.weight"]
+    tensors = with_target_weights(tensors, files, target, shape["dtype"], tuple(shared))
+    tensors = own_vocabulary(tensors, shape["vocab_size"], shape["draft_vocab_size"])
+    raw = files.config
+    config = shape | {
+        "architectures": [OWN],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "fc_norm": bool(raw.get("fc_norm", False)),
+        "norm_output": bool(raw.get("norm_output", False)),
+        INPUT_KEY: [k + 1 for k in layers],
+    }
+    options = Eagle3Options(
+        layers=",".join(map(str, layers)),
+        draft_vocab_size=shape["draft_vocab_size"],
+        fc_norm=config["fc_norm"],
+        norm_output=config["norm_output"],
+        ttt_steps=depth or Eagle3Options.ttt_steps,
+    )
+    config["spec_train"] = section_of(files, "eagle3", layers, to_dict(options))
+    return DraftFiles(config, tensors, files.where)

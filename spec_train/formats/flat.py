@@ -1,0 +1,233 @@
+"""What the flat configs of all drafts share: shapes, rope, token ids, layer ids.
+
+Published files differ in what they leave out. What is absent gets the default of the class that
+reads it (transformers' LlamaConfig for sizes and rope); what cannot be told is refused.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spec_data.shards.errors import DraftError
+from spec_data.shards.schema import LAYER_CONVENTION
+from spec_train.formats.draft_files import DraftFiles
+from spec_train.formats.rope import rope_parameters
+from spec_train.formats.target_facts import TargetFacts
+
+log = logging.getLogger(__name__)
+
+TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+"""Names of the token that stands for unknown ones; vLLM reads the first that it finds."""
+SECTION = "spec_train"
+FORM = "form"
+"""In the section: which other form than our checkpoint these files have."""
+INPUT_KEY = "eagle_aux_hidden_state_layer_ids"
+"""At the top level its ids name the *input* of a block; nested, as SGLang reads it, its output."""
+
+
+def shape_of(files: DraftFiles) -> dict[str, Any]:
+    """Sizes, rope, dtype and token ids of a flat config, every default written out.
+
+    Raises:
+        DraftError: a size is missing.
+    """
+    raw = files.config
+    needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    missing = [name for name in needed if not isinstance(raw.get(name), int)]
+    if missing:
+        raise DraftError(f"{files.config_path}: lacks {', '.join(missing)}")
+    heads = raw["num_attention_heads"]
+    limit = raw.get("max_position_embeddings") or 2048
+    found = {name: raw[name] for name in needed}
+    found |= {
+        "target_hidden_size": raw.get("target_hidden_size") or raw["hidden_size"],
+        "num_key_value_heads": raw.get("num_key_value_heads") or heads,
+        "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
+        "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
+        "max_position_embeddings": limit,
+        "draft_vocab_size": raw.get("draft_vocab_size") or raw["vocab_size"],
+        "rope_parameters": rope_parameters(raw | {"max_position_embeddings": limit}),
+        "dtype": float_type(files.tensors),
+    }
+    tokens = {key: raw[key] for key in TOKEN_KEYS if raw.get(key) is not None}
+    return found | tokens
+
+
+def float_type(tensors: dict[str, Tensor]) -> str:
+    """Name of the weights' dtype; of mixed ones that of `fc.weight`, which the others take."""
+    kinds = {str(value.dtype).removeprefix("torch.") for value in _floats(tensors)}
+    chosen = tensors["fc.weight"] if "fc.weight" in tensors else next(_floats(tensors))
+    if len(kinds) > 1:
+        log.warning(
+            "warning: weights of several types (%s) are read as %s",
+            ", ".join(sorted(kinds)),
+            str(chosen.dtype).removeprefix("torch."),
+        )
+    return str(chosen.dtype).removeprefix("torch.")
+
+
+def _floats(tensors: dict[str, Tensor]) -> Any:
+    return (value for value in tensors.values() if value.is_floating_point())
+
+
+def aux_layers(files: DraftFiles, target: TargetFacts) -> tuple[int, ...]:
+    """Layer ids (outputs of blocks) of an EAGLE-3 style config.
+
+    The top-level key names inputs of blocks and wins, as in vLLM and llama.cpp; the nested one,
+    which SGLang reads, names outputs. Without either all engines take the inputs of blocks 2, L//2
+    and L-3 of the target's L.
+
+    Raises:
+        DraftError: neither key and L unknown, or ids that no order of concatenation fits.
+    """
+    raw = files.config
+    nested = (raw.get("eagle_config") or {}).get(INPUT_KEY)
+    if raw.get(INPUT_KEY):
+        layers = tuple(k - 1 for k in raw[INPUT_KEY])
+        if nested and tuple(nested) != layers:
+            log.warning(
+                "warning: %s: %s %s (inputs of blocks) and eagle_config's %s (outputs) name "
+                "different layers; the first counts",
+                *(files.config_path, INPUT_KEY, raw[INPUT_KEY], nested),
+            )
+    elif nested:
+        layers = tuple(nested)
+    elif target.num_layers is not None:
+        count = target.num_layers
+        layers = (1, count // 2 - 1, count - 4)
+    else:
+        raise DraftError(
+            f"{files.config_path}: names no layers, so they follow from the number of the "
+            "target's blocks; say which target with --target DIR"
+        )
+    if list(layers) != sorted(set(layers)):
+        raise DraftError(
+            f"{files.config_path}: layers {list(layers)} are not ascending and unique; engines "
+            "disagree on the order in which they concatenate them, so this draft is read right "
+            "by some and wrong by others"
+        )
+    return layers
+
+
+def section_of(
+    files: DraftFiles, kind: str, layers: tuple[int, ...], options: dict[str, Any]
+) -> dict[str, Any]:
+    """The `spec_train` section: the file's own if it has one, else that of an unknown origin.
+
+    Raises:
+        DraftError: the file's own section names other layers than the keys that engines read.
+    """
+    own = files.config.get(SECTION)
+    if own is None:
+        return {
+            "draft": kind,
+            "layers": list(layers),
+            "layer_convention": LAYER_CONVENTION,
+            "options": options,
+            "origin": {},
+        }
+    if tuple(own.get("layers", ())) != layers:
+        raise DraftError(
+            f"{files.config_path}: engines read layers {list(layers)} (outputs of blocks) from it, "
+            f"but it was trained on {own.get('layers')}; it was edited, export it again"
+        )
+    return {name: value for name, value in own.items() if name != FORM}
+
+
+def refuse_set(files: DraftFiles, what: str, **wanted: Any) -> None:
+    """Refuse a config in which a field has another value than the one that `what` computes.
+
+    Fields that are absent or null count as wanted.
+
+    Raises:
+        DraftError: names every such field.
+    """
+    raw = files.config
+    nested = raw.get("eagle_config") or {}
+    faults = []
+    for name, value in wanted.items():
+        found = raw[name] if raw.get(name) is not None else nested.get(name)
+        if found is not None and found != value:
+            faults.append(f"{name} = {found}")
+    if faults:
+        raise DraftError(
+            f"{files.config_path}: {', '.join(faults)} cannot be represented: {what} here has "
+            + ", ".join(f"{name} = {value}" for name, value in wanted.items())
+        )
+
+
+def plain_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors without the `model.` that some writers put before the names."""
+    return {name.removeprefix("model."): value for name, value in tensors.items()}
+
+
+def with_target_weights(
+    tensors: dict[str, Tensor],
+    files: DraftFiles,
+    target: TargetFacts,
+    dtype: str,
+    names: tuple[str, ...],
+) -> dict[str, Tensor]:
+    """Add those of the target's weights `names` (embedding, LM head) that the file lacks.
+
+    Raises:
+        DraftError: they are missing here and the target is not at hand.
+    """
+    found = dict(tensors)
+    supply = {"embed_tokens.weight": target.embedding, "lm_head.weight": target.head}
+    for name in names:
+        value = supply[name]
+        if name in found:
+            continue
+        if value is None:
+            raise DraftError(
+                f"{files.weights_path}: has no {name} and shares the target's; say which with "
+                "`spec-train export --draft ... --target DIR --format hf --out NEW`, and use NEW"
+            )
+        found[name] = value.detach().to("cpu", getattr(torch, dtype), copy=True)
+    return found
+
+
+def own_vocabulary(
+    tensors: dict[str, Tensor], vocab_size: int, draft_vocab_size: int
+) -> dict[str, Tensor]:
+    """Vocabulary maps as our checkpoints hold them: none over the full vocabulary, else both."""
+    found = dict(tensors)
+    d2t = found.pop("d2t", None)
+    t2d = found.pop("t2d", None)
+    if draft_vocab_size == vocab_size or d2t is None:
+        return found
+    d2t = d2t.long()
+    ids = d2t + d2t.new_tensor(range(len(d2t)))
+    if t2d is None and int(ids.min()) >= 0 and int(ids.max()) < vocab_size:
+        t2d = d2t.new_zeros(vocab_size).bool()
+        t2d[ids] = True
+    return found | {"d2t": d2t} | ({} if t2d is None else {"t2d": t2d.bool()})
+
+
+def drop_target_head(
+    tensors: dict[str, Tensor], files: DraftFiles, target: TargetFacts
+) -> dict[str, Tensor]:
+    """Leave out the full LM head of a file: drafts that have none of their own use the target's.
+
+    Raises:
+        DraftError: it is not the target's.
+    """
+    found = dict(tensors)
+    head = found.pop("lm_head.weight", None)
+    if head is None:
+        return found
+    if target.head is None:
+        log.warning(
+            "warning: %s: lm_head is taken for a copy of the target's; give --target to be sure",
+            files.weights_path,
+        )
+    elif not torch.equal(head, target.head.detach().to("cpu", head.dtype)):
+        raise DraftError(
+            f"{files.weights_path}: its lm_head is not the target's; drafts of this kind use the "
+            "target's own, so this one cannot be represented"
+        )
+    return found

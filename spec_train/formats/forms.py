@@ -1,0 +1,118 @@
+"""Which draft goes into which form, and how it comes back: the two tables of this package."""
+
+from collections.abc import Callable
+
+from spec_data.shards.errors import DraftError
+from spec_train.formats import dspark, eagle, eagle3, peagle, speculators
+from spec_train.formats.draft_files import DraftFiles
+from spec_train.formats.flat import FORM, SECTION
+from spec_train.formats.target_facts import TargetFacts
+
+Writer = Callable[[DraftFiles, TargetFacts], DraftFiles]
+"""Our checkpoint and its target -> files of another form."""
+Reader = Callable[[DraftFiles, int | None, TargetFacts], DraftFiles]
+"""Flat files, the tokens per round they ask for, their target -> our checkpoint."""
+
+
+def _as_it_is(own: DraftFiles, target: TargetFacts) -> DraftFiles:
+    return own
+
+
+WRITERS: dict[tuple[str, str], Writer] = {
+    ("eagle", "hf"): _as_it_is,
+    ("eagle", "vllm"): _as_it_is,
+    ("eagle", "sglang"): eagle.to_sglang,
+    ("eagle3", "hf"): _as_it_is,
+    ("eagle3", "vllm"): eagle3.to_flat,
+    ("eagle3", "sglang"): eagle3.to_flat,
+    ("eagle3", "speculators"): eagle3.to_speculators,
+    ("eagle3", "deepspec"): eagle3.to_deepspec,
+    ("peagle", "hf"): _as_it_is,
+    ("peagle", "vllm"): _as_it_is,
+    ("peagle", "speculators"): peagle.to_speculators,
+    **{
+        (kind, form): writer
+        for kind in ("dspark", "dflash")
+        for form, writer in (
+            ("hf", _as_it_is),
+            ("vllm", dspark.to_flat),
+            ("sglang", dspark.to_flat),
+            ("speculators", dspark.to_speculators),
+            ("deepspec", dspark.to_deepspec),
+        )
+    },
+}
+FLAT_READERS: dict[str, Reader] = {
+    "eagle": eagle.from_flat,
+    "eagle3": eagle3.from_flat,
+    "peagle": peagle.from_flat,
+    "dspark": dspark.from_flat,
+    "dflash": dspark.from_flat,
+}
+SPECULATORS_READERS: dict[str, Reader] = {
+    "eagle3": eagle3.from_speculators,
+    "peagle": peagle.from_speculators,
+    "dspark": dspark.from_speculators,
+    "dflash": dspark.from_speculators,
+}
+_KINDS: dict[str, tuple[str, ...]] = {
+    "eagle": eagle.ARCHITECTURES,
+    "eagle3": eagle3.ARCHITECTURES,
+    "peagle": peagle.ARCHITECTURES,
+    "dspark": dspark.ARCHITECTURES,
+    "dflash": dspark.DFLASH_ARCHITECTURES,
+}
+
+
+def write_form(own: DraftFiles, form: str, target: TargetFacts) -> DraftFiles:
+    """Our checkpoint in the form `form`.
+
+    Raises:
+        DraftError: there is no such form of this kind of draft.
+    """
+    kind = own.config[SECTION]["draft"]
+    if (kind, form) not in WRITERS:
+        known = [name for other, name in WRITERS if other == kind]
+        raise DraftError(
+            f"{own.where}: there is no {form} form of {kind} drafts; there is {', '.join(known)}"
+        )
+    files = WRITERS[kind, form](own, target)
+    if files is own:
+        return own
+    marked = {**files.config[SECTION], FORM: form}
+    return DraftFiles({**files.config, SECTION: marked}, files.tensors, files.where)
+
+
+def own_form(files: DraftFiles, target: TargetFacts) -> DraftFiles:
+    """Files of any known form as our checkpoint; bit for bit what an export was made of.
+
+    Our own checkpoint is given back as it is; its class checks it.
+
+    Raises:
+        DraftError: an unknown form or kind, or something that cannot be represented.
+    """
+    section = files.config.get(SECTION)
+    if isinstance(section, dict) and FORM not in section:
+        return files
+    if speculators.TYPE in files.config:
+        kind, flat, depth = speculators.unwrap(files)
+        if kind not in SPECULATORS_READERS:
+            raise DraftError(
+                f"{files.config_path}: speculators drafts of type {kind} are unknown; known: "
+                f"{', '.join(SPECULATORS_READERS)}"
+            )
+        return SPECULATORS_READERS[kind](flat, depth, target)
+    return FLAT_READERS[_kind_of(files)](files, None, target)
+
+
+def _kind_of(files: DraftFiles) -> str:
+    names = files.config.get("architectures") or []
+    if peagle.MASK_STATES in files.tensors:  # it goes by EAGLE-3's names too
+        return "peagle"
+    for kind, known in _KINDS.items():
+        if set(names) & set(known):
+            return kind
+    raise DraftError(
+        f"{files.config_path}: architectures {names} are no draft that can be read here; known: "
+        f"{', '.join(name for known in _KINDS.values() for name in known)}"
+    )

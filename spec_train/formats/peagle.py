@@ -1,0 +1,110 @@
+"""P-EAGLE in the forms of engines and trainers, to and from our checkpoints.
+
+Our checkpoint is vLLM's flat form (no other engine drafts in parallel), under a name of EAGLE-3:
+vLLM is told `method: eagle3`, puts "Eagle3" before any other name, and then knows none. The
+speculators library has the other form. The learned states of unknown tokens, `mask_hidden`, come
+before `fc` in both.
+"""
+
+from spec_data.config import to_dict
+from spec_data.shards.errors import DraftError
+from spec_train.draft_options import PeagleOptions
+from spec_train.formats import speculators
+from spec_train.formats.draft_files import DraftFiles
+from spec_train.formats.flat import (
+    INPUT_KEY,
+    MASK_KEYS,
+    aux_layers,
+    own_vocabulary,
+    plain_names,
+    refuse_set,
+    section_of,
+    shape_of,
+    with_target_weights,
+)
+from spec_train.formats.target_facts import TargetFacts
+
+OWN = "Eagle3LlamaForCausalLM"
+ARCHITECTURES = (
+    *("PeagleLlamaForCausalLM", "PEagleDraftModel", "PEagleSpeculator"),
+    "PeagleQwen3ForCausalLM",
+)
+"""Names that no EAGLE-3 has; the drafts that go by its names are known by their mask states."""
+MASK_STATES = "mask_hidden"
+
+
+def to_speculators(own: DraftFiles, target: TargetFacts) -> DraftFiles:
+    """For the speculators library, and vLLM through it."""
+    raw = own.config
+    config = speculators.wrap(
+        raw,
+        "peagle",
+        "PEagleDraftModel",
+        raw["spec_train"]["options"]["depths"],
+        target,
+        embed_requires_grad=False,
+        norm_before_residual=False,
+        norm_before_fc=False,
+        fc_norm=raw["fc_norm"],
+        norm_output=False,
+        mask_token_id=raw["mask_token_id"],
+        target_hidden_size=raw["target_hidden_size"],
+        **{INPUT_KEY: raw[INPUT_KEY]},
+    )
+    # vLLM takes these two from the layer config alone: without them 3 states, and no norms.
+    config[speculators.LAYER]["num_aux_hidden_states"] = len(raw["spec_train"]["layers"])
+    config[speculators.LAYER]["fc_norm"] = raw["fc_norm"]
+    return DraftFiles(config, own.tensors, own.where)
+
+
+def from_speculators(flat: DraftFiles, depth: int | None, target: TargetFacts) -> DraftFiles:
+    """Our checkpoint of unwrapped files in the speculators form."""
+    return from_flat(flat, depth, target)
+
+
+def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> DraftFiles:
+    """Our checkpoint of a flat one, whoever wrote it; `depth` is what it drafts, if it says so.
+
+    Raises:
+        DraftError: it computes something that our P-EAGLE does not, or weights are missing.
+    """
+    what, raw = "a P-EAGLE draft", files.config
+    refuse_set(files, what, hidden_act="silu", norm_before_residual=False, norm_before_fc=False)
+    refuse_set(files, what, attention_bias=False, mlp_bias=False, tie_word_embeddings=False)
+    refuse_set(files, what, norm_output=False)
+    mask = next((raw[key] for key in MASK_KEYS if raw.get(key) is not None), None)
+    blocks = raw.get("num_hidden_layers")
+    if mask is None or blocks is None or MASK_STATES not in files.tensors:
+        raise DraftError(
+            f"{files.where}: a P-EAGLE draft needs num_hidden_layers, a mask token "
+            f"({', '.join(MASK_KEYS)}) and the tensor {MASK_STATES}"
+        )
+    if any("q_norm" in name for name in files.tensors):
+        raise DraftError(f"{files.where}: norms queries and keys (Qwen3's layer); ours does not")
+    layers, shape = aux_layers(files, target), shape_of(files)
+    full = shape["draft_vocab_size"] == shape["vocab_size"]
+    shared = ("embed_tokens.weight", *(("lm_head.weight",) if full else ()))
+    tensors = plain_names(files.tensors)
+    tensors = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
+    tensors[MASK_STATES] = tensors[MASK_STATES].reshape(1, 1, -1)
+    tensors = with_target_weights(tensors, files, target, shape["dtype"], shared)
+    config = shape | {
+        "architectures": [OWN],
+        "model_type": "llama",
+        "num_hidden_layers": blocks,
+        "mask_token_id": mask,
+        "fc_norm": bool(raw.get("fc_norm", False)),
+        "norm_output": False,
+        INPUT_KEY: [k + 1 for k in layers],
+    }
+    options = PeagleOptions(
+        layers=",".join(map(str, layers)),
+        draft_vocab_size=shape["draft_vocab_size"],
+        depths=depth or PeagleOptions.depths,
+        draft_layers=blocks,
+        mask_token_id=mask,
+        fc_norm=config["fc_norm"],
+    )
+    config["spec_train"] = section_of(files, "peagle", layers, to_dict(options))
+    tensors = own_vocabulary(tensors, shape["vocab_size"], shape["draft_vocab_size"])
+    return DraftFiles(config, tensors, files.where)

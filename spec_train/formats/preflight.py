@@ -1,0 +1,146 @@
+"""The preflight: rules of each engine's release, applied to a draft before it is written.
+
+The rules were read in the sources of the releases named here, and those that a CPU can run were
+seen (`tests/engines`). An engine that is not named for a kind of draft does not serve it.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from spec_train.formats import rules_block, rules_eagle
+from spec_train.formats.preflight_notes import REFUSE, Finding, Notes, Subject
+from spec_train.formats.rules import (
+    DEEPSPEC,
+    LLAMA_CPP,
+    SGLANG,
+    SPEC_TRAIN,
+    SPECULATORS,
+    VLLM,
+    VLLM_CPU,
+    vllm_cpu,
+)
+
+
+def general(subject: Subject) -> Notes:
+    """What holds wherever the draft goes."""
+    notes = Notes(SPEC_TRAIN)
+    broken = [
+        name
+        for name, value in subject.own.tensors.items()
+        if value.is_floating_point() and not bool(torch.isfinite(value).all())
+    ]
+    notes.refuse(bool(broken), f"weights that are not finite: {', '.join(broken)}")
+    layers, count = subject.layers, subject.num_layers
+    notes.refuse(layers != sorted(set(layers)), f"layers {layers} are not ascending and unique")
+    notes.refuse(
+        count is not None and bool(layers) and layers[-1] >= count,
+        f"layer {layers[-1:]} of a target with {count} blocks (ids count outputs from 0)",
+    )
+    notes.warn(
+        count is None and bool(layers),
+        "the number of the target's blocks is unknown, so whether its last one is used was not "
+        "checked; give --target DIR",
+    )
+    notes.warn(
+        "origin" in subject.config["spec_train"] and not subject.config["spec_train"]["origin"],
+        "the draft does not say which target and chat template it was trained with",
+    )
+    own_limit, limit = subject.config["max_position_embeddings"], subject.target.max_positions
+    notes.warn(
+        limit is not None and own_limit < limit,
+        f"max_position_embeddings {own_limit} is less than the target's {limit}: engines stop "
+        "drafting, or the whole sequence, there",
+    )
+    _embedding(notes, subject)
+    return notes
+
+
+def _embedding(notes: Notes, subject: Subject) -> None:
+    """Engines share or replace the embedding: it must be the target's, bit for bit."""
+    own, other = subject.own.tensors.get("embed_tokens.weight"), subject.target.embedding
+    if own is None or other is None:
+        return
+    notes.refuse(
+        own.shape != other.shape,
+        f"embed_tokens {list(own.shape)}, the target's has {list(other.shape)}: another target",
+    )
+    if own.shape == other.shape:
+        notes.refuse(
+            not torch.equal(own, other.to(own.dtype)),
+            "embed_tokens is not the target's: a draft of another target, or a trained embedding",
+        )
+        notes.warn(
+            own.dtype != other.dtype,
+            f"embed_tokens is the target's rounded from {other.dtype} to {own.dtype}; engines "
+            "keep it as one more copy instead of sharing",
+        )
+
+
+Check = Callable[[Subject], Notes]
+_BLOCK: tuple[tuple[str, Check], ...] = (
+    ("vllm", rules_block.vllm_block),
+    ("vllm-cpu", rules_block.vllm_cpu_block),
+    ("sglang", rules_block.sglang_block),
+    ("llama.cpp", rules_block.llama_cpp_block),
+    ("speculators", rules_block.speculators_block),
+    ("deepspec", rules_block.deepspec_block),
+)
+CHECKS: dict[str, tuple[tuple[str, Check], ...]] = {
+    "eagle": (
+        ("vllm", rules_eagle.vllm_eagle),
+        ("vllm-cpu", vllm_cpu),
+        ("sglang", rules_eagle.sglang_eagle),
+    ),
+    "eagle3": (
+        ("vllm", rules_eagle.vllm_eagle3),
+        ("vllm-cpu", vllm_cpu),
+        ("sglang", rules_eagle.sglang_eagle3),
+        ("llama.cpp", rules_eagle.llama_cpp_eagle3),
+        ("speculators", rules_eagle.speculators_eagle3),
+        ("deepspec", rules_eagle.deepspec_eagle3),
+    ),
+    "peagle": (
+        ("vllm", rules_eagle.vllm_peagle),
+        ("vllm-cpu", vllm_cpu),
+        ("speculators", rules_eagle.speculators_eagle3),
+    ),
+    "dspark": _BLOCK,
+    "dflash": _BLOCK,
+}
+"""The engines that have code for a kind of draft."""
+READERS = {
+    "vllm": ("vllm",),
+    "sglang": ("sglang",),
+    "speculators": ("speculators", "vllm"),
+    "deepspec": ("deepspec",),
+    "hf": (),
+}
+"""Whom a format is for: a refusal of these stops the export."""
+_NAMES = {
+    "vllm": VLLM,
+    "vllm-cpu": VLLM_CPU,
+    "sglang": SGLANG,
+    "llama.cpp": LLAMA_CPP,
+    "speculators": SPECULATORS,
+    "deepspec": DEEPSPEC,
+}
+
+
+def preflight(subject: Subject) -> dict[str, list[Finding]]:
+    """Findings by engine, "spec-train" first: what holds everywhere."""
+    found = {"spec-train": list(general(subject))}
+    checks = dict(CHECKS[subject.kind])
+    for engine, name in _NAMES.items():
+        if engine in checks:
+            found[engine] = list(checks[engine](subject))
+        else:
+            text = f"has no code for {subject.kind} drafts"
+            found[engine] = [Finding(name, REFUSE, text)]
+    return found
+
+
+def refusals(found: dict[str, list[Finding]], form: str) -> list[Finding]:
+    """The findings that forbid a format."""
+    engines = ("spec-train", *READERS[form])
+    return [f for engine in engines for f in found[engine] if f.level == REFUSE]

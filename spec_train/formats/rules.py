@@ -1,0 +1,42 @@
+"""The engines and releases that a preflight knows, and the rules that several kinds share."""
+
+from spec_train.formats.preflight_notes import Notes, Subject
+
+VLLM, VLLM_CPU = "vLLM 0.33.0", "vLLM 0.32.0 on a CPU"
+SGLANG, LLAMA_CPP = "SGLang 0.5.23", "llama.cpp 0.5.0"
+SPECULATORS, DEEPSPEC = "speculators 0.9.0", "DeepSpec"
+SPEC_TRAIN = "spec-train"
+
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+_VLLM_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
+
+
+def uses_last(subject: Subject) -> bool:
+    """Whether the draft reads the target's last block, as far as the number of blocks is known."""
+    count = subject.num_layers
+    return count is not None and bool(subject.layers) and subject.layers[-1] == count - 1
+
+
+LAST = "the target's last layer: "
+LAST_VLLM = (
+    LAST + "vLLM gives its output before the final norm, datasets hold it after; fit without it"
+)
+
+
+def vllm_name(notes: Notes, subject: Subject, method: str) -> None:
+    """Warn where vLLM would take the directory for a draft of another method."""
+    known = any(part in subject.name.lower() for part in _VLLM_NAMES)
+    notes.warn(
+        subject.form == "vllm" and not known,
+        f'the directory name "{subject.name}" does not tell vLLM the method: pass '
+        f'"method": "{method}" in --speculative-config',
+    )
+
+
+def vllm_cpu(subject: Subject) -> Notes:
+    """vLLM's CPU attention knows few head sizes."""
+    notes = Notes(VLLM_CPU)
+    size = subject.config["head_dim"]
+    sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+    notes.refuse(size not in CPU_HEAD_SIZES, f"head_dim {size}; its CPU attention has {sizes}")
+    return notes

@@ -1,0 +1,76 @@
+"""What a run says of itself before its first step."""
+
+import logging
+from itertools import islice
+
+from spec_train.data.mixed_order import MixedPlan
+from spec_train.data.mixture import Documents, Mixture
+from spec_train.data.splits import Splits
+from spec_train.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+FIRST_STEPS = 64
+"""How far the announcement looks into an epoch; planning all of it would delay the first step."""
+
+
+def announce(trainer: Trainer, splits: Splits) -> None:
+    """Say what will be trained on what."""
+    dataset, config, plan = trainer.dataset, trainer.config, splits.train
+    for part in dataset.datasets if isinstance(dataset, Mixture) else (dataset,):
+        _announce_dataset(part, trainer.stream.columns)
+    if isinstance(plan, MixedPlan):
+        _announce_shares(plan)
+    reasons = [f"{count:,} with {reason}" for reason, count in splits.selection.left_out.items()]
+    log.info(
+        "documents  %s for training, %s held out (%s measured); %s cut to %d tokens; %s",
+        *(f"{n:,}" for n in (len(plan.rows), splits.held_out, len(splits.validation.rows))),
+        *(f"{splits.selection.cut:,}", config.seq_len),
+        "left out: " + "; ".join(reasons) if reasons else "none left out",
+    )
+    batches = plan.iter_batches(trainer.stream.epoch)
+    some = [p for batch in islice(batches, FIRST_STEPS) for p in batch]
+    filled = sum(int(plan.lengths[pack].sum()) for pack in some)
+    log.info(
+        "an epoch   %s tokens in packs of %d (%.1f %% full): about %s steps of %d packs",
+        *(f"{plan.tokens:,}", plan.seq_len, 100 * filled / (len(some) * plan.seq_len)),
+        f"{-(-plan.tokens * len(some) // (filled * plan.rows_per_batch)):,}",
+        plan.rows_per_batch,
+    )
+    ranks = trainer.ranks
+    log.info(
+        "training   %s parameters, steps %d to %d, learning rate %g, %s on %s%s, into %s",
+        *(
+            f"{sum(p.numel() for p in trainer.masters.params):,}",
+            trainer.step,
+            trainer.total,
+            config.lr,
+        ),
+        *(config.dtype, config.device),
+        "" if ranks.alone else f" in {ranks.world_size} processes ({config.sharding})",
+        config.out,
+    )
+
+
+def _announce_dataset(dataset: Documents, columns: tuple[str, ...]) -> None:
+    """Say what is in a dataset and how much of it is read."""
+    log.info(
+        "dataset    %s: %s documents, %s tokens, %s supervised",
+        dataset.path,
+        *(f"{n:,}" for n in (len(dataset), dataset.lengths.sum(), dataset.supervised.sum())),
+    )
+    width = {column.name: column.bytes_per_token for column in dataset.manifest.columns}
+    log.info(
+        "columns    %s: %d of %d bytes per token are read",
+        *(", ".join(columns), sum(width[c] for c in columns), sum(width.values())),
+    )
+
+
+def _announce_shares(plan: MixedPlan) -> None:
+    """Say how much of the first epoch comes from each dataset."""
+    for share, rows in zip(plan.shares, plan.draw(0), strict=True):
+        log.info(
+            "share      %s, weight %g: %s documents and %.1f %% of the tokens of an epoch",
+            *(share.name, float(share.weight), f"{len(rows):,}"),
+            100 * int(plan.lengths[rows].sum()) / max(1, plan.tokens),
+        )

@@ -1,0 +1,237 @@
+"""What a run leaves behind when a loss or gradient is not finite: enough to see it happen again.
+
+    RUN/failed-step-<n>/config.json, model.safetensors   the draft before that step, in float32
+    RUN/failed-step-<n>/batch.safetensors                the micro-batch, and the counts that its
+                                                         loss was divided by
+    RUN/failed-step-<n>/failure.json                     where it came from, every option, the seed
+                                                         of its random numbers, the head
+
+The directory appears whole or not at all. Buffers of a step are long filled with other documents
+when its loss is read, so the micro-batch is read again; where only the gradient of a whole step was
+not finite, its micro-batches are run again one by one to find the one to blame. Of several ranks
+the first one does so for all, as it writes everything else: a micro-batch is the same anywhere.
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from spec_data.config import to_dict
+from spec_data.shards.errors import SpecDataError
+from spec_data.shards.files import dump_json
+from spec_data.shards.schema import Manifest
+from spec_train.data.batch import PLAIN, DraftBatch
+from spec_train.data.mixture import Documents
+from spec_train.data.order import Pack
+from spec_train.data.stream import BatchStream
+from spec_train.head import TargetHead
+from spec_train.options import FitConfig
+from spec_train.training.saving import Saver
+from spec_train.training.seeds import place_seed
+
+FORMAT = 1
+FAILURE, BATCH = "failure.json", "batch.safetensors"
+HEAD_FILE = "target/head.safetensors"
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch of a failed step: packs of its epoch before it, what was in it, its loss."""
+
+    number: int
+    packs: list[Pack]
+    loss: float
+
+
+@dataclass(frozen=True)
+class FailedStep:
+    """A step that gave a number that is not finite, on all ranks together."""
+
+    number: int  # of the step, from 1
+    epoch: int
+    index: int  # of the batch in the epoch
+    parts: list[MicroBatch]
+    grad_norm: float
+    counts: Tensor  # slot counts of the whole step
+
+    @property
+    def losses(self) -> list[float]:
+        """Losses of the micro-batches."""
+        return [part.loss for part in self.parts]
+
+    def random_seed(self, part: int, seed: int) -> int:
+        """Seed of the random numbers of a micro-batch in a run of this `seed`."""
+        return place_seed(seed, "train", self.epoch, self.parts[part].number)
+
+
+def arithmetic(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """The autocast of a run in `dtype`; weights stay what they are."""
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+
+def cast_draft(draft: Any, dtype: torch.dtype) -> list[nn.Parameter]:
+    """Make what is trained fp32 masters and what is frozen `dtype`; gives what is trained."""
+    params: list[nn.Parameter] = draft.trainable_parameters()
+    trained = {id(p) for p in params}
+    for parameter in draft.parameters():
+        parameter.data = parameter.data.to(torch.float32 if id(parameter) in trained else dtype)
+    return params
+
+
+def describe_failure(
+    failed: FailedStep,
+    draft: Any,
+    head: TargetHead,
+    stream: BatchStream,
+    config: FitConfig,
+    saver: Saver,
+) -> str:
+    """Save the micro-batch to blame; gives the words of the error that says so.
+
+    `draft` and that of the `saver` have the weights of before the step, whole.
+    """
+    dataset = stream.dataset
+    index = _to_blame(failed, draft, head, stream, config.seed)
+    batch = stream.read(failed.parts[index].packs)
+    bad = [i for i, value in enumerate(failed.losses) if not math.isfinite(value)]
+    what = f"loss is {failed.losses[bad[0]]}" if bad else f"gradient norm is {failed.grad_norm}"
+    documents = document_table(batch, dataset)
+    words = (
+        f"step {failed.number} (epoch {failed.epoch}, batch {failed.index}): the {what}; "
+        f"nothing of this step was kept. Documents of micro-batch {index + 1} of "
+        f"{len(failed.losses)}: {_named(documents)}. {_stored(batch, documents)}"
+    )
+    state = {
+        "format": FORMAT,
+        "draft": draft.name,
+        "step": failed.number,
+        "epoch": failed.epoch,
+        "batch": failed.index,
+        "micro_batch": index,
+        "losses": [str(value) for value in failed.losses],  # JSON has no nan
+        "grad_norm": str(failed.grad_norm),
+        "seed": config.seed,
+        "random_seed": failed.random_seed(index, config.seed),
+        "dtype": config.dtype,
+        "config": to_dict(config),
+        "options": to_dict(draft.options),
+        "documents": documents,
+        "dataset": str(Path(dataset.path).absolute()),
+        "fingerprint": dataset.manifest.fingerprint,
+        "head": head_hash(dataset.manifest),
+    }
+
+    def write(folder: Path) -> None:
+        saver.draft.save_pretrained(folder, torch.float32)
+        save_file(_tensors(batch, failed.counts), folder / BATCH)
+        (folder / FAILURE).write_text(dump_json(state), encoding="utf-8")
+
+    try:
+        folder = saver.failure(failed.number, write)
+    except (SpecDataError, OSError) as error:  # the cause matters more than its record
+        return f"{words}. It could not be saved for `spec-train replay`: {error}"
+    return (
+        f"{words}. See it happen with `spec-train replay {folder}`; check the data with `spec-data "
+        f"verify {dataset.path}`; if it is sound, lower --lr"
+    )
+
+
+def head_hash(manifest: Manifest) -> str | None:
+    """The checksum of the target's head in a dataset."""
+    record = manifest.raw["files"].get(HEAD_FILE, {})
+    return record.get("sha256")
+
+
+def _to_blame(
+    failed: FailedStep, draft: Any, head: TargetHead, stream: BatchStream, seed: int
+) -> int:
+    """The first micro-batch whose loss or own gradient is not finite, else of the largest one."""
+    for i, loss in enumerate(failed.losses):
+        if not math.isfinite(loss):
+            return i
+    norms = []
+    for i, part in enumerate(failed.parts):
+        torch.manual_seed(failed.random_seed(i, seed))
+        norm = gradient_norm(draft, head, stream.read(part.packs), failed.counts)
+        norms.append(norm)
+        if not math.isfinite(norm):
+            break
+    return max(range(len(norms)), key=lambda i: math.inf if norms[i] != norms[i] else norms[i])
+
+
+def gradient_norm(draft: Any, head: TargetHead, batch: DraftBatch, counts: Tensor) -> float:
+    """Norm of the gradient of one micro-batch alone; leaves that gradient in the parameters."""
+    device, dtype = head.head_weight.device, head.head_weight.dtype
+    params = draft.trainable_parameters()
+    for parameter in params:
+        parameter.grad = None
+    with arithmetic(device, dtype):
+        result = draft.loss(batch.to(device, dtype), head, counts)
+    result.loss.backward()
+    return float(nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]))
+
+
+def document_table(batch: DraftBatch, dataset: Documents) -> list[dict[str, Any]]:
+    """Where every document of a batch comes from and where it lies in it, left to right."""
+    return [
+        {
+            "pack": b,
+            "place": d,
+            "doc_id": dataset.id_array[row].as_py(),
+            "shard": dataset.shard_of(row),
+            "tokens": int((batch.document_ids[b] == d).sum()),
+        }
+        for b, pack in enumerate(batch.rows)
+        for d, row in enumerate(pack)
+    ]
+
+
+def non_finite_states(
+    batch: DraftBatch, documents: Sequence[dict[str, Any]]
+) -> list[tuple[dict[str, Any], str, int, int]]:
+    """Stored states that are not finite: document, column, how many tokens, the first of them."""
+    found = []
+    for document in documents:
+        span = batch.document_ids[document["pack"]] == document["place"]
+        for name, values in batch.hidden.items():
+            own = values[document["pack"], span].reshape(document["tokens"], -1)
+            bad = (~own.isfinite()).any(-1).nonzero().flatten().tolist()
+            if bad:
+                found.append((document, name, len(bad), bad[0]))
+    return found
+
+
+def _named(documents: Sequence[dict[str, Any]]) -> str:
+    """Documents by shard, the first few of them."""
+    shards: dict[str, list[str]] = {}
+    for document in documents[:_SHOWN]:
+        shards.setdefault(document["shard"], []).append(document["doc_id"])
+    text = "; ".join(f"{', '.join(ids)} in {shard}" for shard, ids in shards.items())
+    more = len(documents) - _SHOWN
+    return text + (f"; and {more} more" if more > 0 else "")
+
+
+def _stored(batch: DraftBatch, documents: Sequence[dict[str, Any]]) -> str:
+    bad = non_finite_states(batch, documents)
+    if not bad:
+        return "Their stored states are finite"
+    document, column, tokens, first = bad[0]
+    return (
+        f"Stored states are not finite: {column} of {document['doc_id']} at {tokens} tokens, the "
+        f"first at {first}" + (f", and {len(bad) - 1} more columns" if len(bad) > 1 else "")
+    )
+
+
+def _tensors(batch: DraftBatch, counts: Tensor) -> dict[str, Tensor]:
+    plain = {name: getattr(batch, name) for name in PLAIN}
+    states = {f"states.{name}": values for name, values in batch.hidden.items()}
+    tensors = plain | states | {"counts": counts}
+    return {name: values.detach().cpu().contiguous() for name, values in tensors.items()}

@@ -1,0 +1,117 @@
+"""Datasets in the making, and runs beside them.
+
+Test modules take the fixtures by assignment: an import would look unused, and shadowed.
+"""
+
+import contextlib
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from spec_data import generate as generate_module
+from spec_data.generate import generate
+from spec_data.options import GenerateConfig
+from spec_train.draft_options import Eagle3Options
+from spec_train.options import FitConfig
+from spec_train.training.setup import fit
+from tests.spec_data.runs import options, save_target, write_corpus
+from tests.spec_train.training.tools import environment
+
+OPTIONS = Eagle3Options(ttt_steps=2, draft_vocab_size=40)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A target and a corpus."""
+    folder = tmp_path_factory.mktemp("source")
+    return save_target(folder / "target"), write_corpus(folder / "chats.jsonl", rows=60)
+
+
+def made(source, out: Path, **changes) -> dict:
+    return options(*source, out, max_shard_size="30KB", **changes)
+
+
+def config_of(data: Path, out: Path, **changes) -> FitConfig:
+    given = dict(
+        data=str(data), out=str(out), epochs=2, batch_size=2, accumulation=1, seq_len=128, lr=1e-3,
+        validation=0.2, log_every=5, eval_every=7, save_every=2, device="cpu", window_tokens=300,
+        follow=True, follow_timeout=60.0,
+    )  # fmt: skip
+    return FitConfig(**(given | changes))
+
+
+def run(config: FitConfig):
+    return fit("eagle3", config, OPTIONS)
+
+
+class Stopped(Exception):
+    """Generation dies here."""
+
+
+def generate_units(source, out: Path, count: int, **changes) -> None:
+    """Generate so many units and die; again: so many more."""
+    original, done = generate_module.capture_unit, []
+
+    def dying(*args, **kwargs):
+        if len(done) == count:
+            raise Stopped
+        done.append(1)
+        return original(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate_module, "capture_unit", dying)
+        with contextlib.suppress(Stopped):
+            generate(GenerateConfig(**made(source, out, **changes)))
+
+
+@pytest.fixture(scope="module")
+def sealed(source, tmp_path_factory):
+    out = tmp_path_factory.mktemp("sealed") / "data"
+    generate(GenerateConfig(**made(source, out)))
+    return out
+
+
+@pytest.fixture(scope="module")
+def reference(sealed, tmp_path_factory):
+    """The run after generation, with the same flag."""
+    out = tmp_path_factory.mktemp("reference") / "run"
+    assert run(config_of(sealed, out)).finished
+    return out
+
+
+HELD = 8
+GENERATE = """
+import sys, time
+from pathlib import Path
+from spec_data import generate
+from spec_data.cli import main
+original, gate, held = generate.capture_unit, Path(sys.argv[1]), int(sys.argv[2])
+def gated(target, plan, unit, *args, **kwargs):
+    while unit >= held and not gate.exists():
+        time.sleep(0.01)
+    return original(target, plan, unit, *args, **kwargs)
+generate.capture_unit = gated
+sys.exit(main(["generate", *sys.argv[3:]]))
+"""
+
+
+def start_generate(given: dict, gate: Path) -> subprocess.Popen:
+    """A process that makes HELD units, and the others once the file `gate` is there."""
+    flags = [str(gate), str(HELD)]
+    for name, value in given.items():
+        values = value if isinstance(value, tuple) else (value,)
+        flags += ["--" + name.replace("_", "-"), *map(str, values)]
+    return subprocess.Popen(
+        [sys.executable, "-c", GENERATE, *flags],
+        env=environment(), stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def wait_until(there, process: subprocess.Popen | None = None) -> None:
+    deadline = time.monotonic() + 120
+    while not there():
+        assert time.monotonic() < deadline and (process is None or process.poll() is None)
+        time.sleep(0.01)

@@ -1,0 +1,215 @@
+"""Laws of following: a run beside generation is, bit for bit, the run after it."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from spec_data import generate as generate_module
+from spec_data.generate import generate
+from spec_data.options import GenerateConfig
+from spec_data.shards.errors import DatasetError, MissingError, RunError
+from spec_data.shards.follow import LEFT_OUT, WORK, FollowedDataset
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.evaluation.report import run_eval
+from spec_train.options import EvalConfig
+from spec_train.training.setup import count_supervised_tokens, make_splits, open_data
+from spec_train.training.trainer import Trainer
+from tests.spec_data.runs import digests
+from tests.spec_train.data import follow_tools
+from tests.spec_train.data.follow_tools import (
+    HELD,
+    config_of,
+    generate_units,
+    made,
+    run,
+    start_generate,
+    wait_until,
+)
+from tests.spec_train.training.test_trainer_resume import assert_same_run
+from tests.spec_train.training.tools import environment
+
+source, sealed, reference = follow_tools.source, follow_tools.sealed, follow_tools.reference
+
+
+@pytest.mark.long
+def test_a_run_beside_generation_is_the_run_after_it(source, sealed, reference, tmp_path, caplog):
+    """It trains before generation is over, and goes on while it is sealed."""
+    caplog.set_level("INFO")
+    data = tmp_path / "data"
+    process = start_generate(made(source, data), tmp_path / "gate")
+    try:
+        wait_until((data / WORK / "plan.json").is_file, process)
+        original, unsealed = Trainer._train_step, []
+
+        def spy(self, step):
+            (tmp_path / "gate").touch()
+            unsealed.append(not (data / "manifest.json").is_file())
+            original(self, step)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Trainer, "_train_step", spy)
+            assert run(config_of(data, tmp_path / "run")).finished
+    finally:
+        _, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error
+    assert unsealed[0]
+    assert "waiting for" in caplog.text
+    assert_same_run(tmp_path / "run", reference)
+    assert digests(data) == digests(sealed)
+
+
+@pytest.mark.long
+def test_killed_and_resumed_beside_generation(source, reference, tmp_path):
+    """Fit is killed, then generation; both go on, fit first and without what it waits for."""
+    data, out = tmp_path / "data", tmp_path / "run"
+    generator = start_generate(made(source, data), tmp_path / "gate")
+    wait_until((data / WORK / "plan.json").is_file, generator)
+    command = [sys.executable, "-m", "spec_train.cli", "fit", "eagle3", "--ttt-steps", "2",
+               "--draft-vocab-size", "40", "--follow"]  # fmt: skip
+    for name, value in dataclasses.asdict(config_of(data, out)).items():
+        if value is not None and name != "follow":
+            command += ["--" + name.replace("_", "-"), str(value)]
+    fitting = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
+    wait_until((out / "last").exists, fitting)
+    fitting.kill()
+    fitting.wait()
+    generator.kill()
+    generator.communicate()
+    assert not (data / "manifest.json").exists()
+    fitting = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
+    (tmp_path / "gate").touch()
+    generator = start_generate(made(source, data), tmp_path / "gate")
+    _, error = fitting.communicate(timeout=200)
+    generator.communicate(timeout=100)
+    assert fitting.returncode == 0 and "going on from" in error, error
+    assert_same_run(out, reference)
+
+
+def test_sigterm_while_waiting_for_a_unit_saves_and_stops(source, sealed, reference, tmp_path):
+    data = tmp_path / "data"
+    generate_units(source, data, HELD)
+    config = config_of(data, tmp_path / "run", save_every=1000)
+    planned = FollowedDataset(data)
+    assert len(planned.planned.units) - 1 > 9
+    timer = threading.Timer(6.0, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    result = run(config)
+    timer.join()
+    assert result.stopped_by == signal.SIGTERM and result.step > 0
+    assert (tmp_path / "run" / "last").resolve().name == f"checkpoint-{result.step:08d}"
+    generate_units(source, data, 1000)
+    assert run(config).finished
+    last = "last/model.safetensors"
+    assert (tmp_path / "run" / last).read_bytes() == (reference / last).read_bytes()
+
+
+def test_nothing_comes_and_the_run_says_so(source, tmp_path):
+    data = tmp_path / "data"
+    with pytest.raises(MissingError, match="none in the making"):
+        FollowedDataset(data)
+    generate_units(source, data, 4)
+    with pytest.raises(RunError, match=r"waited 0\.5 s for unit 5 of \d+; see whether"):
+        run(config_of(data, tmp_path / "run", follow_timeout=0.5))
+
+
+def test_a_damaged_unit_is_refused_when_it_is_reached(source, tmp_path):
+    data = tmp_path / "data"
+    generate_units(source, data, 8)
+    shard = data / "shards" / "unit-00002.arrow"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(DatasetError, match=r"unit-00002\.arrow: not the shard that was written"):
+        run(config_of(data, tmp_path / "run"))
+
+
+def test_an_unsealed_directory_opens_by_the_flag_alone(source, tmp_path):
+    data = tmp_path / "data"
+    generate_units(source, data, 3)
+    with pytest.raises(MissingError, match="not sealed yet"):
+        run(config_of(data, tmp_path / "run", follow=False))
+
+
+def test_the_view_is_the_same_before_and_after_sealing(source, sealed, tmp_path):
+    data = tmp_path / "data"
+    generate_units(source, data, 2)
+    before, after = FollowedDataset(data), FollowedDataset(sealed)
+    stored = HiddenStatesDataset(sealed)
+    assert before.manifest.raw == after.manifest.raw
+    assert before.manifest.fingerprint == after.manifest.fingerprint
+    assert before.doc_ids == after.doc_ids == stored.doc_ids
+    for name in ("lengths", "supervised", "first_supervised"):
+        assert np.array_equal(getattr(before, name), getattr(after, name))
+        assert np.array_equal(getattr(before, name), getattr(stored, name))
+    assert np.array_equal(before.planned.units, after.planned.units)
+    counts = [
+        count_supervised_tokens(d, make_splits(d, config_of(data, tmp_path)).train)
+        for d in (before, after)
+    ]
+    assert torch.equal(*counts) and counts[0].sum() > 0
+
+
+def test_documents_that_capture_leaves_out_keep_their_place(source, tmp_path, monkeypatch):
+    """The run beside generation meets them as documents without a supervised token; so does the
+    one after it, though the dataset no longer has them."""
+    from spec_data import capture
+
+    original, broken = capture._find_broken, {1: 1, 4: 0}
+    calls: list[int] = []
+
+    def find(values, packed, found):
+        original(values, packed, found)
+        for document in packed.documents:
+            if broken.get(calls[-1]) == document:
+                found[document] = "non-finite-states"
+
+    capturing = generate_module.capture_unit
+
+    def numbered(target, plan, unit, *args, **kwargs):
+        calls.append(unit)
+        return capturing(target, plan, unit, *args, **kwargs)
+
+    monkeypatch.setattr(capture, "_find_broken", find)
+    monkeypatch.setattr(generate_module, "capture_unit", numbered)
+    data = tmp_path / "data"
+    process = threading.Thread(
+        target=lambda: generate(GenerateConfig(**made(source, data))), name="generate"
+    )
+    process.start()
+    wait_until((data / WORK / "plan.json").is_file)
+    assert run(config_of(data, tmp_path / "beside")).finished
+    process.join()
+    stored, followed = HiddenStatesDataset(data), FollowedDataset(data)
+    assert len(followed) == len(stored) + 2 == 60
+    raw = json.loads((data / "manifest.json").read_text())
+    assert raw["left_out"]["units"] == [1, 4] and (data / LEFT_OUT).is_file()
+    place = raw["left_out"]["places"][1]
+    assert place == followed.planned.units[4] and followed.unit_of(place) == 4
+    length = int(followed.lengths[place])
+    out = {
+        "input_ids": torch.ones(length, dtype=torch.int64),
+        "loss_mask": torch.ones(length, dtype=torch.bool),
+        "hidden.L2": torch.ones(length, followed.manifest.hidden_size),
+    }
+    assert followed.read_into(place, out) == length
+    assert not out["loss_mask"].any() and not out["hidden.L2"].any() and out["input_ids"].any()
+    neighbour = followed.read_into(place + 1, {"hidden.L2": out["hidden.L2"].new_ones(200, 32)})
+    row = stored.doc_ids.index(followed.doc_ids[place + 1])
+    assert neighbour == stored.lengths[row]
+    assert run(config_of(data, tmp_path / "after")).finished
+    assert_same_run(tmp_path / "beside", tmp_path / "after")
+
+
+def test_eval_knows_the_held_out_documents_of_a_followed_run(sealed, reference):
+    report = run_eval(EvalConfig(draft=str(reference), data=str(sealed), device="cpu"))["data"]
+    config = config_of(sealed, reference)
+    splits = make_splits(open_data(config), config)
+    assert report["split"] == "validation" and report["documents"] == splits.held_out

@@ -1,0 +1,162 @@
+"""Laws of mixing: a weight is a count of appearances, and order is a function of settings alone."""
+
+from collections import Counter
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from spec_data.shards.errors import ConfigError
+from spec_train.data.mixed_order import MixedPlan, PartsPlan, Share, copies
+from spec_train.data.order import BatchPlan
+
+SIZES = (300, 40, 90)
+LENGTHS = np.random.default_rng(0).integers(4, 60, sum(SIZES))
+USABLE = np.arange(sum(SIZES)) % 7 != 3
+WEIGHTS = ("1", "2.5", "0.25")
+
+
+def make_shares(weights=WEIGHTS, sizes=SIZES) -> list[Share]:
+    first = np.cumsum([0, *sizes]).tolist()
+    return [
+        Share(
+            name=f"set{i}",
+            first=first[i],
+            last=first[i + 1],
+            weight=Fraction(weight),
+            fingerprint=f"print{i}",
+        )
+        for i, weight in enumerate(weights)
+    ]
+
+
+def make_plan(weights=WEIGHTS, **changes) -> MixedPlan:
+    options = dict(seq_len=64, rows_per_batch=4, seed=3, window_tokens=2000) | changes
+    return MixedPlan(LENGTHS, USABLE, make_shares(weights), **options)
+
+
+def rows_of(plan: BatchPlan, epoch: int) -> list[int]:
+    return [row for batch in plan.iter_batches(epoch) for pack in batch for row in pack]
+
+
+def reference_copies(phase: Fraction, weight: Fraction, epoch: int) -> int:
+    """How often a document appears in an epoch, in exact fractions: the running total's step."""
+    return (phase + (epoch + 1) * weight) // 1 - (phase + epoch * weight) // 1
+
+
+@pytest.mark.parametrize("weight", ["1", "3", "0.5", "2.25", "0.001", "0.333", "1.999"])
+@pytest.mark.parametrize("count", [1, 7, 100])
+def test_copies_are_steps_of_an_evenly_growing_total(count, weight):
+    weight = Fraction(weight)
+    table = np.array([copies(count, weight, epoch, 5) for epoch in range(12)])
+    phases = [Fraction(2 * rank + 1, 2 * count) for rank in range(count)]
+    for epoch in range(12):
+        expected = [reference_copies(phase, weight, epoch) for phase in phases]
+        assert sorted(table[epoch].tolist()) == sorted(expected)
+        assert abs(int(table[epoch].sum()) - count * weight) < 1
+    columns = Counter(map(tuple, table.T.tolist()))  # a document keeps its phase over the epochs
+    assert columns == Counter(
+        tuple(reference_copies(phase, weight, epoch) for epoch in range(12)) for phase in phases
+    )
+
+
+def test_who_appears_when_is_drawn_from_the_seed():
+    a, b = (copies(1000, Fraction(1, 2), 0, seed) for seed in (0, 1))
+    assert a.sum() == b.sum() == 500 and 400 < (a != b).sum() < 600
+    assert np.array_equal(a, copies(1000, Fraction(1, 2), 0, 0))
+    assert np.array_equal(a + copies(1000, Fraction(1, 2), 1, 0), np.ones(1000))
+
+
+def test_an_epoch_holds_every_document_as_often_as_its_weight_says():
+    plan = make_plan()
+    total: Counter[int] = Counter()
+    for epoch in range(4):
+        seen = Counter(rows_of(plan, epoch))
+        for share in plan.shares:
+            rows = [r for r in range(share.first, share.last) if USABLE[r]]
+            counts = [seen[row] for row in rows]
+            assert set(counts) <= {int(share.weight), -int(-share.weight // 1)}
+            assert abs(sum(counts) - share.weight * len(rows)) < 1
+        assert not any(seen[row] for row in range(len(USABLE)) if not USABLE[row])
+        assert plan.documents(epoch) == sum(seen.values())
+        total += seen
+    for share in plan.shares:  # 4 epochs of 2.5 and of 0.25: everyone alike
+        whole = {total[r] for r in range(share.first, share.last) if USABLE[r]}
+        assert whole == {int(4 * share.weight)}
+    assert plan.tokens == sum(int(plan.lengths[row]) for row in rows_of(plan, 0))
+
+
+def test_packs_fit_and_batches_are_full():
+    plan = make_plan()
+    batches = plan.batches(1)
+    assert all(len(batch) == 4 for batch in batches[:-1])
+    assert all(int(plan.lengths[pack].sum()) <= 64 for batch in batches for pack in batch)
+    assert plan.count_batches(1) == len(batches)
+
+
+def test_every_part_of_an_epoch_holds_all_datasets_in_their_share():
+    """The smallest dataset is a twentieth of the tokens, far less than half a window apart."""
+    plan = make_plan(("1", "1", "0.5"), window_tokens=3000)
+    rows = np.array(rows_of(plan, 0))
+    for share in plan.shares:
+        own = (rows >= share.first) & (rows < share.last)
+        for part in np.array_split(own, 4):
+            assert 0.4 * own.mean() < part.mean() < 1.8 * own.mean()
+
+
+def test_order_is_a_function_of_the_settings():
+    assert make_plan().batches(2) == make_plan().batches(2)
+    assert make_plan().batches(2) != make_plan(seed=4).batches(2)
+    assert make_plan().batches(0) != make_plan().batches(1)
+    plan = make_plan()
+    in_turn = [plan.batches(epoch) for epoch in (1, 0, 1)]
+    assert in_turn[0] == in_turn[2]
+
+
+def test_repeats_of_a_document_are_shuffled_apart():
+    plan = make_plan(("2", "2", "2"))
+    rows = rows_of(plan, 0)
+    places: dict[int, list[int]] = {}
+    for place, row in enumerate(rows):
+        places.setdefault(row, []).append(place)
+    gaps = np.array([b - a for a, b in places.values()])
+    assert np.median(gaps) > len(rows) / 8
+
+
+def test_state_names_every_dataset_and_weight():
+    state = make_plan().state(1, 2)
+    assert make_plan().position(state) == (1, 2)
+    assert state["fingerprint"] == ["print0", "print1", "print2"]
+    with pytest.raises(ConfigError, match=r"weights was \['1', '5/2', '1/4'\], is \['1', '1', '1"):
+        make_plan(("1", "1", "1")).position(state)
+
+
+def test_repeats_are_the_weights_times_a_common_factor():
+    plan = make_plan()
+    expected = [{0: 4, 1: 10, 2: 1}[int(np.searchsorted((300, 340), row, "right"))]
+                for row in plan.rows]  # fmt: skip
+    assert plan.repeats().tolist() == expected
+    assert set(BatchPlan(LENGTHS, USABLE, seq_len=64, rows_per_batch=1).repeats()) == {1}
+
+
+@pytest.mark.parametrize("weight", ["0", "-1", "0.0001"])
+def test_weights_that_cannot_be_counted_with_are_refused(weight):
+    with pytest.raises(ConfigError, match="at most 3 decimals"):
+        make_shares((weight,), (10,))
+
+
+def test_parts_come_one_after_another_and_know_their_names():
+    def part(first, last):
+        rows = np.arange(len(LENGTHS))
+        mask = (rows >= first) & (rows < last)
+        return BatchPlan(LENGTHS, mask, seq_len=64, rows_per_batch=3)
+
+    parts = {"a": part(0, 50), "none": part(50, 50), "b": part(60, 61)}
+    plan = PartsPlan(parts)
+    batches = plan.batches(0)
+    names = [plan.part_of(i) for i in range(len(batches))]
+    assert names == ["a"] * len(parts["a"].batches(0)) + ["b"]
+    assert batches == parts["a"].batches(0) + parts["b"].batches(0)
+    assert plan.rows.tolist() == [*range(50), 60]
+    with pytest.raises(IndexError):
+        plan.part_of(len(batches))

@@ -1,0 +1,327 @@
+"""Laws of training on several datasets: one target, every weight kept, each measured by itself."""
+
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from spec_data.generate import generate
+from spec_data.options import GenerateConfig
+from spec_data.shards.errors import ConfigError, DatasetError
+from spec_data.shards.files import dump_json, write_atomically
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.schema import fingerprint
+from spec_train.cli import main
+from spec_train.data.mixture import Mixture, open_documents, unique_names
+from spec_train.data.splits import even_shares
+from spec_train.data_option import Source, parse_source, parse_sources
+from spec_train.drafts import load_draft
+from spec_train.evaluation.on_dataset import choose_documents
+from spec_train.evaluation.report import run_eval
+from spec_train.options import EvalConfig, FitConfig
+from spec_train.training.setup import count_supervised_tokens, make_splits
+from spec_train.training.trainer import Trainer
+from tests.factory import random_documents, tiny_dataset, tiny_llama
+from tests.spec_data.runs import options, save_target, write_corpus
+from tests.spec_train.training.test_trainer_resume import assert_same_run
+from tests.spec_train.training.tools import change, metrics, run
+
+MODEL = tiny_llama(seed=0)
+
+
+def edit(data: Path, **changes) -> None:
+    """Change a manifest's fields and let it say so."""
+    raw = json.loads((data / "manifest.json").read_text())
+    for name, value in changes.items():
+        raw[name] = {**raw[name], **value} if isinstance(value, dict) else value
+    raw["fingerprint"] = fingerprint(raw)
+    write_atomically(data / "manifest.json", dump_json(raw))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Datasets of one target: `a`, and `b` with fewer layers and a copy of half of `a`."""
+    folder = tmp_path_factory.mktemp("mix")
+    documents = random_documents(40, 64, seed=1)
+    tiny_dataset(folder / "a", documents=documents, model=MODEL)
+    tiny_dataset(
+        folder / "b", documents=documents[:20] + random_documents(10, 64, seed=2), model=MODEL,
+        layers=(1, 2),
+    )  # fmt: skip
+    return folder
+
+
+def config_of(place, out, *data: str, **changes) -> FitConfig:
+    options = dict(
+        out=str(out), steps=8, batch_size=2, accumulation=2, seq_len=48, lr=1e-3, validation=0.2,
+        log_every=4, eval_every=4, save_every=5,
+    )  # fmt: skip
+    return FitConfig(data=tuple(str(place / name) for name in data), **(options | changes))
+
+
+def opened(config: FitConfig):
+    return open_documents(parse_sources(config.data))
+
+
+def test_sources_are_directories_with_weights(tmp_path):
+    assert parse_source("x/y") == Source(Path("x/y"))
+    assert parse_source("x:2") == Source(Path("x"), Fraction(2))
+    assert parse_source("a:b:0.125") == Source(Path("a:b"), Fraction(1, 8))
+    assert parse_source("c:old") == Source(Path("c:old"))
+    (tmp_path / "run:3").mkdir()
+    assert parse_source(str(tmp_path / "run:3")).weight == 1
+    assert [str(parse_source(text)) for text in ("x:1", "x:0.50", "x:10")] == ["x", "x:0.5", "x:10"]
+    for bad in ("x:0", "x:-1", "x:nan", "x:0.0001", "x:1e3", "x:", "x:inf"):
+        with pytest.raises(ConfigError, match="at most 3 decimals"):
+            parse_source(bad)
+    with pytest.raises(ConfigError, match="given twice"):
+        parse_sources(("x", "x:2"))
+    assert unique_names([Path("p/a"), Path("q/a"), Path("r/b"), Path("s/a")]) == [
+        "a", "a#2", "b", "a#3",
+    ]  # fmt: skip
+
+
+def test_one_dataset_is_itself_and_its_run_records_what_it_always_did(place, tmp_path):
+    config = config_of(place, tmp_path / "run", "a")
+    assert config.data == str(place / "a")
+    assert type(opened(config)) is HiddenStatesDataset
+    run(config)
+    assert json.loads((tmp_path / "run" / "fit.json").read_text())["data"] == str(place / "a")
+    identity = json.loads((tmp_path / "run" / "run.json").read_text())["identity"]
+    assert identity["dataset"] == HiddenStatesDataset(place / "a").manifest.fingerprint
+    assert "weights" not in identity
+    assert not any("/a" in key for line in metrics(config.out) for key in line)
+
+
+def test_rows_of_a_mixture_are_the_documents_of_its_datasets(place):
+    mixture = open_documents(parse_sources((str(place / "a"), str(place / "b"))))
+    parts = [HiddenStatesDataset(place / name) for name in "ab"]
+    assert isinstance(mixture, Mixture) and len(mixture) == 70
+    assert mixture.manifest.layers == (1, 2)
+    for row in (0, 39, 40, 69):
+        part, own = (parts[0], row) if row < 40 else (parts[1], row - 40)
+        length = int(mixture.lengths[row])
+        out = {"input_ids": torch.zeros(length, dtype=torch.int64),
+               "hidden.L2": torch.zeros(length, 32)}  # fmt: skip
+        assert mixture.read_into(row, out) == length == len(part[own]["input_ids"])
+        assert torch.equal(out["input_ids"], part[own]["input_ids"].long())
+        assert torch.equal(out["hidden.L2"], part[own]["hidden.L2"].float())
+        assert mixture.doc_ids[row] == part.doc_ids[own]
+        assert mixture.shard_of(row) == str(part.path / part.shard_of(own))
+
+
+def test_copies_of_a_document_are_on_one_side_in_every_dataset(place, tmp_path):
+    config = config_of(place, tmp_path / "run", "a", "b:3", validation=0.4)
+    mixture = opened(config)
+    splits = make_splits(mixture, config)
+    ids = np.array(mixture.doc_ids)
+    train, held = set(ids[splits.train.rows]), set(ids[splits.validation.rows])
+    assert not train & held
+    twice = [name for name in held if (ids == name).sum() == 2]
+    assert len(twice) > 2
+    assert splits.held_out == len(splits.validation.rows)
+    seen = {row for epoch in range(3) for batch in splits.train.batches(epoch)
+            for pack in batch for row in pack}  # fmt: skip
+    assert seen == set(splits.train.rows.tolist()) and not set(ids[list(seen)]) & held
+
+
+def test_a_mixed_run_trains_measures_each_dataset_and_goes_on_bit_for_bit(
+    place, tmp_path, monkeypatch
+):
+    config = config_of(place, tmp_path / "whole", "a:0.5", "b:2")
+    assert run(config).finished
+    held_out = [m for m in metrics(config.out) if m["split"] == "validation"]
+    assert len(held_out) == 3
+    names = {f"{figure}/{name}" for figure in ("loss", "acceptance_length") for name in "ab"}
+    assert all(names <= m.keys() for m in held_out)
+    stopped = change(config, out=str(tmp_path / "stopped"))
+    original = Trainer._train_step
+
+    def crash(self, step):
+        if self.step == 6:
+            raise KeyboardInterrupt
+        original(self, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", crash)
+        with pytest.raises(KeyboardInterrupt):
+            run(stopped)
+    run(stopped)
+    assert_same_run(config.out, stopped.out)
+    state = json.loads((tmp_path / "whole" / "last" / "training_state.json").read_text())["stream"]
+    prints = [HiddenStatesDataset(place / name).manifest.fingerprint for name in "ab"]
+    assert state["fingerprint"] == prints and state["weights"] == ["1/2", "2"]
+    with pytest.raises(ConfigError, match=r"weights: \['1/2', '2'\] -> \['1', '2'\]"):
+        run(change(config, data=(str(place / "a"), str(place / "b:2"))))
+    with pytest.raises(ConfigError, match="dataset: "):
+        run(change(config, data=str(place / "a")))
+
+
+def test_figures_of_a_dataset_are_those_of_its_held_out_documents(place, tmp_path):
+    """Against an evaluation of the saved draft on that dataset alone, document by document."""
+    config = config_of(place, tmp_path / "run", "a", "b:0.5", seq_len=256)
+    run(config)
+    last = [m for m in metrics(config.out) if m["split"] == "validation"][-1]
+    report = {}
+    for name in "ab":
+        report[name] = run_eval(
+            EvalConfig(draft=str(tmp_path / "run" / "last"), data=str(place / name), device="cpu")
+        )["data"]
+        assert report[name]["split"] == "validation"
+        forced = report[name]["teacher_forced"]
+        assert last[f"loss/{name}"] == pytest.approx(forced["loss"], rel=1e-4)
+        assert last[f"acceptance_length/{name}"] == pytest.approx(
+            forced["acceptance_length"], rel=1e-6
+        )
+    mixture = opened(config)
+    assert sum(r["documents"] for r in report.values()) == make_splits(mixture, config).held_out
+
+
+def test_the_border_of_a_mixture_holds_for_its_parts(tmp_path, monkeypatch):
+    """Where a dataset alone would have had to hold out a document, to have one at all."""
+    tiny_dataset(tmp_path / "large", n_docs=60, seed=0, model=MODEL)
+    tiny_dataset(tmp_path / "small", n_docs=3, seed=1, model=MODEL)
+    config = config_of(tmp_path, tmp_path / "run", "large", "small", validation=0.05)
+    run(config)
+    small = HiddenStatesDataset(tmp_path / "small")
+    splits = make_splits(opened(config), config)
+    mine = [row - 60 for row in splits.validation.rows.tolist() if row >= 60]
+    assert mine == []  # the premise
+    known = json.loads((tmp_path / "run" / "run.json").read_text())
+    described = dict(
+        datasets=known["identity"]["dataset"], seed=0, validation=0.05, seq_len=48,
+        split_rule=known["identity"]["split_rule"], split_border=known["notes"]["split_border"],
+    )  # fmt: skip
+    with pytest.raises(DatasetError, match="no document to measure in split 'validation'"):
+        choose_documents(small, "auto", described)
+    assert choose_documents(small, "train", described)[0] == [0, 1, 2]
+    assert len(choose_documents(small, "auto", described | {"split_border": None})[0]) == 1
+
+
+def test_no_dataset_is_starved_of_measured_documents():
+    assert even_shares([100, 5, 40], 30) == [13, 5, 12]
+    assert even_shares([100, 5, 40], 0) == [100, 5, 40]
+    assert even_shares([2, 2], 512) == [2, 2]
+    assert even_shares([50], 30) == [30]
+    assert sum(even_shares([7, 9, 8, 100], 29)) == 29
+
+
+def test_token_counts_are_weighted(place, tmp_path):
+    config = config_of(place, tmp_path / "run", "a:0.5", "b:3")
+    mixture = opened(config)
+    plan = make_splits(mixture, config).train
+    expected = torch.zeros(64, dtype=torch.int64)
+    for row in plan.rows.tolist():
+        part, own = mixture._locate(row)
+        document, times = part[own], 1 if row < 40 else 6
+        for token, supervised in zip(document["input_ids"], document["loss_mask"], strict=True):
+            expected[token] += times * int(supervised)
+    assert torch.equal(count_supervised_tokens(mixture, plan), expected)
+
+
+def test_a_weight_of_one_dataset_repeats_it(place, tmp_path):
+    config = config_of(place, tmp_path / "run", "a:2", epochs=1, steps=None)
+    single = make_splits(opened(change(config, data=str(place / "a"))), config).train
+    double = make_splits(opened(config), config).train
+    rows = sorted(row for batch in double.batches(0) for pack in batch for row in pack)
+    assert rows == sorted([*single.rows.tolist()] * 2)
+    assert run(config).step == len(double.batches(0)) > 1.8 * len(single.batches(0))
+
+
+def refused(place, tmp_path, *data) -> str:
+    with pytest.raises(DatasetError) as error:
+        run(config_of(place, tmp_path / "run", *data))
+    return str(error.value)
+
+
+def test_another_target_is_refused(place, tmp_path):
+    other = tiny_dataset(tmp_path / "other", n_docs=8, model=tiny_llama(seed=5))
+    text = refused(place, tmp_path, "a", str(other))
+    assert "states of another target" in text and "embed_tokens: 100.00% of its rows" in text
+    same = tiny_dataset(tmp_path / "same", n_docs=8, model=MODEL)
+    edit(same, target={"config_hash": "one", "weights_hash": "sha256:1"})
+    twin = tiny_dataset(tmp_path / "twin", n_docs=8, model=MODEL)
+    edit(twin, target={"config_hash": "one", "weights_hash": "sha256:2"})
+    text = refused(tmp_path, tmp_path, "same", "twin")
+    assert "weights_hash: 'sha256:1' -> 'sha256:2'" in text and "config_hash" not in text
+    edit(twin, target={"weights_hash": "sha256:1"}, head={"scale": 0.5})
+    assert "scale: 1.0 -> 0.5" in refused(tmp_path, tmp_path, "same", "twin")
+    # an unknown hash (of `a`) does not differ: the tensors decide
+    assert run(config_of(place, tmp_path / "fits", "a", str(same), steps=1)).finished
+
+
+def test_a_head_that_differs_in_one_row_is_another_target(place, tmp_path):
+    from safetensors.torch import save_file
+
+    from spec_data.shards.seal import file_records
+
+    data = tiny_dataset(tmp_path / "near", n_docs=8, model=MODEL)
+    file = data / "target" / "head.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head"][3] += 0.5
+    save_file(tensors, file)
+    edit(data, files=file_records(data, ["target/head.safetensors"]))
+    text = refused(place, tmp_path, "a", str(data))
+    assert "lm_head: 1.56% of its rows differ" in text and "embed_tokens" not in text
+
+
+def test_other_supervision_is_refused_and_another_template_said(place, tmp_path, caplog):
+    data = tiny_dataset(tmp_path / "logits", n_docs=8, model=MODEL)
+    edit(data, supervision="logits")
+    text = refused(place, tmp_path, "a", str(data))
+    assert "--supervision logits" in text and "final-hidden" in text
+    edit(data, supervision="final-hidden", tokenizer={"chat_template_hash": "x"})
+    other = tiny_dataset(tmp_path / "other", n_docs=8, model=MODEL)
+    edit(other, tokenizer={"chat_template_hash": "y"})
+    open_documents(parse_sources((str(data), str(other))))
+    assert "rendered by another tokenizer or template" in caplog.text
+    assert "chat_template_hash: 'x' -> 'y'" in caplog.text
+
+
+def test_a_layer_that_one_dataset_lacks_cannot_be_asked_for(place, tmp_path, capsys):
+    arguments = ["fit", "eagle3", "--data", str(place / "a"), str(place / "b"), "--out",
+                 str(tmp_path / "run"), "--steps", "1", "--seq-len", "48", 
+                 "--ttt-steps", "2"]  # fmt: skip
+    assert main([*arguments, "--layers", "0,1"]) == 2
+    assert "no layer [0], only [1, 2]" in capsys.readouterr().err
+    assert main(arguments) == 0
+    assert load_draft(tmp_path / "run" / "last").config.layers == (1, 2)
+
+
+def test_flags_may_be_repeated_and_fit_json_repeats_the_run(place, tmp_path, caplog):
+    caplog.set_level("INFO")
+    a, b = str(place / "a"), str(place / "b")
+    common = ["--steps", "3", "--seq-len", "48", "--ttt-steps", "2", "--validation", "0.2"]
+    out, again = tmp_path / "run", tmp_path / "again"
+    assert (
+        main(["fit", "eagle3", "--data", f"{a}:0.5", "--data", b, "--out", str(out), *common]) == 0
+    )
+    assert json.loads((out / "fit.json").read_text())["data"] == [f"{a}:0.5", b]
+    assert "share      a, weight 0.5: 17 documents" in caplog.text
+    assert "30 documents are in several" in caplog.text
+    config = ["--config", str(out / "fit.json"), "--out", str(again)]
+    assert main(["fit", "eagle3", *config]) == 0
+    assert_same_run(out, again)
+    assert main(["fit", "eagle3", "--data", f"{a}:0", "--out", str(again)]) == 2
+
+
+def test_datasets_of_different_codecs_are_handed_out_decoded(tmp_path):
+    target, corpus = save_target(tmp_path / "target"), write_corpus(tmp_path / "chats.jsonl")
+    for name, codec in (("plain", "bf16"), ("int8", "int8c"), ("mixed", "aux=lm4c,final=int8c")):
+        generate(GenerateConfig(**options(target, corpus, tmp_path / name, codec=codec)))
+    names = ("plain", "int8:0.5", "mixed")
+    config = config_of(tmp_path, tmp_path / "run", *names, seq_len=128, steps=6)
+    mixture = opened(config)
+    assert not any(column.lossy for column in mixture.manifest.columns)
+    rows = len(mixture.datasets[0])
+    for row in (1, rows + 1, 2 * rows + 1):
+        dataset, own = mixture._locate(row)
+        out = {"hidden.L2": torch.zeros(int(mixture.lengths[row]), 32)}
+        mixture.read_into(row, out)
+        assert torch.equal(out["hidden.L2"], dataset[own]["hidden.L2"].float())
+    assert run(config).finished
+    assert set(metrics(config.out)[-1]) >= {"loss/plain", "loss/int8", "loss/mixed"}

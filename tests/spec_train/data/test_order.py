@@ -1,0 +1,234 @@
+"""Laws of the order of training: a pure function of seed, epoch and lengths."""
+
+import hashlib
+import itertools
+import time
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from spec_data.shards.errors import ConfigError
+from spec_data.shards.packing import pack_documents
+from spec_train.data.order import (
+    BLOCKS_PER_WINDOW,
+    SPLIT_RULE,
+    BatchPlan,
+    rank_slice,
+    select_documents,
+    split_documents,
+)
+
+SEQ_LEN = 512
+
+
+def lengths_of(count: int, seed: int = 0, median: int = 90) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return np.clip(np.exp(rng.normal(np.log(median), 0.9, count)), 1, 2000).astype(np.int64)
+
+
+def make_plan(count: int = 700, seed: int = 3, **changes) -> BatchPlan:
+    lengths = lengths_of(count)
+    options = dict(seq_len=SEQ_LEN, rows_per_batch=8, seed=seed, window_tokens=8192) | changes
+    usable = options.pop("usable", lengths % 7 != 0)
+    return BatchPlan(lengths, usable, **options)
+
+
+def flat(plan: BatchPlan, epoch: int) -> list[int]:
+    return [row for batch in plan.batches(epoch) for pack in batch for row in pack]
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 5])
+def test_every_usable_document_is_there_exactly_once(epoch):
+    plan = make_plan()
+    assert sorted(flat(plan, epoch)) == np.flatnonzero(lengths_of(700) % 7).tolist()
+
+
+def test_packs_hold_what_fits_and_only_the_last_batch_is_short():
+    plan = make_plan()
+    batches = plan.batches(0)
+    assert all(len(batch) == 8 for batch in batches[:-1]) and 1 <= len(batches[-1]) <= 8
+    clipped = np.minimum(lengths_of(700), SEQ_LEN)
+    assert max(clipped[pack].sum() for batch in batches for pack in batch) <= SEQ_LEN
+    assert plan.tokens == clipped[flat(plan, 0)].sum()
+
+
+def test_order_is_a_function_of_seed_and_epoch():
+    assert make_plan().batches(2) == make_plan().batches(2)
+    plan = make_plan()
+    forwards = [plan.batches(e) for e in range(3)]
+    assert [plan.batches(e) for e in (2, 1, 0)] == forwards[::-1]
+    orders = [flat(make_plan(seed=s), e) for s in (3, 4) for e in (0, 1)]
+    assert all(a != b for a, b in itertools.combinations(orders, 2))
+
+
+def test_order_never_changes_between_releases():
+    lengths = 1 + (np.arange(900) * 7919) % 401
+    options = dict(seq_len=256, rows_per_batch=4, seed=11, window_tokens=20_000)
+    plan = BatchPlan(lengths, lengths % 5 != 0, **options)
+    digest = hashlib.sha256(repr(plan.batches(1)).encode()).hexdigest()
+    assert digest[:16] == "1cbcc456d326264a"
+
+
+def test_batches_come_one_by_one_and_nothing_is_packed_ahead(monkeypatch):
+    plan = make_plan(5000, window_tokens=40_000)
+    packed = []
+
+    def spy(lengths, capacity):
+        packed.append(len(lengths))
+        return pack_documents(lengths, capacity)
+
+    monkeypatch.setattr("spec_train.data.order.pack_documents", spy)
+    batches = plan.iter_batches(1)
+    first = next(batches)
+    assert len(packed) == 1 and sum(packed) < len(plan.rows) / 4
+    assert [first, *batches] == plan.batches(1)
+    assert sum(packed) == 2 * len(plan.rows)
+    assert plan.count_batches(1) == len(plan.batches(1))
+    assert plan.count_batches(0) == len(list(plan.iter_batches(0)))
+
+
+def test_order_is_shuffled():
+    """Neighbours in the dataset are far apart in one window of the whole data."""
+    order = np.array(flat(make_plan(window_tokens=1 << 30), 0))
+    place = np.empty(700)
+    place[order] = np.arange(len(order))
+    ranks = np.corrcoef(np.sort(order), place[np.sort(order)])[0, 1]
+    assert abs(ranks) < 0.15
+
+
+def test_packs_of_a_window_are_not_sorted_by_size():
+    plan = make_plan(4000, window_tokens=1 << 30, usable=np.ones(4000, bool))
+    counts = np.array([len(pack) for batch in plan.batches(0) for pack in batch])
+    assert abs(np.corrcoef(np.arange(len(counts)), counts)[0, 1]) < 0.15
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8, 13])
+def test_ranks_share_out_the_same_global_batches(world):
+    for batch in make_plan().batches(0):
+        parts = [rank_slice(batch, rank, world) for rank in range(world)]
+        assert sorted(itertools.chain(*parts)) == sorted(batch)
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_packs_stay_inside_windows_of_the_size_asked_for():
+    window_tokens = 8192
+    plan = make_plan(window_tokens=window_tokens)
+    clipped = np.minimum(lengths_of(700), SEQ_LEN)
+    windows = list(plan.windows(0))
+    home = {row: w for w, rows in enumerate(windows) for row in rows.tolist()}
+    packs = [pack for batch in plan.batches(0) for pack in batch]
+    assert all(len({home[row] for row in pack}) == 1 for pack in packs)
+    assert [home[pack[0]] for pack in packs] == sorted(home[pack[0]] for pack in packs)
+    assert max(clipped[rows].sum() for rows in windows) < window_tokens + SEQ_LEN
+    assert min(clipped[rows].sum() for rows in windows[:-1]) > window_tokens - SEQ_LEN
+
+
+def test_a_window_touches_few_stretches_of_the_dataset():
+    plan = make_plan(20000, usable=np.ones(20000, bool), window_tokens=40_000)
+    for rows in list(plan.windows(0))[:-1]:
+        stretches = 1 + int((np.diff(np.sort(rows)) > 1).sum())
+        assert stretches <= BLOCKS_PER_WINDOW + 2
+
+
+def test_a_document_alone_may_exceed_the_window():
+    plan = make_plan(window_tokens=1)
+    assert sorted(flat(plan, 0)) == plan.rows.tolist()
+
+
+def test_nothing_usable_gives_no_batches():
+    assert make_plan(usable=np.zeros(700, bool)).batches(0) == []
+
+
+def test_state_goes_back_only_into_the_same_order():
+    plan = make_plan(fingerprint="aaa")
+    state = plan.state(2, 5)
+    assert make_plan(fingerprint="aaa").position(state) == (2, 5)
+    others = {
+        "fingerprint": ("aaa", make_plan(fingerprint="bbb"), "bbb"),
+        "seed": (3, make_plan(seed=4, fingerprint="aaa"), 4),
+        "seq_len": (512, make_plan(seq_len=600, fingerprint="aaa"), 600),
+        "rows_per_batch": (8, make_plan(rows_per_batch=16, fingerprint="aaa"), 16),
+        "window_tokens": (8192, make_plan(window_tokens=99, fingerprint="aaa"), 99),
+    }
+    for name, (old, other, new) in others.items():
+        with pytest.raises(ConfigError, match=f"{name} was {old!r}, is {new!r}"):
+            other.position(state)
+    with pytest.raises(ConfigError, match="documents was"):
+        make_plan(fingerprint="aaa", usable=np.ones(700, bool)).position(state)
+
+
+def test_selection_counts_every_document_it_leaves_out():
+    lengths = np.array([10, 700, 700, 20, 600])
+    supervised = np.array([3, 5, 4, 0, 1])
+    first = np.array([2, 100, 512, 20, 511])
+    chosen = select_documents(lengths, supervised, first, SEQ_LEN)
+    assert chosen.usable.tolist() == [True, True, False, False, True]
+    assert chosen.cut == 2
+    assert chosen.left_out == {
+        "no supervised token": 1,
+        "first supervised token past --seq-len 512": 1,
+    }
+    assert chosen.usable.sum() + sum(chosen.left_out.values()) == len(lengths)
+
+
+IDS = [hashlib.sha256(str(i).encode()).hexdigest() for i in range(4000)]
+
+
+def test_split_depends_on_the_document_alone():
+    mask = split_documents(IDS, 0.1, seed=5)
+    held = {d for d, v in zip(IDS, mask, strict=True) if v}
+    order = np.random.default_rng(0).permutation(len(IDS))[:1500]
+    part = split_documents([IDS[i] for i in order], 0.1, seed=5)
+    assert part.tolist() == [IDS[i] in held for i in order]
+    assert 0.08 < mask.mean() < 0.12
+    other = split_documents(IDS, 0.1, seed=6)
+    assert (mask & other).sum() < 0.3 * mask.sum()
+
+
+def test_split_reads_ids_of_arrow_as_those_of_a_list():
+    expected = split_documents(IDS, 0.3, seed=2)
+    ids = pa.array(IDS)
+    assert np.array_equal(split_documents(ids, 0.3, seed=2), expected)
+    part = pa.array(["else", *IDS, "else"])[1:-1]  # offsets that do not start at 0
+    assert np.array_equal(split_documents(part, 0.3, seed=2), expected)
+    expected = split_documents([*IDS[:3], "ü", ""], 0.5, seed=0)
+    assert np.array_equal(split_documents(pa.array([*IDS[:3], "ü", ""]), 0.5, seed=0), expected)
+    some = np.array([3, 9, 30, 2000])
+    alone = split_documents([IDS[i] for i in some], 0.5, seed=2)
+    assert np.array_equal(split_documents(ids, 0.5, seed=2, among=some), alone)
+
+
+def test_split_never_changes_under_the_same_name():
+    """Words of eight bytes, each xor-ed in and finalised; another function needs another name."""
+    assert SPLIT_RULE == "words-1"
+    mask = split_documents([*IDS, "ü", "", "a longer one"], 0.25, seed=7)
+    assert hashlib.sha256(mask.tobytes()).hexdigest()[:16] == "51fdf44da82b744c"
+
+
+def test_a_larger_fraction_only_adds_documents():
+    small, large = (split_documents(IDS, f, seed=1) for f in (0.05, 0.2))
+    assert not (small & ~large).any()
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 0.02, 0.5, 0.999999])
+@pytest.mark.parametrize("count", [2, 3, 10])
+def test_neither_side_is_empty_once_there_are_two_documents(fraction, count):
+    mask = split_documents(IDS[:count], fraction, seed=0)
+    assert 0 < mask.sum() < count
+
+
+def test_copies_of_a_document_are_on_one_side():
+    assert split_documents(["a"] * 5, 0.5, seed=0).sum() in (0, 5)
+    assert not split_documents(IDS, 0.0, seed=0).any()
+    assert split_documents([], 0.5, seed=0).tolist() == []
+
+
+def test_a_quarter_of_a_million_documents_plan_in_seconds():
+    lengths = lengths_of(250_000, median=300)
+    started = time.process_time()
+    plan = BatchPlan(lengths, np.ones(len(lengths), bool), seq_len=2048, rows_per_batch=8)
+    batches = plan.batches(0)
+    assert time.process_time() - started < 5
+    packs = sum(map(len, batches))
+    assert plan.tokens / (packs * 2048) > 0.97

@@ -1,0 +1,187 @@
+"""EAGLE-3 learns the same from smaller data and from other supervision, or refuses in words."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from spec_data.shards.errors import DatasetError, DraftError, MissingError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.draft_options import Eagle3Options
+from spec_train.drafts.eagle3.draft import Eagle3Draft
+from spec_train.evaluation.on_dataset import check_fit, read_pack
+from spec_train.evaluation.report import run_eval
+from spec_train.head import TargetHead
+from spec_train.options import EvalConfig, FitConfig
+from spec_train.training.setup import fit
+from tests.spec_data.runs import run, save_target
+
+DRAFT = {"draft_vocab_size": 0, "ttt_steps": 4}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Conversations that end in a turn of the user."""
+    rows = []
+    for i in range(12):
+        turns = [("user", f"question {i}"), ("assistant", f"answer {i} " + "so " * (i % 5))]
+        turns += [("user", "and"), ("assistant", f"that is {i}"), ("user", "thanks " * (i % 3))]
+        rows.append({"messages": [{"role": r, "content": c} for r, c in turns]})
+    file = tmp_path_factory.mktemp("corpus") / "chats.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+@pytest.fixture(scope="module")
+def whole(target, corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "data"
+    run(target, corpus, out, keep_tails=True)
+    return HiddenStatesDataset(out)
+
+
+@pytest.fixture(scope="module")
+def small(target, corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp("small") / "data"
+    run(target, corpus, out, final="supervised")
+    return HiddenStatesDataset(out)
+
+
+def build(dataset, counts=None, **options) -> tuple[Eagle3Draft, TargetHead]:
+    head = TargetHead.from_dataset(dataset.path, torch.float32, "cpu")
+    config = json.loads((dataset.target_dir / "config.json").read_text())
+    torch.manual_seed(0)
+    draft = Eagle3Draft.build(
+        Eagle3Options(**DRAFT | options),
+        target_config=config,
+        manifest=dataset.manifest,
+        head=head,
+        token_counts=counts,
+    )
+    return draft, head
+
+
+def test_the_loss_needs_neither_tails_nor_teachers_elsewhere(whole, small):
+    """Equal loss, gradients and figures, document by document, to the rounding of the states."""
+    assert small.lengths.sum() < whole.lengths.sum() and small.final == "supervised"
+    for rows in ([0, 5, 11], [3]):
+        found = []
+        for dataset in (whole, small):
+            draft, head = build(dataset)
+            batch = read_pack(dataset, rows, draft.columns(), torch.float32)
+            counts = draft.slot_counts(batch)
+            out = draft.loss(batch, head, counts)
+            out.loss.backward()
+            found.append((counts, out.loss, draft.summarise(out.sums), draft.fc.weight.grad))
+        (n, a, figures, grad), (m, b, others, other) = found
+        assert torch.equal(n, m)
+        # packed beside other tokens, a state may round to the neighbouring bfloat16
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(grad, other, rtol=2e-2, atol=1e-3)
+        assert figures["acceptance_length"] == pytest.approx(others["acceptance_length"], rel=1e-2)
+
+
+def test_exactly_the_kept_teachers_are_read(small):
+    """Poison what is zero in a supervised dataset: nothing changes."""
+    draft, head = build(small)
+    batch = read_pack(small, [0, 5, 11], draft.columns(), torch.float32)
+    before = draft.loss(batch, head, draft.slot_counts(batch)).loss
+    final = batch.hidden["hidden.final"]
+    empty = final.abs().sum(-1) == 0
+    assert bool(empty.any())
+    final[empty] = torch.nan
+    assert torch.equal(draft.loss(batch, head, draft.slot_counts(batch)).loss, before)
+
+
+def test_slots_that_need_more_are_refused_in_words(whole, small):
+    build(whole, slots="shifted")
+    with pytest.raises(DraftError, match=r"--slots shifted needs hidden\.final .* --final all"):
+        build(small, slots="shifted")
+    draft, _ = build(whole, slots="shifted")
+    with pytest.raises(DraftError, match=r"--slots shifted needs hidden\.final"):
+        check_fit(draft, small)
+
+
+@pytest.mark.parametrize("codec", ["int8c", "lm6c", "aux=lm4c,final=fp8"])
+def test_fit_runs_on_lossy_data(target, corpus, tmp_path, codec):
+    run(target, corpus, tmp_path / "data", codec=codec, final="supervised")
+    config = fit_config_of(tmp_path / "data", tmp_path / "run")
+    result = fit("eagle3", config, Eagle3Options(**DRAFT))
+    assert result.step == 3 and result.best is not None
+
+
+@pytest.fixture(scope="module")
+def logits(target, corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp("logits") / "data"
+    run(target, corpus, out, supervision="logits", keep_tails=True)
+    return HiddenStatesDataset(out)
+
+
+@pytest.mark.parametrize("draft_vocab_size", [0, 100])
+def test_stored_logits_teach_what_final_states_and_head_teach(whole, logits, draft_vocab_size):
+    """Loss, gradient and figures, to the rounding of states and logits to bfloat16."""
+    found = []
+    counts = torch.arange(whole.manifest.vocab_size)
+    for dataset in (whole, logits):
+        draft, head = build(dataset, counts, draft_vocab_size=draft_vocab_size, slots="shifted")
+        columns = draft.columns(dataset.manifest.supervision)
+        assert ("logits" in columns, "hidden.final" in columns) == (
+            dataset is logits,
+            dataset is whole,
+        )
+        batch = read_pack(dataset, [0, 5, 11], columns, torch.float32)
+        out = draft.loss(batch, head, draft.slot_counts(batch))
+        out.loss.backward()
+        found.append((out.loss, draft.summarise(out.sums), draft.fc.weight.grad))
+    (a, figures, grad), (b, others, other) = found
+    torch.testing.assert_close(a, b, rtol=2e-3, atol=1e-4)
+    torch.testing.assert_close(grad, other, rtol=5e-2, atol=2e-3)
+    assert float(grad.abs().max()) > 0.02
+    assert figures["product_limit_length"] == pytest.approx(others["product_limit_length"])
+
+
+def fit_config_of(data, out) -> FitConfig:
+    return FitConfig(
+        data=str(data), out=str(out), steps=3, seq_len=128, device="cpu", validation=0.2
+    )
+
+
+def test_fit_and_eval_run_on_logits(logits, tmp_path):
+    result = fit("eagle3", fit_config_of(logits.path, tmp_path / "run"), Eagle3Options(**DRAFT))
+    assert result.step == 3
+    config = EvalConfig(draft=str(tmp_path / "run"), data=str(logits.path), device="cpu")
+    report = run_eval(config)["data"]
+    kept = json.loads((tmp_path / "run" / "best" / "validation.json").read_text())
+    assert report["split"] == "validation"
+    assert report["teacher_forced"]["loss"] == pytest.approx(kept["loss"], rel=1e-2)
+
+
+def test_topk_is_refused_before_anything_is_made(target, corpus, tmp_path, whole):
+    run(target, corpus, tmp_path / "data", supervision="topk:8")
+    said = r"--supervision topk:8 keeps too few logits .* --supervision final-hidden"
+    with pytest.raises(DatasetError, match=said):
+        fit("eagle3", fit_config_of(tmp_path / "data", tmp_path / "run"), Eagle3Options(**DRAFT))
+    assert not (tmp_path / "run").exists()
+    draft, _ = build(whole)
+    with pytest.raises(DatasetError, match=said):
+        check_fit(draft, HiddenStatesDataset(tmp_path / "data"))
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [(None, MissingError), ("{", DatasetError), ("[1]", DatasetError)],
+    ids=["gone", "cut", "list"],
+)
+def test_a_dataset_without_the_targets_config_is_named(small, tmp_path, content, error):
+    shutil.copytree(small.path, tmp_path / "data")
+    file = tmp_path / "data" / "target" / "config.json"
+    file.unlink()
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(error, match=r"target/config\.json: (missing|changed or damaged)"):
+        fit("eagle3", fit_config_of(tmp_path / "data", tmp_path / "run"), Eagle3Options(**DRAFT))

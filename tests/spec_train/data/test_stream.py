@@ -1,0 +1,373 @@
+"""The stream hands out exactly the plan's batches, in bounded memory, from any position."""
+
+import contextlib
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from spec_data.shards.errors import ConfigError, DatasetError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.data.order import BatchPlan
+from spec_train.data.stream import READ_AHEAD, BatchStream
+from tests.factory import tiny_dataset
+
+COLUMNS = ("input_ids", "loss_mask", "hidden.L1", "hidden.final", "target_argmax")
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return HiddenStatesDataset(tiny_dataset(tmp_path_factory.mktemp("data") / "set", n_docs=40))
+
+
+def make_plan(dataset, packs=4, seed=0, **changes) -> BatchPlan:
+    options = dict(seq_len=48, rows_per_batch=packs, seed=seed, fingerprint="tiny") | changes
+    return BatchPlan(dataset.lengths, np.ones(len(dataset), bool), **options)
+
+
+def make_stream(dataset, columns=COLUMNS, batch_size=2, plan=None, **options) -> BatchStream:
+    plan = plan or make_plan(dataset)
+    return BatchStream(dataset, plan, columns, batch_size=batch_size, **options)
+
+
+def snapshot(step) -> list[dict]:
+    """Everything in a step, copied."""
+    plain = ("input_ids", "loss_mask", "position_ids", "document_ids", "target_argmax")
+    return [
+        {name: getattr(b, name).clone() for name in plain}
+        | {name: t.clone() for name, t in b.hidden.items()}
+        | {"rows": torch.tensor([row for pack in b.rows for row in pack])}
+        for b in step.batches
+    ]
+
+
+def same(a: list[dict], b: list[dict]) -> bool:
+    return len(a) == len(b) and all(
+        x.keys() == y.keys() and all(torch.equal(x[n], y[n]) for n in x)
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def take(stream, count) -> list[list[dict]]:
+    return [snapshot(step) for step in stream.take(count)]
+
+
+def test_batches_hold_the_documents_of_the_plan_and_zeros_around_them(dataset):
+    """Two epochs, so that every buffer is used again with other lengths."""
+    plan = make_plan(dataset)
+    stream = make_stream(dataset, plan=plan)
+    seen = []
+    for step in stream.take(2 * len(plan.batches(0))):
+        for batch in step.batches:
+            for b, pack in enumerate(batch.rows):
+                start = 0
+                for d, row in enumerate(pack):
+                    document, span = dataset[row], slice(start, start + int(dataset.lengths[row]))
+                    for name in (*COLUMNS[:2], "target_argmax"):
+                        assert torch.equal(getattr(batch, name)[b, span], document[name])
+                    for name in ("hidden.L1", "hidden.final"):
+                        assert torch.equal(batch.hidden[name][b, span], document[name].float())
+                    assert (batch.document_ids[b, span] == d).all()
+                    assert batch.position_ids[b, span].tolist() == list(
+                        range(len(document["input_ids"]))
+                    )
+                    start = span.stop
+                    seen.append(row)
+                assert not batch.input_ids[b, start:].any()
+                assert not batch.loss_mask[b, start:].any()
+                assert not batch.target_argmax[b, start:].any()
+                assert not any(values[b, start:].any() for values in batch.hidden.values())
+                assert (batch.document_ids[b, start:] == -1).all()
+    assert sorted(seen) == sorted(2 * list(range(len(dataset))))
+
+
+def test_long_documents_are_cut(dataset):
+    plan = make_plan(dataset, seq_len=16)
+    assert dataset.lengths.max() > 16
+    stream = make_stream(dataset, plan=plan)
+    for step in stream.take(len(plan.batches(0))):
+        for batch in step.batches:
+            for b, pack in enumerate(batch.rows):
+                first = dataset[pack[0]]["input_ids"][:16]
+                assert torch.equal(batch.input_ids[b, : len(first)], first)
+
+
+def test_micro_batches_of_any_size_are_the_same_packs(dataset):
+    def packs(size):
+        stream = make_stream(dataset, batch_size=size)
+        return [[p for b in step.batches for p in b.rows] for step in stream.take(6)]
+
+    assert packs(1) == packs(2) == packs(3) == packs(4) == packs(64)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_read_the_global_batch_between_them(dataset, world):
+    streams = [
+        make_stream(dataset, rank=rank, world_size=world, batch_size=1) for rank in range(world)
+    ]
+    whole = make_stream(dataset)
+    parts = [
+        [[p for b in step.batches for p in b.rows if p] for step in stream.take(8)]
+        for stream in streams
+    ]
+    for index, step in enumerate(whole.take(8)):
+        expected = sorted(p for b in step.batches for p in b.rows)
+        assert sorted(p for part in parts for p in part[index]) == expected
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("packs", [6, None], ids=["same steps", "one micro-batch each"])
+def test_micro_batches_and_their_places_are_the_same_on_any_number_of_ranks(dataset, world, packs):
+    """As in training, and as in validation, where a step has a micro-batch of every rank."""
+
+    def dealt(world):
+        found = {}
+        plan = make_plan(dataset, packs=packs or 2 * world)
+        for rank in range(world):
+            stream = make_stream(dataset, plan=plan, rank=rank, world_size=world)
+            for step in stream.take(len(plan.batches(0))):
+                for number, batch in zip(step.numbers, step.batches, strict=True):
+                    if batch.rows != [[]]:
+                        assert number not in found
+                        found[number] = batch.rows
+        return found
+
+    alone = dealt(1)
+    assert alone == dealt(world)
+    assert sorted(row for rows in alone.values() for pack in rows for row in pack) == list(
+        range(len(dataset))
+    )
+
+
+def test_a_rank_that_gets_no_micro_batch_gets_padding(dataset):
+    """Even in buffers that were full before."""
+    plan = make_plan(dataset, packs=64)
+    rows, again = [], []
+    for rank in range(2):
+        stream = make_stream(dataset, plan=plan, batch_size=64, rank=rank, world_size=2)
+        stream._make_ring()
+        for buffer in stream._ring:
+            for values in (*buffer.tensors.values(), buffer.document_ids):
+                values.fill_(1)
+        for step in stream.take(2):
+            (batch,) = step.batches
+            rows.append(batch.rows)
+            again.append(step.numbers)
+            if rank == 1:
+                assert (batch.document_ids == -1).all() and not batch.loss_mask.any()
+                assert not batch.input_ids.any() and not batch.position_ids.any()
+                assert not any(values.any() for values in batch.hidden.values())
+    assert len(rows[0]) > 1 and rows[2:] == [[[]], [[]]]
+    assert again[:2] == [[0], [0]]
+
+
+def global_batches(dataset, world: int, count: int, state=None) -> tuple[list, dict]:
+    """The next `count` global batches of `world` ranks, as document -> values, and the state."""
+    streams = [
+        make_stream(dataset, rank=rank, world_size=world, batch_size=1) for rank in range(world)
+    ]
+    for stream in streams:
+        if state is not None:
+            stream.load_state_dict(state)
+    batches = [{} for _ in range(count)]
+    for stream in streams:
+        for step, batch in zip(stream.take(count), batches, strict=True):
+            for micro in step.batches:
+                (rows,) = micro.rows
+                for d, row in enumerate(rows):
+                    span = micro.document_ids[0] == d
+                    assert row not in batch
+                    batch[row] = (
+                        micro.input_ids[0, span].tolist(),
+                        micro.hidden["hidden.L1"][0, span].sum(-1).tolist(),
+                    )
+    states = [stream.state_dict() for stream in streams]
+    assert all(other == states[0] for other in states)
+    return batches, states[0]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_global_batches_hold_the_same_on_any_number_of_ranks(dataset, world):
+    alone, state = global_batches(dataset, 1, 9)
+    shared, shared_state = global_batches(dataset, world, 9)
+    assert shared == alone and shared_state == state
+
+
+@pytest.mark.parametrize("before,after", [(1, 4), (2, 1), (4, 2)])
+def test_resume_on_another_number_of_ranks_goes_on_with_the_next_global_batch(
+    dataset, before, after
+):
+    """Over the border of an epoch; every document once in each epoch."""
+    whole, _ = global_batches(dataset, 1, 12)
+    first, state = global_batches(dataset, before, 5)
+    rest, _ = global_batches(dataset, after, 7, state)
+    assert first + rest == whole
+    epoch = len(make_plan(dataset).batches(0))
+    assert 5 < epoch < 12
+    assert sorted(row for batch in whole[:epoch] for row in batch) == list(range(len(dataset)))
+
+
+@pytest.mark.parametrize("done", [0, 1, 4, 5, 9])
+def test_resume_gives_the_rest_and_reads_nothing_before_it(dataset, done, monkeypatch):
+    whole = take(make_stream(dataset), 12)
+    stream = make_stream(dataset)
+    take(stream, done)
+    state = stream.state_dict()
+    read = []
+    original = HiddenStatesDataset.read_into
+
+    def spy(self, index, *args):
+        read.append(index)
+        return original(self, index, *args)
+
+    monkeypatch.setattr(HiddenStatesDataset, "read_into", spy)
+    again = make_stream(dataset)
+    again.load_state_dict(state)
+    rest = take(again, 12 - done)
+    assert len(rest) == 12 - done
+    assert all(same(a, b) for a, b in zip(whole[done:], rest, strict=True))
+    assert read == [int(r) for step in rest for b in step for r in b["rows"]]
+
+
+def test_stopping_early_remembers_what_was_handed_out_not_what_was_read(dataset):
+    whole = take(make_stream(dataset), 5)
+    stream = make_stream(dataset)
+    with contextlib.closing(stream.take(5)) as steps:
+        next(steps)
+        next(steps)
+        time.sleep(0.05)
+    assert stream.state_dict()["batches_done"] == 2
+    assert all(same(a, b) for a, b in zip(whole[2:], take(stream, 3), strict=True))
+
+
+def test_state_of_another_order_is_refused(dataset):
+    state = make_stream(dataset).state_dict()
+    with pytest.raises(ConfigError, match="seed was 0, is 9"):
+        make_stream(dataset, plan=make_plan(dataset, seed=9)).load_state_dict(state)
+    with pytest.raises(ConfigError, match="fingerprint was 'tiny', is 'other'"):
+        make_stream(dataset, plan=make_plan(dataset, fingerprint="other")).load_state_dict(state)
+
+
+def test_a_batch_in_use_is_not_overwritten(dataset):
+    stream = make_stream(dataset)
+    for step in stream.take(10):
+        before = snapshot(step)
+        time.sleep(0.02)  # the reader has long filled every other buffer
+        assert same(before, snapshot(step))
+
+
+def test_memory_is_bounded_and_reused(dataset):
+    plan = make_plan(dataset, packs=6)
+    stream = make_stream(dataset, plan=plan, batch_size=2)
+    pointers = {batch.input_ids.data_ptr() for step in stream.take(20) for batch in step.batches}
+    assert len(pointers) <= 3 + READ_AHEAD
+
+
+def test_a_released_micro_batch_is_filled_again_while_the_step_goes_on(dataset):
+    plan = make_plan(dataset, packs=4)
+    stream = make_stream(dataset, plan=plan, batch_size=1)
+    with contextlib.closing(stream.take(3)) as steps:
+        step = next(steps)
+        before = [batch.rows for batch in step.batches]
+        step.release(0)
+        step.release(0)  # twice does nothing
+        deadline = time.monotonic() + 5
+        ids = step.batches[0].input_ids
+        first = snapshot(step)[0]["input_ids"]
+        while torch.equal(ids, first) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert [batch.rows for batch in step.batches] == before
+        assert snapshot(step)[1]["rows"].tolist() == before[1][0]
+        assert len([s for s in steps]) == 2
+
+
+def test_only_the_columns_asked_for_are_read(dataset, monkeypatch):
+    touched = set()
+    original = HiddenStatesDataset.read_into
+
+    def spy(self, index, out, *args):
+        touched.update(out)
+        return original(self, index, out, *args)
+
+    monkeypatch.setattr(HiddenStatesDataset, "read_into", spy)
+    step = next(iter(take(make_stream(dataset, columns=("hidden.L2",)), 1)))
+    assert touched == {"input_ids", "loss_mask", "hidden.L2"}
+    assert "hidden.L1" not in step[0]
+
+
+def test_states_come_in_the_dtype_asked_for(dataset):
+    for step in make_stream(dataset, dtype=torch.bfloat16).take(1):
+        row = step.batches[0].rows[0][0]
+        count = int(dataset.lengths[row])
+        states = step.batches[0].hidden["hidden.L1"]
+        assert states.dtype == torch.bfloat16
+        assert torch.equal(states[0, :count], dataset[row]["hidden.L1"])
+
+
+def test_what_the_thread_raises_arrives_with_its_step(dataset, monkeypatch):
+    original = HiddenStatesDataset.read_into
+    victim = make_plan(dataset).batches(0)[2][0][0]
+
+    def fail(self, index, *args):
+        if index == victim:
+            raise DatasetError(f"document {index} is damaged")
+        return original(self, index, *args)
+
+    monkeypatch.setattr(HiddenStatesDataset, "read_into", fail)
+    got = []
+    with pytest.raises(DatasetError, match=f"document {victim} is damaged"):
+        got.extend(snapshot(step) for step in make_stream(dataset).take(6))
+    assert len(got) == 2
+
+
+def test_an_unknown_column_is_an_error_in_the_consumer(dataset):
+    with pytest.raises(DatasetError, match=r"hidden\.L77"):
+        take(make_stream(dataset, columns=("hidden.L77",)), 1)
+
+
+def test_no_thread_is_left_behind(dataset):
+    before = threading.active_count()
+    stream = make_stream(dataset)
+    take(stream, 3)
+    with contextlib.closing(stream.take(100)) as steps:
+        next(steps)
+    steps = stream.take(100)
+    next(steps)
+    del steps
+    assert threading.active_count() == before
+
+
+def test_waiting_is_measured(dataset, monkeypatch):
+    original = HiddenStatesDataset.read_into
+
+    def slow(self, *args):
+        time.sleep(0.005)
+        return original(self, *args)
+
+    monkeypatch.setattr(HiddenStatesDataset, "read_into", slow)
+    stream = make_stream(dataset)
+    started = time.perf_counter()
+    take(stream, 4)
+    assert 0.5 < stream.waited / (time.perf_counter() - started) <= 1
+
+
+def test_an_empty_split_is_an_error_not_an_endless_loop(dataset):
+    plan = BatchPlan(dataset.lengths, np.zeros(len(dataset), bool), seq_len=48, rows_per_batch=2)
+    with pytest.raises(DatasetError, match="no document"):
+        take(make_stream(dataset, plan=plan), 1)
+    assert take(make_stream(dataset, plan=plan), 0) == []
+
+
+def test_damage_stops_the_stream_and_is_named(tmp_path):
+    path = tiny_dataset(tmp_path / "data", n_docs=12, docs_per_shard=6)
+    file = path / "shards" / "unit-00001.arrow"
+    raw = bytearray(file.read_bytes())
+    ids = HiddenStatesDataset(path)[9]["input_ids"].int().numpy().tobytes()
+    raw[raw.index(ids) + 5] ^= 64
+    file.write_bytes(raw)
+    stream = make_stream(HiddenStatesDataset(path))
+    with pytest.raises(DatasetError, match=r"unit-00001\.arrow: row 3 .*column input_ids: damaged"):
+        for _ in stream.take(len(stream.plan.batches(0))):
+            pass

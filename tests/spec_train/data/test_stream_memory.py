@@ -1,0 +1,180 @@
+"""What the stream may touch and take: unread columns never, memory as much as its ring."""
+
+import ctypes
+import json
+import signal
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.data.order import BatchPlan
+from spec_train.data.stream import _Buffer
+from tests.factory import tiny_dataset
+
+SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
+STATES = ("hidden.L1", "hidden.final", "target_argmax")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tiny_dataset(tmp_path_factory.mktemp("data") / "set", n_docs=60, docs_per_shard=30)
+
+
+def plan_of(dataset: HiddenStatesDataset) -> BatchPlan:
+    return BatchPlan(dataset.lengths, np.ones(len(dataset), bool), seq_len=48, rows_per_batch=4)
+
+
+# -- column projection ----------------------------------------------------------------------------
+
+
+def read_with_poison(path: Path, poisoned: str, read: tuple[str, ...]) -> None:
+    """Take every batch while the pages of one column are out of bounds: touching them kills."""
+    dataset = HiddenStatesDataset(path)
+    for row in range(len(dataset)):
+        dataset.read_into(row, {"input_ids": torch.zeros(64, dtype=torch.int64)})
+    page, pages = 4096, 0
+    for shard in dataset._shards.values():
+        for batch in shard.batches:
+            data = batch.column(poisoned).values.values.buffers()[1]
+            start, end = -(-data.address // page) * page, (data.address + data.size) // page * page
+            none = 0  # PROT_NONE
+            assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start), end - start, none) == 0
+            pages += (end - start) // page
+    assert pages > 10
+    from spec_train.data.stream import BatchStream
+
+    plan = plan_of(dataset)
+    stream = BatchStream(dataset, plan, read, batch_size=2)
+    assert sum(1 for _ in stream.take(len(plan.batches(0)))) > 4
+
+
+@pytest.mark.parametrize("poisoned", ["hidden.L0", "hidden.L2", "hidden.L1"])
+def test_the_pages_of_columns_that_are_not_read_are_never_touched(path, poisoned):
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from tests.spec_train.data.test_stream_memory import read_with_poison\n"
+        f"read_with_poison(Path({str(path)!r}), {poisoned!r}, {STATES!r})\n"
+    )
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True)
+    expected = -signal.SIGSEGV if poisoned in STATES else 0
+    assert done.returncode == expected, done.stderr.decode()[-2000:]
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+class Fresh(TorchDispatchMode):
+    """Counts the bytes of storages that torch makes."""
+
+    def __init__(self, known: set[int]) -> None:
+        super().__init__()
+        self.known, self.bytes = known, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in self.known:
+            self.bytes += out.untyped_storage().nbytes()
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_filling_a_buffer_again_allocates_nothing_that_grows_with_tokens(path, dtype):
+    dataset = HiddenStatesDataset(path)
+    plan = plan_of(dataset)
+    columns = ("input_ids", "loss_mask", *STATES)
+    buffer = _Buffer(dataset, columns, 4, plan.seq_len, dtype, pin=False)
+    batches = [batch for batch in plan.batches(0) if len(batch) == 4]
+    for packs in batches:  # every view is made, every shard open
+        buffer.fill(dataset, packs, plan)
+    own = [*buffer.tensors.values(), buffer.document_ids, buffer.position_ids, buffer._positions]
+    known = {t.untyped_storage().data_ptr() for t in own}
+    payload = sum(t.nbytes for t in own)
+    with Fresh(known) as fresh:
+        for packs in batches:
+            buffer.fill(dataset, packs, plan)
+    assert payload > 30_000
+    assert fresh.bytes == 0
+    peaks = []
+    for packs in batches:
+        tracemalloc.start()
+        buffer.fill(dataset, packs, plan)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert max(peaks) < 12_000, (peaks, payload)  # slices, names, the batch itself
+
+
+MEMORY = """
+import json, sys
+from pathlib import Path
+import numpy as np
+sys.path.insert(0, {scripts!r})
+from reader_startup import anonymous_bytes
+from synthetic import synthetic_dataset
+from spec_train.data.order import BatchPlan
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.data.stream import BatchStream
+
+path = Path({path!r})
+for documents in (100, 800):  # 5 and 41 MB
+    lengths = np.full(documents, 100)
+    synthetic_dataset(path / str(documents), lengths, hidden=64, shard_tokens=4096)
+peaks = []
+for documents in (100, 100, 800):  # the first warms up the process
+    dataset = HiddenStatesDataset(path / str(documents))
+    usable = np.ones(documents, bool)
+    plan = BatchPlan(dataset.lengths, usable, seq_len=256, rows_per_batch=2)
+    columns = [c for c in dataset.columns if c.startswith(("hidden", "target"))]
+    stream = BatchStream(dataset, plan, columns, batch_size=2)
+    peak, before = 0, anonymous_bytes()
+    for _ in stream.take(plan.count_batches(0)):
+        peak = max(peak, anonymous_bytes() - before)
+    peaks.append(peak)
+    size = sum(f.stat().st_size for f in (path / str(documents) / "shards").iterdir())
+print(json.dumps([peaks, size]))
+"""
+
+
+def test_anonymous_memory_does_not_grow_with_the_dataset(tmp_path):
+    program = MEMORY.format(scripts=str(SCRIPTS), path=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    (_, small, large), size = json.loads(done.stdout)
+    assert size > 40_000_000
+    assert large - small < 4_000_000, (small, large)
+
+
+# -- views ----------------------------------------------------------------------------------------
+
+
+def test_no_writable_view_of_a_mapped_file_gets_out(path):
+    dataset = HiddenStatesDataset(path)
+    documents = [dataset[row] for row in range(len(dataset))]
+    assert not any(
+        array.flags.writeable
+        for shard in dataset._shards.values()
+        for pair in shard._views.values()
+        for array in pair
+    )
+    mapped = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if str(path) in line:
+            start, end = line.split()[0].split("-")
+            mapped.append((int(start, 16), int(end, 16)))
+    assert len(mapped) >= 2
+    for document in documents:
+        for value in document.values():
+            if isinstance(value, torch.Tensor):
+                pointer = value.untyped_storage().data_ptr()
+                assert not any(start <= pointer < end for start, end in mapped)
+                value.zero_()  # would be a segmentation fault over mapped memory
+    for name in ("lengths", "supervised", "first_supervised"):
+        values = getattr(dataset, name)
+        assert not any(start <= values.ctypes.data < end for start, end in mapped)
+    assert not dataset.id_array.buffers()[2].is_mutable

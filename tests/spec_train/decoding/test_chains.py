@@ -1,0 +1,362 @@
+"""Speculative decoding: the target's own output whatever the draft says, and honest counting."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from spec_data.shards.errors import DraftError, TargetError
+from spec_data.shards.schema import layer_column
+from spec_train.decoding.chains import (
+    Difference,
+    Generation,
+    TargetSession,
+    check_target,
+    decode_plain,
+    decode_speculative,
+    examine_difference,
+)
+from spec_train.drafts.drafting import ChainDrafter, DraftCache
+from spec_train.sampling import (
+    Greedy,
+    Sampled,
+    accept_probability,
+    make_sampler,
+    pick,
+    reject_sampled,
+    residual,
+)
+from tests.families import FAMILIES, LEAKY, VOCAB, WINDOW, tiny_model
+
+LAYERS = (0, 2)
+COLUMNS = tuple(layer_column(k) for k in LAYERS)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def append_rows(cache: DraftCache, count: int) -> None:
+    """Drafts without attention only count their rows."""
+    cache.append(torch.zeros(1, 1, count, 1), torch.zeros(1, 1, count, 1))
+
+
+class ScriptedDraft:
+    """Proposes `script` with errors, and checks every row it is given.
+
+    Its state is the proposed token one-hot. A row computed from the target's states must carry the
+    states and the known token of exactly its position; a chain row must carry its own last state.
+    """
+
+    def __init__(self, script: list[int], aux: torch.Tensor, error_rate: float, seed: int) -> None:
+        self.script, self.aux = script, aux  # prompt and response; [T, A]
+        generator = torch.Generator().manual_seed(seed)
+        self.wrong = torch.rand(len(script) + 64, generator=generator) < error_rate
+        self.draft_ids = torch.arange(VOCAB)
+        self.verified_rows = 0
+
+    def project(self, aux: torch.Tensor) -> torch.Tensor:
+        return aux
+
+    def step(self, token_ids, carried, position_ids, cache) -> torch.Tensor:
+        first, count = cache.length, token_ids.shape[1]
+        positions = list(range(first, first + count))
+        assert position_ids.tolist() == [positions]
+        if carried.shape[-1] == self.aux.shape[-1]:
+            torch.testing.assert_close(carried[0], self.aux[positions], rtol=1e-3, atol=1e-3)
+            assert token_ids[0].tolist() == [self.script[p + 1] for p in positions]
+            self.verified_rows += count
+        else:
+            assert carried.argmax(-1).tolist() == token_ids.tolist()
+        append_rows(cache, count)
+        proposals = [self._propose(p) for p in positions]
+        return torch.nn.functional.one_hot(torch.tensor([proposals]), VOCAB).float() * 9
+
+    def _propose(self, position: int) -> int:
+        true = self.script[position + 2] if position + 2 < len(self.script) else 0
+        return (true + 1) % VOCAB if self.wrong[position] else true
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+class TableDraft:
+    """A draft that has learnt nothing: fixed random logits per token, part of the vocabulary."""
+
+    def __init__(self, vocab_size: int, draft_ids: list[int], seed: int = 0, scale: float = 2.0):
+        generator = torch.Generator().manual_seed(seed)
+        self.table = torch.randn(vocab_size, len(draft_ids), generator=generator) * scale
+        self.draft_ids = torch.tensor(draft_ids)
+
+    def project(self, aux: torch.Tensor) -> torch.Tensor:
+        return aux
+
+    def step(self, token_ids, carried, position_ids, cache) -> torch.Tensor:
+        assert cache.length == int(position_ids[0, 0])
+        append_rows(cache, token_ids.shape[1])
+        return token_ids[..., None]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.table[hidden[..., 0].long()]
+
+
+@torch.no_grad()
+def states(model: Any, ids: list[int]) -> torch.Tensor:
+    out = model(input_ids=torch.tensor([ids]), output_hidden_states=True, use_cache=False)
+    return torch.cat([out.hidden_states[k + 1][0] for k in LAYERS], -1)
+
+
+def speculate(model: Any, draft: Any, prompt: list[int], **changes: Any) -> Generation:
+    settings: dict[str, Any] = dict(sampler=Greedy(), limit=40, draft_tokens=5, columns=COLUMNS)
+    drafter = ChainDrafter(draft, VOCAB)
+    return decode_speculative(model, drafter, prompt=prompt, **settings | changes)
+
+
+def check_counts(generation: Generation, draft_tokens: int, limit: int = 40) -> None:
+    """What must hold of every decoding, greedy or not."""
+    so_far = 1
+    assert len(generation.tokens) == 1 + sum(r.emitted for r in generation.rounds)
+    for number, r in enumerate(generation.rounds):
+        last = number == len(generation.rounds) - 1
+        assert 0 <= r.accepted <= r.tried <= r.drafted <= draft_tokens
+        assert r.tried - r.accepted in (0, 1)
+        assert r.emitted == r.accepted + 1 or (last and r.emitted == r.accepted)
+        assert r.drafted == min(draft_tokens, limit - so_far - 1)
+        so_far += r.emitted
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_is_plain_greedy_with_rollbacks_of_every_length(family):
+    """Prompt and response pass the window of the sliding families several times over."""
+    model = tiny_model(family)
+    check_target(model, LAYERS)
+    prompt = prompt_of(2 * WINDOW + 3)
+    plain = decode_plain(model, prompt, Greedy(), 40)
+    script = [*prompt, *plain.tokens]
+    lengths = set()
+    for seed, error_rate in enumerate((0.0, 0.15, 0.5, 1.0)):
+        draft = ScriptedDraft(script, states(model, script), error_rate, seed)
+        got = speculate(model, draft, prompt)
+        assert got.tokens == plain.tokens
+        check_counts(got, 5)
+        lengths |= {r.accepted for r in got.rounds}
+        # What the target has verified is drafted from its states once, and never again.
+        assert draft.verified_rows <= len(script) - 1
+    assert lengths == {0, 1, 2, 3, 4, 5}
+    random_draft = TableDraft(VOCAB, list(range(0, VOCAB, 3)))
+    assert speculate(model, random_draft, prompt, draft_tokens=3).tokens == plain.tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rollback_leaves_no_trace(family):
+    """Logits after any rollback are those of the sequence that is left, far beyond the window."""
+    model = tiny_model(family)
+    sequence = prompt_of(3 * WINDOW)
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([sequence]), use_cache=False).logits[0]
+        session = TargetSession(model, COLUMNS)
+        session.forward(sequence[:WINDOW])
+        at = WINDOW
+        for rejected in (1, 6, 2 * WINDOW, 3):
+            session.forward([*sequence[at : at + 2], *prompt_of(rejected, seed=rejected)])
+            session.rollback(rejected)
+            at += 2
+        logits, aux = session.forward(sequence[at:])
+    torch.testing.assert_close(logits, expected[at:], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(aux[0], states(model, sequence)[at:], rtol=1e-3, atol=1e-3)
+
+
+def test_perfect_and_useless_drafts_have_the_lengths_of_the_definition():
+    model = tiny_model("llama")
+    prompt = prompt_of(5)
+    script = [*prompt, *decode_plain(model, prompt, Greedy(), 31).tokens]
+    perfect = speculate(
+        model, ScriptedDraft(script, states(model, script), 0.0, 0), prompt, limit=31
+    )
+    assert [r.emitted for r in perfect.rounds] == [6] * 5
+    useless = speculate(
+        model, ScriptedDraft(script, states(model, script), 1.0, 0), prompt, limit=31
+    )
+    assert [(r.tried, r.accepted, r.emitted) for r in useless.rounds[:-1]] == [(1, 0, 1)] * 29
+    assert useless.rounds[-1].drafted == 0  # only the target's own token is still wanted
+
+
+@pytest.mark.parametrize("error_rate", [0.0, 0.3, 1.0])
+def test_a_stop_token_ends_the_response_wherever_the_round_puts_it(error_rate):
+    model = tiny_model("llama")
+    prompt = prompt_of(5)
+    full = decode_plain(model, prompt, Greedy(), 40).tokens
+    script = [*prompt, *full]
+    aux = states(model, script)
+    for stop in dict.fromkeys(full):
+        want = full[: full.index(stop) + 1]
+        assert decode_plain(model, prompt, Greedy(), 40, {stop}).tokens == want
+        draft = ScriptedDraft(script, aux, error_rate, seed=stop)
+        got = speculate(model, draft, prompt, stop={stop})
+        assert got.tokens == want
+        assert got.stopped
+        check_counts(got, 5)
+
+
+def test_the_limit_is_never_passed():
+    model = tiny_model("llama")
+    prompt = prompt_of(5)
+    full = decode_plain(model, prompt, Greedy(), 20).tokens
+    script = [*prompt, *full]
+    draft = ScriptedDraft(script, states(model, script), 0.3, 1)
+    for limit in range(1, 21):
+        got = speculate(model, draft, prompt, limit=limit)
+        assert got.tokens == full[:limit]
+        assert not got.stopped
+        check_counts(got, 5, limit)
+
+
+def test_the_last_layer_a_missing_layer_and_a_running_state_are_refused():
+    model = tiny_model("llama")
+    with pytest.raises(DraftError, match=r"layer id 5, the last .* after the final norm.* engines"):
+        check_target(model, (0, 5))
+    with pytest.raises(DraftError, match="layer id 7; the target has 0 to 5"):
+        check_target(model, (7,))
+    for family in LEAKY:
+        with pytest.raises(TargetError, match="rejected drafts cannot be taken back out"):
+            check_target(tiny_model(family), (0,))
+
+
+def test_rejection_sampling_gives_the_targets_distribution_exactly():
+    """Enumerated, no sampling: sum_x q(x) a(x) [kept] + P(rejected) residual = p, for any q."""
+    generator = torch.Generator().manual_seed(0)
+    p, q = torch.softmax(torch.randn(2, 200, 9, generator=generator, dtype=torch.float64) * 2, -1)
+    q[:60, 3:] = 0  # a draft vocabulary
+    q[:60] /= q[:60].sum(-1, keepdim=True)
+    p[30:90, :2] = 0  # tokens the target never says
+    p[30:90] /= p[30:90].sum(-1, keepdim=True)
+    q[190:] = p[190:]
+    kept = q * accept_probability(p, q)
+    rejected = 1 - kept.sum(-1, keepdim=True)
+    torch.testing.assert_close(kept + rejected * residual(p, q), p, rtol=0, atol=1e-14)
+
+
+def test_a_round_of_drafts_has_the_targets_distribution_exactly():
+    """reject_sampled itself, over every combination of draws and of a grid of uniform numbers.
+
+    All probabilities are multiples of 1/12, so 12 x 12 grid points weigh every outcome exactly.
+    """
+    p = torch.tensor([[6, 3, 3], [1, 2, 9], [4, 4, 4]], dtype=torch.float64) / 12
+    q = torch.tensor([[3, 9, 0], [4, 4, 4]], dtype=torch.float64) / 12
+    # Acceptance of 1/3, 1/4 ... and residuals are multiples of 1/12 for these numbers.
+    grid = [(i + 0.5) / 12 for i in range(12)]
+    seen = torch.zeros(3, 4, 4, dtype=torch.float64)  # first token, second, third (3 = not drawn)
+    for first, second in itertools.product(range(3), range(3)):
+        weight = float(q[0, first] * q[1, second])
+        for u in itertools.product(grid, repeat=3) if weight else ():
+            accepted, chosen = reject_sampled([first, second], q, p, u)
+            out = [*[first, second][:accepted], chosen, 3, 3][:3]
+            seen[out[0], out[1], out[2]] += weight / 12**3
+    torch.testing.assert_close(seen.sum((1, 2)), p[0], rtol=0, atol=1e-12)
+    for first in range(3):  # whatever goes on, goes on as the target would
+        second = seen[first, :3].sum(-1)
+        if second.sum() > 0:
+            torch.testing.assert_close(second / second.sum(), p[1], rtol=0, atol=1e-12)
+            third = seen[first, :3, :3].sum(0)
+            torch.testing.assert_close(third / third.sum(), p[2], rtol=0, atol=1e-12)
+
+
+def test_pick_inverts_the_distribution_and_never_gives_the_impossible():
+    weights = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0], dtype=torch.float64)
+    assert [int(pick(weights, u)) for u in (0.0, 0.2499, 0.25, 0.9999999, 1 - 2**-53)] == [
+        1, 1, 3, 3, 3,
+    ]  # fmt: skip
+    assert int(pick(weights / 3, 1 - 2**-53)) == 3
+
+
+def exact_distribution(model: Any, prompt: list[int], limit: int, stop: int, temperature: float):
+    """Probability of every possible response, by walking the tree of the target's own forwards."""
+    found: dict[tuple[int, ...], float] = {}
+    pending = [((), 1.0)]
+    while pending:
+        response, weight = pending.pop()
+        if len(response) == limit or (response and response[-1] == stop):
+            found[response] = weight
+            continue
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([[*prompt, *response]])).logits[0, -1]
+        for token, p in enumerate(torch.softmax(logits.double() / temperature, -1).tolist()):
+            pending.append(((*response, token), weight * p))
+    return found
+
+
+def test_sampling_has_the_targets_distribution():
+    """Two thousand short responses against the exact probabilities of all of them.
+
+    The draft is deliberately unlike the target and cannot say every token; token 0 stops.
+    """
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=5,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        initializer_range=0.3,
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    prompt, limit, temperature = [1, 2], 4, 2.0
+    exact = exact_distribution(model, prompt, limit, stop=0, temperature=temperature)
+    assert sum(exact.values()) == pytest.approx(1)
+    draft = TableDraft(5, [0, 1, 3, 4], seed=3)
+    samples, counts, accepted = 2000, dict.fromkeys(exact, 0), 0
+    for seed in range(samples):
+        got = decode_speculative(
+            model,
+            ChainDrafter(draft, 5),
+            ("hidden.L0",),
+            prompt,
+            make_sampler(temperature, seed),
+            limit,
+            3,
+            {0},
+        )
+        check_counts(got, 3, limit)
+        counts[tuple(got.tokens)] += 1
+        accepted += sum(r.accepted for r in got.rounds)
+    assert accepted > samples / 4  # the accepting path is exercised as well as the rejecting one
+    common = [r for r in exact if exact[r] * samples >= 5]
+    pairs = [(counts[r], exact[r] * samples) for r in common]
+    pairs.append((samples - sum(c for c, _ in pairs), samples - sum(e for _, e in pairs)))
+    chi_square = sum((c - e) ** 2 / e for c, e in pairs)
+    freedom = len(pairs) - 1
+    assert freedom > 30
+    assert chi_square < freedom + 4 * (2 * freedom) ** 0.5
+
+
+def test_the_same_seed_gives_the_same_sample():
+    model, draft = tiny_model("llama"), TableDraft(VOCAB, list(range(VOCAB)))
+    runs = [
+        speculate(model, draft, prompt_of(4), sampler=make_sampler(1.0, seed)).tokens
+        for seed in (7, 7, 8)
+    ]
+    assert runs[0] == runs[1] != runs[2]
+    assert isinstance(make_sampler(1.0, 0), Sampled)
+    assert isinstance(make_sampler(0.0, 0), Greedy)
+
+
+def test_a_difference_is_a_tie_only_within_the_targets_own_noise():
+    model = tiny_model("llama")
+    prompt = prompt_of(6)
+    plain = decode_plain(model, prompt, Greedy(), 12).tokens
+    assert examine_difference(model, prompt, plain, plain) is None
+    wrong = [*plain[:5], (plain[5] + 1) % VOCAB, *plain[6:]]
+    found = examine_difference(model, prompt, plain, wrong)
+    assert found is not None
+    assert (found.index, found.plain, found.speculative) == (5, plain[5], wrong[5])
+    assert found.gap > found.tolerance > 0
+    assert not found.is_tie
+    short = examine_difference(model, prompt, plain, plain[:-1])
+    assert short is not None and short.index == 11 and not short.is_tie
+    with torch.no_grad():  # two tokens with one row of the head are tied by construction
+        head = model.get_output_embeddings().weight
+        head[wrong[5]] = head[plain[5]]
+    tied = examine_difference(model, prompt, plain, wrong)
+    assert isinstance(tied, Difference) and tied.is_tie

@@ -1,0 +1,304 @@
+"""Draft trees: how they grow, what a verification keeps of them, and what the target sees."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spec_data.shards.errors import ConfigError, TargetError
+from spec_train.decoding.tree_growth import EMPTY, ROOT, DraftTree, TreeDrafter, TreeShape, walk
+from spec_train.decoding.tree_masks import TreeMasks, tree_mask
+from spec_train.decoding.trees import TreeSession
+from spec_train.drafts.drafting import ChainDrafter
+from spec_train.head import TargetHead
+from spec_train.sampling import Greedy, Sampled
+from tests.families import FAMILIES, VOCAB, tiny_model
+from tests.spec_train.drafts.eagle.tools import make_eagle
+from tests.spec_train.evaluation import tools as evaluate_tools
+
+target, prompts = evaluate_tools.target, evaluate_tools.prompts
+trained = evaluate_tools.trained
+
+#        0        1
+#      2   3      4
+#      5
+TREE = DraftTree([1, 2, 0, 2, 1, 1], [ROOT, ROOT, 0, 0, 1, 2])
+
+# --- growing -------------------------------------------------------------------------------------
+
+
+def slow_tree(
+    draft: Any, known: list[int], states: Tensor, depth: int, shape: TreeShape
+) -> set[tuple[int, ...]]:
+    """The paths of a tree, the rows of every one computed anew, one by one."""
+
+    def children(path: tuple[int, ...]) -> dict[int, float]:
+        cache = draft.cache_class()
+        position = torch.arange(len(known))[None]
+        state = draft.step(torch.tensor([known]), draft.project(states), position, cache)[:, -1:]
+        for i, token in enumerate(path):
+            place = torch.tensor([[len(known) + i]])
+            state = draft.step(torch.tensor([[token]]), state, place, cache)
+        scores = torch.log_softmax(draft.logits(state)[0, 0].float(), -1)
+        return dict(zip(draft.draft_ids.tolist(), scores.tolist(), strict=True))
+
+    found: dict[tuple[int, ...], float] = {}
+    frontier: list[tuple[int, ...]] = [()]
+    for _ in range(depth):
+        level = {}
+        for path in frontier:
+            ranked = sorted(children(path).items(), key=lambda item: -item[1])[: shape.topk]
+            for token, score in ranked:
+                level[(*path, token)] = score + found.get(path, 0.0)
+        found |= level
+        frontier = sorted(level, key=lambda path: -level[path])[: shape.topk]
+    return set(sorted(found, key=lambda path: -found[path])[: shape.nodes])
+
+
+def paths(tree: DraftTree) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
+        found.append((() if parent == ROOT else found[parent]) + (token,))
+    return found
+
+
+class _Slow:
+    """A draft with its head, and fresh caches for every path."""
+
+    def __init__(self, chain: ChainDrafter) -> None:
+        draft = chain.draft
+        self.step, self.project, self.logits = draft.step, draft.project, draft.logits
+        self.draft_ids = draft.draft_ids
+        empty = type(chain.cache)
+        layers = len(getattr(chain.cache, "layers", ()))
+        self.cache_class = (lambda: empty(layers)) if layers else empty
+
+
+@pytest.mark.parametrize("shape", [(12, 3), (1, 4), (40, 5), (9, 1), (200, 2)])
+@pytest.mark.parametrize("kind", ["eagle", "two layers", "eagle3", "eagle3 of few tokens"])
+@torch.no_grad()
+def test_a_tree_holds_the_likeliest_nodes(target, trained, kind: str, shape) -> None:
+    head = TargetHead.from_model(target)
+    layers = 2 if kind == "two layers" else 1
+    if kind == "eagle3":
+        draft = trained
+    elif kind == "eagle3 of few tokens":
+        draft = evaluate_tools.make_draft(target, draft_vocab=7)
+    else:
+        draft = make_eagle(target, num_layers=layers)
+    size = TreeShape(nodes=shape[0], topk=shape[1])
+    drafter = TreeDrafter.of(draft, head, size)
+    generator = torch.Generator().manual_seed(0)
+    width = 32 * len(draft.state_columns)
+    states = torch.randn(1, 8, width, generator=generator)
+    known = torch.randint(64, (8,), generator=generator).tolist()
+    for stop, depth in ((5, 4), (8, 3)):  # the second call goes on from the first
+        start = 0 if stop == 5 else 5
+        tree = drafter.propose(known[start:stop], states[:, start:stop], depth)
+        slow = _Slow(draft.drafter(head))
+        wanted = slow_tree(slow, known[:stop], states[:, :stop], depth, size)
+        assert len(set(paths(tree))) == len(tree.tokens)
+        assert set(paths(tree)) == wanted
+        assert all(parent < node for node, parent in enumerate(tree.parents))
+        assert max(tree.depths) <= depth
+    assert drafter.passes == 4 + 3
+
+
+class CertainDraft:
+    """Sure of one token after each, so that paths are exactly as likely as their parents."""
+
+    draft_ids = torch.arange(20)
+
+    def project(self, aux: Tensor) -> Tensor:
+        return aux
+
+    def step(self, token_ids, carried, position_ids, cache, seen=None) -> Tensor:
+        cache.append(*torch.zeros(2, 1, 1, token_ids.shape[1], 1))
+        return token_ids[..., None].float()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot((hidden[..., 0].long() + 1) % 20, 20) * 1000.0
+
+
+@pytest.mark.parametrize("nodes", [1, 3, 6, 20, 60])
+def test_of_equally_likely_nodes_parents_are_kept_first(nodes: int) -> None:
+    drafter = TreeDrafter(ChainDrafter(CertainDraft(), 20), TreeShape(nodes=nodes, topk=6))
+    tree = drafter.propose([4, 7], torch.zeros(1, 2, 1), 6)
+    assert len(tree.tokens) == nodes
+    assert all(ROOT <= parent < node for node, parent in enumerate(tree.parents))
+    certain = [tuple(range(8, 8 + length)) for length in range(1, 7)]  # one path, as likely as 1
+    assert set(paths(tree)) >= set(certain[:nodes])
+
+
+def test_drafts_that_grow_no_trees_are_refused(target) -> None:
+    class Parallel:
+        name = "parallel"
+
+        def drafter(self, head: Any) -> object:
+            return object()
+
+    with pytest.raises(ConfigError, match=r"--tree-tokens: .*parallel.* drafts several at once"):
+        TreeDrafter.of(Parallel(), TargetHead.from_model(target), TreeShape(nodes=8, topk=2))  # type: ignore[arg-type]
+
+
+# --- keeping -------------------------------------------------------------------------------------
+
+
+def logits_of(best: list[int], vocab: int = 3) -> Tensor:
+    return torch.nn.functional.one_hot(torch.tensor(best), vocab).float()
+
+
+@pytest.mark.parametrize(
+    ("best", "path", "chosen", "tried"),
+    [
+        ([0, 0, 0, 0, 0, 0, 0], [], 0, 1),
+        ([1, 1, 0, 0, 0, 0, 0], [0], 1, 2),
+        ([1, 2, 0, 0, 0, 0, 0], [0, 3], 0, 2),  # node 3 has no children
+        ([1, 0, 0, 1, 0, 0, 2], [0, 2, 5], 2, 3),
+        ([2, 0, 1, 0, 0, 0, 0], [1, 4], 0, 2),
+    ],
+)
+def test_greedy_follows_the_targets_choices(best, path, chosen: int, tried: int) -> None:
+    found = walk(TREE, logits_of(best), Greedy())
+    assert (found.path, found.chosen, found.tried) == (path, chosen, tried)
+    assert found.rows() == [0, *(node + 1 for node in path)]
+
+
+def test_without_a_tree_the_target_chooses_alone() -> None:
+    found = walk(EMPTY, logits_of([2]), Greedy())
+    assert (found.path, found.chosen, found.tried) == ([], 2, 0)
+
+
+class _Given(Sampled):
+    """Uniform numbers from a list."""
+
+    def __init__(self, numbers: tuple[float, ...]) -> None:
+        super().__init__(1.0, 0)
+        self._numbers = list(numbers)
+
+    def _uniforms(self, count: int) -> list[float]:
+        return [self._numbers.pop(0) for _ in range(count)]
+
+
+def multi_round(p: list[float], candidates: list[int]) -> tuple[dict[int, float], list[float]]:
+    """EAGLE-2's rule at one node: probability of each candidate, and of what replaces them.
+
+    Candidates are tried in turn, each proposed with certainty; a rejected one leaves p without it.
+    """
+    left, reach, accepted = list(p), 1.0, {}
+    for token in candidates:
+        accepted[token] = reach * left[token]
+        reach *= 1 - left[token]
+        left[token] = 0.0
+        total = sum(left)
+        left = [x / total for x in left] if total else left
+    return accepted, [reach * x for x in left]
+
+
+def test_sampling_has_the_targets_distribution_exactly() -> None:
+    """Enumerated over a grid of uniform numbers that weighs every outcome exactly.
+
+    Probabilities are multiples of 1/12. The emitted tokens have the target's distribution, and a
+    child is accepted as often as by multi-round rejection sampling of certain candidates.
+    """
+    twelfths = [[6, 3, 3], [1, 2, 9], [4, 4, 4], [12, 0, 0], [3, 6, 3], [5, 5, 2], [0, 0, 12]]
+    p = torch.tensor(twelfths, dtype=torch.float64) / 12
+    logits = p.log()
+    grid = [(i + 0.5) / 12 for i in range(12)]
+    seen = torch.zeros(3, 4, 4, 4, dtype=torch.float64)  # 3: not emitted in this round
+    arrived = torch.zeros(6, dtype=torch.float64)
+    for numbers in itertools.product(grid, repeat=4):
+        found = walk(TREE, logits, _Given(numbers))
+        out = [*(TREE.tokens[i] for i in found.path), found.chosen, 3, 3, 3][:4]
+        seen[tuple(out)] += 1 / 12**4
+        arrived[found.path] += 1 / 12**4
+    torch.testing.assert_close(seen.sum((1, 2, 3)), p[0], rtol=0, atol=1e-12)
+    rows = {0: p[1 + 0], 1: p[1 + 1]}  # after the two children of the root
+    for node, after in rows.items():
+        second = seen[TREE.tokens[node], :3].sum((1, 2))
+        torch.testing.assert_close(second / second.sum(), after, rtol=0, atol=1e-12)
+    third = seen[1, 0, :3].sum(-1)  # after node 2, itself a child of node 0
+    torch.testing.assert_close(third / third.sum(), p[3], rtol=0, atol=1e-12)
+    for node, children in ((ROOT, [0, 1]), (0, [2, 3]), (1, [4]), (2, [5])):
+        reached = 1.0 if node == ROOT else float(arrived[node])
+        accepted, _ = multi_round(p[node + 1].tolist(), [TREE.tokens[c] for c in children])
+        for child in children:
+            wanted = reached * accepted[TREE.tokens[child]]
+            assert float(arrived[child]) == pytest.approx(wanted, abs=1e-12)
+    accepted, rest = multi_round(p[0].tolist(), [1, 2])  # and that rule is lossless itself
+    both = [rest[t] + accepted.get(t, 0.0) for t in range(3)]
+    assert both == pytest.approx(p[0].tolist())
+
+
+# --- masks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 6, 50])
+@pytest.mark.parametrize("cached", [0, 1, 5])
+@pytest.mark.parametrize("tree", [TREE, EMPTY, DraftTree([3, 4, 5], [ROOT, 0, 1])])
+def test_a_row_sees_the_past_and_its_own_path_within_the_window(tree, cached: int, window) -> None:
+    found = tree_mask(tree, cached, window)
+    n = len(tree.tokens)
+    assert found.shape == (1 + n, cached + 1 + n)
+
+    def path(row: int) -> list[int]:  # rows from a node up to the root
+        out = [row]
+        while out[-1] != 0:
+            out.append(tree.parents[out[-1] - 1] + 1)
+        return out
+
+    for row in range(1 + n):
+        position = cached + len(path(row)) - 1
+        for key in range(cached + 1 + n):
+            if key < cached:
+                place, visible = key, True
+            else:
+                place, visible = cached + len(path(key - cached)) - 1, key - cached in path(row)
+            near = window is None or position - place < window
+            assert bool(found[row, key]) == (visible and near), (row, key)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_every_branch_is_computed_as_if_it_were_alone(family: str) -> None:
+    """Far beyond the windows of the sliding families, with cached tokens of every number."""
+    model = tiny_model(family)
+    masks = TreeMasks(model)
+    generator = torch.Generator().manual_seed(0)
+    sequence = torch.randint(VOCAB, (30,), generator=generator).tolist()
+    for cached in (0, 7, 21):
+        from_cache = _logits(model, sequence[: cached + 1], TREE, masks)
+        for row, seen in enumerate(TREE.ancestry().tolist()):
+            nodes = [t for t, on in zip(TREE.tokens, seen[1:], strict=True) if on]
+            ids = torch.tensor([[*sequence[: cached + 1], *nodes]])
+            alone = model(input_ids=ids, use_cache=False).logits[0, -1]
+            torch.testing.assert_close(from_cache[row], alone, rtol=1e-3, atol=1e-3)
+
+
+def _logits(model: Any, sequence: list[int], tree: DraftTree, masks: TreeMasks) -> Tensor:
+    session = TreeSession(model, masks)
+    if len(sequence) > 1:
+        session.forward(sequence[:-1])
+    return session.verify(sequence[-1], tree)[0]
+
+
+def test_models_that_cannot_be_told_a_tree_are_refused(monkeypatch) -> None:
+    model = tiny_model("llama")
+    original = type(model).forward
+
+    def deaf(self, *arguments, attention_mask=None, **options):
+        return original(self, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "forward", deaf)
+        with pytest.raises(TargetError, match="does not honour the mask of a tree"):
+            TreeMasks(model)
+    TreeMasks(model)
+    model.config.layer_types = ["chunked_attention"] * 6
+    with pytest.raises(TargetError, match="in any known form"):
+        TreeMasks(model)
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(TargetError, match=r"flash_attention_2 .*--attn sdpa"):
+        TreeMasks(model)

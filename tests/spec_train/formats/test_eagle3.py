@@ -1,0 +1,269 @@
+"""EAGLE-3 in every form: what engines read from it, and that it comes back bit for bit."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from spec_data.shards.errors import DraftError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.drafts import load_draft
+from spec_train.formats.target_facts import TargetFacts
+from spec_train.head import TargetHead
+from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
+from tests.spec_train.drafts.eagle3.tools import build
+from tests.spec_train.formats.tools import ENGINES, export, nulls, same_draft
+
+dataset, head = eagle3_tools.dataset, eagle3_tools.head
+
+FORMS = ("hf", "vllm", "sglang", "speculators")
+CASES: list[dict[str, Any]] = [
+    {},
+    {"draft_vocab_size": 0},
+    {"fc_norm": True, "norm_output": True},
+    {"layers": "0,2", "ttt_steps": 3, "loss": "alpha"},
+]
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "default", "rope_theta": 5e5},
+    {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "truncate": False,
+    },
+]
+
+
+def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+
+
+def saved(dataset: HiddenStatesDataset, head: TargetHead, folder: Path, **changes: Any) -> Path:
+    draft = build(dataset, head, **changes)
+    with torch.no_grad():
+        for value in draft.parameters():
+            if value.requires_grad:
+                value.add_(torch.randn_like(value) / 8)
+    draft.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("changes", CASES, ids=str)
+def test_every_form_comes_back_as_the_same_draft(
+    dataset: HiddenStatesDataset,
+    head: TargetHead,
+    tmp_path: Path,
+    form: str,
+    changes: dict[str, Any],
+) -> None:
+    own = saved(dataset, head, tmp_path / "own", **changes)
+    out = export(own, form, tmp_path / form, dataset.target_dir)
+    assert same_draft(own, out)
+    load_draft(out).save_pretrained(tmp_path / "again")
+    for name in ("config.json", "model.safetensors"):
+        assert (own / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    # a form of a form is the form
+    export(out, form, tmp_path / "twice", dataset.target_dir)
+    for name in ("config.json", "model.safetensors"):
+        assert (out / name).read_bytes() == (tmp_path / "twice" / name).read_bytes()
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda r: f"{r['rope_type']}-{len(r)}")
+@pytest.mark.parametrize("form", FORMS)
+def test_rope_survives_every_form(
+    dataset: HiddenStatesDataset,
+    head: TargetHead,
+    tmp_path: Path,
+    form: str,
+    rope: dict[str, Any],
+) -> None:
+    draft = build(dataset, head)
+    draft.config = dataclasses.replace(draft.config, rope_parameters=rope)
+    draft.save_pretrained(tmp_path / "own")
+    out = export(tmp_path / "own", form, tmp_path / form, dataset.target_dir)
+    assert load_draft(out).config.rope_parameters == rope
+    raw, _ = read(out)
+    layer = raw.get("transformer_layer_config", raw)
+    assert layer["rope_parameters"] == rope and layer["rope_theta"] == rope["rope_theta"]
+    assert ("rope_scaling" in layer) == (rope["rope_type"] != "default")
+
+
+@pytest.mark.parametrize("layers", ["0,1,2", "0,2", "1"])
+def test_engines_read_the_layers_that_it_was_trained_on(
+    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, layers: str
+) -> None:
+    own = saved(dataset, head, tmp_path / "own", layers=layers)
+    trained = [int(k) + 1 for k in layers.split(",")]  # hidden_states[k + 1] is block k's output
+    for form, engines in (
+        ("vllm", ("vllm", "llama.cpp")),
+        ("sglang", ("sglang",)),
+        ("hf", ("vllm", "llama.cpp", "sglang")),  # one directory for all three
+        ("speculators", ("vllm", "llama.cpp")),
+    ):
+        raw, _ = read(export(own, form, tmp_path / form, dataset.target_dir))
+        for engine in engines:
+            assert ENGINES[engine](raw, 4) == trained, (form, engine)
+        count = raw.get("transformer_layer_config", {}).get("num_aux_hidden_states")
+        nested = raw.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids", [])
+        assert len(trained) == (count or len(nested))  # what sizes vLLM's fc
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_keys_shapes_and_embedding(
+    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, form: str
+) -> None:
+    own = saved(dataset, head, tmp_path / "own")
+    raw, tensors = read(export(own, form, tmp_path / form, dataset.target_dir))
+    prefix = "layers.0" if form == "speculators" else "midlayer"
+    layer = ["hidden_norm", "input_layernorm", "post_attention_layernorm"]
+    layer += [f"self_attn.{x}_proj" for x in "qkvo"]
+    layer += [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+    names = ["fc", "norm", "lm_head", "embed_tokens", *(f"{prefix}.{x}" for x in layer)]
+    assert set(tensors) == {f"{name}.weight" for name in names} | {"d2t", "t2d"}
+    assert torch.equal(tensors["embed_tokens.weight"], head.embed_weight)
+    assert tensors[f"{prefix}.self_attn.q_proj.weight"].shape == (32, 64)
+    assert raw["draft_vocab_size"] == 40 and nulls(raw) == []
+    assert raw["tie_word_embeddings"] is False and raw["norm_before_residual"] is False
+    if form == "speculators":
+        assert raw["speculators_model_type"] == "eagle3" and "model_type" not in raw
+        assert raw["speculators_config"]["verifier"]["name_or_path"] == str(dataset.target_dir)
+        (method,) = raw["speculators_config"]["proposal_methods"]
+        assert method["speculative_tokens"] == 4  # the unroll steps
+        assert raw["transformer_layer_config"]["vocab_size"] == 64
+    else:
+        assert raw["architectures"] == ["LlamaForCausalLMEagle3"] and raw["model_type"] == "llama"
+
+
+# --- drafts of others ----------------------------------------------------------------------------
+
+
+def published(own: Path, folder: Path, prefix: str = "midlayer.", **changes: Any) -> Path:
+    """The draft as others publish it: no section of ours, few fields, no embedding, no t2d."""
+    raw, tensors = read(own)
+    keep = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    keep += ("vocab_size", "draft_vocab_size", "rms_norm_eps", "rope_theta", "architectures")
+    config = {name: raw[name] for name in keep} | {"num_hidden_layers": 1} | changes
+    config = {name: value for name, value in config.items() if value is not ...}
+    for name in ("embed_tokens.weight", "t2d"):
+        del tensors[name]
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name.replace("midlayer.", prefix): value for name, value in tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def facts(head: TargetHead, blocks: int | None = None) -> TargetFacts:
+    return TargetFacts(num_layers=blocks, embedding=head.embed_weight, head=head.head_weight)
+
+
+@pytest.mark.parametrize("prefix", ["midlayer.", "layers.0.", "model.layers.0."])
+def test_a_published_draft_is_read_with_defaults(
+    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, prefix: str
+) -> None:
+    own = saved(dataset, head, tmp_path / "own")
+    ids = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    folder = published(own, tmp_path / "theirs", prefix, **ids)
+    again, ours = load_draft(folder, facts(head)), load_draft(own)
+    for name, value in ours.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+    assert torch.equal(again.draft_ids, ours.draft_ids)
+    assert again.config.layers == (0, 1, 2) and again.config.origin == {}
+    assert again.config.head_dim == 8 and again.options.ttt_steps == 7
+    with pytest.raises(DraftError, match=r"no embed_tokens\.weight.*--target"):
+        load_draft(folder)
+
+
+@pytest.mark.parametrize(
+    ("keys", "blocks", "layers"),
+    [
+        ({"eagle_aux_hidden_state_layer_ids": [2, 5, 6]}, None, (1, 4, 5)),  # inputs
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 5]}}, None, (1, 4, 5)),
+        ({}, 32, (1, 15, 28)),  # every engine's default: inputs of blocks 2, L//2, L-3
+    ],
+)
+def test_layers_of_published_drafts_follow_the_key_that_names_them(
+    dataset: HiddenStatesDataset,
+    head: TargetHead,
+    tmp_path: Path,
+    keys: dict[str, Any],
+    blocks: int | None,
+    layers: tuple[int, ...],
+) -> None:
+    folder = published(saved(dataset, head, tmp_path / "own"), tmp_path / "theirs", **keys)
+    assert load_draft(folder, facts(head, blocks)).config.layers == layers
+    if blocks:
+        with pytest.raises(DraftError, match="names no layers"):
+            load_draft(folder, facts(head))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_before_residual": True}, "norm_before_residual = True cannot be represented"),
+        ({"norm_before_fc": True}, "norm_before_fc"),
+        ({"eagle_config": {"norm_before_fc": True}}, "norm_before_fc"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers = 2"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ({"eagle_aux_hidden_state_layer_ids": [3, 1, 2]}, "not ascending"),
+        ({"hidden_size": ...}, "lacks hidden_size"),
+        ({"architectures": ["MedusaModel"]}, "MedusaModel"),
+    ],
+)
+def test_what_cannot_be_represented_is_refused(
+    dataset: HiddenStatesDataset,
+    head: TargetHead,
+    tmp_path: Path,
+    changes: dict[str, Any],
+    message: str,
+) -> None:
+    own = saved(dataset, head, tmp_path / "own")
+    ids = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    folder = published(own, tmp_path / "theirs", **(ids | changes))
+    with pytest.raises(DraftError, match=message):
+        load_draft(folder, facts(head))
+
+
+def test_speculators_drafts_must_say_where_they_norm(
+    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
+) -> None:
+    own = saved(dataset, head, tmp_path / "own")
+    out = export(own, "speculators", tmp_path / "spec", "Some/Target")
+    path = out / "config.json"
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps({k: v for k, v in raw.items() if k != "norm_before_residual"}))
+    with pytest.raises(DraftError, match=r"vLLM then takes for true"):
+        load_draft(out)
+    path.write_text(json.dumps(raw | {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}))
+    with pytest.raises(DraftError, match=r"read layers \[0, 1, 3\].*trained on \[0, 1, 2\]"):
+        load_draft(out)
+    path.write_text(json.dumps(raw | {"speculators_model_type": "mtp"}))
+    with pytest.raises(DraftError, match="type mtp are unknown"):
+        load_draft(out)
+
+
+def test_deepspec_cannot_hold_it(
+    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
+) -> None:
+    own = saved(dataset, head, tmp_path / "own")
+    with pytest.raises(DraftError, match="norms queries and keys"):
+        export(own, "deepspec", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

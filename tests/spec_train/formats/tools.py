@@ -1,0 +1,71 @@
+"""What engines make of a config's layer ids, written from their sources, not from the exporter.
+
+Each reader gives the indices into transformers' `hidden_states` (k = input of block k) of the
+states that the engine feeds the draft, in the order in which it concatenates them.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spec_train.drafts import load_draft
+from spec_train.exporting import run_export
+from spec_train.options import ExportConfig
+
+
+def vllm_states(config: dict[str, Any], blocks: int) -> list[int]:
+    """vLLM, both runners: the envelope is opened first; ids are sorted."""
+    if "speculators_model_type" in config:
+        config = config["transformer_layer_config"] | {
+            key: config[key] for key in ("eagle_aux_hidden_state_layer_ids",) if key in config
+        }
+    ids = config.get("eagle_aux_hidden_state_layer_ids")
+    return sorted(set(ids)) if ids else [2, blocks // 2, blocks - 3]
+
+
+def llama_cpp_states(config: dict[str, Any], blocks: int) -> list[int]:
+    """llama.cpp's converter: the top-level key, in the file's order."""
+    layer = config.get("transformer_layer_config", {})
+    return list((layer | config).get("eagle_aux_hidden_state_layer_ids") or [])
+
+
+def sglang_states(config: dict[str, Any], blocks: int) -> list[int]:
+    """SGLang: the nested key, whose ids are outputs of blocks."""
+    ids = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
+    return [k + 1 for k in ids] if ids else [2, blocks // 2, blocks - 3]
+
+
+ENGINES: dict[str, Callable[[dict[str, Any], int], list[int]]] = {
+    "vllm": vllm_states,
+    "llama.cpp": llama_cpp_states,
+    "sglang": sglang_states,
+}
+
+
+def export(draft: Path, form: str, out: Path, target: Path | str | None = None) -> Path:
+    """Run the export; gives `out`."""
+    run_export(
+        ExportConfig(
+            draft=str(draft), format=form, out=str(out), target=str(target) if target else None
+        )
+    )
+    return out
+
+
+def same_draft(a: Path, b: Path) -> bool:
+    """Whether two directories, in whatever forms, are one draft: config, options, every bit."""
+    one, other = load_draft(a), load_draft(b)
+    if (one.config, one.options) != (other.config, other.options):
+        return False
+    mine, theirs = one.state_dict(), other.state_dict()
+    same = all(torch.equal(mine[name], theirs[name]) for name in mine)
+    return mine.keys() == theirs.keys() and same and torch.equal(one.draft_ids, other.draft_ids)
+
+
+def nulls(value: Any, path: str = "") -> list[str]:
+    """Paths of null fields."""
+    if isinstance(value, dict):
+        return [found for key, item in value.items() for found in nulls(item, f"{path}.{key}")]
+    return [path] if value is None else []

@@ -1,0 +1,130 @@
+"""Several ranks on this machine, as `torchrun` would start them, but forked: they start at once.
+
+The parent holds the store, as torchrun's agent does, on a port the system chooses.
+"""
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from spec_data.config import run_cli
+from tests.spec_train.training.tools import OPTIONS, masters, metrics, run
+
+LIMIT_SECONDS = 240
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended, and what it wrote to stderr."""
+
+    code: int  # negative: by that signal
+    text: str
+
+
+def on_ranks(
+    folder: Path, body: Callable[[int], object], world: int = 2, agent: bool = True
+) -> list[Ended]:
+    """Run `body(rank)` on each of `world` processes, as the spec-train command would.
+
+    Without an `agent` the store lives in rank 0, and ends with it. A hang fails: processes that do
+    not end are killed, and say where they were.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+    if not agent:
+        del store
+    folder.mkdir(parents=True, exist_ok=True)
+    # none connects before all are forked: the store's thread looks names up for whoever connects,
+    # and a child forked meanwhile would inherit a lock that nobody releases
+    held, gate = os.pipe()
+    children = []
+    for rank in range(world):
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            os.close(gate)
+            os.read(held, 1)  # until the parent closes its end
+            _become(rank, world, port, agent, folder / f"rank-{rank}.txt", body)
+        children.append(child)
+    os.close(gate)
+    os.close(held)
+    codes: dict[int, int] = {}
+    until = time.monotonic() + LIMIT_SECONDS
+    while len(codes) < world and time.monotonic() < until:
+        for child in set(children) - set(codes):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                codes[child] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    for child in set(children) - set(codes):
+        os.kill(child, signal.SIGABRT)  # faulthandler writes the stacks
+        codes[child] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    texts = [(folder / f"rank-{rank}.txt").read_text() for rank in range(world)]
+    return [Ended(codes[c], text) for c, text in zip(children, texts, strict=True)]
+
+
+def _become(
+    rank: int, world: int, port: int, agent: bool, log: Path, body: Callable[[int], object]
+) -> None:
+    """In the child: take the environment of a rank, run, and end without pytest's clean-up."""
+    code = 99
+    try:
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        sys.stdout = os.fdopen(1, "w")
+        sys.stderr = os.fdopen(2, "w")
+        faulthandler.enable(sys.stderr)
+        logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world),
+            LOCAL_WORLD_SIZE=str(world),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            TORCHELASTIC_USE_AGENT_STORE=str(agent),
+            TORCHELASTIC_RESTART_COUNT="0",
+        )
+        code = run_cli(lambda: body(rank) and None, debug=False)
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def fit_on_ranks(config, world: int = 2, prepare=lambda rank: None, options=OPTIONS):
+    """Run it on several ranks; `prepare(rank)` patches a rank first."""
+
+    def body(rank: int):
+        prepare(rank)
+        run(config, options)
+
+    return on_ranks(Path(config.out + "-said"), body, world)
+
+
+def fit_well(config, world: int = 2, prepare=lambda rank: None, options=OPTIONS):
+    """The same; every rank must end without an error."""
+    ended = fit_on_ranks(config, world, prepare, options)
+    said = "\n".join(f"-- rank {rank}\n{end.text}" for rank, end in enumerate(ended))
+    assert [end.code for end in ended] == [0] * world, f"{[e.code for e in ended]}\n{said}"
+    return ended
+
+
+def assert_close_runs(a: str | Path, b: str | Path, tolerance: float = 2e-6) -> None:
+    """Weights and figures, to float tolerance."""
+    one, two = masters(a), masters(b)
+    assert one.keys() == two.keys()
+    assert max(float((one[n] - two[n]).abs().max()) for n in one) < tolerance
+    for line_a, line_b in zip(metrics(a), metrics(b), strict=True):
+        nothing = {name for name, value in line_a.items() if value is None} | {"split"}
+        assert all(line_a.pop(name) == line_b.pop(name) for name in nothing)
+        assert line_a == pytest.approx(line_b, rel=1e-4, abs=1e-6)

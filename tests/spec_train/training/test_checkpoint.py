@@ -1,0 +1,285 @@
+"""Whatever happens and whenever, a run directory holds whole checkpoints and one best draft."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from spec_data.shards.errors import ConfigError, MissingError, RunError
+from spec_train.training import checkpoint
+from spec_train.training.checkpoint import RunDirectory, resolve_draft_dir
+
+
+def save_draft_of(value: float):
+    def save(folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+        checkpoint.save_file({"w": torch.full((64,), value)}, folder / "model.safetensors")
+
+    return save
+
+
+def save(run: RunDirectory, step: int) -> Path:
+    tensors = {"master.w": torch.full((64,), float(step)), "rng.cpu": torch.get_rng_state()}
+    return run.save(step, save_draft_of(step), tensors, {"tokens": 10 * step, "best": None})
+
+
+@pytest.fixture
+def run(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    directory.record({"lr": 0.1}, {"lr": 0.1})
+    yield directory
+    directory.close()
+
+
+def reopen(run: RunDirectory) -> RunDirectory:
+    """What the next process sees (the fixture closes the same object)."""
+    run.close()
+    run.__init__(run.path, run.keep)
+    return run
+
+
+def test_a_checkpoint_comes_back_as_it_was_saved(run):
+    save(run, 7)
+    saved = reopen(run).load_newest()
+    assert (saved.step, saved.state["tokens"]) == (7, 70)
+    assert torch.equal(saved.tensors["master.w"], torch.full((64,), 7.0))
+    assert torch.equal(saved.tensors["rng.cpu"], torch.get_rng_state())
+    assert {p.suffix for p in saved.path.iterdir()} == {".json", ".safetensors"}
+    assert (run.path / "last").resolve() == saved.path.resolve()
+    modes = {p.stat().st_mode & 0o777 for p in saved.path.iterdir()}
+    assert modes == {saved.path.stat().st_mode & 0o666}
+
+
+def test_a_new_run_has_none(run):
+    assert run.load_newest() is None
+
+
+def test_only_the_newest_are_kept(run):
+    for step in (5, 900, 1000, 20):
+        save(run, step)
+    names = sorted(p.name for p in run.path.glob("checkpoint-*"))
+    assert names == ["checkpoint-00000900", "checkpoint-00001000"]
+
+
+class Killed(BaseException):
+    pass
+
+
+def boom(*args, **kwargs):
+    raise Killed
+
+
+@pytest.mark.parametrize("where", ["save_file", "sha256_file", "fsync", "rename", "replace"])
+def test_a_kill_while_saving_leaves_the_previous_state(run, where, monkeypatch):
+    save(run, 1)
+    run.save_best(1, save_draft_of(1), {"acceptance_length": 2.0})
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        if where in ("rename", "replace"):
+            patch.setattr(Path, where, boom)
+        else:
+            patch.setattr(os if where == "fsync" else checkpoint, where, boom)
+        save(run, 2)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Path, "replace" if where == "replace" else "rename", boom)
+        run.save_best(2, save_draft_of(2), {"acceptance_length": 3.0})
+    draft = resolve_draft_dir(run.path)
+    assert json.loads((draft / "validation.json").read_text())["step"] == 1
+    again = reopen(run)
+    # once the directory has its final name it counts, even if `last` was not moved yet
+    assert again.load_newest().step == (2 if where == "replace" else 1)
+    assert not list(run.path.glob(".tmp-*"))
+    save(again, 2)
+    assert again.load_newest().step == 2
+
+
+def test_kill_9_at_random_moments(tmp_path):
+    """A child saves without pause; whatever it leaves behind is whole and goes on."""
+    rng = random.Random(0)
+    seen = set()
+    for _ in range(12):
+        child = os.fork()
+        if child == 0:
+            try:
+                run = RunDirectory(tmp_path / "run")
+                run.record({}, {})
+                newest = run.load_newest()
+                step = newest.step if newest else 0
+                while True:
+                    step += 1
+                    save(run, step)
+                    run.save_best(step, save_draft_of(step), {"acceptance_length": 1.0 * step})
+            finally:
+                os._exit(1)
+        time.sleep(rng.uniform(0.05, 0.2))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        run = RunDirectory(tmp_path / "run")
+        newest = run.load_newest()
+        run.close()
+        assert not list(run.path.glob("damaged-*"))
+        if newest is not None:
+            seen.add(newest.step)
+            assert torch.equal(newest.tensors["master.w"], torch.full((64,), float(newest.step)))
+            best = resolve_draft_dir(run.path)
+            weights = checkpoint.load_file(best / "model.safetensors")["w"]
+            if best.name.startswith("best"):
+                assert json.loads((best / "validation.json").read_text())["step"] == weights[0]
+    assert len(seen) > 3
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+DAMAGE = {
+    "flipped tensor": lambda c: flip_a_bit(c / "training_state.safetensors"),
+    "flipped draft": lambda c: flip_a_bit(c / "model.safetensors"),
+    "truncated": lambda c: os.truncate(c / "training_state.safetensors", 100),
+    "no tensors": lambda c: (c / "training_state.safetensors").unlink(),
+    "no state": lambda c: (c / "training_state.json").unlink(),
+    "broken state": lambda c: (c / "training_state.json").write_text('{"step": 2'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(run, damage, caplog):
+    save(run, 1)
+    DAMAGE[damage](save(run, 2))
+    assert run.load_newest().step == 1
+    assert "checkpoint-00000002" in caplog.text and "damaged" in caplog.text
+    assert (run.path / "damaged-checkpoint-00000002").is_dir()
+    save(run, 2)
+    assert run.load_newest().step == 2
+    assert (run.path / "last").resolve().name == "checkpoint-00000002"
+
+
+def test_no_whole_checkpoint_is_an_error_not_a_fresh_start(run):
+    """However often it is tried: what was measured and learned stays."""
+    run.append_metrics({"step": 1})
+    run.save_best(1, save_draft_of(1), {"acceptance_length": 2.0})
+    DAMAGE["truncated"](save(run, 1))
+    for _ in range(3):
+        with pytest.raises(RunError, match=r"no checkpoint is whole.*checkpoint-00000001"):
+            run.load_newest()
+        run = reopen(run)
+    run.path.joinpath("damaged-checkpoint-00000001").rename(run.path / "checkpoint-00000001")
+    with pytest.raises(RunError, match=r"no checkpoint is whole.*checksum differs"):
+        run.load_newest()
+    save(run, 2)
+    assert run.load_newest().step == 2
+
+
+def full_disk(*args, **kwargs):
+    raise checkpoint.SafetensorError("I/O error: No space left on device (os error 28)")
+
+
+def test_a_full_disk_is_said_in_words_and_leaves_nothing_behind(run, monkeypatch):
+    save(run, 1)
+    names = sorted(p.name for p in run.path.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", full_disk)
+        for attempt in (lambda: save(run, 2), lambda: run.save_best(2, save_draft_of(2), {})):
+            with pytest.raises(RunError, match=r"cannot be written.*No space left.*Free some"):
+                attempt()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "dump_json", lambda _: os.open("/proc/none/x", os.O_WRONLY))
+        with pytest.raises(RunError, match=r"checkpoint-00000002: cannot be written"):
+            save(run, 2)
+    assert sorted(p.name for p in run.path.iterdir()) == names
+    assert run.load_newest().step == 1
+
+
+def test_best_can_be_replaced_again_and_again_even_by_the_same_step(run):
+    for step in (10, 20, 20, 20, 10):
+        run.save_best(step, save_draft_of(step), {"acceptance_length": 1.5})
+        assert len(list(run.path.glob("best-*"))) == 1
+        assert json.loads((run.path / "best" / "validation.json").read_text())["step"] == step
+
+
+def test_resolve_draft_dir(run):
+    with pytest.raises(MissingError, match="neither a draft"):
+        resolve_draft_dir(run.path)
+    with pytest.raises(MissingError, match="no such draft"):
+        resolve_draft_dir(run.path / "nowhere")
+    first, second = save(run, 1), save(run, 2)
+    assert resolve_draft_dir(run.path).resolve() == second.resolve()
+    run.save_best(1, save_draft_of(1), {})
+    assert resolve_draft_dir(run.path) == run.path / "best"
+    assert resolve_draft_dir(first) == first
+    assert resolve_draft_dir(run.path / "last") == run.path / "last"
+    shutil.copytree(run.path, run.path.parent / "moved", symlinks=True)
+    assert resolve_draft_dir(run.path.parent / "moved").name == "best"
+
+
+def test_changed_settings_are_refused_and_named(run):
+    save(run, 1)
+    again = reopen(run)
+    with pytest.raises(ConfigError, match=r"lr: 0\.1 -> 0\.2") as error:
+        again.record({"lr": 0.2}, {"lr": 0.2})
+    assert "--init-from" in str(error.value) and "another --out" in str(error.value)
+    assert json.loads((run.path / "fit.json").read_text()) == {"lr": 0.1}
+
+
+def test_settings_may_change_until_something_was_learned(run):
+    """As after a first attempt with a mistyped option."""
+    run.note(total_steps=12)
+    run.append_metrics({"step": 0})
+    run.save_best(0, save_draft_of(0), {})
+    again = reopen(run)
+    assert again.record({"lr": 0.2}, {"lr": 0.2}) == {}
+    again.begin()
+    left = {p.name for p in run.path.iterdir()}
+    assert left == {"run.json", "fit.json", ".lock"}
+    assert json.loads((run.path / "fit.json").read_text()) == {"lr": 0.2}
+
+
+def test_notes_survive_reopening(run):
+    run.note(total_steps=12)
+    run.note(other="x")
+    assert reopen(run).record({"log_every": 3}, {"lr": 0.1}) == {"total_steps": 12, "other": "x"}
+
+
+def test_a_directory_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(ConfigError, match="not empty and not a run"):
+        RunDirectory(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+    with pytest.raises(ConfigError, match="a file"):
+        RunDirectory(tmp_path / "thesis.tex")
+
+
+def test_two_processes_cannot_share_a_run(run):
+    with pytest.raises(RunError, match="another spec-train fit"):
+        RunDirectory(run.path)
+
+
+def test_metrics_are_cut_back_to_a_step(run):
+    for step in range(5):
+        run.append_metrics({"step": step, "loss": float("nan") if step == 1 else 0.5})
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')  # killed in the middle of a line
+    run.truncate_metrics(2)
+    lines = [json.loads(x) for x in (run.path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert [line["loss"] for line in lines] == [0.5, None, 0.5]
+    run.truncate_metrics(-1)
+    assert (run.path / "metrics.jsonl").read_text() == ""
+
+
+def test_a_kill_before_the_first_file_was_whole_leaves_a_usable_directory(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".run.json.0123.tmp").write_text("{")
+    (tmp_path / "run" / ".tmp-checkpoint-00000001").mkdir()
+    RunDirectory(tmp_path / "run").close()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.tmp").write_text("mine")
+    with pytest.raises(ConfigError, match="not a run"):
+        RunDirectory(tmp_path / "other")

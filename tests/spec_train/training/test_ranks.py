@@ -1,0 +1,349 @@
+"""Laws of several processes: their step is that of one."""
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from spec_data.shards.errors import ConfigError, DatasetError, RunError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.drafts.eagle3.draft import Unroll
+from spec_train.drafts.protocol import DraftLoss
+from spec_train.training import ranks
+from spec_train.training.optimizer import split_like, whole
+from spec_train.training.rank_loss import LossOnRanks
+from spec_train.training.ranks import Ranks
+from spec_train.training.setup import make_splits
+from spec_train.training.trainer import Trainer
+from tests.factory import tiny_dataset
+from tests.spec_train.training import tools as trainer_tools
+from tests.spec_train.training.ranks_tools import (
+    LIMIT_SECONDS,
+    Ended,
+    assert_close_runs,
+    fit_on_ranks,
+    fit_well,
+    on_ranks,
+)
+from tests.spec_train.training.tools import (
+    OPTIONS,
+    change,
+    command,
+    environment,
+    make_noisy,
+    masters,
+    metrics,
+    run,
+)
+
+data, config = trainer_tools.data, trainer_tools.config
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    monkeypatch.setattr(ranks, "WATCH_SECONDS", 0.2)
+
+
+@pytest.fixture
+def gentle(config):
+    """A learning rate at which rounding does not grow."""
+    return change(config, batch_size=4, accumulation=1, lr=1e-4, steps=10)
+
+
+@pytest.mark.parametrize(
+    "world,size,count,sharding",
+    [(2, 2, 1, "ddp"), (2, 1, 2, "ddp"), (2, 2, 1, "fsdp2"), (3, 1, 1, "ddp")],
+)
+def test_any_number_of_ranks_and_micro_batches_is_one_batch(
+    gentle, tmp_path, world, size, count, sharding
+):
+    """Over the border of an epoch, whose last batch some ranks have no part in; figures, held-out
+    ones too, are those of one process."""
+    packs = world * size * count
+    splits = make_splits(HiddenStatesDataset(gentle.data), gentle)
+    assert len(splits.train.batches(0)) < gentle.steps
+    assert len(splits.train.batches(0)[-1]) < 4
+    alone = change(gentle, out=str(tmp_path / "alone"), batch_size=packs)
+    run(alone)
+    many = change(gentle, batch_size=size, accumulation=count, sharding=sharding)
+    said = fit_well(many, world)
+    assert_close_runs(alone.out, many.out)
+    assert f"in {world} processes ({sharding})" in said[0].text
+    assert all(not end.text for end in said[1:]), "rank 0 alone reports"
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_a_rank_without_a_batch_takes_part(tmp_path, config, sharding):
+    """Every step of an epoch of one pack, and the validation of one: rank 1 never has any."""
+    data = tiny_dataset(tmp_path / "few", n_docs=2, seed=3)
+    few = change(config, data=str(data), steps=4, batch_size=1, accumulation=1, seq_len=96)
+    few = change(few, validation=0.5, lr=1e-4)
+    fit_well(change(few, out=str(tmp_path / "many"), sharding=sharding))
+    alone = change(few, out=str(tmp_path / "alone"), batch_size=2)
+    run(alone)
+    assert_close_runs(alone.out, tmp_path / "many")
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_recomputing_activations_on_ranks_changes_nothing(gentle, tmp_path, sharding):
+    alone = change(gentle, out=str(tmp_path / "alone"), steps=4)
+    run(alone)
+    many = change(gentle, batch_size=1, accumulation=2, sharding=sharding, steps=4)
+
+    def prepare(rank):
+        original, calls = Unroll._step, []
+
+        def counted(self, *arguments):
+            calls.append(torch.is_grad_enabled())
+            (tmp_path / f"calls-{rank}").write_text(str(sum(calls)))
+            return original(self, *arguments)
+
+        Unroll._step = counted
+
+    fit_well(many, prepare=prepare, options=replace(OPTIONS, gradient_checkpointing=True))
+    assert_close_runs(alone.out, many.out)
+    twice = 2 * OPTIONS.ttt_steps * many.accumulation * many.steps
+    assert [int((tmp_path / f"calls-{rank}").read_text()) for rank in (0, 1)] == [twice] * 2
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_bf16_is_the_arithmetic_on_every_rank(gentle, tmp_path, sharding):
+    """The same micro-batches, so the same rounding; weights and moments stay fp32."""
+    gentle = change(gentle, batch_size=2, dtype="bf16", steps=5)
+    alone = change(gentle, out=str(tmp_path / "alone"), accumulation=2)
+    run(alone)
+    fit_well(change(gentle, sharding=sharding))
+    assert_close_runs(alone.out, gentle.out)
+    assert {t.dtype for t in masters(gentle.out).values()} == {torch.float32}
+
+
+def test_random_numbers_do_not_depend_on_the_ranks(gentle, tmp_path, monkeypatch):
+    """Of drafts that sample: they follow from the micro-batch, whoever computes it."""
+    make_noisy(monkeypatch)
+    alone = change(gentle, out=str(tmp_path / "alone"), batch_size=2, accumulation=2)
+    run(alone)
+    many = change(gentle, batch_size=2)
+    fit_well(many)
+    assert_close_runs(alone.out, many.out)
+    other = change(alone, out=str(tmp_path / "other"), seed=1, steps=1)
+    run(other)
+    assert metrics(other.out) != metrics(alone.out)[: len(metrics(other.out))]
+
+
+def stop_at(step: int, rank: int):
+    """Send SIGTERM to one rank in the middle of a step."""
+    original = Trainer._train_step
+
+    def prepare(own: int) -> None:
+        def signalled(self, of):
+            if own == rank and self.step == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+            original(self, of)
+
+        Trainer._train_step = signalled  # in the forked process alone
+
+    return prepare
+
+
+@pytest.mark.parametrize("before,after", [("ddp", 1), ("fsdp2", 1), ("ddp", "fsdp2"), (1, "fsdp2")])
+def test_a_run_goes_on_with_another_number_of_ranks(gentle, tmp_path, before, after):
+    """Stopped by a signal that reached one rank only, between two lines of metrics."""
+    whole_run = change(gentle, out=str(tmp_path / "whole"))
+    run(whole_run)
+    for kind in (before, after):
+        if kind == 1:
+            part = gentle
+        else:
+            part = change(gentle, batch_size=2, sharding=kind)
+        if kind == before:
+            ended = fit_on_ranks(part, 1 if kind == 1 else 2, stop_at(6, 0 if kind == 1 else 1))
+            assert [end.code for end in ended] == [0] * len(ended), ended
+            assert (Path(gentle.out) / "last").resolve().name == "checkpoint-00000007"
+        else:
+            fit_well(part, 1 if kind == 1 else 2)
+    assert_close_runs(whole_run.out, gentle.out)
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_on_the_same_ranks_it_goes_on_bit_for_bit(config, tmp_path, sharding, monkeypatch):
+    make_noisy(monkeypatch)
+    config = change(config, batch_size=1, sharding=sharding, save_every=3, keep=9)
+    whole_run = change(config, out=str(tmp_path / "whole"))
+    fit_well(whole_run)
+    fit_on_ranks(config, 2, stop_at(5, 1))
+    assert not (Path(config.out) / "checkpoint-00000012").exists()
+    fit_well(config)
+    a, b = masters(whole_run.out), masters(config.out)
+    assert all(torch.equal(a[n], b[n]) for n in a)
+    assert metrics(whole_run.out)[-1] == metrics(config.out)[-1]
+
+
+def test_another_number_of_packs_is_refused_on_all_ranks(gentle):
+    run(change(gentle, steps=1))
+    ended = fit_on_ranks(change(gentle, steps=1))
+    for end in ended:
+        assert end.code in (1, 2) and "packs_per_step: 4 -> 8" in end.text
+
+
+@pytest.mark.long
+def test_torchrun_runs_it_and_its_sigterm_saves(config, tmp_path):
+    """The real launcher; the same run goes on in one process, and is the uninterrupted one."""
+    config = change(config, steps=60, lr=1e-4, save_every=10, eval_every=30, log_every=7)
+    whole_run = change(config, out=str(tmp_path / "whole"), batch_size=4, accumulation=1)
+    run(whole_run)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc-per-node", "2", "-m", "spec_train"]
+    half = change(config, accumulation=1)
+    process = subprocess.Popen(
+        [*launcher, *command(half)[3:]],
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while process.poll() is None and not list(Path(config.out).glob("checkpoint-*")):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode != 0 and "stopped and saved at step" in said, said
+    saved = int((Path(config.out) / "last").resolve().name.removeprefix("checkpoint-"))
+    assert 10 <= saved < 60
+    run(config)
+    assert_close_runs(whole_run.out, config.out)
+
+
+# -- the pieces -----------------------------------------------------------------------------------
+
+
+def assert_all_well(ended) -> None:
+    assert all(end.code == 0 for end in ended), "\n".join(end.text for end in ended)
+
+
+def test_words_and_sums_of_all_ranks(tmp_path):
+    def body(rank):
+        with Ranks() as own:
+            assert own.gather({"rank": rank}) == [{"rank": r} for r in range(3)]
+            assert own.gather(None) == [None] * 3
+            values = {"b": torch.full((2, 2), float(rank)), "a": torch.tensor(1.0 * rank)}
+            total = own.sum_all(values)
+            assert torch.equal(total["b"], torch.full((2, 2), 3.0, dtype=torch.float64))
+            assert total["a"] == 3 and total["a"].shape == ()
+            counts = torch.tensor([1.0, rank], dtype=torch.float64)
+            for stopped in (-1, 2):
+                summed, stop = own.agree(counts, stop=rank == stopped)
+                assert summed.tolist() == [3, 3] and stop == (stopped == 2)
+            assert counts.tolist() == [1, rank]
+            own.agree(counts, error=DatasetError("damaged") if rank == 1 else None)
+
+    ended = on_ranks(tmp_path / "said", body, 3)
+    told = Ended(1, "error: rank 1: damaged\n")
+    assert ended == [told, Ended(2, "error: damaged\n"), told]
+
+
+@pytest.mark.parametrize("failing", [None, 0, 1])
+def test_the_rank_that_holds_the_store_leaves_last(tmp_path, failing):
+    """As started without an agent."""
+
+    def body(rank):
+        with Ranks() as own:
+            own.gather(rank)
+            if rank == failing:
+                raise RunError("damaged")
+
+    ended = on_ranks(tmp_path / "said", body, 3, agent=False)
+    if failing is None:
+        assert_all_well(ended)
+        return
+    told = Ended(1, f"error: rank {failing}: damaged\n")
+    own = Ended(1, "error: damaged\n")
+    assert ended == [own if rank == failing else told for rank in range(3)]
+
+
+class Moody(nn.Module):
+    """A draft whose batches use one of two parameters each, by a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.full((3,), 2.0), requires_grad=False)
+        self.used = nn.ParameterList([nn.Parameter(torch.arange(5.0) + i) for i in range(3)])
+        self.register_buffer("ids", torch.arange(3))
+
+    def trainable_parameters(self):
+        return list(self.used)
+
+    def loss(self, batch, head, counts):
+        value = (self.used[batch] ** 2).sum() * self.frozen.sum() / counts
+        return DraftLoss(value, {"n": torch.ones((), dtype=torch.float64)})
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_parameters_that_a_rank_did_not_use_get_the_gradient_of_the_others(tmp_path, sharding):
+    """And one that nobody used a zero; with other numbers of micro-batches on each rank."""
+    batches = [[0, 1, 0], [0]]
+    alone = Moody()
+    for batch in itertools.chain(*batches):
+        alone.loss(batch, None, torch.tensor(4.0)).loss.backward()
+    expected = [p.grad if p.grad is not None else torch.zeros(5) for p in alone.used]
+
+    def body(rank):
+        with Ranks("cpu", sharding) as own:
+            draft = Moody()
+            with torch.no_grad():
+                draft.used[0].add_(rank * 7)  # rank 0's weights count, and its map
+                draft.ids.add_(rank)
+            model = own.prepare(LossOnRanks(draft))
+            for _ in range(2):
+                for p in draft.trainable_parameters():
+                    p.grad = None
+                with torch.no_grad():  # a forward without a backward changes nothing
+                    model(2, None, torch.tensor(4.0))
+                own.release(model)
+                losses = []
+                for i, batch in enumerate(batches[rank]):
+                    last = i == len(batches[rank]) - 1
+                    with own.gradients(model, last):
+                        loss, _ = model(batch, None, torch.tensor(4.0), losses if last else None)
+                        (loss * own.world_size).backward()
+                    losses.append(loss.detach())
+                for p, gradient in zip(draft.trainable_parameters(), expected, strict=True):
+                    torch.testing.assert_close(whole(p.grad), gradient)
+            assert draft.ids.tolist() == [0, 1, 2]
+            first = draft.trainable_parameters()[0]
+            full = torch.arange(5.0) * 3
+            assert torch.equal(whole(split_like(full, first)), full)
+            assert torch.equal(whole(first.detach()), torch.arange(5.0))
+
+    assert_all_well(on_ranks(tmp_path / "said", body))
+
+
+def test_alone_everything_is_as_it_was():
+    with Ranks() as own:
+        assert own.alone and own.is_main and own.gather(3) == [3]
+        values = torch.ones(2)
+        assert own.sum(values) is values and own.agree(values, stop=True) == (values, True)
+        model = nn.Linear(2, 2)
+        assert own.prepare(model) is model
+        with pytest.raises(DatasetError):
+            own.agree(values, error=DatasetError("x"))
+
+
+@pytest.mark.parametrize(
+    "environment,said",
+    [
+        ({"WORLD_SIZE": "2"}, "no RANK"),
+        ({"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}, "give --sharding"),
+    ],
+)
+def test_a_launcher_that_asks_for_something_else_is_refused(environment, said, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=said), contextlib.suppress(KeyError):
+        Ranks()

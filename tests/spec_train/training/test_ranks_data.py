@@ -1,0 +1,91 @@
+"""Laws of several processes on several datasets, and beside generation."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.training import ranks
+from spec_train.training.trainer import Trainer
+from tests.spec_train.data import follow_tools, test_mixture
+from tests.spec_train.training import tools as trainer_tools
+from tests.spec_train.training.ranks_tools import assert_close_runs, fit_on_ranks, fit_well
+from tests.spec_train.training.tools import change, make_noisy, metrics, run
+
+data, config = trainer_tools.data, trainer_tools.config
+place, source = test_mixture.place, follow_tools.source
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    monkeypatch.setattr(ranks, "WATCH_SECONDS", 0.2)
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_a_mixture_on_two_ranks_is_that_on_one(place, tmp_path, sharding, monkeypatch):
+    """Its weights, the parts of its validation, and the random numbers of both."""
+    make_noisy(monkeypatch)
+    one = test_mixture.config_of(
+        place, tmp_path / "one", "a:0.5", "b:2", batch_size=2, accumulation=2, lr=1e-4
+    )
+    run(one)
+    two = change(one, out=str(tmp_path / "two"), accumulation=1, sharding=sharding)
+    fit_well(two)
+    assert_close_runs(one.out, two.out)
+    assert "loss/a" in metrics(two.out)[0]
+
+
+def test_two_ranks_wait_for_generation(source, tmp_path):
+    beside = tmp_path / "beside"
+    follow_tools.generate_units(source, beside, follow_tools.HELD)
+    (tmp_path / "gate").touch()
+    generator = follow_tools.start_generate(follow_tools.made(source, beside), tmp_path / "gate")
+    two = follow_tools.config_of(beside, tmp_path / "two", lr=1e-4)
+    fit_well(two)
+    generator.communicate(timeout=100)
+    one = change(two, out=str(tmp_path / "one"), batch_size=4)  # the dataset is whole by now
+    run(one)
+    assert_close_runs(one.out, two.out)
+
+
+@pytest.mark.parametrize("waiting", [{0}, {1}, {0, 1}])
+def test_one_rank_is_told_to_stop_while_data_is_awaited(config, tmp_path, waiting):
+    """By itself, by both, or by the other, which gets no signal."""
+    config = change(config, accumulation=1, lr=1e-4, eval_every=100, save_every=100)
+    whole = change(config, out=str(tmp_path / "whole"), accumulation=2)
+    run(whole)
+
+    def prepare(rank: int) -> None:
+        dry = threading.Event()
+        original, wait_for = Trainer._train_step, HiddenStatesDataset.wait_for
+
+        def stepping(self, step):
+            original(self, step)
+            if self.step == 3:
+                dry.set()
+                if rank == 1:
+                    threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+        def blocking(self, rows, stop):
+            return wait_for(self, rows, stop) if not dry.is_set() else not stop.wait()
+
+        Trainer._train_step = stepping
+        if rank in waiting:
+            HiddenStatesDataset.wait_for = blocking
+
+    fit_well(config, prepare=prepare)
+    saved = (tmp_path / "run" / "last").resolve().name
+    assert 3 <= int(saved.removeprefix("checkpoint-")) < 12
+    run(change(config, accumulation=2))
+    assert_close_runs(whole.out, config.out)
+
+
+def test_units_are_deleted_by_one_process_alone(source, tmp_path):
+    unsealed = tmp_path / "data"
+    follow_tools.generate_units(source, unsealed, 1)
+    refused = follow_tools.config_of(unsealed, tmp_path / "run", follow_keep=9)
+    for end in fit_on_ranks(refused):
+        assert end.code in (1, 2)
+        assert "--follow-keep 9 with 2 processes: a unit that one of them deletes" in end.text

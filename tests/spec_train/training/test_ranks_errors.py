@@ -1,0 +1,184 @@
+"""However one process of a run fails, all of them end, and say why."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from spec_data.shards.errors import DatasetError, RunError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.drafts import DRAFTS
+from spec_train.drafts.protocol import DraftLoss
+from spec_train.options import ReplayConfig
+from spec_train.replay import replay
+from spec_train.training import checkpoint, ranks
+from spec_train.training.ranks import Ranks
+from spec_train.training.setup import make_splits
+from spec_train.training.trainer import Trainer
+from tests.spec_train.training import tools as trainer_tools
+from tests.spec_train.training.ranks_tools import fit_on_ranks, on_ranks
+from tests.spec_train.training.tools import change, masters
+
+data, config = trainer_tools.data, trainer_tools.config
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    monkeypatch.setattr(ranks, "WATCH_SECONDS", 0.2)
+
+
+def break_reader(rank: int) -> None:
+    original = HiddenStatesDataset.read_into
+
+    def broken(self, row, out, start, count):
+        if rank == 1 and row in VICTIMS and "hidden.final" in out:
+            raise DatasetError(f"document {row}: damaged")
+        return original(self, row, out, start, count)
+
+    HiddenStatesDataset.read_into = broken
+
+
+VICTIMS: set[int] = set()
+
+
+def break_loss(rank: int) -> None:
+    original = DRAFTS["eagle3"].loss
+
+    def broken(self, batch, head, counts):
+        if rank == 1 and self.training and any(set(pack) & VICTIMS for pack in batch.rows):
+            raise MemoryError("out of memory: damaged")
+        return original(self, batch, head, counts)
+
+    DRAFTS["eagle3"].loss = broken
+
+
+def break_metrics(rank: int) -> None:
+    def broken(self, line):
+        if line["split"] == "train":
+            raise OSError("disk: damaged")
+
+    checkpoint.RunDirectory.append_metrics = broken
+
+
+def break_writer(rank: int) -> None:
+    original = checkpoint.save_file
+
+    def broken(tensors, file, *more, **options):
+        if any(name.startswith("optimizer") for name in tensors):
+            raise checkpoint.SafetensorError("I/O error: damaged")
+        return original(tensors, file, *more, **options)
+
+    checkpoint.save_file = broken
+
+
+def break_set_up(rank: int) -> None:
+    original = DRAFTS["eagle3"].build.__func__
+
+    def broken(cls, *arguments, **options):
+        if rank == 1:
+            raise DatasetError("vocabulary: damaged")
+        return original(cls, *arguments, **options)
+
+    DRAFTS["eagle3"].build = classmethod(broken)
+
+
+@pytest.mark.parametrize(
+    "prepare,failed,sharding",
+    [
+        (break_reader, 1, "ddp"),
+        (break_loss, 1, "ddp"),
+        (break_loss, 1, "fsdp2"),
+        (break_metrics, 0, "ddp"),
+        (break_writer, 0, "ddp"),
+        (break_set_up, 1, "ddp"),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_an_error_on_one_rank_ends_all_with_its_message(config, prepare, failed, sharding):
+    config = change(config, batch_size=1, save_every=2, sharding=sharding)
+    splits = make_splits(HiddenStatesDataset(config.data), config, 2)
+    VICTIMS.clear()
+    VICTIMS.update(row for pack in splits.train.batches(0)[2][1::2] for row in pack)
+    ended = fit_on_ranks(config, 2, prepare)
+    assert all(end.code in (1, 2) for end in ended), ended
+    for rank, end in enumerate(ended):
+        assert "damaged" in end.text
+        assert (f"rank {failed}: " in end.text) == (rank != failed), end.text
+    saved = Path(config.out) / "last"
+    if prepare in (break_reader, break_loss):  # what was being written when it happened is whole
+        assert saved.resolve().name == "checkpoint-00000002"
+
+
+def test_a_killed_rank_ends_the_others(config):
+    """It can say nothing: theirs is the message."""
+    original = Trainer._train_step
+
+    def prepare(rank):
+        def killed(self, step):
+            if rank == 1 and self.step == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            original(self, step)
+
+        Trainer._train_step = killed
+
+    ended = fit_on_ranks(change(config, batch_size=1), 2, prepare)
+    assert [end.code for end in ended] == [1, -signal.SIGKILL]
+    assert "error: " in ended[0].text
+
+
+def test_a_rank_that_hears_of_nothing_is_ended_too(tmp_path, monkeypatch):
+    """As in a collective on GPUs, where the death of another rank is not noticed."""
+    monkeypatch.setattr(ranks, "GRACE_SECONDS", 0.4)
+
+    def body(rank):
+        with Ranks() as own:
+            if own.rank == 1:
+                raise RunError("damaged")
+            time.sleep(1000)
+
+    ended = on_ranks(tmp_path / "said", body)
+    assert [end.code for end in ended] == [1, 1]
+    assert ended[0].text == "error: rank 1: damaged\n"
+
+
+@pytest.mark.parametrize("kind", ["loss", "gradient"])
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_a_non_finite_number_on_one_rank_stops_all(config, kind, sharding):
+    config = change(config, batch_size=1, save_every=2, sharding=sharding)
+    dataset = HiddenStatesDataset(config.data)
+    victim = make_splits(dataset, config, 2).train.batches(0)[2][1]
+
+    def prepare(rank):
+        original = DRAFTS["eagle3"].loss
+
+        def poisoned(self, batch, head, counts):
+            result = original(self, batch, head, counts)
+            if self.training and victim in batch.rows:
+                if kind == "loss":  # a constant: the gradients stay finite
+                    return DraftLoss(result.loss + torch.inf, result.sums)
+                result.loss.register_hook(lambda gradient: gradient * torch.inf)
+            return result
+
+        DRAFTS["eagle3"].loss = poisoned
+
+    ended = fit_on_ranks(config, 2, prepare)
+    assert [end.code for end in ended] == [1, 1]
+    for end in ended:
+        assert "step 3 (epoch 0, batch 2)" in end.text and "rank" not in end.text
+        what = "the loss is inf" if kind == "loss" else "the gradient norm is nan"
+        assert f"{what}; nothing of this step was kept. Documents of micro-batch 2 of " in end.text
+        named = end.text.split("Documents of ")[1].split(". Their stored states are finite")[0]
+        assert all(dataset.doc_ids[row] in named for row in victim)
+    assert (Path(config.out) / "last").resolve().name == "checkpoint-00000002"
+    saved = masters(config.out)
+    assert all(t.isfinite().all() for t in saved.values())
+    failed = Path(config.out) / "failed-step-3"
+    before = load_file(failed / "model.safetensors")  # whole, and of before the step
+    assert all(torch.equal(before[n.removeprefix("master.")], saved[n]) for n in saved)
+    report = replay(failed, ReplayConfig(device="cpu"))  # without the poison
+    assert not report["reproduced"]
+    assert [d["doc_id"] for d in report["documents"]] == [dataset.doc_ids[r] for r in victim]

@@ -1,0 +1,245 @@
+"""Saving off the steps' path: what is written is what was there, whole, and errors are not lost."""
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from spec_data.shards.errors import ConfigError, RunError
+from spec_train.training import checkpoint, tracking
+from spec_train.training.checkpoint import RunDirectory, resolve_draft_dir
+from spec_train.training.saving import Saver, host_copy
+from spec_train.training.trainer import Trainer
+from tests.spec_train.training import tools as trainer_tools
+from tests.spec_train.training.tools import change, masters, metrics, run
+
+data, config = trainer_tools.data, trainer_tools.config
+
+
+class Draft(nn.Module):
+    """As small as a draft can be: one weight, one frozen one, a map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(64))
+        self.embed = nn.Parameter(torch.ones(8), requires_grad=False)
+        self.register_buffer("ids", torch.arange(4), persistent=False)
+
+    def save_pretrained(self, folder, dtype):
+        (folder / "config.json").write_text("{}")
+        save_file({"w": self.w.detach().to(dtype)}, folder / "model.safetensors")
+
+
+@pytest.fixture
+def directory(tmp_path):
+    opened = RunDirectory(tmp_path / "run")
+    opened.record({}, {})
+    yield opened
+    opened.close()
+
+
+def save(saver: Saver, draft: Draft, step: int, best: bool = False) -> None:
+    """What the trainer does at a step; the weights change right after it."""
+    saver.wait()
+    with torch.no_grad():
+        draft.w.fill_(step)
+    held = saver.hold([("master.w", draft.w), ("optimizer.m.w", draft.w * 2)])
+    if best:
+        saver.best(step, {"acceptance_length": 1.0 * step})
+    saver.checkpoint(step, held, {"best": None})
+    with torch.no_grad():
+        draft.w.fill_(-1)
+
+
+def test_the_copy_is_the_draft_and_shares_what_is_frozen():
+    draft = Draft()
+    copy = host_copy(draft)
+    assert copy.embed is draft.embed and torch.equal(copy.ids, draft.ids)
+    with torch.no_grad():
+        draft.w.fill_(3)
+    assert not copy.w.any() and copy.w.requires_grad
+
+
+def test_what_is_written_is_what_was_held(directory, monkeypatch):
+    """While the writer is slow and the weights go on; a second save waits, in the same memory."""
+    gate, original = threading.Event(), checkpoint.save_file
+
+    def slow(tensors, file):
+        gate.wait(60)
+        original(tensors, file)
+
+    monkeypatch.setattr(checkpoint, "save_file", slow)
+    draft = Draft()
+    saver = Saver(directory, draft, torch.float32)
+    save(saver, draft, 5, best=True)
+    places = {name: t.data_ptr() for name, t in saver._host.items()}
+    assert not (directory.path / "last").exists(), "saving did not wait for the disk"
+    gate.set()
+    save(saver, draft, 6)
+    assert (directory.path / "last").resolve().name == "checkpoint-00000005" or saver.wait() is None
+    saver.close()
+    assert places == {name: t.data_ptr() for name, t in saver._host.items()}
+    for step in (5, 6):
+        folder = directory.path / f"checkpoint-{step:08d}"
+        assert (load_file(folder / "model.safetensors")["w"] == step).all()
+        state = load_file(folder / "training_state.safetensors")
+        assert (state["master.w"] == step).all() and (state["optimizer.m.w"] == 2 * step).all()
+    assert (load_file(directory.path / "best" / "model.safetensors")["w"] == 5).all()
+
+
+def test_an_error_of_the_writer_is_raised_once_at_the_next_look(directory, monkeypatch):
+    def full(*arguments):
+        raise checkpoint.SafetensorError("No space left on device")
+
+    draft = Draft()
+    saver = Saver(directory, draft, torch.float32)
+    saver.check()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", full)
+        save(saver, draft, 1)
+        with pytest.raises(RunError, match=r"cannot be written.*No space left"):
+            saver.wait()
+    saver.check()
+    save(saver, draft, 2)
+    saver.close()
+    assert (directory.path / "last").resolve().name == "checkpoint-00000002"
+
+
+def test_a_failed_save_stops_the_run_at_the_next_step(config, monkeypatch):
+    config = change(config, save_every=2, log_every=1)
+    original, done = Trainer._train_step, threading.Event()
+
+    def full(*arguments):
+        done.set()
+        raise checkpoint.SafetensorError("No space left on device")
+
+    def waiting(self, step):
+        original(self, step)
+        if self.step == 3:  # the save after step 2 has failed meanwhile
+            assert done.wait(60)
+            self.saver._writes[0].exception()
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(Trainer, "_train_step", waiting)
+    with pytest.raises(RunError, match="checkpoint-00000002: cannot be written"):
+        run(config)
+    assert metrics(config.out)[-1]["step"] in (2, 3)
+
+
+def test_kill_9_at_random_moments_of_a_save_in_the_background(tmp_path):
+    """A child trains and saves without pause; whatever it leaves behind is whole and goes on."""
+    rng = random.Random(1)
+    seen = set()
+    for _ in range(12):
+        child = os.fork()
+        if child == 0:
+            try:
+                directory = RunDirectory(tmp_path / "run")
+                directory.record({}, {})
+                newest = directory.load_newest()
+                step = newest.step if newest else 0
+                draft = Draft()
+                saver = Saver(directory, draft, torch.float32)
+                while True:
+                    step += 1
+                    save(saver, draft, step, best=step % 3 == 0)
+            finally:
+                os._exit(1)
+        time.sleep(rng.uniform(0.05, 0.2))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        directory = RunDirectory(tmp_path / "run")
+        newest = directory.load_newest()
+        directory.close()
+        assert not list(directory.path.glob("damaged-*"))
+        if newest is None:
+            continue
+        seen.add(newest.step)
+        assert (newest.tensors["master.w"] == newest.step).all()
+        assert (newest.tensors["optimizer.m.w"] == 2 * newest.step).all()
+        assert (load_file(newest.path / "model.safetensors")["w"] == newest.step).all()
+        best = resolve_draft_dir(directory.path)
+        if best.name.startswith("best"):
+            step = json.loads((best / "validation.json").read_text())["step"]
+            assert (load_file(best / "model.safetensors")["w"] == step).all()
+    assert len(seen) > 3
+
+
+def test_a_rank_without_a_directory_goes_through_all_and_writes_nothing():
+    saver, taken = Saver(None, Draft(), torch.float32), []
+
+    def tensors():
+        for i in range(3):
+            taken.append(i)
+            yield f"{i}", torch.zeros(2)
+
+    assert saver.hold(tensors()) == {} and taken == [0, 1, 2]
+    saver.checkpoint(1, {}, {})
+    saver.best(1, {})
+    saver.metrics({})
+    saver.close()
+
+
+def test_old_checkpoints_with_states_of_generators_are_read(config):
+    """As releases wrote them that drew numbers in a row."""
+    config = change(config, steps=6, save_every=3, keep=9)
+    run(config)
+    wanted = masters(config.out)
+    folder = Path(config.out)
+    (folder / "checkpoint-00000006" / "training_state.json").unlink()
+    file = folder / "checkpoint-00000003" / "training_state.safetensors"
+    save_file({**load_file(file), "rng.cpu": torch.get_rng_state()}, file)
+    state = json.loads((file.parent / "training_state.json").read_text())
+    state["files"][file.name] = checkpoint.sha256_file(file)
+    (file.parent / "training_state.json").write_text(json.dumps(state))
+    assert run(config).finished
+    again = masters(config.out)
+    assert all(torch.equal(again[name], wanted[name]) for name in wanted)
+
+
+# -- trackers -------------------------------------------------------------------------------------
+
+
+def test_a_tracker_that_is_not_installed_names_the_extra(config, monkeypatch):
+    accelerate = pytest.importorskip("accelerate.tracking")
+    monkeypatch.setattr(accelerate, "_available_trackers", [])
+    with pytest.raises(ConfigError, match=r"wandb: not installed; `pip install 'spec-data\[track"):
+        run(change(config, track="wandb"))
+    with pytest.raises(ConfigError, match=r"--track abacus: unknown; known: .*tensorboard"):
+        run(change(config, track="abacus"))
+
+
+def test_trackers_get_the_numbers_of_every_line(config, monkeypatch):
+    accelerate = pytest.importorskip("accelerate.tracking")
+    seen, finished = [], []
+
+    class Fake(accelerate.GeneralTracker):
+        name, requires_logging_directory = "tensorboard", True
+
+        def __init__(self, run_name, logging_dir):
+            super().__init__(_blank=True)
+            assert (run_name, logging_dir) == (tracking.PROJECT, config.out)
+
+        def log(self, values, step, **more):
+            seen.append((step, values))
+
+        def finish(self):
+            finished.append(True)
+
+    monkeypatch.setattr(accelerate, "_available_trackers", [accelerate.LoggerType.TENSORBOARD])
+    monkeypatch.setitem(accelerate.LOGGER_TYPE_TO_CLASS, "tensorboard", Fake)
+    run(change(config, steps=3, log_every=1, eval_every=3, track="tensorboard"))
+    lines = metrics(config.out, timing=True)
+    assert [step for step, _ in seen] == [line["step"] for line in lines] == [0, 1, 2, 3, 3]
+    for (_, values), line in zip(seen, lines, strict=True):
+        assert values[f"{line['split']}/loss"] == line["loss"]
+        assert all(isinstance(value, int | float) for value in values.values())
+    assert finished == [True]

@@ -1,0 +1,331 @@
+"""Laws of training: what a run is a function of, and what it is not."""
+
+import dataclasses
+import itertools
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from spec_data.shards.errors import DatasetError, RunError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.drafts import DRAFTS, load_draft
+from spec_train.options import FitConfig
+from spec_train.training import trainer as trainer_module
+from spec_train.training.result import better
+from spec_train.training.setup import count_supervised_tokens, make_splits
+from spec_train.training.trainer import Trainer, learning_rate
+from tests.factory import random_documents, tiny_dataset, tiny_llama
+from tests.spec_train.training import tools as trainer_tools
+from tests.spec_train.training.tools import (
+    OPTIONS,
+    TIMING,
+    change,
+    command,
+    environment,
+    masters,
+    metrics,
+    run,
+)
+
+data, config = trainer_tools.data, trainer_tools.config
+
+
+def learnable_dataset(path: Path) -> Path:
+    """A dataset with something to learn: every token decides the next one."""
+    model = tiny_llama(vocab=24, hidden=32, seed=1)
+    documents = []
+    for ids, mask, turns in random_documents(80, 24, seed=2, shortest=20):
+        for t in range(1, len(ids)):
+            ids[t] = (5 * ids[t - 1] + 3) % 24
+        documents.append((ids, mask, turns))
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    with torch.enable_grad():
+        for step in range(160):
+            ids = torch.tensor(documents[step % 80][0])[None]
+            model(ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return tiny_dataset(path, model=model, documents=documents)
+
+
+def test_training_teaches(tmp_path):
+    """On held-out documents, against the untrained draft."""
+    data = learnable_dataset(tmp_path / "set")
+    config = FitConfig(
+        data=str(data), out=str(tmp_path / "run"), steps=120, seq_len=80, validation=0.2,
+        lr=3e-3, eval_every=60, save_every=1000, batch_size=4,
+    )  # fmt: skip
+    result = run(config)
+    held_out = [m for m in metrics(config.out) if m["split"] == "validation"]
+    assert [m["step"] for m in held_out] == [0, 60, 120]
+    assert held_out[-1]["loss"] < 0.8 * held_out[0]["loss"]
+    assert held_out[-1]["acceptance_length"] > held_out[0]["acceptance_length"] + 0.3
+    best = max(held_out, key=lambda m: m["product_limit_length"])
+    wanted = ("step", "acceptance_length", "product_limit_length", "loss")
+    assert result.best == {k: best[k] for k in wanted}
+    kept = json.loads((Path(config.out) / "best" / "validation.json").read_text())
+    assert kept["acceptance_length"] == best["acceptance_length"]
+
+
+def test_metrics_say_what_they_should(config):
+    run(config)
+    lines = metrics(config.out, timing=True)
+    train = [m for m in lines if m["split"] == "train"]
+    assert [m["step"] for m in train] == [5, 10, 12]
+    assert [m["step"] for m in lines if m["split"] == "validation"] == [0, 4, 8, 12]
+    wanted = {"epoch", "tokens", "loss", "acceptance_length", "lr", "grad_norm", *TIMING}
+    wanted |= {f"{name}/{d}" for name in ("accept_rate", "expected_acceptance") for d in (1, 2)}
+    assert all(wanted <= m.keys() for m in train)
+    assert all(0 <= m["data_wait"] <= 1 and m["tokens_per_second"] > 0 for m in train)
+    dataset = HiddenStatesDataset(config.data)
+    plan = make_splits(dataset, config).train
+    first = [row for batch in plan.batches(0)[:5] for pack in batch for row in pack]
+    assert train[0]["tokens"] == dataset.lengths[first].sum()
+    assert train[0]["epoch"] == round(len(first) / len(plan.rows), 4)
+
+
+def test_micro_batches_do_not_change_the_result(config, tmp_path):
+    """4, 2 + 2 and 1 + 1 + 1 + 1 packs per step; the last step of an epoch is uneven."""
+    shapes = [(4, 1), (2, 2), (1, 4)]
+    results = []
+    for size, count in shapes:
+        out = str(tmp_path / f"{size}x{count}")
+        run(change(config, out=out, batch_size=size, accumulation=count, lr=1e-4))
+        results.append((masters(out), metrics(out)))
+    for (a, lines_a), (b, lines_b) in itertools.combinations(results, 2):
+        assert max(float((a[n] - b[n]).abs().max()) for n in a) < 1e-6
+        for line_a, line_b in zip(lines_a, lines_b, strict=True):
+            assert line_a["split"] == line_b["split"]
+            line_a, line_b = ({**line, "split": 0} for line in (line_a, line_b))
+            assert line_a == pytest.approx(line_b, rel=1e-4, abs=1e-6)
+
+
+def test_order_inside_a_step_does_not_change_it(config, monkeypatch, tmp_path):
+    run(change(config, lr=1e-4))
+    original = Trainer._train_step
+
+    def reversed_step(self, step):
+        step.batches.reverse()
+        step._buffers.reverse()
+        original(self, step)
+
+    monkeypatch.setattr(Trainer, "_train_step", reversed_step)
+    run(change(config, lr=1e-4, out=str(tmp_path / "other")))
+    a, b = masters(config.out), masters(tmp_path / "other")
+    assert max(float((a[n] - b[n]).abs().max()) for n in a) < 1e-6
+
+
+def test_held_out_documents_are_never_trained_on(config, monkeypatch):
+    dataset = HiddenStatesDataset(config.data)
+    splits = make_splits(dataset, config)
+    assert not set(splits.train.rows) & set(splits.validation.rows)
+    assert len(splits.train.rows) + splits.held_out == splits.selection.usable.sum()
+    seen = set()
+    original = Trainer._train_step
+
+    def spy(self, step):
+        seen.update(row for batch in step.batches for pack in batch.rows for row in pack)
+        original(self, step)
+
+    monkeypatch.setattr(Trainer, "_train_step", spy)
+    run(change(config, steps=None, epochs=2))
+    assert seen == set(splits.train.rows.tolist())
+
+
+def test_fewer_validation_documents_are_measured_but_as_many_held_out(config):
+    dataset = HiddenStatesDataset(config.data)
+    all_of_them = make_splits(dataset, config)
+    some = make_splits(dataset, change(config, validation_documents=3))
+    assert len(some.validation.rows) == 3 < len(all_of_them.validation.rows)
+    assert set(some.validation.rows) < set(all_of_them.validation.rows)
+    assert some.held_out == all_of_them.held_out
+    assert some.train.rows.tolist() == all_of_them.train.rows.tolist()
+
+
+def test_token_counts_are_of_supervised_training_tokens(config):
+    dataset = HiddenStatesDataset(config.data)
+    plan = make_splits(dataset, change(config, seq_len=20)).train
+    expected = torch.zeros(dataset.manifest.vocab_size, dtype=torch.int64)
+    for row in plan.rows.tolist():
+        document = dataset[row]
+        for token, supervised in zip(
+            document["input_ids"][:20], document["loss_mask"][:20], strict=True
+        ):
+            expected[token] += int(supervised)
+    assert torch.equal(count_supervised_tokens(dataset, plan), expected)
+
+
+def test_epochs_decide_the_steps(config):
+    dataset = HiddenStatesDataset(config.data)
+    plan = make_splits(dataset, config).train
+    expected = sum(len(plan.batches(e)) for e in range(2))
+    result = run(change(config, steps=None, epochs=2))
+    assert (result.step, result.finished) == (expected, True)
+
+
+def test_no_steps_write_the_untrained_draft(config):
+    result = run(change(config, steps=0))
+    assert result.finished and result.step == 0
+    best, last = (load_file(Path(config.out) / d / "model.safetensors") for d in ("best", "last"))
+    assert all(torch.equal(best[n], last[n]) for n in best)
+    assert [m["split"] for m in metrics(config.out)] == ["validation"]
+    assert type(load_draft(Path(config.out) / "best")) is DRAFTS["eagle3"]
+    assert run(change(config, steps=0)).finished
+
+
+def test_the_saved_embedding_is_the_targets_bit_for_bit(config):
+    """In the dtype in which the dataset has it, whatever the target's config.json says."""
+    run(change(config, steps=1))
+    own = load_file(Path(config.out) / "last" / "model.safetensors")["embed_tokens.weight"]
+    target = load_file(Path(config.data) / "target" / "head.safetensors")["embed_tokens"]
+    assert own.dtype == target.dtype and torch.equal(own, target)
+
+
+@pytest.mark.parametrize("kind", ["loss", "gradient"])
+def test_the_first_non_finite_number_stops_the_run(config, kind, monkeypatch):
+    run(change(config, steps=12, save_every=5, out=config.out + "-sound"))
+    dataset = HiddenStatesDataset(config.data)
+    victim = make_splits(dataset, config).train.batches(0)[2][1]
+    original = DRAFTS["eagle3"].loss
+
+    def poisoned(self, batch, head, counts):
+        result = original(self, batch, head, counts)
+        if self.training and victim in batch.rows:
+            if kind == "loss":
+                return dataclasses.replace(result, loss=result.loss * math.nan)
+            result.loss.register_hook(lambda gradient: gradient * math.inf)
+        return result
+
+    monkeypatch.setattr(DRAFTS["eagle3"], "loss", poisoned)
+    with pytest.raises(RunError, match=r"step 3 \(epoch 0, batch 2\)") as error:
+        run(change(config, save_every=2))
+    assert dataset.doc_ids[victim[0]] in str(error.value)
+    saved = masters(config.out)
+    assert (Path(config.out) / "last").resolve().name == "checkpoint-00000002"
+    assert all(t.isfinite().all() for t in saved.values())
+
+
+def test_learning_rate_warms_up_and_ends_where_asked(config):
+    config = change(config, lr=0.1, warmup_ratio=0.1, min_lr_ratio=0.05)
+    rates = [learning_rate(step, 200, config) for step in range(200)]
+    assert 0 < rates[0] < rates[10] < rates[19] < max(rates) == rates[20] == 0.1
+    assert all(a >= b for a, b in itertools.pairwise(rates[20:]))
+    assert rates[-1] == pytest.approx(0.005)
+    assert learning_rate(0, 1, change(config, warmup_ratio=0.0)) == 0.1
+
+
+def test_masters_are_fp32_and_only_matrices_decay(config):
+    captured = []
+    original = trainer_module.Trainer.run
+
+    def spy(self):
+        captured.append(self)
+        return original(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_module.Trainer, "run", spy)
+        run(change(config, dtype="bf16", weight_decay=0.1, steps=6))
+    trainer = captured[0]
+    assert {p.dtype for p in trainer.masters.params} == {torch.float32}
+    decays = {
+        id(p): g["weight_decay"]
+        for g in trainer.masters.optimizer.param_groups
+        for p in g["params"]
+    }
+    assert all(decays[id(p)] == (0.1 if p.ndim > 1 else 0.0) for p in trainer.masters.params)
+    assert trainer.stream.dtype == torch.bfloat16
+    frozen = [p for p in trainer.draft.parameters() if id(p) not in decays]
+    assert frozen and all(p.dtype == torch.bfloat16 for p in frozen)
+    tensors = load_file(Path(config.out) / "last" / "training_state.safetensors")
+    assert {t.dtype for n, t in tensors.items() if n.startswith(("master", "optimizer.exp"))} == {
+        torch.float32
+    }
+
+
+def test_without_validation_the_last_draft_is_the_best(config):
+    result = run(change(config, validation=0.0))
+    assert result.best["step"] == 12 and set(result.best.values()) == {12, None}
+    best, last = (load_file(Path(config.out) / d / "model.safetensors") for d in ("best", "last"))
+    assert all(torch.equal(best[n], last[n]) for n in best)
+
+
+def test_on_short_answers_the_best_draft_is_a_trained_one(tmp_path, config, caplog):
+    """No answer is as long as a chain, and no draft of so short a run is ever accepted."""
+    documents = [(list(range(i, i + 8)), [0] * 5 + [1] * 3, [("user", 0, 5)]) for i in range(40)]
+    data = tiny_dataset(tmp_path / "short", documents=documents)
+    result = run(change(config, data=str(data)), dataclasses.replace(OPTIONS, ttt_steps=5))
+    held_out = [m for m in metrics(config.out) if m["split"] == "validation"]
+    assert {m["chains"] for m in held_out} == {0}
+    assert {m["acceptance_length"] for m in held_out} == {None}
+    assert held_out[-1]["loss"] < held_out[0]["loss"]
+    best = max(held_out, key=lambda m: (m["product_limit_length"], -m["loss"]))
+    assert result.best["step"] == best["step"] > 0
+    assert json.loads((Path(config.out) / "best" / "validation.json").read_text())["step"] > 0
+    assert caplog.text.count("no held-out answer is long enough for a chain") == 1
+    assert f"best draft: step {best['step']}, loss {best['loss']:.4f}" in str(result)
+
+
+@pytest.mark.parametrize("lengths", [[2.0, 2.0, 2.0], [2.0, 2.5, 2.0]])
+def test_of_drafts_accepted_equally_far_the_one_with_the_lower_loss_is_best(
+    config, monkeypatch, lengths
+):
+    """A lower loss never makes up for a shorter acceptance."""
+    figures = iter(
+        {"acceptance_length": 2.0, "product_limit_length": length, "loss": loss}
+        for length, loss in zip(lengths, [3.0, 2.0, 1.0], strict=True)
+    )
+    monkeypatch.setattr(Trainer, "_held_out_sums", lambda self: {})
+    scripted = staticmethod(lambda sums: next(figures))
+    monkeypatch.setattr(DRAFTS["eagle3"], "summarise", scripted)
+    monkeypatch.setattr(Trainer, "_log", lambda self, step: "")
+    result = run(change(config, steps=2, eval_every=1))
+    assert result.best["step"] == (2 if lengths[1] == 2.0 else 1)
+
+
+def test_a_best_draft_of_an_older_release_is_compared_by_the_length_it_has():
+    new = {"acceptance_length": 2.0, "product_limit_length": 2.5, "loss": 1.0}
+    assert not better(new, {"step": 1, "acceptance_length": 2.1})
+    assert better(new, {"step": 1, "acceptance_length": 1.9})
+    assert not better(new, {"step": 1} | new)
+
+
+def test_nothing_to_train_on_says_why(tmp_path, config):
+    documents = [([1, 2, 3, 4], [0, 0, 0, 0], [("user", 0, 4)])] * 3
+    data = tiny_dataset(tmp_path / "empty", documents=documents)
+    with pytest.raises(DatasetError, match=r"no document to train on, of 3 \(3 no superv"):
+        run(change(config, data=str(data)))
+
+
+TARGET_FREE = """
+import sys
+from spec_train.cli import main
+code = main(sys.argv[1:])
+models = [m for m in sys.modules if m.startswith("transformers.models.") and ".modeling_" in m]
+assert code == 0 and not models, (code, models)
+assert "transformers.modeling_utils" not in sys.modules
+"""
+
+
+def test_fit_never_opens_the_target(config, tmp_path):
+    """Neither its weights (there are none: the dataset is all there is) nor its model class."""
+    shutil.copytree(config.data, tmp_path / "only" / "set")
+    config = change(config, data=str(tmp_path / "only" / "set"), steps=3)
+    arguments = [sys.executable, "-c", TARGET_FREE, *command(config)[3:]]
+    done = subprocess.run(arguments, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "60 documents" in done.stderr and "trainable" not in done.stdout
+
+
+def test_the_loop_knows_no_draft_by_name():
+    package = Path(trainer_module.__file__).parents[1]
+    for room in ("training", "data"):
+        for file in (package / room).glob("*.py"):
+            text = file.read_text().lower()
+            assert not [name for name in DRAFTS if name in text], file

@@ -1,0 +1,233 @@
+"""Laws of going on: a run stopped, repeated or changed, and a run that begins from a draft."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from spec_data.config import from_dict
+from spec_data.shards.errors import ConfigError, DraftError
+from spec_train.drafts import load_draft
+from spec_train.drafts.eagle3.draft import Unroll
+from spec_train.options import fit_config, split_config
+from spec_train.training.trainer import Trainer
+from tests.factory import tiny_dataset
+from tests.spec_train.training import tools as trainer_tools
+from tests.spec_train.training.tools import (
+    OPTIONS,
+    change,
+    command,
+    environment,
+    make_noisy,
+    masters,
+    metrics,
+    run,
+)
+
+data, config = trainer_tools.data, trainer_tools.config
+
+
+def assert_same_run(a: str | Path, b: str | Path) -> None:
+    """Every byte of the last checkpoint and the best draft, and every figure."""
+    for part in ("last", "best"):
+        names = sorted(p.name for p in (Path(a) / part).iterdir())
+        assert names == sorted(p.name for p in (Path(b) / part).iterdir())
+        for name in names:
+            assert (Path(a) / part / name).read_bytes() == (Path(b) / part / name).read_bytes(), (
+                f"{part}/{name} differs"
+            )
+    assert metrics(a) == metrics(b)
+
+
+@pytest.mark.parametrize("stop_at", [1, 7])
+def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(config, tmp_path, stop_at, monkeypatch):
+    """Stopped by SIGTERM in the middle of an epoch and between two lines of metrics, with a draft
+    that draws random numbers."""
+    make_noisy(monkeypatch)
+    run(change(config, out=str(tmp_path / "whole")))
+    with monkeypatch.context() as patch:
+        stop_after(stop_at, patch)
+        result = run(config)
+    assert (result.finished, result.step, result.stopped_by) == (False, stop_at, signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    torch.rand(17)  # what else the process draws must not matter
+    assert run(config).finished
+    assert_same_run(tmp_path / "whole", config.out)
+
+
+def stop_after(steps: int, monkeypatch):
+    """SIGTERM in the last of so many steps."""
+    original = Trainer._train_step
+
+    def signalled(self, step):
+        if self.step == steps - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        original(self, step)
+
+    monkeypatch.setattr(Trainer, "_train_step", signalled)
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "older"])
+def test_a_run_may_go_on_with_activations_recomputed(config, tmp_path, recorded, monkeypatch):
+    """For want of memory. Runs of before the option, and of when it was held to, go on as well."""
+    run(change(config, out=str(tmp_path / "whole")))
+    with monkeypatch.context() as patch:
+        stop_after(5, patch)
+        assert not run(config).finished
+    file = Path(config.out) / "run.json"
+    table = json.loads(file.read_text())
+    assert "gradient_checkpointing" not in table["identity"]
+    if recorded:
+        table["identity"]["gradient_checkpointing"] = False
+        file.write_text(json.dumps(table))
+    calls = []
+    original = Unroll._step
+
+    def counted(self, *arguments):
+        calls.append(torch.is_grad_enabled())
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Unroll, "_step", counted)
+    assert run(config, replace(OPTIONS, gradient_checkpointing=True)).finished
+    micro_batches = 7 * config.accumulation
+    assert sum(calls) == 2 * OPTIONS.ttt_steps * micro_batches
+    a, b = masters(tmp_path / "whole"), masters(config.out)
+    assert all(torch.equal(a[n], b[n]) for n in a)
+    assert metrics(tmp_path / "whole") == metrics(config.out)
+
+
+def test_measuring_and_saving_do_not_touch_training(config, tmp_path, monkeypatch):
+    make_noisy(monkeypatch)
+    run(config)
+    other = change(config, out=str(tmp_path / "other"), eval_every=100, save_every=1, log_every=1)
+    run(other)
+    a, b = masters(config.out), masters(other.out)
+    assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_a_run_is_repeated_by_its_own_config_file(config, tmp_path):
+    run(config)
+    table = json.loads((Path(config.out) / "fit.json").read_text())
+    again, options = split_config("eagle3", from_dict(fit_config("eagle3"), table))
+    run(change(again, out=str(tmp_path / "again")), options)
+    assert_same_run(config.out, tmp_path / "again")
+
+
+def test_kill_9_and_the_same_command_give_the_same_run(config, tmp_path):
+    config = change(config, steps=80, save_every=5, eval_every=30, log_every=7)
+    whole = change(config, out=str(tmp_path / "whole"))
+    subprocess.run(command(whole), env=environment(), check=True, capture_output=True)
+    process = subprocess.Popen(
+        command(config), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    while process.poll() is None and not list(Path(config.out).glob("checkpoint-*[2-6]5")):
+        time.sleep(0.002)
+    assert process.poll() is None, "the run ended before it could be killed"
+    process.kill()
+    process.wait()
+    reached = max(p.name for p in Path(config.out).glob("checkpoint-*"))
+    assert "checkpoint-00000025" <= reached < "checkpoint-00000080"
+    again = subprocess.run(
+        command(config), env=environment(), check=True, capture_output=True, text=True
+    )
+    assert "going on from" in again.stderr
+    assert_same_run(whole.out, config.out)
+
+
+def test_micro_batch_shape_may_change_on_resume_but_not_the_step(config):
+    run(change(config, steps=12), OPTIONS)
+    with pytest.raises(ConfigError, match="packs_per_step: 4 -> 8"):
+        run(change(config, batch_size=4))
+    assert run(change(config, batch_size=1, accumulation=4, save_every=3, keep=1)).finished
+
+
+def test_a_finished_run_does_nothing_more(config, caplog):
+    caplog.set_level("INFO")
+    run(config)
+    before = {p: p.stat().st_mtime_ns for p in Path(config.out).rglob("*.safetensors")}
+    lines = metrics(config.out, timing=True)
+    assert run(config).finished
+    assert "nothing to do, finished at step 12" in caplog.text
+    assert before == {p: p.stat().st_mtime_ns for p in Path(config.out).rglob("*.safetensors")}
+    assert metrics(config.out, timing=True) == lines
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"lr": 2e-3}, {"steps": 20}, {"seq_len": 64}, {"seed": 1}, {"validation": 0.3}],
+    ids=lambda c: next(iter(c)),
+)
+def test_a_changed_setting_is_refused_by_name(config, changes):
+    run(change(config, steps=2))
+    (name, value), *_ = changes.items()
+    with pytest.raises(ConfigError, match=f"{name}: .* -> {value}"):
+        run(change(change(config, steps=2), **changes))
+    with pytest.raises(ConfigError, match=r"ttt_steps: 2 -> 3"):
+        run(change(config, steps=2), dataclasses.replace(OPTIONS, ttt_steps=3))
+
+
+def test_another_dataset_is_refused(config, tmp_path):
+    run(change(config, steps=2))
+    other = tiny_dataset(tmp_path / "other", seed=5)
+    with pytest.raises(ConfigError, match="dataset: "):
+        run(change(config, steps=2, data=str(other)))
+
+
+def test_a_moved_dataset_is_the_same(config, tmp_path):
+    run(change(config, steps=2))
+    shutil.copytree(config.data, tmp_path / "moved")
+    assert run(change(config, steps=2, data=str(tmp_path / "moved"))).finished
+
+
+def test_init_from_takes_weights_and_vocabulary_but_not_training_options(config, tmp_path):
+    run(config)
+    other = change(config, out=str(tmp_path / "more"), steps=0, init_from=config.out, seed=3)
+    run(other, dataclasses.replace(OPTIONS, ttt_steps=3))
+    old, new = load_draft(Path(config.out) / "best"), load_draft(tmp_path / "more" / "last")
+    assert all(torch.equal(a, b) for a, b in zip(old.parameters(), new.parameters(), strict=True))
+    assert torch.equal(old.draft_ids, new.draft_ids)
+    assert (old.options.ttt_steps, new.options.ttt_steps) == (2, 3)
+
+
+def test_init_from_another_shape_is_refused(config, tmp_path):
+    run(change(config, steps=0))
+    other = change(config, out=str(tmp_path / "more"), init_from=config.out)
+    with pytest.raises(DraftError, match="draft_vocab_size: 40 -> 30"):
+        run(other, dataclasses.replace(OPTIONS, draft_vocab_size=30))
+
+
+def test_init_from_a_draft_of_another_target_is_refused(config, tmp_path):
+    """All shapes agree; the embedding would have stayed the other target's."""
+    run(change(config, steps=1))
+    data = tiny_dataset(tmp_path / "other", n_docs=60, seed=7)
+    other = change(config, data=str(data), out=str(tmp_path / "more"), init_from=config.out)
+    with pytest.raises(DraftError, match=r"--init-from .*another target than .*other \(100"):
+        run(other)
+
+
+def test_a_draft_read_from_disk_shares_the_targets_embedding(config, tmp_path, monkeypatch):
+    """Of --init-from and of a checkpoint; what it was read with took no memory of its own."""
+    captured = []
+    original = Trainer.run
+
+    def spy(self):
+        captured.append(self)
+        return original(self)
+
+    monkeypatch.setattr(Trainer, "run", spy)
+    run(change(config, steps=6, save_every=2, eval_every=100))
+    shutil.rmtree(Path(config.out) / "checkpoint-00000006")
+    run(change(config, steps=6, save_every=2, eval_every=100))
+    run(change(config, steps=0, out=str(tmp_path / "more"), init_from=config.out, dtype="bf16"))
+    assert [trainer.step for trainer in captured] == [6, 6, 0]
+    for trainer in captured:
+        own = trainer.draft.embed_tokens.weight
+        assert own.data_ptr() == trainer.head.embed_weight.data_ptr() and not own.requires_grad

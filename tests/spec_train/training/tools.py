@@ -1,0 +1,90 @@
+"""A small training run, in this process or as a command, and what it leaves behind.
+
+Test modules take the fixtures by assignment: an import would look unused, and shadowed.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from spec_train.draft_options import Eagle3Options
+from spec_train.drafts import DRAFTS
+from spec_train.options import FitConfig
+from spec_train.training.setup import fit
+from tests.factory import tiny_dataset
+
+OPTIONS = Eagle3Options(ttt_steps=2, draft_vocab_size=40)
+TIMING = ("tokens_per_second", "data_wait")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return tiny_dataset(tmp_path_factory.mktemp("data") / "set", n_docs=60)
+
+
+@pytest.fixture
+def config(data, tmp_path):
+    return FitConfig(
+        data=str(data),
+        out=str(tmp_path / "run"),
+        steps=12,
+        batch_size=2,
+        accumulation=2,
+        seq_len=48,
+        lr=1e-3,
+        validation=0.15,
+        log_every=5,
+        eval_every=4,
+        save_every=5,
+    )
+
+
+def change(config: FitConfig, **changes) -> FitConfig:
+    return dataclasses.replace(config, **changes)
+
+
+def run(config: FitConfig, options: Eagle3Options = OPTIONS):
+    return fit("eagle3", config, options)
+
+
+def metrics(out: str | Path, timing: bool = False) -> list[dict]:
+    lines = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if timing or k not in TIMING} for line in lines]
+
+
+def masters(out: str | Path) -> dict[str, torch.Tensor]:
+    tensors = load_file(Path(out) / "last" / "training_state.safetensors")
+    return {name: t for name, t in tensors.items() if name.startswith("master.")}
+
+
+def make_noisy(monkeypatch) -> None:
+    """Let the loss of the draft depend on random numbers, as drafts that sample slots do."""
+    original = DRAFTS["eagle3"].loss
+
+    def noisy(self, batch, head, counts):
+        result = original(self, batch, head, counts)
+        return dataclasses.replace(result, loss=result.loss * (0.5 + torch.rand(())))
+
+    monkeypatch.setattr(DRAFTS["eagle3"], "loss", noisy)
+
+
+COMMAND = [sys.executable, "-m", "spec_train.cli", "fit", "eagle3"]
+
+
+def command(config: FitConfig) -> list[str]:
+    flags = []
+    for name, value in dataclasses.asdict(config).items():
+        if value is not None and value is not False:
+            flags += ["--" + name.replace("_", "-"), str(value)]
+    return [*COMMAND, *flags, "--ttt-steps", "2", "--draft-vocab-size", "40"]
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join([str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
