@@ -26,14 +26,14 @@ from pathlib import Path
 import torch
 
 import spec_data
-from spec_data.generate import generate
+from spec_data.generation.run import generate
 from spec_data.options import GenerateConfig
 from spec_data.report import table
+from spec_data.shards.codec_tables import make_tables
 from spec_data.shards.codecs import CODECS
 from spec_data.shards.lossy import LOSSY
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
-from spec_data.shards.tables import make_tables
 from spec_train.cli import main as spec_train
 
 EXACT = "bf16"

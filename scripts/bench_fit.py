@@ -34,7 +34,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from fit_eager import EAGER  # noqa: E402
 from fit_reference import reference_loss  # noqa: E402
 
-from spec_data.shards.head import HeadSpec  # noqa: E402
+from spec_data.shards.head_spec import HeadSpec  # noqa: E402
 from spec_data.shards.schema import FINAL, layer_column  # noqa: E402
 from spec_train.data.batch import DraftBatch  # noqa: E402
 from spec_train.drafts import DRAFTS  # noqa: E402

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import torch
 
-from spec_data.capture import capture_unit, packed_batches
-from spec_data.generate import prove_target
-from spec_data.masks import ROWS, SINGLE, packed_mask
+from spec_data.generation.capture import capture_unit, packed_batches
+from spec_data.generation.run import prove_target
+from spec_data.generation.setup import make_plan, set_up
 from spec_data.options import GenerateConfig
-from spec_data.plan import make_plan, set_up
 from spec_data.shards.writer import write_shard
-from spec_data.target import Target
+from spec_data.target.mask_forms import ROWS, SINGLE, packed_mask
+from spec_data.target.model import Target
 
 
 @torch.inference_mode()

@@ -11,8 +11,8 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "HiddenStatesDataset": "spec_data.shards.reader",
-    "Target": "spec_data.target",
-    "TargetBatch": "spec_data.target_batch",
+    "Target": "spec_data.target.model",
+    "TargetBatch": "spec_data.target.target_batch",
     "SpecDataError": "spec_data.shards.errors",
 }
 

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _estimate(args: argparse.Namespace) -> int:
-    from spec_data.plan import make_plan, set_up
+    from spec_data.generation.setup import make_plan, set_up
     from spec_data.report import estimate_text
 
     config = resolve(GenerateConfig, args)
@@ -78,7 +78,7 @@ def _generate(args: argparse.Namespace) -> int:
     config = resolve(GenerateConfig, args)
     if config.dry_run:
         return _estimate(args)
-    from spec_data.generate import generate
+    from spec_data.generation.run import generate
     from spec_data.report import dataset_text
 
     manifest = generate(config)
@@ -91,7 +91,7 @@ def _generate(args: argparse.Namespace) -> int:
 def _seal(args: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from spec_data.generate import seal_directory
+    from spec_data.generation.run import seal_directory
     from spec_data.report import dataset_text
 
     print(dataset_text(seal_directory(Path(resolve(SealConfig, args).out))))
@@ -113,7 +113,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from spec_data.verify import verify
+    from spec_data.verification.run import verify
 
     return verify(resolve(VerifyConfig, args))
 

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from spec_data.plan import Setup, load_tokenizer
+from spec_data.generation.plan import Plan
+from spec_data.generation.setup import Setup, load_tokenizer
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import SUPERVISED, Column, Manifest
-from spec_data.units import Plan
 
 _SUPERVISED, _PLAIN, _RESET = "\033[1;32m", "\033[2m", "\033[0m"
 
@@ -79,15 +79,6 @@ def error_rows(manifest: Manifest) -> str:
             rows.append((column.name, column.codec, *figures, kl, f"{error['escaped']:.2%}"))
     note = "error: mean squared error of a channel over its variance, median over channels"
     return f"{table(rows)}\n{note}" if len(rows) > 1 else ""
-
-
-def error_text(codec: str, error: dict[str, Any]) -> str:
-    """One line: channel-normalised error, escaped tokens, KL."""
-    kl = f", teacher KL {error['kl']:.1e}" if "kl" in error else ""
-    return (
-        f"{codec}: error / channel variance {error['mse_median']:.1e} (worst channel "
-        f"{error['mse_max']:.1e}){kl}, {error['escaped']:.2%} of tokens escape"
-    )
 
 
 def counts_text(counts: dict[str, Any]) -> str:

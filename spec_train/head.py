@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from spec_data.shards.errors import DraftError
-from spec_data.shards.head import HeadSpec, apply_head
+from spec_data.shards.head_spec import HeadSpec, apply_head
 from spec_data.shards.reader import load_head_tensors
 from spec_data.shards.schema import Manifest
 

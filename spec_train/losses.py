@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from spec_data.shards.head import HeadSpec, apply_head
+from spec_data.shards.head_spec import HeadSpec, apply_head
 
 KINDS = ("ce", "alpha", "lambda")
 # Logits of one chunk. A CPU's cache holds few, a GPU wants many rows. The head's rows and their

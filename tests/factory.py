@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from spec_data.shards.head import HeadSpec
+from spec_data.shards.head_spec import HeadSpec
 from spec_data.shards.schema import (
     FORMAT,
     FORMAT_VERSION,

@@ -1,9 +1,16 @@
-"""The rules of the house: who may import whom, how fast --help is, what a file may look like."""
+"""The rules of the house: what each room imports, how fast --help is, what a file may look like.
+
+A room is a folder of a package. Its `__init__.py` says in a paragraph what the room is for, and in
+its last paragraph, "May import: ...", which rooms and top-level modules it builds on. That
+paragraph is the rule: these tests read it.
+"""
 
 import ast
+import re
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -11,10 +18,26 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("spec_data", "spec_train")
 FILES = sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
+ROOMS = sorted({f.parent for f in FILES} - {ROOT / package for package in PACKAGES})
+SHARED = ("spec_data.shards", "spec_data.config", "spec_data.devices", "spec_data.__version__")
+# Modules that play one and the same part in several rooms may share a name.
+SAME_PART = {
+    "config": "the configuration of one kind of draft; the config machinery of both programs",
+    "draft": "the class of one kind of draft that the trainer drives",
+    "model": "the torch modules of one kind of draft; the model of the target",
+    "loss": "the loss of one kind of draft",
+    "unroll": "the unrolled steps of one kind of draft",
+    "serving": "one kind of draft as an engine runs it",
+    "cli": "the command line of one program",
+    "options": "the option classes of one program",
+    "report": "what a program prints of its results",
+    "run": "one command of spec-data",
+    "setup": "what is resolved before a run starts",
+}
 
 
 def imports_of(file: Path) -> set[str]:
-    """Every module that a file imports, anywhere in it."""
+    """Every module that a file imports, anywhere in it, also for annotations alone."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -31,46 +54,111 @@ def module_of(file: Path) -> str:
     return ".".join(p for p in parts if p != "__init__")
 
 
+MODULES = {module_of(file): file for file in FILES}
+EDGES = {m: {n for n in imports_of(f) if n in MODULES and n != m} for m, f in MODULES.items()}
+
+
+def room_of(module: str) -> str:
+    """The room that a module is in; a top-level module is its own."""
+    file = MODULES[module]
+    return module_of(file.parent / "__init__.py") if file.parent in ROOMS else module
+
+
+def allowed_by(room: Path) -> set[str]:
+    """What the last paragraph of a room's docstring allows."""
+    text = ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8"))) or ""
+    rule = re.search(r"May import: ([^.]*(?:\.\w[^.]*)*)\.\Z", " ".join(text.split()))
+    assert text.startswith("Room: ") and rule, f"{room}: say what the room is for, and its imports"
+    names = set(rule[1].split(", ")) - {"nothing of this project"}
+    known = {room_of(m) for m in MODULES}
+    assert names <= known, f"{room}: {names - known} are no rooms"
+    return names
+
+
 @pytest.mark.parametrize("file", FILES, ids=module_of)
 def test_import_directions(file):
     module, names = module_of(file), imports_of(file)
     if module.startswith("spec_data"):
         assert not any(n.startswith("spec_train") for n in names), "spec_data knows no trainer"
-    if module.startswith("spec_data.shards"):
-        foreign = {n for n in names if n.split(".")[0] in PACKAGES}
-        assert all(n.startswith("spec_data.shards") for n in foreign), "shards stand alone"
     if module.startswith("spec_train"):
-        allowed = ("spec_data.shards", "spec_data.config", "spec_data.__version__")
         for name in names:
             if name.startswith("spec_data."):
-                assert name.startswith(allowed), f"{module} may not import {name}"
+                assert name.startswith(SHARED), f"{module} may not import {name}"
     for name in names:
         assert "pickle" not in name, "no pickle anywhere"
 
 
-def test_no_import_cycles():
-    modules = {module_of(f): f for f in FILES}
-    edges = {m: {n for n in imports_of(f) if n in modules and n != m} for m, f in modules.items()}
-    for module, file in modules.items():  # imports for annotations alone are no cycle
-        guarded = set()
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-                for inner in node.body:
-                    if isinstance(inner, ast.ImportFrom):
-                        guarded.add(inner.module or "")
-        edges[module] -= guarded
-        edges[module] -= {m for m in edges[module] if module.startswith(m + ".")}
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: module_of(room / "__init__.py"))
+def test_a_room_imports_what_its_docstring_allows(room):
+    name, allowed = module_of(room / "__init__.py"), allowed_by(room)
+    used: set[str] = set()
+    for module in MODULES:
+        if room_of(module) == name:
+            used |= {room_of(other) for other in EDGES[module]} - {name, *PACKAGES}
+    used = {r for r in used if not r.startswith(f"{name}.")}  # a room's face names its inner rooms
+    assert used <= allowed, f"{name} imports {sorted(used - allowed)}"
+    assert allowed <= used, f"{name} does not need {sorted(allowed - used)}: shorten its docstring"
+
+
+def cycle_in(edges: dict[str, set[str]]) -> list[str]:
+    """A circle of a graph, or nothing."""
     done: set[str] = set()
 
-    def visit(module: str, path: tuple[str, ...]) -> None:
-        assert module not in path, " -> ".join((*path, module))
-        if module not in done:
-            for other in sorted(edges[module]):
-                visit(other, (*path, module))
-            done.add(module)
+    def visit(node: str, path: tuple[str, ...]) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node not in done:
+            for other in sorted(edges[node]):
+                if found := visit(other, (*path, node)):
+                    return found
+            done.add(node)
+        return []
 
-    for module in modules:
-        visit(module, ())
+    for node in edges:
+        if found := visit(node, ()):
+            return found
+    return []
+
+
+def test_no_import_cycles():
+    # A package's face imports its own modules; what imports the face is no part of that circle.
+    edges = {m: {n for n in found if not m.startswith(f"{n}.")} for m, found in EDGES.items()}
+    assert not cycle_in(edges), " -> ".join(cycle_in(edges))
+
+
+def test_no_circles_between_rooms():
+    edges: dict[str, set[str]] = defaultdict(set)
+    for module, others in EDGES.items():
+        if MODULES[module].name == "__init__.py":
+            continue
+        for other in others:
+            if room_of(other) != room_of(module):
+                edges[room_of(module)].add(room_of(other))
+                edges[room_of(other)] |= set()
+    assert not cycle_in(edges), " -> ".join(cycle_in(edges))
+
+
+def test_shards_hold_only_what_both_programs_need():
+    """No module of the contract is there for training alone."""
+    needed: set[str] = set()
+    waiting = [m for m in MODULES if m.startswith("spec_data") and ".shards" not in m]
+    while waiting:
+        module = waiting.pop()
+        fresh = EDGES[module] - needed
+        needed |= fresh
+        waiting.extend(fresh)
+    contract = {m for m in MODULES if m.startswith("spec_data.shards.")}
+    assert contract <= needed, f"only spec_train uses {sorted(contract - needed)}"
+
+
+def test_one_name_one_meaning():
+    places = defaultdict(list)
+    for module, file in MODULES.items():
+        if file.name != "__init__.py":
+            places[file.stem].append(module)
+    twice = {name: at for name, at in places.items() if len(at) > 1 and name not in SAME_PART}
+    assert not twice
+    assert all(len(places[name]) > 1 for name in SAME_PART), "take unused names out of SAME_PART"
 
 
 def test_the_trainer_names_no_algorithm():
@@ -118,4 +206,4 @@ def test_help_is_instant(arguments):
         best = min(best, time.perf_counter() - start)
         assert done.returncode == 0, done.stderr.decode()
         assert b"--help" in done.stdout
-    assert best < 2, f"{best:.2f} s even at its best"
+    assert best < 2, f"{best:.2f} s even at its best"  # a bound for loaded machines

@@ -5,7 +5,7 @@ import torch
 
 from spec_data.shards.packing import pack_documents
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.target import Target
+from spec_data.target.model import Target
 from spec_train.drafts.eagle3.draft import eagle3_loss
 from spec_train.head import TargetHead
 from tests.factory import random_documents, tiny_dataset, tiny_llama

@@ -1,4 +1,7 @@
-"""The contract that spec_data and spec_train share: the dataset format and nothing else.
+"""Room: the dataset format, the one contract between spec-data and spec-train.
 
-FORMAT.md is the specification. This package imports no other part of the project.
+Schema, codecs, packing, writer, reader and seal; FORMAT.md beside this file is the specification.
+Only what both programs need is here, and nothing here imports anything else of this project.
+
+May import: nothing of this project.
 """

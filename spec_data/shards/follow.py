@@ -6,7 +6,7 @@ the plan away, so a sealed directory gives the same view from its index and from
 which holds the planned documents that capture left out (with broken states): they keep their place
 in the order, and are read as documents without a supervised token.
 
-    .generate/plan.{json,arrow}, target.json, unit-00000.json    see spec_data/generate.py
+    .generate/plan.{json,arrow}, target.json, unit-00000.json    see spec_data/generation/run.py
     .generate/follow-keep.json      somebody deletes units once they are used: never seal
 """
 
@@ -24,11 +24,11 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from spec_data.shards.coded import CodedRows
 from spec_data.shards.errors import DatasetError, MissingError, RunError
 from spec_data.shards.files import sha256_file, sha256_json
 from spec_data.shards.planned import Planned, PlanTokens, merged
 from spec_data.shards.reader import INDEX, MANIFEST, HiddenStatesDataset, checked_file
-from spec_data.shards.rows import CodedRows
 from spec_data.shards.schema import Manifest, ShardRecord
 from spec_data.shards.shard import CHECK_EVERY, IndexRows, Shard
 

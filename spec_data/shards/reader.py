@@ -22,12 +22,12 @@ from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
 from spec_data.shards.checksums import numbers
+from spec_data.shards.codec_tables import TABLES, load_tables
+from spec_data.shards.coded import CodedRows, decode_rows, runs
 from spec_data.shards.errors import DatasetError, MissingError
 from spec_data.shards.lossy import Tables
-from spec_data.shards.rows import CodedRows, decode_rows, runs
 from spec_data.shards.schema import Column, Manifest
 from spec_data.shards.shard import CHECK_EVERY, IndexRows, Place, Shard
-from spec_data.shards.tables import TABLES, load_tables
 
 MANIFEST = "manifest.json"
 INDEX = "index.arrow"

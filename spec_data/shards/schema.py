@@ -19,7 +19,7 @@ from spec_data.shards.checksums import CHECKSUMS
 from spec_data.shards.codecs import Codec, codec_named, lossy_codec
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError
 from spec_data.shards.files import sha256_json
-from spec_data.shards.head import HeadSpec
+from spec_data.shards.head_spec import HeadSpec
 from spec_data.shards.lossy import LossyCodec
 
 FORMAT = "spec-data"

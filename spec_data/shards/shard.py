@@ -25,8 +25,8 @@ from spec_data.shards.checksums import (
     string_views,
     turns_bytes,
 )
+from spec_data.shards.coded import StoredRows
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.rows import StoredRows
 from spec_data.shards.schema import Column, Manifest, ShardRecord, predicts_supervised
 
 CHECK_EVERY = 16

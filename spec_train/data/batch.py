@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from spec_data.shards.coded import CodedRows
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.packing import PADDING
-from spec_data.shards.rows import CodedRows
 from spec_data.shards.schema import layer_column
 
 PLAIN = (

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from spec_data.config import differing_fields
+from spec_data.shards.coded import CodedRows
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.lossy import Tables
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
-from spec_data.shards.rows import CodedRows
 from spec_data.shards.schema import ALL, SUPERVISED, Column, Manifest, fingerprint
 from spec_train.data.mixed_order import Share
 from spec_train.data_option import Source

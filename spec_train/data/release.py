@@ -8,7 +8,7 @@ import logging
 
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.follow import FollowedDataset, used_marker
-from spec_data.shards.ring import delete_unit, start_ring
+from spec_data.shards.reclaim import delete_unit, start_ring
 from spec_train.data.following import FollowingPlan
 from spec_train.data.order import BatchPlan
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spec_data.shards.coded import CodedRows
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.packing import PADDING
-from spec_data.shards.rows import CodedRows
 from spec_train.data.batch import DraftBatch
 from spec_train.data.mixture import Documents
 from spec_train.data.order import BatchPlan, Pack, rank_slice

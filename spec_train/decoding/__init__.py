@@ -1,1 +1,6 @@
-"""TODO."""
+"""Room: speculative decoding with a target and a draft.
+
+Chains, blocks and dynamic trees, each with the verification that keeps the output the target's own.
+
+May import: spec_data.shards, spec_train.drafts, spec_train.head, spec_train.sampling.
+"""

@@ -1,4 +1,11 @@
-"""The drafts by name. A draft is a class of the Draft protocol; adding one adds a line here."""
+"""Room: the drafts, one folder per kind, and what they share.
+
+A draft is a class of the Draft protocol (`protocol.py`); `DRAFTS` lists them by name. Adding a kind
+adds a folder, its options in `draft_options.py`, its files in `formats/`, and one line here.
+
+May import: spec_data.config, spec_data.shards, spec_train.data, spec_train.formats,
+spec_train.head, spec_train.losses, spec_train.origin, spec_train.sampling.
+"""
 
 from pathlib import Path
 from typing import Any

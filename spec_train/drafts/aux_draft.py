@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from spec_data.shards.errors import DatasetError, DraftError
 from spec_data.shards.schema import FINAL, SUPERVISED, Manifest
 from spec_train.drafts.base import BaseDraft
-from spec_train.drafts.eagle3.config import Eagle3Config
+from spec_train.drafts.config import AuxConfig
 from spec_train.drafts.layers import RMSNorm, Rotary
 from spec_train.head import TargetHead
 from spec_train.origin import origin_of
@@ -52,9 +52,9 @@ def check_teachers(manifest: Manifest, options: Any) -> None:
 class AuxDraft(BaseDraft):
     """Shared modules; `make_layers` is the subclass's."""
 
-    config_class: ClassVar[type[Eagle3Config]]
+    config_class: ClassVar[type[Any]]
 
-    def __init__(self, config: Eagle3Config, options: Any = None) -> None:
+    def __init__(self, config: AuxConfig, options: Any = None) -> None:
         """Make a draft with random weights and the first Vd tokens as draft vocabulary."""
         super().__init__()
         self.config: Any = config

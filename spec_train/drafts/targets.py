@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from spec_data.shards.errors import DraftError
-from spec_data.shards.layers import build_target_layer_ids, capturable_layer_ids
+from spec_data.shards.layer_ids import build_target_layer_ids, capturable_layer_ids
 from spec_train.drafts.layers import rope_parameters
 
 log = logging.getLogger(__name__)

@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from spec_data.generate import generate
+from spec_data.generation.run import generate
 from spec_data.options import GenerateConfig
 from tests.families import tiny_model
-from tests.spec_data.templates import tokenizer
+from tests.spec_data.corpus.templates import tokenizer
 
 
 def save_target(path: Path, family: str = "llama") -> Path:

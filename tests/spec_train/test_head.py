@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spec_data.shards.errors import DraftError, MissingError
-from spec_data.shards.head import HeadSpec
+from spec_data.shards.head_spec import HeadSpec
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.head import TargetHead, choose_draft_vocabulary
 from tests.factory import tiny_dataset, tiny_llama

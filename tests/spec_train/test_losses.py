@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from spec_data.shards.head import HeadSpec, apply_head
+from spec_data.shards.head_spec import HeadSpec, apply_head
 from spec_train.losses import (
     KINDS,
     LossKind,

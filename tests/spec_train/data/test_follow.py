@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from spec_data import generate as generate_module
-from spec_data.generate import generate
+from spec_data.generation import run as generate_module
+from spec_data.generation.run import generate
 from spec_data.options import GenerateConfig
 from spec_data.shards.errors import DatasetError, MissingError, RunError
 from spec_data.shards.follow import LEFT_OUT, WORK, FollowedDataset
@@ -160,7 +160,7 @@ def test_the_view_is_the_same_before_and_after_sealing(source, sealed, tmp_path)
 def test_documents_that_capture_leaves_out_keep_their_place(source, tmp_path, monkeypatch):
     """The run beside generation meets them as documents without a supervised token; so does the
     one after it, though the dataset no longer has them."""
-    from spec_data import capture
+    from spec_data.generation import capture
 
     original, broken = capture._find_broken, {1: 1, 4: 0}
     calls: list[int] = []

@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from spec_data.generate import generate, seal_directory
+from spec_data.generation.run import generate, seal_directory
 from spec_data.options import GenerateConfig
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.follow import WORK, FollowedDataset
-from spec_data.shards.ring import delete_unit, start_ring, units_used
+from spec_data.shards.reclaim import delete_unit, start_ring, units_used
 from spec_train.drafts import DRAFTS
 from spec_train.options import ReplayConfig
 from spec_train.replay import replay

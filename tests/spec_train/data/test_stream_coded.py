@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 import torch
 
+from spec_data.shards.coded import CodedRows
 from spec_data.shards.lossy import LOSSY
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.rows import CodedRows
 from spec_train.data.order import BatchPlan
 from spec_train.data.stream import BatchStream
 from spec_train.draft_options import Eagle3Options
 from spec_train.options import FitConfig
 from spec_train.training.setup import fit
 from spec_train.training.trainer import Trainer
-from tests.spec_data import codec_tools
-from tests.spec_data.codec_tools import MIXED
 from tests.spec_data.runs import run
+from tests.spec_data.shards import codec_tools
+from tests.spec_data.shards.codec_tools import MIXED
 
 target, corpus = codec_tools.target, codec_tools.corpus
 COLUMNS = ("hidden.L0", "hidden.L2", "hidden.final", "target_argmax")
@@ -94,7 +94,7 @@ def test_blocks_of_a_device_do_not_show(lossy, monkeypatch):
         {name: states.clone() for name, states in b.hidden.items()}
         for _, b in batches(lossy, "cpu", torch.float32)
     ]
-    monkeypatch.setattr("spec_data.shards.rows.DECODED_AT_ONCE", 7 * 32)
+    monkeypatch.setattr("spec_data.shards.coded.DECODED_AT_ONCE", 7 * 32)
     for a, (_, b) in zip(whole, batches(lossy, "cpu", torch.float32), strict=True):
         assert all(torch.equal(a[name], b.hidden[name]) for name in a)
 

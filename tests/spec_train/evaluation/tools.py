@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from spec_data.shards.head import HeadSpec
+from spec_data.shards.head_spec import HeadSpec
 from spec_data.shards.packing import row_layout
 from spec_data.shards.schema import layer_column
 from spec_train.data.batch import DraftBatch

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from spec_data.shards.head import HeadSpec
+from spec_data.shards.head_spec import HeadSpec
 from spec_train.draft_options import DFlashOptions, DSparkOptions
 from spec_train.drafts.dspark.config import DSparkConfig
 from spec_train.drafts.dspark.draft import DFlashDraft, DSparkDraft

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from spec_data.shards.head import HeadSpec
+from spec_data.shards.head_spec import HeadSpec
 from spec_train.draft_options import EagleOptions
 from spec_train.drafts.eagle.draft import EagleConfig, EagleDraft
 from spec_train.head import TargetHead

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spec_data.shards.head import HeadSpec
+from spec_data.shards.head_spec import HeadSpec
 from spec_train.attention import unrolled as attention
 from spec_train.drafts.drafting import DraftCache
 from spec_train.drafts.eagle3.draft import Eagle3Draft, eagle3_loss

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.errors import DraftError
-from spec_data.shards.head import HeadSpec
+from spec_data.shards.head_spec import HeadSpec
 from spec_train import losses
 from spec_train.attention.masked import BACKENDS
 from spec_train.drafts.peagle.draft import PeagleDraft, peagle_loss

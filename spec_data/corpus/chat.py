@@ -1,0 +1,306 @@
+"""Records -> token ids, turns and loss mask, proven against the tokenizer's own chat template.
+
+Serving sends `apply_chat_template(messages before the answer, add_generation_prompt=True)` and the
+target then generates up to an end-of-turn token. So, for each assistant message k, three renders of
+the template decide, never a search for header text (which a user may quote):
+
+    prompt_k  = render(messages[:k], add_generation_prompt=True)
+    through_k = render(messages[:k + 1])
+    whole     = through_k of the last assistant message
+
+If prompt_k is a token-for-token prefix of through_k, and through_k up to its end-of-turn token one
+of whole, for every k, the conversation is one document ("prefix boundaries"). Where templates
+rewrite history (earlier thinking dropped, tools moved to the last turn) or tokens merge across a
+boundary, the proof fails and every assistant turn becomes a document of its own ("turn by turn"):
+its prompt is prompt_k itself, its response the rest of through_k, and only that turn is supervised.
+If through_k continues prompt_k as text but not as tokens, the rest of the text is tokenised alone,
+as the target generates it, and must decode to the same text. A turn that does not continue its own
+prompt is never stored: an "unprovable-boundaries" error.
+
+Choices, all on the side of what serving generates:
+- A turn starts right after the generation prompt (an empty think block in it is prompt) and ends
+  with its end-of-turn token: the first one of the run of end-of-turn and blank tokens that closes
+  through_k. What follows (a newline, Phi-3's end-of-text) is not supervised. Where a template
+  closes no turn (GLM: the next header ends it) that next token of the whole is the end, if it is
+  among `eot_token_ids`; a turn left without one is counted.
+- `{% generation %}` tags ("generation tags") say which turns are supervised and where in the turn
+  that starts; the proof above and the end stay the same, so the end-of-turn token is supervised
+  even where the tags leave it out. A gap between two tagged pieces of one message is generated too.
+- An assistant message that opens the conversation has no prompt that serving could send: it is
+  context. Consecutive assistant messages are turns of their own, if the template allows them.
+- Messages after the last assistant turn answer nothing; they are left out and counted.
+- The policy "all" marks every token of every document, so turn by turn it repeats prompts.
+- Text and `input_ids` rows are supervised as a whole, or by their own loss mask.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from spec_data.corpus.documents import Document, RenderError, Turn, loss_mask_from_turns
+from spec_data.corpus.records import Record
+from spec_data.corpus.template import RESERVED, Chat, render_error
+from spec_data.shards.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["Document", "RenderError", "Renderer", "Turn", "loss_mask_from_turns"]
+
+_KNOWN_END_TOKENS = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "</s>"),
+    *("<|return|>", "<|call|>", "<|eot|>", "<|END_OF_TURN_TOKEN|>", "<|endoftext|>"),
+    "<|end_of_text|>",
+)
+_PROBE = "Qzv7probe"
+
+
+class Renderer:
+    """Render records with one tokenizer.
+
+    Args:
+        tokenizer: the target's; its chat template is used as it is.
+        mask: which turns are supervised: every assistant turn, the last one, or all tokens.
+        template_kwargs: passed to the template (`enable_thinking`, ...); a record's own win.
+        eot_token_ids: end-of-turn tokens beside those found in the tokenizer and its template: pass
+            `generation_config.eos_token_id`.
+        vocab_size: the target's; ids of `input_ids` rows must be below it (default: tokenizer's).
+
+    Attributes:
+        method: how the last record was rendered; `methods` counts records by method.
+        counts: "trailing messages left out", "turns without an end-of-turn token".
+        dropped: documents left out although their record gave others, by reason. A record that
+            gives none raises, and is not counted here.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        mask: str = "assistant",
+        template_kwargs: dict[str, Any] | None = None,
+        eot_token_ids: Sequence[int] = (),
+        vocab_size: int | None = None,
+    ) -> None:
+        loss_mask_from_turns(0, (), mask)
+        if reserved := RESERVED & set(template_kwargs or {}):
+            raise ConfigError(f"template kwargs: {', '.join(sorted(reserved))} cannot be set here")
+        self.tokenizer = tokenizer
+        self.mask = mask
+        self.template_kwargs = dict(template_kwargs or {})
+        self.vocab_size = vocab_size or len(tokenizer)
+        self.method: str | None = None
+        self.methods: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+        self.dropped: Counter[str] = Counter()
+        self._added = set(getattr(tokenizer, "added_tokens_decoder", {}))
+        self._blank: dict[int, bool] = {}
+        self.eot_token_ids = frozenset(eot_token_ids) | self._find_end_tokens()
+        if self.clock_dependent:
+            logger.warning(
+                "the chat template prints today's date: documents rendered on another day differ; "
+                "fix it with the template kwarg date_string"
+            )
+
+    @property
+    def clock_dependent(self) -> bool:
+        """Whether the template prints today's date, so that the day of rendering decides bytes."""
+        template = self.tokenizer.chat_template
+        return "strftime_now" in str(template) and "date_string" not in self.template_kwargs
+
+    def render(self, record: Record) -> list[Document]:
+        """The documents of one record: one, or one per assistant turn.
+
+        Raises:
+            RenderError: the record cannot be rendered; nothing was counted for it.
+        """
+        if record.messages is not None:
+            result = self._conversation(record)
+        elif record.input_ids is not None:
+            result = _Result("input_ids", [self._given(record)])
+        else:
+            result = _Result("text", [self._text(record)])
+        self.method = result.method
+        self.methods[result.method] += 1
+        self.counts += result.counts
+        self.dropped += result.dropped
+        return result.documents
+
+    # --- conversations ---
+
+    def _conversation(self, record: Record) -> "_Result":
+        messages = record.messages or []
+        answers = [i for i, m in enumerate(messages) if m.get("role") == "assistant" and i > 0]
+        if not answers:
+            raise render_error(record, "no-assistant-turn", "no assistant message answers anything")
+        chat = Chat(self.tokenizer, record, messages, self.template_kwargs)
+        result = _Result("generation tags" if chat.tagged else "prefix boundaries")
+        result.counts["trailing messages left out"] = len(messages) - 1 - answers[-1]
+        spans = self._spans_of_whole(chat, answers)
+        if spans is not None:
+            whole = chat.through(answers[-1]).ids
+            result.documents = [self._document(record, whole, spans, record.where)]
+        else:
+            result.method = "turn by turn"
+            for k in answers[-1:] if self.mask == "last-turn" else answers:
+                self._single_turn(chat, k, result)
+        result.documents = [d for d in result.documents if d.turns]
+        if not result.documents and result.dropped:
+            raise render_error(
+                record,
+                "unprovable-boundaries",
+                "the template renders no assistant turn as a continuation of its generation prompt "
+                "(does it drop thinking that the prompt opens?); store such data as input_ids",
+            )
+        if not result.documents:
+            raise render_error(record, "nothing-supervised", "generation tags leave every turn out")
+        ends = [d.input_ids[turn.end - 1] for d in result.documents for turn in d.turns]
+        unended = sum(token not in self.eot_token_ids for token in ends)
+        result.counts["turns without an end-of-turn token"] = unended
+        return result
+
+    def _spans_of_whole(self, chat: Chat, answers: list[int]) -> list["_Span"] | None:
+        """The supervised span of every answer in the whole, or None when one is not proven."""
+        whole = chat.through(answers[-1])
+        spans = []
+        for k in answers:
+            prompt, ids = chat.prompt(k), chat.through(k).ids
+            start = len(prompt)
+            if ids[:start] != prompt:
+                return None
+            end = self._turn_end(ids, start)
+            if end == start or whole.ids[:end] != ids[:end]:
+                return None
+            unended = end == len(ids) and ids[-1] not in self.eot_token_ids
+            if unended and whole.ids[end : end + 1] and whole.ids[end] in self.eot_token_ids:
+                end += 1
+            spans += _tagged(whole.tags, start, end)
+        return spans
+
+    def _single_turn(self, chat: Chat, k: int, result: "_Result") -> None:
+        """Add the document of answer k alone, as serving produces it, or count it as dropped."""
+        prompt, through = chat.prompt(k), chat.through(k)
+        ids, start, tags = through.ids, len(prompt), through.tags
+        if ids[:start] != prompt:
+            ids = chat.spliced(k)
+            if tags is not None:  # they are of through_k: of use is only whether the turn has any
+                supervised = any(tags[_common(through.ids, prompt) :])
+                tags = [int(supervised)] * len(ids)
+        end = self._turn_end(ids, start)
+        if end <= start:
+            result.dropped["unprovable-boundaries"] += 1
+            return
+        where = f"{chat.record.where} (message {k})"
+        result.documents.append(self._document(chat.record, ids, _tagged(tags, start, end), where))
+
+    def _turn_end(self, ids: list[int], start: int) -> int:
+        """One past the end-of-turn token of the turn that begins at `start` and closes `ids`."""
+        end = at = len(ids)
+        while at > start and (ids[at - 1] in self.eot_token_ids or self._is_blank(ids[at - 1])):
+            at -= 1
+            if ids[at] in self.eot_token_ids:
+                end = at + 1
+        return end
+
+    def _is_blank(self, token: int) -> bool:
+        if token not in self._blank:
+            self._blank[token] = not self.tokenizer.decode([token]).strip()
+        return self._blank[token]
+
+    def _find_end_tokens(self) -> set[int]:
+        """The eos, well-known end-of-turn tokens, and what this template puts after content."""
+        vocabulary = {str(t): i for i, t in self.tokenizer.added_tokens_decoder.items()}
+        found = {vocabulary[name] for name in _KNOWN_END_TOKENS if name in vocabulary}
+        if self.tokenizer.eos_token_id is not None:
+            found.add(self.tokenizer.eos_token_id)
+        if self.tokenizer.chat_template:
+            found.update(self._probe_end_token())
+        return found
+
+    def _probe_end_token(self) -> list[int]:
+        probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
+        try:
+            text = self.tokenizer.apply_chat_template(probe, tokenize=False, **self.template_kwargs)
+        except Exception:  # a template may want more than this; real records will say what
+            return []
+        if text.count(_PROBE) != 1:
+            return []
+        tail = self.tokenizer(text.partition(_PROBE)[2], add_special_tokens=False)["input_ids"]
+        return [token for token in tail if token in self._added][:1]
+
+    # --- other records, and what all share ---
+
+    def _text(self, record: Record) -> Document:
+        try:
+            ids = list(self.tokenizer(record.text or "")["input_ids"])
+        except Exception as error:
+            raise render_error(
+                record, "tokenizer-error", f"{type(error).__name__}: {error}"
+            ) from error
+        if not ids:
+            raise render_error(record, "empty", "the text has no tokens")
+        return self._document(record, ids, [(0, len(ids))], record.where, role="text")
+
+    def _given(self, record: Record) -> Document:
+        ids = record.input_ids or []
+        mask = record.loss_mask if record.loss_mask is not None else [1] * len(ids)
+        if len(mask) != len(ids):
+            raise render_error(
+                record, "bad-loss-mask", f"{len(mask)} loss mask entries for {len(ids)} tokens"
+            )
+        if set(mask) - {0, 1}:
+            raise render_error(record, "bad-loss-mask", "the loss mask holds more than 0 and 1")
+        if not ids or min(ids) < 0 or max(ids) >= self.vocab_size:
+            raise render_error(
+                record, "bad-token-id", f"token ids must be in 0..{self.vocab_size - 1}"
+            )
+        edges = [i for i in range(len(mask) + 1) if mask[i - 1 : i] != mask[i : i + 1] or i == 0]
+        spans = [(a, b) for a, b in pairwise(edges) if mask[a]]
+        if not spans and self.mask != "all":
+            raise render_error(record, "nothing-supervised", "the loss mask is zero everywhere")
+        return self._document(record, list(ids), spans, record.where, role="given")
+
+    def _document(
+        self,
+        record: Record,
+        ids: list[int],
+        spans: list["_Span"],
+        where: str,
+        role: str = "assistant",
+    ) -> Document:
+        turns = tuple(Turn(role=role, start=start, end=end) for start, end in spans)
+        mask = loss_mask_from_turns(len(ids), turns, self.mask)
+        return Document(
+            input_ids=ids, loss_mask=mask, turns=turns, source=record.source, where=where
+        )
+
+
+_Span = tuple[int, int]
+
+
+@dataclass
+class _Result:
+    """What a record gave; the renderer's counters take it over once nothing can fail any more."""
+
+    method: str
+    documents: list[Document] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+def _tagged(tags: list[int] | None, start: int, end: int) -> list[_Span]:
+    """The span from the first tagged token on, if any; the whole span where there are no tags."""
+    if tags is None:
+        return [(start, end)]
+    first = next((i for i in range(start, min(end, len(tags))) if tags[i]), None)
+    return [] if first is None else [(first, end)]
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """The length of the common prefix."""
+    length = min(len(a), len(b))
+    return next((i for i in range(length) if a[i] != b[i]), length)

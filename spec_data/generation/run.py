@@ -1,0 +1,351 @@
+"""`spec-data generate`: plan, run, seal.
+
+    out/.generate/plan.{json,arrow}     the plan, written once
+    out/.generate/target.json           what was proven about the target (mask form, head), the
+                                        measured error and the hash of the codec tables
+    out/codec.safetensors               tables of lossy codecs, made once, before the first shard
+    out/.generate/unit-00000.json       a finished unit: its shard's size and checksum
+    out/shards/unit-00000.arrow         the shard itself
+
+A unit is done when its json exists; the json is written after the shard, both atomically. Sealing
+removes .generate. No file holds a time or a machine's name, so the finished directory is the same
+bytes however often and wherever the run was interrupted.
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spec_data.generation.calibrate import calibrate
+from spec_data.generation.capture import CapturedUnit, capture_unit
+from spec_data.generation.plan import PLAN_COLUMNS, Plan, load_plan, read_settings, save_plan
+from spec_data.generation.replan import check_still_planned, discard_unused_plan, half_discarded
+from spec_data.generation.setup import Setup, changed_settings, make_plan, refuse_changes, set_up
+from spec_data.generation.target_files import manifest_draft, save_target_files
+from spec_data.options import GenerateConfig
+from spec_data.progress import progress
+from spec_data.shards.codec_tables import TABLES, load_tables
+from spec_data.shards.errors import DatasetError, MissingError, RunError
+from spec_data.shards.files import dump_json, write_atomically, write_once
+from spec_data.shards.follow import LEFT_OUT, WORK, used_marker
+from spec_data.shards.reader import MANIFEST
+from spec_data.shards.reclaim import ring_lock, ring_size, wait_for_room
+from spec_data.shards.schema import Column, Manifest, ShardRecord
+from spec_data.shards.seal import check_shard, file_records, seal, target_file_names
+from spec_data.shards.writer import write_shard
+from spec_data.target.model import Target
+from spec_data.target.proofs import proof_documents, prove_head, prove_isolation
+
+logger = logging.getLogger(__name__)
+
+SHARDS = "shards"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedUnit:
+    """unit-00000.json: a shard's record and what was left out of it: by reason, and by place in
+    the unit."""
+
+    record: ShardRecord
+    dropped: dict[str, int]
+    left_out: list[int]
+
+
+def generate(config: GenerateConfig) -> Manifest | None:
+    """Make (or go on making) a dataset; gives its manifest once it is sealed, else None.
+
+    Raises:
+        ConfigError: the directory holds data made with other settings.
+        CorpusError, TargetError, MissingError: bad input.
+        RunError: a failed proof, broken states, or not enough disk.
+    """
+    out = Path(config.out)
+    setup = set_up(config)
+    if (out / MANIFEST).is_file():
+        manifest = Manifest.read(out / MANIFEST)
+        refuse_changes(changed_settings(setup, manifest.raw["settings"]), out)
+        shutil.rmtree(out / WORK, ignore_errors=True)  # killed between the manifest and this
+        logger.info("%s is complete already: nothing to do (try spec-data verify)", out)
+        return manifest
+    plan = find_plan(setup, out)
+    index, workers = config.worker
+    mine = list(range(index, len(plan.units), workers))
+    todo = [u for u in mine if finished_unit(out, u) is None]
+    sizes = [plan.unit_bytes(u, setup.columns) for u in todo]
+    ring = ring_size(out)
+    needed = sum(sorted(sizes, reverse=True)[:ring] if ring else sizes)
+    check_free_space(out, needed + (setup.head_bytes if todo else 0))
+    if todo:
+        with worker_lock(out, config.workers), failures_in_words(out, config.batch_tokens):
+            check_still_planned(out / WORK, plan)
+            run_units(setup, plan, out, mine, todo)
+    if workers > 1:
+        left = sum(finished_unit(out, u) is None for u in range(len(plan.units)))
+        logger.info(
+            "worker %d/%d is done; %s",
+            index,
+            workers,
+            f"{left} units of other workers are left"
+            if left
+            else f"all units are done: run `spec-data seal --out {out}`",
+        )
+        return None
+    if ring_size(out):
+        logger.info(
+            "%s: every unit was captured, for `spec-train fit --follow-keep` to use up", out
+        )
+        return None
+    return seal_directory(out, checked=set(todo))
+
+
+@contextmanager
+def worker_lock(out: Path, workers: str) -> Iterator[None]:
+    """Hold this worker's place in `out`; the system lets go of it if the process dies.
+
+    Raises:
+        RunError: another process is the same worker of this directory right now.
+    """
+    with (out / WORK / f"worker-{workers.replace('/', '-of-')}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RunError(
+                f"{out}: another process is running worker {workers} here; wait for it, or give "
+                "each process its own --workers i/n"
+            ) from None
+        yield
+
+
+@contextmanager
+def failures_in_words(out: Path, batch_tokens: int) -> Iterator[None]:
+    """Turn a full disk or a full device into an error that says what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunError(
+            f"out of device memory ({str(error).splitlines()[0]}); the same command with a smaller "
+            f"--batch-tokens than {batch_tokens} needs a new --out: it changes the settings"
+        ) from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise RunError(
+            f"{out}: the disk is full; finished shards are safe. Free some space and run the same "
+            "command again"
+        ) from None
+
+
+def find_plan(setup: Setup, out: Path) -> Plan:
+    """Load the plan of `out`, or make and save it; one that nothing was captured with may go."""
+    work = out / WORK
+    if half_discarded(work):
+        discard_unused_plan(work)
+    saved = read_settings(work)
+    if saved is not None:
+        changed = changed_settings(setup, saved)
+        if not changed or not discard_unused_plan(work):
+            refuse_changes(changed, out)
+            return load_plan(work)
+        logger.warning("planned anew (nothing was captured yet):\n  %s", "\n  ".join(changed))
+    if out.exists() and any(p.name != WORK for p in out.iterdir()):
+        raise DatasetError(
+            f"{out} is not empty and not a spec-data run; give another --out (nothing was touched)"
+        )
+    plan = make_plan(setup)
+    work.mkdir(parents=True, exist_ok=True)
+    save_plan(work, plan)
+    return plan
+
+
+def check_free_space(out: Path, needed: int) -> None:
+    """Refuse to start what the disk cannot hold."""
+    free = shutil.disk_usage(out).free
+    if needed > free:
+        raise RunError(
+            f"{out}: {needed:,} bytes are still to be written and {free:,} are free; free some "
+            "space, or use fewer --layers, a --limit or a smaller --max-length. Or start "
+            f"`spec-train fit --data {out} --follow --follow-keep N` and this command again: units "
+            "are then deleted once they were used"
+        )
+
+
+def finished_unit(out: Path, unit: int) -> FinishedUnit | None:
+    """The record of a unit whose shard is on disk, or None."""
+    file = out / WORK / f"unit-{unit:05d}.json"
+    if not file.is_file():
+        return None
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        record = ShardRecord(**raw["record"])
+    except (ValueError, TypeError, KeyError):
+        return None  # not ours: the unit is simply run again
+    shard = out / record.file
+    there = shard.is_file() and shard.stat().st_size == record.bytes
+    if not there and not used_marker(out, unit).is_file():
+        return None
+    left_out = raw.get("left_out", [])
+    return FinishedUnit(record=record, dropped=raw["dropped"], left_out=left_out)
+
+
+def run_units(setup: Setup, plan: Plan, out: Path, mine: list[int], todo: list[int]) -> None:
+    """Load the target, prove what must be proven, capture the units; writing overlaps capture."""
+    config = setup.config
+    (out / SHARDS).mkdir(exist_ok=True)
+    for unit in mine:
+        for leftover in (out / SHARDS).glob(f".unit-{unit:05d}.arrow.*.tmp"):
+            leftover.unlink()
+    target = Target.from_pretrained(
+        str(setup.model_dir),
+        setup.layers,
+        dtype=config.dtype,
+        device=config.device,
+        attn=config.attn,
+        trust_remote_code=config.trust_remote_code,
+    )
+    draft = prove_target(setup, plan, target, out)
+    form = draft["packing"]["form"]
+    widths = {c.name: c.width or 1 for c in setup.columns if c.lossy}
+    tables = load_tables(out / TABLES, widths, draft["codec"]["sha256"]) if widths else {}
+    done = sum(int(plan.lengths[a:b].sum()) for a, b in (plan.units[u] for u in mine))
+    left = sum(int(plan.lengths[a:b].sum()) for a, b in (plan.units[u] for u in todo))
+    bar = progress(total=done, initial=done - left, desc="capture", unit=" tok")
+    pending: Future | None = None
+    written = 0
+    with bar, ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer") as writer:
+        for number, unit in enumerate(todo, 1):
+            wait_for_room(out, unit)
+            captured = capture_unit(
+                target, plan, unit, setup.columns, form, config.batch_tokens, bar.update, tables
+            )
+            if pending is not None:
+                written += pending.result()
+            pending = writer.submit(finish_unit, out, unit, captured, setup.columns)
+            bar.set_postfix_str(f"shard {number}/{len(todo)}, {written / 1e9:.2f} GB written")
+        if pending is not None:
+            pending.result()
+
+
+def finish_unit(out: Path, unit: int, captured: CapturedUnit, columns: tuple[Column, ...]) -> int:
+    """Write a unit's shard, then its record; gives the bytes written."""
+    record = write_shard(out / SHARDS / f"unit-{unit:05d}.arrow", captured.data, columns)
+    finished = {
+        "record": asdict(record),
+        "dropped": captured.dropped,
+        "left_out": captured.left_out,
+    }
+    write_atomically(out / WORK / f"unit-{unit:05d}.json", dump_json(finished))
+    return record.bytes
+
+
+def prove_target(setup: Setup, plan: Plan, target: Target, out: Path) -> dict[str, Any]:
+    """Prove head and packing on the plan's first documents, once; make and measure codec tables;
+    save target files and draft.
+
+    The result is kept, so that every worker and every resumed run captures in the same way.
+    """
+    file = out / WORK / "target.json"
+    if file.is_file():
+        return json.loads(file.read_text(encoding="utf-8"))
+    offsets, ids = plan.documents.offsets, plan.documents.tokens["input_ids"]
+    chosen = proof_documents(plan.lengths.tolist(), plan.pack_length)
+    documents = [torch.from_numpy(ids[offsets[d] : offsets[d + 1]]).long() for d in chosen]
+    head_error = None
+    if not setup.config.supervision.startswith("logits"):
+        head_error = prove_head(target, documents)
+    proof = prove_isolation(target, documents, plan.pack_length, setup.config.packing)
+    level = logging.INFO if "rows" not in proof.form else logging.WARNING
+    logger.log(level, "packing: %s (differences %s)", proof.form, proof.differences)
+    save_target_files(setup, target, out / "target")
+    codec, errors = calibrate(setup, plan, target, proof.form, out)
+    draft = manifest_draft(setup, plan, target, proof, head_error, codec, errors)
+    draft["files"] = file_records(out, target_file_names(out))
+    write_once(file, dump_json(draft))
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def seal_directory(out: Path, checked: set[int] | None = None) -> Manifest:
+    """Check every shard (checksums of those not in `checked`) and write what makes a dataset.
+
+    Raises:
+        MissingError: there is no plan here, or units are not done yet.
+        DatasetError: a shard is not the one that was written.
+    """
+    if (out / MANIFEST).is_file():
+        shutil.rmtree(out / WORK, ignore_errors=True)
+        return Manifest.read(out / MANIFEST)
+    work = out / WORK
+    if not (work / "plan.json").is_file():
+        raise MissingError(f"{out}: no plan here; run `spec-data generate` first")
+    with ring_lock(work):
+        if ring_size(out):
+            raise RunError(
+                f"{out}: units are deleted here once `spec-train fit --follow-keep` has used them, "
+                "so there is no dataset to seal"
+            )
+        return _seal(out, work, checked)
+
+
+def _seal(out: Path, work: Path, checked: set[int] | None) -> Manifest:
+    plan = load_plan(work)
+    units = {u: finished_unit(out, u) for u in range(len(plan.units))}
+    left = [u for u, finished in units.items() if finished is None]
+    if left or not (work / "target.json").is_file():
+        raise MissingError(
+            f"{out}: {len(left)} of {len(units)} units are not done (first: {left[:3]}); run "
+            "`spec-data generate` with the same options, or the missing --workers"
+        )
+    draft = json.loads((work / "target.json").read_text(encoding="utf-8"))
+    records, dropped = [], dict(draft["documents"]["dropped"])
+    for unit, finished in sorted(units.items()):
+        if finished is None:
+            continue
+        if unit not in (checked or ()):
+            check_shard(out, finished.record)
+        if finished.record.rows:
+            records.append(finished.record)
+        for reason, count in finished.dropped.items():
+            dropped[reason] = dropped.get(reason, 0) + count
+    draft["documents"]["dropped"] = dict(sorted(dropped.items()))
+    draft["documents"]["stored"] = sum(r.rows for r in records)
+    keep_left_out(out, plan, {u: f.left_out for u, f in units.items() if f}, draft)
+    manifest = seal(out, draft, records)
+    check_counts(manifest)
+    for leftover in out.rglob(".*.tmp"):  # of runs that were killed while writing
+        leftover.unlink()
+    shutil.rmtree(work)
+    return manifest
+
+
+def check_counts(manifest: Manifest) -> None:
+    """Documents in == stored + counted."""
+    counts = manifest.raw["documents"]
+    if counts["rendered"] != counts["stored"] + sum(counts["dropped"].values()):
+        raise RunError(f"documents do not add up: {counts}; this is a bug, please report it")
+
+
+def keep_left_out(
+    out: Path, plan: Plan, places: dict[int, list[int]], draft: dict[str, Any]
+) -> None:
+    """Write ids and masks of the documents that units left out, and say so in the manifest draft.
+
+    `places` are those in each unit. Nothing left out: nothing is written.
+    """
+    found = [
+        (unit, plan.units[unit][0] + place) for unit in sorted(places) for place in places[unit]
+    ]
+    if not found:
+        return
+    rows = [row for _, row in found]
+    write_shard(out / LEFT_OUT, plan.documents.select(rows, PLAN_COLUMNS), PLAN_COLUMNS)
+    draft["left_out"] = {"places": rows, "units": [unit for unit, _ in found]}
+    draft["files"] = {**draft["files"], **file_records(out, [LEFT_OUT])}

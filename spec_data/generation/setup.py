@@ -1,0 +1,310 @@
+"""From options to a plan: identify everything, render the corpus, cut units. No target is loaded.
+
+`Setup` is what the options resolve to before the corpus is read; `make_plan` reads the corpus;
+`settings` is the table of everything that decides the dataset's bytes. Two runs with one table
+may share a directory; any difference is refused, named field by field.
+"""
+
+import json
+import logging
+import platform
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+
+import spec_data
+from spec_data.config import differing_fields
+from spec_data.corpus.chat import Renderer, RenderError
+from spec_data.corpus.record_reader import CorpusReader, SourceReport
+from spec_data.corpus.sources import corpus_directory
+from spec_data.devices import device_type
+from spec_data.generation.plan import Plan, PlanBuilder
+from spec_data.options import GenerateConfig, parse_size
+from spec_data.progress import progress
+from spec_data.shards.errors import ConfigError, TargetError
+from spec_data.shards.layer_ids import parse_layers
+from spec_data.shards.schema import FORMAT_VERSION, Column, token_columns
+from spec_data.target.hooks import text_config
+from spec_data.target.identity import resolve_model, target_identity, tokenizer_identity
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A target and tokenizer found on disk, and the columns a dataset of it will have."""
+
+    config: GenerateConfig
+    model_dir: Path
+    model_config: Any
+    tokenizer: PreTrainedTokenizerBase
+    target: dict[str, Any]
+    tokenizer_id: dict[str, Any]
+    layers: tuple[int, ...]
+    columns: tuple[Column, ...]
+    vocab_size: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Payload bytes of a stored token."""
+        return sum(c.bytes_per_token for c in self.columns)
+
+    @property
+    def head_bytes(self) -> int:
+        """About what target/head.safetensors takes: embedding and head, two bytes a value."""
+        tied = bool(getattr(self.model_config, "tie_word_embeddings", False))
+        width = 4 if self.config.dtype == "float32" else 2
+        return self.vocab_size * self.target["hidden_size"] * width * (1 if tied else 2)
+
+
+def set_up(config: GenerateConfig) -> Setup:
+    """Resolve a target and tokenizer without loading any weights.
+
+    Raises:
+        ConfigError: --out inside the corpus, or more top logits than the target has.
+        MissingError, TargetError: no such model, or layers that it does not have.
+    """
+    _check_out(config)
+    model_dir, commit = resolve_model(config.target, config.revision)
+    model_config = load_config(model_dir, config.trust_remote_code)
+    target = target_identity(config.target, model_dir, commit, model_config)
+    layers = parse_layers(config.layers, target["num_layers"])
+    tokenizer = load_tokenizer(model_dir, config.trust_remote_code)
+    vocab_size = text_config(model_config).vocab_size
+    _check_supervision(config.supervision, vocab_size)
+    config = _within_context(config, model_config)
+    return Setup(
+        config=config,
+        model_dir=model_dir,
+        model_config=model_config,
+        tokenizer=tokenizer,
+        target=target,
+        tokenizer_id=tokenizer_identity(tokenizer, config.template_kwargs),
+        layers=layers,
+        columns=token_columns(
+            layers,
+            target["hidden_size"],
+            config.supervision,
+            vocab_size,
+            aux_codec=config.codecs["aux"],
+            final_codec=config.codecs["final"],
+            final_tokens=config.final,
+        ),
+        vocab_size=vocab_size,
+    )
+
+
+def _check_out(config: GenerateConfig) -> None:
+    """A run inside its corpus would find its own files there when it goes on."""
+    for directory in filter(None, map(corpus_directory, config.corpus)):
+        if Path(config.out).resolve().is_relative_to(directory.resolve()):
+            raise ConfigError(
+                f"--out {config.out} lies in the corpus directory {directory}, where its files "
+                "would be read as corpus; give an --out outside it"
+            )
+
+
+def _check_supervision(supervision: str, vocab_size: int) -> None:
+    count = supervision.partition(":")[2]
+    if count and int(count) > vocab_size:
+        raise ConfigError(
+            f"--supervision {supervision}: the target has {vocab_size} logits per token; ask for "
+            "fewer"
+        )
+
+
+def _within_context(config: GenerateConfig, model_config: Any) -> GenerateConfig:
+    """The config with --max-length lowered to the target's context, where that is shorter.
+
+    States beyond the positions that a target was made for are not what it serves with.
+    """
+    context = _context_length(text_config(model_config))
+    if not 2 <= context < config.max_length:
+        return config
+    logger.info(
+        "documents are cut to %d tokens, not %d (--max-length): the target's context ends there "
+        "(max_position_embeddings)",
+        context,
+        config.max_length,
+    )
+    return replace(config, max_length=context)
+
+
+def _context_length(text: Any) -> int:
+    """The positions of a decoder, 0 where its config gives none.
+
+    Where RoPE is scaled, `max_position_embeddings` is the scaled context, but for configs that
+    had YaRN written into them later: those say it as original length times factor.
+    """
+    rope = getattr(text, "rope_parameters", None) or {}
+    scaled = (rope.get("original_max_position_embeddings") or 0) * (rope.get("factor") or 1)
+    return max(getattr(text, "max_position_embeddings", None) or 0, int(scaled))
+
+
+def load_config(directory: Path, trust: bool = False) -> Any:
+    """A model directory's configuration, with the family's defaults filled in.
+
+    Raises:
+        TargetError: transformers does not know the family, or it is no decoder-only text model.
+    """
+    try:
+        config = AutoConfig.from_pretrained(str(directory), trust_remote_code=trust)
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        raise TargetError(f"{directory / 'config.json'}: cannot be used: {error}") from None
+    text = text_config(config)
+    lacking = [
+        name
+        for name in ("num_hidden_layers", "hidden_size", "vocab_size")
+        if not getattr(text, name, None)
+    ]
+    if lacking or getattr(config, "is_encoder_decoder", False):
+        why = f"it has no {', '.join(lacking)}" if lacking else "it is an encoder-decoder model"
+        raise TargetError(
+            f"{directory / 'config.json'}: {why}; drafts need a decoder-only language model"
+        )
+    return config
+
+
+def load_tokenizer(directory: Path, trust: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory.
+
+    Raises:
+        TargetError: the directory has none that transformers can load.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust)
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        raise TargetError(f"{directory}: no usable tokenizer ({error})") from None
+
+
+def end_token_ids(directory: Path) -> list[int]:
+    """Token ids that end generation, from generation_config.json or config.json."""
+    for name in ("generation_config.json", "config.json"):
+        file = directory / name
+        ids = (
+            json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            if file.is_file()
+            else None
+        )
+        if ids is not None:
+            return [ids] if isinstance(ids, int) else list(ids)
+    return []
+
+
+def make_plan(setup: Setup) -> Plan:
+    """Read, render and cut the corpus.
+
+    Raises:
+        CorpusError: the corpus cannot be read, or nothing of it is left.
+    """
+    config = setup.config
+    reader = corpus_reader(config)
+    renderer = Renderer(
+        setup.tokenizer,
+        mask=config.mask,
+        template_kwargs=config.template_kwargs,
+        eot_token_ids=end_token_ids(setup.model_dir),
+        vocab_size=setup.vocab_size,
+    )
+    builder = PlanBuilder(config.max_length, config.keep_tails)
+    for record in progress(reader, desc="render", unit=" rows"):
+        try:
+            documents = renderer.render(record)
+        except RenderError as error:
+            reader.refuse(error)
+            continue
+        for document in documents:
+            builder.add(document)
+    builder.counts.rows = sum(r.rows for r in reader.reports)
+    builder.counts.bad_rows = sum(r.bad for r in reader.reports)
+    builder.counts.unrendered = dict(sorted(reader.refused.items()))
+    builder.counts.unrendered_examples = dict(sorted(reader.refused_examples.items()))
+    builder.counts.rendering = dict(renderer.methods + renderer.counts)
+    builder.lost(renderer.dropped)
+    return builder.build(
+        [corpus_entry(r) for r in reader.reports],
+        settings(setup, reader.reports),
+        config.pack_length,
+        setup.bytes_per_token,
+        parse_size(config.max_shard_size),
+    )
+
+
+def corpus_reader(config: GenerateConfig) -> CorpusReader:
+    """The reader of a config's sources."""
+    bad: Literal["skip", "fail"] = "fail" if config.on_bad_row == "fail" else "skip"
+    return CorpusReader(config.corpus, on_bad_row=bad, limit=config.limit or None)
+
+
+def corpus_entry(report: SourceReport) -> dict[str, Any]:
+    """What the manifest says of one source."""
+    entry = asdict(report)
+    del entry["path"]  # of this machine
+    return entry
+
+
+def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
+    """Everything that decides the bytes of a dataset, flat enough to name what differs."""
+    config = setup.config
+    return {
+        "format_version": FORMAT_VERSION,
+        "target": {k: v for k, v in setup.target.items() if k != "name"},
+        "target_name": setup.target["name"],
+        "tokenizer": setup.tokenizer_id,
+        "corpus": [{"source": r.source, "sha256": r.sha256} for r in reports],
+        "layers": list(setup.layers),
+        "supervision": config.supervision,
+        "codec": config.codecs,
+        "final": config.final,
+        "keep_tails": config.keep_tails,
+        "mask": config.mask,
+        "max_length": config.max_length,
+        "pack_length": config.pack_length,
+        "batch_tokens": config.batch_tokens,
+        "packing": config.packing,
+        "limit": config.limit,
+        "dtype": config.dtype,
+        "attn": config.attn,
+        "device": device_type(config.device),
+        "max_shard_size": config.max_shard_size,
+        "on_policy": config.on_policy,
+        "versions": {
+            "spec_data": spec_data.__version__,
+            "torch": torch.__version__.split("+")[0],
+            "transformers": transformers.__version__,
+            "machine": platform.machine(),
+        },
+    }
+
+
+def changed_settings(setup: Setup, saved: dict[str, Any]) -> list[str]:
+    """One line per field in which a setup differs from saved settings.
+
+    The corpus is read again (not rendered) so that its hash can be compared.
+    """
+    reader = corpus_reader(setup.config)
+    for _ in reader:
+        pass
+    new = settings(setup, reader.reports)
+    if [s["sha256"] for s in saved["corpus"]] == [s["sha256"] for s in new["corpus"]]:
+        new["corpus"] = saved["corpus"]  # the same bytes under other names
+    return differing_fields(saved, new)
+
+
+def refuse_changes(changed: list[str], where: Path) -> None:
+    """Never go on with, or mix into, data made with other settings.
+
+    Raises:
+        ConfigError: names every field that differs.
+    """
+    if changed:
+        raise ConfigError(
+            f"{where} holds data made with other settings, which must not be mixed:\n  "
+            + "\n  ".join(changed)
+            + "\nUse the old settings, another --out, or delete the directory."
+        )

@@ -1,0 +1,111 @@
+"""What a dataset keeps of its target: config, tokenizer, head tensors, and the manifest's words."""
+
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+from spec_data.generation.plan import Plan
+from spec_data.generation.setup import Setup
+from spec_data.shards.files import dump_json, write_atomically
+from spec_data.shards.schema import FORMAT, FORMAT_VERSION, LAYER_CONVENTION, head_to_json
+from spec_data.target.hooks import output_head
+from spec_data.target.model import Target
+from spec_data.target.proofs import IsolationProof
+
+_NORM_PATHS = (
+    "model.norm",
+    "model.language_model.norm",
+    "language_model.model.norm",
+    "model.decoder.final_layer_norm",
+    "transformer.ln_f",
+    "gpt_neox.final_layer_norm",
+    "backbone.norm_f",
+)
+_GENERATION = "generation_config.json"
+
+
+def save_target_files(setup: Setup, target: Target, folder: Path) -> None:
+    """Write config, tokenizer files and head.safetensors into `folder`, each whole or absent."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # Every default is spelt out: drafts are shaped from this file, without the family's code.
+    full = setup.model_config.to_dict() | {"dtype": str(target.dtype).removeprefix("torch.")}
+    full["architectures"] = full.get("architectures") or [type(target.model).__name__]
+    for table in (full, *(v for v in full.values() if isinstance(v, dict))):
+        table.pop("_name_or_path", None)  # a path of this machine
+    write_atomically(folder / "config.json", dump_json(full))
+    generation = setup.model_dir / _GENERATION
+    if generation.is_file():
+        write_atomically(folder / _GENERATION, generation.read_bytes())
+    with tempfile.TemporaryDirectory() as scratch:
+        setup.tokenizer.save_pretrained(scratch)
+        for file in sorted(p for p in Path(scratch).rglob("*") if p.is_file()):
+            place = folder / file.relative_to(scratch)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(place, file.read_bytes())
+    write_atomically(folder / "head.safetensors", save(head_tensors(target)))
+
+
+def head_tensors(target: Target) -> dict[str, torch.Tensor]:
+    """Embedding, head and final-norm tensors in the dtype the target runs in; nothing twice."""
+    head = output_head(target.model)
+    tensors: dict[str, Any] = {"embed_tokens": target.get_input_embeddings().weight}
+    if not target.head.tied:
+        tensors["lm_head"] = head.weight
+    if target.head.has_bias:
+        tensors["lm_head_bias"] = head.bias
+    for path in _NORM_PATHS:
+        module: Any = target.model
+        for name in path.split("."):
+            module = getattr(module, name, None)
+        if getattr(module, "weight", None) is not None:
+            tensors["norm"] = module.weight
+            break
+    return {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
+
+
+def manifest_draft(
+    setup: Setup,
+    plan: Plan,
+    target: Target,
+    proof: IsolationProof,
+    head_error: float | None,
+    codec: dict[str, Any],
+    errors: dict[str, dict[str, Any]],
+) -> dict[str, Any]:
+    """The manifest without shards and totals; `errors` of lossy columns are by name."""
+    counts = asdict(plan.counts)
+    counts["read"] = counts.pop("rows")
+    dtype = str(target.dtype).removeprefix("torch.")
+    return {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "settings": plan.settings,
+        "target": setup.target | {"dtype": dtype, "attn": target.attn},
+        "tokenizer": setup.tokenizer_id,
+        "corpus": plan.corpus,
+        "mask": setup.config.mask,
+        "layers": list(setup.layers),
+        "layer_convention": LAYER_CONVENTION,
+        "supervision": setup.config.supervision,
+        "final": setup.config.final,
+        "codec": codec,
+        "columns": [
+            asdict(c)
+            | {
+                "bytes_per_token": c.bytes_per_token,
+                "exact": not c.lossy and (c.codec != "bf16" or target.dtype == torch.bfloat16),
+            }
+            | ({"error": errors[c.name]} if c.name in errors else {})
+            for c in setup.columns
+        ],
+        "head": head_to_json(target.head),
+        "head_proof": {"max_relative_error": head_error},
+        "packing": proof.to_json()
+        | {"pack_length": plan.pack_length, "utilisation": round(plan.utilisation(), 4)},
+        "policy": "on-policy" if setup.config.on_policy else "off-policy",
+        "documents": counts,
+    }

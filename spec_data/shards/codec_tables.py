@@ -1,0 +1,166 @@
+"""Tables of the lossy codecs: made from a sample of states, kept in codec.safetensors.
+
+Statistics are exact in the sense that matters: numpy sums in a fixed order, so the same states
+give the same tables whatever the number of threads. Massive tokens are left out of mean and
+deviation, or one of them would hide itself in the deviation of its channel.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from spec_data.shards.errors import DatasetError, MissingError
+from spec_data.shards.lossy import ESCAPE_FACTOR, LOSSY, Tables
+
+TABLES = "codec.safetensors"
+_CHANNELS = 256  # channels looked at together: bounds memory at any sample size
+_MOST_OUTLIERS = 0.05  # at most this share of tokens is left out of the statistics
+_IQR = 1.3489795003921634  # of a standard Gaussian
+
+
+def make_tables(states: Tensor, codec: str) -> Tables:
+    """Tables of a codec from sampled states [N, H] (N >= 1, finite, on the CPU).
+
+    A first, robust standardisation (median, quartiles) finds massive tokens; the second, without
+    them, is what is stored. `limit` is 8 times the median RMS of a token under the second.
+    """
+    low, middle, high = (torch.from_numpy(q) for q in _quartiles(states))
+    spread = ((high - low) / _IQR).numpy()
+    plain = _moments(states, np.ones(len(states), bool))[1]
+    first = _rms(states, middle.numpy(), np.where(spread > 0, spread, plain))
+    keep = first <= max(ESCAPE_FACTOR * np.median(first), np.quantile(first, 1 - _MOST_OUTLIERS))
+    mean, std = _moments(states, keep)
+    limit = np.float32(ESCAPE_FACTOR * np.median(_rms(states, mean, std)))
+    return Tables(
+        torch.from_numpy(mean), torch.from_numpy(std), float(limit) or 1.0, _levels(codec)
+    )
+
+
+def _parts(states: Tensor) -> list[tuple[slice, np.ndarray]]:
+    """Groups of channels as float32 [N, <= 256]."""
+    width = states.shape[1]
+    slices = [slice(c, min(c + _CHANNELS, width)) for c in range(0, width, _CHANNELS)]
+    return [(s, states[:, s].float().contiguous().numpy()) for s in slices]
+
+
+def _quartiles(states: Tensor) -> np.ndarray:
+    """Quartiles of every channel, float32 [3, H]."""
+    found = [np.quantile(block, [0.25, 0.5, 0.75], axis=0) for _, block in _parts(states)]
+    return np.concatenate(found, axis=1).astype(np.float32)
+
+
+def _moments(states: Tensor, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation of the kept tokens, float32 [H]; a constant channel has 0."""
+    means, deviations = [], []
+    for _, block in _parts(states):
+        kept = block[keep]
+        mean = kept.mean(axis=0, dtype=np.float64).astype(np.float32)
+        constant = (kept == kept[:1]).all(axis=0)
+        mean = np.where(constant, kept[0], mean)
+        square = np.square(kept - mean, out=kept).mean(axis=0, dtype=np.float64)
+        means.append(mean)
+        deviations.append(np.sqrt(square).astype(np.float32))
+    return np.concatenate(means), np.concatenate(deviations)
+
+
+def _rms(states: Tensor, mean: np.ndarray, std: np.ndarray) -> np.ndarray:
+    """RMS of every token after standardisation, float64 [N]; constant channels count as zero."""
+    total = np.zeros(len(states))
+    inverse = np.divide(1.0, std, out=np.zeros_like(std), where=std > 0)
+    for part, block in _parts(states):
+        z = (block - mean[part]) * inverse[part]
+        total += np.square(z, out=z).sum(axis=1, dtype=np.float64)
+    return np.sqrt(total / states.shape[1])
+
+
+def _levels(codec: str) -> Tensor | None:
+    if codec == "fp8":
+        return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    return None if codec == "int8c" else gaussian_levels(1 << LOSSY[codec].bits)
+
+
+def gaussian_levels(count: int) -> Tensor:
+    """The Lloyd-Max levels of a standard Gaussian, ascending, float32 [count] (even)."""
+    half = (np.arange(count // 2) + 0.5) * (8 / count)
+    for _ in range(20_000):
+        borders = np.concatenate([[0.0], (half[1:] + half[:-1]) / 2, [math.inf]])
+        density = np.exp(-(borders**2) / 2) / math.sqrt(2 * math.pi)
+        below = np.array([0.5 * (1 + math.erf(b / math.sqrt(2))) for b in borders])
+        centroids = (density[:-1] - density[1:]) / (below[1:] - below[:-1])
+        moved = float(np.abs(centroids - half).max())
+        half = centroids
+        if moved < 1e-12:
+            break
+    return torch.from_numpy(np.concatenate([-half[::-1], half]).astype(np.float32))
+
+
+def channel_error(states: Tensor, decoded: Tensor, tables: Tables) -> np.ndarray:
+    """Mean squared error of every channel over its variance, float64 [H]; constant ones: NaN.
+
+    A constant channel that was not returned as it is counts as infinite.
+    """
+    error = np.empty(states.shape[1])
+    for part, block in _parts(states):
+        difference = block - decoded[:, part].float().numpy()
+        error[part] = np.square(difference, out=difference).mean(axis=0, dtype=np.float64)
+    std = tables.std.numpy().astype(np.float64)
+    constant = std == 0
+    error[~constant] /= std[~constant] ** 2
+    error[constant] = np.where(error[constant] > 0, np.inf, np.nan)
+    return error
+
+
+def save_tables(tables: Mapping[str, Tables]) -> bytes:
+    """The bytes of codec.safetensors."""
+    tensors: dict[str, Tensor] = {}
+    for name, table in sorted(tables.items()):
+        tensors[f"{name}.mean"], tensors[f"{name}.std"] = table.mean, table.std
+        tensors[f"{name}.limit"] = torch.tensor([table.limit], dtype=torch.float32)
+        if table.levels is not None:
+            tensors[f"{name}.levels"] = table.levels
+    return save({name: t.contiguous() for name, t in tensors.items()})
+
+
+def load_tables(file: Path, widths: Mapping[str, int], sha256: str | None) -> dict[str, Tables]:
+    """Tables of the lossy columns `widths` (name -> H), of the very file the manifest names.
+
+    Raises:
+        MissingError: no such file. DatasetError: its hash or its tensors are not as described.
+    """
+    if not file.is_file():
+        raise MissingError(f"{file}: missing, so lossy columns cannot be decoded; copy it again")
+    data = file.read_bytes()
+    found = hashlib.sha256(data).hexdigest()
+    if sha256 is not None and found != sha256:
+        raise DatasetError(
+            f"{file}: sha256 {found[:16]}..., the manifest says {sha256[:16]}...: these are the "
+            "tables of another dataset, or damaged; copy the file again"
+        )
+    try:
+        tensors = load(data)
+    except SafetensorError as error:
+        raise DatasetError(f"{file}: damaged ({error}); copy it again") from None
+    tables = {}
+    for name, width in widths.items():
+        mean, std, limit = (tensors.get(f"{name}.{part}") for part in ("mean", "std", "limit"))
+        if mean is None or std is None or limit is None or not mean.shape == std.shape == (width,):
+            raise DatasetError(f"{file}: no tables of {width} channels for column {name}")
+        tables[name] = Tables(mean, std, float(limit[0]), tensors.get(f"{name}.levels"))
+    return tables
+
+
+def error_text(codec: str, error: dict[str, Any]) -> str:
+    """One line: channel-normalised error, escaped tokens, KL."""
+    kl = f", teacher KL {error['kl']:.1e}" if "kl" in error else ""
+    return (
+        f"{codec}: error / channel variance {error['mse_median']:.1e} (worst channel "
+        f"{error['mse_max']:.1e}){kl}, {error['escaped']:.2%} of tokens escape"
+    )

@@ -1,0 +1,130 @@
+"""Find a causal LM's decoder blocks and head, and capture what passes through them.
+
+Forward hooks, not `output_hidden_states`: only the wanted layers are kept alive. Layer id k is the
+output of decoder block k, counted from 0; -1 is the embedding output (what enters block 0).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from spec_data.shards.errors import TargetError
+from spec_data.shards.layer_ids import EMBEDDING, check_layers
+
+_LAYER_PATHS = (
+    "model.layers",
+    "model.language_model.layers",
+    "language_model.model.layers",
+    "language_model.layers",
+    "model.decoder.layers",
+    "transformer.h",
+    "transformer.blocks",
+    "gpt_neox.layers",
+    "backbone.layers",
+    "layers",
+)
+
+
+def text_config(config: Any) -> Any:
+    """The decoder's own configuration (the nested one of multimodal wrappers)."""
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The decoder blocks of a causal LM, in order (ModuleList, or ModuleDict keyed by number).
+
+    Raises:
+        TargetError: no known layout matches, or the number of blocks is not the config's.
+    """
+    expected = getattr(text_config(getattr(model, "config", None)), "num_hidden_layers", None)
+    for path in _LAYER_PATHS:
+        found: Any = model
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        blocks = _ordered(found)
+        if blocks and expected in (None, len(blocks)):
+            return blocks
+    raise TargetError(
+        f"{type(model).__name__}: no decoder blocks found (looked for {', '.join(_LAYER_PATHS)}"
+        f" with {expected} blocks); only decoder-only causal language models can be captured"
+    )
+
+
+def _ordered(container: Any) -> list[nn.Module]:
+    if isinstance(container, nn.ModuleList):
+        return list(container)
+    if isinstance(container, nn.ModuleDict) and all(k.isdigit() for k in container):
+        return [container[k] for k in sorted(container, key=int)]
+    return []
+
+
+def output_head(model: Any) -> Any:
+    """The LM head module; what enters it is the final hidden state."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head is None or getattr(head, "weight", None) is None:
+        raise TargetError(f"{type(model).__name__} has no LM head; is it a causal language model?")
+    return head
+
+
+@dataclass
+class Captured:
+    """What one forward left: raw states by layer id and the final hidden, each [B, T, H]."""
+
+    layers: dict[int, Tensor] = field(default_factory=dict)
+    final: Tensor | None = None
+
+
+@contextmanager
+def capturing(model: Any, layers: Sequence[int], *, skip_head: bool = True) -> Iterator[Captured]:
+    """Capture `layers` and the head's input during forwards inside the context.
+
+    With `skip_head` the head sees one slot per row only, so that no [B, T, V] logits exist; the
+    model's own logits are then meaningless. Hooks are removed whatever happens.
+
+    Raises:
+        TargetError: invalid layer ids (before any hook is registered).
+    """
+    blocks = decoder_layers(model)
+    check_layers(layers, len(blocks))
+    head = output_head(model)
+    captured = Captured()
+
+    def keep_output(layer: int):
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            captured.layers[layer] = (output[0] if isinstance(output, tuple) else output).detach()
+
+        return hook
+
+    def keep_embedding(_module: nn.Module, args: tuple, kwargs: dict) -> None:
+        captured.layers[EMBEDDING] = (args[0] if args else kwargs["hidden_states"]).detach()
+
+    def keep_final(_module: nn.Module, args: tuple) -> tuple | None:
+        captured.final = args[0].detach()
+        return (args[0][:, :1], *args[1:]) if skip_head else None
+
+    with ExitStack() as handles:
+        for layer in layers:
+            if layer == EMBEDDING:
+                handle = blocks[0].register_forward_pre_hook(keep_embedding, with_kwargs=True)
+            else:
+                handle = blocks[layer].register_forward_hook(keep_output(layer))
+            handles.callback(handle.remove)
+        handles.callback(head.register_forward_pre_hook(keep_final).remove)
+        yield captured
+
+
+def check_captured(captured: Captured, layers: Sequence[int], shape: tuple[int, int]) -> None:
+    """A layer that left nothing, or states of another shape, is an error, never a guess."""
+    missing = [k for k in layers if k not in captured.layers]
+    if missing or captured.final is None:
+        raise TargetError(
+            f"the forward produced no states for {missing or 'the final hidden'}; the target skips "
+            "these blocks or runs them outside torch modules, so it cannot be captured"
+        )
+    states = {f"layer {k}": captured.layers[k] for k in layers} | {"final hidden": captured.final}
+    for name, value in states.items():
+        if tuple(value.shape[:2]) != shape:
+            raise TargetError(f"{name} has shape {tuple(value.shape)}, the batch is {shape}")

@@ -1,0 +1,304 @@
+"""The target: load it, capture it, describe its head as data.
+
+The only module that runs a target. A forward gives raw states of the chosen layers and the head's
+input; logits are derived from the latter with the head described as data (and proven to be the
+model's own by `prove_head`), so no [B, T, V] tensor exists unless full logits are asked for.
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from spec_data.devices import DTYPES, usable_device
+from spec_data.shards import packing
+from spec_data.shards.errors import TargetError
+from spec_data.shards.head_spec import HeadSpec, apply_head
+from spec_data.shards.layer_ids import check_layers
+from spec_data.shards.packing import row_layout, shift_left
+from spec_data.target.hooks import (
+    Captured,
+    capturing,
+    check_captured,
+    decoder_layers,
+    output_head,
+    text_config,
+)
+from spec_data.target.mask_forms import ROWS, SINGLE, mask_forms, packed_mask
+from spec_data.target.proofs import prove_isolation
+from spec_data.target.target_batch import TargetBatch
+
+# Largest block of float32 logits held at once: what a CPU keeps in its cache, what fills a GPU.
+_LOGIT_BYTES = {"cpu": 8 << 20}
+_LOGIT_BYTES_OF_DEVICES = 256 << 20
+
+
+def load_model(
+    path: str, *, dtype: str = "auto", device: str = "auto", attn: str = "auto", trust: bool = False
+) -> Any:
+    """Load a causal LM from a local directory in evaluation mode.
+
+    `attn` "auto" is sdpa, or what the family supports.
+
+    Raises:
+        TargetError: not a causal LM this transformers release can load.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+        if getattr(config, "is_encoder_decoder", False):
+            raise TargetError(f"{path}: an encoder-decoder model; drafts need a decoder-only one")
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype="auto" if dtype == "auto" else DTYPES[dtype],
+            attn_implementation=None if attn == "auto" else attn,
+            trust_remote_code=trust,
+        )
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        raise TargetError(f"cannot load {path} as a causal language model: {error}") from None
+    return model.eval().requires_grad_(False).to(usable_device(device))
+
+
+def describe_head(model: Any) -> HeadSpec:
+    """The head as data, read from the module and the config fields that scale or cap logits."""
+    head, config = output_head(model), text_config(model.config)
+    vocab_size, hidden_size = head.weight.shape
+    scale = 1.0
+    if getattr(config, "logit_scale", None):
+        scale = float(config.logit_scale)
+    elif getattr(config, "logits_scaling", None):
+        scale = 1.0 / float(config.logits_scaling)
+    embedding = model.get_input_embeddings().weight
+    return HeadSpec(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        tied=embedding.data_ptr() == head.weight.data_ptr(),
+        has_bias=getattr(head, "bias", None) is not None,
+        scale=scale,
+        softcap=getattr(config, "final_logit_softcapping", None),
+    )
+
+
+class Target:
+    """A frozen causal LM under hooks.
+
+    `supervision` is what `generate_batch` puts in its batches: "final-hidden", "logits", or
+    "target-probs" over the token ids `draft_vocabulary` (int64 [Vd], ascending).
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layers: Sequence[int],
+        *,
+        supervision: str = "final-hidden",
+        draft_vocabulary: Tensor | None = None,
+        mask_form: str | None = None,
+    ) -> None:
+        """Wrap a loaded model; `mask_form` fixes the packed mask (default: one that is proven on
+        the first packed batch).
+
+        Raises:
+            TargetError: layer ids that do not exist, an unknown supervision.
+        """
+        self.model = model
+        self.config = model.config
+        self.text_config = text_config(model.config)
+        self.num_layers = len(decoder_layers(model))
+        check_layers(layers, self.num_layers)
+        self.layers = tuple(sorted(layers))
+        if supervision not in ("final-hidden", "logits", "target-probs"):
+            raise TargetError(f"supervision {supervision!r}: final-hidden, logits or target-probs")
+        if (supervision == "target-probs") != (draft_vocabulary is not None):
+            raise TargetError("target-probs goes with draft_vocabulary, and only with it")
+        self.supervision = supervision
+        self.draft_vocabulary = draft_vocabulary
+        self.attn = getattr(self.config, "_attn_implementation", None) or "eager"
+        self.head = describe_head(model)
+        parameter = next(model.parameters())
+        self.device: torch.device = parameter.device
+        self.dtype: torch.dtype = output_head(model).weight.dtype
+        self.mask_form = mask_form
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str,
+        layers: Sequence[int],
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        attn: str = "auto",
+        trust_remote_code: bool = False,
+        **options: Any,
+    ) -> "Target":
+        """Load a model directory (or Hub id) and wrap it."""
+        model = load_model(path, dtype=dtype, device=device, attn=attn, trust=trust_remote_code)
+        return cls(model, layers, **options)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The target's input embedding module."""
+        return self.model.get_input_embeddings()
+
+    @torch.no_grad()
+    def capture(
+        self,
+        input_ids: Tensor,
+        document_ids: Tensor,
+        position_ids: Tensor,
+        form: str | None,
+        *,
+        full_logits: bool = False,
+    ) -> tuple[Captured, Tensor | None]:
+        """One forward under hooks: raw states [B, T, H] per layer and the head's input.
+
+        All inputs int64 [B, T] on the CPU. `form` is a packed mask form, or None for one document
+        per row (right-padded, 2-D mask). With `full_logits` also the model's own logits [B, T, V].
+        """
+        ids, documents = input_ids.to(self.device), document_ids.to(self.device)
+        real = documents >= 0
+        kwargs: dict[str, Any] = {"use_cache": False}
+        if form is None:
+            kwargs["attention_mask"] = real.long() if not bool(real.all()) else None
+        else:
+            kwargs |= packed_mask(form, self.config, self.attn, documents, self.dtype)
+        if self._takes_positions and (form is not None or not bool(real.all())):
+            kwargs["position_ids"] = position_ids.to(self.device)
+        with capturing(self.model, self.layers, skip_head=not full_logits) as captured:
+            output = self.model(input_ids=ids, **kwargs)
+        check_captured(captured, self.layers, (ids.shape[0], ids.shape[1]))
+        return captured, output.logits if full_logits else None
+
+    def logits_of(self, final: Tensor, ids: Tensor | None = None) -> Tensor:
+        """Logits of final hidden states [..., H], through the head as data, in its dtype."""
+        head = output_head(self.model)
+        weight, bias = head.weight, getattr(head, "bias", None)
+        if ids is not None:
+            weight = weight[ids]
+            bias = bias[ids] if bias is not None else None
+        return apply_head(final.to(weight.dtype), weight, bias, self.head)
+
+    def logit_chunks(self, tokens: int) -> list[slice]:
+        """Slices of a token axis so that one block of float32 logits stays small (8 or 256 MB)."""
+        limit = _LOGIT_BYTES.get(self.device.type, _LOGIT_BYTES_OF_DEVICES)
+        step = max(1, limit // (4 * self.head.vocab_size))
+        return [slice(a, min(a + step, tokens)) for a in range(0, tokens, step)]
+
+    @torch.no_grad()  # not inference_mode: a trainer's autograd must be able to keep these tensors
+    def generate_batch(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        loss_mask: Tensor,
+        position_ids: Tensor | None = None,
+        seq_lens: Sequence[Sequence[int]] | Tensor | None = None,
+        doc_remaining: Tensor | None = None,
+    ) -> TargetBatch:
+        """Run the target and give what a trainer takes.
+
+        Args:
+            input_ids, attention_mask, loss_mask: [B, T], unshifted, right-padded.
+            position_ids: int64 [B, T]; restarts per document. Derived when absent.
+            seq_lens: document lengths per row (a [B, D] tensor may be zero-padded): packed rows
+                with a block-causal mask. None: one document per row with the plain 2-D mask.
+            doc_remaining: int64 [B, T]; derived when absent.
+
+        Raises:
+            TargetError: shapes that do not fit, documents that do not fill the attention mask.
+        """
+        lengths, document_ids, positions = _layout(input_ids, attention_mask, seq_lens)
+        positions = positions if position_ids is None else position_ids
+        form = self._packed_form(input_ids, lengths) if seq_lens is not None else None
+        captured, logits = self.capture(
+            input_ids, document_ids, positions, form, full_logits=self.supervision == "logits"
+        )
+        document_ids = document_ids.to(self.device)
+        remaining = packing.doc_remaining(document_ids) if doc_remaining is None else doc_remaining
+        supervision, argmax = self._supervise(captured, logits, document_ids)
+        return TargetBatch(
+            aux_hidden_states=torch.cat([captured.layers[k] for k in self.layers], -1),
+            input_ids=shift_left(input_ids.to(self.device), document_ids),
+            loss_mask=shift_left(loss_mask.to(self.device).bool(), document_ids),
+            attention_mask=document_ids >= 0,
+            position_ids=positions.to(self.device),
+            document_ids=document_ids,
+            doc_remaining=remaining.to(self.device),
+            seq_lens=lengths if seq_lens is not None else None,
+            target_argmax=argmax,
+            **supervision,
+        )
+
+    def _packed_form(self, input_ids: Tensor, lengths: list[list[int]]) -> str:
+        """The mask form of packed rows, proven on the first batch that could tell a leak."""
+        if self.mask_form is None:
+            rows = [
+                ids.cpu().split([*row, ids.shape[0] - sum(row)])
+                for ids, row in zip(input_ids, lengths, strict=True)
+            ]
+            documents = [part for row in rows for part in row[:-1]]
+            form = prove_isolation(self, documents, input_ids.shape[1]).form
+            if form not in (ROWS, SINGLE):
+                self.mask_form = form
+            elif any(len(row) > 1 for row in lengths):
+                raise TargetError(
+                    f"{type(self.model).__name__} carries state from one packed document into the "
+                    "next under every mask; give one document per row (seq_lens=None)"
+                )
+            else:
+                return mask_forms(self.config, self.attn)[0]  # a document per row: nothing to leak
+        return self.mask_form
+
+    def _supervise(
+        self, captured: Captured, logits: Tensor | None, document_ids: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """The shifted supervision tensors and the shifted full-vocabulary argmax."""
+        final = captured.final
+        if final is None:
+            raise TargetError("no final hidden was captured")
+        flat = final.flatten(0, 1) if logits is None else logits.flatten(0, 1)
+        argmax = flat.new_zeros(flat.shape[0], dtype=torch.long)
+        probs = []
+        for part in self.logit_chunks(len(flat)):
+            block = flat[part] if logits is not None else self.logits_of(flat[part])
+            argmax[part] = block.argmax(-1)
+            if self.draft_vocabulary is not None:
+                chosen = block[:, self.draft_vocabulary.to(block.device)]
+                probs.append(chosen.float().softmax(-1))
+        argmax = shift_left(argmax.view(document_ids.shape), document_ids)
+        if logits is not None:
+            return {"logits": shift_left(logits, document_ids)}, argmax
+        if self.draft_vocabulary is None:
+            return {"final_hidden": shift_left(final, document_ids)}, argmax
+        inside = torch.isin(argmax, self.draft_vocabulary.to(argmax.device))
+        ends = shift_left((document_ids >= 0), document_ids)
+        target_probs = torch.cat(probs).view(*document_ids.shape, -1)
+        return {
+            "target_probs": shift_left(target_probs, document_ids),
+            "position_mask": inside & ends,
+        }, argmax
+
+
+def _layout(
+    input_ids: Tensor, attention_mask: Tensor, seq_lens: Sequence[Sequence[int]] | Tensor | None
+) -> tuple[list[list[int]], Tensor, Tensor]:
+    """Document lengths per row, document ids and position ids of a batch, checked."""
+    if input_ids.shape != attention_mask.shape:
+        raise TargetError(
+            f"input_ids {tuple(input_ids.shape)} and attention_mask "
+            f"{tuple(attention_mask.shape)} must have one shape"
+        )
+    used = attention_mask.bool().sum(1).tolist()
+    if seq_lens is None:
+        lengths = [[int(n)] if n else [] for n in used]
+    else:
+        lengths = [[int(n) for n in row if int(n) > 0] for row in seq_lens]
+    totals = [sum(row) for row in lengths]
+    if totals != used:
+        raise TargetError(f"seq_lens add up to {totals}, the attention mask has {used} tokens")
+    document_ids, positions = row_layout(lengths, input_ids.shape[1])
+    if not torch.equal(document_ids >= 0, attention_mask.bool().cpu()):
+        raise TargetError("rows must be right-padded: real tokens first")
+    return lengths, document_ids, positions

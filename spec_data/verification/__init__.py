@@ -1,0 +1,8 @@
+"""Room: `spec-data verify`: is a dataset intact, and is it what its target produces?
+
+Checks every file against its checksum, every stored state for broken values, and, where the target
+is available, sampled documents against a fresh capture.
+
+May import: spec_data.shards, spec_data.target, spec_data.generation, spec_data.options,
+spec_data.devices, spec_data.progress.
+"""

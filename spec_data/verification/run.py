@@ -1,0 +1,267 @@
+"""`spec-data verify`: prove a dataset, from the bytes up, and name what fails.
+
+1. checksums of every file and every chunk, so that damage is named by shard, row, document and
+column;  2. schema, row counts, index against shards;  3. every state finite and not constant,
+masks and turns consistent;  4. on sampled documents, logits re-derived from `hidden.final` and the
+stored head against `target_argmax` and `target_logsumexp`;  5. with `--target`, a fresh forward of
+sampled documents, one per row, against every stored column. Lossy columns may differ by the error
+that the manifest declares, and their tables must be its tables.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_data.devices import usable_device
+from spec_data.options import VerifyConfig
+from spec_data.progress import progress
+from spec_data.shards.codec_tables import TABLES, error_text
+from spec_data.shards.errors import DatasetError
+from spec_data.shards.files import sha256_file
+from spec_data.shards.head_spec import apply_head
+from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
+from spec_data.shards.schema import FINAL
+from spec_data.target.identity import config_hash, resolve_model, weights_hash
+from spec_data.target.model import Target
+from spec_data.verification.findings import Findings, declared_error, stored_tokens
+from spec_data.verification.fresh import LOGIT_TOLERANCE, check_fresh
+
+_SHOWN = 20
+
+
+def verify(config: VerifyConfig) -> int:
+    """Run every check, print the findings, give 0 when all pass and 1 when any fails.
+
+    Raises:
+        SpecDataError: the dataset cannot be opened, or `--target` is no model.
+    """
+    dataset = HiddenStatesDataset(config.data)
+    path = None
+    if config.target is not None:  # a wrong name is said before any work
+        path, _ = resolve_model(config.target, dataset.manifest.target.get("revision"))
+    findings = Findings()
+    findings.check(lambda: _check_checksums(dataset, findings))
+    findings.check(lambda: _check_chunks(dataset, findings))
+    if not findings.failures:
+        findings.check(lambda: _check_codecs(dataset, findings))
+    if not findings.failures:
+        findings.check(lambda: _check_documents(dataset, findings))
+        sampled = sample_documents(len(dataset), config.samples, config.seed)
+        findings.check(lambda: _check_logits(dataset, sampled, config.device, findings))
+        if path is not None:
+            _verify_target(dataset, sampled, path, config, findings)
+    for fact in findings.facts:
+        print(f"ok    {fact}")
+    for failure in findings.failures[:_SHOWN]:
+        print(f"FAIL  {failure}")
+    if len(findings.failures) > _SHOWN:
+        print(f"FAIL  and {len(findings.failures) - _SHOWN} more")
+    if findings.failures:
+        print(f"{config.data}: {len(findings.failures)} failures")
+        return 1
+    print(f"{config.data}: verified, fingerprint {dataset.manifest.fingerprint[:16]}")
+    return 0
+
+
+def _verify_target(
+    dataset: HiddenStatesDataset,
+    sampled: list[int],
+    path: Path,
+    config: VerifyConfig,
+    findings: Findings,
+) -> None:
+    """Identity of the given target, then a fresh forward."""
+    recorded = dataset.manifest.target
+    findings.check(lambda: _check_identity(recorded, path, findings))
+    if findings.failures:
+        return
+    target = Target.from_pretrained(
+        str(path),
+        dataset.manifest.layers,
+        dtype=recorded["dtype"],
+        device=config.device,
+        attn=recorded["attn"],
+        trust_remote_code=config.trust_remote_code,
+    )
+    findings.check(lambda: check_fresh(dataset, sampled, target, findings))
+
+
+def _check_identity(recorded: dict[str, Any], path: Path, findings: Findings) -> None:
+    for name, found in (("config_hash", config_hash(path)), ("weights_hash", weights_hash(path))):
+        if recorded.get(name) not in (None, found):
+            raise DatasetError(
+                f"{path}: its {name.replace('_', ' ')} is not that of the dataset's target "
+                f"({recorded['name']}): another model, revision or quantisation"
+            )
+    findings.passed("the given target is the one that was captured (config and weights)")
+
+
+def sample_documents(count: int, samples: int, seed: int) -> list[int]:
+    """`samples` document numbers without replacement, ascending, the same for the same seed."""
+    rng = np.random.default_rng(seed)
+    return sorted(rng.choice(count, size=min(samples, count), replace=False).tolist())
+
+
+def _check_checksums(dataset: HiddenStatesDataset, findings: Findings) -> None:
+    """Every shard, the index and the target's files; nothing else among the shards."""
+    manifest = dataset.manifest
+    expected = {r.file: r.sha256 for r in manifest.shards}
+    expected |= {name: record["sha256"] for name, record in manifest.raw["files"].items()}
+    for name in progress(expected, desc="checksums", unit=" files", leave=False):
+        file = dataset.path / name
+        found = sha256_file(file) if file.is_file() else "missing"
+        if found != expected[name]:
+            findings.fail(
+                f"{name}: sha256 {found[:16]}, the manifest says {expected[name][:16]}: the file "
+                "was changed; copy or generate it again"
+            )
+    folder = dataset.path / "shards"
+    for name in sorted({f"shards/{p.name}" for p in folder.iterdir()} - expected.keys()):
+        findings.fail(f"{name}: not a file of this dataset: a copy or a leftover; delete it")
+    others = len(expected) - len(manifest.shards)
+    findings.passed(f"checksums of {len(manifest.shards)} shards and {others} other files")
+
+
+def _check_chunks(dataset: HiddenStatesDataset, findings: Findings) -> None:
+    """Every field of every document; a shard that cannot be read does not hide the others."""
+    _ = dataset.lengths  # without the index no row has a name
+    for number in progress(range(len(dataset.manifest.shards)), desc="chunks", leave=False):
+        try:
+            shard = dataset.shard(number)
+            for row, field in shard.damage():
+                findings.fail(
+                    f"{shard.record.file} row {row}, document {shard.index.ids[row].as_py()}, "
+                    f"column {field}: damaged: its bytes are not those of its checksum"
+                )
+        except DatasetError as error:
+            findings.fail(str(error))
+    if dataset.manifest.has_checksums:
+        findings.passed(f"checksums of every column of {len(dataset):,} documents")
+
+
+def _check_codecs(dataset: HiddenStatesDataset, findings: Findings) -> None:
+    """The tables' hash and numbers; says what each lossy column was measured to lose."""
+    for name, table in dataset.tables.items():  # the hash is checked as they are read
+        if not bool((table.mean.isfinite() & table.std.isfinite()).all()):
+            findings.fail(f"{TABLES}: tables of column {name} are not finite; copy it again")
+    for column in dataset.manifest.raw["columns"]:
+        if "error" in column:
+            findings.passed(
+                f"{column['name']}: {error_text(column['codec'], column['error'])} (measured when "
+                "it was made; its tables are unchanged)"
+            )
+
+
+def _check_documents(dataset: HiddenStatesDataset, findings: Findings) -> None:
+    """Every document: index, mask, turns, token ids, and states token by token."""
+    vocab = dataset.manifest.vocab_size
+    bar = progress(total=int(dataset.lengths.sum()), desc="states", unit=" tok", leave=False)
+    with bar:
+        for index, row, where in _rows(dataset):
+            mask, ids = row["loss_mask"], row["input_ids"]
+            if row["doc_id"] != dataset.doc_ids[index] or len(ids) != dataset.lengths[index]:
+                findings.fail(f"{where}: the index names another document here; seal again")
+            if int(mask.sum()) != dataset.supervised[index]:
+                findings.fail(f"{where}, column loss_mask: not the count that the index has")
+            supervised = mask.nonzero()
+            first = int(supervised[0]) if len(supervised) else len(ids)
+            if first != dataset.first_supervised[index]:
+                findings.fail(f"{where}, column loss_mask: not the first token that the index has")
+            if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+                findings.fail(f"{where}, column input_ids: ids outside 0..{vocab - 1}")
+            if any(not 0 <= t["start"] <= t["end"] <= len(ids) for t in row["turns"]):
+                findings.fail(f"{where}, column turns: spans outside the document")
+            for name, value in row.items():
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    tokens = stored_tokens(dataset, name, row)
+                    _check_states(value, tokens, f"{where}, column {name}", findings)
+            bar.update(len(ids))
+    findings.passed(
+        f"{len(dataset):,} documents: index, masks, turns, token ids, every state finite and "
+        "not constant"
+    )
+
+
+def _rows(dataset: HiddenStatesDataset) -> Iterator[tuple[int, dict[str, Any], str]]:
+    """Every document with words that say where it is."""
+    first = 0
+    for record in dataset.manifest.shards:
+        for row in range(record.rows):
+            yield first + row, dataset[first + row], f"{record.file} row {row}"
+        first += record.rows
+
+
+def _check_states(value: Tensor, tokens: Tensor, where: str, findings: Findings) -> None:
+    low, high = (value, value) if value.ndim == 1 else (value.amin(-1), value.amax(-1))
+    bad = ~(torch.isfinite(low) & torch.isfinite(high))
+    if bool(bad.any()):
+        findings.fail(f"{where}: not finite at token {int(bad.nonzero()[0])}")
+    elif value.ndim == 2 and value.shape[1] > 1 and bool((flat := (low == high) & tokens).any()):
+        findings.fail(f"{where}: a constant vector at token {int(flat.nonzero()[0])}")
+
+
+def _check_logits(
+    dataset: HiddenStatesDataset, sampled: list[int], device: str, findings: Findings
+) -> None:
+    """argmax and logsumexp of head(hidden.final), or of the stored logits."""
+    place = usable_device(device)
+    manifest = dataset.manifest
+    allowed = LOGIT_TOLERANCE.get(manifest.target.get("dtype", ""), 4e-2)
+    if FINAL in dataset.columns:
+        allowed += 3 * declared_error(dataset, FINAL, "mse_median")
+    if manifest.supervision.startswith("topk"):
+        _check_topk(dataset, sampled, findings)
+        return
+    head: dict[str, Tensor] = {}
+    if FINAL in dataset.columns:
+        head = {k: v.float().to(place) for k, v in load_head_tensors(dataset.path).items()}
+    worst = 0.0
+    for index in sampled:
+        row = dataset[index]
+        kept = stored_tokens(dataset, FINAL, row)
+        if head:
+            logits = apply_head(
+                row[FINAL].float().to(place)[kept],
+                head["lm_head"],
+                head.get("lm_head_bias"),
+                manifest.head,
+            )
+        else:
+            logits = row["logits"].float().to(place)
+        argmax, logsumexp = row["target_argmax"][kept], row["target_logsumexp"][kept]
+        error = _logit_error(logits.cpu(), argmax, logsumexp)
+        worst = max(worst, float(error.max()))
+        if float(error.max()) > allowed:
+            findings.fail(
+                f"document {index}, columns {FINAL if head else 'logits'} / target_argmax / "
+                f"target_logsumexp: token {int(kept.nonzero()[error.argmax()])} disagrees by "
+                f"{float(error.max()):.1e} of the largest logit (allowed {allowed:.0e})"
+            )
+    findings.passed(
+        f"logits of {len(sampled)} documents against argmax and logsumexp: off by at most "
+        f"{worst:.1e} of the largest logit"
+    )
+
+
+def _logit_error(logits: Tensor, argmax: Tensor, logsumexp: Tensor) -> Tensor:
+    """How far stored argmax and logsumexp [T] are from logits [T, V], relative to max |logit|."""
+    scale = logits.abs().amax(-1).clamp_min(1e-6)
+    gap = logits.amax(-1) - logits.gather(-1, argmax[:, None])[:, 0]
+    return torch.maximum(gap, (logits.logsumexp(-1) - logsumexp).abs()) / scale
+
+
+def _check_topk(dataset: HiddenStatesDataset, sampled: list[int], findings: Findings) -> None:
+    for index in sampled:
+        row = dataset[index]
+        top = row["topk_logits"].logsumexp(-1)
+        if not torch.equal(row["topk_ids"][:, 0], row["target_argmax"]) and bool(
+            (row["topk_logits"][:, 0] != row["topk_logits"].amax(-1)).any()
+        ):
+            findings.fail(f"document {index}, column topk_ids: its first id is not the argmax")
+        if bool((top > row["target_logsumexp"] + 1e-3).any()):
+            findings.fail(f"document {index}, column topk_logits: more mass than the logsumexp")
+    findings.passed(f"top-k of {len(sampled)} documents against argmax and logsumexp")

@@ -1,0 +1,169 @@
+"""What the configurations of all drafts share: sizes, rotary settings, and their part of the file.
+
+A configuration is derived from the target's config.json and written as the config.json that engines
+read. What only this project needs is under the key `spec_train`. Each kind of draft adds its own
+fields, its `architectures` and its keys.
+"""
+
+import dataclasses
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from spec_data.config import to_dict
+from spec_data.shards.errors import DraftError
+from spec_data.shards.schema import LAYER_CONVENTION
+from spec_train.drafts.layers import LayerShape, RopeSettings
+from spec_train.drafts.targets import TargetShape, target_dtype, token_ids
+from spec_train.formats.flat import SECTION
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig:
+    """Shapes and arithmetic of a draft."""
+
+    qk_norm: ClassVar[bool] = False
+    not_keys: ClassVar[tuple[str, ...]] = ("token_ids", "origin")  # written under other names
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    vocab_size: int
+    rope_parameters: dict[str, Any]
+    dtype: str = "bfloat16"
+    token_ids: dict[str, Any] = field(default_factory=dict)  # bos/eos/pad as the target has them
+    origin: dict[str, Any] = field(default_factory=dict)  # see `spec_train.origin`
+
+    @staticmethod
+    def of_target(
+        target_config: dict[str, Any],
+        shape: TargetShape,
+        dtype: str | None,
+        origin: dict[str, Any] | None,
+    ) -> dict[str, Any]:
+        """Return the fields above that come from the target, but for `vocab_size`.
+
+        `dtype` is the target's element type if its config does not name one; `origin` is what else
+        distinguishes the target and its prompts from others.
+        """
+        return {
+            **shape.of_draft(),
+            "dtype": target_dtype(target_config) or dtype or "bfloat16",
+            "token_ids": token_ids(target_config),
+            "origin": origin or {},
+        }
+
+    @property
+    def rope(self) -> RopeSettings:
+        """The part that the rotary embedding reads."""
+        return RopeSettings(
+            rope_parameters=self.rope_parameters,
+            head_dim=self.head_dim,
+            hidden_size=self.hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            max_position_embeddings=self.max_position_embeddings,
+        )
+
+    @property
+    def layer_shape(self) -> LayerShape:
+        """The part that a decoder layer reads."""
+        return LayerShape(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            rms_norm_eps=self.rms_norm_eps,
+            qk_norm=self.qk_norm,
+        )
+
+    def shared_json(self) -> dict[str, Any]:
+        """Return the keys of config.json that every kind of draft writes."""
+        rope = self.rope_parameters
+        plain = dataclasses.asdict(self)
+        out: dict[str, Any] = {k: v for k, v in plain.items() if k not in self.not_keys}
+        out |= self.token_ids
+        out |= {
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+            "torch_dtype": self.dtype,
+            "rope_theta": rope["rope_theta"],
+        }
+        if "partial_rotary_factor" in rope:
+            out["partial_rotary_factor"] = rope["partial_rotary_factor"]
+        if rope["rope_type"] != "default":
+            out["rope_scaling"] = rope  # the name that engines on older transformers read
+        return out
+
+    def own_json(self, draft: str, options: Any) -> dict[str, Any]:
+        """Return the section of config.json that only this project reads."""
+        return {"draft": draft, "options": to_dict(options), "origin": self.origin}
+
+    @classmethod
+    def fields_of(
+        cls,
+        raw: dict[str, Any],
+        where: str,
+        *,
+        kind: str,
+        architectures: Collection[str],
+        needed: Collection[str] = ("options",),
+    ) -> dict[str, Any]:
+        """Return the fields of a config.json that this project wrote.
+
+        `kind` names the draft in messages; `needed` are keys of the section of this project.
+
+        Raises:
+            DraftError: it is not such a draft of this project, or fields are missing.
+        """
+        own = raw.get(SECTION)
+        if not set(architectures) & set(raw.get("architectures") or ()) or not isinstance(
+            own, dict
+        ):
+            raise DraftError(
+                f"{where}: not {kind} draft written by spec-train (architectures "
+                f"{raw.get('architectures')}, {SECTION} {'present' if own else 'missing'})"
+            )
+        names = [f.name for f in dataclasses.fields(cls) if f.name not in cls.not_keys]
+        missing = [name for name in names if name not in raw]
+        missing += [f"{SECTION}.{k}" for k in needed if k not in own]
+        if missing:
+            raise DraftError(f"{where}: lacks {', '.join(missing)}; it was edited or damaged")
+        found = {name: raw[name] for name in names}
+        if "layers" in cls.not_keys:
+            found["layers"] = tuple(own["layers"])
+        return {**found, "token_ids": token_ids(raw), "origin": own.get("origin") or {}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayeredConfig(DraftConfig):
+    """A draft over captured layers. Layer id: block output, counted from 0."""
+
+    not_keys: ClassVar[tuple[str, ...]] = ("layers", "token_ids", "origin")
+
+    target_hidden_size: int
+    draft_vocab_size: int
+    layers: tuple[int, ...]
+
+    def own_json(self, draft: str, options: Any) -> dict[str, Any]:
+        """Return the section of config.json that only this project reads."""
+        return {
+            "draft": draft,
+            "layers": list(self.layers),
+            "layer_convention": LAYER_CONVENTION,
+            "options": to_dict(options),
+            "origin": self.origin,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuxConfig(LayeredConfig):
+    """A draft of `aux_draft.AuxDraft`: it may norm every captured state, and its own output."""
+
+    fc_norm: bool = False
+    norm_output: bool = False

@@ -1,0 +1,332 @@
+"""The laws of rendering, for templates that behave like Llama-3's, Qwen's, Mistral's, Gemma's...
+
+Expected documents (`chat_cases`) are text with the supervised parts in «»; `expect` tokenises the
+text and marks tokens by their character offsets, a route that shares nothing with the renderer's.
+"""
+
+import logging
+import random
+
+import pytest
+
+from spec_data.corpus.chat import Document, Renderer, RenderError, Turn, loss_mask_from_turns
+from spec_data.corpus.documents import cut_document
+from spec_data.corpus.records import Record
+from spec_data.shards.errors import ConfigError, CorpusError
+from tests.spec_data.corpus.chat_cases import (
+    CALL,
+    CASES,
+    METHODS,
+    THOUGHT,
+    TWO,
+    answer,
+    system,
+    user,
+)
+from tests.spec_data.corpus.templates import TEMPLATES, tokenizer
+
+
+def chat(*messages, **more):
+    return Record(source="s", where="s:1", messages=list(messages), **more)
+
+
+def expect(tok, marked):
+    """(input_ids, loss_mask) of a text whose supervised parts stand in «»."""
+    text, supervised, inside = "", [], False
+    for char in marked:
+        if char in "«»":
+            inside = char == "«"
+            continue
+        text += char
+        supervised.append(inside)
+    encoded = tok._tokenizer.encode(text, add_special_tokens=False)
+    mask = []
+    for start, end in encoded.offsets:
+        assert len(set(supervised[start:end])) <= 1, "a token straddles a boundary"
+        mask.append(int(supervised[start]))
+    return encoded.ids, mask
+
+
+def prompt_ids(tok, messages, tools=None, **kwargs):
+    """What serving sends."""
+    rendered = tok.apply_chat_template(messages, tools=tools, add_generation_prompt=True, **kwargs)
+    return list(rendered["input_ids"])
+
+
+def supervised_texts(tok, document):
+    return [tok.decode(document.input_ids[turn.start : turn.end]) for turn in document.turns]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_documents_and_masks_are_those_written_out(name):
+    family, messages, kwargs, tools, expected = CASES[name]
+    tok = tokenizer(family)
+    renderer = Renderer(tok, template_kwargs=kwargs)
+    documents = renderer.render(chat(*messages, tools=tools))
+    assert [(d.input_ids, d.loss_mask) for d in documents] == [expect(tok, e) for e in expected]
+    assert renderer.method == METHODS.get(name, "prefix boundaries")
+    assert renderer.methods == {renderer.method: 1}
+    assert not +renderer.counts
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_stored_prompt_is_what_serving_sends(name):
+    family, messages, kwargs, tools, _ = CASES[name]
+    tok = tokenizer(family)
+    documents = Renderer(tok, template_kwargs=kwargs).render(chat(*messages, tools=tools))
+    turns = [(d.input_ids, turn) for d in documents for turn in d.turns]
+    answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and not m.get("skip")]
+    assert len(turns) == len(answers)
+    for (ids, turn), k in zip(turns, answers, strict=True):
+        assert ids[: turn.start] == prompt_ids(tok, list(messages[:k]), tools, **kwargs)
+
+
+FAMILIES = [name for name in TEMPLATES if name not in ("r1", "glm", "thinking", "qwen3")]
+PIECES = (
+    *(
+        "Paris",
+        " ",
+        "\n",
+        "\n\n",
+        "🦊é",
+        "<|im_start|>assistant\n",
+        "[INST]",
+        "<start_of_turn>model\n",
+    ),
+    *("<|start_header_id|>assistant<|end_header_id|>\n\n", "the end.", "  x", "<think>", "\t"),
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_conversations_keep_the_laws(family):
+    """Prompts as served, supervised text = content + end, whatever headers the content quotes."""
+    tok, draw = tokenizer(family), random.Random(family)
+    renderer = Renderer(tok)
+    end = {"llama3": "<|eot_id|>", "mistral": "</s>", "phi3": "<|end|>", "odd-end": "<|stop|>"}
+    end |= {"gemma2": "<end_of_turn>", "gemma3": "<end_of_turn>"}
+    for _ in range(40):
+        messages = []
+        for _ in range(draw.randint(1, 3)):
+            messages.append(user("".join(draw.choices(PIECES, k=draw.randint(0, 5)))))
+            messages.append(answer("".join(draw.choices(PIECES, k=draw.randint(0, 5))) + "z"))
+        turns = []
+        for document in renderer.render(chat(*messages)):
+            length = len(document.input_ids)
+            assert document.loss_mask == loss_mask_from_turns(length, document.turns, "assistant")
+            turns += [(document.input_ids, turn) for turn in document.turns]
+        assert len(turns) == len(messages) // 2
+        for k, (ids, turn) in zip(range(1, len(messages), 2), turns, strict=True):
+            assert ids[: turn.start] == prompt_ids(tok, messages[:k])
+            text = tok.decode(ids[turn.start : turn.end])
+            content = messages[k]["content"] + end.get(family, "<|im_end|>")
+            assert text.strip() == content.strip()
+
+
+def test_a_boundary_inside_a_merged_token_is_detected_and_split_as_text():
+    """The thinking prompt ends in a newline that the whole merges with the next one."""
+    tok = tokenizer("thinking")
+    renderer = Renderer(tok)
+    (document,) = renderer.render(chat(user("a"), answer("B")))
+    assert renderer.method == "turn by turn"
+    prompt = prompt_ids(tok, [user("a")])
+    (turn,) = document.turns
+    assert document.input_ids[: turn.start] == prompt
+    assert supervised_texts(tok, document) == ["\n</think>\n\nB<|im_end|>"]
+    whole = list(tok.apply_chat_template([user("a"), answer("B")])["input_ids"])
+    assert document.input_ids != whole, "the case tests nothing: no token merged"
+    assert tok.decode(document.input_ids) == tok.decode(whole)
+
+
+def test_a_turn_that_does_not_continue_its_prompt_is_refused():
+    renderer = Renderer(tokenizer("r1"))
+    with pytest.raises(RenderError, match="continuation of its generation prompt") as caught:
+        renderer.render(chat(*TWO))
+    assert caught.value.reason == "unprovable-boundaries"
+    assert isinstance(caught.value, CorpusError)
+    assert not renderer.methods and not renderer.dropped
+
+
+def test_turns_that_only_the_next_header_ends():
+    """GLM: told that <|user|> ends a turn, it is supervised where the whole has it."""
+    tok = tokenizer("glm")
+    header = tok.convert_tokens_to_ids("<|user|>")
+    renderer = Renderer(tok, eot_token_ids=[header])
+    (document,) = renderer.render(chat(*TWO))
+    marked = (
+        "<|user|>\nhello<|assistant|>\n«Paris 🦊\n\n x<|user|>»\nand?<|assistant|>\n«I think so.»"
+    )
+    assert (document.input_ids, document.loss_mask) == expect(tok, marked)
+    assert renderer.counts["turns without an end-of-turn token"] == 1
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_row_template_kwargs_win(thinking):
+    tok = tokenizer("qwen3")
+    renderer = Renderer(tok, template_kwargs={"enable_thinking": not thinking})
+    record = chat(*TWO[:2], template_kwargs={"enable_thinking": thinking})
+    (document,) = renderer.render(record)
+    start = document.turns[0].start
+    assert document.input_ids[:start] == prompt_ids(tok, [TWO[0]], enable_thinking=thinking)
+
+
+def test_reserved_template_kwargs_are_refused():
+    tok = tokenizer("chatml")
+    with pytest.raises(ConfigError, match="add_generation_prompt"):
+        Renderer(tok, template_kwargs={"add_generation_prompt": True})
+    with pytest.raises(RenderError) as caught:
+        Renderer(tok).render(chat(*TWO, template_kwargs={"tokenize": False}))
+    assert caught.value.reason == "bad-template-kwargs"
+
+
+def test_an_opening_assistant_message_is_context():
+    tok = tokenizer("chatml")
+    (document,) = Renderer(tok).render(chat(answer("Welcome"), user("a"), answer("b")))
+    assert supervised_texts(tok, document) == ["b<|im_end|>"]
+    assert tok.decode(document.input_ids).startswith("<|im_start|>assistant\nWelcome")
+
+
+def test_consecutive_assistant_messages_are_turns_of_their_own():
+    tok = tokenizer("chatml")
+    (document,) = Renderer(tok).render(chat(user("a"), answer("b"), answer("c")))
+    assert supervised_texts(tok, document) == ["b<|im_end|>", "c<|im_end|>"]
+
+
+def test_unanswered_messages_at_the_end_are_left_out_and_counted():
+    tok = tokenizer("chatml")
+    renderer = Renderer(tok)
+    (document,) = renderer.render(chat(*TWO, user("bye"), user("bye?")))
+    assert [document] == Renderer(tok).render(chat(*TWO))
+    assert renderer.counts["trailing messages left out"] == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "messages", "reason"),
+    [
+        ("chatml", [user("a")], "no-assistant-turn"),
+        ("chatml", [answer("a")], "no-assistant-turn"),
+        ("gemma2", [system("s"), user("a"), answer("b")], "template-error"),
+        ("mistral", [user("a"), answer("b"), answer("c")], "template-error"),
+        ("chatml", [user("a"), CALL], "template-error"),
+        ("tagged", [user("a"), answer("b", skip=True)], "nothing-supervised"),
+    ],
+)
+def test_records_that_cannot_be_rendered_say_why(family, messages, reason):
+    renderer = Renderer(tokenizer(family))
+    with pytest.raises(RenderError, match=r"^s:1: ") as caught:
+        renderer.render(chat(*messages))
+    assert caught.value.reason == reason
+    assert not renderer.methods and not +renderer.counts
+
+
+def test_a_tokenizer_without_template_renders_text_only():
+    tok = tokenizer("chatml")
+    tok.chat_template = None
+    with pytest.raises(RenderError) as caught:
+        Renderer(tok).render(chat(*TWO))
+    assert caught.value.reason == "no-chat-template"
+    assert Renderer(tok).render(Record(source="s", where="s:1", text="hello"))
+
+
+def test_an_end_token_quoted_at_the_end_of_an_answer_ends_it():
+    """The target stops at the first end-of-turn token it generates."""
+    tok = tokenizer("chatml")
+    (document,) = Renderer(tok).render(chat(user("a"), answer("b<|im_end|>")))
+    assert supervised_texts(tok, document) == ["b<|im_end|>"]
+
+
+def test_mask_policies():
+    tok = tokenizer("chatml")
+    by_policy = {}
+    for policy in ("assistant", "last-turn", "all"):
+        (document,) = Renderer(tok, mask=policy).render(chat(*TWO))
+        by_policy[policy] = document
+        assert document.loss_mask == loss_mask_from_turns(
+            len(document.input_ids), document.turns, policy
+        )
+    assert len({d.turns for d in by_policy.values()}) == 1, "the policy can be changed later"
+    first, last = by_policy["assistant"].turns
+    expected = [int(last.start <= t < last.end) for t in range(len(document.input_ids))]
+    assert by_policy["last-turn"].loss_mask == expected
+    assert all(by_policy["all"].loss_mask)
+    assert sum(by_policy["assistant"].loss_mask) == sum(expected) + first.end - first.start
+
+
+def test_last_turn_of_a_rewriting_template_is_one_document():
+    tok = tokenizer("qwen3")
+    (document,) = Renderer(tok, mask="last-turn").render(chat(user("a"), THOUGHT, *TWO[:2]))
+    everything = Renderer(tok).render(chat(user("a"), THOUGHT, *TWO[:2]))
+    assert len(everything) == 2 and document == everything[-1]
+
+
+def test_loss_mask_from_turns_refuses_nonsense():
+    turn = Turn(role="assistant", start=2, end=5)
+    assert loss_mask_from_turns(6, [turn], "assistant") == [0, 0, 1, 1, 1, 0]
+    assert loss_mask_from_turns(6, [], "last-turn") == [0] * 6
+    with pytest.raises(ConfigError, match="outside"):
+        loss_mask_from_turns(4, [turn], "assistant")
+    with pytest.raises(ConfigError, match="choose from"):
+        loss_mask_from_turns(6, [turn], "users")
+
+
+def test_plain_text_is_supervised_as_a_whole():
+    tok = tokenizer("llama3")
+    renderer = Renderer(tok)
+    (document,) = renderer.render(Record(source="s", where="s:1", text="hello there"))
+    assert document.input_ids == tok("hello there")["input_ids"]
+    assert document.loss_mask == [1] * len(document.input_ids)
+    assert document.turns == (Turn(role="text", start=0, end=len(document.input_ids)),)
+    assert renderer.methods == {"text": 1}
+
+
+def given(ids, mask=None):
+    return Record(source="s", where="s:1", input_ids=ids, loss_mask=mask)
+
+
+def test_input_ids_are_taken_as_they_are():
+    renderer = Renderer(tokenizer("chatml"))
+    (document,) = renderer.render(given([5, 6, 7, 8, 9], [1, 0, 1, 1, 0]))
+    assert document.input_ids == [5, 6, 7, 8, 9]
+    assert document.loss_mask == [1, 0, 1, 1, 0]
+    assert [(t.role, t.start, t.end) for t in document.turns] == [("given", 0, 1), ("given", 2, 4)]
+    (document,) = renderer.render(given([5, 6]))
+    assert document.loss_mask == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "reason"),
+    [
+        ([1, 2], [1], "bad-loss-mask"),
+        ([1, 2], [1, 2], "bad-loss-mask"),
+        ([1, 50], None, "bad-token-id"),
+        ([-1, 2], None, "bad-token-id"),
+        ([1, 2], [0, 0], "nothing-supervised"),
+    ],
+)
+def test_broken_input_ids_are_refused(ids, mask, reason):
+    with pytest.raises(RenderError) as caught:
+        Renderer(tokenizer("chatml"), vocab_size=50).render(given(ids, mask))
+    assert caught.value.reason == reason
+
+
+def test_cutting_keeps_the_head_and_clips_turns():
+    (whole,) = Renderer(tokenizer("chatml")).render(chat(*TWO))
+    first = whole.turns[0]
+    document = cut_document(whole, first.start + 2)
+    assert document.input_ids == whole.input_ids[: first.start + 2]
+    assert document.loss_mask == [0] * first.start + [1, 1]
+    assert document.turns == (Turn(role="assistant", start=first.start, end=first.start + 2),)
+
+
+def test_a_template_that_prints_the_date_is_said(caplog):
+    tok = tokenizer("chatml")
+    tok.chat_template = "{{- strftime_now('%Y') }}" + tok.chat_template
+    with caplog.at_level(logging.WARNING):
+        assert Renderer(tok).clock_dependent
+    assert "today's date" in caplog.text
+    assert not Renderer(tok, template_kwargs={"date_string": "1 Jan"}).clock_dependent
+
+
+def test_documents_name_their_origin():
+    documents = Renderer(tokenizer("qwen3")).render(chat(user("a"), THOUGHT, *TWO[:2]))
+    assert all(isinstance(d, Document) and d.source == "s" for d in documents)
+    assert [d.where for d in documents] == ["s:1 (message 1)", "s:1 (message 3)"]

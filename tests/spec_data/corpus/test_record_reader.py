@@ -1,0 +1,384 @@
+"""Rows in == records out + bad rows, for every kind of source."""
+
+import gzip
+import hashlib
+import json
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from spec_data.corpus import sources
+from spec_data.corpus.documents import RenderError
+from spec_data.corpus.record_reader import CorpusReader
+from spec_data.shards.errors import ConfigError, CorpusError, MissingError
+
+
+def pair(i):
+    return [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i} é"}]
+
+
+def rows(n, start=0):
+    return [{"messages": pair(i)} for i in range(start, start + n)]
+
+
+def write_jsonl(path, items, opener=open):
+    with opener(path, "wt", encoding="utf-8") as file:
+        for item in items:
+            file.write((item if isinstance(item, str) else json.dumps(item)) + "\n")
+    return str(path)
+
+
+def read(*names, **options):
+    reader = CorpusReader(names, **options)
+    records = list(reader)
+    for report in reader.reports:
+        assert report.rows == sum(report.formats.values()) + report.bad
+    assert len(records) == sum(r.rows - r.bad for r in reader.reports)
+    return records, reader.reports
+
+
+def sha(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+# --- kinds of sources ---
+
+
+def test_jsonl_keeps_every_row_and_names_its_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, [rows(1)[0], "", *rows(2, 1)])
+    records, (report,) = read(path)
+    assert [r.messages for r in records] == [pair(0), pair(1), pair(2)]
+    assert [r.where for r in records] == [f"{path}:1", f"{path}:3", f"{path}:4"]
+    assert {r.source for r in records} == {"a.jsonl"} == {report.source}
+    assert (report.kind, report.format, report.rows) == ("jsonl", "messages", 3)
+    assert report.sha256 == sha(path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".json.gz"])
+def test_gzip_is_read_and_its_bytes_hashed(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
+    write_jsonl(path, rows(50), gzip.open)
+    records, (report,) = read(path)
+    assert [r.messages for r in records] == [pair(i) for i in range(50)]
+    assert report.sha256 == sha(path)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(CorpusError, match="not a whole gzip file"):
+        read(path)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 1 << 20])
+def test_a_json_list_is_streamed(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(sources, "_CHUNK", chunk)
+    path = tmp_path / "a.json"
+    path.write_text("\ufeff [\n" + ",\n\n".join(json.dumps(r, indent=1) for r in rows(5)) + "\n]\n")
+    records, (report,) = read(path)
+    assert [r.messages for r in records] == [pair(i) for i in range(5)]
+    lines = path.read_text().split("\n")
+    starts = [i + 1 for i, line in enumerate(lines) if line == "{"]
+    assert [r.where for r in records] == [f"{path}:{line}" for line in starts]
+    assert (report.kind, report.sha256) == ("json", sha(path))
+
+
+def test_a_broken_json_list_names_the_line(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('[{"text": "a"},\n {"text": }]')
+    with pytest.raises(CorpusError, match=r"a\.json:2: not valid JSON"):
+        read(path)
+    path.write_text('[{"text": "a"},\n {"text": "b"}')
+    with pytest.raises(CorpusError, match=r"a\.json:2: .*: the list is not closed"):
+        read(path)
+
+
+@pytest.mark.parametrize("chunk", [1, 1 << 20])
+@pytest.mark.parametrize("between", ["", "\n\n "])
+def test_what_follows_a_json_list_is_not_lost(tmp_path, monkeypatch, chunk, between):
+    monkeypatch.setattr(sources, "_CHUNK", chunk)
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(rows(2)) + between + json.dumps(rows(3, 2)))
+    line = 1 + between.count("\n")
+    with pytest.raises(CorpusError, match=rf"a\.json:{line}: '\[.*follows the end of the list"):
+        read(path)
+
+
+def test_parquet_is_read_in_order_and_projected(tmp_path):
+    path = tmp_path / "a.parquet"
+    table = pa.Table.from_pylist(
+        [
+            {
+                "messages": [
+                    {"role": "user", "content": f"q{i}", "name": None},
+                    {"role": "assistant", "content": f"a{i} é", "name": "x" if i == 9 else None},
+                ],
+                "blob": b"unused",
+            }
+            for i in range(600)
+        ]
+    )
+    pq.write_table(table, path, row_group_size=100)
+    records, (report,) = read(path)
+    assert [r.messages for r in records if r.where != f"{path} row 9"] == [
+        pair(i) for i in range(600) if i != 9
+    ]
+    assert records[9].messages[1]["name"] == "x"
+    assert records[599].where == f"{path} row 599"
+    assert (report.kind, report.rows, report.sha256) == ("parquet", 600, sha(path))
+    path.write_bytes(b"not parquet")
+    with pytest.raises(CorpusError, match="not a readable Parquet file"):
+        read(path)
+
+
+def test_nulls_that_arrow_adds_to_structs_are_no_keys(tmp_path):
+    path = tmp_path / "a.parquet"
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    tools = [{"name": "w", "city": "Paris"}, {"name": "v", "unit": "C"}]
+    pq.write_table(pa.Table.from_pylist([{"messages": messages, "tools": tools}]), path)
+    (record,), _ = read(path)
+    assert record.tools == tools
+
+
+def test_a_text_file_is_one_document(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one\n\ntwo\n")
+    (record,), (report,) = read(path)
+    assert (record.text, record.where) == ("one\n\ntwo\n", f"{path}:1")
+    assert (report.kind, report.format, report.sha256) == ("text", "text", sha(path))
+
+
+def test_a_directory_is_read_sorted_and_without_other_splits(tmp_path):
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "train-1.jsonl", rows(2, 2))
+    write_jsonl(tmp_path / "data" / "train-0.jsonl", rows(2))
+    write_jsonl(tmp_path / "data" / "test-0.jsonl", rows(9))
+    write_jsonl(tmp_path / "more.jsonl", rows(1, 4))
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nA card.\n")
+    reader = CorpusReader([str(tmp_path)])
+    assert [r.messages for r in reader] == [pair(i) for i in range(5)]
+    assert [r.source for r in reader.reports] == [
+        *("data/train-0.jsonl", "data/train-1.jsonl"),
+        "more.jsonl",
+    ]
+    assert reader.reports[0].path == str(tmp_path / "data/train-0.jsonl")
+    assert {r.licence for r in reader.reports} == {"mit"}
+    assert len(reader.notes) == 1 and "test-0.jsonl: left out" in reader.notes[0]
+    records, _ = read(str(tmp_path), split="test")
+    assert len(records) == 10  # test-0 and the file of no split
+
+
+def test_save_to_disk_directories(tmp_path):
+    dataset = datasets.Dataset.from_list(rows(5))
+    dataset.save_to_disk(tmp_path / "one")
+    records, (report,) = read(tmp_path / "one")
+    assert [r.messages for r in records] == [pair(i) for i in range(5)]
+    assert (report.source, report.kind) == ("one", "hf dataset directory")
+    assert report.format == "messages"
+    assert len(report.sha256) == 64
+
+    both = datasets.DatasetDict(train=dataset, test=datasets.Dataset.from_list(rows(2, 7)))
+    both.save_to_disk(tmp_path / "two")
+    records, (report,) = read(tmp_path / "two")
+    assert (len(records), report.source) == (5, "two@train")
+    records, (report,) = read(f"{tmp_path / 'two'}@test")
+    assert report.source == "two@test"
+    assert [r.messages for r in records] == [pair(7), pair(8)]
+    with pytest.raises(CorpusError, match="no split 'dev'"):
+        read(f"{tmp_path / 'two'}@dev")
+
+
+@pytest.fixture
+def local_hub(tmp_path, monkeypatch):
+    """`datasets.load_dataset("me/chats")` without a hub: the name leads to a local builder."""
+    directory = tmp_path / "repo"
+    directory.mkdir()
+    write_jsonl(directory / "train.jsonl", rows(4))
+    write_jsonl(directory / "test.jsonl", rows(2, 4))
+    load, asked = datasets.load_dataset, []
+
+    def load_dataset(name, config=None, **options):
+        asked.append((name, config, options))
+        return load(str(directory), config, cache_dir=str(tmp_path / "cache"), **options)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.chdir(tmp_path)
+    return asked
+
+
+def test_hub_names(local_hub):
+    records, (report,) = read("me/chats")
+    assert [r.messages for r in records] == [pair(i) for i in range(4)]
+    assert records[3].where == "me/chats row 3"
+    assert (report.source, report.kind, report.format) == ("me/chats", "hf dataset", "messages")
+    assert report.sha256
+    assert len(read("me/chats@test")[0]) == 2
+    assert len(read("me/chats:default@test")[0]) == 2
+    assert local_hub == [
+        ("me/chats", None, {"split": "train"}),
+        ("me/chats", None, {"split": "test"}),
+        ("me/chats", "default", {"split": "test"}),
+    ]
+    with pytest.raises(CorpusError, match="NAME@SPLIT") as caught:
+        read("me/chats@dev")
+    assert "me/chats@dev" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "./missing", "a/b/c", "/nowhere"])
+def test_missing_sources_are_found_at_once(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "a.jsonl", rows(1))
+    with pytest.raises(MissingError, match="no such file or directory"):
+        CorpusReader(["a.jsonl", name])
+
+
+def test_unknown_files_and_settings_are_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("x")
+    with pytest.raises(CorpusError, match="unknown kind of file"):
+        CorpusReader([str(tmp_path / "a.csv")])
+    with pytest.raises(CorpusError, match="no file of split"):
+        CorpusReader([str(tmp_path)])
+    with pytest.raises(ConfigError, match="no corpus"):
+        CorpusReader([])
+    with pytest.raises(ConfigError, match="on_bad_row"):
+        CorpusReader([str(tmp_path)], on_bad_row="hide")
+    with pytest.raises(ConfigError, match="limit"):
+        CorpusReader([str(tmp_path)], limit=0)
+
+
+def test_names_kept_do_not_depend_on_how_a_path_is_written(tmp_path, monkeypatch):
+    (tmp_path / "chats").mkdir()
+    write_jsonl(tmp_path / "chats" / "a.jsonl", rows(1))
+    monkeypatch.chdir(tmp_path / "chats")
+    for spelling in ("a.jsonl", "./a.jsonl", "../chats/a.jsonl", str(tmp_path / "chats/a.jsonl")):
+        records, (report,) = read(spelling)
+        assert records[0].source == report.source == "a.jsonl"
+        assert records[0].where == f"{spelling}:1"
+    for spelling in (".", "../chats", str(tmp_path / "chats"), f"{tmp_path / 'chats'}@train"):
+        assert read(spelling)[1][0].source == "a.jsonl"
+    datasets.Dataset.from_list(rows(1)).save_to_disk(tmp_path / "saved")
+    monkeypatch.chdir(tmp_path / "saved")
+    assert {read(spelling)[1][0].source for spelling in (".", "../saved", "..//saved/")} == {
+        "saved"
+    }
+
+
+# --- bad rows ---
+
+
+def test_bad_rows_are_counted_named_and_tolerated_up_to_one_percent(tmp_path, caplog):
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, [*rows(99), "{broken"])
+    records, (report,) = read(path)
+    assert (len(records), report.rows, report.bad) == (99, 100, 1)
+    assert len(report.bad_examples) == 1
+    assert report.bad_examples[0].startswith("a.jsonl:100: not valid JSON")
+    assert f"bad row skipped: {path}:100: not valid JSON" in caplog.text
+    assert "1 bad" in str(report)
+
+
+@pytest.mark.parametrize("good", [1, 98])
+def test_more_than_one_percent_bad_stops_even_small_files(tmp_path, good):
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, [*rows(good), '{"what": 1}'])
+    with pytest.raises(CorpusError, match=rf"1 of {good + 1} rows.*\n.*:{good + 1}: no known"):
+        read(path)
+
+
+def test_a_hopeless_file_is_given_up_before_its_end(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, [*rows(200), *["{"] * 5000])
+    with pytest.raises(CorpusError, match="101 of 301 rows are bad"):
+        read(path)
+
+
+def test_fail_stops_at_the_first_bad_row(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, [*rows(500), "{", "{"])
+    with pytest.raises(CorpusError, match=r"a\.jsonl:501: not valid JSON"):
+        read(path, on_bad_row="fail")
+
+
+def test_invalid_utf8_is_a_bad_row(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, rows(150))
+    path.write_bytes(path.read_bytes() + b'{"text": "\xff"}\n')
+    _, (report,) = read(path)
+    assert report.bad == 1 and ":151: not UTF-8" in report.bad_examples[0]
+
+
+def test_mixed_formats_are_recognised_per_row_and_reported(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, [*rows(3), {"text": "hi"}])
+    records, (report,) = read(path)
+    assert records[3].text == "hi"
+    assert (report.format, report.formats) == ("messages", {"messages": 3, "text": 1})
+    assert "1 text" in str(report)
+
+
+def test_a_corpus_without_rows_is_an_error(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n\n")
+    with pytest.raises(CorpusError, match="no usable row"):
+        read(path)
+
+
+def refused(path, reason, every, **options):
+    """Read `path`, refusing one record in `every`."""
+    reader = CorpusReader([str(path)], **options)
+    for i, record in enumerate(reader):
+        if i % every == every - 1:
+            reader.refuse(RenderError(reason, f"{record.where}: no"))
+    return reader
+
+
+def test_rows_that_break_when_rendered_are_bad_rows(tmp_path, caplog):
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, [*rows(600), "{"])
+    caplog.set_level("INFO")
+    reader = refused(path, "template-error", 120)  # with the bad row 6 of 601: just below 1 %
+    (report,) = reader.reports
+    assert (report.bad, report.unrendered) == (1, 5)
+    assert reader.refused == {"template-error": 5}
+    assert reader.refused_examples["template-error"][0] == "a.jsonl:120: no"
+    assert f"row left out (template-error): {path}:120: no" in caplog.text
+    with pytest.raises(CorpusError, match=r"8 of 601 rows are bad.*\n  a\.jsonl:80: no"):
+        refused(path, "template-error", 80)
+    with pytest.raises(CorpusError, match=r"101 of 101 rows are bad"):
+        refused(path, "unprovable-boundaries", 1)
+    with pytest.raises(CorpusError, match=rf"{path}:80: no\nfix the row"):
+        refused(path, "template-error", 80, on_bad_row="fail")
+
+
+@pytest.mark.parametrize("reason", ["no-assistant-turn", "nothing-supervised", "empty"])
+def test_rows_without_anything_to_learn_are_counted_only(tmp_path, caplog, reason):
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, rows(300))
+    caplog.set_level("INFO")
+    reader = refused(path, reason, 1, on_bad_row="fail")
+    assert reader.refused == {reason: 300} and reader.reports[0].unrendered == 0
+    assert len(reader.refused_examples[reason]) == caplog.text.count("row left out") == 5
+
+
+# --- order and limit ---
+
+
+def test_limit_counts_records_over_all_sources_and_hashes_whole_files(tmp_path):
+    a, b, c = (tmp_path / f"{n}.jsonl" for n in "abc")
+    write_jsonl(a, rows(3))
+    write_jsonl(b, rows(20000, 3))
+    write_jsonl(c, rows(3))
+    records, reports = read(a, b, c, limit=5)
+    assert [r.messages for r in records] == [pair(i) for i in range(5)]
+    assert [r.rows for r in reports] == [3, 2]
+    assert [r.sha256 for r in reports] == [sha(a), sha(b)]
+    _, reports = read(a, b, limit=3)
+    assert [r.rows for r in reports] == [3]
+
+
+def test_reading_twice_gives_the_same(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, [*rows(150), "{"])
+    reader = CorpusReader([str(path)])
+    first, first_reports = list(reader), reader.reports
+    assert list(reader) == first
+    assert reader.reports == first_reports

@@ -1,0 +1,215 @@
+"""Runs of generate with lossy codecs: estimates, resuming, calibration, refusals, reports."""
+
+import dataclasses
+import json
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import spec_data.generation.calibrate as calibrate_module
+from spec_data.generation.calibrate import sample_documents
+from spec_data.generation.run import seal_directory
+from spec_data.generation.setup import make_plan, set_up
+from spec_data.options import GenerateConfig, VerifyConfig
+from spec_data.report import dataset_text, estimate_text
+from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
+from spec_data.shards.lossy import LOSSY
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.verification.run import verify
+from tests.spec_data.runs import digests, options, run, save_target, start_cli, write_corpus
+from tests.spec_data.shards import codec_tools
+from tests.spec_data.shards.codec_tools import MIXED
+
+target, corpus, mixed = codec_tools.target, codec_tools.corpus, codec_tools.mixed
+
+
+@pytest.mark.parametrize("given", [{"final": "supervised"}, {"codec": "int8c"}, MIXED])
+def test_estimate_is_exact_but_for_escaped_tokens(target, corpus, tmp_path, given):
+    run(target, corpus, tmp_path / "data", **given)
+    setup = set_up(GenerateConfig(**options(target, corpus, tmp_path / "none", **given)))
+    plan = make_plan(setup)
+    predicted = [plan.unit_bytes(u, setup.columns) for u in range(len(plan.units))]
+    found = [s.bytes for s in HiddenStatesDataset(tmp_path / "data").manifest.shards]
+    if "codec" not in given:
+        assert predicted == found
+    assert sum(predicted) == pytest.approx(sum(found), rel=0.01)
+    text = estimate_text(setup, plan)
+    assert "per massive token and lossy column" in text or "codec" not in given
+    assert "tail tokens trimmed" in text and "hidden.final" in text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("share", [0.0, 0.6])
+def test_killed_runs_end_in_the_same_bytes(mixed, target, corpus, tmp_path, share):
+    out = tmp_path / "data"
+    units = len(HiddenStatesDataset(mixed).manifest.shards)
+    process = start_cli(options(target, corpus, out, **MIXED))
+    while process.poll() is None:
+        done = len(list((out / ".generate").glob("unit-*.json"))) if out.exists() else 0
+        if done >= share * units and (out / "codec.safetensors").exists():
+            break
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    process = start_cli(options(target, corpus, out, **MIXED))
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors.decode()
+    assert digests(out) == digests(mixed)
+
+
+def test_workers_then_seal_give_the_same_bytes(mixed, target, corpus, tmp_path):
+    for worker in (1, 0):
+        assert run(target, corpus, tmp_path / "data", workers=f"{worker}/2", **MIXED) is None
+    seal_directory(tmp_path / "data")
+    assert digests(tmp_path / "data") == digests(mixed)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"codec": "int8c"}, "codec"), ({"final": "all"}, "final"), ({"keep_tails": True}, "keep_t")],
+)
+def test_changed_settings_never_mix(mixed, target, corpus, change, named):
+    with pytest.raises(ConfigError, match=f"other settings.*\n  {named}"):
+        run(target, corpus, mixed, **MIXED | change)
+
+
+def test_a_column_beyond_its_bound_stops_before_the_first_shard(
+    target, corpus, tmp_path, monkeypatch
+):
+    out = tmp_path / "data"
+    bound = dataclasses.replace(LOSSY["lm4c"].bound, median=1e-3)
+    strict = dataclasses.replace(LOSSY["lm4c"], bound=bound)
+    monkeypatch.setitem(LOSSY, "lm4c", strict)
+    with pytest.raises(RunError) as caught:
+        run(target, corpus, out, codec="lm4c")
+    assert "hidden.L0 (lm4c): mse_median" in str(caught.value)
+    assert "Use --codec aux=lm6c,final=lm6c" in str(caught.value)
+    assert not list(out.glob("shards/*")) and not (out / "manifest.json").exists()
+
+
+def test_states_of_a_large_mean_are_too_much_for_fp8(corpus, tmp_path):
+    """Relative to its spread, a channel far from zero loses more in floating point."""
+    path = save_target(tmp_path / "target")
+    model = AutoModelForCausalLM.from_pretrained(path)
+    model.get_input_embeddings().weight.data += 8.0
+    model.save_pretrained(path)
+    with pytest.raises(RunError, match=r"hidden\.L0 \(fp8\).*\n(.*\n)*Use --codec aux=int8c"):
+        run(path, corpus, tmp_path / "data", codec="aux=fp8")
+
+
+def test_calibration_is_spread_over_the_plan():
+    lengths = np.full(1000, 50)
+    chosen = sample_documents(lengths, 5000)
+    assert len(chosen) == 100 and chosen[0] < 10 and chosen[-1] >= 990
+    assert np.unique(np.diff(chosen)).tolist() == [10]
+    assert sample_documents(lengths, 1) == [500]
+    assert sample_documents(lengths, 10**9) == list(range(1000))
+    assert sample_documents(np.array([7]), 100) == [0]
+
+
+def test_one_document_is_enough(target, tmp_path):
+    manifest = run(target, write_corpus(tmp_path / "one.jsonl", 1), tmp_path / "data", **MIXED)
+    assert manifest.codec["documents"] == 1
+    assert len(HiddenStatesDataset(tmp_path / "data")) == 1
+
+
+def test_a_sample_without_finite_states_is_an_error(target, corpus, tmp_path, monkeypatch):
+    real = calibrate_module.capture_sample
+
+    def poisoned(*arguments):
+        states, numbers = real(*arguments)
+        return {n: torch.full_like(s, torch.nan) for n, s in states.items()}, numbers
+
+    monkeypatch.setattr(calibrate_module, "capture_sample", poisoned)
+    with pytest.raises(RunError, match="no token of the calibration sample has finite states"):
+        run(target, corpus, tmp_path / "data", **MIXED)
+
+
+def test_inspect_says_what_was_lost(mixed):
+    text = dataset_text(HiddenStatesDataset(mixed).manifest)
+    assert "hidden.L0      lm4c" in text and ".scale" in text and "teacher KL" in text
+    assert "tokens whose next token is supervised" in text
+
+
+def test_verify_passes_and_names_foreign_tables(mixed, target, tmp_path, capsys):
+    given = VerifyConfig(data=str(mixed), device="cpu", target=str(target), samples=40)
+    assert verify(given) == 0
+    out = capsys.readouterr().out
+    assert "hidden.L0: lm4c: error / channel variance" in out and "FAIL" not in out
+    file = mixed / "codec.safetensors"
+    whole = file.read_bytes()
+    try:
+        tables = load_file(file)
+        tables["hidden.L0.mean"][3] += 1
+        save_file(tables, file)
+        assert verify(given) == 1
+        assert "these are the tables of another dataset" in capsys.readouterr().out
+        with pytest.raises(DatasetError, match="another dataset"):
+            _ = HiddenStatesDataset(mixed)[0]
+        _ = HiddenStatesDataset(mixed, columns=("input_ids",))[0]
+        file.unlink()
+        with pytest.raises(MissingError, match="cannot be decoded"):
+            _ = HiddenStatesDataset(mixed)[0]
+    finally:
+        file.write_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"codec": "zip"},
+        {"codec": "aux=int8c,other=bf16"},
+        {"codec": "final=int8c", "supervision": "logits"},
+        {"final": "supervised", "supervision": "topk:4"},
+    ],
+)
+def test_contradictions_are_refused(change):
+    with pytest.raises(ConfigError):
+        GenerateConfig(**{"target": "t", "corpus": ("c",), "out": "o"} | change)
+
+
+def test_codecs_by_kind():
+    def codecs(**change):
+        return GenerateConfig(**{"target": "t", "corpus": ("c",), "out": "o"} | change).codecs
+
+    assert codecs() == {"aux": "lm4c", "final": "lm4c"}
+    assert codecs(codec="lm4c") == {"aux": "lm4c", "final": "lm4c"}
+    assert codecs(codec="lm4c", supervision="logits") == {"aux": "lm4c", "final": "bf16"}
+    assert codecs(codec="final=int8c") == {"aux": "bf16", "final": "int8c"}
+
+
+def test_tails_are_trimmed_counted_and_kept_on_request(target, tmp_path):
+    answer = {"role": "assistant", "content": "yes yes"}
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"q{i}"},
+                answer,
+                {"role": "user", "content": "thanks " * i},
+            ]
+        }
+        for i in range(1, 6)
+    ]
+    file = tmp_path / "tails.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    cut = run(target, file, tmp_path / "cut", max_length=64)
+    whole = run(target, file, tmp_path / "whole", max_length=1024, keep_tails=True)
+    trimmed = cut.raw["documents"]["tail_tokens_trimmed"]
+    assert whole.raw["documents"]["tail_tokens_trimmed"] == 0
+    assert cut.raw["documents"]["cut"] == 0  # only the tail was beyond 64 tokens
+    assert cut.raw["totals"]["tokens"] + trimmed == whole.raw["totals"]["tokens"]
+    assert cut.raw["totals"]["supervised"] == whole.raw["totals"]["supervised"]
+    short, long = HiddenStatesDataset(tmp_path / "cut"), HiddenStatesDataset(tmp_path / "whole")
+    for index in range(5):
+        a, b = short[index], long[index]
+        length = len(a["input_ids"])
+        assert bool(a["loss_mask"][-1]) and not bool(b["loss_mask"][length:].any())
+        assert torch.equal(a["input_ids"], b["input_ids"][:length])
+        torch.testing.assert_close(
+            a["hidden.L4"].float(), b["hidden.L4"][:length].float(), rtol=2e-2, atol=1e-3
+        )

@@ -1,0 +1,391 @@
+"""Laws of generate: a dataset is a function of its settings, however often the run was killed."""
+
+import json
+import signal
+import time
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import spec_data.generation.run as generate_module
+from spec_data.generation.run import check_free_space, seal_directory
+from spec_data.generation.setup import make_plan, set_up
+from spec_data.options import GenerateConfig
+from spec_data.shards.errors import (
+    ConfigError,
+    CorpusError,
+    DatasetError,
+    MissingError,
+    RunError,
+    TargetError,
+)
+from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
+from tests.spec_data.runs import digests, options, run, save_target, start_cli, write_corpus
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "chats.jsonl")
+
+
+@pytest.fixture(scope="module")
+def reference(target, corpus, tmp_path_factory):
+    """An uninterrupted run."""
+    out = tmp_path_factory.mktemp("reference") / "data"
+    run(target, corpus, out)
+    return out
+
+
+def test_rows_are_what_a_plain_forward_of_the_rendered_chat_gives(reference, target, corpus):
+    dataset = HiddenStatesDataset(reference)
+    model = AutoModelForCausalLM.from_pretrained(target).eval()
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    rows = [json.loads(line) for line in corpus.read_text().splitlines()]
+    assert len(dataset) == len(rows)
+    assert len(dataset.manifest.shards) > 2
+    for index in (0, 1, 13, 29):
+        row = dataset[index]
+        ids = tokenizer.apply_chat_template(rows[index]["messages"], return_dict=False)
+        assert tokenizer.decode(ids[-1:]) == "\n"  # after the last end-of-turn token: the tail
+        ids = ids[:-1]
+        assert row["input_ids"].tolist() == ids
+        with torch.no_grad():
+            plain = model(torch.tensor([ids]), output_hidden_states=True)
+        for k in (0, 2, 4):
+            state = plain.hidden_states[k + 1][0]
+            stored = row[f"hidden.L{k}"].float()
+            torch.testing.assert_close(stored, state, rtol=1e-2, atol=1e-3)  # bf16 storage
+        torch.testing.assert_close(
+            row["hidden.final"].float(), plain.hidden_states[-1][0], rtol=1e-2, atol=1e-3
+        )
+        logits = plain.logits[0]
+        assert row["target_argmax"].tolist() == logits.argmax(-1).tolist()
+        torch.testing.assert_close(row["target_logsumexp"], logits.logsumexp(-1))
+        text = tokenizer.decode(row["input_ids"][row["loss_mask"]])
+        answers = [m["content"] for m in rows[index]["messages"] if m["role"] == "assistant"]
+        assert text == "".join(a + "<|im_end|>" for a in answers)
+
+
+def test_head_tensors_are_the_targets(reference, target):
+    model = AutoModelForCausalLM.from_pretrained(target)
+    head = load_head_tensors(reference)
+    assert torch.equal(head["embed_tokens"], model.get_input_embeddings().weight)
+    assert torch.equal(head["lm_head"], model.get_output_embeddings().weight)
+
+
+def test_config_of_the_target_is_whole_and_names_no_path(reference, target):
+    """Defaults that the family's own code would fill in are spelt out for the trainer."""
+    stored = json.loads((reference / "target" / "config.json").read_text())
+    assert AutoConfig.from_pretrained(reference / "target").to_diff_dict() | {
+        "dtype": None
+    } == AutoConfig.from_pretrained(target).to_diff_dict() | {"dtype": None}
+    sparse = json.loads((target / "config.json").read_text())
+    assert {"rms_norm_eps", "rope_parameters", "head_dim"} <= set(stored)
+    assert set(sparse) - {"_name_or_path"} <= set(stored)
+    assert stored["dtype"] == "float32"
+    assert str(target) not in json.dumps(stored)
+
+
+def test_datasets_opens_the_very_same_shards(reference):
+    theirs = datasets.load_from_disk(str(reference))
+    ours = HiddenStatesDataset(reference)
+    assert len(theirs) == len(ours)
+    row = theirs[7]
+    assert row["input_ids"] == ours[7]["input_ids"].tolist()
+    bits = np.asarray(row["hidden.L2"], np.uint16)
+    assert np.array_equal(bits.view(np.int16), ours[7]["hidden.L2"].view(torch.int16).numpy())
+
+
+def test_estimate_is_exact_to_the_byte(reference, target, corpus, tmp_path):
+    setup = set_up(GenerateConfig(**options(target, corpus, tmp_path / "none")))
+    plan = make_plan(setup)
+    predicted = [plan.unit_bytes(u, setup.columns) for u in range(len(plan.units))]
+    assert predicted == [s.bytes for s in HiddenStatesDataset(reference).manifest.shards]
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_same_command_again_does_nothing(reference, target, corpus):
+    before = digests(reference)
+    run(target, corpus, reference)
+    assert digests(reference) == before
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kills", [(0.3,), (0.05, 0.5, 0.9)])
+def test_killed_runs_end_in_the_same_bytes(reference, target, corpus, tmp_path, kills):
+    """kill -9 when a share of the units is done, go on, compare every file."""
+    out = tmp_path / "data"
+    units = len(HiddenStatesDataset(reference).manifest.shards)
+    for share in kills:
+        process = start_cli(options(target, corpus, out))
+        while process.poll() is None:
+            done = len(list((out / ".generate").glob("unit-*.json"))) if out.exists() else 0
+            if done >= share * units:
+                break
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        if not (out / "manifest.json").exists():
+            with pytest.raises(MissingError, match="not sealed"):
+                HiddenStatesDataset(out)
+    process = start_cli(options(target, corpus, out))
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors.decode()
+    assert digests(out) == digests(reference)
+
+
+def test_a_crash_while_sealing_is_finished_by_the_same_command(
+    reference, target, corpus, tmp_path, monkeypatch
+):
+    out = tmp_path / "data"
+
+    def crash(*_):
+        raise OSError("no power")
+
+    monkeypatch.setattr(generate_module, "check_counts", crash)
+    with pytest.raises(OSError, match="no power"):
+        run(target, corpus, out)
+    monkeypatch.undo()
+    run(target, corpus, out)
+    assert digests(out) == digests(reference)
+
+
+def test_workers_then_seal_give_the_same_bytes(reference, target, corpus, tmp_path):
+    out = tmp_path / "data"
+    for worker in (2, 0):
+        assert run(target, corpus, out, workers=f"{worker}/3") is None
+    with pytest.raises(MissingError, match=r"units are not done"):
+        seal_directory(out)
+    run(target, corpus, out, workers="1/3")
+    seal_directory(out)
+    assert digests(out) == digests(reference)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"layers": "0,2"}, "layers"),
+        ({"mask": "last-turn"}, "mask"),
+        ({"limit": 5}, "limit"),
+        ({"chat_template_kwargs": '{"enable_thinking": false}'}, "tokenizer"),
+    ],
+)
+def test_changed_settings_never_mix(target, corpus, tmp_path, change, named):
+    out = tmp_path / "data"
+    run(target, corpus, out, workers="0/3")
+    before = digests(out)
+    with pytest.raises(ConfigError, match=f"other settings.*\n  {named}: "):
+        run(target, corpus, out, **change)
+    assert digests(out) == before
+
+
+def test_a_changed_corpus_never_mixes(target, tmp_path):
+    corpus = write_corpus(tmp_path / "chats.jsonl", 12)
+    out = tmp_path / "data"
+    run(target, corpus, out)
+    write_corpus(corpus, 13)
+    with pytest.raises(ConfigError, match="corpus: "):
+        run(target, corpus, out)
+
+
+def test_foreign_directories_are_not_touched(target, corpus, tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(DatasetError, match="not empty"):
+        run(target, corpus, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_every_document_is_stored_or_counted(target, tmp_path):
+    good = {"role": "assistant", "content": "yes " * 30}
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}, good]},
+        {"messages": [{"role": "user", "content": "a"}, good]},  # duplicate
+        {"messages": [{"role": "user", "content": "no answer"}]},
+        {"messages": [{"role": "user", "content": "long " * 200}, good]},  # answer past the cut
+        {"messages": [{"role": "user", "content": "b"}, {**good, "content": "w " * 400}]},  # cut
+    ]
+    rows += [{"messages": [{"role": "user", "content": f"{i}"}, good]} for i in range(300)]
+    file = tmp_path / "mixed.jsonl"
+    lines = [json.dumps(row) for row in rows]
+    lines.insert(3, "{broken")
+    file.write_text("\n".join(lines))
+    counts = run(target, file, tmp_path / "data", max_length=256).raw["documents"]
+    assert counts["read"] == 306
+    assert counts["bad_rows"] == 1
+    assert counts["unrendered"] == {"no-assistant-turn": 1}
+    assert counts["dropped"] == {"duplicate": 1, "nothing-supervised-within-max-length": 1}
+    assert counts["cut"] == 2
+    assert counts["stored"] == 302
+    assert counts["read"] == counts["bad_rows"] + 1 + counts["rendered"]
+    assert counts["rendered"] == counts["stored"] + sum(counts["dropped"].values())
+
+
+def test_nothing_left_is_an_error_with_the_counts(target, tmp_path):
+    file = tmp_path / "none.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}))
+    with pytest.raises(CorpusError, match="no-assistant-turn"):
+        run(target, file, tmp_path / "data")
+
+
+@pytest.mark.parametrize("supervision", ["topk:5", "logits"])
+def test_other_supervision(target, corpus, tmp_path, supervision, reference):
+    run(target, corpus, tmp_path / "data", supervision=supervision, limit=6)
+    dataset = HiddenStatesDataset(tmp_path / "data")
+    model = AutoModelForCausalLM.from_pretrained(target).eval()
+    row = dataset[4]
+    assert "hidden.final" not in row
+    with torch.no_grad():
+        logits = model(row["input_ids"][None]).logits[0]
+    if supervision == "logits":
+        torch.testing.assert_close(row["logits"].float(), logits, rtol=1e-2, atol=1e-3)
+    else:
+        top = logits.topk(5, -1)
+        assert torch.equal(row["topk_ids"], top.indices)
+        torch.testing.assert_close(row["topk_logits"], top.values)
+    assert row["target_argmax"].tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "mamba", "gpt2", "qwen3_moe", "granite"])
+def test_families_from_disk_to_dataset(corpus, tmp_path, family):
+    target = save_target(tmp_path / "target", family)
+    manifest = run(target, corpus, tmp_path / "data", limit=12)
+    form = manifest.raw["packing"]["form"]
+    assert (form == "rows") == (family == "mamba")
+    dataset = HiddenStatesDataset(tmp_path / "data")
+    model = AutoModelForCausalLM.from_pretrained(target).eval()
+    for index in (0, 11):
+        row = dataset[index]
+        with torch.no_grad():
+            logits = model(row["input_ids"][None]).logits[0]
+        torch.testing.assert_close(
+            row["target_logsumexp"], logits.logsumexp(-1), rtol=1e-3, atol=1e-3
+        )
+
+
+def test_broken_states_stop_the_run_and_nothing_is_stored(target, corpus, tmp_path):
+    poisoned = tmp_path / "target"
+    model = AutoModelForCausalLM.from_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    model.model.layers[1].mlp.down_proj.weight.data.fill_(float("nan"))
+    model.save_pretrained(poisoned)
+    tokenizer.save_pretrained(poisoned)
+    with pytest.raises((RunError, TargetError)):
+        run(poisoned, corpus, tmp_path / "data")
+    assert not list((tmp_path / "data").glob("shards/*"))
+
+
+def test_one_document_with_unusable_states_is_left_out_and_counted(target, corpus, tmp_path):
+    """Token ids of one document are poisoned through its embedding row."""
+    poisoned = tmp_path / "target"
+    model = AutoModelForCausalLM.from_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    used = {t for line in corpus.read_text().splitlines() for t in tokenizer(line)["input_ids"]}
+    free = next(i for i in range(40, len(tokenizer)) if i not in used)
+    model.get_input_embeddings().weight.data[free] = float("inf")
+    model.save_pretrained(poisoned)
+    tokenizer.save_pretrained(poisoned)
+    rows = [json.loads(line) for line in corpus.read_text().splitlines()]
+    file = tmp_path / "chats.jsonl"
+    bad = {"input_ids": [5, 6, free, 7], "loss_mask": [0, 0, 1, 1]}
+    file.write_text("\n".join(json.dumps(r) for r in [*rows, bad]))
+    # The poisoned document is the last: the packing proof sees it, so one row is the limit.
+    counts = run(poisoned, file, tmp_path / "data", max_shard_size="100MB", packing="rows").raw[
+        "documents"
+    ]
+    assert sum(v for k, v in counts["dropped"].items() if k.startswith("non-finite")) == 1
+    assert counts["stored"] == len(rows)
+
+
+def test_a_full_disk_is_said_before_and_survived_during(target, corpus, tmp_path, monkeypatch):
+    with pytest.raises(RunError, match="bytes are still to be written"):
+        check_free_space(tmp_path, 1 << 60)
+    out = tmp_path / "data"
+    real = generate_module.write_shard
+    calls = []
+
+    def full(path, unit, columns):
+        calls.append(path)
+        if len(calls) == 3:
+            raise OSError(28, "No space left on device", str(path))
+        return real(path, unit, columns)
+
+    monkeypatch.setattr(generate_module, "write_shard", full)
+    with pytest.raises(RunError, match="the disk is full; finished shards are safe"):
+        run(target, corpus, out)
+    assert len(list((out / "shards").iterdir())) == 2
+    monkeypatch.undo()
+    run(target, corpus, out)
+    assert len(HiddenStatesDataset(out)) == 30
+
+
+def test_target_files_that_changed_before_sealing_stop_it(target, corpus, tmp_path):
+    out = tmp_path / "data"
+    for worker in range(2):
+        run(target, corpus, out, workers=f"{worker}/2")
+    tokenizer = out / "target" / "tokenizer.json"
+    tokenizer.write_bytes(tokenizer.read_bytes()[:100])
+    with pytest.raises(DatasetError, match=r"tokenizer\.json: changed since it was written"):
+        seal_directory(out)
+
+
+def test_records_that_are_rubbish_are_made_again(reference, target, corpus, tmp_path):
+    out = tmp_path / "data"
+    for worker in range(2):
+        run(target, corpus, out, workers=f"{worker}/2")
+    (out / ".generate" / "unit-00001.json").write_text('{"record":')
+    run(target, corpus, out)
+    assert digests(out) == digests(reference)
+    out = tmp_path / "again"
+    run(target, corpus, out, workers="0/2")
+    (out / ".generate" / "plan.json").write_text("{")
+    with pytest.raises(DatasetError, match=r"plan\.json: damaged"):
+        run(target, corpus, out)
+
+
+def test_the_same_worker_twice_at_once_is_refused(target, corpus, tmp_path):
+    out = tmp_path / "data"
+    (out / ".generate").mkdir(parents=True)
+    with (
+        generate_module.worker_lock(out, "0/1"),
+        pytest.raises(RunError, match="another process is running worker 0/1"),
+    ):
+        run(target, corpus, out)
+    run(target, corpus, out)
+    assert len(HiddenStatesDataset(out)) == 30
+
+
+def test_missing_things_are_said(target, corpus, tmp_path):
+    with pytest.raises(MissingError, match="not a directory here"):
+        run(tmp_path / "nothing", corpus, tmp_path / "data")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(MissingError, match=r"config\.json"):
+        run(tmp_path / "empty", corpus, tmp_path / "data")
+    with pytest.raises(TargetError, match="do not exist"):
+        run(target, corpus, tmp_path / "data", layers="0,99")
+    assert not (tmp_path / "data").exists()
+
+
+def test_hub_names_resolve_through_the_local_cache(target, corpus, tmp_path, monkeypatch):
+    """The real loading code, on a cache laid out as the Hub client lays it out."""
+    import huggingface_hub.constants as constants
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repo = tmp_path / "hub" / "models--some--target"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(commit)
+    (repo / "snapshots").mkdir()
+    (repo / "snapshots" / commit).symlink_to(target, target_is_directory=True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    config = GenerateConfig(**options("some/target", corpus, tmp_path / "data"))
+    setup = set_up(config)
+    assert setup.target["name"] == "some/target"
+    assert setup.target["revision"] == commit

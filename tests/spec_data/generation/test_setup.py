@@ -1,0 +1,218 @@
+"""Laws of what comes before a target is loaded: options against corpus and target, and the plan."""
+
+import json
+import logging
+import shutil
+
+import pytest
+
+import spec_data.generation.run as generate_module
+from spec_data.generation.replan import check_still_planned, discard_unused_plan, half_discarded
+from spec_data.generation.run import find_plan
+from spec_data.generation.setup import make_plan, set_up
+from spec_data.options import GenerateConfig
+from spec_data.report import counts_text, estimate_text
+from spec_data.shards.errors import ConfigError, CorpusError, RunError
+from spec_data.shards.reader import HiddenStatesDataset
+from tests.spec_data.corpus.templates import GEMMA2, tokenizer
+from tests.spec_data.runs import digests, options, run, save_target, write_corpus
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "chats.jsonl", 12)
+
+
+def setup_of(target, corpus, out, **changes):
+    return set_up(GenerateConfig(**options(target, corpus, out, **changes)))
+
+
+# --- rows that the template refuses ---
+
+
+def strict_target(target, path):
+    """The target with a template that takes no system message."""
+    path.mkdir()
+    for file in target.iterdir():
+        (path / file.name).symlink_to(file)
+    tok = tokenizer("chatml")
+    tok.chat_template = GEMMA2.replace("start_of_turn", "im_start").replace("end_of_turn", "im_end")
+    for file in path.glob("*token*"):
+        file.unlink()
+    (path / "chat_template.jinja").unlink(missing_ok=True)
+    tok.save_pretrained(path)
+    return path
+
+
+def chats(path, good, refused, unanswered=0):
+    """A corpus of three kinds of rows; the refused ones come last."""
+    user, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
+    rows = [[user, answer | {"content": f"yes {i}"}] for i in range(good)]
+    rows += [[user]] * unanswered
+    rows += [[{"role": "system", "content": "s"}, user, answer]] * refused
+    path.write_text("".join(json.dumps({"messages": m}) + "\n" for m in rows))
+    return path
+
+
+def test_a_template_that_refuses_many_rows_stops_the_plan(target, tmp_path):
+    strict = strict_target(target, tmp_path / "strict")
+    file = chats(tmp_path / "c.jsonl", good=6, refused=54)
+    with pytest.raises(CorpusError, match=r"54 of 60 rows(.|\n)*c\.jsonl:7: .*System role"):
+        make_plan(setup_of(strict, file, tmp_path / "out"))
+    file = chats(tmp_path / "c.jsonl", good=299, refused=1)
+    with pytest.raises(CorpusError, match=r"c\.jsonl:300: .*System role(.|\n)*--on-bad-row skip"):
+        make_plan(setup_of(strict, file, tmp_path / "out", on_bad_row="fail"))
+
+
+def test_the_few_rows_that_a_template_refuses_are_kept_as_examples(target, tmp_path, caplog):
+    strict = strict_target(target, tmp_path / "strict")
+    file = chats(tmp_path / "c.jsonl", good=280, refused=3, unanswered=17)
+    caplog.set_level(logging.INFO)
+    setup = setup_of(strict, file, tmp_path / "out")
+    plan = make_plan(setup)
+    counts = plan.counts
+    assert counts.unrendered == {"no-assistant-turn": 17, "template-error": 3}
+    assert {k: len(v) for k, v in counts.unrendered_examples.items()} == {
+        "no-assistant-turn": 5,
+        "template-error": 3,
+    }
+    assert counts.unrendered_examples["template-error"][0].startswith("c.jsonl:298: ")
+    assert f"row left out (template-error): {file}:298: " in caplog.text
+    assert "not rendered (template-error): c.jsonl:298: " in counts_text(vars(counts))
+    assert "0 bad, 3 that cannot be rendered" in estimate_text(setup, plan)
+    assert plan.corpus[0]["unrendered"] == 3
+
+
+# --- options against the target and the corpus ---
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_documents_end_where_the_targets_context_ends(tmp_path, caplog, family):
+    target = save_target(tmp_path / "target", family)  # made for 256 positions
+    long = {"role": "assistant", "content": "yes " * 600}
+    file = tmp_path / "long.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": "q"}, long]}) + "\n")
+    caplog.set_level(logging.INFO)
+    setup = setup_of(target, file, tmp_path / "out", max_length=1000)
+    assert "cut to 256 tokens, not 1000" in caplog.text
+    plan = make_plan(setup)
+    assert plan.lengths.tolist() == [256]
+    assert plan.counts.cut == 1 and plan.counts.tokens_cut > 300
+    assert plan.settings["max_length"] == 256
+    assert setup_of(target, file, tmp_path / "out", max_length=100).config.max_length == 100
+
+
+def test_a_scaled_context_counts_as_what_it_was_scaled_to(target, corpus, tmp_path):
+    scaled = tmp_path / "scaled"
+    shutil.copytree(target, scaled)
+    config = json.loads((scaled / "config.json").read_text())
+    config["rope_parameters"] |= {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 200,
+    }
+    (scaled / "config.json").write_text(json.dumps(config))
+    assert setup_of(scaled, corpus, tmp_path / "out", max_length=1000).config.max_length == 800
+
+
+def test_more_top_logits_than_the_vocabulary_has_are_refused(target, corpus, tmp_path):
+    size = setup_of(target, corpus, tmp_path / "out").vocab_size
+    setup_of(target, corpus, tmp_path / "out", supervision=f"topk:{size}")
+    with pytest.raises(ConfigError, match=f"topk:{size + 1}: the target has {size} logits"):
+        setup_of(target, corpus, tmp_path / "out", supervision=f"topk:{size + 1}")
+
+
+@pytest.mark.parametrize("below", [".", "data", "a/../b/data"])
+@pytest.mark.parametrize("split", ["", "@train"])
+def test_out_inside_a_corpus_directory_is_refused(target, tmp_path, monkeypatch, below, split):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    write_corpus(folder / "chats.jsonl", 3)
+    with pytest.raises(ConfigError, match="lies in the corpus directory"):
+        setup_of(target, f"{folder}{split}", folder / below)
+    monkeypatch.chdir(folder)
+    with pytest.raises(ConfigError, match="lies in the corpus directory"):
+        setup_of(target, f".{split}", below)
+    setup_of(target, folder, tmp_path / "corpus-data")
+    setup_of(target, folder / "chats.jsonl", folder / "data")  # a file is not a directory
+
+
+# --- going on, and planning anew ---
+
+
+def test_a_run_goes_on_however_its_corpus_is_spelt(target, tmp_path, monkeypatch):
+    corpus = write_corpus(tmp_path / "chats.jsonl", 12)
+    copy = write_corpus(tmp_path / "copy.jsonl", 12)
+    out = tmp_path / "data"
+    monkeypatch.chdir(tmp_path)
+    run(target, "chats.jsonl", out, workers="0/2")
+    run(target, corpus, out, workers="1/2")
+    run(target, copy, out)
+    assert HiddenStatesDataset(out)[0]["source"] == "chats.jsonl"
+    run(target, corpus, tmp_path / "again")
+    assert digests(tmp_path / "again") == digests(out)
+    texts = [p.read_bytes() for p in out.rglob("*") if p.is_file()]
+    assert not any(str(tmp_path).encode() in text for text in texts)
+
+
+def failing(*_, **__):
+    raise RunError("the target does not fit")
+
+
+def test_a_run_that_captured_nothing_makes_way_for_other_settings(
+    target, corpus, tmp_path, monkeypatch, caplog
+):
+    out = tmp_path / "data"
+    monkeypatch.setattr(generate_module, "capture_unit", failing)
+    with pytest.raises(RunError, match="does not fit"):
+        run(target, corpus, out, codec="int8c")
+    monkeypatch.undo()
+    assert (out / ".generate" / "target.json").is_file() and (out / "target").is_dir()
+    run(target, corpus, out, layers="1,3")
+    assert "planned anew" in caplog.text and "layers: [0, 2, 4] -> [1, 3]" in caplog.text
+    run(target, corpus, tmp_path / "fresh", layers="1,3")
+    assert digests(out) == digests(tmp_path / "fresh")
+
+
+def planned(target, corpus, out):
+    """A directory with a plan and nothing else."""
+    return find_plan(setup_of(target, corpus, out), out)
+
+
+def test_a_plan_that_a_worker_runs_with_stays(target, corpus, tmp_path):
+    out = tmp_path / "data"
+    plan = planned(target, corpus, out)
+    with generate_module.worker_lock(out, "1/2"):
+        check_still_planned(out / ".generate", plan)
+        with pytest.raises(ConfigError, match=r"other settings.*\n  layers: "):
+            run(target, corpus, out, layers="1,3")
+        check_still_planned(out / ".generate", plan)
+
+
+def test_a_worker_that_comes_after_another_plan_stops(target, corpus, tmp_path):
+    out = tmp_path / "data"
+    plan = planned(target, corpus, out)
+    assert discard_unused_plan(out / ".generate")
+    assert not half_discarded(out / ".generate")
+    with pytest.raises(RunError, match="another command is making a plan"):
+        check_still_planned(out / ".generate", plan)
+    find_plan(setup_of(target, corpus, out, layers="1,3"), out)
+    with pytest.raises(RunError, match="another command is making a plan"):
+        check_still_planned(out / ".generate", plan)
+
+
+def test_discarding_a_plan_is_finished_after_a_crash(target, corpus, tmp_path, monkeypatch):
+    out = tmp_path / "data"
+    planned(target, corpus, out)
+    (out / "target").mkdir()
+    monkeypatch.setattr("spec_data.generation.replan._remove", failing)
+    with pytest.raises(RunError):
+        run(target, corpus, out, layers="1,3")
+    monkeypatch.undo()
+    run(target, corpus, out, layers="1,3")
+    assert HiddenStatesDataset(out).manifest.layers == (1, 3)

@@ -1,0 +1,327 @@
+"""Every kind of damage is an error at open or at first touch that names its place."""
+
+import json
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+import xxhash
+
+from spec_data.options import VerifyConfig
+from spec_data.shards import shard as shard_module
+from spec_data.shards.errors import DatasetError, MissingError, SpecDataError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.verification.run import verify
+from tests.factory import tiny_dataset
+from tests.spec_data.shards import codec_tools, integrity_tools
+from tests.spec_data.shards.integrity_tools import (
+    change_manifest,
+    equal,
+    flip,
+    place_of,
+    read_all,
+    shard_file,
+    to_first_format,
+)
+
+target, corpus, mixed = codec_tools.target, codec_tools.corpus, codec_tools.mixed
+LISTS = ("input_ids", "loss_mask", "hidden.L1", "hidden.final", "target_argmax")
+
+
+whole, data = integrity_tools.whole, integrity_tools.data
+
+
+# -- what is stored -------------------------------------------------------------------------------
+
+
+def test_checksums_are_those_that_format_md_describes(whole):
+    """From Python values, one number at a time, without spec_data."""
+    index = iter(pa.ipc.open_stream(pa.OSFile(str(whole / "index.arrow"))).read_all().to_pylist())
+    for record in json.loads((whole / "manifest.json").read_text())["shards"]:
+        outline = xxhash.xxh3_64()
+        for message in pa.ipc.MessageReader.open_stream(pa.OSFile(str(whole / record["file"]))):
+            outline.update(message.metadata.to_pybytes())
+        assert record["outline"] == outline.hexdigest()
+        for batch in pa.ipc.open_stream(pa.OSFile(str(whole / record["file"]))):
+            names = batch.schema.names
+            assert names[-1] == "checksums"
+            for row in batch.to_pylist():
+                expected = []
+                for name in names[:-1]:
+                    kind, value = batch.schema.field(name).type, row[name]
+                    if name == "turns":
+                        lines = [f"{t['role']} {t['start']} {t['end']}\n" for t in value]
+                        chunk = "".join(lines).encode()
+                    elif isinstance(value, str):
+                        chunk = value.encode()
+                    else:
+                        while not pa.types.is_primitive(kind):
+                            kind = kind.value_type
+                        chunk = np.array(value, kind.to_pandas_dtype()).tobytes()
+                    expected.append(xxhash.xxh3_64(chunk).intdigest())
+                assert row["checksums"] == expected
+                indexed = next(index)
+                assert indexed["doc_id"] == row["doc_id"]
+                sums = np.array(expected, "<u8").tobytes()
+                assert indexed["checksum"] == xxhash.xxh3_64(sums).intdigest()
+    data = (whole / "index.arrow").read_bytes()
+    record = json.loads((whole / "manifest.json").read_text())["files"]["index.arrow"]
+    assert record["xxh3"] == xxhash.xxh3_64(data).hexdigest()
+
+
+def test_datasets_opens_shards_with_checksums(whole):
+    opened = datasets.load_from_disk(str(whole))
+    assert opened[5]["doc_id"] == HiddenStatesDataset(whole)[5]["doc_id"]
+    assert len(opened[5]["checksums"]) == len(opened.column_names) - 1
+
+
+def test_numbers_are_always_checked_and_vectors_in_turn(whole, monkeypatch):
+    """Sixteen readings check every vector chunk of every document once, whatever the order."""
+    seen: Counter = Counter()
+    real = shard_module.checksum
+    monkeypatch.setattr(
+        shard_module,
+        "checksum",
+        lambda chunk: seen.update([(chunk.ctypes.data, chunk.ndim)]) or real(chunk),
+    )
+    dataset = HiddenStatesDataset(whole)
+    out = {
+        c.name: torch.zeros((64, c.width) if c.width else 64, dtype=torch.float32)
+        for c in dataset.manifest.columns
+    }
+    vectors = 4 * len(dataset)
+    rng = np.random.default_rng(0)
+    for reading in range(16):
+        for row in rng.permutation(len(dataset)).tolist():
+            dataset.read_into(row, out)
+        checked = [key for key in seen if key[1] == 2]
+        assert abs(len(checked) - vectors * (reading + 1) / 16) < vectors / 4
+    assert {seen[key] for key in seen if key[1] == 2} == {1}
+    assert sum(key[1] == 2 for key in seen) == vectors
+    often = Counter(seen[key] for key in seen if key[1] == 1)
+    assert often == {16: 4 * len(dataset), 1: len(dataset)}  # the row's checksums: once
+
+
+# -- bits -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("column", LISTS)
+def test_a_flipped_bit_is_named_by_reader_and_verify(data, column, capsys):
+    a, b = place_of(data, 1, column, 2)
+    flip(shard_file(data, 1), (a + b) // 2)
+    document = HiddenStatesDataset(data).doc_ids[6]
+    said = rf"unit-00001\.arrow: row 2 \(document {document}\), column {column}: damaged"
+    with pytest.raises(DatasetError, match=said):
+        read_all(data)
+    dataset = HiddenStatesDataset(data)
+    with pytest.raises(DatasetError, match=said):
+        for _ in range(16 if column.startswith("hidden") else 1):
+            dataset.read_into(6, {column: torch.zeros((64, 32) if "hidden" in column else 64)})
+    assert verify(VerifyConfig(data=str(data), device="cpu")) == 1
+    out = capsys.readouterr().out
+    assert f"FAIL  shards/unit-00001.arrow row 2, document {document}, column {column}" in out
+    assert out.count("FAIL") == 2, out  # this and the sha256 of the shard
+
+
+def test_verify_lists_all_damage(data, capsys):
+    for number, column, row in [(0, "hidden.L0", 3), (0, "input_ids", 1), (2, "hidden.L2", 0)]:
+        flip(shard_file(data, number), place_of(data, number, column, row)[0])
+    verify(VerifyConfig(data=str(data), device="cpu"))
+    out = capsys.readouterr().out
+    for number, column, row in [(0, "hidden.L0", 3), (0, "input_ids", 1), (2, "hidden.L2", 0)]:
+        found = rf"unit-0000{number}.arrow row {row}, document"
+        assert any(found in line and f"column {column}:" in line for line in out.splitlines())
+
+
+def test_no_flipped_bit_anywhere_in_a_shard_becomes_garbage(data, whole):
+    """Metadata, offsets, texts, checksums, padding: an error in words, or nothing has changed."""
+    expected = read_all(whole)
+    file, rng = shard_file(data, 0), np.random.default_rng(0)
+    raw = file.read_bytes()
+    start = min(place_of(data, 0, c, 0)[0] for c in LISTS)  # before it: schema and metadata
+    places = [*rng.integers(0, start, 150), *rng.integers(start, len(raw), 100)]
+    caught = 0
+    for place in map(int, places):
+        flip(file, place, int(rng.integers(8)))
+        try:
+            assert all(map(equal, read_all(data), expected)), place
+        except SpecDataError as error:
+            assert "unit-00000.arrow" in str(error)
+            caught += 1
+        file.write_bytes(raw)
+    assert caught > 0.9 * len(places)
+
+
+@pytest.mark.parametrize(
+    "field", ["hidden.L0.scale", "hidden.L0.escape_index", "hidden.L0.escape", "hidden.L0"]
+)
+def test_a_flipped_bit_of_any_part_of_a_lossy_column_is_named(mixed, tmp_path, field):
+    data = Path(shutil.copytree(mixed, tmp_path / "data"))
+    rows = range(HiddenStatesDataset(data).manifest.shards[0].rows)
+    places = [place_of(data, 0, field, row) for row in rows]
+    row = next(i for i, (a, b) in enumerate(places) if b > a)
+    flip(shard_file(data, 0), places[row][0])
+    every = 1 if field == "hidden.L0" else 16
+    with pytest.raises(DatasetError, match=rf"row {row} .* column {field}: damaged"):
+        HiddenStatesDataset(data, check_every=every)[row]
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def test_swapped_shards_are_named(data):
+    first, second, third = (shard_file(data, i) for i in range(3))
+    assert first.stat().st_size == second.stat().st_size  # so that no size gives it away
+    first.rename(third.with_suffix(".tmp"))
+    second.rename(first)
+    third.with_suffix(".tmp").rename(second)
+    dataset = HiddenStatesDataset(data)
+    with pytest.raises(DatasetError, match=r"00000\.arrow: .*a row of shards/unit-00001\.arrow: s"):
+        dataset[0]
+    with pytest.raises(DatasetError, match=r"00001\.arrow: .*a row of shards/unit-00000\.arrow: s"):
+        dataset.read_into(4, {"input_ids": torch.zeros(64)})
+    assert dataset[8]["source"] == "tiny"
+
+
+def test_renamed_shards_are_missing(data):
+    shard_file(data, 1).rename(data / "shards" / "unit-00007.arrow")
+    with pytest.raises(MissingError, match=r"unit-00001\.arrow: shard is missing"):
+        HiddenStatesDataset(data)
+
+
+def test_a_shard_copied_over_another_is_named(data, capsys):
+    shutil.copy(shard_file(data, 2), shard_file(data, 0))
+    with pytest.raises(DatasetError, match=r"this is a row of shards/unit-00002\.arrow: .*copied"):
+        HiddenStatesDataset(data)[0]
+    assert verify(VerifyConfig(data=str(data), device="cpu")) == 1
+    assert "this is a row of shards/unit-00002.arrow" in capsys.readouterr().out
+
+
+def test_a_copy_beside_the_shards_is_not_read_and_verify_says_so(data, whole, capsys):
+    shutil.copy(shard_file(data, 2), data / "shards" / "unit-00002 (copy).arrow")
+    assert all(map(equal, read_all(data), read_all(whole)))
+    assert verify(VerifyConfig(data=str(data), device="cpu")) == 1
+    assert "FAIL  shards/unit-00002 (copy).arrow: not a file of this" in capsys.readouterr().out
+
+
+def test_a_truncated_shard_of_the_right_size_is_an_error(data):
+    """A copy that stopped, on a file system that had made room: zeros to the end."""
+    file = shard_file(data, 1)
+    size = file.stat().st_size
+    os.truncate(file, size * 2 // 3)
+    os.truncate(file, size)
+    with pytest.raises(DatasetError, match=r"unit-00001\.arrow: "):
+        HiddenStatesDataset(data)[4]
+
+
+def other_dataset(tmp_path: Path, whole: Path) -> Path:
+    """Another target's dataset of the same documents: every size and name is the same."""
+    dataset = HiddenStatesDataset(whole)
+    documents = [
+        (
+            row["input_ids"].tolist(),
+            row["loss_mask"].int().tolist(),
+            [tuple(t.values()) for t in row["turns"]],
+        )
+        for row in (dataset[i] for i in range(len(dataset)))
+    ]
+    path = tmp_path / "other"
+    return tiny_dataset(path, documents=documents, docs_per_shard=4, seed=1)
+
+
+@pytest.mark.parametrize("name", ["shards/unit-00001.arrow", "index.arrow", "manifest.json"])
+def test_a_file_of_another_dataset_is_refused(data, whole, tmp_path, name):
+    other = other_dataset(tmp_path, whole)
+    shutil.copy(other / name, data / name)
+    with pytest.raises(DatasetError, match=r"of another dataset|its checksum is not the manifest"):
+        read_all(data)
+
+
+def test_tables_of_another_dataset_are_refused(mixed, tmp_path):
+    data = Path(shutil.copytree(mixed, tmp_path / "data"))
+    flip(data / "codec.safetensors", -1)
+    with pytest.raises(DatasetError, match="the tables of another dataset, or damaged"):
+        HiddenStatesDataset(data)[0]
+
+
+def rewritten(file: Path, change) -> None:
+    """A shard with other arrays: `change` maps (name, array) to an array."""
+    (batch,) = pa.ipc.open_stream(pa.py_buffer(file.read_bytes()))
+    arrays = [change(name, batch.column(name)) for name in batch.schema.names]
+    fields = [f.with_type(a.type) for f, a in zip(batch.schema, arrays, strict=True)]
+    schema = pa.schema(fields, metadata=batch.schema.metadata)
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as stream:
+        stream.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
+
+
+@pytest.mark.parametrize(
+    ("column", "kind"), [("input_ids", pa.uint32()), ("hidden.L1", pa.int16())]
+)
+def test_a_wrong_dtype_in_the_schema_is_refused(data, column, kind):
+    """Of the same width, so that nothing but the schema tells."""
+
+    def change(name, array):
+        if name != column:
+            return array
+        values, width = array.values, None
+        if isinstance(values.type, pa.FixedSizeListType):
+            values, width = values.values, values.type.list_size
+        values = pa.Array.from_buffers(kind, len(values), values.buffers())
+        item = pa.field("item", kind, nullable=False)
+        if width:
+            values = pa.FixedSizeListArray.from_arrays(values, type=pa.list_(item, width))
+            item = pa.field("item", values.type, nullable=False)
+        return pa.LargeListArray.from_arrays(array.offsets, values, type=pa.large_list(item))
+
+    file = shard_file(data, 0)
+    rewritten(file, change)
+    shards = json.loads((data / "manifest.json").read_text())["shards"]
+    shards[0]["bytes"] = file.stat().st_size
+    change_manifest(data, shards=shards)
+    with pytest.raises(DatasetError, match="its columns are not those of the manifest"):
+        HiddenStatesDataset(data)[0]
+
+
+@pytest.mark.parametrize("shift", [1, -1, 10**6, -(10**12)])
+def test_wrong_bounds_are_an_error_even_without_checksums(data, shift):
+    """What a reader of the first format has to go by: bounds against the index."""
+    to_first_format(data)
+    (batch,) = pa.ipc.open_stream(pa.py_buffer(raw := shard_file(data, 0).read_bytes()))
+    place = batch.column("hidden.L0").buffers()[1].address - pa.py_buffer(raw).address
+    changed = bytearray(raw)
+    bound = np.frombuffer(changed, "<i8", 1, place + 16)
+    bound += shift
+    shard_file(data, 0).write_bytes(changed)
+    with pytest.raises(DatasetError, match=r"row 1 .*column hidden\.L0: -?\d+ tokens, the index"):
+        HiddenStatesDataset(data)[0]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("hidden.L0.scale", 0x7FC0, "not finite"),
+        ("hidden.L0.escape_index", 10_000, "not ascending rows"),
+        ("hidden.L0.escape_index", -1, "not ascending rows"),
+    ],
+)
+def test_what_would_decode_to_garbage_is_an_error_without_checksums(
+    mixed, tmp_path, field, value, said
+):
+    data = Path(shutil.copytree(mixed, tmp_path / "data"))
+    to_first_format(data)
+    rows = range(HiddenStatesDataset(data).manifest.shards[0].rows)
+    row, (start, _) = next(
+        (i, place) for i in rows if (place := place_of(data, 0, field, i))[1] > place[0]
+    )
+    raw = bytearray(shard_file(data, 0).read_bytes())
+    size = 2 if field.endswith("scale") else 4
+    raw[start : start + size] = int(value).to_bytes(size, "little", signed=value < 0)
+    shard_file(data, 0).write_bytes(raw)
+    with pytest.raises(DatasetError, match=rf"row {row} .*column {field}: {said}"):
+        HiddenStatesDataset(data)[row]

@@ -1,0 +1,202 @@
+"""verify passes whole datasets and names shard, row and column of what was tampered with."""
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from transformers import AutoModelForCausalLM
+
+from spec_data.cli import main
+from spec_data.options import VerifyConfig
+from spec_data.shards.checksums import CHECKSUMS, chunk_checksums, row_checksums
+from spec_data.shards.errors import SpecDataError
+from spec_data.shards.files import sha256_file
+from spec_data.shards.schema import fingerprint
+from spec_data.shards.seal import file_records
+from spec_data.verification.run import verify
+from tests.spec_data.runs import run, save_target, write_corpus
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def data(target, tmp_path):
+    run(target, write_corpus(tmp_path / "chats.jsonl", 12), tmp_path / "data")
+    return tmp_path / "data"
+
+
+def failures(data: Path, capsys, **changes) -> str:
+    code = verify(VerifyConfig(data=str(data), device="cpu", **changes))
+    out = capsys.readouterr().out
+    assert code == int("FAIL" in out)
+    return out
+
+
+def test_whole_data_passes(data, target, capsys):
+    out = failures(data, capsys, target=str(target), samples=5)
+    assert "FAIL" not in out
+    assert out.count("ok ") == 6, out
+
+
+@pytest.mark.parametrize("supervision", ["topk:3", "logits"])
+def test_other_supervision_passes(target, tmp_path, capsys, supervision):
+    corpus = write_corpus(tmp_path / "chats.jsonl", 6)
+    run(target, corpus, tmp_path / "data", supervision=supervision)
+    assert "FAIL" not in failures(tmp_path / "data", capsys, target=str(target))
+
+
+def test_a_flipped_bit_fails_its_shard(data, capsys):
+    shard = sorted((data / "shards").iterdir())[-1]
+    raw = bytearray(shard.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    shard.write_bytes(raw)
+    assert f"FAIL  shards/{shard.name}: sha256" in failures(data, capsys)
+
+
+def rewrite(data: Path, shard: int, column: str, change) -> None:
+    """Change a column of a shard in place and make every checksum right again."""
+    file = data / "shards" / f"unit-{shard:05d}.arrow"
+    raw = bytearray(file.read_bytes())
+    batch = next(iter(pa.ipc.open_stream(pa.py_buffer(raw))))
+    values = batch.column(column).values
+    while hasattr(values, "values"):
+        values = values.values
+    start = values.buffers()[1].address - pa.py_buffer(raw).address
+    view = np.frombuffer(raw, values.type.to_pandas_dtype(), len(values), start)
+    changed = view.copy()
+    change(changed, batch.column(column).offsets.to_numpy())
+    raw[start : start + changed.nbytes] = changed.tobytes()
+    sums = batch.column(CHECKSUMS).values.buffers()[1]
+    start, found = sums.address - pa.py_buffer(raw).address, chunk_checksums(batch.columns[:-1])
+    raw[start : start + found.nbytes] = found.tobytes()
+    file.write_bytes(raw)
+    manifest = json.loads((data / "manifest.json").read_text())
+    manifest["shards"][shard]["sha256"] = sha256_file(file)
+    index = pa.ipc.open_stream(pa.py_buffer((data / "index.arrow").read_bytes())).read_all()
+    sums = index.column("checksum").to_numpy().copy()
+    (batch,) = pa.ipc.open_stream(pa.py_buffer(raw))
+    sums[index.column("shard").to_numpy() == shard] = row_checksums(batch)
+    place = index.schema.get_field_index("checksum")
+    index = index.set_column(place, index.schema.field(place), pa.array(sums))
+    with pa.OSFile(str(data / "index.arrow"), "wb") as sink:
+        pa.ipc.new_stream(sink, index.schema).write_table(index)
+    manifest["files"] |= file_records(data, ["index.arrow"])
+    manifest["fingerprint"] = fingerprint(manifest)
+    (data / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_states_that_are_not_finite_are_named(data, capsys):
+    def poison(values, offsets):
+        values[offsets[2] * 32 + 32 * 3 + 5] = 0x7FC0  # a bf16 NaN: row 2, token 3
+
+    rewrite(data, 0, "hidden.L2", poison)
+    out = failures(data, capsys)
+    assert "FAIL  shards/unit-00000.arrow row 2, column hidden.L2: not finite at token 3" in out
+
+
+def test_constant_states_are_named(data, capsys):
+    def flatten(values, offsets):
+        values[offsets[1] * 32 : (offsets[1] + 1) * 32] = 0
+
+    rewrite(data, 0, "hidden.final", flatten)
+    assert "row 1, column hidden.final: a constant vector at token 0" in failures(data, capsys)
+
+
+def test_states_of_another_document_are_caught_by_the_head(data, capsys):
+    def swap(values, offsets):
+        half = values[: 6 * 32].copy()
+        values[: 6 * 32] = values[10 * 32 : 16 * 32]
+        values[10 * 32 : 16 * 32] = half
+
+    rewrite(data, 0, "hidden.final", swap)
+    assert "columns hidden.final / target_argmax / target_logsumexp" in failures(
+        data, capsys, samples=100
+    )
+
+
+def test_aux_states_of_another_layer_are_caught_by_a_fresh_forward(data, target, capsys):
+    rewrite(data, 0, "hidden.L2", lambda values, _: np.add(values, 1 << 7, out=values))
+    assert "FAIL" not in failures(data, capsys, samples=100)
+    out = failures(data, capsys, samples=100, target=str(target))
+    assert "column hidden.L2: differs from a fresh forward" in out
+
+
+def test_a_few_swapped_tokens_of_a_long_document_are_caught(data, target, capsys):
+    """Too few to move the mean of a document, too many to be rounding."""
+
+    def swap(values, offsets):
+        for start, end in itertools.pairwise(offsets):
+            last = values[(end - 1) * 32 : end * 32].copy()
+            values[(end - 1) * 32 : end * 32] = values[start * 32 : (start + 1) * 32]
+            values[start * 32 : (start + 1) * 32] = last
+
+    rewrite(data, 0, "hidden.L2", swap)
+    out = failures(data, capsys, samples=100, target=str(target))
+    assert "column hidden.L2" in out
+
+
+@pytest.mark.parametrize(
+    ("supervision", "column", "change"),
+    [
+        ("topk:3", "topk_ids", lambda v, _: v.__setitem__(slice(1, None, 3), v[2::3].copy())),
+        ("topk:3", "topk_logits", lambda v, _: v.__setitem__(slice(1, None, 3), v[1::3] - 3)),
+        ("logits", "logits", lambda v, _: v.__setitem__(slice(None), np.roll(v, 96))),
+        ("logits", "target_logsumexp", lambda v, _: np.add(v, 5, out=v)),
+        ("final-hidden", "target_argmax", lambda v, _: v.__setitem__(slice(None), np.roll(v, 1))),
+    ],
+)
+def test_teachers_that_are_not_the_targets_are_caught(
+    target, tmp_path, capsys, supervision, column, change
+):
+    corpus = write_corpus(tmp_path / "chats.jsonl", 6)
+    run(target, corpus, tmp_path / "data", supervision=supervision)
+    rewrite(tmp_path / "data", 0, column, change)
+    out = failures(tmp_path / "data", capsys, target=str(target), samples=100)
+    assert "FAIL" in out
+    assert column in out
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["target/head.safetensors", "target/config.json", "target/tokenizer.json", "index.arrow"],
+)
+def test_every_file_that_decides_something_is_covered(data, capsys, name):
+    file = data / name
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+    assert f"FAIL  {name}: sha256" in failures(data, capsys)
+
+
+def test_a_wrong_mask_is_named(data, capsys):
+    rewrite(data, 0, "loss_mask", lambda values, offsets: values.__setitem__(0, 1 - values[0]))
+    assert "row 0, column loss_mask" in failures(data, capsys)
+
+
+def test_another_target_is_refused(data, target, tmp_path, capsys):
+    other = tmp_path / "other"
+    model = AutoModelForCausalLM.from_pretrained(target)
+    model.model.norm.weight.data *= 1.01
+    model.save_pretrained(other)
+    assert "weights hash is not that of the dataset's target" in failures(
+        data, capsys, target=str(other)
+    )
+
+
+def test_the_command_gives_exit_codes(data, capsys):
+    assert main(["verify", str(data), "--device", "cpu"]) == 0
+    shard = sorted((data / "shards").iterdir())[0]
+    raw = bytearray(shard.read_bytes())
+    raw[-100] ^= 4
+    shard.write_bytes(raw)
+    assert main(["verify", str(data), "--device", "cpu"]) == 1
+    shard.unlink()
+    assert main(["verify", str(data)]) == 2
+    assert "shard is missing" in capsys.readouterr().err
+    assert issubclass(SpecDataError, Exception)
