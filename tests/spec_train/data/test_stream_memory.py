@@ -18,7 +18,7 @@ from spec_train.data.order import BatchPlan
 from spec_train.data.stream import _Buffer
 from tests.factory import tiny_dataset
 
-SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[3] / "scripts" / "bench"
 STATES = ("hidden.L1", "hidden.final", "target_argmax")
 
 

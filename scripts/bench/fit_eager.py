@@ -1,6 +1,6 @@
 """Training losses written straightforwardly: all slots, T x T scores, all logits in float32.
 
-Baselines for bench_fit: each takes the very draft, batch and head that the trainer takes and gives
+Baselines for `fit.py`: each takes the very draft, batch and head that the trainer takes and gives
 the same loss (asserted there), with nothing chunked or skipped.
 """
 

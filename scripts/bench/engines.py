@@ -1,9 +1,9 @@
-"""The drafts of bench_drafts in real engines: are as many tokens drafted and accepted as by us?
+"""The drafts of `drafts.py` in real engines: are as many tokens drafted and accepted as by us?
 
     bash scripts/engines_env.sh
-    .venv-engines/bin/python scripts/bench_engines.py --target MODEL --prompts FILE --out DIR
+    .venv-engines/bin/python scripts/bench/engines.py --target MODEL --prompts FILE --out DIR
 
-Every draft in DIR (made by bench_drafts) is exported to DIR/NAME-vllm and served by vLLM on the
+Every draft in DIR (made by `drafts.py`) is exported to DIR/NAME-vllm and served by vLLM on the
 CPU, greedy, in float32, a prompt at a time. Verification repairs wrong drafts, so equal answers
 prove nothing; counts of drafted and accepted tokens do. Block drafts that begin at their anchor are
 loaded by vLLM's DSpark class and not served: its runner for that needs a GPU (DFlash's published
@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
+sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
 from spec_data.report import table  # noqa: E402
 from spec_train.evaluation.prompts import read_prompts, render, render_text  # noqa: E402

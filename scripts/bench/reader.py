@@ -1,11 +1,11 @@
 """How fast hidden states are read: memcpy, preadv, this project's reader and loader, other layouts.
 
-    python scripts/bench_reader.py                    the table, on synthetic data
-    python scripts/bench_reader.py --data DIR ...     and on these datasets too, any codec
-    python scripts/bench_reader.py --open 100000      first batch, against files per document
-    python scripts/bench_reader.py --million          first batch at 1,000,000 documents
-    python scripts/bench_reader.py --memory           peak anonymous memory at 1x and 4x the data
-    python scripts/bench_reader.py --fit              share of a training step spent on data
+    python scripts/bench/reader.py                    the table, on synthetic data
+    python scripts/bench/reader.py --data DIR ...     and on these datasets too, any codec
+    python scripts/bench/reader.py --open 100000      first batch, against files per document
+    python scripts/bench/reader.py --million          first batch at 1,000,000 documents
+    python scripts/bench/reader.py --memory           peak anonymous memory at 1x and 4x the data
+    python scripts/bench/reader.py --fit              share of a training step spent on data
 
 Passes are interleaved and quick ones repeated, files are in the page cache, figures are medians,
 and ratios are medians of the ratios inside a round. Processor time includes child processes;

@@ -5,7 +5,7 @@ the model's own decoder without hooks, head, checks, encoding or writing; the ca
 argmax and logsumexp over the vocabulary, checks, bf16 encoding, and writes shards while the next
 forward runs.
 
-    python scripts/bench_generate.py --target MODEL --corpus FILE [--limit 512]
+    python scripts/bench/generate.py --target MODEL --corpus FILE [--limit 512]
 """
 
 import argparse

@@ -4,8 +4,8 @@ Datasets are made by the real `spec-data generate`, one per codec, and kept in -
 and it goes on). Errors are those of the manifests. Speeds are of this process, one column, in
 bf16-equivalent GB per CPU-second: what a codec takes in or gives out.
 
-    python scripts/bench_codecs.py --target MODEL --corpus FILE --out DIR [--limit 300]
-    python scripts/bench_codecs.py ... --fit SEEDS STEPS [--prompts FILE --decode 40]
+    python scripts/bench/codec_costs.py --target MODEL --corpus FILE --out DIR [--limit 300]
+    python scripts/bench/codec_costs.py ... --fit SEEDS STEPS [--prompts FILE --decode 40]
 
 CODECS are what --codec takes; "/supervised" behind one adds --final supervised. With --fit every
 codec and seed trains an EAGLE-3 draft through `spec-train fit`; all drafts are then measured on the

@@ -1,4 +1,4 @@
-"""The tests' plain-loop references of the losses, on the problem of bench_fit: one row, float64."""
+"""The tests' plain-loop references of the losses, on the problem of `fit.py`: one row, float64."""
 
 from collections.abc import Callable
 from typing import Any

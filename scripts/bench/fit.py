@@ -1,12 +1,12 @@
 """How fast drafts train and how much memory a step takes, against straightforward formulations.
 
-    python scripts/bench_fit.py                      every draft, T = 512 ... 4096, two vocabularies
-    python scripts/bench_fit.py --drafts eagle3 --lengths 1024 2048 --vocabs 4096
+    python scripts/bench/fit.py                      every draft, T = 512 ... 4096, two vocabularies
+    python scripts/bench/fit.py --drafts eagle3 --lengths 1024 2048 --vocabs 4096
 
 One row of T tokens is one document, its last 60 % supervised; forward, loss and backward of one
 micro-batch in float32. "eager": the same loss with T x T scores and all logits
-(scripts/fit_eager.py). "recomputed": ours with --gradient-checkpointing, as a share of ours. The
-first line is the plain loops of the tests in float64 on the CPU (scripts/fit_reference.py). Losses
+(scripts/bench/fit_eager.py). "recomputed": ours with --gradient-checkpointing, as a share of ours. The
+first line is the plain loops of the tests in float64 on the CPU (scripts/bench/fit_reference.py). Losses
 must agree within 1e-5. Each measurement is a process of its own, so that its peak is its own;
 tokens/s are per CPU-second, the best of three; peak is resident memory above what weights and batch
 take. A dash: it did not finish, for want of memory.
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from fit_eager import EAGER  # noqa: E402
 from fit_reference import reference_loss  # noqa: E402
