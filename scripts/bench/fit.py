@@ -5,8 +5,8 @@
 
 One row of T tokens is one document, its last 60 % supervised; forward, loss and backward of one
 micro-batch in float32. "eager": the same loss with T x T scores and all logits
-(scripts/bench/fit_eager.py). "recomputed": ours with --gradient-checkpointing, as a share of ours. The
-first line is the plain loops of the tests in float64 on the CPU (scripts/bench/fit_reference.py). Losses
+(`fit_eager.py`). "recomputed": ours with --gradient-checkpointing, as a share of ours. The
+first line is the plain loops of the tests in float64 on the CPU (`fit_reference.py`). Losses
 must agree within 1e-5. Each measurement is a process of its own, so that its peak is its own;
 tokens/s are per CPU-second, the best of three; peak is resident memory above what weights and batch
 take. A dash: it did not finish, for want of memory.
