@@ -86,14 +86,14 @@ HELD = 8
 GENERATE = """
 import sys, time
 from pathlib import Path
-from spec_data import generate
 from spec_data.cli import main
-original, gate, held = generate.capture_unit, Path(sys.argv[1]), int(sys.argv[2])
+from spec_data.generation import run
+original, gate, held = run.capture_unit, Path(sys.argv[1]), int(sys.argv[2])
 def gated(target, plan, unit, *args, **kwargs):
     while unit >= held and not gate.exists():
         time.sleep(0.01)
     return original(target, plan, unit, *args, **kwargs)
-generate.capture_unit = gated
+run.capture_unit = gated
 sys.exit(main(["generate", *sys.argv[3:]]))
 """
 
