@@ -1,0 +1,244 @@
+"""Laws of scripts/_env.sh: every row of its decision table, met on a machine of fakes."""
+
+import time
+
+import pytest
+
+from tests.scripts.fake_machine import REPOSITORY, FakeMachine
+
+CONFIGURED = ":env:.find-links='/opt/wheels'"
+LARGE = "several GB"
+UV_CPU = ["uv cpu tested", "uv cpu any"]
+PIP_CPU = ["pip cpu tested", "pip cpu any"]
+
+
+@pytest.fixture
+def machine(tmp_path):
+    machine = FakeMachine(tmp_path)
+    machine.put_on_path("uv", "uv")
+    return machine
+
+
+@pytest.fixture
+def bare_machine(tmp_path):
+    """A machine without uv on PATH."""
+    return FakeMachine(tmp_path)
+
+
+def installed_with(result):
+    """The call that installed torch."""
+    calls = [call for call in result.calls if "torch" in call and "--dry-run" not in call]
+    assert calls
+    return calls[-1]
+
+
+# The machine's settings, what is tried in order, and options of the installing call.
+ROWS = {
+    "gpu, uv": ({"FAKE_GPU": "yes"}, ["uv auto tested"], "--torch-backend=auto"),
+    "gpu, pip configured": (
+        {"FAKE_GPU": "yes", "FAKE_PIP": "cuda", "FAKE_PIP_CONFIG": CONFIGURED},
+        ["pip auto tested"],
+        "pip install",
+    ),
+    "gpu, uv fails": (
+        {"FAKE_GPU": "yes", "FAKE_PIP": "cuda", "FAKE_UV": "nothing"},
+        ["uv auto tested", "uv auto any", "pip auto tested"],
+        "pip install",
+    ),
+    "gpu, only uv's default index": (
+        {"FAKE_GPU": "yes", "FAKE_PIP": "nothing", "FAKE_UV": "default"},
+        ["uv auto tested", "uv auto any", "pip auto tested", "pip auto any", "uv default tested"],
+        "uv pip install",
+    ),
+    "cpu, uv": ({}, ["uv cpu tested"], "--torch-backend=cpu"),
+    "cpu, no tested version": (
+        {"FAKE_TESTED": "no", "FAKE_UV": "nothing"},
+        [*UV_CPU, *PIP_CPU],
+        "torch>=2.9",
+    ),
+    "cpu, uv fails, pip has a CPU build": (
+        {"FAKE_UV": "nothing"},
+        [*UV_CPU, "pip cpu tested"],
+        "torch==2.13.0",
+    ),
+    "cpu, uv would bring CUDA, pip has a CPU build": (
+        {"FAKE_UV": "cuda"},
+        [*UV_CPU, "pip cpu tested"],
+        "torch==2.13.0",
+    ),
+    "cpu, pip configured with a CPU build": (
+        {"FAKE_PIP_CONFIG": CONFIGURED},
+        ["pip cpu tested"],
+        "pip install",
+    ),
+    "cpu, pip configured with CUDA only": (
+        {"FAKE_PIP": "cuda", "FAKE_PIP_CONFIG": "global.index-url='x'"},
+        [*PIP_CPU, "uv cpu tested"],
+        "--torch-backend=cpu",
+    ),
+    "cpu, pip's configuration names no index": (
+        {"FAKE_PIP_CONFIG": "global.cert='/index-url=/find-links='"},
+        ["uv cpu tested"],
+        "--torch-backend=cpu",
+    ),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_of_the_table(machine, row):
+    settings, tried, option = ROWS[row]
+    machine.settings.update(settings)
+
+    result = machine.prepare()
+
+    assert result.code == 0, result.messages
+    assert result.tried == tried
+    assert option in installed_with(result)
+    assert LARGE not in result.messages
+
+
+@pytest.mark.parametrize(
+    ("settings", "tried"),
+    [
+        ({"FAKE_PIP": "cuda", "FAKE_UV": "default"}, [*UV_CPU, *PIP_CPU, "uv default tested"]),
+        (
+            {"FAKE_PIP": "cuda", "FAKE_UV": "nothing"},
+            [*UV_CPU, *PIP_CPU, "uv default tested", "uv default any", "pip default tested"],
+        ),
+        (
+            {"FAKE_PIP": "cuda", "FAKE_UV": "default", "FAKE_PIP_CONFIG": CONFIGURED},
+            [*PIP_CPU, *UV_CPU, "pip default tested"],
+        ),
+    ],
+)
+def test_without_any_cpu_build_the_default_one_is_installed_and_its_size_said(
+    machine, settings, tried
+):
+    machine.settings.update(settings)
+
+    result = machine.prepare()
+
+    assert result.code == 0, result.messages
+    assert result.tried == tried
+    assert result.messages.count(LARGE) == 1
+    assert "--torch-backend" not in installed_with(result)
+
+
+def test_where_nothing_works_the_error_says_so_in_words(machine):
+    machine.settings.update(FAKE_PIP="nothing", FAKE_UV="nothing")
+
+    result = machine.prepare()
+
+    assert result.code == 2
+    assert "error: neither uv nor pip could install PyTorch" in result.messages
+    assert "PIP_INDEX_URL" in result.messages
+    assert result.tried == [
+        *UV_CPU,
+        *PIP_CPU,
+        *(line.replace("cpu", "default") for line in [*UV_CPU, *PIP_CPU]),
+    ]
+    assert not (machine.root / ".venv" / ".spec-data-installed").exists()
+
+
+def test_where_the_packages_cannot_be_installed_the_error_says_so(machine):
+    machine.settings.update(FAKE_PIP="nothing", FAKE_UV="nothing")
+    (machine.fakes / "site" / "torch.py").write_text('__version__ = "2.13.0"')
+
+    result = machine.prepare("dev")
+
+    assert result.code == 2
+    assert "error: neither uv nor pip could install what spec-data needs" in result.messages
+
+
+def test_pip_installs_uv_where_path_has_none(bare_machine):
+    bare_machine.settings["FAKE_UV_FROM_PIP"] = "yes"
+
+    result = bare_machine.prepare("dev")
+
+    assert result.code == 0, result.messages
+    assert result.tried == ["uv cpu tested"]
+    assert sum(call.endswith(" uv") for call in result.calls) == 1
+    assert result.calls[-1].startswith("uv pip install")
+    assert result.calls[-1].endswith(f"--editable {bare_machine.root}[dev]")
+
+
+def test_without_uv_pip_does_everything(bare_machine):
+    result = bare_machine.prepare()
+
+    assert result.code == 0, result.messages
+    assert "pip install" in installed_with(result)
+    assert sum(call.endswith(" uv") for call in result.calls) == 1  # asked for once, in vain
+    assert not any(call.startswith("uv") for call in result.calls)
+
+
+@pytest.mark.parametrize(("version", "kept"), [("2.9.1+cu130", True), ("2.8.0", False)])
+def test_a_fitting_pytorch_is_kept(machine, version, kept):
+    (machine.fakes / "site" / "torch.py").write_text(f'__version__ = "{version}"')
+
+    result = machine.prepare()
+
+    assert result.code == 0, result.messages
+    assert (result.tried == []) == kept
+
+
+def test_a_second_run_calls_nothing(machine):
+    assert machine.prepare("dev").code == 0
+
+    for extra in ("dev", ""):  # what dev installs includes the rest
+        again = machine.prepare(extra)
+        assert (again.code, again.calls, again.messages) == (0, [], "")
+
+
+def test_a_changed_pyproject_is_installed_again(machine):
+    machine.prepare()
+    with (machine.root / "pyproject.toml").open("a") as file:
+        file.write("# changed\n")
+
+    again = machine.prepare()
+
+    assert any("--editable" in call for call in again.calls)
+    assert again.tried == []
+
+
+def test_a_python_without_its_venv_module_is_replaced_by_uv(machine):
+    machine.settings["FAKE_VENV_MODULE"] = "no"
+
+    result = machine.prepare()
+
+    assert result.code == 0, result.messages
+    assert result.calls[0].startswith("uv venv")
+
+
+def test_without_venv_module_and_uv_the_error_says_what_is_needed(bare_machine):
+    bare_machine.settings["FAKE_VENV_MODULE"] = "no"
+
+    result = bare_machine.prepare()
+
+    assert result.code == 2
+    assert "3.11 or later with its venv module" in result.messages
+
+
+def test_a_python_that_is_named_is_the_only_one_tried(machine):
+    machine.settings.update(PYTHON="/nowhere/python", FAKE_UV="nothing")
+    (machine.fakes / "uv").write_text("#!/bin/sh\nexit 1\n")
+
+    result = machine.prepare()
+
+    assert result.code == 2
+    assert "with /nowhere/python" in result.messages
+
+
+def test_an_attempt_that_hangs_is_ended(machine):
+    assert machine.prepare().code == 0
+    started = time.monotonic()
+
+    done = machine.bash("bounded 1 sleep 30 || echo ended; bounded 30 bash -c 'echo in time'")
+
+    assert done.stdout.split("\n")[:2] == ["ended", "in time"]
+    assert time.monotonic() - started < 20
+
+
+def test_no_package_index_is_named():
+    text = (REPOSITORY / "scripts" / "_env.sh").read_text(encoding="utf-8")
+
+    assert "://" not in text
