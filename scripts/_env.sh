@@ -50,8 +50,9 @@ make_venv() {
   # uv needs neither Python's venv module nor, unless PYTHON names one, a Python.
   if command -v uv >/dev/null &&
     uv venv --quiet --seed --allow-existing --python "${PYTHON:->=3.11}" "$VENV"; then return; fi
-  fail "cannot make a virtual environment in $VENV with ${PYTHON:-any Python on PATH}. It needs Python" \
-    "3.11 or later with its venv module (Debian: python3-venv); name one: PYTHON=/path/to/python bash $0"
+  fail "cannot make a virtual environment in $VENV with ${PYTHON:-any Python on PATH}. This needs" \
+    "Python 3.11 or later with its venv module (Debian: python3-venv); name one with" \
+    "PYTHON=/path/to/python bash $0"
 }
 
 # Runs a command for at most $1 seconds. The alarm is Python's, because macOS has no `timeout`.
@@ -138,8 +139,8 @@ install_torch() {
   if has_nvidia_gpu; then rows="auto default"; fi
   for build in $rows; do
     if [ "$rows $build" = "cpu default default" ]; then
-      say "no build of PyTorch for CPUs alone was found: installing the default build. It works on" \
-        "CPUs too, but it is large: several GB with its CUDA packages"
+      say "found no PyTorch without CUDA packages: installing the default build, several GB in all." \
+        "It works on CPUs too"
     fi
     for tool in $(tools); do
       for requirement in "$TORCH_TESTED" "$TORCH_ANY"; do
@@ -148,7 +149,7 @@ install_torch() {
     done
   done
   fail "neither uv nor pip could install PyTorch into $VENV (see above). Check the network and pip's" \
-    "index (PIP_INDEX_URL or pip.conf), or install torch 2.9 or later into it yourself; then run this again"
+    "index (PIP_INDEX_URL or pip.conf), or install torch 2.9 or later yourself; then run this again"
 }
 
 install_project() {
@@ -157,8 +158,8 @@ install_project() {
     say "installing spec-data${extra:+ with its $extra tools} into $VENV with $tool"
     if install_with "$tool" 3600 --quiet --editable "$ROOT${extra:+[$extra]}"; then return; fi
   done
-  fail "neither uv nor pip could install what spec-data needs into $VENV (see above). Check the network" \
-    "and pip's index (PIP_INDEX_URL or pip.conf), then run this again"
+  fail "neither uv nor pip could install what spec-data needs into $VENV (see above). Check the" \
+    "network and pip's index (PIP_INDEX_URL or pip.conf), then run this again"
 }
 
 # What an installation of extra $1 depends on. While it is unchanged, nothing has to be done.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make the environment in which our exports are compared with real engines, on a CPU.
+# Make the environment in which the tests compare our exports with real engines, on a CPU.
 set -euo pipefail
 
 usage() {
@@ -7,7 +7,8 @@ usage() {
 usage: bash scripts/engines_env.sh [--run [PYTEST ARGUMENT ...]]
 
 Makes or reuses a virtual environment with the releases of tests/engines/requirements.txt (vLLM for
-CPUs and the speculators library; about 4 GB), and with --run runs the tests against them:
+CPUs and the speculators library; about 4 GB). With --run it then runs the tests that need them, for
+example:
   bash scripts/engines_env.sh --run -k eagle3
 
 Environment: ENGINES_VENV (default .venv-engines in the repository), PYTHON (3.11 or later).
@@ -29,7 +30,7 @@ if ! "$PY" -c 'import vllm, speculators, pytest' 2>/dev/null; then
   install_torch
   say "installing the engines"
   "$PY" -m pip install --quiet -r tests/engines/requirements.txt
-  # What the index has of these is built for CUDA, and transformers fails to import with it.
+  # These come as CUDA builds only, and transformers fails to import where one is installed.
   "$PY" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 fi
 say "$("$PY" -c 'import torch, transformers, vllm; print("vLLM", vllm.__version__,

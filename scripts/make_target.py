@@ -1,15 +1,15 @@
-"""Make a small but really trained target, from nothing but this Python installation.
+"""Make a small trained target from the text of this Python installation.
 
-The text is the standard library itself: questions about its functions answered with their
-docstrings and signatures, and functions to be finished. On it come a byte-level BPE tokenizer, a
-ChatML template and a Llama of about two million parameters, trained for a minute or two on two CPU
-cores. It knows little, but it is trained: its hidden states have structure and its answers can be
-predicted, which random weights cannot offer and which a draft needs to show anything.
+The text is the standard library. The chats ask how its functions are declared and what they do
+(answers: signatures and docstrings), or ask to finish a function. The script trains a byte-level
+BPE tokenizer with a ChatML template, and a Llama of about one million parameters, for about a
+minute on two CPU cores. The target knows little, but it is trained: its hidden states have
+structure and its answers can be predicted. A draft cannot learn anything from random weights.
 
-Written to --out: the model (bfloat16) and tokenizer, as `from_pretrained` reads them;
-`corpus.jsonl`, the training chats; `prompts.jsonl`, chats about functions never trained on.
-The same Python version, seed and steps give the same corpus and tokenizer, and on the same machine
-the same weights.
+Written to --out: the model (bfloat16) and the tokenizer, as `from_pretrained` reads them;
+`corpus.jsonl`, the training chats; `prompts.jsonl`, chats about functions that are not trained on.
+The same Python version, seed and steps produce the same corpus and tokenizer, and the same weights
+on the same machine.
 """
 
 import argparse
@@ -21,7 +21,6 @@ import os
 import random
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +39,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from spec_data.progress import progress
 from spec_data.shards.packing import block_causal_mask, pack_documents, row_layout, shift_left
 
 Chat = list[dict[str, str]]
@@ -53,10 +53,10 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 ROW = 256  # tokens of a training row; longer chats are left out
-ROWS_PER_STEP = 6
-PEAK_LEARNING_RATE = 4e-3
-HELD_OUT = 0.04  # share of the functions that nothing is trained on
-# Tests, generated tables and the like: not the text that people ask about.
+ROWS_PER_STEP = 3
+PEAK_LEARNING_RATE = 3e-3
+HELD_OUT = 0.04  # share of the functions whose chats are not trained on
+# Tests, generated tables and similar folders: not what people ask about.
 SKIPPED_FOLDERS = frozenset(
     ("test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings", "site-packages")
 )
@@ -66,25 +66,28 @@ SKIPPED_FOLDERS = frozenset(
 class Symbol:
     """A function or class of the standard library."""
 
-    name: str  # dotted, from the module on
+    name: str  # dotted, beginning with the module
     module: str
     signature: str
     docstring: str  # its first paragraphs; may be empty
-    source: str  # empty where the code is too short or too long to be asked for
+    source: str  # empty if the code is too short or too long for a chat
 
 
 def read_symbols(root: Path) -> Iterator[Symbol]:
-    """Find the documented or short functions and classes of every module below `root`."""
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).with_suffix("").parts
-        if SKIPPED_FOLDERS.intersection(parts) or any(part.startswith("_") for part in parts[:1]):
-            continue
+    """Yield the functions and classes of every module below `root`."""
+    modules = {path: path.relative_to(root).with_suffix("").parts for path in root.rglob("*.py")}
+    chosen = sorted(
+        path
+        for path, parts in modules.items()
+        if not SKIPPED_FOLDERS.intersection(parts) and not parts[0].startswith("_")
+    )
+    for path in progress(chosen, desc="read", unit="file"):
         try:
             text = path.read_text(encoding="utf-8")
             tree = ast.parse(text)
         except (OSError, SyntaxError, ValueError):
-            continue  # distributions ship templates and deliberately broken files
-        module = ".".join(part for part in parts if part != "__init__")
+            continue  # some distributions contain templates and deliberately broken files
+        module = ".".join(part for part in modules[path] if part != "__init__")
         yield from _symbols_of(tree, module, module, text.splitlines())
 
 
@@ -130,7 +133,7 @@ def _source(node: ast.AST, lines: list[str]) -> str:
 
 
 def chats_about(symbol: Symbol) -> Iterator[Chat]:
-    """Give the chats one symbol is good for: its declaration and meaning, its code."""
+    """Yield up to two chats: about the symbol's declaration and meaning, and about its code."""
     if symbol.docstring:
         yield [
             {"role": "user", "content": f"How is `{symbol.name}` declared?"},
@@ -150,9 +153,9 @@ def chats_about(symbol: Symbol) -> Iterator[Chat]:
 
 
 def split_chats(symbols: Iterator[Symbol]) -> tuple[list[Chat], list[Chat]]:
-    """Divide the chats into (trained, held out) by symbol, each shuffled the same way every time.
+    """Split the chats by symbol into (trained, held out), each in a fixed shuffled order.
 
-    No answer occurs twice, so that none of the held-out ones was trained on under another name.
+    Every answer occurs once, so that no held-out answer is also trained on under another name.
     """
     trained: list[Chat] = []
     held_out: list[Chat] = []
@@ -165,12 +168,12 @@ def split_chats(symbols: Iterator[Symbol]) -> tuple[list[Chat], list[Chat]]:
                 answers.add(chat[-1]["content"])
                 side.append(chat)
     for side in (trained, held_out):
-        random.Random(0).shuffle(side)  # so that the first n are of every kind
+        random.Random(0).shuffle(side)  # so that the first n are a mixture of all modules
     return trained, held_out
 
 
 def train_tokenizer(chats: list[Chat]) -> PreTrainedTokenizerFast:
-    """Train the byte-level BPE tokenizer; the end-of-turn token is its end of sequence."""
+    """Train the byte-level BPE tokenizer. Its end-of-sequence token is the end-of-turn token."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -193,14 +196,14 @@ def train_tokenizer(chats: list[Chat]) -> PreTrainedTokenizerFast:
 
 
 def render(tokenizer: PreTrainedTokenizerFast, chats: list[Chat]) -> list[list[int]]:
-    """Token ids of every chat that fits a row, in order."""
+    """Return the token ids of every chat that fits into a row, in order."""
     texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return [ids for ids in encoded if len(ids) <= ROW]
 
 
 def build_model(seed: int) -> LlamaForCausalLM:
-    """A Llama of eight blocks, so that early, middle and late layers are three different ones."""
+    """Build a Llama of eight blocks: enough that early, middle and late layers differ."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -221,7 +224,7 @@ def build_model(seed: int) -> LlamaForCausalLM:
 
 
 def pack(documents: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of whole documents: `(input_ids, document_ids, position_ids)`, int64 [N, ROW]."""
+    """Pack whole documents: `(input_ids, document_ids, position_ids)`, each int64 [N, ROW]."""
     rows = pack_documents([len(ids) for ids in documents], ROW)
     layout = row_layout([[len(documents[i]) for i in row] for row in rows], ROW)
     input_ids = torch.zeros(len(rows), ROW, dtype=torch.long)
@@ -232,9 +235,9 @@ def pack(documents: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rows_loss(model: LlamaForCausalLM, rows: tuple[Tensor, ...]) -> Tensor:
-    """Mean cross-entropy of the next token within documents, of packed rows as `pack` gives."""
+    """Return the mean cross-entropy of next tokens within documents. `rows` is as from `pack`."""
     input_ids, document_ids, position_ids = rows
-    labels = shift_left(input_ids + 1, document_ids) - 1  # -1 where nothing follows
+    labels = shift_left(input_ids + 1, document_ids) - 1  # -1 at the last token of a document
     output = model(
         input_ids=input_ids,
         position_ids=position_ids,
@@ -248,14 +251,16 @@ def rows_loss(model: LlamaForCausalLM, rows: tuple[Tensor, ...]) -> Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, rows: tuple[Tensor, ...]) -> float:
-    """Mean loss per token over (a fixed part of) the held-out rows."""
+    """Return the mean loss per token over the first 32 held-out rows."""
     return rows_loss(model, tuple(part[:32] for part in rows)).item()
 
 
 def train(model: LlamaForCausalLM, documents: list[list[int]], steps: int, seed: int) -> None:
-    """Train on shuffled packed rows with AdamW, warm-up and cosine decay."""
+    """Train on shuffled packed rows, with AdamW, warm-up and cosine decay."""
     order = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), PEAK_LEARNING_RATE, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), PEAK_LEARNING_RATE, betas=(0.9, 0.95), fused=True
+    )
     warmup = max(1, steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
@@ -263,32 +268,30 @@ def train(model: LlamaForCausalLM, documents: list[list[int]], steps: int, seed:
     )
     input_ids, document_ids, position_ids = pack(documents)
     queue: list[int] = []
-    started = time.monotonic()
-    for step in range(1, steps + 1):
-        if len(queue) < ROWS_PER_STEP:
-            queue = list(range(len(input_ids)))
-            order.shuffle(queue)
-        chosen = [queue.pop() for _ in range(ROWS_PER_STEP)]
-        rows = (input_ids[chosen], document_ids[chosen], position_ids[chosen])
-        loss = rows_loss(model, rows)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        if step % max(1, steps // 8) == 0:
-            rate = step * ROWS_PER_STEP * ROW / (time.monotonic() - started)
-            print(f"step {step}/{steps}  loss {loss.item():.3f}  {rate:,.0f} tokens/s", flush=True)
+    with progress(total=steps * ROWS_PER_STEP * ROW, desc="train", unit="token") as bar:
+        for _ in range(steps):
+            if len(queue) < ROWS_PER_STEP:
+                queue = list(range(len(input_ids)))
+                order.shuffle(queue)
+            chosen = [queue.pop() for _ in range(ROWS_PER_STEP)]
+            loss = rows_loss(model, (input_ids[chosen], document_ids[chosen], position_ids[chosen]))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+            bar.update(ROWS_PER_STEP * ROW)
 
 
 def write_chats(path: Path, chats: list[Chat]) -> None:
-    """Write one `{"messages": [...]}` per line."""
+    """Write one JSON object `{"messages": [...]}` per line."""
     lines = (json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in chats)
     path.write_text("".join(lines), encoding="utf-8")
 
 
 def show_samples(directory: Path, chats: list[Chat]) -> None:
-    """Load what was saved, as anybody would, and print its answers to `chats`."""
+    """Load the saved target with `from_pretrained` and print its answers to `chats`."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory)
     for chat in chats:
@@ -303,23 +306,28 @@ def show_samples(directory: Path, chats: list[Chat]) -> None:
 
 
 def main() -> None:
-    """Parse the command line, make the target, print how well it learnt."""
+    """Parse the command line, make the target and print its held-out loss."""
     parser = argparse.ArgumentParser(
-        description="Make a small trained target from the standard library's own text.",
+        description="Make a small trained target from the text of Python's standard library.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    parser.add_argument("--steps", type=int, default=500, help="optimizer steps")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and order")
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the weights and of the order of rows"
+    )
     options = parser.parse_args()
     if options.steps < 1:
-        parser.error(f"--steps {options.steps}: at least one step is needed")
+        parser.error(f"--steps {options.steps}: must be at least 1")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 
     trained, held_out = split_chats(read_symbols(Path(sysconfig.get_path("stdlib"))))
     if not held_out:
-        sys.exit("this Python carries no standard library sources (.py files) to train on")
+        sys.exit(
+            "error: this Python has no sources of its standard library (.py files) to train on; "
+            "install them, or use another Python"
+        )
     tokenizer = train_tokenizer(trained)
     documents, held_out_rows = render(tokenizer, trained), pack(render(tokenizer, held_out))
     model = build_model(options.seed)

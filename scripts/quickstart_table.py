@@ -1,4 +1,4 @@
-"""Print what a quickstart came to, from the figures its commands wrote."""
+"""Print the results of a quickstart from the files that its commands wrote."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def rows(out: Path) -> list[tuple[str, str, str]]:
-    """The table: name, value, remark."""
+    """Return the rows of the table: name, value, remark."""
     manifest = read(out / "dataset" / "manifest.json")
     untrained, trained = read(out / "untrained.json"), read(out / "run.json")
     totals = manifest["totals"]
@@ -22,7 +22,7 @@ def rows(out: Path) -> list[tuple[str, str, str]]:
         (
             "bytes per token",
             f"{totals['bytes'] / totals['tokens']:,.0f}",
-            f"{totals['bytes'] / 1e6:,.0f} MB in all",
+            f"{totals['bytes'] / 1e6:,.0f} MB in total",
         ),
         ("", "", ""),
         ("acceptance length", "", "tokens per verification of the target"),
@@ -35,7 +35,7 @@ def rows(out: Path) -> list[tuple[str, str, str]]:
         ]
     remark = f"{trained['speedup']:.2f} times the speed"
     if trained["speedup"] < 1:
-        remark += ": drafting pays when the target is much larger than its draft"
+        remark += ": drafting saves time if the target is much larger than the draft"
     result += [
         ("", "", ""),
         ("tokens/s, target alone", f"{trained['plain_tokens_per_second']:,.1f}", ""),
@@ -47,14 +47,14 @@ def rows(out: Path) -> list[tuple[str, str, str]]:
         (
             "same output as alone",
             f"{trained['identical']}/{trained['responses']}",
-            f"responses, and {trained['ties']} that differ by a tie in rounding",
+            f"responses; {trained['ties']} more differ by a tie in rounding",
         ),
     ]
     return result
 
 
 def main() -> None:
-    """Print the table and where the files are."""
+    """Print the table and the paths of the files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="the quickstart's --out")
     out = parser.parse_args().out

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, type-check and test, doing all the set-up that is needed.
+# Set up the environment if needed, then lint, type-check and test.
 set -euo pipefail
 
 usage() {
@@ -11,7 +11,7 @@ for example:
   bash scripts/test.sh tests/spec_data -k packing
   bash scripts/test.sh -m 'not long'
 
-Environment: VENV (default .venv in the repository), PYTHON (3.11 or later, to make it with),
+Environment: VENV (default .venv in the repository), PYTHON (3.11 or later, for a new one),
 TEST_WORKERS (default 2).
 END
 }
