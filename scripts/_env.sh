@@ -9,7 +9,7 @@
 # are tried in order, each with both tools, and with the tested version before any from 2.9 on:
 #
 #   machine        row  build
-#   NVIDIA GPU      1   auto: the one that suits the driver (pip: as the default)
+#   NVIDIA GPU      1   auto: uv's choice for the driver; pip's, checked to be no CPU build
 #                   2   default: what the index offers
 #   no NVIDIA GPU   1   cpu: checked to bring no CUDA packages
 #                   2   default: several GB on most indexes; it works on CPUs too
@@ -128,7 +128,10 @@ sys.exit(any(name.lower().startswith(("nvidia-", "cuda-")) for name in names))' 
 try_torch() {
   local tool="$1" build="$2" requirement="$3" options=(--quiet)
   say "installing PyTorch: trying $requirement, $build build, with $tool"
-  if [ "$build" = cpu ]; then is_cpu_build "$tool" "$requirement" || return 1; fi
+  case "$build $tool" in
+    cpu*) is_cpu_build "$tool" "$requirement" || return 1 ;;
+    "auto pip") if is_cpu_build pip "$requirement"; then return 1; fi ;;
+  esac
   if [ "$tool" = uv ] && [ "$build" != default ]; then options+=("--torch-backend=$build"); fi
   install_with "$tool" 3600 "${options[@]}" "$requirement"
 }

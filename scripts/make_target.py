@@ -54,7 +54,7 @@ CHAT_TEMPLATE = (
 )
 ROW = 256  # tokens of a training row; longer chats are left out
 ROWS_PER_STEP = 3
-PEAK_LEARNING_RATE = 3e-3
+PEAK_LEARNING_RATE = 4e-3
 HELD_OUT = 0.04  # share of the functions whose chats are not trained on
 # Tests, generated tables and similar folders: not what people ask about.
 SKIPPED_FOLDERS = frozenset(
@@ -208,11 +208,11 @@ def build_model(seed: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
-            hidden_size=128,
-            intermediate_size=384,
+            hidden_size=96,
+            intermediate_size=256,
             num_hidden_layers=8,
-            num_attention_heads=4,
-            num_key_value_heads=2,
+            num_attention_heads=3,
+            num_key_value_heads=1,
             head_dim=32,
             max_position_embeddings=2048,
             tie_word_embeddings=True,

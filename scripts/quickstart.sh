@@ -68,7 +68,7 @@ mkdir -p "$out"
 # time left is the sum of the remaining ones, scaled by the pace of the steps so far.
 rows=$((limit > 0 ? limit : 10000))
 seconds=(5 $((8 + rows / 80)) 6 5 $((6 + steps / 3)) $((6 + decode * 2 / 3)) $((6 + decode / 3)))
-if [ -z "$target" ] && [ ! -f "$out/target/prompts.jsonl" ]; then seconds=(60 "${seconds[@]}"); fi
+if [ -z "$target" ] && [ ! -f "$out/target/prompts.jsonl" ]; then seconds=(55 "${seconds[@]}"); fi
 number=0 passed=0 total=0 own_target="$target"
 for each in "${seconds[@]}"; do total=$((total + each)); done
 SECONDS=0 # counted by bash

@@ -1,8 +1,10 @@
 """Laws of scripts/_env.sh: every row of its decision table, met on a machine of fakes."""
 
 import time
+import tomllib
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from tests.scripts.fake_machine import REPOSITORY, FakeMachine
 
@@ -39,6 +41,19 @@ ROWS = {
         {"FAKE_GPU": "yes", "FAKE_PIP": "cuda", "FAKE_PIP_CONFIG": CONFIGURED},
         ["pip auto tested"],
         "pip install",
+    ),
+    "gpu, pip configured with a CPU build": (
+        {"FAKE_GPU": "yes", "FAKE_PIP_CONFIG": CONFIGURED},
+        ["pip auto tested", "pip auto any", "uv auto tested"],
+        "--torch-backend=auto",
+    ),
+    "gpu, pip has only a CPU build": (
+        {"FAKE_GPU": "yes", "FAKE_UV": "nothing"},
+        [
+            *(f"{tool} auto {version}" for tool in ("uv", "pip") for version in ("tested", "any")),
+            *("uv default tested", "uv default any", "pip default tested"),
+        ],
+        "torch==2.13.0",
     ),
     "gpu, uv fails": (
         {"FAKE_GPU": "yes", "FAKE_PIP": "cuda", "FAKE_UV": "nothing"},
@@ -111,9 +126,7 @@ def test_a_row_of_the_table(machine, row):
         ),
     ],
 )
-def test_without_any_cpu_build_the_default_one_is_installed_and_its_size_said(
-    machine, settings, tried
-):
+def test_without_a_cpu_build_the_default_is_installed_with_its_size(machine, settings, tried):
     machine.settings.update(settings)
 
     result = machine.prepare()
@@ -236,6 +249,15 @@ def test_an_attempt_that_hangs_is_ended(machine):
 
     assert done.stdout.split("\n")[:2] == ["ended", "in time"]
     assert time.monotonic() - started < 20
+
+
+def test_the_versions_are_those_of_pyproject(machine):
+    done = machine.bash('printf "%s\\n" "$TORCH_ANY" "$TORCH_TESTED"')
+
+    any_version, tested = done.stdout.split()
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert any_version in project["dependencies"]
+    assert tested.split("==")[1] in SpecifierSet(any_version.removeprefix("torch"))
 
 
 def test_no_package_index_is_named():
