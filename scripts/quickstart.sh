@@ -18,14 +18,14 @@ options:
                    it, at most --decode rows, which are then left out of the training)
   --out DIR        directory for all results             (default: quickstart/ in the repository)
   --limit N        rows of the corpus to use; 0 = all    (default: 1000)
-  --steps N        optimizer steps of the draft          (default: 160)
+  --steps N        optimizer steps of the draft          (default: 200)
   --decode N       prompts to decode                     (default: 24)
 
 Environment: VENV (default .venv in the repository), PYTHON (3.11 or later, for a new one).
 END
 }
 
-target="" corpus="" prompts="" out="" limit=1000 steps=160 decode=24
+target="" corpus="" prompts="" out="" limit=1000 steps=200 decode=24
 while [ $# -gt 0 ]; do
   case "$1" in
     -h | --help)
@@ -67,7 +67,7 @@ mkdir -p "$out"
 # About how many seconds each step takes with the built-in target on two idle cores, in order. The
 # time left is the sum of the remaining ones, scaled by the pace of the steps so far.
 rows=$((limit > 0 ? limit : 10000))
-seconds=(5 $((8 + rows / 80)) 6 5 $((6 + steps / 3)) $((6 + decode * 2 / 3)) $((6 + decode / 3)))
+seconds=(5 $((8 + rows / 80)) 6 5 $((6 + steps * 3 / 10)) $((6 + decode * 2 / 3)) $((6 + decode / 3)))
 if [ -z "$target" ] && [ ! -f "$out/target/prompts.jsonl" ]; then seconds=(55 "${seconds[@]}"); fi
 number=0 passed=0 total=0 own_target="$target"
 for each in "${seconds[@]}"; do total=$((total + each)); done
@@ -127,7 +127,7 @@ fit=(fit eagle3 --data "$out/dataset" --seq-len 1024 --batch-size 1 ${recipe[@]+
 step "make an untrained draft, to compare with"
 run spec-train "${fit[@]}" --steps 0 --out "$out/untrained"
 step "fit the draft"
-run spec-train "${fit[@]}" --steps "$steps" --eval-every 80 --save-every 80 --out "$out/run"
+run spec-train "${fit[@]}" --steps "$steps" --eval-every 100 --save-every 100 --out "$out/run"
 for draft in untrained run; do
   if [ "$draft" = run ]; then step "decode with the draft"; else step "decode with the untrained draft"; fi
   run spec-train eval --draft "$out/$draft" --data "$out/dataset" --target "$target" \
