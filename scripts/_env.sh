@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # The virtual environment of the scripts beside this file. Sourced, not run. Defines ROOT and
 # prepare_env EXTRA ("" or "dev"), which makes or reuses the environment and sets PY to its Python.
 #
@@ -84,9 +85,11 @@ install_with() {
   esac
 }
 
-# Prints both tools in the order in which they are tried.
+# Prints both tools in the order in which they are tried. (Here and below not `grep -q`: it stops
+# reading at the first match, and under pipefail the broken pipe of the writer would count as "no".)
 tools() {
-  if "$PY" -m pip config list 2>/dev/null | grep -qE '^[^=]*(index-url|find-links|no-index)='; then
+  if "$PY" -m pip config list 2>/dev/null |
+    grep -E '^[^=]*(index-url|find-links|no-index)=' >/dev/null; then
     echo pip uv
   else
     echo uv pip
@@ -95,7 +98,7 @@ tools() {
 
 has_nvidia_gpu() {
   if command -v nvidia-smi >/dev/null; then
-    nvidia-smi -L 2>/dev/null | grep -q GPU
+    nvidia-smi -L 2>/dev/null | grep GPU >/dev/null
   else
     [ -e /proc/driver/nvidia/version ]
   fi

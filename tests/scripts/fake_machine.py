@@ -69,7 +69,7 @@ esac
 
 NVIDIA_SMI = r"""
 if [ "$FAKE_GPU" = no ]; then echo "No devices were found" >&2; exit 6; fi
-echo "GPU 0: NVIDIA (UUID: GPU-0)"
+for ((n = 0; n < FAKE_GPUS; n++)); do echo "GPU $n: NVIDIA (UUID: GPU-$n)"; done
 """
 
 
@@ -105,6 +105,7 @@ class FakeMachine:
         self.put_on_path("nvidia-smi", "nvidia-smi")
         self.settings = {
             "FAKE_GPU": "no",
+            "FAKE_GPUS": "1",
             "FAKE_PIP": "cpu",
             "FAKE_PIP_CONFIG": "",
             "FAKE_TESTED": "yes",

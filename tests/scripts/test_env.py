@@ -175,6 +175,15 @@ def test_pip_installs_uv_where_path_has_none(bare_machine):
     assert result.calls[-1].endswith(f"--editable {bare_machine.root}[dev]")
 
 
+def test_answers_that_are_longer_than_a_pipe_are_read_to_their_end(machine):
+    machine.settings.update(FAKE_GPU="yes", FAKE_GPUS="9999", FAKE_PIP="cuda")
+    machine.settings["FAKE_PIP_CONFIG"] = f"{CONFIGURED}\n" + "global.cert='x'\n" * 6000
+
+    result = machine.prepare()
+
+    assert result.tried == ["pip auto tested"]
+
+
 def test_without_uv_pip_does_everything(bare_machine):
     result = bare_machine.prepare()
 
