@@ -1,7 +1,8 @@
-"""Shared pytest set-up: no hub, quiet libraries, one thread.
+"""Shared pytest set-up: no hub, quiet libraries, a fixed number of threads.
 
-One thread, because parallel test workers must not fight over cores, and because the number of
-threads decides the order of sums, so that bytes could not be compared.
+One thread by default, because parallel test workers must not fight over cores. SPEC_TEST_THREADS
+sets another number, also for the processes that tests start. The number of threads decides the
+order of sums: where a test compares bytes, both sides must run with the same number.
 """
 
 import os
@@ -9,8 +10,9 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-os.environ["OMP_NUM_THREADS"] = "1"
+# inherited by the processes that tests start
+os.environ["OMP_NUM_THREADS"] = os.environ.get("SPEC_TEST_THREADS", "1")
 
 import torch
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

@@ -10,6 +10,7 @@ from spec_train.drafts.eagle3.draft import eagle3_loss
 from spec_train.head import TargetHead
 from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.spec_train.drafts.eagle3.tools import batch_of, build
+from tests.tolerance import close
 
 LAYERS, WIDTH = (0, 1, 2), 64
 
@@ -43,7 +44,7 @@ def test_target_batches_give_the_loss_of_the_dataset(tmp_path, supervision):
     extra = {"head": head} if supervision == "final-hidden" else {}
     online = eagle3_loss(draft, **batch.to_trainer_inputs(), **extra, steps=4, counts=counts)
 
-    # Stored states are rounded to bf16 once; everything else is the same.
-    torch.testing.assert_close(online.loss, expected.loss, rtol=2e-3, atol=0)
+    # Stored states are rounded to bf16 once; everything else is the same. A mean over all slots.
+    close(online.loss, expected.loss, terms=1 / int(counts.sum()), dtype=torch.bfloat16)
     for name in ("supervised", "drafted", "chains"):
         assert torch.equal(online.sums[name], expected.sums[name]), name

@@ -5,7 +5,6 @@ the target's greedy answers to some of the prompts for a few steps.
 """
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -150,7 +149,6 @@ def run_program(name: str, task: dict[str, Any]) -> Any:
         [sys.executable, str(Path(__file__).with_name(name)), json.dumps(task)],
         capture_output=True,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert done.returncode == 0 and lines, done.stderr[-4000:] + done.stdout[-2000:]

@@ -20,6 +20,7 @@ from tests.engines.engine_tools import (
     make_target,
 )
 from tests.spec_train.formats.tools import export
+from tests.tolerance import close, network
 
 pytestmark = [
     pytest.mark.engines,
@@ -80,7 +81,7 @@ def test_eagle3(place: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     )
     with torch.no_grad():
         mine = ours.logits(ours.step(tokens, ours.project(aux), positions))
-    torch.testing.assert_close(theirs, mine, rtol=1e-4, atol=1e-4)
+    close(theirs, mine, terms=network(4))
 
 
 def test_peagle(place: Path, tmp_path: Path) -> None:
@@ -108,7 +109,7 @@ def test_peagle(place: Path, tmp_path: Path) -> None:
         positions = torch.arange(length)[None]
         state = ours.step(tokens, ours.project(aux), positions, ours.new_caches())
         mine = ours.logits(state)
-    torch.testing.assert_close(theirs, mine, rtol=1e-4, atol=1e-4)
+    close(theirs, mine, terms=network(4))
 
 
 @pytest.mark.parametrize(
@@ -148,12 +149,12 @@ def test_block_drafts(place: Path, tmp_path: Path, kind: str, options: dict[str,
         block = torch.tensor([[int(tokens[0, anchor]), 2, 2, 2]])
         positions = anchor + torch.arange(4)[None]
         states = ours.forward_blocks(block, positions, context, attend_all)
-        torch.testing.assert_close(hidden, states, rtol=1e-4, atol=1e-4)
+        close(hidden, states, terms=network(4))
         head = TargetHead.from_dataset(place / "data")
         mine = states @ ours.head_rows(head).T
-        torch.testing.assert_close(logits, mine, rtol=1e-4, atol=1e-4)
+        close(logits, mine, terms=network(4))
         if ours.markov_head is not None:
             before = tokens[:, anchor : anchor + 4]
             theirs = model.markov_head.block_bias(prev_token_ids=before, hidden_states=hidden)
             own = ours.markov_head.markov_w2(ours.markov_head.block(ours.previous(before), states))
-            torch.testing.assert_close(theirs, own, rtol=1e-4, atol=1e-4)
+            close(theirs, own, terms=network(4))

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -60,15 +59,14 @@ def run(target: Path, corpus: Path, out: Path, **changes):
     return generate(GenerateConfig(**options(target, corpus, out, **changes)))
 
 
-def start_cli(given: dict, threads: int = 1) -> subprocess.Popen:
+def start_cli(given: dict) -> subprocess.Popen:
     """Generate in a process of its own."""
     program = "import sys; from spec_data.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "generate"]
     for name, value in given.items():
         values = value if isinstance(value, tuple) else (value,)
         command += ["--" + name.replace("_", "-"), *map(str, values)]
-    env = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def digests(directory: Path) -> dict[str, str]:

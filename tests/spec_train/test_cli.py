@@ -164,7 +164,7 @@ def test_a_signal_saves_and_exits_with_its_code(data, tmp_path, number):
     arguments = flags(data, out, "--steps", "100000", "--save-every", "100000", "--log-every", "1")
     process = subprocess.Popen(
         [sys.executable, "-m", "spec_train.cli", *arguments],
-        env={**os.environ, "PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
         stderr=subprocess.PIPE,
         text=True,
     )

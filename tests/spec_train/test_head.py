@@ -10,6 +10,7 @@ from spec_data.shards.head_spec import HeadSpec
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.head import TargetHead, choose_draft_vocabulary
 from tests.factory import tiny_dataset, tiny_llama
+from tests.tolerance import LAYER, close, same_choice
 
 
 def _head(tied: bool = False, **changes: object) -> TargetHead:
@@ -27,10 +28,11 @@ def test_logits_of_stored_states_are_the_targets(tmp_path: Path) -> None:
     row = HiddenStatesDataset(path)[1]
     logits = head.logits(row["hidden.final"])
     assert logits.dtype == torch.float32
-    assert torch.equal(logits.argmax(-1), row["target_argmax"])
-    torch.testing.assert_close(
-        logits.logsumexp(-1), row["target_logsumexp"], rtol=5e-3, atol=5e-3
-    )  # states are stored in bfloat16
+    # States are stored in bfloat16. A logsumexp averages over the errors of its 64 logits, a logit
+    # over those of its 32 products.
+    same_choice(logits, row["target_argmax"], terms=1 / 32, dtype=torch.bfloat16)
+    assert (logits.argmax(-1) == row["target_argmax"]).double().mean() > 0.9
+    close(logits.logsumexp(-1), row["target_logsumexp"], terms=1 / 64, dtype=torch.bfloat16)
     assert torch.equal(head.embed_weight, model.get_input_embeddings().weight)
 
 
@@ -47,9 +49,9 @@ def test_selected_logits_are_columns_of_all_logits(changes: dict[str, object]) -
     ids = torch.tensor([0, 2, 5])
     whole = head.logits(states)
     for _ in range(2):
-        torch.testing.assert_close(head.logits(states, ids), whole[..., ids])
+        close(head.logits(states, ids), whole[..., ids], terms=LAYER)
     ids[1] = 3  # the very tensor, changed: the kept selection must not be used
-    torch.testing.assert_close(head.logits(states, ids), whole[..., ids])
+    close(head.logits(states, ids), whole[..., ids], terms=LAYER)
 
 
 def test_the_head_is_frozen_and_stays_one_tensor_when_tied() -> None:

@@ -24,6 +24,7 @@ from spec_data.verification.run import verify
 from tests.spec_data.runs import digests, options, run, save_target, start_cli, write_corpus
 from tests.spec_data.shards import codec_tools
 from tests.spec_data.shards.codec_tools import MIXED
+from tests.tolerance import close, network
 
 target, corpus, mixed = codec_tools.target, codec_tools.corpus, codec_tools.mixed
 
@@ -210,6 +211,5 @@ def test_tails_are_trimmed_counted_and_kept_on_request(target, tmp_path):
         length = len(a["input_ids"])
         assert bool(a["loss_mask"][-1]) and not bool(b["loss_mask"][length:].any())
         assert torch.equal(a["input_ids"], b["input_ids"][:length])
-        torch.testing.assert_close(
-            a["hidden.L4"].float(), b["hidden.L4"][:length].float(), rtol=2e-2, atol=1e-3
-        )
+        states, longer = a["hidden.L4"].float(), b["hidden.L4"][:length].float()
+        close(states, longer, terms=network(6), stored=torch.bfloat16)

@@ -14,6 +14,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from tests.spec_data.runs import run
 from tests.spec_data.shards import codec_tools
 from tests.spec_data.shards.codec_tools import MIXED
+from tests.tolerance import close, network
 
 COLUMNS = ("hidden.L0", "hidden.L2", "hidden.L4", "hidden.final")
 
@@ -67,7 +68,7 @@ def test_the_other_columns_are_untouched(lossy, exact):
         row, back = exact[index], lossy[index]
         for name in ("input_ids", "loss_mask", "target_argmax"):
             assert torch.equal(row[name], back[name])
-        torch.testing.assert_close(row["target_logsumexp"], back["target_logsumexp"])
+        close(row["target_logsumexp"], back["target_logsumexp"], terms=network(6))
         assert row["turns"] == back["turns"]
 
 

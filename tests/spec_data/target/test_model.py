@@ -10,8 +10,10 @@ from spec_data.target.hooks import capturing, decoder_layers
 from spec_data.target.model import Target
 from spec_data.target.proofs import prove_head
 from tests.families import FAMILIES, LAYERS, VOCAB, tiny_model
+from tests.tolerance import LAYER, close, network, same_choice, tolerance
 
 CHOSEN = (0, 2, 4)
+FORWARD = {"terms": network(6), "dtype": torch.float32}  # the six layers of the tiny targets
 
 
 def ids_of(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
@@ -32,8 +34,8 @@ def test_captured_states_are_those_of_output_hidden_states(family):
     assert torch.equal(captured.final, plain.hidden_states[-1])
     assert torch.equal(logits, plain.logits)
     # The head as data gives the model's own logits, and skipping it changes no state.
-    torch.testing.assert_close(target.logits_of(captured.final), plain.logits)
-    assert prove_head(target, ids_of(9, 5)) < 1e-5
+    close(target.logits_of(captured.final), plain.logits, terms=LAYER)
+    assert prove_head(target, ids_of(9, 5)) < tolerance(torch.float32, LAYER)
     light, none = target.capture(ids, *layout, None)
     assert none is None
     assert all(torch.equal(light.layers[k], captured.layers[k]) for k in CHOSEN)
@@ -147,14 +149,14 @@ def test_plain_batch_is_shifted_as_documented():
         n = len(document)
         plain = model(document[None], output_hidden_states=True, use_cache=False)
         aux = torch.cat([plain.hidden_states[k + 1] for k in CHOSEN], -1)[0]
-        torch.testing.assert_close(batch.aux_hidden_states[b, :n], aux, rtol=1e-4, atol=1e-4)
+        close(batch.aux_hidden_states[b, :n], aux, **FORWARD)
         assert batch.input_ids[b].tolist() == [*document[1:].tolist(), *[0] * (8 - n + 1)]
         expected = [int(3 <= t < n) for t in range(1, 9)]
         assert batch.loss_mask[b].int().tolist() == expected
         logits = plain.logits[0, 1:]
-        torch.testing.assert_close(batch.logits[b, : n - 1], logits, rtol=1e-4, atol=1e-4)
+        close(batch.logits[b, : n - 1], logits, **FORWARD)
         assert not batch.logits[b, n - 1 :].any()
-        assert batch.target_argmax[b, : n - 1].tolist() == logits.argmax(-1).tolist()
+        same_choice(logits, batch.target_argmax[b, : n - 1], **FORWARD)
         assert batch.doc_remaining[b, :n].tolist() == list(range(n - 1, -1, -1))
     assert batch.seq_lens is None
 
@@ -178,7 +180,10 @@ def test_packed_batch_equals_each_document_alone(family, supervision):
             packed = batch.to_trainer_inputs()[name][0, start : start + n]
             if name == "document_ids":
                 continue
-            torch.testing.assert_close(packed, value[0], rtol=1e-4, atol=1e-4, msg=name)
+            if name == "target_argmax" and supervision == "logits":
+                same_choice(alone.logits[0], packed, **FORWARD)
+            else:
+                close(packed, value[0], **FORWARD, name=name)
         start += n
 
 

@@ -15,6 +15,7 @@ from spec_train.attention.unrolled import (
     unrolled_attention,
 )
 from spec_train.drafts.slots import document_offsets
+from tests.tolerance import LAYER, close
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, -1, -1], [0, 0, 0, 0, 0, 0, 0, 0, 0], [-1] * 9])
 USED = torch.tensor(
@@ -75,7 +76,7 @@ def test_dense_is_one_softmax_over_step_zero_and_the_diagonal(steps: int) -> Non
         keys = [k0[b, h // 2, t] for t in seen] + [k[b, h // 2, a] for k in flat[::2]]
         values = [v0[b, h // 2, t] for t in seen] + [v[b, h // 2, a] for v in flat[1::2]]
         weights = torch.softmax(torch.stack([q[b, h, a] @ k * 0.7 for k in keys]), 0)
-        torch.testing.assert_close(out[b, h, a], weights @ torch.stack(values))
+        close(out[b, h, a], weights @ torch.stack(values), terms=LAYER)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -98,7 +99,7 @@ def test_merged_equals_dense_in_values_and_gradients(
         pull = torch.linspace(-1, 2, out.numel(), dtype=dtype).view_as(out)
         results[backend] = [out, *torch.autograd.grad((out * pull).sum(), tensors)]
     for dense, merged in zip(results["dense"], results["merged"], strict=True):
-        torch.testing.assert_close(merged, dense)
+        close(merged, dense, terms=2 * LAYER)
 
 
 def test_merged_gradients_are_those_of_finite_differences() -> None:
@@ -117,7 +118,9 @@ def test_great_scores_on_either_side_neither_overflow_nor_vanish() -> None:
         great = [x.detach() * (300 if i == scaled else 1) for i, x in enumerate(tensors)]
         dense, merged = (_attend(great, _queries(USED, b), 1.0) for b in ("dense", "merged"))
         assert merged.isfinite().all()
-        torch.testing.assert_close(merged, dense)
+        # a weight exp(score) is as inexact as its score: relative to the score's own size
+        scores = great[0].norm(dim=-1).max() * max(k.norm(dim=-1).max() for k in great[1::2])
+        close(merged, dense, terms=4, magnitude=float(scores * dense.abs().max()))
 
 
 def test_blocks_hold_every_seen_key_and_skip_other_documents(
@@ -140,7 +143,7 @@ def test_flex_equals_dense(steps: int) -> None:
     """Uncompiled, and without gradients, which flex_attention has on CUDA alone."""
     tensors = [x.detach() for x in _inputs(USED, steps, 4, 2, torch.float32, size=16)]
     found = _attend(tensors, _queries(USED, "flex"), 0.5)
-    torch.testing.assert_close(found, _attend(tensors, _queries(USED, "dense"), 0.5))
+    close(found, _attend(tensors, _queries(USED, "dense"), 0.5), terms=LAYER)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compiled flex_attention needs CUDA")

@@ -28,7 +28,8 @@ from spec_train.training.trainer import Trainer
 from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.spec_data.runs import options, save_target, write_corpus
 from tests.spec_train.training.test_trainer_resume import assert_same_run
-from tests.spec_train.training.tools import change, metrics, run
+from tests.spec_train.training.tools import OPTIONS, change, metrics, run
+from tests.tolerance import close, network
 
 MODEL = tiny_llama(seed=0)
 
@@ -173,10 +174,10 @@ def test_figures_of_a_dataset_are_those_of_its_held_out_documents(place, tmp_pat
         )["data"]
         assert report[name]["split"] == "validation"
         forced = report[name]["teacher_forced"]
-        assert last[f"loss/{name}"] == pytest.approx(forced["loss"], rel=1e-4)
-        assert last[f"acceptance_length/{name}"] == pytest.approx(
-            forced["acceptance_length"], rel=1e-6
-        )
+        close(last[f"loss/{name}"], forced["loss"], terms=network(2), dtype=torch.float32)
+        # a tie may add or lose one chain at every depth
+        tie = OPTIONS.ttt_steps / forced["chains"]
+        assert abs(last[f"acceptance_length/{name}"] - forced["acceptance_length"]) < 1.01 * tie
     mixture = opened(config)
     assert sum(r["documents"] for r in report.values()) == make_splits(mixture, config).held_out
 

@@ -16,6 +16,7 @@ from spec_train.head import TargetHead
 from spec_train.options import EvalConfig, FitConfig
 from spec_train.training.setup import fit
 from tests.spec_data.runs import run, save_target
+from tests.tolerance import close, close_in_norm, network
 
 DRAFT = {"draft_vocab_size": 0, "ttt_steps": 4}
 
@@ -81,8 +82,8 @@ def test_the_loss_needs_neither_tails_nor_teachers_elsewhere(whole, small):
         (n, a, figures, grad), (m, b, others, other) = found
         assert torch.equal(n, m)
         # packed beside other tokens, a state may round to the neighbouring bfloat16
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
-        torch.testing.assert_close(grad, other, rtol=2e-2, atol=1e-3)
+        close(a, b, terms=1 / int(n.sum()), dtype=torch.bfloat16)
+        close_in_norm(grad, other, torch.bfloat16, terms=1)
         assert figures["acceptance_length"] == pytest.approx(others["acceptance_length"], rel=1e-2)
 
 
@@ -137,12 +138,14 @@ def test_stored_logits_teach_what_final_states_and_head_teach(whole, logits, dra
         batch = read_pack(dataset, [0, 5, 11], columns, torch.float32)
         out = draft.loss(batch, head, draft.slot_counts(batch))
         out.loss.backward()
+        slots = int(out.sums["supervised"].sum())
         found.append((out.loss, draft.summarise(out.sums), draft.fc.weight.grad))
     (a, figures, grad), (b, others, other) = found
-    torch.testing.assert_close(a, b, rtol=2e-3, atol=1e-4)
-    torch.testing.assert_close(grad, other, rtol=5e-2, atol=2e-3)
+    # states and logits are rounded once each; the loss is a mean over the slots
+    close(a, b, terms=2 / slots, dtype=torch.bfloat16)
+    close_in_norm(grad, other, torch.bfloat16, terms=2)
     assert float(grad.abs().max()) > 0.02
-    assert figures["product_limit_length"] == pytest.approx(others["product_limit_length"])
+    assert abs(figures["product_limit_length"] - others["product_limit_length"]) < 0.05  # ties
 
 
 def fit_config_of(data, out) -> FitConfig:
@@ -158,7 +161,7 @@ def test_fit_and_eval_run_on_logits(logits, tmp_path):
     report = run_eval(config)["data"]
     kept = json.loads((tmp_path / "run" / "best" / "validation.json").read_text())
     assert report["split"] == "validation"
-    assert report["teacher_forced"]["loss"] == pytest.approx(kept["loss"], rel=1e-2)
+    close(report["teacher_forced"]["loss"], kept["loss"], terms=network(4), dtype=torch.float32)
 
 
 def test_topk_is_refused_before_anything_is_made(target, corpus, tmp_path, whole):

@@ -17,10 +17,11 @@ from spec_train.head import TargetHead
 from spec_train.options import EvalConfig
 from spec_train.sampling import Greedy, make_sampler
 from tests.families import FAMILIES, VOCAB, WINDOW, tiny_model
-from tests.spec_train.decoding.test_chains import COLUMNS, prompt_of, states
+from tests.spec_train.decoding.test_chains import COLUMNS, FORWARD, prompt_of, states
 from tests.spec_train.drafts.eagle import tools as eagle_tools
 from tests.spec_train.evaluation import tools as evaluate_tools
-from tests.spec_train.evaluation.tools import LIMIT, config_of
+from tests.spec_train.evaluation.tools import LIMIT, config_of, decodes_alike_everywhere
+from tests.tolerance import close, same_but_for_a_tie
 
 target, prompts = evaluate_tools.target, evaluate_tools.prompts
 trained, workplace = evaluate_tools.trained, evaluate_tools.workplace
@@ -43,7 +44,7 @@ class ScriptedTrees:
 
     def propose(self, tokens: list[int], states: torch.Tensor, depth: int) -> DraftTree:
         positions = range(self.rows, self.rows + len(tokens))
-        torch.testing.assert_close(states[0], self.aux[list(positions)], rtol=1e-3, atol=1e-3)
+        close(states[0], self.aux[list(positions)], **FORWARD)
         assert tokens == [self.script[p + 1] for p in positions]
         self.rows += len(tokens)
         true = self.script[self.rows + 1 : self.rows + 1 + min(self._draw(6), depth)]
@@ -90,7 +91,8 @@ def test_greedy_is_plain_greedy_with_branches_and_paths_of_every_length(family: 
     """Prompt and response pass the window of the sliding families several times over."""
     model = tiny_model(family)
     masks = TreeMasks(model)
-    prompt = prompt_of(2 * WINDOW + 3)
+    prompt = prompt_of(2 * WINDOW + 3, seed=7)
+    assert decodes_alike_everywhere(model, prompt, 48)
     plain = decode_plain(model, prompt, Greedy(), 48)
     script = [*prompt, *plain.tokens]
     aux = states(model, script)
@@ -126,11 +128,13 @@ def chain(model: Any, draft: Any, prompt: list[int], depth: int = 4, **changes: 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_a_tree_of_one_branch_is_the_chain(target, prompts, trained, trained_eagle, kind) -> None:
     draft = trained if kind == "eagle3" else trained_eagle
-    for prompt in prompts[6:10]:
+    trees, lines = [], []
+    for prompt in prompts[6:12]:
         tree, line = grow(target, draft, prompt, nodes=4, topk=1), chain(target, draft, prompt)
         assert tree.tokens == line.tokens
-        assert tree.rounds == line.rounds
-        assert tree.draft_passes == line.draft_passes
+        trees.append((tree.rounds, tree.draft_passes))
+        lines.append((line.rounds, line.draft_passes))
+    same_but_for_a_tie(trees, lines)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
@@ -183,7 +187,8 @@ def test_eval_decodes_with_trees(workplace, capsys) -> None:
     config = config_of(workplace, tree_tokens=20, tree_topk=4, json=str(workplace / "tree.json"))
     report = run_eval(config)
     shown = capsys.readouterr().out
-    assert report["identical"] == report["responses"] == 8 and report["different"] == []
+    assert report["identical"] + report["ties"] == report["responses"] == 8
+    assert report["ties"] <= 1 and report["different"] == []
     assert report["acceptance_length"] > with_chains["acceptance_length"]
     assert (report["tree_tokens"], report["tree_topk"], report["draft_tokens"]) == (20, 4, 4)
     assert (with_chains["tree_tokens"], with_chains["tree_topk"]) == (0, None)

@@ -25,6 +25,7 @@ from spec_train.options import EvalConfig, fit_config, split_config
 from spec_train.training.setup import fit
 from tests.families import FAMILIES, LAYERS, MORE_FAMILIES, tiny_model
 from tests.spec_data.runs import run, save_target, write_corpus
+from tests.tolerance import close
 
 RESOLVERS = (resolve_eagle1_draft_spec, resolve_eagle3_draft_spec, resolve_dspark_draft_spec)
 ROTARY = sorted(set(FAMILIES | MORE_FAMILIES) - {"gpt2"})  # which has learnt positions
@@ -99,7 +100,7 @@ def test_the_drafts_rope_is_the_targets(family: str) -> None:
         # some families give the angles once, others twice side by side
         half = other if other.shape[-1] == own.shape[-1] else torch.cat([other, other], -1)
         same = half if family != "cohere" else torch.cat([other[..., ::2]] * 2, -1)
-        torch.testing.assert_close(own, same)
+        close(own, same, terms=4)  # cosines and sines of equal angles, times a factor
 
 
 @pytest.mark.long

@@ -27,8 +27,9 @@ def test_real_decoding_end_to_end_and_back_from_its_own_responses(
     )
     report = run_eval(config)
     assert json.loads((tmp_path / "out.json").read_text()) == json.loads(json.dumps(report))
-    assert report["identical"] == report["responses"] == 8  # six prompts and two turns
-    assert report["ties"] == 0 and report["different"] == [] and report["warnings"] == []
+    assert report["responses"] == 8  # six prompts and two turns
+    assert report["identical"] + report["ties"] == 8 and report["ties"] <= 1
+    assert report["different"] == [] and report["warnings"] == []
     assert report["acceptance_length"] == report["emitted"] / report["rounds"] > 1.1
     assert report["tokens"] == report["emitted"] + report["responses"]
     assert report["accepted"] == sum(report["accepted_per_depth"]) <= report["drafted"]

@@ -32,6 +32,7 @@ from tests.spec_train.evaluation.tools import (
     make_draft,
     respond,
 )
+from tests.tolerance import close, network, same_but_for_a_tie
 
 target, prompts = evaluate_tools.target, evaluate_tools.prompts
 trained, workplace = evaluate_tools.trained, evaluate_tools.workplace
@@ -39,7 +40,7 @@ trained, workplace = evaluate_tools.trained, evaluate_tools.workplace
 
 def test_on_the_targets_own_responses_the_walk_is_the_real_decoding(target, prompts, trained):
     """The law: the same rounds, the same tokens, the same acceptance length; no target needed."""
-    real, lengths = [], set()
+    real, simulated, lengths = [], [], set()
     total = evaluate_data.ServingSums.zero(STEPS)
     for prompt in prompts:
         got = decode_speculative(
@@ -52,12 +53,14 @@ def test_on_the_targets_own_responses_the_walk_is_the_real_decoding(target, prom
         columns = (chains, batch.input_ids, batch.target_argmax, batch.loss_mask)
         arrays = [values[0].numpy() for values in columns]
         walked = walk_rounds(judge_chains(*arrays), supervised_spans(arrays[3]))
-        assert [tokens for _, tokens in walked] == [r.emitted for r in got.rounds]
+        simulated.append([tokens for _, tokens in walked])
         total += serving_sums(batch, chains)
         lengths |= {r.accepted for r in got.rounds}
-        real += [r.emitted for r in got.rounds]
+        real.append([r.emitted for r in got.rounds])
     assert len(lengths) >= 4  # rounds of many lengths, or this proves little
-    assert total.walk_figures().acceptance_length == sum(real) / len(real)
+    same_but_for_a_tie(simulated, real)
+    rounds = [tokens for walked in simulated for tokens in walked]
+    assert total.walk_figures().acceptance_length == sum(rounds) / len(rounds)
     assert total.walk_figures().acceptance_length > 1.3
     assert total.on_policy == total.tokens
 
@@ -88,7 +91,7 @@ def test_packing_changes_no_chain(target, prompts, trained):
     documents = [respond(target, p) for p in prompts[:5]]
     together = serving_chains(trained, packed := batch_of(target, documents), STEPS)
     alone = [serving_chains(trained, batch_of(target, [d]), STEPS) for d in documents]
-    assert torch.equal(together, torch.cat(alone, dim=1))
+    same_but_for_a_tie(together[0].tolist(), torch.cat(alone, dim=1)[0].tolist())
     sums = serving_sums(packed, together)
     assert sums.spans == len(documents)
 
@@ -103,18 +106,19 @@ def test_pack_size_changes_no_figure_and_teacher_forcing_is_the_drafts_own(
     workplace, data, target, trained, monkeypatch
 ):
     config = EvalConfig(draft=str(workplace / "draft"), data=str(data), device="cpu")
+    forward = {"terms": network(STEPS), "dtype": torch.float32}
     whole = run_eval(config)["data"]
     monkeypatch.setattr(evaluate_data, "_PACK_TOKENS", 1)
     single = run_eval(config)["data"]
     for name in ("walk", "slots"):
         assert whole[name] == single[name]
-    assert whole["teacher_forced"] == pytest.approx(single["teacher_forced"], rel=1e-5)
+    close(single["teacher_forced"], whole["teacher_forced"], **forward)
     assert whole["documents"] == 20 and whole["split"] == "all"
     assert 0 <= whole["on_policy"] < 0.5  # random documents are nobody's own words
     dataset = HiddenStatesDataset(data)
     batch = evaluate_data.read_pack(dataset, range(20), trained.columns(), torch.float32)
     sums = trained.loss(batch, head_of(target), trained.slot_counts(batch)).sums
-    assert whole["teacher_forced"] == pytest.approx(trained.summarise(sums), rel=1e-4)
+    close(whole["teacher_forced"], trained.summarise(sums), **forward)
 
 
 def test_both_modes_at_once(workplace, data):

@@ -13,11 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 import torch.distributed as dist
 
 from spec_data.config import run_cli
-from tests.spec_train.training.tools import OPTIONS, masters, metrics, run
+from tests.spec_train.training.tools import OPTIONS, run
 
 LIMIT_SECONDS = 240
 
@@ -117,14 +116,3 @@ def fit_well(config, world: int = 2, prepare=lambda rank: None, options=OPTIONS)
     said = "\n".join(f"-- rank {rank}\n{end.text}" for rank, end in enumerate(ended))
     assert [end.code for end in ended] == [0] * world, f"{[e.code for e in ended]}\n{said}"
     return ended
-
-
-def assert_close_runs(a: str | Path, b: str | Path, tolerance: float = 2e-6) -> None:
-    """Weights and figures, to float tolerance."""
-    one, two = masters(a), masters(b)
-    assert one.keys() == two.keys()
-    assert max(float((one[n] - two[n]).abs().max()) for n in one) < tolerance
-    for line_a, line_b in zip(metrics(a), metrics(b), strict=True):
-        nothing = {name for name, value in line_a.items() if value is None} | {"split"}
-        assert all(line_a.pop(name) == line_b.pop(name) for name in nothing)
-        assert line_a == pytest.approx(line_b, rel=1e-4, abs=1e-6)

@@ -29,13 +29,13 @@ from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.ranks_tools import (
     LIMIT_SECONDS,
     Ended,
-    assert_close_runs,
     fit_on_ranks,
     fit_well,
     on_ranks,
 )
 from tests.spec_train.training.tools import (
     OPTIONS,
+    assert_close_runs,
     change,
     command,
     environment,
@@ -44,6 +44,7 @@ from tests.spec_train.training.tools import (
     metrics,
     run,
 )
+from tests.tolerance import close
 
 data, config = trainer_tools.data, trainer_tools.config
 
@@ -314,7 +315,7 @@ def test_parameters_that_a_rank_did_not_use_get_the_gradient_of_the_others(tmp_p
                         (loss * own.world_size).backward()
                     losses.append(loss.detach())
                 for p, gradient in zip(draft.trainable_parameters(), expected, strict=True):
-                    torch.testing.assert_close(whole(p.grad), gradient)
+                    close(whole(p.grad), gradient, terms=4)
             assert draft.ids.tolist() == [0, 1, 2]
             first = draft.trainable_parameters()[0]
             full = torch.arange(5.0) * 3

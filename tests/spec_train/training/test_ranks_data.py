@@ -11,8 +11,8 @@ from spec_train.training import ranks
 from spec_train.training.trainer import Trainer
 from tests.spec_train.data import follow_tools, test_mixture
 from tests.spec_train.training import tools as trainer_tools
-from tests.spec_train.training.ranks_tools import assert_close_runs, fit_on_ranks, fit_well
-from tests.spec_train.training.tools import change, make_noisy, metrics, run
+from tests.spec_train.training.ranks_tools import fit_on_ranks, fit_well
+from tests.spec_train.training.tools import assert_close_runs, change, make_noisy, metrics, run
 
 data, config = trainer_tools.data, trainer_tools.config
 place, source = test_mixture.place, follow_tools.source

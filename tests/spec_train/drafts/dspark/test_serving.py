@@ -35,6 +35,7 @@ from tests.spec_train.evaluation.tools import (
     head_of,
     respond,
 )
+from tests.tolerance import close, network, same_but_for_a_tie
 
 target, prompts = evaluate_tools.target, evaluate_tools.prompts
 
@@ -81,7 +82,7 @@ def test_decoding_has_the_logits_of_training_at_every_slot(case: Case, pieces: l
         assert drafted.tolist() == list(document.x[anchor + 1 : anchor + 1 + config.depth])
         with torch.no_grad():
             expected, _ = block_logits(state, head.head_weight, config, document, anchor)
-        torch.testing.assert_close(torch.stack(sampler.seen), torch.stack(expected))
+        close(torch.stack(sampler.seen), torch.stack(expected), terms=network(2))
         assert drafter.passes == rounds
 
 
@@ -112,7 +113,6 @@ def make(model: Any, kind: str = "dspark", draft_vocab: int = VOCAB, **changes: 
 
 def teach(draft: DSparkDraft, model: Any, prompts: list[list[int]]) -> DSparkDraft:
     """A few dozen steps on the target's own responses: the draft is sometimes right."""
-    torch.set_num_threads(1)
     head, batch = head_of(model), batch_of(model, [respond(model, p) for p in prompts[:8]])
     optimizer = torch.optim.AdamW(draft.train().trainable_parameters(), lr=6e-3)
     for _ in range(30):
@@ -151,7 +151,8 @@ def test_greedy_decoding_is_the_targets_own_and_the_walk_over_chains_is_the_deco
     limit = median_confidence(draft, target, prompts) if threshold else 0.0
     draft.confidence_threshold = limit
     head, depth = head_of(target), draft.depth
-    total, real, drafted, passes = ServingSums.zero(depth), [], set(), 0
+    total, walked, real, drafted = ServingSums.zero(depth), [], [], set()
+    passes, cut = 0, False
     for prompt in prompts[:9]:
         got = decode_speculative(
             target, draft.drafter(head), COLUMNS, prompt, Greedy(), LIMIT, depth, {STOP}
@@ -161,15 +162,19 @@ def test_greedy_decoding_is_the_targets_own_and_the_walk_over_chains_is_the_deco
         assert document == respond(target, prompt)
         batch = batch_of(target, [document])
         chains = draft.chains(batch, head, depth)
-        total += serving_sums(batch, chains)
-        real += [r.emitted for r in got.rounds]
+        sums = serving_sums(batch, chains)
+        total += sums
+        walked.append((sums.emitted, sums.rounds))
+        real.append((sum(r.emitted for r in got.rounds), len(got.rounds)))
         drafted |= {r.drafted for r in got.rounds}
         passes += got.draft_passes - sum(r.drafted > 0 for r in got.rounds)
-        assert (chains == NOT_DRAFTED).any() == threshold or not threshold
+        cut |= bool((chains == NOT_DRAFTED).any())
     draft.confidence_threshold = 0.0
+    assert cut == threshold
     assert passes == 0  # one forward per round that drafts, whatever it drafts
     walk = total.walk_figures()
-    assert walk.acceptance_length == sum(real) / len(real)
+    same_but_for_a_tie(walked, real)
+    assert walk.acceptance_length == total.emitted / total.rounds
     assert walk.acceptance_length > 1.1, "a draft that is never right proves little"
     assert max(drafted) == depth
     assert (len(drafted - {0}) > 2) or not threshold
@@ -182,11 +187,18 @@ def test_packing_and_chunks_change_no_chain(name, target, prompts, drafts, monke
     together = draft.chains(batch_of(target, documents), head, draft.depth)
     alone = [draft.chains(batch_of(target, [d]), head, draft.depth) for d in documents]
     lengths = [len(ids) for ids, _ in documents]
-    for part, own in zip(together.split(lengths, dim=1), alone, strict=True):
-        assert torch.equal(part[:, :-1], own[:, :-1])  # the last slot drafts after nothing
+    # the last slot of a document drafts after nothing
+    packed, single = (
+        [chain for part in parts for chain in part[0, :-1].tolist()]
+        for parts in (together.split(lengths, dim=1), alone)
+    )
+    same_but_for_a_tie(packed, single)
     monkeypatch.setattr("spec_train.drafts.dspark.serving._CHUNK_ELEMENTS", 1)
-    assert torch.equal(draft.chains(batch_of(target, documents), head, draft.depth), together)
-    assert torch.equal(draft.chains(batch_of(target, documents), head, 2), together[..., :2])
+    whole = together[0]
+    small = draft.chains(batch_of(target, documents), head, draft.depth)[0]
+    same_but_for_a_tie(small.tolist(), whole.tolist())
+    short = draft.chains(batch_of(target, documents), head, 2)[0]
+    same_but_for_a_tie(short.tolist(), whole[:, :2].tolist())
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.999999])

@@ -39,11 +39,14 @@ from tests.spec_train.evaluation import tools as evaluate_tools
 from tests.spec_train.evaluation.tools import LIMIT, batch_of, head_of
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.tools import change, metrics
+from tests.tolerance import close, close_in_norm, network, roundings, same_but_for_a_tie
 
 dataset, head = eagle3_tools.dataset, eagle3_tools.head
 target, prompts = evaluate_tools.target, evaluate_tools.prompts
 trained_eagle = eagle_tools.trained_eagle
 data, config = trainer_tools.data, trainer_tools.config
+
+FORWARD = {"terms": network(4), "dtype": torch.float32}  # up to four steps; sums are float64
 
 # --- files ---------------------------------------------------------------------------------------
 
@@ -157,15 +160,16 @@ def test_noise_is_in_training_alone_and_can_be_passed_in(dataset, head) -> None:
     torch.manual_seed(7)
     noise = (torch.rand(states.shape) * 2 - 1) * 0.1
     given = eagle_loss(draft, **plain, noise=noise).loss
-    torch.testing.assert_close(drawn, given)
+    close(drawn, given, **FORWARD)
     draft.eval()
     quiet = draft.loss(batch, head, draft.slot_counts(batch))
-    torch.testing.assert_close(quiet.loss, eagle_loss(draft, **plain).loss)
+    close(quiet.loss, eagle_loss(draft, **plain).loss, **FORWARD)
     assert abs(float((quiet.loss - drawn).detach())) > 1e-4
     figures = EagleDraft.summarise(quiet.sums)
     assert "accept_rate/4" in figures and "accept_rate/5" not in figures
     parts = 1.0 * figures["smooth_l1"] + 0.1 * figures["cross_entropy"]
-    assert figures["loss"] == pytest.approx(float(quiet.loss.detach())) == pytest.approx(parts)
+    close(figures["loss"], float(quiet.loss.detach()), **FORWARD)
+    close(figures["loss"], parts, **FORWARD)
 
 
 def test_the_choices_are_the_heads_own_where_none_are_given(dataset, head) -> None:
@@ -181,7 +185,7 @@ def test_the_choices_are_the_heads_own_where_none_are_given(dataset, head) -> No
     ).sums
     wanted = draft.loss(batch, head, None).sums
     for name in ("loss", "supervised", "acceptance"):
-        torch.testing.assert_close(sums[name], wanted[name])
+        close(sums[name], wanted[name], **FORWARD, magnitude=wanted[name].abs(), name=name)
     # Stored states are bfloat16: the head's choice may differ from the model's here and there.
     assert ((sums["hits"] - wanted["hits"]).abs() <= 0.1 * wanted["supervised"]).all()
 
@@ -215,13 +219,13 @@ def test_bfloat16_and_autocast_stay_near_float32(dataset, head) -> None:
     low_batch = batch.to("cpu", torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
         mixed = draft.loss(low_batch, head.to(torch.bfloat16), counts).loss
-    assert (gradient(mixed) - expected).norm() < 0.1 * expected.norm()
+    close_in_norm(gradient(mixed), expected, torch.bfloat16, roundings(1, backward=True))
     draft.to(torch.bfloat16)
     low = draft.loss(low_batch, head, counts).loss
-    assert (gradient(low) - expected).norm() < 0.1 * expected.norm()
+    close_in_norm(gradient(low), expected, torch.bfloat16, roundings(1, backward=True))
     for loss in (mixed, low):
         assert loss.dtype == torch.float32
-        torch.testing.assert_close(loss, exact, rtol=2e-2, atol=0)
+        close(loss, exact, dtype=torch.bfloat16, terms=roundings(1) / int(counts.sum()))
 
 
 def test_training_from_a_dataset_and_evaluation_on_it(data, tmp_path: Path, capsys) -> None:
@@ -243,7 +247,7 @@ def test_training_from_a_dataset_and_evaluation_on_it(data, tmp_path: Path, caps
     assert report["draft_tokens"] == 3
     best = min(lines, key=lambda m: (-m["product_limit_length"], m["loss"]))
     forced = report["data"]["teacher_forced"]
-    assert forced["loss"] == pytest.approx(best["loss"], rel=1e-2)  # stored in the target's dtype
+    close(forced["loss"], best["loss"], **FORWARD)  # saved in the target's dtype, which is float32
     assert len(report["data"]["walk"]["accept_rate"]) == 3
 
 
@@ -297,6 +301,7 @@ def test_real_decoding_is_lossless_and_is_what_the_dataset_predicts(
 ) -> None:
     """Chains drafted from stored states are those that decoding drafts: same rounds."""
     emitted = rounds = 0
+    predicted, real = [], []
     for prompt in prompts[8:]:
         plain = decode_plain(target, prompt, Greedy(), LIMIT)
         got = speculate(target, trained_eagle, prompt)
@@ -306,11 +311,14 @@ def test_real_decoding_is_lossless_and_is_what_the_dataset_predicts(
         batch = batch_of(target, [(ids, [1] * len(ids))])
         chains = trained_eagle.chains(batch, head_of(target), 4)
         slot = len(prompt) - 1
+        predicted.append([])
         for r in got.rounds:
             right = chains[0, slot, : r.tried] == torch.tensor(ids[slot + 2 : slot + 2 + r.tried])
-            assert right.sum() == r.accepted == int(right.cumprod(0).sum())
+            predicted[-1].append((int(right.sum()), int(right.cumprod(0).sum())))
             slot += r.emitted
+        real.append([(r.accepted, r.accepted) for r in got.rounds])
         emitted, rounds = emitted + sum(r.emitted for r in got.rounds), rounds + len(got.rounds)
+    same_but_for_a_tie(predicted, real)
     assert emitted / rounds > 1.3
 
 

@@ -15,6 +15,7 @@ from spec_train.drafts.drafting import LayerCaches
 from spec_train.drafts.eagle.draft import EagleDraft, eagle_loss, serving_chains
 from spec_train.drafts.eagle.loss import input_noise, supervised_slots
 from spec_train.drafts.protocol import DraftLoss
+from tests import tolerance
 from tests.spec_train.drafts.eagle.cases import (
     VOCAB,
     Case,
@@ -26,8 +27,12 @@ from tests.spec_train.drafts.eagle.cases import (
     reference_state,
 )
 from tests.spec_train.drafts.eagle.reference import Document, Reference, chain, head, reference_loss
+from tests.tolerance import network, same_choice
 
-close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
+# up to two layers; gradients are sums over up to 100 slots of each depth
+TERMS = network(2, backward=True, slots=500)
+close = functools.partial(tolerance.close, terms=TERMS)
+close_gradients = functools.partial(tolerance.close_gradients, terms=TERMS)
 
 TWO_TURNS = [0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0]
 # Slot t counts when tokens t+1 and t+2 are both of an answer; shifted: when token t+1 is.
@@ -124,10 +129,9 @@ def test_loss_and_gradients_are_those_of_the_reference(name: str, layout: str) -
     result.loss.backward()
     found = gradients(draft)
     assert set(found) == set(state) - {"embed_tokens.weight"}
-    for parameter, gradient in found.items():
-        wanted = state[parameter].grad
-        assert wanted is not None and wanted.abs().max() > 1e-6, parameter
-        close(gradient, wanted, msg=lambda text, parameter=parameter: f"{parameter}: {text}")
+    wanted = {parameter: state[parameter].grad for parameter in found}
+    assert all(x is not None and x.abs().max() > 1e-6 for x in wanted.values())
+    close_gradients(found, wanted)
 
 
 @pytest.mark.parametrize("backend", ["dense", "merged"])
@@ -139,8 +143,8 @@ def test_back_ends_agree(backend: str) -> None:
     result = fast(draft, case, lay_out(documents, LAYOUTS["three rows"]))
     close(result.loss.detach(), expected.loss.detach())
     result.loss.backward()
-    for parameter, gradient in gradients(draft).items():
-        close(gradient, state[parameter].grad)
+    found = gradients(draft)
+    close_gradients(found, {parameter: state[parameter].grad for parameter in found})
 
 
 @pytest.mark.parametrize("name", ["plain", "shifted", "two layers", "softcap and bias"])
@@ -237,8 +241,9 @@ def test_serving_with_a_cache_is_the_chain_computed_anew(name: str) -> None:
             x = torch.tensor(document.x)
             for t in range(len(x) - 1):
                 slow = chain(state, config, document, t, None, 4)
-                drafted = [int(head(config, f).argmax()) for f in slow]
-                assert chains[0, start + t].tolist() == drafted
+                drafted = chains[0, start + t].tolist()
+                for f, token in zip(slow, drafted, strict=True):
+                    same_choice(head(config, f), token, network(2), f.dtype)
                 cache = LayerCaches(case.layers)
                 carried = draft.step(
                     x[None, 1 : t + 2],
@@ -275,8 +280,7 @@ def test_micro_batches_add_up_to_one_batch() -> None:
         part.loss.backward()  # gradients accumulate
         losses.append(part.loss.detach())
     close(sum(losses), whole.loss.detach())
-    for name, gradient in gradients(draft).items():
-        close(gradient, wanted[name])
+    close_gradients(gradients(draft), wanted)
 
 
 def test_nothing_supervised_gives_a_zero_that_can_be_differentiated() -> None:
@@ -297,6 +301,7 @@ def test_noise_is_uniform_and_scaled_by_the_length_of_its_document() -> None:
     torch.manual_seed(0)
     scaled = input_noise(states, ids, 0.1, "length")
     assert 0.0999 < fixed.abs().max() <= 0.1 and fixed.mean().abs() < 1e-3
-    close(fixed.var(), torch.tensor(0.2**2 / 12), rtol=1e-2)
+    # a sample of 82,000 numbers: three standard deviations of its variance
+    torch.testing.assert_close(fixed.var(), torch.tensor(0.2**2 / 12), rtol=1e-2, atol=0)
     close(scaled[0, :256], fixed[0, :256] * 2)
     close(scaled[0, 256:1280], fixed[0, 256:1280] / 2)

@@ -42,7 +42,6 @@ def make_eagle(model: Any, vocab: int = VOCAB, **changes: Any) -> EagleDraft:
 @pytest.fixture(scope="module")
 def trained_eagle(target, prompts) -> EagleDraft:
     """A draft that is sometimes right: on the first twelve prompts, whose responses it has seen."""
-    torch.set_num_threads(1)
     draft, head = make_eagle(target).train(), head_of(target)
     batch = batch_of(target, [respond(target, p) for p in prompts[:12]])
     optimizer = torch.optim.AdamW(draft.trainable_parameters(), lr=5e-3)
