@@ -1,8 +1,9 @@
 """Shared pytest set-up: no hub, quiet libraries, a fixed number of threads.
 
 One thread by default, because parallel test workers must not fight over cores. SPEC_TEST_THREADS
-sets another number, also for the processes that tests start. The number of threads decides the
-order of sums: where a test compares bytes, both sides must run with the same number.
+sets another number, also for the processes that tests start; only forked ranks keep one thread. The
+number of threads decides the order of sums: where a test compares bytes, both sides must run with
+the same number.
 """
 
 import os

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from spec_data.config import run_cli
@@ -76,6 +77,7 @@ def _become(
 ) -> None:
     """In the child: take the environment of a rank, run, and end without pytest's clean-up."""
     code = 99
+    torch.set_num_threads(1)  # a fork has none of its parent's OpenMP threads and waits for them
     try:
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, 1)
