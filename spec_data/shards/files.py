@@ -12,6 +12,11 @@ from xxhash import xxh3_64
 _BLOCK = 1 << 20
 
 
+def unit_name(unit: int) -> str:
+    """Return the name that a unit's files share, without suffix: unit-00000."""
+    return f"unit-{unit:05d}"
+
+
 def temporary_name(path: Path) -> Path:
     """A name beside `path` that no other process or machine uses; `.*.tmp` files are leftovers."""
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")

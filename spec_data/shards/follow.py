@@ -26,7 +26,7 @@ from torch import Tensor
 
 from spec_data.shards.coded import CodedRows
 from spec_data.shards.errors import DatasetError, MissingError, RunError
-from spec_data.shards.files import sha256_file, sha256_json
+from spec_data.shards.files import sha256_file, sha256_json, unit_name
 from spec_data.shards.planned import Planned, PlanTokens, merged
 from spec_data.shards.reader import INDEX, MANIFEST, HiddenStatesDataset, checked_file
 from spec_data.shards.schema import Manifest, ShardRecord
@@ -214,7 +214,7 @@ class FollowedDataset(HiddenStatesDataset):
                 f"{self.path}: unit {unit + 1} was used up and deleted (--follow-keep). Generate "
                 "again to another --out, or go on with a run whose checkpoint is past it"
             )
-        file = self.path / WORK / f"unit-{unit:05d}.json"
+        file = self.path / WORK / f"{unit_name(unit)}.json"
         try:
             raw = json.loads(file.read_text(encoding="utf-8"))
             return ShardRecord(**raw["record"]), list(raw.get("left_out", []))
@@ -239,7 +239,7 @@ class FollowedDataset(HiddenStatesDataset):
         if not file.is_file() or sha256_file(file) != record.sha256:
             raise DatasetError(
                 f"{file}: not the shard that was written (its checksum differs); delete it and its "
-                f"record {WORK}/unit-{unit:05d}.json, and run `spec-data generate` again"
+                f"record {WORK}/{unit_name(unit)}.json, and run `spec-data generate` again"
             )
         self._out[unit] = out
         if out:
@@ -310,11 +310,11 @@ class FollowedDataset(HiddenStatesDataset):
 
 def used_marker(directory: Path, unit: int) -> Path:
     """The file that says that a unit was used and deleted."""
-    return directory / WORK / f"unit-{unit:05d}.used"
+    return directory / WORK / f"{unit_name(unit)}.used"
 
 
 def _shard_name(unit: int) -> str:
-    return f"shards/unit-{unit:05d}.arrow"
+    return f"shards/{unit_name(unit)}.arrow"
 
 
 def _read_json(file: Path) -> dict[str, Any]:

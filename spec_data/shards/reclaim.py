@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from spec_data.shards.errors import ConfigError, DatasetError
-from spec_data.shards.files import dump_json, write_atomically
+from spec_data.shards.files import dump_json, unit_name, write_atomically
 from spec_data.shards.follow import WORK, used_marker
 from spec_data.shards.reader import MANIFEST
 
@@ -77,7 +77,7 @@ def delete_unit(directory: Path, unit: int) -> None:
     marker = used_marker(directory, unit)
     if not marker.is_file():
         write_atomically(marker, "")
-    (directory / f"shards/unit-{unit:05d}.arrow").unlink(missing_ok=True)
+    (directory / f"shards/{unit_name(unit)}.arrow").unlink(missing_ok=True)
 
 
 _POLL = 0.2  # seconds
