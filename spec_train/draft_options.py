@@ -6,26 +6,7 @@ from typing import ClassVar
 
 from spec_data.config import option
 from spec_data.shards.errors import DraftError
-
-
-def chosen_layers(layers: str, captured: tuple[int, ...]) -> tuple[int, ...]:
-    """The ascending layer ids that --layers asks for.
-
-    Raises:
-        DraftError: an id is no number, or not among the `captured` ones.
-    """
-    if layers == "auto":
-        return tuple(sorted(captured))
-    try:
-        wanted = sorted({int(part) for part in layers.split(",")})
-    except ValueError:
-        raise DraftError(f"layers = {layers!r}: write ids with commas, as 1,3,5") from None
-    missing = [k for k in wanted if k not in captured]
-    if missing:
-        raise DraftError(
-            f"layers = {layers}: the dataset has no layer {missing}, only {list(captured)}"
-        )
-    return tuple(wanted)
+from spec_data.shards.layer_ids import chosen_layers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from spec_data.shards.packing import shift_left
 from spec_data.shards.schema import FINAL
 from spec_train.attention.masks import AttentionMask, block_mask, causal_mask, parallel_mask
-from spec_train.attention.unrolled import repeat_heads
+from spec_train.attention.plain import repeat_heads
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.dspark.blocks import drafted_mask, sample_blocks
 from spec_train.drafts.dspark.loss import draft_weights

@@ -77,15 +77,19 @@ class CodedRows:
     def clear(self) -> None:
         """Forget all rows."""
         self.count = 0
-        self.first_slot = 0
+        self._first_slot = 0
         self._escaped: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def begin_pack(self, first_slot: int) -> None:
+        """Begin a pack, whose slot 0 is slot `first_slot` of the micro-batch."""
+        self._first_slot = first_slot
 
     def add(self, stored: StoredRows, tokens: np.ndarray) -> None:
         """Append rows, one for each of `tokens` (numbers of slots from `first_slot` on)."""
         rows = slice(self.count, self.count + len(stored))
         np.copyto(self.codes[rows].numpy(), stored.values)
         np.copyto(self.scale[rows].view(torch.uint16).numpy(), stored.scale)
-        np.add(tokens, self.first_slot, out=self.slots[rows].numpy())
+        np.add(tokens, self._first_slot, out=self.slots[rows].numpy())
         if len(stored.escape_index):
             self._escaped.append((stored.escape_index + np.int64(self.count), stored.escape))
         self.count = rows.stop

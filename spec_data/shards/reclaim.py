@@ -6,13 +6,14 @@ nothing is sealed. A unit is marked as used before its shard is deleted, so that
 again, and the mark and the shard can only disagree in the harmless way.
 """
 
-import fcntl
 import json
 import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock
 
 from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.files import dump_json, unit_name, write_atomically
@@ -38,8 +39,7 @@ def ring_size(directory: Path) -> int:
 @contextmanager
 def ring_lock(work: Path) -> Iterator[None]:
     """Sealing and giving units away exclude each other."""
-    with (work / "ring.lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with FileLock(work / "ring.lock"):
         yield
 
 

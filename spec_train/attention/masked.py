@@ -23,6 +23,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from spec_train.attention.flex import flex, flex_works
 from spec_train.attention.masks import AttentionMask
+from spec_train.attention.plain import repeat_heads
 
 log = logging.getLogger(__name__)
 
@@ -99,9 +100,7 @@ class Attending:
         """Heads [B, h, Q, d] of queries [B, h, Q, d] over keys and values [B, g, T, d]."""
         if self.backend == "flex":
             return flex(q)(q, k, v, block_mask=self.mask, scale=scale, enable_gqa=True)
-        groups = q.shape[1] // k.shape[1]
-        if groups > 1:
-            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
         if self.backend == "sdpa" and len(self.mask) > 1 and q.device.type == "cpu":
             return _BlocksOnCPU.apply(q.to(v.dtype), k.to(v.dtype), v, self.mask, scale)
         if self.backend == "sdpa":

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
 from spec_train.attention.flex import flex, flex_works
+from spec_train.attention.plain import repeat_heads
 
 log = logging.getLogger(__name__)
 
@@ -50,11 +51,6 @@ def active_slots(used: Tensor) -> Tensor:
     last = torch.where(used, slots, -1).amax(1, keepdim=True)
     last = torch.where(last < 0, used.shape[1] - 1, last)
     return torch.where(used.gather(1, order), order, last)
-
-
-def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """Repeat key-value heads [B, g, ...] to [B, heads, ...]; consecutive query heads share one."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 @cache

@@ -71,13 +71,13 @@ class _Buffer:
         self._positions = torch.arange(seq_len)
         self.columns = tuple(columns)
         self.seq_len = seq_len
-        self.pinned = pin
-        self.copied: Any = None  # CUDA event: the last copy out of these tensors is done
+        self._pinned = pin
+        self._copied: Any = None  # CUDA event: the last copy out of these tensors is done
 
     def fill(self, dataset: Documents, packs: list[Pack], plan: BatchPlan) -> DraftBatch:
         """Read `packs` side by side; slots after the last token of a row are zero."""
-        if self.copied is not None:
-            self.copied.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()
         lengths = [[int(plan.lengths[row]) for row in pack] for pack in packs]
         longest = max(1, *map(sum, lengths))
         width = min(self.seq_len, -(-longest // ROUND) * ROUND)
@@ -86,7 +86,7 @@ class _Buffer:
         for b, (pack, counts) in enumerate(zip(packs, lengths, strict=True)):
             dense = {n: self.tensors[n][b, :width] for n in self.columns if n in self.tensors}
             for coded in self.coded.values():
-                coded.first_slot = b * width
+                coded.begin_pack(b * width)
             out, start = dense | self.coded, 0
             for d, (row, count) in enumerate(zip(pack, counts, strict=True)):
                 written = dataset.read_into(row, out, start, count)
@@ -102,6 +102,12 @@ class _Buffer:
                 values[start:].zero_()
             self.document_ids[b, start:width].fill_(PADDING)
         return self._batch(packs, width)
+
+    def mark_copied(self) -> None:
+        """Note that all copies to the device are queued; `fill` waits until they are done."""
+        if self._pinned:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
 
     def _batch(self, packs: list[Pack], width: int) -> DraftBatch:
         view = {name: t[: len(packs), :width] for name, t in self.tensors.items()}
@@ -143,9 +149,7 @@ class Step:
         buffer, self._buffers[i] = self._buffers[i], None
         if buffer is None:
             return
-        if buffer.pinned:
-            buffer.copied = torch.cuda.Event()
-            buffer.copied.record()
+        buffer.mark_copied()
         self._free.put(buffer)
 
 
@@ -181,7 +185,6 @@ class BatchStream:
         self.decode_on = None if decode_on is None else torch.device(decode_on)
         self.rank, self.world_size = rank, world_size
         self.epoch, self.batches_done = 0, 0
-        self.stopping: Callable[[], bool] = lambda: False  # asked while there is nothing to read
         self.waited = 0.0  # seconds the consumer stood still for data
         self._ring: list[_Buffer] = []
 
@@ -197,7 +200,9 @@ class BatchStream:
         """
         self.epoch, self.batches_done = self.plan.position(state)
 
-    def take(self, count: int) -> Generator[Step, None, None]:
+    def take(
+        self, count: int, stopping: Callable[[], bool] = lambda: False
+    ) -> Generator[Step, None, None]:
         """Yield the next `count` steps, going through as many epochs as it takes.
 
         Ends before that where `stopping` says so while there is nothing to read.
@@ -219,7 +224,7 @@ class BatchStream:
         )
         thread.start()
         try:
-            while isinstance(step := self._next(ready), Step):
+            while isinstance(step := self._next(ready, stopping), Step):
                 self.epoch, self.batches_done = step.epoch, step.index + 1
                 yield step
                 for i in range(len(step.batches)):
@@ -259,14 +264,16 @@ class BatchStream:
                 )
             )
 
-    def _next(self, ready: "queue.SimpleQueue") -> Step | BaseException | None:
+    def _next(
+        self, ready: "queue.SimpleQueue", stopping: Callable[[], bool]
+    ) -> Step | BaseException | None:
         start = time.perf_counter()
         try:
             while True:
                 try:
                     return ready.get(timeout=_POLL)
                 except queue.Empty:
-                    if self.stopping():
+                    if stopping():
                         return None
         finally:
             self.waited += time.perf_counter() - start

@@ -3,8 +3,8 @@
 A draft is a class of the Draft protocol (`protocol.py`); `DRAFTS` lists them by name. Adding a kind
 adds a folder, its options in `draft_options.py`, its files in `formats/`, and one line here.
 
-May import: spec_data.config, spec_data.shards, spec_train.data, spec_train.formats,
-spec_train.head, spec_train.losses, spec_train.origin, spec_train.sampling.
+May import: spec_data.config, spec_data.shards, spec_train.attention, spec_train.data,
+spec_train.formats, spec_train.head, spec_train.losses, spec_train.origin, spec_train.sampling.
 """
 
 from pathlib import Path

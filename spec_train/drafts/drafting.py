@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from spec_train.attention.plain import attend_cached
 from spec_train.sampling import Sampler
 
 
@@ -51,12 +51,7 @@ class DraftCache:
             Heads [B, h, n, d].
         """
         k, v = self.append(k, v)
-        new, held = q.shape[2], k.shape[2]
-        if seen is None and new > 1:
-            seen = torch.ones(new, held, dtype=torch.bool, device=q.device).tril(held - new)
-        groups = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+        return attend_cached(q, k, v, scale, seen)
 
     def crop(self, length: int) -> None:
         """Keep the first `length` rows."""

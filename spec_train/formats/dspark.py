@@ -12,6 +12,7 @@ import torch
 
 from spec_data.config import to_dict
 from spec_data.shards.errors import DraftError
+from spec_data.shards.layer_ids import as_block_inputs, from_block_inputs
 from spec_train.draft_options import DFlashOptions, DSparkOptions
 from spec_train.formats import speculators
 from spec_train.formats.draft_files import DraftFiles
@@ -46,7 +47,7 @@ def to_speculators(own: DraftFiles, target: TargetFacts) -> DraftFiles:
     raw = own.config
     published = DFLASH in raw["architectures"]
     fields: dict[str, Any] = {
-        INPUT_KEY: [k + 1 for k in raw[SECTION]["layers"]],
+        INPUT_KEY: as_block_inputs(raw[SECTION]["layers"]),
         "block_size": raw["block_size"],
         "mask_token_id": raw["mask_token_id"],
         "sample_from_anchor": raw["sample_from_anchor"],
@@ -102,7 +103,7 @@ def from_speculators(flat: DraftFiles, depth: int | None, target: TargetFacts) -
         )
     if INPUT_KEY not in raw:
         raise DraftError(f"{flat.config_path}: lacks {INPUT_KEY}")
-    raw["target_layer_ids"] = [k - 1 for k in raw.pop(INPUT_KEY)]
+    raw["target_layer_ids"] = from_block_inputs(raw.pop(INPUT_KEY))
     dflash = set(raw.get("architectures") or ()) & {"DFlashSpeculator", "DFlashDraftModel"}
     raw["architectures"] = [DFLASH if dflash else DSPARK]
     return from_flat(DraftFiles(raw, flat.tensors, flat.where), depth, target)

@@ -6,6 +6,7 @@ ids. DeepSpec's class norms queries and keys and has no draft vocabulary: it can
 
 from spec_data.config import to_dict
 from spec_data.shards.errors import DraftError
+from spec_data.shards.layer_ids import as_block_inputs
 from spec_train.draft_options import Eagle3Options
 from spec_train.formats import speculators
 from spec_train.formats.draft_files import DraftFiles
@@ -109,7 +110,7 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
         "num_hidden_layers": 1,
         "fc_norm": bool(raw.get("fc_norm", False)),
         "norm_output": bool(raw.get("norm_output", False)),
-        INPUT_KEY: [k + 1 for k in layers],
+        INPUT_KEY: as_block_inputs(layers),
     }
     options = Eagle3Options(
         layers=",".join(map(str, layers)),

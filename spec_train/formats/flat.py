@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.errors import DraftError
+from spec_data.shards.layer_ids import eagle3_layers, from_block_inputs
 from spec_data.shards.schema import LAYER_CONVENTION
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.rope import rope_parameters
@@ -86,7 +87,7 @@ def aux_layers(files: DraftFiles, target: TargetFacts) -> tuple[int, ...]:
     raw = files.config
     nested = (raw.get("eagle_config") or {}).get(INPUT_KEY)
     if raw.get(INPUT_KEY):
-        layers = tuple(k - 1 for k in raw[INPUT_KEY])
+        layers = tuple(from_block_inputs(raw[INPUT_KEY]))
         if nested and tuple(nested) != layers:
             log.warning(
                 "warning: %s: %s %s (inputs of blocks) and eagle_config's %s (outputs) name "
@@ -96,8 +97,7 @@ def aux_layers(files: DraftFiles, target: TargetFacts) -> tuple[int, ...]:
     elif nested:
         layers = tuple(nested)
     elif target.num_layers is not None:
-        count = target.num_layers
-        layers = (1, count // 2 - 1, count - 4)
+        layers = eagle3_layers(target.num_layers)
     else:
         raise DraftError(
             f"{files.config_path}: names no layers, so they follow from the number of the "

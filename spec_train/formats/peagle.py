@@ -8,6 +8,7 @@ before `fc` in both.
 
 from spec_data.config import to_dict
 from spec_data.shards.errors import DraftError
+from spec_data.shards.layer_ids import as_block_inputs
 from spec_train.draft_options import PeagleOptions
 from spec_train.formats import speculators
 from spec_train.formats.draft_files import DraftFiles
@@ -95,7 +96,7 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
         "mask_token_id": mask,
         "fc_norm": bool(raw.get("fc_norm", False)),
         "norm_output": False,
-        INPUT_KEY: [k + 1 for k in layers],
+        INPUT_KEY: as_block_inputs(layers),
     }
     options = PeagleOptions(
         layers=",".join(map(str, layers)),

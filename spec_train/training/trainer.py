@@ -129,7 +129,8 @@ class Trainer:
 
     def run(self) -> FitResult:
         """Train to the last step, or until any rank gets SIGTERM or Ctrl-C, and save."""
-        steps = self.stream.take(self.total - self.step)
+        left = self.total - self.step
+        steps = self.stream.take(left, lambda: bool(self._signals) or self.ranks.stop_called())
         bar = tqdm(
             total=self.total,
             initial=self.step,
@@ -145,7 +146,6 @@ class Trainer:
             bar,
             logging_redirect_tqdm(),
         ):
-            self.stream.stopping = lambda: bool(self._signals) or self.ranks.stop_called()
             if self.step == 0:
                 self.validate()
             if self.total == 0:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from spec_train.attention.plain import attend_all
 from spec_train.drafts import load_draft
-from spec_train.drafts.dspark.model import attend_all
 from spec_train.head import TargetHead
 from tests.engines.engine_tools import (
     LAYERS,

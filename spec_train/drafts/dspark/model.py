@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from spec_data.shards.errors import DraftError
 from spec_train.draft_options import BlockOptions, DSparkOptions
@@ -34,13 +33,6 @@ Context = Sequence[tuple[Tensor, Tensor]]
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Queries [B, h, Q, d], keys and values [B, g, T + Q, d], scale -> heads [B, h, Q, d]."""
-
-
-def attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Attention without a mask: one block over all that is verified."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, scale=scale)
 
 
 class DSparkModel(BaseDraft):

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from spec_train.attention.plain import attend_all
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.drafting import DraftCache
 from spec_train.drafts.dspark.blocks import Blocks, batch_context, block_states
-from spec_train.drafts.dspark.model import DSparkModel, attend_all
+from spec_train.drafts.dspark.model import DSparkModel
 from spec_train.head import TargetHead
 from spec_train.losses import wide
 from spec_train.sampling import Sampler

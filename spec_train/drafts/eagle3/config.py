@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from spec_data.config import from_dict
+from spec_data.shards.layer_ids import as_block_inputs
 from spec_train.draft_options import Eagle3Options
 from spec_train.drafts.config import AuxConfig
 from spec_train.drafts.targets import (
@@ -76,7 +77,7 @@ class Eagle3Config(AuxConfig):
             "norm_before_fc": False,
             # vLLM and llama.cpp take an id as the *input* of that block, SGLang (nested) as its
             # output.
-            "eagle_aux_hidden_state_layer_ids": [k + 1 for k in self.layers],
+            "eagle_aux_hidden_state_layer_ids": as_block_inputs(self.layers),
             "eagle_config": {
                 "use_aux_hidden_state": True,
                 "eagle_aux_hidden_state_layer_ids": list(self.layers),

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.packing import shift_left
-from spec_train.attention.unrolled import Queries, default_backend, repeat_heads, unrolled_attention
+from spec_train.attention.plain import repeat_heads
+from spec_train.attention.unrolled import Queries, default_backend, unrolled_attention
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.eagle3.model import Eagle3Model
 from spec_train.drafts.layers import run_layer

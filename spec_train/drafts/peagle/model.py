@@ -13,7 +13,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from spec_train.draft_options import PeagleOptions
 from spec_train.drafts.aux_draft import AuxDraft
@@ -134,11 +133,6 @@ def _causal_after(cache: DraftCache, scale: float) -> Attend:
     """Attention of new rows over the cached ones and, causally, over themselves."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = cache.append(k, v)
-        new, held = q.shape[2], k.shape[2]
-        mask = torch.ones(new, held, dtype=torch.bool, device=q.device).tril(held - new)
-        groups = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        return cache.attend(q, k, v, scale)
 
     return attend

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from spec_train.attention import unrolled as attention
+from spec_train.attention.plain import repeat_heads
 from spec_train.attention.unrolled import (
     Queries,
     active_slots,
     default_backend,
-    repeat_heads,
     unrolled_attention,
 )
 from spec_train.drafts.slots import document_offsets
