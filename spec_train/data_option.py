@@ -1,6 +1,6 @@
-"""What `--data DIR[:weight]` says: a dataset, and how often its documents appear in an epoch.
+"""The option `--data DIR[:weight]`: a dataset, and how often its documents appear in an epoch.
 
-No torch here: the command line is checked with it.
+This module must not import torch, as the command line uses it.
 """
 
 import re
@@ -17,7 +17,7 @@ _LIKE_A_WEIGHT = re.compile(r"[-+]?\d*\.?\d*(e[-+]?\d+)?|nan|inf", re.IGNORECASE
 
 @dataclass(frozen=True)
 class Source:
-    """One `--data`: `weight` copies of every document per epoch."""
+    """One `--data`: a directory, and how often per epoch each of its documents appears."""
 
     path: Path
     weight: Fraction = Fraction(1)
@@ -27,7 +27,7 @@ class Source:
 
 
 def parse_source(text: str) -> Source:
-    """Read one DIR or DIR:weight; a directory whose own name ends like that is taken whole.
+    """Read one DIR or DIR:weight; an existing directory whose name looks like that has weight 1.
 
     Raises:
         ConfigError: the weight is not above 0, or has more than three decimals.
@@ -44,17 +44,17 @@ def parse_source(text: str) -> Source:
 
 
 def parse_sources(data: str | Sequence[str]) -> tuple[Source, ...]:
-    """Read all `--data`.
+    """Read all `--data` options.
 
     Raises:
-        ConfigError: a bad weight, or a directory that is given twice.
+        ConfigError: a weight is wrong, or a directory is given twice.
     """
     sources = tuple(map(parse_source, [data] if isinstance(data, str) else data))
     paths = [source.path.absolute() for source in sources]
     for path in paths:
         if paths.count(path) > 1:
             raise ConfigError(
-                f"--data {path}: given twice; write {path}:2 to see it twice as often"
+                f"--data {path}: given twice; write {path}:2 to train on it twice as often"
             )
     return sources
 

@@ -1,8 +1,8 @@
-"""The target's frozen head and embeddings, read from a dataset; and the draft vocabulary.
+"""The target's frozen head and embeddings, read from a dataset, and the draft vocabulary.
 
-Logits are recomputed from final hidden states by the same `apply_head` that generation proved
-against the model. A draft vocabulary is a selection of head rows: selecting once per run costs one
-copy of those rows and saves the full-vocabulary product at every step.
+Logits are recomputed from final hidden states with the same `apply_head` that generation proved
+against the model. A draft vocabulary is a selection of rows of the head. Selecting once per run
+costs one copy of these rows and saves the full-vocabulary product at every step.
 
 V / Vd target / draft vocabulary, H hidden size.
 """
@@ -22,10 +22,9 @@ from spec_data.shards.schema import Manifest
 
 
 class TargetHead(nn.Module):
-    """Frozen `embed_tokens` and `lm_head` of the target.
+    """The target's frozen `embed_tokens` and `lm_head`.
 
-    Both are buffers that no checkpoint of a draft ever holds; with tied embeddings they are one
-    tensor.
+    Both are buffers that are not saved with a draft. With tied embeddings they are one tensor.
     """
 
     embed_weight: Tensor
@@ -39,7 +38,7 @@ class TargetHead(nn.Module):
         head_weight: Tensor,
         head_bias: Tensor | None = None,
     ) -> None:
-        """Take `embed_weight` [V, H], `head_weight` [V, H] and `head_bias` [V] or None."""
+        """Use `embed_weight` [V, H], `head_weight` [V, H] and `head_bias` [V] or None."""
         super().__init__()
         self.spec = spec
         self.register_buffer("embed_weight", embed_weight, persistent=False)
@@ -55,10 +54,10 @@ class TargetHead(nn.Module):
         device: torch.device | str = "cpu",
         manifest: Manifest | None = None,
     ) -> "TargetHead":
-        """Read the head of the dataset directory `path`, described by its manifest or another.
+        """Read the head of a dataset directory, described by its manifest or by `manifest`.
 
         Raises:
-            MissingError, DatasetError: the head is absent or not what the manifest describes.
+            MissingError, DatasetError: the head is missing or not what the manifest describes.
         """
         manifest = manifest or Manifest.read(Path(path) / "manifest.json")
         spec = manifest.head
@@ -70,10 +69,10 @@ class TargetHead(nn.Module):
 
     @classmethod
     def from_model(cls, model: Any, spec: Mapping[str, Any] | None = None) -> "TargetHead":
-        """Share the head of a loaded HF model.
+        """Share the weights of a loaded HF model.
 
-        `spec` is the HeadSpec that its dataset proved, as a draft's origin keeps it; without one
-        the head is taken for a plain product, which changes no greedy choice.
+        `spec` is the HeadSpec of a dataset, as a draft's origin stores it. Without it, the head is
+        treated as a plain product; no greedy choice depends on the difference.
         """
         embed = model.get_input_embeddings().weight.data
         linear = model.get_output_embeddings()
@@ -89,7 +88,7 @@ class TargetHead(nn.Module):
         return cls(known, embed, weight, None if bias is None else bias.data)
 
     def _apply(self, fn, recurse: bool = True):
-        """Keep tied weights one tensor, and drop the selection, when the module moves."""
+        """Move the module: tied weights stay one tensor, and the selected rows are dropped."""
         tied = self.head_weight is self.embed_weight
         self._selection = None
         super()._apply(fn, recurse)
@@ -99,9 +98,10 @@ class TargetHead(nn.Module):
 
     @torch.no_grad()
     def logits(self, final_hidden: Tensor, ids: Tensor | None = None) -> Tensor:
-        """Give float32 logits [..., V] of final hidden states [..., H]; [..., len(ids)] with `ids`.
+        """Compute logits [..., V] of final hidden states [..., H]: float32, or float64 of float64.
 
-        `ids` int64 selects target ids; the selected rows are kept for the next call with it.
+        `ids`, int64 [Vd], selects target ids: logits are then [..., Vd]. The selected rows are kept
+        for the next call with the same tensor.
         """
         weight, bias = (self.head_weight, self.head_bias) if ids is None else self._rows(ids)
         logits = apply_head(final_hidden.to(weight.dtype), weight, bias, self.spec)
@@ -109,7 +109,7 @@ class TargetHead(nn.Module):
 
     def _rows(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         kept = self._selection
-        # Identity and version, not values: comparing values would synchronise with the device.
+        # Compares identity and version, because comparing values would wait for the device.
         if kept is None or kept[0] is not ids or kept[1] != ids._version:
             weight = self.head_weight[ids]
             bias = None if self.head_bias is None else self.head_bias[ids]
@@ -120,14 +120,14 @@ class TargetHead(nn.Module):
 def choose_draft_vocabulary(
     counts: Tensor, size: int, special_ids: Sequence[int] = ()
 ) -> torch.LongTensor:
-    """Choose the target ids of a draft vocabulary: sorted ascending, int64 [size].
+    """Choose the target ids of a draft vocabulary: int64 [size], ascending.
 
-    The special tokens, then the most frequent of the others; ties go to the lower id.
+    Special tokens come first, then the most frequent other tokens; ties go to the lower id.
 
     Args:
         counts: how often each target token is a supervised token, int64 [V].
         size: Vd, 1..V.
-        special_ids: ids that must be in; ids outside 0..V-1 are ignored.
+        special_ids: ids that are always chosen; ids outside 0..V-1 are ignored.
 
     Raises:
         DraftError: `size` is not in 1..V, or too small for the special tokens.

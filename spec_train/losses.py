@@ -1,15 +1,15 @@
 """Losses between a teacher and a draft distribution over the draft vocabulary.
 
-`head_loss` is the head and the loss in one: rows of normed draft states go in, a scalar comes out,
-and the gradients are made in the forward pass, chunk by chunk. So no more than one chunk of logits
-exists at any time, whatever the number of slots, and a teacher row is computed once for all unroll
-steps that need it. The price is that gradients of the gradients do not exist.
+`head_loss` combines head and loss: it takes rows of normed draft states, returns a scalar, and
+computes the gradients in the forward pass, chunk by chunk. So at most one chunk of logits exists at
+any time, for any number of slots, and a teacher row is computed once for all unroll steps that need
+it. In return, second derivatives are not available.
 
 With p the teacher, q the draft, a = sum_v min(p, q):
     ce      -sum_v p log q
     alpha   -log a                       (LK losses, arXiv 2602.23881)
     lambda  r ce + (1 - r) (1 - a),      r = scale exp(-decay a), no gradient through r
-All per slot: r depends on its own slot alone, so sums over micro-batches add up exactly.
+All are per slot: r depends only on its own slot, so sums over micro-batches add up exactly.
 
 N teacher rows, S unroll steps, H hidden size, Vd draft vocabulary.
 """
@@ -25,20 +25,24 @@ from torch.nn import functional as F
 from spec_data.shards.head_spec import HeadSpec, apply_head
 
 KINDS = ("ce", "alpha", "lambda")
-# Logits of one chunk. A CPU's cache holds few, a GPU wants many rows. The head's rows and their
-# gradient are gone through once per chunk: with few rows of a large vocabulary that is most of it.
+# Logits of one chunk: few fit in a CPU's cache, and a GPU needs many rows to be busy. Every chunk
+# reads all rows of the head and updates their gradient; if a chunk has few rows and the vocabulary
+# is large, this is most of the work.
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 LEAST_ROWS = 256
 
 
 def rows_per_chunk(weight: Tensor) -> int:
-    """Rows whose logits through the head `weight` [Vd, H] exist at a time."""
+    """Return how many rows of logits, through the head `weight` [Vd, H], exist at a time."""
     elements = CHUNK_ELEMENTS.get(weight.device.type, CHUNK_ELEMENTS["cuda"])
     return max(LEAST_ROWS, elements // weight.shape[0])
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left.T @ right to `total`, in place where they are of one kind: no copy of `total`."""
+    """Add left.T @ right, of [n, a] and [n, b], to `total` [a, b] in place.
+
+    With equal dtypes and no autocast, no product of the size of `total` is allocated.
+    """
     if left.dtype == right.dtype == total.dtype and not torch.is_autocast_enabled(left.device.type):
         total.addmm_(left.T, right)
     else:
@@ -47,7 +51,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LossKind:
-    """Which loss, with the two numbers of "lambda"."""
+    """The name of a loss (of KINDS), and the two parameters of "lambda"."""
 
     name: str = "ce"
     scale: float = 1.0
@@ -55,17 +59,17 @@ class LossKind:
 
 
 def wide(x: Tensor) -> Tensor:
-    """`x` in float32, or as it is when it is float64."""
+    """Return `x` (any shape) in float32, or unchanged if it is float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def distribution_loss(
     logits: Tensor, teacher: Tensor, kind: LossKind
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss, expected acceptance, gradient of the loss for draft logits, and the draft's choice.
+    """Compute loss, expected acceptance, gradient for the draft logits, and the draft's choice.
 
-    Every pass over the logits costs as much as a share of the head's product, so there are few, and
-    they write over what is no longer needed.
+    Every pass over the logits costs a noticeable share of the head's product. So there are few
+    passes, and they overwrite what is no longer needed.
 
     Args:
         logits: draft logits [N, S, Vd], float32 or float64; overwritten.
@@ -101,11 +105,11 @@ def distribution_loss(
 
 @dataclass(frozen=True)
 class RowStats:
-    """Per teacher row and step, no gradients: loss, expected acceptance, best draft index."""
+    """Figures per teacher row and step, without gradients."""
 
-    loss: Tensor  # [N, S]
-    acceptance: Tensor  # [N, S]
-    best: Tensor  # int64 [N, S]
+    loss: Tensor  # [N, S], float32 or float64
+    acceptance: Tensor  # [N, S], sum_v min(p, q)
+    best: Tensor  # int64 [N, S], index of the largest draft logit
 
 
 def head_loss(
@@ -118,22 +122,22 @@ def head_loss(
     bias: Tensor | None = None,
     spec: HeadSpec | None = None,
 ) -> tuple[Tensor, RowStats]:
-    """Sum of `weights` times the loss of every row, through the head `weight`.
+    """Sum `weights` times the loss of every row, through the head `weight`.
 
-    No gradient is computed for what does not require one: a frozen head costs no product for it.
+    No gradient is computed for a tensor that does not require one, so a frozen head costs nothing.
 
     Args:
         hidden: states that enter the head [N, S, H].
         weight: head [Vd, H].
-        teacher: gives the probabilities [n, Vd] of a slice of the N rows; called once per chunk.
-        weights: [N, S] float32; 0 leaves a row out.
+        teacher: returns the probabilities [n, Vd] of a slice of the N rows; called once per chunk.
+        weights: of the rows [N, S], float32; 0 leaves a row out.
         kind: which loss.
         chunk_rows: rows of logits (of N * S) that exist at a time; None: `rows_per_chunk`.
         bias: of the head [Vd], frozen.
         spec: scale and softcap of a target's head; None: a plain product.
 
     Returns:
-        The sum, a float32 (or float64) scalar with a graph, and the figures of every row.
+        The sum, a float32 (or float64) scalar that can be differentiated, and figures per row.
     """
     rows = max(1, (chunk_rows or rows_per_chunk(weight)) // hidden.shape[1])
     wanted = tuple(torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
@@ -146,7 +150,10 @@ def head_loss(
 def _head_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: HeadSpec | None
 ) -> tuple[Tensor, Tensor | float]:
-    """Logits of a chunk, and their derivative for the plain product they are made of."""
+    """Return logits [n, S, Vd] of states [n, S, H], and d logits / d (plain product).
+
+    The derivative has the shape of the logits, or is one number.
+    """
     if spec is None:
         return wide(F.linear(hidden, weight, bias)), 1.0
     logits = wide(apply_head(hidden, weight, bias, spec))

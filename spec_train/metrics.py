@@ -1,17 +1,20 @@
-"""Acceptance figures as sums: add them over micro-batches, ranks or a whole set, divide once.
+"""Acceptance figures as sums: add them over micro-batches, ranks or a whole set, then divide once.
 
-A draft's sums are float64 tensors, most of them [S], one entry per depth (unroll step):
+A draft's sums are float64 tensors. Most are [S], with one entry per depth (unroll step):
 
     loss         sum of the slot losses over supervised slots
-    supervised   number of those slots: in the slot mask, teacher's choice in the draft vocabulary
+    supervised   number of these slots: in the slot mask, and the target's choice is in the draft
+                 vocabulary
     weighted     `supervised` times the step's normalised weight
-    drafted      number of slots in the slot mask; those outside the draft vocabulary are misses
-    hits         slots whose greedy draft token is the target's choice, the prefix being true
+    drafted      number of slots in the slot mask; a target's choice outside the draft vocabulary
+                 counts as a miss
+    hits         slots whose greedy draft token is the target's choice, given the true prefix
     acceptance   sum over slots of sum_v min(p, q); a miss adds nothing
-    chains       [] chains whose S depths are all in the slot mask
-    survive      chains hit at every depth up to this one
-    at_risk      chains, whole or not, in the slot mask up to this depth and hit at all before it
-    kept         those of them hit at this depth too
+    chains       [] whole chains: all S depths are in the slot mask
+    survive      whole chains that are hit at every depth up to this one
+    at_risk      chains, whole or not, in the slot mask up to this depth and hit at every depth
+                 before it
+    kept         those of `at_risk` that are hit at this depth too
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -23,15 +26,16 @@ Sums = dict[str, Tensor]
 
 
 def chain_sums(hits: Tensor, drafted: Tensor) -> Sums:
-    """Sums over chains of boolean hits and slot masks, both [S, ...] (slots anywhere).
+    """Count chains, given hits and slot masks: both bool [S, ...], with any dimensions of slots.
 
-    Entry s of a slot is the draft made at depth s + 1 of the chain that starts there.
+    Entry s of a slot is the token drafted at depth s + 1 of the chain that starts at this slot.
+    Returns "chains" [], "survive", "at_risk" and "kept" [S], float64.
     """
-    hits, drafted = hits.flatten(1), drafted.flatten(1)
-    whole = drafted.all(0)
-    reached = torch.cumprod(drafted.to(torch.int8), dim=0).bool()
-    alive = torch.cumprod((hits & reached).to(torch.int8), dim=0).bool()
-    before = torch.cat([torch.ones_like(alive[:1]), alive[:-1]])
+    hits, drafted = hits.flatten(1), drafted.flatten(1)  # [S, n], n chains
+    whole = drafted.all(0)  # [n]
+    reached = torch.cumprod(drafted.to(torch.int8), dim=0).bool()  # [S, n], in the mask so far
+    alive = torch.cumprod((hits & reached).to(torch.int8), dim=0).bool()  # [S, n], hit so far
+    before = torch.cat([torch.ones_like(alive[:1]), alive[:-1]])  # [S, n], hit before this depth
     return {
         "chains": whole.sum().double(),
         "survive": (alive & whole).sum(1).double(),
@@ -41,7 +45,7 @@ def chain_sums(hits: Tensor, drafted: Tensor) -> Sums:
 
 
 def add_sums(parts: Iterable[Sums]) -> Sums:
-    """Add sums of several batches, name by name."""
+    """Add the sums of several batches, name by name."""
     total: Sums = {}
     for part in parts:
         for name, value in part.items():
@@ -50,16 +54,17 @@ def add_sums(parts: Iterable[Sums]) -> Sums:
 
 
 def summarise(sums: Sums) -> dict[str, float | None]:
-    """Turn sums into figures; one that nothing was measured for is None.
+    """Turn sums into figures; a figure without any measurement is None.
 
-    "loss"; "acceptance_length" = 1 + sum over depths of P(survive); for every depth d
-    "accept_rate/d" = P(hit at d | hit at every depth before), over the same chains (0 when none
-    got there), so that the length is 1 plus the sum of their running products; "hit_rate/d" and
-    "expected_acceptance/d" over all slots of depth d, the prefix being true; and "chains".
-
-    "product_limit_length" is the same length from chains of any length: a chain that the end of
-    its turn cuts off tells of the depths it has (Kaplan and Meier 1958), and depths that no chain
-    reached add nothing. So it compares drafts on short answers too, where no chain is whole.
+    - "loss", and "chains", the number of whole chains.
+    - "acceptance_length" = 1 + sum over depths of P(survive), over whole chains.
+    - "accept_rate/d" for every depth d = P(hit at d | hit at every depth before), over the same
+      chains (0 if no chain got there). The length is 1 plus the sum of their running products.
+    - "hit_rate/d" and "expected_acceptance/d", over all slots of depth d, given the true prefix.
+    - "product_limit_length" estimates the same length from chains of any length (Kaplan and Meier
+      1958): a chain cut off by the end of its turn counts for the depths that it has, and depths
+      that no chain reached add nothing. So it also compares drafts on short answers, where no
+      chain is whole.
     """
     values = {name: value.double().cpu() for name, value in sums.items()}
     chains, survive = values["chains"], values["survive"]
@@ -84,13 +89,16 @@ def summarise(sums: Sums) -> dict[str, float | None]:
 
 
 PART_FIGURES = ("loss", "acceptance_length", "product_limit_length")
-"""Figures that are also given for each dataset of several."""
+"""Figures that are also reported for each dataset of several."""
 
 
 def summarise_parts(
     parts: Mapping[str, Sums], summarise: Callable[[Sums], dict[str, float | None]]
 ) -> dict[str, float | None]:
-    """Figures of all parts together, and the main ones of each named part as "loss/name" etc."""
+    """Return the figures of all parts together, and PART_FIGURES of each named part.
+
+    The latter are called "loss/name" and so on.
+    """
     figures = summarise(add_sums(parts.values()))
     for name, sums in parts.items():
         if name:
@@ -100,10 +108,10 @@ def summarise_parts(
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Elementwise quotient, 0 where the denominator is 0."""
+    """Return the elementwise quotient, 0 where the denominator is 0."""
     return torch.where(denominator > 0, numerator / denominator.clamp_min(1), 0.0)
 
 
 def shown(figure: float | None, digits: int = 3) -> str:
-    """A figure for people; - where nothing was measured."""
+    """Format a figure for people: "-" if nothing was measured."""
     return "-" if figure is None else f"{figure:.{digits}f}"

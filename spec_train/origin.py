@@ -1,9 +1,10 @@
-"""Whom a draft was fitted to: kept in its config.json, compared before it is used.
+"""The target that a draft was fitted to: stored in its config.json, compared before it is used.
 
-A draft of another target of the same shape loads, runs and is never accepted, and prompts rendered
-unlike the training data cost acceptance silently. What tells them apart must therefore travel with
-the draft, not with the path of its dataset: the embedding does anyway, hashes and template kwargs
-are the config's `origin`. Drafts of older releases have an empty one.
+A draft of another target with the same shape loads and runs, but the target accepts none of its
+tokens. Prompts rendered differently from the training data reduce acceptance without an error. So
+the facts that reveal this are stored with the draft and not with its dataset: the embedding is one
+of its weights anyway, and hashes and template kwargs are the `origin` in its config. Drafts of
+older releases have an empty origin.
 """
 
 from dataclasses import asdict
@@ -15,11 +16,11 @@ from torch import Tensor
 from spec_data.shards.errors import DraftError
 from spec_data.shards.schema import Manifest
 
-_ROWS = 8192  # compared at a time: a whole difference would be as large as the embedding
+_ROWS = 8192  # rows compared at a time: a difference of all rows would be as large as the embedding
 
 
 def origin_of(manifest: Manifest) -> dict[str, Any]:
-    """The origin of a draft for a dataset: as much as its manifest says."""
+    """Return the origin of a draft of this dataset, with all that the manifest says."""
     names = ("chat_template_hash", "chat_template_kwargs")
     found = {name: manifest.raw["tokenizer"].get(name) for name in names}
     found["weights_hash"] = manifest.target.get("weights_hash")
@@ -28,12 +29,12 @@ def origin_of(manifest: Manifest) -> dict[str, Any]:
 
 
 def differing_rows(own: Tensor, other: Tensor) -> float:
-    """Share of rows that differ by more than rounding to the coarser dtype; both [V, H].
+    """Return the share of rows that differ by more than rounding to the coarser dtype.
 
-    Computed on the device of `other`.
+    Both tensors are [V, H], of any floating dtypes; the device of `other` computes.
     """
     eps = max(torch.finfo(own.dtype).eps, torch.finfo(other.dtype).eps)
-    smallest = 2.0**-24  # of float16, below which it keeps nothing
+    smallest = 2.0**-24  # smallest positive float16
     count = 0
     for a, b in zip(own.split(_ROWS), other.split(_ROWS), strict=True):
         b = b.float()
@@ -43,10 +44,13 @@ def differing_rows(own: Tensor, other: Tensor) -> float:
 
 
 def require_same_embedding(own: Tensor, other: Tensor, who: str, whose: str) -> None:
-    """Refuse a draft of another target.
+    """Refuse a draft of another target, by its embedding.
+
+    `own` [V, H] is the embedding of the draft `who`, `other` that of the target of `whose`; the two
+    names are for the message.
 
     Raises:
-        DraftError: `who`'s embedding [V, H] is not that of the target of `whose`.
+        DraftError: the embeddings differ by more than rounding.
     """
     share = differing_rows(own, other) if own.shape == other.shape else 1.0
     if share:
@@ -57,11 +61,14 @@ def require_same_embedding(own: Tensor, other: Tensor, who: str, whose: str) -> 
 
 
 def weights_warning(origin: dict[str, Any], manifest: Manifest) -> list[str]:
-    """A warning where a draft's target has the dataset's embedding, but other weights."""
+    """Return a warning if the draft's target has other weights than the dataset's; else nothing.
+
+    `require_same_embedding` has passed, so only other weights of the target can differ.
+    """
     own, other = origin.get("weights_hash"), manifest.target.get("weights_hash")
     if own is None or other is None or own == other:
         return []
     return [
         f"the target of {manifest.where} has other weights than the one the draft was fitted to "
-        "(the same embedding): another version of it, or the same one in other files"
+        "(but the same embedding): another version of it, or the same one in other files"
     ]

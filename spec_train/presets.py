@@ -1,24 +1,24 @@
 """`--preset`: settings for a dataset of a given size, as maintainers report them for that size.
 
-Where the numbers come from (read in 2026; a pack here holds several samples, so steps are counted
-in tokens):
+Sources of the numbers (read in 2026; a pack holds several samples, so step sizes are compared in
+tokens):
 
 - 5k: speculators' tutorial runs (examples/train/*_5k.sh) take 5,000 chats for 5 epochs at 1e-4, a
-  draft vocabulary of 32,000 and two packs of 8,192 tokens per step, and call it a check that the
+  draft vocabulary of 32,000 and two packs of 8,192 tokens per step. They call this a check that the
   pipeline learns, not a good draft: an earlier one reports an acceptance length of 1.57 on MT-Bench
-  with 3 drafted tokens (Llama-3.1-8B). What such a run is not for: speculators issue 751.
+  with 3 drafted tokens (Llama-3.1-8B). speculators issue 751 says what such a run is not for.
 - 50k: SpecForge's recipes for ShareGPT (examples/configs/*-eagle3-*.yaml) train at 1e-4 with 7
   unroll steps, gradients clipped at 0.5 and 8 samples of up to 4,096 tokens per step, for up to 10
-  epochs. DeepSpec issue 84 finds EAGLE-3 at its best after 4.6 epochs and worse from there on, so
-  6 are planned here: `best` is kept by acceptance anyway.
+  epochs. DeepSpec issue 84 finds that EAGLE-3 is best after 4.6 epochs and gets worse afterwards,
+  so the preset has 6; `best` is chosen by acceptance in any case.
 - 500k: the EAGLE-3 paper (arXiv 2503.01840) uses 532,000 samples of ShareGPT and UltraChat;
   speculators' maintainers (issue 751) 500,000 and more for 2 to 3 epochs. DeepSpec steps over 512
   samples at a time; 32 packs of 4,096 tokens are about a quarter of that. speculators report 1.98
   with 3 drafted tokens for Qwen3-8B on 330,000 samples (MT-Bench), users of DeepSpec 3.3 for
   Qwen3-4B on its own answers to all of open-perfectblend.
 
-The learning rate is left to its own rule, which is the 1e-4 of all of these at hidden size 4096
-(the paper: 5e-5). No torch here.
+Presets do not set the learning rate. Its own rule results in 1e-4 at hidden size 4096, as all of
+these use (the paper: 5e-5). This module must not import torch.
 """
 
 import textwrap
@@ -27,12 +27,12 @@ from dataclasses import dataclass
 from typing import Any
 
 HOW_LONG = frozenset({"steps", "epochs"})
-"""Options that exclude each other: whoever gives one of them decides about both."""
+"""Options that exclude each other: setting one of them overrides both."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """Options by name, of the trainer and of drafts that have them, and what to expect of them."""
+    """Values of options, of the trainer and of drafts, and what to expect of such a run."""
 
     values: dict[str, Any]
     expect: str
@@ -52,8 +52,8 @@ PRESETS: dict[str, Preset] = {
             "eval_every": 20,
             "save_every": 20,
         },
-        expect="a minute on a CPU, up to about hidden size 1024: proves that data, draft and disk "
-        "work together. The draft is as good as untrained",
+        expect="a minute on a CPU, up to about hidden size 1024: shows that data, draft and disk "
+        "work together. The draft is no better than an untrained one",
     ),
     "5k": Preset(
         values={
@@ -109,11 +109,11 @@ PRESETS: dict[str, Preset] = {
 def apply_preset(
     flags: dict[str, Any], table: dict[str, Any], names: Collection[str]
 ) -> dict[str, Any]:
-    """Options from flags over the config file's `table` over a preset over defaults.
+    """Merge options: flags override the config file's `table`, which overrides a preset.
 
-    A preset that the flags name goes over the file: who types it means it. A preset sets those of
-    its options that are in `names`, which a draft has. Who says how long replaces both --steps and
-    --epochs of what it goes over.
+    A preset named by a flag (not in the file) overrides the file, because it was typed for this
+    run. A preset sets only options in `names`, those that the draft has. A source that sets --steps
+    or --epochs removes both from the sources that it overrides.
     """
     preset = flags.get("preset", table.get("preset"))
     found = PRESETS[preset].values if preset in PRESETS else {}
@@ -128,11 +128,11 @@ def apply_preset(
 
 
 def preset_help(names: Collection[str]) -> str:
-    """What every preset sets and what to expect of it, for --help.
+    """Return the text of --help on presets: what each sets, and what to expect of it.
 
-    `names` are the options that a draft has.
+    `names` are the options that the draft has.
     """
-    lines = ["presets (any flag given too goes over them):"]
+    lines = ["presets (other flags override them):"]
     for name, preset in PRESETS.items():
         flags = " ".join(
             f"--{option.replace('_', '-')} {value}"

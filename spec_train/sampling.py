@@ -1,12 +1,12 @@
-"""Which drafted tokens are kept: pure rules of distributions and uniform numbers.
+"""Which drafted tokens are kept: pure functions of distributions and uniform numbers.
 
-Greedy keeps drafts that are the target's argmax. Sampling is rejection sampling (Leviathan et al.
-2211.17192): a token drawn from q is kept with probability min(1, p / q), a rejected one replaced by
-a draw from (p - q)+, so that what comes out has distribution p whatever q was. All randomness
-enters as uniform numbers from one CPU generator: the same seed decides the same on every device,
-and tests enumerate the numbers instead of sampling them. Distributions are float64.
+Greedy decoding keeps drafted tokens that are the target's argmax. Sampling is rejection sampling
+(Leviathan et al., arXiv 2211.17192): a token drawn from q is kept with probability min(1, p / q),
+and a rejected one is replaced by a draw from (p - q)+, so the output has distribution p for any q.
+All randomness comes as uniform numbers from one CPU generator. So a seed leads to the same choices
+on every device, and tests can enumerate the numbers. Distributions are float64.
 
-Shapes: k drafts of a round, V / Vd target / draft vocabulary.
+Shapes: k drafted tokens of a round, V / Vd target / draft vocabulary.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,18 @@ from torch import Tensor
 
 
 def accept_probability(p: Tensor, q: Tensor) -> Tensor:
-    """Probability [..., V] that a drafted token is kept: min(1, p / q); 1 where q = 0."""
+    """Return the probability that a drafted token is kept, min(1, p / q), or 1 where q = 0.
+
+    `p`, `q` and the result are float64 [..., V] (or single probabilities []).
+    """
     return torch.where(q > 0, p / q, 1.0).clamp(max=1.0)
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """Distribution [..., V] of the token that replaces a rejected one: (p - q)+, normalised.
+    """Return the distribution of the token that replaces a rejected one: (p - q)+, normalised.
 
-    Where q equals p nothing is ever rejected; rounding may say otherwise, and then p is right.
+    `p`, `q` and the result are float64 [..., V]. If q equals p, no token can be rejected except by
+    rounding; then the result is p.
     """
     rest = (p - q).clamp(min=0.0)
     total = rest.sum(-1, keepdim=True)
@@ -32,9 +36,9 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 def pick(probabilities: Tensor, uniform: Tensor | float) -> Tensor:
-    """Inverse of the cumulative distribution: int64 [] for float64 weights [V], uniform in [0, 1).
+    """Draw a token by inverting the cumulative distribution; never one of probability zero.
 
-    Never picks a token of probability zero.
+    `probabilities` are float64 weights [V], `uniform` is in [0, 1); the token is int64 [].
     """
     cumulative = probabilities.cumsum(-1)
     last = torch.searchsorted(cumulative, cumulative[-1])
@@ -45,13 +49,14 @@ def pick(probabilities: Tensor, uniform: Tensor | float) -> Tensor:
 def reject_sampled(
     drafted: Sequence[int], q: Tensor, p: Tensor, uniforms: Sequence[float]
 ) -> tuple[int, int]:
-    """Keep a prefix of the drafted tokens and give (its length, the target's next token).
+    """Decide how many drafted tokens are kept; return (their number, the target's next token).
 
     Args:
         drafted: k tokens, the j-th drawn from q[j].
         q: float64 [k, V], the draft's distributions over the target vocabulary.
-        p: float64 [k + 1, V], the target's, after 0..k of the drafted tokens.
-        uniforms: k + 1 independent numbers in [0, 1): one decision each, the last one the token.
+        p: float64 [k + 1, V], the target's distributions after 0..k of the drafted tokens.
+        uniforms: k + 1 independent numbers in [0, 1). Number j decides on drafted token j; the
+            last one draws the next token.
     """
     for j, token in enumerate(drafted):
         if uniforms[j] >= float(accept_probability(p[j, token], q[j, token])):
@@ -67,12 +72,12 @@ class Greedy:
         return int(logits.argmax())
 
     def draft(self, logits: Tensor, draft_ids: Tensor, vocab_size: int) -> tuple[Tensor, None]:
-        """Choose from the draft's logits [Vd]: the target id, int64 []."""
+        """Choose from the draft's logits [Vd]; return the target id, int64 []."""
         return draft_ids[logits.argmax()], None
 
     def verify(self, drafted: Tensor, q: list[Any], logits: Tensor) -> tuple[list[int], int, int]:
-        """Judge drafted ids [k] by the target's logits [k + 1, V]: (ids, accepted, next token)."""
-        both = torch.cat([drafted, logits.argmax(-1)]).tolist()  # one wait for the device
+        """Compare drafted ids [k] with logits [k + 1, V]; return (ids, accepted, next token)."""
+        both = torch.cat([drafted, logits.argmax(-1)]).tolist()  # waits for the device only once
         proposed, chosen = both[: len(drafted)], both[len(drafted) :]
         accepted = 0
         while accepted < len(proposed) and proposed[accepted] == chosen[accepted]:
@@ -81,10 +86,10 @@ class Greedy:
 
 
 class Sampled:
-    """Temperature above 0: rejection sampling. One CPU generator decides, on every device."""
+    """Temperature above 0: rejection sampling, with one CPU generator for every device."""
 
     def __init__(self, temperature: float, seed: int) -> None:
-        """Sample at `temperature`; the same seed gives the same choices."""
+        """Sample at `temperature`; the same seed leads to the same choices."""
         self.temperature = temperature
         self._generator = torch.Generator().manual_seed(seed)
 
@@ -92,7 +97,7 @@ class Sampled:
         return torch.rand(count, generator=self._generator, dtype=torch.float64).tolist()
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Float64 distribution of logits [..., V] at this temperature."""
+        """Return the distribution of logits [..., V] at this temperature, float64 [..., V]."""
         return torch.softmax(logits.double() / self.temperature, -1)
 
     def first(self, logits: Tensor) -> int:
@@ -100,13 +105,17 @@ class Sampled:
         return int(pick(self.probabilities(logits), self._uniforms(1)[0]))
 
     def draft(self, logits: Tensor, draft_ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-        """Draw from the draft's logits [Vd]: the target id and the distribution over V."""
+        """Draw from the draft's logits [Vd].
+
+        Returns the target id, int64 [], and the draft's distribution over the target vocabulary,
+        float64 [V]. `draft_ids` int64 [Vd] maps draft ids to target ids.
+        """
         own = self.probabilities(logits)
         chosen = draft_ids[pick(own, self._uniforms(1)[0])]
         return chosen, own.new_zeros(vocab_size).scatter_(0, draft_ids, own)
 
     def verify(self, drafted: Tensor, q: list[Any], logits: Tensor) -> tuple[list[int], int, int]:
-        """Judge drafted ids [k] by the target's logits [k + 1, V]: (ids, accepted, next token)."""
+        """Compare drafted ids [k] with logits [k + 1, V]; return (ids, accepted, next token)."""
         proposed = drafted.tolist()
         p = self.probabilities(logits)
         accepted, chosen = reject_sampled(
@@ -119,5 +128,5 @@ Sampler = Greedy | Sampled
 
 
 def make_sampler(temperature: float, seed: int) -> Sampler:
-    """Greedy at temperature 0, else sampling."""
+    """Return Greedy for temperature 0, else Sampled."""
     return Sampled(temperature, seed) if temperature > 0 else Greedy()

@@ -59,7 +59,7 @@ class Corpus:
         )
         lengths = np.minimum(self.dataset.lengths, seq_len)
         usable = np.cumsum(lengths) * self.payload <= max_bytes
-        self.plan = BatchPlan(lengths, usable, seq_len=seq_len, rows_per_batch=packs)
+        self.plan = BatchPlan(lengths, usable, seq_len=seq_len, packs_per_batch=packs)
         self.packs = [pack for batch in self.plan.batches(0) for pack in batch]
         self.lengths, self.seq_len, self.batch = lengths, seq_len, packs
         self.tokens = self.plan.tokens

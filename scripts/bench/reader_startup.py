@@ -92,7 +92,7 @@ def first_batch_of_files(path: Path) -> dict[str, Any]:
             lengths[i] = file.get_slice("input_ids").get_shape()[0]
     scanned = time.perf_counter() - listed
     usable = np.ones(len(lengths), dtype=bool)
-    plan = BatchPlan(lengths, usable, seq_len=SEQ_LEN, rows_per_batch=PACKS)
+    plan = BatchPlan(lengths, usable, seq_len=SEQ_LEN, packs_per_batch=PACKS)
     rows = [row for pack in next(plan.iter_batches(0)) for row in pack]
     parts = [load_file(entries[row].path) for row in rows]
     batch = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -107,7 +107,7 @@ def peak_memory(path: Path) -> dict[str, Any]:
     steps = stream.plan.count_batches(0)
     for _ in stream.take(steps):
         peak = max(peak, anonymous_bytes() - before)
-    ring = sum(t.nbytes for b in stream._ring for t in b.tensors.values())
+    ring = sum(t.nbytes for b in stream._buffers for t in b.tensors.values())
     return {"peak": peak, "ring": ring, "steps": steps}
 
 

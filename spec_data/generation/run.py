@@ -39,7 +39,7 @@ from spec_data.shards.errors import DatasetError, MissingError, RunError
 from spec_data.shards.files import dump_json, write_atomically, write_once
 from spec_data.shards.follow import LEFT_OUT, WORK, used_marker
 from spec_data.shards.reader import MANIFEST
-from spec_data.shards.reclaim import ring_lock, ring_size, wait_for_room
+from spec_data.shards.reclaim import seal_lock, units_to_keep, wait_for_room
 from spec_data.shards.schema import Column, Manifest, ShardRecord
 from spec_data.shards.seal import check_shard, file_records, seal, target_file_names
 from spec_data.shards.writer import write_shard
@@ -82,7 +82,7 @@ def generate(config: GenerateConfig) -> Manifest | None:
     mine = list(range(index, len(plan.units), workers))
     todo = [u for u in mine if finished_unit(out, u) is None]
     sizes = [plan.unit_bytes(u, setup.columns) for u in todo]
-    ring = ring_size(out)
+    ring = units_to_keep(out)
     needed = sum(sorted(sizes, reverse=True)[:ring] if ring else sizes)
     check_free_space(out, needed + (setup.head_bytes if todo else 0))
     if todo:
@@ -100,7 +100,7 @@ def generate(config: GenerateConfig) -> Manifest | None:
             else f"all units are done: run `spec-data seal --out {out}`",
         )
         return None
-    if ring_size(out):
+    if units_to_keep(out):
         logger.info(
             "%s: every unit was captured, for `spec-train fit --follow-keep` to use up", out
         )
@@ -286,8 +286,8 @@ def seal_directory(out: Path, checked: set[int] | None = None) -> Manifest:
     work = out / WORK
     if not (work / "plan.json").is_file():
         raise MissingError(f"{out}: no plan here; run `spec-data generate` first")
-    with ring_lock(work):
-        if ring_size(out):
+    with seal_lock(work):
+        if units_to_keep(out):
             raise RunError(
                 f"{out}: units are deleted here once `spec-train fit --follow-keep` has used them, "
                 "so there is no dataset to seal"

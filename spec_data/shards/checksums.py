@@ -1,11 +1,13 @@
-"""Checksums of chunks: the bytes of one field of one document, so that damage has an address.
+"""Checksums of chunks. A chunk is one field of one document, so damage can be named by place.
 
-They are xxh3 of 64 bits, from the `xxhash` package (which `datasets` needs as well): on one core
-17 GB/s from memory, against 2.4 of crc32 and 1.7 of SHA-256, so that a reader can afford some.
-They find accidents; forgers are the business of the SHA-256 in the manifest. The index holds a
-checksum of each row's checksums and the manifest one of the index, so each chunk is held to what
-was written for this very place, and a shard that took another one's place is known at first touch.
-The `outline` of a shard, in the manifest, pins its metadata.
+The checksum is xxh3_64, from the `xxhash` package (which `datasets` needs as well). One core
+computes 17 GB/s from memory (crc32: 2.4, SHA-256: 1.7), so a reader can afford to check some
+chunks. xxh3 finds accidental damage; the SHA-256 in the manifest protects against forgery.
+
+The index holds a checksum of each row's checksums, and the manifest holds a checksum of the index.
+So every chunk is compared with what was written at this place, and a shard under another shard's
+name is detected when it is first read. The `outline` of a shard, in the manifest, is the checksum
+of its metadata.
 """
 
 import itertools
@@ -18,21 +20,21 @@ import pyarrow as pa
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 CHECKSUMS = "checksums"
-"""Name of a shard's last column: a checksum of every other field of the row, in their order."""
+"""Name of a shard's last column: the checksums of the row's other fields, in column order."""
 
 
 def checksum(chunk: np.ndarray | bytes) -> int:
-    """xxh3_64 of bytes, or of those of a contiguous array."""
+    """Return the xxh3_64 of bytes, or of the bytes of a contiguous array."""
     return xxh3_64_intdigest(chunk.data if isinstance(chunk, np.ndarray) else chunk)
 
 
 def turns_bytes(turns: Iterable[Sequence[Any]]) -> bytes:
-    """What is hashed of (role, start, end) triples: a line of text for each."""
+    """Return the bytes that are hashed for (role, start, end) triples: one text line for each."""
     return "".join(f"{role} {start} {end}\n" for role, start, end in turns).encode()
 
 
 def numbers(array: pa.Array) -> np.ndarray:
-    """Read-only view of an Arrow array of numbers; its `to_numpy` would import pandas: 0.5 s."""
+    """Return a read-only view [N] of an Arrow number array; `to_numpy` imports pandas (0.5 s)."""
     kind = np.dtype(array.type.to_pandas_dtype())
     if not len(array):
         return np.zeros(0, kind)
@@ -41,7 +43,7 @@ def numbers(array: pa.Array) -> np.ndarray:
 
 
 def list_views(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Offsets int64 [rows + 1] and values [N] or [N, W] of a list array, as views."""
+    """Return offsets int64 [rows + 1] and values [N] or [N, W] of a list array, as views."""
     values, width = array.values, None
     if isinstance(values.type, pa.FixedSizeListType):
         width, values = values.type.list_size, values.values
@@ -50,7 +52,7 @@ def list_views(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
 
 
 def string_views(array: pa.StringArray) -> tuple[np.ndarray, np.ndarray]:
-    """Bounds int32 [rows + 1], from 0, and UTF-8 uint8 of a string array."""
+    """Return offsets int32 [rows + 1], from 0, and the UTF-8 bytes (uint8) of a string array."""
     _, places, data = array.buffers()
     bounds = np.frombuffer(places, np.int32)[array.offset : array.offset + len(array) + 1]
     text = np.frombuffer(data or b"", np.uint8)
@@ -58,7 +60,7 @@ def string_views(array: pa.StringArray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def chunk_checksums(arrays: Sequence[pa.Array]) -> np.ndarray:
-    """Checksums of every row of these fields, uint64 [rows, fields]."""
+    """Return the checksum of every chunk of these fields, uint64 [rows, fields]."""
     found = [np.fromiter(map(checksum, _chunks(array)), np.uint64) for array in arrays]
     return np.stack(found, axis=1)
 
@@ -74,23 +76,23 @@ def _chunks(array: pa.Array) -> Iterator[np.ndarray | bytes]:
 
 
 def row_checksums(batch: pa.RecordBatch) -> np.ndarray:
-    """A checksum of the checksums of every row, uint64 [rows]: what the index holds."""
+    """Return a checksum of each row's checksums, uint64 [rows], as the index holds it."""
     return np.fromiter(map(checksum, stored_checksums(batch)), np.uint64)
 
 
 def stored_checksums(batch: pa.RecordBatch) -> np.ndarray:
-    """The checksums that a record batch holds, uint64 [rows, fields]; a view."""
+    """Return the checksums stored in a record batch, uint64 [rows, fields]; a view."""
     column = batch.column(CHECKSUMS)
     return numbers(column.values).reshape(-1, column.type.list_size)
 
 
 def read_batches(file: Path) -> tuple[pa.Schema, list[pa.RecordBatch], str]:
-    """Map a shard: its schema, its record batches, and its outline.
+    """Map a shard and return its schema, its record batches and its outline.
 
-    The outline is xxh3_64, as 16 hex digits, of the metadata of every IPC message.
+    The outline is the xxh3_64, as 16 hex digits, of the metadata of every IPC message.
 
     Raises:
-        pa.ArrowInvalid, OSError: not an Arrow stream, or a damaged one.
+        pa.ArrowInvalid, OSError: the file is not an Arrow stream, or is damaged.
     """
     messages = list(pa.ipc.MessageReader.open_stream(pa.memory_map(str(file))))
     if not messages:

@@ -1,8 +1,10 @@
-"""Tables of the lossy codecs: made from a sample of states, kept in codec.safetensors.
+"""Tables of the lossy codecs: made from a sample of states, stored in codec.safetensors.
 
-Statistics are exact in the sense that matters: numpy sums in a fixed order, so the same states
-give the same tables whatever the number of threads. Massive tokens are left out of mean and
-deviation, or one of them would hide itself in the deviation of its channel.
+The statistics are reproducible: numpy sums in a fixed order, so the same states produce the same
+tables with any number of threads. Tokens with massive activations are excluded from mean and
+deviation; otherwise one such token would inflate the deviation of its channel and pass as normal.
+
+Shapes: N sampled tokens, H channels.
 """
 
 import hashlib
@@ -21,16 +23,16 @@ from spec_data.shards.errors import DatasetError, MissingError
 from spec_data.shards.lossy import ESCAPE_FACTOR, LOSSY, Tables
 
 TABLES = "codec.safetensors"
-_CHANNELS = 256  # channels looked at together: bounds memory at any sample size
-_MOST_OUTLIERS = 0.05  # at most this share of tokens is left out of the statistics
-_IQR = 1.3489795003921634  # of a standard Gaussian
+_CHANNELS = 256  # channels processed together: bounds memory at any sample size
+_MOST_OUTLIERS = 0.05  # at most this share of tokens is excluded from the statistics
+_IQR = 1.3489795003921634  # interquartile range of a standard Gaussian
 
 
 def make_tables(states: Tensor, codec: str) -> Tables:
-    """Tables of a codec from sampled states [N, H] (N >= 1, finite, on the CPU).
+    """Make the tables of a codec from sampled states [N, H] (N >= 1, finite, on the CPU).
 
-    A first, robust standardisation (median, quartiles) finds massive tokens; the second, without
-    them, is what is stored. `limit` is 8 times the median RMS of a token under the second.
+    A first, robust standardisation (median, quartiles) finds massive tokens. A second one, without
+    these tokens, is stored. `limit` is 8 times the median RMS of a token under the second one.
     """
     low, middle, high = (torch.from_numpy(q) for q in _quartiles(states))
     spread = ((high - low) / _IQR).numpy()
@@ -45,20 +47,20 @@ def make_tables(states: Tensor, codec: str) -> Tables:
 
 
 def _parts(states: Tensor) -> list[tuple[slice, np.ndarray]]:
-    """Groups of channels as float32 [N, <= 256]."""
+    """Split states [N, H] into groups of channels: (channels, float32 [N, <= 256])."""
     width = states.shape[1]
     slices = [slice(c, min(c + _CHANNELS, width)) for c in range(0, width, _CHANNELS)]
     return [(s, states[:, s].float().contiguous().numpy()) for s in slices]
 
 
 def _quartiles(states: Tensor) -> np.ndarray:
-    """Quartiles of every channel, float32 [3, H]."""
+    """Return the quartiles of every channel, float32 [3, H]."""
     found = [np.quantile(block, [0.25, 0.5, 0.75], axis=0) for _, block in _parts(states)]
     return np.concatenate(found, axis=1).astype(np.float32)
 
 
 def _moments(states: Tensor, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation of the kept tokens, float32 [H]; a constant channel has 0."""
+    """Return mean and deviation of the tokens `keep` (bool [N]), float32 [H]; 0 if constant."""
     means, deviations = [], []
     for _, block in _parts(states):
         kept = block[keep]
@@ -72,7 +74,7 @@ def _moments(states: Tensor, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rms(states: Tensor, mean: np.ndarray, std: np.ndarray) -> np.ndarray:
-    """RMS of every token after standardisation, float64 [N]; constant channels count as zero."""
+    """Return the RMS of every token after standardisation, float64 [N]; 0 for constant channels."""
     total = np.zeros(len(states))
     inverse = np.divide(1.0, std, out=np.zeros_like(std), where=std > 0)
     for part, block in _parts(states):
@@ -88,7 +90,7 @@ def _levels(codec: str) -> Tensor | None:
 
 
 def gaussian_levels(count: int) -> Tensor:
-    """The Lloyd-Max levels of a standard Gaussian, ascending, float32 [count] (even)."""
+    """Return `count` (even) Lloyd-Max levels of a standard Gaussian, ascending, float32."""
     half = (np.arange(count // 2) + 0.5) * (8 / count)
     for _ in range(20_000):
         borders = np.concatenate([[0.0], (half[1:] + half[:-1]) / 2, [math.inf]])
@@ -103,9 +105,14 @@ def gaussian_levels(count: int) -> Tensor:
 
 
 def channel_error(states: Tensor, decoded: Tensor, tables: Tables) -> np.ndarray:
-    """Mean squared error of every channel over its variance, float64 [H]; constant ones: NaN.
+    """Return the mean squared error of every channel divided by its variance, float64 [H].
 
-    A constant channel that was not returned as it is counts as infinite.
+    A constant channel has no variance: its entry is NaN if it was decoded exactly, else infinite.
+
+    Args:
+        states: original states [N, H].
+        decoded: the same states after encoding and decoding, [N, H].
+        tables: the codec's tables, which hold the deviations.
     """
     error = np.empty(states.shape[1])
     for part, block in _parts(states):
@@ -119,7 +126,7 @@ def channel_error(states: Tensor, decoded: Tensor, tables: Tables) -> np.ndarray
 
 
 def save_tables(tables: Mapping[str, Tables]) -> bytes:
-    """The bytes of codec.safetensors."""
+    """Return the bytes of codec.safetensors for the tables of every lossy column."""
     tensors: dict[str, Tensor] = {}
     for name, table in sorted(tables.items()):
         tensors[f"{name}.mean"], tensors[f"{name}.std"] = table.mean, table.std
@@ -130,10 +137,13 @@ def save_tables(tables: Mapping[str, Tables]) -> bytes:
 
 
 def load_tables(file: Path, widths: Mapping[str, int], sha256: str | None) -> dict[str, Tables]:
-    """Tables of the lossy columns `widths` (name -> H), of the very file the manifest names.
+    """Read the tables of the lossy columns `widths` (name -> H) from codec.safetensors.
+
+    `sha256` is the file's hash as the manifest has it; None: do not compare.
 
     Raises:
-        MissingError: no such file. DatasetError: its hash or its tensors are not as described.
+        MissingError: no such file.
+        DatasetError: the file has another hash, or lacks tables of the expected shape.
     """
     if not file.is_file():
         raise MissingError(f"{file}: missing, so lossy columns cannot be decoded; copy it again")
@@ -141,7 +151,7 @@ def load_tables(file: Path, widths: Mapping[str, int], sha256: str | None) -> di
     found = hashlib.sha256(data).hexdigest()
     if sha256 is not None and found != sha256:
         raise DatasetError(
-            f"{file}: sha256 {found[:16]}..., the manifest says {sha256[:16]}...: these are the "
+            f"{file}: sha256 is {found[:16]}..., the manifest says {sha256[:16]}...: these are the "
             "tables of another dataset, or damaged; copy the file again"
         )
     try:
@@ -158,7 +168,7 @@ def load_tables(file: Path, widths: Mapping[str, int], sha256: str | None) -> di
 
 
 def error_text(codec: str, error: dict[str, Any]) -> str:
-    """One line: channel-normalised error, escaped tokens, KL."""
+    """Describe a codec's measured error in one line: error / variance, KL, escaped tokens."""
     kl = f", teacher KL {error['kl']:.1e}" if "kl" in error else ""
     return (
         f"{codec}: error / channel variance {error['mse_median']:.1e} (worst channel "

@@ -1,9 +1,8 @@
-"""How the values of a column are stored: Arrow storage type, encode, decode, bytes per value.
+"""Plain codecs: how the values of a column are stored, encoded and decoded.
 
-A codec is declared per column in the manifest. `bf16` keeps the bits of a bfloat16 in a uint16
-(Arrow has no bfloat16); it is exact for targets that run in bfloat16 and rounds those that run in
-float32. The others of this file store plain numbers; the lossy codecs of hidden states are in
-lossy.py.
+The manifest declares one codec per column. `bf16` stores the bits of a bfloat16 in a uint16, as
+Arrow has no bfloat16: exact for a target that runs in bfloat16, rounded for one in float32. The
+other codecs of this file store plain numbers. The lossy codecs of hidden states are in lossy.py.
 """
 
 from dataclasses import dataclass
@@ -16,12 +15,12 @@ from torch import Tensor
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.lossy import LOSSY, LossyCodec
 
-_CACHED_VALUES = 1 << 15
+_CACHED_VALUES = 1 << 15  # values widened at a time: they stay in the CPU's cache
 
 
 @dataclass(frozen=True)
 class Codec:
-    """One way to store numbers. `storage` is numpy/Arrow, `logical` is what a reader hands out."""
+    """One way to store numbers: `storage` and `arrow` on disk, `logical` in a reader's tensors."""
 
     name: str
     storage: np.dtype
@@ -29,20 +28,20 @@ class Codec:
     logical: torch.dtype
 
     def encode(self, values: Tensor) -> np.ndarray:
-        """Stored numbers of `values`, same shape, C-contiguous, on the CPU."""
+        """Encode `values` (any shape) to numbers of dtype `storage`, C-contiguous, on the CPU."""
         if self.name == "bf16":
             bits = values.detach().to(torch.bfloat16).contiguous().view(torch.int16).cpu()
             return bits.numpy().view(np.uint16)
         return values.detach().cpu().numpy().astype(self.storage, copy=False)
 
     def decode(self, stored: np.ndarray) -> Tensor:
-        """A fresh tensor of the logical dtype; never a view of `stored`."""
+        """Decode to a new tensor of dtype `logical`, of the same shape; never a view."""
         out = torch.empty(stored.shape, dtype=self.logical)
         self.decode_into(stored, out)
         return out
 
     def decode_into(self, stored: np.ndarray, out: Tensor) -> None:
-        """Copy stored values into `out` (same shape), converting to its dtype."""
+        """Decode into the CPU tensor `out` of the same shape, converting to its dtype."""
         if self.name == "bf16":
             if out.dtype == torch.bfloat16:
                 np.copyto(out.view(torch.uint16).numpy(), stored)
@@ -55,7 +54,10 @@ class Codec:
 
 
 def _widen(stored: np.ndarray, bits: np.ndarray) -> None:
-    """bf16 to fp32 in place: the bits move up by 16, a cache's worth at a time, allocating none."""
+    """Widen bf16 bits (uint16) to float32 `bits` (uint32) of the same shape, without allocating.
+
+    The bits move up by 16, as many values at a time as the CPU's cache holds.
+    """
     rows = max(1, _CACHED_VALUES // max(1, stored[:1].size))
     for start in range(0, len(stored), rows):
         part = bits[start : start + rows]
@@ -75,14 +77,22 @@ CODECS = {
 
 
 def codec_named(name: str, column: str) -> Codec:
-    """Look a plain codec up, or say which ones this release reads."""
+    """Return the plain codec of a name.
+
+    Raises:
+        DatasetError: this release has no such codec; the message lists the known ones.
+    """
     if name not in CODECS:
         raise _unknown(name, column)
     return CODECS[name]
 
 
 def lossy_codec(name: str, column: str) -> LossyCodec | None:
-    """The lossy codec of that name, None for a plain one."""
+    """Return the lossy codec of a name, or None when the name is a plain codec's.
+
+    Raises:
+        DatasetError: this release has no such codec.
+    """
     if name not in CODECS and name not in LOSSY:
         raise _unknown(name, column)
     return LOSSY.get(name)

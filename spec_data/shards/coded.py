@@ -1,7 +1,10 @@
-"""Rows of a lossy column: from stored arrays to states, escaped tokens in their place.
+"""Decode stored tokens of a lossy column to states, and put escaped tokens in their places.
 
-Either at once into a CPU buffer (`decode_rows`), or gathered as they are stored (`CodedRows`),
-moved as a half or a quarter of the bytes and decoded on the training device: the same bits.
+There are two ways, with bit-identical results. `decode_rows` decodes at once into a CPU buffer.
+`CodedRows` gathers the codes of a micro-batch, moves them to the training device as a half or a
+quarter of the bytes, and decodes them there.
+
+A row here is one stored token of the column. Shapes: n, N rows, W code bytes per row, H channels.
 """
 
 from dataclasses import dataclass
@@ -14,15 +17,16 @@ from spec_data.shards.lossy import LossyCodec, Tables, bf16_tensor
 from spec_data.shards.schema import Column
 
 DECODED_AT_ONCE = 1 << 24
-"""States decoded together on a device: bounds what decoding takes beside its result."""
+"""Elements decoded together on a device: bounds the extra memory of decoding."""
 
 
 @dataclass(frozen=True)
 class StoredRows:
-    """What a shard holds of one document's column: views of the mapped file, never to be written.
+    """One document's part of a column: views of the mapped file, which must not be written to.
 
-    `values` [n, W] (or [n]); for lossy columns codes, with `scale` uint16 [n], the rows that
-    escaped, int32 [k] ascending, and their bits uint16 [k, H].
+    `values` is [n, W] (or [n]). In a lossy column these are codes, with `scale` uint16 [n];
+    `escape_index` int32 [k] lists the rows that escaped, ascending, and `escape` uint16 [k, H] has
+    the bits of their bfloat16 states.
     """
 
     values: np.ndarray
@@ -34,7 +38,7 @@ class StoredRows:
         return len(self.values)
 
     def cut(self, start: int, stop: int) -> "StoredRows":
-        """Rows [start, stop)."""
+        """Return rows [start, stop), with their escaped tokens numbered from `start`."""
         if start == 0 and stop == len(self.values):
             return self
         a, b = np.searchsorted(self.escape_index, [start, stop]) if len(self.escape) else (0, 0)
@@ -47,7 +51,7 @@ class StoredRows:
 
 
 def decode_rows(codec: LossyCodec, stored: StoredRows, tables: Tables, out: Tensor) -> None:
-    """Write states into the CPU buffer `out` [n, H] (bf16, or float32 of the same values)."""
+    """Decode `stored` (n rows) into the CPU tensor `out` [n, H], bfloat16 or float32."""
     codec.decode_into(stored.values, stored.scale, tables, out)
     if len(stored.escape_index):
         rows = torch.from_numpy(stored.escape_index.astype(np.int64))
@@ -55,15 +59,19 @@ def decode_rows(codec: LossyCodec, stored: StoredRows, tables: Tables, out: Tens
 
 
 class CodedRows:
-    """Stored rows of a lossy column for one micro-batch, gathered document by document.
+    """The stored rows of a lossy column for one micro-batch, gathered document by document.
 
-    `codes` [N, W], `scale` bf16 [N] and `slots` int64 [N] (numbers of the slots that the rows are
-    the states of) are made once, for N slots, and filled again and again; escaped tokens are few,
-    and kept aside.
+    `codes` [N, W], `scale` bf16 [N] and `slots` int64 [N] are allocated once for N slots and reused
+    for every micro-batch. `slots` says to which slot of the micro-batch a row belongs. Escaped
+    tokens are few and are kept apart.
     """
 
     def __init__(self, column: Column, tables: Tables, slots: int, pin: bool) -> None:
-        """Room for `slots` tokens of `column`; `tables` are on the device that decodes."""
+        """Allocate for `slots` tokens of `column`; `tables` are on the device that decodes.
+
+        Raises:
+            ValueError: the column is not lossy.
+        """
         if column.lossy is None:
             raise ValueError(f"column {column.name} has nothing to decode")
         self.codec, self.tables, self.width = column.lossy, tables, column.width or 1
@@ -75,7 +83,7 @@ class CodedRows:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all rows."""
+        """Drop all rows."""
         self.count = 0
         self._first_slot = 0
         self._escaped: list[tuple[np.ndarray, np.ndarray]] = []
@@ -85,7 +93,7 @@ class CodedRows:
         self._first_slot = first_slot
 
     def add(self, stored: StoredRows, tokens: np.ndarray) -> None:
-        """Append rows, one for each of `tokens` (numbers of slots from `first_slot` on)."""
+        """Append rows; `tokens` int64 [n] has the slot of each, counted within the current pack."""
         rows = slice(self.count, self.count + len(stored))
         np.copyto(self.codes[rows].numpy(), stored.values)
         np.copyto(self.scale[rows].view(torch.uint16).numpy(), stored.scale)
@@ -97,7 +105,7 @@ class CodedRows:
     def states(
         self, slots: int, device: torch.device | str, dtype: torch.dtype, non_blocking: bool
     ) -> Tensor:
-        """States [slots, H] on `device`, decoded there; zero where no row was added."""
+        """Decode on `device` to states [slots, H] of `dtype`; zero where no row was added."""
         out = torch.zeros(slots, self.width, dtype=dtype, device=device)
         tables = self.tables.to(device)
         codes, scale, places = (
@@ -115,6 +123,6 @@ class CodedRows:
 
 
 def runs(kept: np.ndarray) -> list[tuple[int, int]]:
-    """Stretches [start, stop) of True."""
+    """Return the stretches [start, stop) of consecutive True in `kept`, bool [n]."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], kept.astype(np.int8), [0]])))
     return list(zip(edges[0::2].tolist(), edges[1::2].tolist(), strict=True))

@@ -1,12 +1,12 @@
-"""Errors a user can cause: what was wrong, where, and what to do.
+"""Errors that a user can cause. Each message says what was wrong, where, and what to do.
 
-`SpecDataError` is bad input (exit code 2); `RunError` is a run that failed (exit code 1).
-Each is also the builtin a Python caller would expect to catch.
+`SpecDataError` means bad input (exit code 2); `RunError` means a failed run (exit code 1). Each
+class also derives from the builtin exception that a Python caller would expect to catch.
 """
 
 
 class SpecDataError(Exception):
-    """Base of every error this project raises on purpose."""
+    """Base of all errors that this project raises on purpose."""
 
     exit_code = 2
 
@@ -20,7 +20,7 @@ class CorpusError(SpecDataError, ValueError):
 
 
 class DatasetError(SpecDataError, ValueError):
-    """A dataset directory is not what it claims to be."""
+    """A dataset directory is damaged, or not what its manifest describes."""
 
 
 class MissingError(SpecDataError, FileNotFoundError):
@@ -28,14 +28,14 @@ class MissingError(SpecDataError, FileNotFoundError):
 
 
 class TargetError(SpecDataError, ValueError):
-    """The target cannot be captured as asked."""
+    """The states of the target cannot be captured as requested."""
 
 
 class DraftError(SpecDataError, ValueError):
-    """A draft checkpoint or its configuration cannot be used as asked."""
+    """A draft checkpoint or its configuration cannot be used as requested."""
 
 
 class RunError(SpecDataError, RuntimeError):
-    """A run started well and failed (non-finite states, a full disk, a failed proof)."""
+    """A run started and then failed (non-finite states, a full disk, a failed proof)."""
 
     exit_code = 1

@@ -1,4 +1,7 @@
-"""Files that are whole or absent: write to a temporary name, fsync, rename, fsync the folder."""
+"""Write files so that a reader finds them complete or not at all; hash files and JSON values.
+
+Every write goes to a temporary name, then fsync, rename, and fsync of the directory.
+"""
 
 import hashlib
 import json
@@ -9,7 +12,7 @@ from typing import Any
 
 from xxhash import xxh3_64
 
-_BLOCK = 1 << 20
+_READ_AT_ONCE = 1 << 20  # bytes
 
 
 def unit_name(unit: int) -> str:
@@ -18,7 +21,7 @@ def unit_name(unit: int) -> str:
 
 
 def temporary_name(path: Path) -> Path:
-    """A name beside `path` that no other process or machine uses; `.*.tmp` files are leftovers."""
+    """Return a unique name beside `path`; `.*.tmp` files are leftovers of killed processes."""
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
 
 
@@ -29,7 +32,7 @@ def replace_durably(temporary: Path, final: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the names in `directory` survive a power cut."""
+    """Fsync a directory, so that its file names survive a power cut."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -38,7 +41,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def _written(path: Path, data: bytes | str) -> Path:
-    """A temporary file beside `path` that holds `data`, on the disk."""
+    """Write `data` to a temporary file beside `path`, fsync it and return its name."""
     temporary = temporary_name(path)
     with temporary.open("wb") as file:
         file.write(data.encode() if isinstance(data, str) else data)
@@ -48,52 +51,52 @@ def _written(path: Path, data: bytes | str) -> Path:
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
-    """Write a small file in one step; a reader sees the old one, the new one, or none."""
+    """Write a small file in one step: a reader sees the old content, the new one, or no file."""
     temporary = _written(path, data)
     replace_durably(temporary, path)
 
 
 def write_once(path: Path, data: bytes | str) -> None:
-    """Write a small file unless it exists: of several writers the first one wins."""
+    """Write a small file unless it exists; of several concurrent writers, the first one wins."""
     temporary = _written(path, data)
     try:
         os.link(temporary, path)
     except FileExistsError:
         pass
-    except OSError:  # a file system without hard links: the last one wins, with the same bytes
+    except OSError:  # no hard links on this file system: the last writer wins, with the same bytes
         temporary.replace(path)
     temporary.unlink(missing_ok=True)
     sync_directory(path.parent)
 
 
 def dump_json(value: Any) -> str:
-    """JSON as every file of a dataset holds it: stable bytes, readable, newline at the end."""
+    """Return JSON in the form of all files of a dataset: indented, stable bytes, final newline."""
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
 def canonical_json(value: Any) -> bytes:
-    """JSON without whitespace and with sorted keys: what is hashed."""
+    """Return JSON without whitespace and with sorted keys: the form that is hashed."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def sha256_json(value: Any) -> str:
-    """Hash of a JSON value, independent of key order."""
+    """Return the SHA-256 of a JSON value, independent of key order."""
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
 def sha256_file(path: Path) -> str:
-    """Hash of a whole file, read in blocks."""
+    """Return the SHA-256 of a file."""
     return _digest_file(path, hashlib.sha256())
 
 
 def xxh3_file(path: Path) -> str:
-    """xxh3_64 of a whole file, 16 hex digits: ten times as fast, and no proof against forgers."""
+    """Return the xxh3_64 of a file, 16 hex digits: ten times as fast, but not safe from forgery."""
     return _digest_file(path, xxh3_64())
 
 
 def _digest_file(path: Path, digest: Any) -> str:
-    block = memoryview(bytearray(_BLOCK))
+    buffer = memoryview(bytearray(_READ_AT_ONCE))
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(block):
-            digest.update(block[:count])
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
     return str(digest.hexdigest())

@@ -1,13 +1,14 @@
-"""FollowedDataset: a dataset directory that is still being generated, read as far as it is.
+"""FollowedDataset: read a dataset directory while it is still being generated.
 
-Everything about its documents but their states is in the plan, which generation writes first. A
-unit can be read once its record is there, after its shard, and its checksum holds. Sealing takes
-the plan away, so a sealed directory gives the same view from its index and from `left_out.arrow`,
-which holds the planned documents that capture left out (with broken states): they keep their place
-in the order, and are read as documents without a supervised token.
+Generation first writes its plan, which has everything about the documents except their states. It
+writes a unit's record after the unit's shard, so a unit can be read once its record exists and its
+checksum matches. Sealing deletes the plan. In a sealed directory the same view comes from the index
+and from `left_out.arrow`, which holds the planned documents that capture left out because their
+states were not usable. Left-out documents keep their place in the order, and are read as documents
+without a supervised token.
 
     .generate/plan.{json,arrow}, target.json, unit-00000.json    see spec_data/generation/run.py
-    .generate/follow-keep.json      somebody deletes units once they are used: never seal
+    .generate/follow-keep.json      units are deleted after their use (see reclaim.py): never seal
 """
 
 import json
@@ -34,7 +35,8 @@ from spec_data.shards.shard import CHECK_EVERY, IndexRows, Shard
 
 WORK = ".generate"
 LEFT_OUT = "left_out.arrow"
-_POLL, _SAY_AGAIN = 0.2, 60.0
+_POLL = 0.2  # seconds between two looks
+_LOG_AGAIN = 60.0  # seconds between two log lines
 _COMMON = (
     *("format", "format_version", "settings", "target", "tokenizer", "corpus", "layers"),
     *("layer_convention", "supervision", "final", "codec", "columns", "head", "packing"),
@@ -44,28 +46,33 @@ log = logging.getLogger(__name__)
 
 
 class FollowedDataset(HiddenStatesDataset):
-    """A dataset by its plan: complete in documents from the start, in states as units come.
+    """A dataset still being generated. Ids and masks are readable at once; states unit by unit.
 
-    Read states only after `wait_for`; token ids and masks of a plan can be read at any time.
+    Its documents are those of the generation plan, complete from the start. Read states only after
+    `wait_for`.
     """
 
     def __init__(self, path: str | Path, timeout: float = 3600.0) -> None:
-        """Open `path`, waiting for its plan and target; `timeout` seconds at most for anything.
+        """Open `path` and wait until its plan and target exist.
+
+        `timeout` (seconds) limits this wait, and later the wait for any one unit.
 
         Raises:
-            MissingError: neither a dataset nor one in the making. RunError: nothing came in time.
-            DatasetError: a damaged plan.
+            MissingError: `path` is not a dataset, and none is being generated there.
+            RunError: the plan or the target did not appear in time.
+            DatasetError: the plan is damaged.
         """
         self.path = Path(path)
         self.timeout = timeout
         if not (self.path / WORK).is_dir() and not (self.path / MANIFEST).is_file():
             raise MissingError(
-                f"{self.path}: no dataset, and none in the making; start `spec-data generate` first"
+                f"{self.path}: not a dataset, and none is being generated there; start `spec-data "
+                "generate` first"
             )
         self._tokens: PlanTokens | None = None
         self._seal: Manifest | None = None
-        self._out: dict[int, list[int]] = {}  # unit -> places in it that were left out
-        self._wait(self._described, "the target to be proven", threading.Event())
+        self._out: dict[int, list[int]] = {}  # unit -> places in it of left-out documents
+        self._wait(self._described, "the proof of the target", threading.Event())
         sealed = self._sealed()
         if sealed is not None:
             raw = sealed.raw
@@ -85,13 +92,13 @@ class FollowedDataset(HiddenStatesDataset):
         return self._seal
 
     def _described(self) -> bool:
-        """Whether all is there but units."""
+        """Return whether everything except units exists."""
         work = self.path / WORK
         whole = (work / "plan.json").is_file() and (work / "target.json").is_file()
         return (self.path / MANIFEST).is_file() or whole
 
     def _view(self, raw: dict[str, Any]) -> Manifest:
-        """The part of the manifest that is the same before and after sealing."""
+        """Return the part of the manifest that is the same before and after sealing."""
         planned = self.planned
         digest = sha256_json([planned.ids.to_pylist(), planned.lengths.tolist()])
         files = {name: r for name, r in raw["files"].items() if name not in (INDEX, LEFT_OUT)}
@@ -106,13 +113,13 @@ class FollowedDataset(HiddenStatesDataset):
         meta = _read_json(self.path / WORK / "plan.json")
         file = self.path / WORK / "plan.arrow"
         if not file.is_file() or sha256_file(file) != meta["documents_sha256"]:
-            raise DatasetError(f"{file}: damaged, or replaced this moment; run the command again")
+            raise DatasetError(f"{file}: damaged, or being replaced; run the command again")
         self._tokens = tokens = PlanTokens(file)
         ends = [last for _, last in meta["units"]]
         return tokens.planned(np.array([0, *ends], np.int64))
 
     def _from_index(self, sealed: Manifest) -> Planned:
-        """The plan as it was: what is stored, and between it what was left out."""
+        """Rebuild the plan of a sealed dataset from its stored and its left-out documents."""
         stored = HiddenStatesDataset(self.path)
         count = np.array([shard.rows for shard in sealed.shards], np.int64)
         left = sealed.raw.get("left_out", {"places": [], "units": []})
@@ -151,24 +158,26 @@ class FollowedDataset(HiddenStatesDataset):
 
     @cached_property
     def id_array(self) -> pa.StringArray:
-        """Content hash of every planned document."""
+        """Content hashes of the planned documents."""
         return self.planned.ids
 
     def unit_of(self, index: int) -> int:
-        """The unit that a planned document is in."""
+        """Return the unit of a planned document."""
         return int(np.searchsorted(self.planned.units, index, "right")) - 1
 
     def shard_of(self, index: int) -> str:
-        """Name of the shard file that holds, or will hold, a document."""
+        """Return the name of the shard file that holds, or will hold, a document."""
         return _shard_name(self.unit_of(index))
 
-    # -- what is there ----------------------------------------------------------------------------
+    # -- what exists so far -----------------------------------------------------------------------
 
     def wait_for(self, rows: Iterable[int], stop: threading.Event) -> bool:
-        """Return when the units of documents are there and sound, or False once `stop` is set.
+        """Wait until the units of documents `rows` exist and are checked; return True.
+
+        Returns False when `stop` is set while waiting.
 
         Raises:
-            RunError: no such unit came for `timeout` seconds, or it was used up and deleted.
+            RunError: a unit did not appear within `timeout` seconds, or was used up and deleted.
             DatasetError: a shard is not the one that was written.
         """
         for unit in sorted({self.unit_of(row) for row in rows}):
@@ -182,37 +191,37 @@ class FollowedDataset(HiddenStatesDataset):
         return True
 
     def close_unit(self, unit: int) -> None:
-        """Let go of a unit's mapped shard."""
+        """Unmap a unit's shard."""
         self._shards.pop(unit, None)
 
     def _awaited(self, unit: int) -> str:
         return f"unit {unit + 1} of {len(self.planned.units) - 1}"
 
     def _wait(self, there: Any, what: str, stop: threading.Event) -> bool:
-        start = said = time.monotonic()
+        start = logged = time.monotonic()
         first = True
         while not there():
             now = time.monotonic()
             if now - start > self.timeout:
                 raise RunError(
                     f"{self.path}: waited {self.timeout:g} s for {what}; see whether `spec-data "
-                    "generate` is still running there. The same command goes on from the last "
+                    "generate` is still running there. The same command resumes from the last "
                     "checkpoint"
                 )
-            if first or now - said > _SAY_AGAIN:
+            if first or now - logged > _LOG_AGAIN:
                 done = sum(1 for _ in (self.path / WORK).glob("unit-*.json"))
-                log.info("%s: waiting for %s (%d are done)", self.path, what, done)
-                first, said = False, now
+                log.info("%s: waiting for %s (%d units are done)", self.path, what, done)
+                first, logged = False, now
             if stop.wait(_POLL):
                 return False
         return True
 
     def _record(self, unit: int) -> tuple[ShardRecord, list[int]] | None:
-        """A finished unit's record and the places in it that were left out, None before that."""
+        """Return a unit's record and its left-out places; None while it is not finished."""
         if used_marker(self.path, unit).is_file():
             raise RunError(
                 f"{self.path}: unit {unit + 1} was used up and deleted (--follow-keep). Generate "
-                "again to another --out, or go on with a run whose checkpoint is past it"
+                "again to another --out, or resume a run whose checkpoint is past this unit"
             )
         file = self.path / WORK / f"{unit_name(unit)}.json"
         try:
@@ -222,7 +231,7 @@ class FollowedDataset(HiddenStatesDataset):
             pass
         except (ValueError, TypeError, KeyError):
             return None
-        sealed = self._sealed()  # in this very moment, or long ago
+        sealed = self._sealed()  # sealing deletes the record, and may just have happened
         if sealed is None:
             return None
         left = sealed.raw.get("left_out", {"places": [], "units": []})
@@ -248,10 +257,10 @@ class FollowedDataset(HiddenStatesDataset):
         self._shards[unit] = Shard(self.path, self.manifest, record, index, self._check_every)
 
     def _planned_rows(self, unit: int, out: list[int]) -> IndexRows:
-        """What the plan says of the documents that a unit holds, all but those left out of it.
+        """Return the plan's facts on the documents that a unit holds, without left-out ones.
 
-        Their checksums are nowhere but in the shard, whose every byte `_open` has just compared
-        with what was written.
+        There is no index yet to hold checksums of rows; `_open` has just compared the SHA-256 of
+        the whole shard instead.
         """
         first, last = self.planned.units[unit : unit + 2].tolist()
         rows = np.delete(np.arange(first, last), out)
@@ -275,10 +284,11 @@ class FollowedDataset(HiddenStatesDataset):
         start: int = 0,
         length: int | None = None,
     ) -> int:
-        """Copy a document as HiddenStatesDataset does.
+        """Copy a document as HiddenStatesDataset.read_into does.
 
-        One that was left out has token ids, and where states are asked for no supervised token and
-        zeros. Ids and masks alone are those of the plan, whatever was left out.
+        If `out` asks for states, a left-out document has its token ids, no supervised token, and
+        zero states. If `out` asks for ids and masks only, they are those of the plan, also for a
+        left-out document.
         """
         plain = {name: t for name, t in out.items() if not isinstance(t, CodedRows)}
         plan = self._planned_tokens(index)
@@ -293,7 +303,10 @@ class FollowedDataset(HiddenStatesDataset):
             return super().read_into(index, out, start, length)
         whole = int(self.lengths[index])
         count = whole if length is None else min(length, whole)
-        for name, values in plain.items():  # no coded row is added: those are zeros too
+        for (
+            name,
+            values,
+        ) in plain.items():  # columns of CodedRows get no row, which also means zeros
             if name != "input_ids":
                 values[start : start + count] = torch.zeros((), dtype=values.dtype)
         if plan is not None and "input_ids" in out:
@@ -301,7 +314,7 @@ class FollowedDataset(HiddenStatesDataset):
         return count
 
     def _planned_tokens(self, index: int) -> "tuple[PlanTokens, int] | None":
-        """Where ids and mask of a document can be read without its unit."""
+        """Return where a document's ids and mask can be read without its unit; None: nowhere."""
         if self._tokens is not None:
             return self._tokens, index
         places = getattr(self, "_left_places", {})
@@ -309,7 +322,7 @@ class FollowedDataset(HiddenStatesDataset):
 
 
 def used_marker(directory: Path, unit: int) -> Path:
-    """The file that says that a unit was used and deleted."""
+    """Return the path of the file that marks a unit as used and deleted."""
     return directory / WORK / f"{unit_name(unit)}.used"
 
 

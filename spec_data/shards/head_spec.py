@@ -1,7 +1,7 @@
 """The target's LM head as data: logits = softcap(scale * (W f + b)).
 
-Both programs derive logits from `hidden.final` with this one function, so what generation proved
-against the model is what training and verification use.
+Both programs compute logits from `hidden.final` with `apply_head`. Generation proves it against the
+model, and training and verification then use the same function.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSpec:
-    """Everything about the head but its tensors. `scale` multiplies, `softcap` is c*tanh(z/c)."""
+    """The head without its tensors: `scale` multiplies logits z, `softcap` c is c * tanh(z / c)."""
 
     vocab_size: int
     hidden_size: int
@@ -24,10 +24,15 @@ class HeadSpec:
 
 
 def apply_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: HeadSpec) -> Tensor:
-    """Logits [..., V'] of final hidden states [..., H] for head rows `weight` [V', H].
+    """Compute logits [..., V'] of final hidden states [..., H].
 
-    Computed in the dtype of the inputs, in the order of operations the models use. `weight` (and
-    `bias` [V']) may be a selection of rows: a draft vocabulary.
+    The dtype is that of the inputs, and the order of operations is that of the models.
+
+    Args:
+        hidden: final hidden states [..., H].
+        weight: rows of the head [V', H]: all of them, or those of a draft vocabulary.
+        bias: [V'] or None.
+        spec: scale and softcap.
     """
     logits = F.linear(hidden, weight, bias)
     if spec.scale != 1.0:

@@ -5,18 +5,19 @@ Decoding is these IEEE float32 operations, each rounded by itself, in this order
     v = levels[code]  (int8c: v = code);   v = v * scale;   v = v * std;   v = v + mean
 
 then one rounding to bfloat16, ties to even; fp8 stops after the scale. Separate multiplications and
-additions give the same bits in numpy, torch and CUDA, so long as nobody fuses them: no FMA, no
-addcmul, no torch.compile. Tables alone would be exact too, but a scale per token (it took a sixth
-to a third off the median error of real aux states, and up to 98 % off that of spiky channels) would
-need one table per scale. Encoding is free to differ in the last place between devices: only codes
-are stored.
+additions produce the same bits in numpy, torch and CUDA as long as they are not fused: no FMA, no
+addcmul, no torch.compile. Looking final values up in a table would be exact too, but then every
+scale would need a table of its own, and a scale per token is worth having: it reduces the median
+error of real aux states by a sixth to a third, and that of spiky channels by up to 98 %. Encoding
+may differ in the last place between devices, because only the codes are stored.
 
-Residual streams hold most of their energy in a few channels, so every channel is divided by its
-own standard deviation first, and tokens far outside (massive activations) are kept in bf16.
+Residual streams hold most of their energy in a few channels. So every channel is first divided by
+its own standard deviation, and tokens far outside (massive activations) are stored in bf16.
 
-A lossless bf16z (exponent bytes under zstd-1, one blob per document) was measured and left out: it
-saves 31 % (11.0 bits; no entropy coder gets below 10.6), decodes 1.3 to 1.9 GB per CPU-second and
-whole documents only, not on a device, and sizes are no longer known before the states are.
+A lossless codec bf16z (exponent bytes under zstd-1, one blob per document) was measured and
+rejected: it saves 31 % (11.0 bits; no entropy coder gets below 10.6), decodes 1.3 to 1.9 GB per
+CPU-second, decodes only whole documents and not on a device, and makes the size of a shard depend
+on its states.
 
 Shapes: N tokens, H channels, W code bytes of a token.
 """
@@ -31,15 +32,18 @@ import torch
 from torch import Tensor
 
 ESCAPE_FACTOR = 8.0
-"""Tokens beyond this many times the median RMS (standardised) are stored in bf16."""
-_BLOCK = {"cpu": 1 << 17, "cuda": 1 << 26}  # elements in flight: a cache, or what keeps a GPU busy
+"""A token whose standardised RMS exceeds this many times the median is stored in bf16."""
+_BLOCK = {
+    "cpu": 1 << 17,
+    "cuda": 1 << 26,
+}  # elements processed at a time: what a CPU cache holds, or what keeps a GPU busy
 _BUFFERS = threading.local()
-_CONSTANT = 2.0**64  # inverse deviation of a constant channel: a token that differs escapes
+_CONSTANT = 2.0**64  # inverse deviation of a constant channel: a token that differs from it escapes
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The worst believable error of a codec: channel-normalised MSE, and nats of the teacher."""
+    """Largest accepted error of a codec: channel-normalised MSE (median, worst), and KL in nats."""
 
     median: float
     worst: float
@@ -48,9 +52,9 @@ class Bound:
 
 @dataclass(frozen=True)
 class Tables:
-    """What decoding a column needs: mean, std float32 [H], levels float32 [L] (None: int8c).
+    """The tables that decode a column: mean and std float32 [H], levels float32 [L] (None: int8c).
 
-    `std` is 0 for a channel that never changed; `limit` is the RMS beyond which a token escapes.
+    `std` is 0 for a constant channel. A token whose standardised RMS exceeds `limit` escapes.
     """
 
     mean: Tensor
@@ -59,7 +63,7 @@ class Tables:
     levels: Tensor | None = None
 
     def to(self, device: torch.device | str) -> "Tables":
-        """The same tables on a device."""
+        """Return the tables on `device`; these themselves when they are there already."""
         if self.mean.device == torch.device(device):
             return self
         levels = None if self.levels is None else self.levels.to(device)
@@ -72,7 +76,7 @@ class Tables:
 
     @cached_property
     def nearest(self) -> Tensor:
-        """Code of the level nearest to every bfloat16, by its 16 bits: uint8 [65536]."""
+        """Code of the nearest level for every bfloat16, indexed by its 16 bits: uint8 [65536]."""
         levels = self._levels
         bits = np.arange(1 << 16, dtype=np.uint32) << 16
         borders = (levels[1:].astype(np.float64) + levels[:-1]) / 2
@@ -81,9 +85,10 @@ class Tables:
 
     @cached_property
     def pairs(self) -> np.ndarray:
-        """Two levels side by side (as one uint64) for what two codes look like together.
+        """Two float32 levels as one uint64, for two codes at once: uint64 [256] or [4096].
 
-        Indexed by a byte of two 4-bit codes, or by 12 bits: that byte, then two 2-bit tops.
+        4-bit codes: indexed by the byte that holds both. 6-bit codes: indexed by 12 bits, the byte
+        with the low 4 bits of both codes, then their upper 2 bits each.
         """
         levels = self._levels
         index = np.arange(256 if len(levels) == 16 else 4096)
@@ -100,7 +105,10 @@ class Tables:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Codes [N, W] and scale [N] (bits of bf16), and the tokens that escaped: rows, bits [n, H]."""
+    """Encoded states: codes [N, W], scale uint16 [N] (bits of bf16), and the n escaped tokens.
+
+    `escape_index` int64 [n] has their row numbers, `escape` uint16 [n, H] the bits of their states.
+    """
 
     codes: np.ndarray
     scale: np.ndarray
@@ -110,7 +118,10 @@ class Encoded:
 
 @dataclass(frozen=True)
 class LossyCodec:
-    """A codec of vectors. `bits` per channel; `multiple` divides every width it can pack."""
+    """A lossy codec of vectors. It stores `bits` per channel; H must be a multiple of `multiple`.
+
+    `stronger` is the codec with the next smaller error.
+    """
 
     name: str
     bits: int
@@ -123,11 +134,11 @@ class LossyCodec:
     logical: torch.dtype = torch.bfloat16
 
     def code_width(self, width: int) -> int:
-        """Stored values (of one byte) per token of `width` channels."""
+        """Return W, the bytes of codes per token of `width` channels."""
         return width * self.bits // 8
 
     def encode(self, values: Tensor, tables: Tables) -> Encoded:
-        """Codes of states [N, H], computed on their device, a block of tokens at a time."""
+        """Encode states [N, H] on their device, some tokens at a time."""
         tables = tables.to(values.device)
         step = max(1, _BLOCK.get(values.device.type, 1 << 20) // values.shape[1])
         blocks = [self._encode_block(part, tables) for part in values.detach().split(step)]
@@ -153,9 +164,9 @@ class LossyCodec:
         return codes, scale, away
 
     def decode(self, codes: Tensor, scale: Tensor, tables: Tables) -> Tensor:
-        """States, bfloat16 [N, H], of codes [N, W] and scale [N] (bfloat16), on their device.
+        """Decode codes [N, W] and scale [N] (bfloat16), on their device, to bfloat16 [N, H].
 
-        Tokens that escaped are not among them: their bits are stored as they are.
+        The rows of escaped tokens are meaningless here: the caller overwrites them.
         """
         tables = tables.to(codes.device)
         v = self._values(codes, tables) * scale.to(torch.float32)[:, None]
@@ -167,9 +178,10 @@ class LossyCodec:
     def decode_into(
         self, codes: np.ndarray, scale: np.ndarray, tables: Tables, out: Tensor
     ) -> None:
-        """`decode` of stored arrays into a CPU buffer [N, H] (bf16, or float32 of the same bf16).
+        """Decode stored codes [N, W] and scale uint16 [N] into the CPU tensor `out` [N, H].
 
-        Works in blocks that stay in the cache; nothing of the size of the document is allocated.
+        `out` is bfloat16, or float32 and then gets the same (rounded) values. Some tokens are
+        decoded at a time so that they stay in the cache; no memory of document size is allocated.
         """
         width = out.shape[1]
         step = max(1, _BLOCK["cpu"] // width)
@@ -185,20 +197,23 @@ class LossyCodec:
             target.copy_(block if out.dtype == torch.bfloat16 else block.to(torch.bfloat16))
 
     def _quantise(self, source: Tensor, rms: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
-        """Codes (one byte each) and scale (float32 that is a bf16) of a block."""
+        """Quantise states [n, H] (overwritten) with RMS [n]: codes uint8 [n, W] and scale [n].
+
+        The scale is float32, but exactly a bfloat16.
+        """
         raise NotImplementedError
 
     def _values(self, codes: Tensor, tables: Tables) -> Tensor:
-        """Levels float32 [N, H] of codes on any device."""
+        """Return the levels, float32 [N, H], of codes [N, W] on any device."""
         raise NotImplementedError
 
     def _values_into(self, codes: np.ndarray, tables: Tables, out: Tensor) -> None:
-        """`_values` of stored codes into float32 [N, H] on the CPU."""
+        """Write the levels of stored codes [N, W] into `out`, float32 [N, H] on the CPU."""
         raise NotImplementedError
 
 
 class Int8(LossyCodec):
-    """Whole steps of the largest |z| of a token over 127."""
+    """Multiples of one step per token, which is its largest |z| divided by 127."""
 
     def _quantise(self, source: Tensor, rms: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
         scale = _ceil_bf16(source.abs().amax(-1) / 127)
@@ -209,13 +224,15 @@ class Int8(LossyCodec):
         return codes.view(torch.int8).to(torch.float32)
 
     def _values_into(self, codes: np.ndarray, tables: Tables, out: Tensor) -> None:
-        own = torch.empty(codes.shape, dtype=torch.int8)  # torch warns of read-only memory
+        own = torch.empty(
+            codes.shape, dtype=torch.int8
+        )  # a copy, because torch warns about read-only memory
         np.copyto(own.numpy(), codes)
         out.copy_(own)
 
 
 class LloydMax(LossyCodec):
-    """Best levels for a Gaussian; a token is divided by its own RMS first."""
+    """Lloyd-Max levels, optimal for a Gaussian; each token is first divided by its own RMS."""
 
     def _quantise(self, source: Tensor, rms: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
         scale = rms.to(torch.bfloat16).to(torch.float32)
@@ -223,10 +240,12 @@ class LloydMax(LossyCodec):
         bits = source.to(torch.bfloat16).view(torch.int16).to(torch.int32) & 0xFFFF
         codes = tables.nearest[bits]
         low = codes & 15
-        packed = low[:, 0::2] | low[:, 1::2] << 4
+        packed = low[:, 0::2] | low[:, 1::2] << 4  # uint8 [n, H/2]: channels 2i and 2i+1
         if self.bits == 6:
             top = codes >> 4
-            top = top[:, 0::2] | top[:, 1::2] << 2  # a nibble for each pair of channels
+            top = (
+                top[:, 0::2] | top[:, 1::2] << 2
+            )  # uint8 [n, H/2], 4 bits for each pair of channels
             half = top.shape[1] // 2
             packed = torch.cat([packed, top[:, :half] | top[:, half:] << 4], dim=1)
         return packed, scale
@@ -254,7 +273,7 @@ class LloydMax(LossyCodec):
 
 
 class Float8(LossyCodec):
-    """e4m3 of the state over a token scale: what others offer, kept for comparison."""
+    """float8 e4m3 of the state divided by a token scale: for comparison with other projects."""
 
     def _quantise(self, source: Tensor, rms: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
         scale = _ceil_bf16(source.abs().amax(-1) / 448)
@@ -271,9 +290,10 @@ class Float8(LossyCodec):
 
 
 def _scratch(rows: int, width: int) -> Tensor:
-    """A float32 [rows, width] buffer of this thread, used again: fresh pages cost more than maths.
+    """Return this thread's float32 [rows, width] buffer; its content is undefined.
 
-    Kept as an array: a tensor made in inference mode could not be written outside it.
+    It is reused because page faults of new memory cost more than the arithmetic. It is kept as a
+    numpy array because a tensor made in inference mode could not be written to later.
     """
     found = getattr(_BUFFERS, "work", None)
     if found is None or found.size < rows * width:
@@ -282,18 +302,18 @@ def _scratch(rows: int, width: int) -> Tensor:
 
 
 def bf16_bits(values: Tensor) -> np.ndarray:
-    """The bits of `values` as bfloat16, uint16, on the CPU."""
+    """Return the bits of `values` (any shape) as bfloat16: uint16, on the CPU."""
     bits = values.to(torch.bfloat16).contiguous().view(torch.int16).cpu()
     return bits.numpy().view(np.uint16)
 
 
 def bf16_tensor(bits: np.ndarray) -> Tensor:
-    """A fresh bfloat16 tensor of bits."""
+    """Return a new bfloat16 tensor of the same shape from uint16 bits."""
     return torch.from_numpy(bits.view(np.int16).copy()).view(torch.bfloat16)
 
 
 def _ceil_bf16(values: Tensor) -> Tensor:
-    """The smallest bfloat16 that is no smaller, as float32; `values` are not negative."""
+    """Round `values` (float32, not negative) up to the next bfloat16; the result is float32."""
     bits = values.contiguous().view(torch.int32)
     return ((bits + 0xFFFF) & ~0xFFFF).view(torch.float32)
 

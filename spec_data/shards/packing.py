@@ -1,9 +1,11 @@
-"""Documents to packs: pure functions of lengths and arrays, shared by capture and training.
+"""From documents to packs: pure functions of lengths and arrays, used by capture and training.
 
-Shapes: B rows (packs), T slots of a row, D documents. A pack holds whole documents side by side;
-`document_ids` numbers them 0, 1, ... within the row and is -1 in padding; `position_ids` restart
-at 0 in every document. Nothing (attention, shift, label) ever crosses a document boundary.
-Whole documents only: splitting one would cost its later tokens their context.
+A pack holds whole documents side by side. Documents are never split, because the later tokens of a
+split document would lose their context. `document_ids` numbers the documents of a pack 0, 1, ...
+and is -1 in padding; `position_ids` restart at 0 in every document. Nothing (attention, shift,
+label) crosses a document boundary.
+
+Shapes: B packs, T slots per pack, D documents.
 """
 
 import bisect
@@ -14,13 +16,14 @@ import torch
 from torch import Tensor
 
 PADDING = -1
+"""The document id of padding slots."""
 
 
 def pack_documents(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Group documents into rows of at most `capacity` tokens by best-fit decreasing.
+    """Group documents into packs of at most `capacity` tokens, by best-fit decreasing.
 
-    Deterministic; ties go to the lower index. Rows come in order of their first document, and
-    documents of a row in ascending index, so that nearby documents stay nearby.
+    Deterministic; ties go to the lower index. Packs are ordered by their first document, and the
+    documents of a pack by index, so that documents near each other in the input stay so.
 
     Raises:
         ValueError: a document is empty or longer than `capacity`.
@@ -40,7 +43,7 @@ def pack_documents(lengths: Sequence[int], capacity: int) -> list[list[int]]:
                 rows.append([])
             else:
                 room, row = free.pop(spot)
-            # the row just served is the tightest one for the next of this length, while it fits
+            # This pack is also the tightest for the next documents of this length, while they fit.
             last = min(len(same), first + room // length)
             rows[row] += same[first:last]
             bisect.insort(free, (room - (last - first) * length, row))
@@ -49,12 +52,12 @@ def pack_documents(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def utilisation(lengths: Sequence[int], rows: Sequence[Sequence[int]], capacity: int) -> float:
-    """Share of the slots of all rows that hold a token, 0..1."""
+    """Return the share of all slots that hold a token, 0..1."""
     return sum(lengths) / (len(rows) * capacity) if rows else 0.0
 
 
 def row_layout(row_lengths: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
-    """Give `(document_ids, position_ids)`, int64 [B, width], for rows of document lengths."""
+    """Return `(document_ids, position_ids)`, int64 [B, width], of packs of document lengths."""
     document_ids = torch.full((len(row_lengths), width), PADDING)
     position_ids = torch.zeros(len(row_lengths), width, dtype=torch.long)
     for b, lengths in enumerate(row_lengths):
@@ -67,7 +70,10 @@ def row_layout(row_lengths: Sequence[Sequence[int]], width: int) -> tuple[Tensor
 
 
 def shift_left(values: Tensor, document_ids: Tensor) -> Tensor:
-    """Move `values` [B, T, ...] left by one inside each document, zero-filling its last slot."""
+    """Move `values` [B, T, ...] left by one inside each document, zero-filling its last slot.
+
+    `document_ids` is int64 [B, T]; padding becomes zero. The result is a new tensor.
+    """
     out = torch.zeros_like(values)
     out[:, :-1] = values[:, 1:]
     crosses = torch.ones_like(document_ids, dtype=torch.bool)
@@ -77,7 +83,7 @@ def shift_left(values: Tensor, document_ids: Tensor) -> Tensor:
 
 
 def doc_remaining(document_ids: Tensor) -> Tensor:
-    """Number of real tokens after each slot in its document, int64 [B, T]; 0 in padding."""
+    """Return how many tokens follow each slot in its document, int64 [B, T]; 0 in padding."""
     remaining = torch.zeros_like(document_ids)
     for t in range(document_ids.shape[1] - 2, -1, -1):
         same = (document_ids[:, t] == document_ids[:, t + 1]) & (document_ids[:, t] != PADDING)
@@ -86,15 +92,16 @@ def doc_remaining(document_ids: Tensor) -> Tensor:
 
 
 def block_causal_mask(document_ids: Tensor, window: int | None = None) -> Tensor:
-    """Boolean attention mask [B, 1, T, T]: True where query slot i may see key slot j.
+    """Return the attention mask, bool [B, 1, T, T]: True where query slot i sees key slot j.
 
-    j <= i, same document, and i - j < `window` when the layer slides (documents are contiguous,
-    so slot distance is token distance). Padding counts as one more document: no row is empty.
+    That is: j <= i, the same document, and i - j < `window` in layers with a sliding window.
+    (Documents are contiguous, so distance in slots is distance in tokens.) Padding counts as one
+    more document, so every query sees at least itself.
     """
-    slots = torch.arange(document_ids.shape[1], device=document_ids.device)
-    distance = slots[:, None] - slots[None, :]
+    slots = torch.arange(document_ids.shape[1], device=document_ids.device)  # [T]
+    distance = slots[:, None] - slots[None, :]  # [T, T]: i - j
     seen = distance >= 0
     if window is not None:
         seen = seen & (distance < window)
-    same = document_ids[:, :, None] == document_ids[:, None, :]
+    same = document_ids[:, :, None] == document_ids[:, None, :]  # [B, T, T]
     return (same & seen)[:, None]

@@ -1,4 +1,4 @@
-"""The documents of a plan: what is known of them before any state exists."""
+"""The documents of a generation plan: what is known about them before any state exists."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,20 +11,20 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """The documents of a plan, in order, and the rows that bound its units, int64 [U + 1]."""
+    """The documents of a generation plan, in order; unit u has documents units[u] to units[u+1]."""
 
     ids: pa.StringArray
     lengths: np.ndarray  # int64 [N]
     supervised: np.ndarray  # int64 [N]
     first_supervised: np.ndarray  # int64 [N]; the length where there is none
-    units: np.ndarray
+    units: np.ndarray  # int64 [U + 1]
 
 
 class PlanTokens:
-    """Token ids and masks of planned documents, read from a plan.arrow."""
+    """Token ids and loss masks of planned documents, read from plan.arrow or left_out.arrow."""
 
     def __init__(self, file: Path) -> None:
-        """Read `file`, a shard with nothing but ids and masks."""
+        """Read `file`, a shard with the columns doc_id, input_ids and loss_mask only."""
         table = pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
         self.ids = pa.concat_arrays(table.column("doc_id").chunks)
         chunks = {name: table.column(name).chunks for name in ("input_ids", "loss_mask")}
@@ -37,7 +37,7 @@ class PlanTokens:
         self.offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))]).astype(np.int64)
 
     def planned(self, units: np.ndarray) -> Planned:
-        """The documents' figures."""
+        """Count tokens and supervised tokens of the documents; `units` as in Planned."""
         mask = self._flat["loss_mask"].numpy()
         lengths = np.diff(self.offsets)
         total = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
@@ -52,7 +52,10 @@ class PlanTokens:
         )
 
     def read_into(self, index: int, out: dict[str, Tensor], start: int, length: int | None) -> int:
-        """Copy ids and mask of document `index`."""
+        """Copy ids and mask of document `index`, at most `length` tokens, to `start` in `out`.
+
+        `out` maps "input_ids" and "loss_mask" to CPU tensors [T]. Returns the tokens copied.
+        """
         first, last = int(self.offsets[index]), int(self.offsets[index + 1])
         count = last - first if length is None else min(length, last - first)
         for name, values in out.items():
@@ -61,9 +64,12 @@ class PlanTokens:
 
 
 def merged(stored: Planned, left: Planned, places: np.ndarray) -> Planned:
-    """Stored documents in order with those that were left out at their `places`."""
+    """Return all planned documents in order: stored ones, and left-out ones at their `places`.
+
+    `places` int64 [K] are ascending numbers of documents in the generation plan.
+    """
     count = len(stored.lengths) + len(places)
-    out = np.zeros(count, dtype=bool)
+    out = np.zeros(count, dtype=bool)  # True at the places of left-out documents
     out[places] = True
 
     def merge(a: np.ndarray, b: np.ndarray) -> np.ndarray:

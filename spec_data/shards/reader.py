@@ -1,8 +1,8 @@
 """HiddenStatesDataset: open instantly, read any document, copy straight into a caller's buffer.
 
-Opening reads the manifest and stats the shards; the index and each shard are memory-mapped at
-first use. Everything handed out is a copy: a tensor over mapped memory is read-only behind
-torch's back, and one in-place operation on it would kill the process.
+Opening reads the manifest and the sizes of the shards. The index and each shard are memory-mapped
+at first use. All returned tensors are copies: mapped memory is read-only without torch knowing it,
+and one in-place operation on it would kill the process.
 """
 
 import json
@@ -38,7 +38,7 @@ class HiddenStatesDataset:
 
     Row t of a document holds x_t, m_t, the captured states at t, and what the target predicts for
     x_{t+1}: `hidden.final` (or top-k or logits), `target_argmax`, `target_logsumexp`. Lossy columns
-    are decoded: columns are named, projected and handed out as if all were stored in bf16.
+    are decoded: names, projection and values are as if every column were stored in bf16.
     """
 
     def __init__(
@@ -49,12 +49,13 @@ class HiddenStatesDataset:
     ) -> None:
         """Open `path`; `columns` projects the token columns (default: all).
 
-        What is read is held to its checksum, of vectors only every `check_every`-th chunk (1 to
-        255; 1: all of them).
+        Chunks are compared with their checksums when they are read; of vector columns only every
+        `check_every`-th chunk (1 to 255; 1: all of them).
 
         Raises:
-            MissingError: no such directory, an unsealed dataset, or a shard that is gone.
-            DatasetError: a damaged or foreign manifest, a truncated shard, an unknown column.
+            MissingError: no such directory, the dataset is not sealed, or a shard is missing.
+            DatasetError: the manifest is damaged or foreign, a shard is truncated, or a column is
+                unknown.
         """
         self.path = Path(path)
         if not self.path.is_dir():
@@ -86,7 +87,7 @@ class HiddenStatesDataset:
 
     @property
     def final(self) -> str:
-        """ "all"; or "supervised": rows of `hidden.final` are zero where x_{t+1} is not."""
+        """ "all", or "supervised": `hidden.final` is zero where x_{t+1} is not supervised."""
         return self.manifest.final
 
     @cached_property
@@ -102,7 +103,7 @@ class HiddenStatesDataset:
         return self.path / "target"
 
     def _check_sizes(self) -> None:
-        """A truncated or missing shard is an error at open, not garbage in a batch."""
+        """Refuse truncated or missing shards at once, and not in the middle of a run."""
         for record in self.manifest.shards:
             file = self.path / record.file
             try:
@@ -116,10 +117,10 @@ class HiddenStatesDataset:
                 )
 
     def target_config(self) -> dict[str, Any]:
-        """The target's configuration, every default spelt out.
+        """Return the target's configuration, with every default written out.
 
         Raises:
-            MissingError, DatasetError: the file is gone, or not the one that was sealed.
+            MissingError, DatasetError: the file is missing, or not the one that was sealed.
         """
         file = checked_file(self.path, "target/config.json", self.manifest)
         config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -164,20 +165,20 @@ class HiddenStatesDataset:
 
     @cached_property
     def id_array(self) -> pa.StringArray:
-        """Content hash of every document, over the mapped index: no Python object per document."""
+        """Content hashes of the documents, as a view of the index, without Python objects."""
         chunks = self._index.column("doc_id")
         return chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
 
     @cached_property
     def doc_ids(self) -> list[str]:
-        """Content hash of every document."""
+        """Content hashes of the documents."""
         return self.id_array.to_pylist()
 
     def __len__(self) -> int:
         return int(self.manifest.raw["totals"]["documents"])
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """A document as fresh tensors (safe to modify), with `doc_id`, `source` and `turns`."""
+        """Return a document as new tensors (safe to modify), `doc_id`, `source` and `turns`."""
         shard, row = self._locate(index)
         place, count = shard.place(row), shard.length(row)
         out: dict[str, Any] = shard.texts(place)
@@ -199,12 +200,12 @@ class HiddenStatesDataset:
     ) -> int:
         """Copy the first `length` tokens of a document into `out[column][start : start+length]`.
 
-        `out` tensors are CPU, [T] or [T, W], and set the dtype; lossy columns may be gathered in
-        `CodedRows` instead, to be decoded elsewhere. Columns not in `out` are not touched. Gives
-        the number of tokens written.
+        Tensors of `out` are on the CPU, [T] or [T, W], and their dtype decides that of the values.
+        Lossy columns may be gathered in `CodedRows` instead, to be decoded elsewhere. Only the
+        columns in `out` are read. Returns the number of tokens written.
 
         Raises:
-            DatasetError: a column that is not there, or a buffer that is too short.
+            DatasetError: an unknown column, a buffer that is too short, or damage.
         """
         shard, row = self._locate(index)
         place, whole = shard.place(row), shard.length(row)
@@ -230,15 +231,18 @@ class HiddenStatesDataset:
         return count
 
     def shard_of(self, index: int) -> str:
-        """Name of the shard file that holds a document, relative to the dataset."""
+        """Return the name of the shard file that holds a document, relative to the dataset."""
         return self._locate(index)[0].record.file
 
     def wait_for(self, rows: Iterable[int], stop: threading.Event) -> bool:
-        """Return when documents can be read (these always can), or False once `stop` is set."""
+        """Wait until documents can be read; always True at once, as this dataset is complete."""
         return True
 
     def _decode(self, shard: Shard, place: Place, column: Column, out: Tensor) -> None:
-        """The first len(out) tokens of a lossy or sparse column; tokens without a row are zero."""
+        """Decode the first n tokens of a lossy or sparse column into `out` [n, H].
+
+        Tokens without a row become zero.
+        """
         stored, lossy = shard.stored(column, place), column.lossy
         tables = self.tables[column.name] if lossy else None
         if lossy and tables and not column.sparse:
@@ -258,7 +262,7 @@ class HiddenStatesDataset:
     def _gather(
         self, shard: Shard, place: Place, column: Column, out: CodedRows, start: int, count: int
     ) -> None:
-        """Rows of the first `count` tokens of a lossy column, as they are stored."""
+        """Append the rows of the first `count` tokens of a lossy column to `out`, undecoded."""
         tokens = np.flatnonzero(shard.kept(place)[:count]) if column.sparse else np.arange(count)
         out.add(shard.stored(column, place).cut(0, len(tokens)), tokens + start)
 
@@ -269,10 +273,10 @@ class HiddenStatesDataset:
         return self.shard(int(shards[index])), int(rows[index])
 
     def shard(self, number: int) -> Shard:
-        """Shard `number`, mapped at its first use.
+        """Return shard `number`, mapped at its first use.
 
         Raises:
-            DatasetError: it is damaged, of another dataset, or in the place of another shard.
+            DatasetError: the shard is damaged, of another dataset, or another shard under its name.
         """
         if number not in self._shards:
             record = self.manifest.shards[number]
@@ -287,10 +291,10 @@ class HiddenStatesDataset:
 
 
 def mapped_file(directory: Path, name: str, manifest: Manifest) -> pa.Buffer:
-    """The bytes of a small file of a dataset, mapped, when their checksum is the manifest's.
+    """Map a small file of a dataset and compare it with the manifest's checksum.
 
     Raises:
-        MissingError: it is gone. DatasetError: it was changed.
+        MissingError: no such file. DatasetError: the file was changed.
     """
     file = directory / name
     record = manifest.raw["files"].get(name, {})
@@ -308,18 +312,18 @@ def mapped_file(directory: Path, name: str, manifest: Manifest) -> pa.Buffer:
 
 
 def checked_file(directory: Path, name: str, manifest: Manifest) -> Path:
-    """Path of a small file of a dataset, after `mapped_file` has passed it."""
+    """Return the path of a small file of a dataset, after `mapped_file` has checked it."""
     mapped_file(directory, name, manifest)
     return directory / name
 
 
 def load_head_tensors(dataset: str | Path, manifest: Manifest | None = None) -> dict[str, Tensor]:
-    """The target's `embed_tokens` [V, H], `lm_head` [V, H], `norm` [H] (and `lm_head_bias` [V]).
+    """Read `embed_tokens` [V, H], `lm_head` [V, H], `norm` [H] (and `lm_head_bias` [V]).
 
-    Native dtype; with tied embeddings `lm_head` is the very tensor `embed_tokens`.
+    They keep the target's dtype. With tied embeddings, `lm_head` and `embed_tokens` are one tensor.
 
     Raises:
-        MissingError, DatasetError: the file is absent or not what the manifest describes.
+        MissingError, DatasetError: the file is missing or not what the manifest describes.
     """
     manifest = manifest or Manifest.read(Path(dataset) / MANIFEST)
     from_file = checked_file(Path(dataset), "target/head.safetensors", manifest)

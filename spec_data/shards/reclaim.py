@@ -1,9 +1,9 @@
-"""Units that somebody deletes once they are used: where the disk is short, and nowhere else.
+"""Delete units after their last use, for runs whose disk cannot hold the whole dataset.
 
-`spec-train fit --follow --follow-keep N` says so in .generate/follow-keep.json. From then on the
-directory never becomes a dataset: `spec-data generate` keeps at most N unused units ahead, and
-nothing is sealed. A unit is marked as used before its shard is deleted, so that nobody makes it
-again, and the mark and the shard can only disagree in the harmless way.
+`spec-train fit --follow --follow-keep N` writes .generate/follow-keep.json. From then on the
+directory cannot be sealed, and `spec-data generate` stays at most N unused units ahead of training.
+A unit is marked as used before its shard is deleted, so that it is never generated again. A process
+killed between the two leaves a marked unit with a shard, which is harmless.
 """
 
 import json
@@ -20,14 +20,21 @@ from spec_data.shards.files import dump_json, unit_name, write_atomically
 from spec_data.shards.follow import WORK, used_marker
 from spec_data.shards.reader import MANIFEST
 
+_POLL = 0.2  # seconds between two looks
+_LOG_AGAIN = 60.0  # seconds between two log lines
+
 logger = logging.getLogger(__name__)
 
-RING = "follow-keep.json"
+FOLLOW_KEEP = "follow-keep.json"
 
 
-def ring_size(directory: Path) -> int:
-    """How many units are kept on disk for their only user; 0: this is to become a dataset."""
-    file = directory / WORK / RING
+def units_to_keep(directory: Path) -> int:
+    """Return how many units --follow-keep keeps on disk; 0: units are kept for a dataset.
+
+    Raises:
+        DatasetError: follow-keep.json is damaged.
+    """
+    file = directory / WORK / FOLLOW_KEEP
     if not file.is_file():
         return 0
     try:
@@ -37,14 +44,14 @@ def ring_size(directory: Path) -> int:
 
 
 @contextmanager
-def ring_lock(work: Path) -> Iterator[None]:
-    """Sealing and giving units away exclude each other."""
+def seal_lock(work: Path) -> Iterator[None]:
+    """Hold the lock that makes sealing and `allow_deletion` exclude each other."""
     with FileLock(work / "ring.lock"):
         yield
 
 
-def start_ring(directory: Path, keep: int) -> None:
-    """Give the units of an unsealed directory away: from now on they may be deleted.
+def allow_deletion(directory: Path, keep: int) -> None:
+    """Mark an unsealed directory: its units may be deleted from now on, and `keep` are kept.
 
     Raises:
         ConfigError: the directory is a sealed dataset.
@@ -52,53 +59,49 @@ def start_ring(directory: Path, keep: int) -> None:
     work = directory / WORK
     if (directory / MANIFEST).is_file():
         raise ConfigError(
-            f"--follow-keep {keep}: {directory} is a sealed dataset, of which nothing is ever "
-            "deleted; leave the flag out"
+            f"--follow-keep {keep}: {directory} is a sealed dataset, and units of a sealed "
+            "dataset are never deleted; leave the flag out"
         )
-    with ring_lock(work):
-        if (directory / MANIFEST).is_file():  # just now
-            raise ConfigError(f"--follow-keep {keep}: {directory} was sealed; leave the flag out")
-        write_atomically(work / RING, dump_json({"keep": keep}))
+    with seal_lock(work):
+        if (directory / MANIFEST).is_file():  # sealed since the first check
+            raise ConfigError(f"--follow-keep {keep}: {directory} is sealed; leave the flag out")
+        write_atomically(work / FOLLOW_KEEP, dump_json({"keep": keep}))
 
 
 def units_used(directory: Path) -> int:
-    """Units that were used and deleted."""
+    """Return how many units were used and deleted."""
     return sum(1 for _ in (directory / WORK).glob("unit-*.used"))
 
 
 def delete_unit(directory: Path, unit: int) -> None:
-    """Delete a used unit's shard; only after `start_ring`.
+    """Mark a unit as used and delete its shard; only allowed after `allow_deletion`.
 
     Raises:
-        DatasetError: the directory is not given away, or sealed.
+        DatasetError: deletion was not allowed, or the directory is sealed.
     """
-    if not ring_size(directory) or (directory / MANIFEST).is_file():
-        raise DatasetError(f"{directory}: not given away with --follow-keep; nothing was deleted")
+    if not units_to_keep(directory) or (directory / MANIFEST).is_file():
+        raise DatasetError(
+            f"{directory}: no --follow-keep run may delete units here; nothing was deleted"
+        )
     marker = used_marker(directory, unit)
     if not marker.is_file():
         write_atomically(marker, "")
     (directory / f"shards/{unit_name(unit)}.arrow").unlink(missing_ok=True)
 
 
-_POLL = 0.2  # seconds
-
-
-_SAY_AGAIN = 60.0  # seconds
-
-
 def wait_for_room(out: Path, unit: int) -> None:
-    """Return when `unit` may be written; at once where units are not given away.
+    """Return when `unit` may be written; at once without --follow-keep.
 
-    That is a rule on its number, not on how many units there are: whoever makes the one that is
-    needed next must never wait for those that made later ones.
+    The limit is on the unit's number, not on a count: the worker that generates the next unit
+    never waits for workers that generated later ones (no deadlock).
     """
-    said = -_SAY_AGAIN
-    while (ring := ring_size(out)) and unit >= units_used(out) + ring:
-        if time.monotonic() - said > _SAY_AGAIN:
-            said = time.monotonic()
+    logged = -_LOG_AGAIN
+    while (keep := units_to_keep(out)) and unit >= units_used(out) + keep:
+        if time.monotonic() - logged > _LOG_AGAIN:
+            logged = time.monotonic()
             logger.info(
-                "%s: %d units wait for `spec-train fit --follow-keep`; going on when it has used "
-                "one (delete %s/%s to keep all units instead)",
-                *(out, ring, WORK, RING),
+                "%s: %d units wait for `spec-train fit --follow-keep`; generation continues when "
+                "it has used one (delete %s/%s to keep all units instead)",
+                *(out, keep, WORK, FOLLOW_KEEP),
             )
         time.sleep(_POLL)

@@ -1,9 +1,9 @@
-"""The manifest and the columns: what a dataset says about itself, validated when it is read.
+"""The manifest and the columns: how a dataset describes itself. Both are validated when read.
 
-Token columns hold one value (width None) or one vector (width W) per token of a document, as
-`large_list<storage>` or `large_list<fixed_size_list<storage>[W]>`. A column with a lossy codec is
-several such fields, its parts: codes under the column's own name, then the scale of every token,
-then the tokens kept in bf16. A column may hold only the tokens whose next token is supervised.
+A token column holds one value (width None) or one vector (width W) per token of a document, as
+`large_list<storage>` or `large_list<fixed_size_list<storage>[W]>`. A column with a lossy codec has
+several such fields, its parts: the codes under the column's own name, the scale of every token, and
+the tokens stored in bf16. A sparse column stores only tokens whose next token is supervised.
 """
 
 import json
@@ -24,7 +24,7 @@ from spec_data.shards.lossy import LossyCodec
 
 FORMAT = "spec-data"
 FORMAT_VERSION = "1.1"
-_UNCHECKED = "1.0"  # has no checksums in its shards
+_UNCHECKED = "1.0"  # the version whose shards have no checksums
 READ_VERSIONS = (_UNCHECKED, FORMAT_VERSION)
 LAYER_CONVENTION = "layer id k is the output of decoder block k, counted from 0"
 FINAL = "hidden.final"
@@ -35,7 +35,7 @@ TURNS_TYPE = pa.list_(
 
 
 def layer_column(layer: int) -> str:
-    """Column name of a captured layer."""
+    """Return the column name of a captured layer."""
     return f"hidden.L{layer}"
 
 
@@ -46,7 +46,7 @@ ALL, SUPERVISED = "all", "supervised"
 class Column:
     """A token column: `width` values per token (None: one number, not a vector).
 
-    `tokens` "supervised": only tokens t where x_{t+1} is supervised have a row.
+    With `tokens` "supervised", only tokens t whose x_{t+1} is supervised have a row.
     """
 
     name: str
@@ -56,38 +56,38 @@ class Column:
 
     @property
     def coder(self) -> Codec:
-        """The codec object of a plain column."""
+        """The codec of a plain column."""
         return codec_named(self.codec, self.name)
 
     @cached_property
     def lossy(self) -> LossyCodec | None:
-        """The lossy codec of a column that has one."""
+        """The codec of a lossy column; None for a plain one."""
         return lossy_codec(self.codec, self.name)
 
     @property
     def sparse(self) -> bool:
-        """Whether some tokens have no row."""
+        """Whether only some tokens have a row."""
         return self.tokens == SUPERVISED
 
     @property
     def parts(self) -> tuple["Column", ...]:
-        """The stored fields with a row per stored token: the column itself, or codes and scale."""
+        """The stored fields with one row per stored token: the column, or codes and scale."""
         return (self, self.scale_part) if self.lossy else (self,)
 
     @cached_property
     def scale_part(self) -> "Column":
-        """The scale of every token, of a lossy column."""
+        """The field with the scale of every token of a lossy column."""
         return Column(name=f"{self.name}.scale", codec="bf16", tokens=self.tokens)
 
     @cached_property
     def escape_parts(self) -> tuple["Column", "Column"]:
-        """Rows and bits of the tokens that escaped, of a lossy column: any number per document."""
+        """The fields with row numbers and bits of a lossy column's escaped tokens."""
         index = Column(name=f"{self.name}.escape_index", codec="int32")
         return index, Column(name=f"{self.name}.escape", codec="bf16", width=self.width)
 
     @property
     def stored_width(self) -> int | None:
-        """Values of `storage` per row; None: one number."""
+        """Number of `storage` values per row; None: one number, not a vector."""
         lossy = self.lossy
         return lossy.code_width(self.width or 1) if lossy else self.width
 
@@ -98,16 +98,16 @@ class Column:
 
     @property
     def part_bytes(self) -> dict[str, int]:
-        """Payload bytes of one stored token, by part."""
+        """Bytes of one stored token, by part."""
         return {p.name: p.storage.itemsize * (p.stored_width or 1) for p in self.parts}
 
     @property
     def bytes_per_token(self) -> int:
-        """Payload bytes of one stored token, escaped tokens apart."""
+        """Bytes of one stored token, not counting what escaped tokens add."""
         return sum(self.part_bytes.values())
 
     def fields(self) -> list[pa.Field]:
-        """The Arrow fields of all parts, with codec and width in their metadata."""
+        """Return the Arrow fields of all parts, with codec and width in their metadata."""
         if self.lossy is None:
             return [self._field()]
         rest = (self.scale_part, *self.escape_parts)
@@ -134,9 +134,9 @@ def token_columns(
     final_codec: str = "bf16",
     final_tokens: str = ALL,
 ) -> tuple[Column, ...]:
-    """The token columns of a dataset, in file order.
+    """Return the token columns of a dataset, in file order.
 
-    `supervision` is "final-hidden", "topk:K" or "logits"; argmax and logsumexp are always there.
+    `supervision` is "final-hidden", "topk:K" or "logits"; argmax and logsumexp are always stored.
 
     Raises:
         ConfigError: a codec that cannot pack vectors of `hidden_size`.
@@ -169,18 +169,20 @@ def token_columns(
 
 
 def predicts_supervised(loss_mask: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Tokens t whose next token in the document is supervised, bool [N]: rows of a sparse column.
+    """Return which tokens sparse columns store: those whose next token is supervised, bool [N].
 
-    `loss_mask` [N] of documents that `offsets` [D+1] bound.
+    Args:
+        loss_mask: of D documents one after another, [N].
+        offsets: int64 [D+1]; document d has tokens offsets[d] to offsets[d + 1].
     """
     kept = np.zeros(len(loss_mask), dtype=bool)
     kept[:-1] = loss_mask[1:] != 0
-    kept[offsets[1:] - 1] = False
+    kept[offsets[1:] - 1] = False  # the last token of a document has no next one
     return kept
 
 
 def arrow_schema(columns: tuple[Column, ...], version: str = FORMAT_VERSION) -> pa.Schema:
-    """The schema of every shard of a dataset."""
+    """Return the Arrow schema of every shard of a dataset of a format version."""
     fields = [
         pa.field("doc_id", pa.string(), nullable=False),
         pa.field("source", pa.string(), nullable=False),
@@ -195,7 +197,7 @@ def arrow_schema(columns: tuple[Column, ...], version: str = FORMAT_VERSION) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardRecord:
-    """What the manifest says of one shard."""
+    """The manifest's entry of one shard."""
 
     file: str
     rows: int
@@ -203,16 +205,19 @@ class ShardRecord:
     supervised: int
     bytes: int
     sha256: str
-    outline: str | None = None  # of a shard with checksums
+    outline: str | None = None  # None in format 1.0
 
 
 class Manifest:
-    """manifest.json, validated. `raw` is the whole JSON; the properties are what code uses."""
+    """manifest.json, validated. `raw` is the whole JSON; code reads it through the properties."""
 
     def __init__(self, raw: dict[str, Any], where: str) -> None:
         """Check format, version, required parts and fingerprint of `raw`, read from `where`.
 
-        While a dataset is being sealed there is no fingerprint yet.
+        A manifest without a fingerprint is accepted here, as sealing adds it last.
+
+        Raises:
+            DatasetError: not a manifest, of an unknown version, incomplete, or edited.
         """
         self.raw = raw
         self.where = where
@@ -226,8 +231,8 @@ class Manifest:
         missing = [k for k in _REQUIRED if k not in raw]
         if missing:
             raise DatasetError(
-                f"{where}: the manifest lacks {', '.join(missing)}: it was edited, or made by a "
-                "release from before the format was settled; generate the dataset again"
+                f"{where}: the manifest lacks {', '.join(missing)}: it was edited, or written by a "
+                "release older than the format; generate the dataset again"
             )
         if "fingerprint" in raw and raw["fingerprint"] != fingerprint(raw):
             raise DatasetError(
@@ -237,7 +242,11 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> "Manifest":
-        """Read and validate a manifest file."""
+        """Read and validate a manifest file.
+
+        Raises:
+            MissingError: no such file. DatasetError: not a valid manifest.
+        """
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -248,7 +257,7 @@ class Manifest:
             raise DatasetError(f"{path}: not a spec-data manifest (a JSON {type(raw).__name__})")
         manifest = cls(raw, str(path))
         if "fingerprint" not in raw:
-            raise DatasetError(f"{path}: it has no fingerprint, so it was edited; restore it")
+            raise DatasetError(f"{path}: no fingerprint, so the manifest was edited; restore it")
         return manifest
 
     @property
@@ -311,12 +320,12 @@ class Manifest:
 
     @property
     def codec(self) -> dict[str, Any]:
-        """Hash and sample of the tables; empty when no column is lossy."""
+        """Hash of the codec tables and size of their sample; empty when no column is lossy."""
         return self.raw.get("codec") or {}
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the whole manifest: the identity of the dataset."""
+        """Hash of the whole manifest; it identifies the dataset."""
         return self.raw.get("fingerprint") or fingerprint(self.raw)
 
 
@@ -338,10 +347,10 @@ _REQUIRED = [
 
 
 def fingerprint(raw: dict[str, Any]) -> str:
-    """Hash of a manifest without its own fingerprint field."""
+    """Return the hash of a manifest without its own fingerprint field."""
     return sha256_json({k: v for k, v in raw.items() if k != "fingerprint"})
 
 
 def head_to_json(head: HeadSpec) -> dict[str, Any]:
-    """The manifest's form of a head."""
+    """Return a head in the form of the manifest."""
     return asdict(head)

@@ -1,6 +1,6 @@
-"""Turn a folder of finished shards into a dataset: index, card, `datasets` files, manifest.
+"""Seal a directory of finished shards as a dataset: index, card, `datasets` files, manifest.
 
-The manifest is written last: its presence is what "sealed" means.
+The manifest is written last: a dataset is sealed when its manifest exists.
 """
 
 import io
@@ -39,7 +39,7 @@ INDEX_SCHEMA = pa.schema(
 
 
 def seal(directory: Path, draft: dict[str, Any], records: Sequence[ShardRecord]) -> Manifest:
-    """Write everything but the shards, and give the manifest.
+    """Write everything except the shards, and return the manifest.
 
     `draft` is the manifest without `shards`, `totals`, `fingerprint` and the index in `files`.
 
@@ -88,14 +88,14 @@ def seal(directory: Path, draft: dict[str, Any], records: Sequence[ShardRecord])
 
 
 def target_file_names(directory: Path) -> list[str]:
-    """Files of `target/`, relative to the dataset, sorted; leftovers of killed runs are not."""
+    """List the files of `target/`, relative to the dataset, sorted, without leftover .tmp files."""
     files = (p for p in (directory / "target").rglob("*") if p.is_file())
     names = (str(p.relative_to(directory)) for p in files if not p.name.startswith("."))
     return sorted(names)
 
 
 def file_records(directory: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Size and checksums of small files of a dataset, by name."""
+    """Return size and checksums of small files of a dataset, by name."""
     return {
         name: {
             "bytes": (directory / name).stat().st_size,
@@ -107,18 +107,23 @@ def file_records(directory: Path, names: Sequence[str]) -> dict[str, dict[str, A
 
 
 def check_shard(directory: Path, record: ShardRecord) -> None:
-    """Compare a shard's size and checksum with its record."""
+    """Compare a shard's size and checksum with its record.
+
+    Raises:
+        DatasetError: the shard is missing, truncated or changed.
+    """
     file = directory / record.file
     if not file.is_file() or file.stat().st_size != record.bytes:
         raise DatasetError(f"{file}: missing or truncated; delete it and generate again")
     if sha256_file(file) != record.sha256:
         raise DatasetError(
-            f"{file}: its bytes are not those that were written; delete it and go on"
+            f"{file}: its bytes are not those that were written; delete it and run `spec-data "
+            "generate` again"
         )
 
 
 def _write_index(directory: Path, manifest: Manifest) -> None:
-    """index.arrow: one small row per document, in shard order, in one record batch."""
+    """Write index.arrow: one small row per document, in shard order, in one record batch."""
     columns: dict[str, list[pa.Array]] = {name: [] for name in INDEX_SCHEMA.names}
     for number, record in enumerate(manifest.shards):
         for name, array in _index_rows(directory / record.file, number, manifest).items():
@@ -139,7 +144,7 @@ def _write_index(directory: Path, manifest: Manifest) -> None:
 
 
 def _index_rows(file: Path, number: int, manifest: Manifest) -> dict[str, pa.Array]:
-    """The index rows of one shard, from its own columns (states are not touched)."""
+    """Make the index rows of one shard from its own columns; states are not read."""
     stream = pa.ipc.open_stream(pa.memory_map(str(file)))
     if not stream.schema.equals(manifest.arrow_schema, check_metadata=True):
         raise DatasetError(f"{file}: its columns are not those of this dataset")
@@ -171,7 +176,7 @@ def _index_rows(file: Path, number: int, manifest: Manifest) -> dict[str, pa.Arr
 
 
 def dataset_card(manifest: Manifest) -> str:
-    """README.md of a dataset: the Hub's YAML header and what is inside, in words."""
+    """Return the README.md of a dataset: YAML header of the Hub, then a description."""
     raw, totals = manifest.raw, manifest.raw["totals"]
     licences = sorted({s["licence"] for s in raw["corpus"] if s.get("licence")})
     rows = "\n".join(
@@ -198,6 +203,6 @@ Corpus: {", ".join(s["source"] for s in raw["corpus"])}. Responses are
 | --- | --- | --- | --- |
 {rows}
 
-Open it with `spec_data.HiddenStatesDataset(dir)` or `datasets.load_from_disk(dir)`; prove it with
-`spec-data verify dir`. `manifest.json` holds everything that decided these bytes.
+Open it with `spec_data.HiddenStatesDataset(dir)` or `datasets.load_from_disk(dir)`; check it with
+`spec-data verify dir`. `manifest.json` records everything that decided these bytes.
 """

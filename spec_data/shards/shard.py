@@ -1,9 +1,10 @@
-"""One mapped shard, held to what the manifest and the index say of it.
+"""One mapped shard, checked against the manifest and the index.
 
-Metadata, checksums, offsets and schema are checked when they are first touched. The bytes of a
-chunk are checked when they are read: always where a token has one number (ids, mask, scales; what
-they cost is lost beside the states), and at every `check_every`-th reading of a vector column of a
-document, in turn, so that an epoch checks that share of all states and later epochs the others.
+Metadata, checksums, offsets and schema are checked when they are first used. The bytes of a chunk
+are checked when they are read. Columns with one number per token (ids, mask, scales) are always
+checked, because this costs little beside the states. Of the vector columns of a document, every
+`check_every`-th reading is checked, in turn: one epoch checks that share of all states, and later
+epochs check the others.
 """
 
 import bisect
@@ -30,31 +31,30 @@ from spec_data.shards.errors import DatasetError
 from spec_data.shards.schema import Column, Manifest, ShardRecord, predicts_supervised
 
 CHECK_EVERY = 16
-"""One in so many vector chunks is checked as it is read: 2 to 3 % of the time of a bf16 copy."""
+"""One in so many vector chunks is checked when it is read: 2 to 3 % of the time of a bf16 copy."""
 _MASK = Column(name="loss_mask", codec="bool8")
 _TEXTS = ("doc_id", "source", "turns")
 _NO_ROWS = np.zeros(0, np.int32)
-_NOT_FINITE = np.uint16(0x7F80)  # exponent of a bf16 that is infinite or no number
+_NOT_FINITE = np.uint16(0x7F80)  # the exponent bits of a bf16 that is infinite or not a number
 
 
 @dataclass(frozen=True)
 class IndexRows:
-    """What the index says of a shard's documents, the `first` and so on.
+    """What the index says about the documents of one shard.
 
-    Their ids, how many tokens they have, and how many rows in sparse columns. `checksums` uint64
-    are those of all documents of the index; without an index (the first format has none in it, and
-    a dataset in the making has none yet) documents are compared by their ids.
+    Without `checksums`, documents are compared by their ids: format 1.0 has no checksums in its
+    index, and a dataset that is still being generated has no index.
     """
 
-    first: int
+    first: int  # number of the shard's first document in the dataset
     ids: pa.StringArray
-    lengths: np.ndarray
-    kept: np.ndarray
-    checksums: np.ndarray | None
+    lengths: np.ndarray  # int64 [rows], tokens
+    kept: np.ndarray  # int64 [rows], tokens stored in sparse columns
+    checksums: np.ndarray | None  # uint64, of all documents of the dataset
 
 
 class Place(NamedTuple):
-    """A row of a shard: its record batch, its number there, and whose turn it is to be checked."""
+    """A row of a shard: its record batch, its number in it, and the counter that selects checks."""
 
     row: int
     batch: int
@@ -63,7 +63,7 @@ class Place(NamedTuple):
 
 
 class Shard:
-    """Numpy views of a shard's record batches, made at first touch; nothing is ever copied."""
+    """Numpy views of a shard's record batches, made at first use; nothing is copied."""
 
     def __init__(
         self,
@@ -73,10 +73,10 @@ class Shard:
         index: IndexRows,
         check_every: int,
     ) -> None:
-        """Map the shard that `record` describes, of the dataset at `path`.
+        """Map the shard that `record` describes, in the dataset directory `path`.
 
         Raises:
-            DatasetError: damaged, of another dataset, or in the place of another shard.
+            DatasetError: the shard is damaged, of another dataset, or another shard under its name.
         """
         self.record = record
         self.file = path / self.record.file
@@ -92,8 +92,8 @@ class Shard:
             )
         if manifest.has_checksums and self.record.outline != outline:
             raise DatasetError(
-                f"{self.file}: its metadata is not what the manifest pins: it is damaged, of "
-                "another dataset, or in the place of another shard; copy it again"
+                f"{self.file}: its metadata is not what the manifest says: it is damaged, of "
+                "another dataset, or another shard under this name; copy it again"
             )
         self.starts = [0, *itertools.accumulate(b.num_rows for b in self.batches)]
         if not self.starts[-1] == len(index.lengths) == self.record.rows:
@@ -109,12 +109,12 @@ class Shard:
         if index.checksums is None:
             self._check_documents()
         self._every = check_every
-        self._turns = bytearray(self.record.rows)  # 0: never read; then 1 to `check_every`, again
+        self._turns = bytearray(self.record.rows)  # 0: never read; then 1 to `check_every`, cyclic
         self._views: dict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = {}
-        self._readable: set[int] = set()  # batches whose texts may be read
+        self._readable: set[int] = set()  # record batches whose texts are checked
 
     def _check_documents(self) -> None:
-        """Every row is the document that the index has here."""
+        """Check that every row is the document that the index has here, by ids."""
         for first, batch in zip(self.starts, self.batches, strict=False):
             expected = self.index.ids[first : first + batch.num_rows]
             bounds, text = string_views(batch.column("doc_id"))
@@ -131,7 +131,7 @@ class Shard:
                 )
 
     def place(self, row: int) -> Place:
-        """Where to read a row; each call counts as one more reading of the document."""
+        """Return where to read a row; each call counts as one more reading of the document."""
         batch = bisect.bisect_right(self.starts, row) - 1
         last = self._turns[row]
         if last == 0:
@@ -140,7 +140,7 @@ class Shard:
         return Place(row, batch, row - self.starts[batch], last + self.index.first + row)
 
     def _check_row(self, row: int, batch: int) -> None:
-        """A row's checksums are those that the index has here."""
+        """Check that a row's checksums are those that the index has here."""
         expected = self.index.checksums
         if expected is None:
             return
@@ -160,11 +160,11 @@ class Shard:
         raise DatasetError(f"{self.where(row)}: {what}")
 
     def where(self, row: int) -> str:
-        """Words for a row: file, number, document."""
+        """Name a row in an error message: file, number, document."""
         return f"{self.file}: row {row} (document {self.index.ids[row].as_py()})"
 
     def texts(self, place: Place) -> dict[str, Any]:
-        """doc_id, source and turns of a row."""
+        """Return doc_id, source and turns of a row."""
         if place.batch not in self._readable:
             self._check_texts(place.batch)
         batch = self.batches[place.batch]
@@ -175,7 +175,7 @@ class Shard:
         return found
 
     def _check_texts(self, batch: int) -> None:
-        """Bounds and UTF-8 of the texts of a batch: Arrow itself trusts them."""
+        """Check offsets and UTF-8 of a record batch's texts, which Arrow itself does not do."""
         for name in _TEXTS:
             try:
                 self.batches[batch].column(name).validate(full=True)
@@ -224,23 +224,23 @@ class Shard:
         return stored
 
     def _check(self, field: str, place: Place, chunk: np.ndarray | bytes) -> None:
-        """Compare a chunk with its checksum; shards of the first format have none."""
+        """Compare a chunk with its checksum; shards of format 1.0 have none."""
         if not self._checksums:
             return
         if self._checksums[place.batch][place.local, self._fields[field]] != checksum(chunk):
             raise DatasetError(
-                f"{self.where(place.row)}, column {field}: damaged: its bytes are not those of its "
-                "checksum; copy this shard again (`spec-data verify` lists all damage)"
+                f"{self.where(place.row)}, column {field}: damaged: its bytes do not match "
+                "their checksum; copy this shard again (`spec-data verify` lists all damage)"
             )
 
     def _check_lossy(self, column: Column, row: int, stored: StoredRows) -> None:
-        """What would decode to garbage, whatever its checksum."""
+        """Refuse values that would decode to garbage, even if their checksum matches."""
         rows = stored.escape_index
         inside = not len(rows) or (rows[0] >= 0 and rows[-1] < len(stored))
         if len(rows) != len(stored.escape) or not inside or np.any(rows[1:] <= rows[:-1]):
             raise DatasetError(
-                f"{self.where(row)}, column {column.name}.escape_index: not ascending rows of "
-                f"{column.name}, one for each of {column.name}.escape; copy this shard again"
+                f"{self.where(row)}, column {column.name}.escape_index: not ascending rows "
+                f"of {column.name}, one for each of {column.name}.escape; copy this shard again"
             )
         if ((stored.scale & _NOT_FINITE) == _NOT_FINITE).any():
             raise DatasetError(
@@ -248,10 +248,10 @@ class Shard:
             )
 
     def damage(self) -> Iterator[tuple[int, str]]:
-        """Row and field of every chunk whose bytes are not those of its checksum.
+        """Yield row and field of every chunk whose bytes do not match its checksum.
 
         Raises:
-            DatasetError: checksums that are not those of the index, or texts that cannot be read.
+            DatasetError: checksums differ from the index, or texts cannot be read.
         """
         for batch, stored in enumerate(self._checksums):
             for row in range(self.starts[batch], self.starts[batch + 1]):
@@ -272,7 +272,8 @@ class Shard:
         return view[offsets[place.local] : offsets[place.local + 1]]
 
     def _check_offsets(self, column: Column, batch: int, offsets: np.ndarray, stored: int) -> None:
-        """Bounds of a column's documents in a batch: as long as the index says, none outside."""
+        """Check a column's offsets int64 [rows + 1] in a record batch: lengths as in the index, and
+        all within the `stored` rows."""
         first, last = self.starts[batch], self.starts[batch + 1]
         found = np.diff(offsets)
         if column.name.endswith((".escape_index", ".escape")):
@@ -289,6 +290,6 @@ class Shard:
             )
         if offsets[0] != 0 or offsets[-1] > stored:
             raise DatasetError(
-                f"{self.file}: rows {first} to {last - 1}, column {column.name}: bounds outside "
+                f"{self.file}: rows {first} to {last - 1}, column {column.name}: offsets outside "
                 "the column; copy this shard again"
             )

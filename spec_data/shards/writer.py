@@ -1,8 +1,8 @@
-"""One unit to one shard: an Arrow IPC stream file, written atomically and checksummed.
+"""Write one unit as one shard: an Arrow IPC stream file, written atomically, with checksums.
 
-A stream rather than an IPC file: `datasets` memory-maps only streams. Record batches hold about
-32 MB, so that a random read touches little and a reader holds few of them. `shard_bytes` gives the
-exact size of a shard before a single state is computed.
+The file is a stream because `datasets` memory-maps only streams. Record batches hold about 32 MB,
+so that a random read touches little and a reader keeps few of them. `shard_bytes` returns the exact
+size of a shard before any state is computed.
 """
 
 import hashlib
@@ -24,13 +24,13 @@ RECORD_BATCH_BYTES = 32 << 20
 
 @dataclass
 class Escapes:
-    """Tokens of a lossy column that are kept in bf16: row numbers int64 [n], bits uint16 [n, H]."""
+    """Tokens of a lossy column stored in bf16: row numbers int64 [n], bits uint16 [n, H]."""
 
     rows: np.ndarray
     bits: np.ndarray
 
     def add(self, rows: np.ndarray, bits: np.ndarray) -> None:
-        """Add tokens; rows stay in ascending order, whatever order they come in."""
+        """Add tokens (rows int64 [k], bits uint16 [k, H]) and keep all rows in ascending order."""
         rows = np.concatenate([self.rows, rows])
         order = np.argsort(rows)
         self.rows, self.bits = rows[order], np.concatenate([self.bits, bits])[order]
@@ -38,11 +38,12 @@ class Escapes:
 
 @dataclass
 class UnitData:
-    """The documents of one unit: texts per document, one array per part of a token column.
+    """The D documents of one unit: texts per document, one array per part of a token column.
 
-    `offsets` int64 [D+1] bounds each document's tokens in the arrays of `tokens` ([N] or [N, W] in
-    the part's storage dtype); `sparse_offsets` does so for the parts of columns that hold only
-    some tokens. `escapes` is by column. `turns` holds (role, start, end) triples per document.
+    `tokens` maps a part's name to its array, [N] or [N, W] in the part's storage dtype, with all
+    documents one after another; document d has tokens offsets[d] to offsets[d + 1] (int64 [D+1]).
+    Columns that store only some tokens use `sparse_offsets` instead. `escapes` is by column name.
+    `turns` has (role, start, end) triples per document.
     """
 
     doc_ids: list[str]
@@ -62,9 +63,10 @@ class UnitData:
         lengths: list[int],
         loss_mask: np.ndarray | None = None,
     ) -> "UnitData":
-        """Zeroed arrays for these documents; pages are taken only when they are written.
+        """Allocate zeroed arrays for documents of `lengths` tokens.
 
-        `loss_mask` [N] is filled in; it must be given when a column is sparse.
+        The operating system provides the memory only when it is written to. `loss_mask` [N] is
+        stored at once; it is required when a column is sparse.
         """
         offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         data = cls(doc_ids, sources, turns, offsets)
@@ -82,20 +84,20 @@ class UnitData:
 
     @cached_property
     def kept(self) -> np.ndarray:
-        """Tokens that have a row in sparse columns, bool [N]."""
+        """True for tokens that sparse columns store, bool [N]."""
         return predicts_supervised(self.tokens["loss_mask"], self.offsets)
 
     @cached_property
     def sparse_offsets(self) -> np.ndarray:
-        """Bounds of each document's rows in sparse columns, int64 [D+1]."""
+        """Offsets of each document's rows in sparse columns, int64 [D+1]."""
         return np.concatenate([[0], np.cumsum(self.kept, dtype=np.int64)])[self.offsets]
 
     def row_offsets(self, column: Column) -> np.ndarray:
-        """Bounds of each document's rows in a column, int64 [D+1]."""
+        """Return the offsets of each document's rows in a column, int64 [D+1]."""
         return self.sparse_offsets if column.sparse else self.offsets
 
     def select(self, keep: list[int], columns: tuple[Column, ...]) -> "UnitData":
-        """A unit with only the documents `keep` (ascending); copies nothing when all are kept."""
+        """Return a unit with only the documents `keep` (ascending); the same object if all are."""
         if len(keep) == len(self.doc_ids):
             return self
         out = UnitData(
@@ -120,9 +122,9 @@ class UnitData:
 def record_batches(
     unit: UnitData, columns: tuple[Column, ...], hashed: bool = True
 ) -> Iterator[pa.RecordBatch]:
-    """Cut a unit into record batches; token arrays are wrapped, never copied.
+    """Cut a unit into record batches; token arrays are wrapped, not copied.
 
-    Without `hashed`, for the sake of their size, checksums are zero.
+    Without `hashed` all checksums are zero, which is enough to know the size of the shard.
     """
     schema = arrow_schema(columns)
     per_token = sum(c.bytes_per_token for c in columns)
@@ -153,7 +155,7 @@ def record_batches(
 def _column_arrays(
     column: Column, unit: UnitData, first: int, last: int, schema: pa.Schema
 ) -> list[pa.Array]:
-    """The fields of one column for documents [first, last)."""
+    """Return the Arrow arrays of one column's parts for documents [first, last)."""
     bounds = unit.row_offsets(column)[first : last + 1]
     a, b = int(bounds[0]), int(bounds[-1])
     arrays = [
@@ -180,9 +182,9 @@ def _list_array(values: np.ndarray, offsets: np.ndarray, kind: pa.DataType) -> p
 
 
 def shard_bytes(unit: UnitData, columns: tuple[Column, ...]) -> int:
-    """Exact size in bytes of the shard that `write_shard` would write for this unit.
+    """Return the exact size in bytes of the shard that `write_shard` writes for this unit.
 
-    Before the states exist no token has escaped: each that does adds 2 H + 4 bytes.
+    Tokens can escape only once states exist; each escaped token then adds 2 H + 4 bytes.
     """
     sink = pa.MockOutputStream()
     with pa.ipc.new_stream(sink, arrow_schema(columns)) as stream:
@@ -192,7 +194,7 @@ def shard_bytes(unit: UnitData, columns: tuple[Column, ...]) -> int:
 
 
 class _HashingFile:
-    """A binary file that hashes and counts what is written to it."""
+    """A binary file that hashes and counts the bytes written to it."""
 
     def __init__(self, path: Path) -> None:
         self.file = path.open("wb", buffering=0)
@@ -231,7 +233,7 @@ class _HashingFile:
 
 
 def write_shard(path: Path, unit: UnitData, columns: tuple[Column, ...]) -> ShardRecord:
-    """Write one shard: temporary name, fsync, rename. Gives what the manifest says of it.
+    """Write one shard (temporary name, fsync, rename) and return its record for the manifest.
 
     Raises:
         OSError: the disk is full or the folder is not writable; no file is left behind.

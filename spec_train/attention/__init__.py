@@ -1,6 +1,6 @@
 """Room: attention kernels and masks that the drafts share.
 
-Functions of tensors alone: no draft, no batch, no file.
+All of them are functions of tensors: no draft, no batch and no file is known here.
 
 May import: spec_data.shards.
 """

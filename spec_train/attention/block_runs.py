@@ -1,13 +1,13 @@
-"""Attention of blocks for back ends that make the table of who sees what: in runs of blocks.
+"""Attention of a block draft, computed for runs of blocks. For back ends that build mask tables.
 
-A row packs many documents and hundreds of blocks, and a block sees little of that: the part of its
-document before its anchor, and itself. One table over the whole row is nearly all False, and as
-costly as if it were not. So blocks are taken in runs of neighbours of one document, each with the
-context up to the last anchor of the run and the run's own slots. What is seen is `block_mask`'s, as
-ever. flex_attention skips what nothing sees by itself.
+A pack has many documents and hundreds of draft blocks, but a block sees only the part of its
+document before its anchor, and itself. A table over the whole pack is nearly all False and costs as
+much as a full one. So neighbouring blocks of one document are computed together, as a run: over the
+context up to the run's last anchor, and the run's own slots. The mask is that of `block_mask`.
+flex_attention does not need this: it skips unseen parts itself.
 
-B rows, T tokens, N blocks of a row, S slots of a block, Q = N * S, h / g query / key-value heads,
-d head size.
+B packs, T tokens of a pack, N blocks of a pack, S slots of a block, Q = N * S, h / g query /
+key-value heads, d head size.
 """
 
 from dataclasses import dataclass
@@ -19,34 +19,36 @@ from spec_data.shards.packing import PADDING
 from spec_train.attention.masked import Attending, default_backend
 from spec_train.attention.masks import block_mask
 
-RUN = 32  # blocks: their own slots are a table of 224 x 224 at seven slots each
+RUN = 32  # blocks of a run at most; with 7 slots each, their own slots make a 224 x 224 table
 
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring blocks of one document (or ones that are not kept) and what they can see."""
+    """Neighbouring blocks of one document, or blocks that are not kept, and what they can see."""
 
-    slots: slice  # of the row's Q
-    context: slice  # of the row's T
+    slots: slice  # of the Q slots of the pack
+    context: slice  # of the T tokens of the pack
     attending: Attending
 
 
 class RunAttending:
-    """An attention over context and blocks, like `Attending` of the whole row's `block_mask`."""
+    """Attention over context and blocks: equal to `Attending` of the whole pack's `block_mask`."""
 
     def __init__(self, rows: list[list[Run]]) -> None:
-        """Take the runs of every row, which cover its slots in order."""
+        """Take the runs of every pack; they cover its slots in order."""
         self._rows = rows
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Heads [B, h, Q, d] of queries [B, h, Q, d] over keys and values [B, g, T + Q, d]."""
-        length = k.shape[2] - q.shape[2]
+        """Attend from queries [B, h, Q, d] to keys and values [B, g, T + Q, d]: [B, h, Q, d]."""
+        length = k.shape[2] - q.shape[2]  # T
+        # of the context [B, g, T, d] and of the blocks [B, g, Q, d]
         (k0, k1), (v0, v1) = (x.split([length, q.shape[2]], dim=2) for x in (k, v))
         heads = []
         for b, runs in enumerate(self._rows):
             one = slice(b, b + 1)
             parts = []
             for run in runs:
+                # [1, g, tokens + slots, d]: context of the run, then its own slots
                 keys, values = (
                     torch.cat([x0[one, :, run.context], x1[one, :, run.slots]], dim=2)
                     for x0, x1 in ((k0, k1), (v0, v1))
@@ -59,15 +61,20 @@ class RunAttending:
 def block_attending(
     document_ids: Tensor, anchors: Tensor, kept: Tensor, size: int, head_dim: int, backend: str
 ) -> Attending | RunAttending:
-    """Make `block_mask` of a batch ready for a back end; arguments as there, and `attend`'s.
+    """Prepare the `block_mask` of a batch for a back end.
 
-    Blocks whose anchor is padding may see nothing but themselves.
+    Args:
+        document_ids, anchors, kept, size: as for `block_mask`. A block with its anchor in padding
+            may see only itself, so it must not be kept.
+        head_dim: d.
+        backend: as for `Attending.prepare`.
     """
     if backend == "auto":
         backend = default_backend(anchors.device.type, head_dim)
     if backend == "flex":
         mask = block_mask(document_ids, anchors, kept, size)
         return Attending.prepare(mask, head_dim, backend)
+    # [B, N], the document of each block; PADDING for a block that is not kept
     owners = torch.where(kept, document_ids.gather(1, anchors), PADDING).tolist()
     documents = document_ids.tolist()
     rows = []
@@ -77,13 +84,16 @@ def block_attending(
             last = first + 1
             while last < min(len(row), first + RUN) and row[last] == row[first]:
                 last += 1
+            # [1, n] of the n blocks of this run
             chosen, real = anchors[b : b + 1, first:last], kept[b : b + 1, first:last]
-            # From the start of the document to the last anchor, which nobody sees: a table must
-            # have a column. Blocks that are not kept see nothing of it.
+            # The context runs from the start of the document to the last anchor. No block sees
+            # the last anchor, but a table needs at least one column. Blocks that are not kept
+            # get a context of one token, which they do not see.
             outside = row[first] == PADDING
             start = 0 if outside else documents[b].index(row[first])
             end = 1 if outside else int(chosen.max()) + 1
-            context = document_ids[b : b + 1, start:end]
+            context = document_ids[b : b + 1, start:end]  # [1, tokens]
+            # anchors [1, n] as indices into this context; clamped only where not kept
             mask = block_mask(context, (chosen - start).clamp_max(end - start - 1), real, size)
             slots = slice(first * size, last * size)
             runs.append(Run(slots, slice(start, end), Attending.prepare(mask, head_dim, backend)))

@@ -1,8 +1,8 @@
-"""flex_attention where it can be used: compiled on CUDA, eager elsewhere; tried before trusted.
+"""flex_attention: compiled on CUDA, eager elsewhere, and tested before it is used.
 
-Inductor supports head sizes that are powers of two from 16 on. Whether its kernels build on the
-machine at hand (a compiler, a driver, enough shared memory) is found out by running a small case,
-forward and backward, once: never by an exception in the middle of training.
+Inductor supports head sizes that are powers of two, from 16 on. Whether its kernels build on this
+machine (compiler, driver, enough shared memory) is tested once, by running a small case forward and
+backward, so that training does not fail in the middle.
 """
 
 import logging
@@ -22,13 +22,13 @@ def _compiled() -> Any:
 
 
 def flex(q: Tensor) -> Any:
-    """flex_attention for the device of `q`."""
+    """Return flex_attention for the device of `q`: compiled for CUDA."""
     return _compiled() if q.is_cuda else flex_attention
 
 
 @cache
 def flex_works(device_type: str, head_dim: int) -> bool:
-    """Whether compiled flex_attention runs here, with its gradient, for this head size."""
+    """Return whether compiled flex_attention and its gradient work here, for this head size."""
     if device_type != "cuda" or head_dim < 16 or head_dim & (head_dim - 1):
         return False
     try:
@@ -36,7 +36,9 @@ def flex_works(device_type: str, head_dim: int) -> bool:
         causal = create_block_mask(lambda b, h, i, j: i >= j, 1, None, 200, 200, device="cuda")
         out = flex(q)(q, q[:, :1], q[:, :1], block_mask=causal, enable_gqa=True)
         out.square().sum().backward()
-    except Exception as error:  # whatever the compiler or the driver raises
-        log.warning("flex_attention cannot be compiled here (%s)", str(error).splitlines()[0])
+    except Exception as error:  # compiler and driver may raise anything
+        log.warning(
+            "flex_attention cannot be compiled on this machine (%s)", str(error).splitlines()[0]
+        )
         return False
     return bool(q.grad is not None and q.grad.isfinite().all())

@@ -1,10 +1,10 @@
-"""Which keys a query may see, one function per draft algorithm.
+"""Which keys a query may see: one function per draft algorithm.
 
-A mask is a predicate over indices, so that every attention back end can read it: as a boolean
-table, or as the `mask_mod` of flex_attention, which never makes the table. Padding (document id
--1) is one more document: no row of a mask is empty, and nothing real sees it.
+A mask is a predicate over indices, so that every attention back end can use it: as a boolean table,
+or as the `mask_mod` of flex_attention, which never builds the table. Padding (document id -1)
+counts as one more document: every query sees at least one key, and no real token sees padding.
 
-B rows, Q queries, T keys; T also counts the tokens of a row.
+B packs, Q queries, T keys. The keys are the tokens of the pack, unless a function says otherwise.
 """
 
 from collections.abc import Callable
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 Predicate = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(row, query, key) indices, int64 that broadcast together -> whether the query sees the key."""
+"""(pack, query, key) indices, int64, broadcast together -> bool: whether the query sees the key."""
 
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """A predicate and its extents."""
+    """A predicate over (pack, query, key) and the extents of the three."""
 
     sees: Predicate
     batch: int
@@ -28,17 +28,18 @@ class AttentionMask:
     device: torch.device
 
     def dense(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """The boolean table [B, 1, Q, T]; with a range, of these queries alone."""
+        """Return the table, bool [B, 1, Q, T], or only its queries [start, stop)."""
         stop = self.queries if stop is None else stop
         row, key = (torch.arange(size, device=self.device) for size in (self.batch, self.keys))
         query = torch.arange(start, stop, device=self.device)
+        # [B, 1, 1], [queries, 1] and [T] broadcast to [B, queries, T]
         return self.sees(row[:, None, None], query[:, None], key)[:, None].expand(
             self.batch, 1, stop - start, self.keys
         )
 
 
 def causal_mask(document_ids: Tensor) -> AttentionMask:
-    """Tokens see themselves and what came before in their document; document_ids [B, T]."""
+    """Tokens see themselves and earlier tokens of their document; document_ids int64 [B, T]."""
     batch, length = document_ids.shape
 
     def sees(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -55,8 +56,11 @@ def parallel_mask(document_ids: Tensor, anchors: Tensor, depths: Tensor) -> Atte
 
     Args:
         document_ids: of every element, int64 [B, E]; -1 in padding.
-        anchors: slot of the row that the element starts from, int64 [B, E].
-        depths: int64 [B, E].
+        anchors: slot of the pack that the element starts from, int64 [B, E].
+        depths: of every element, int64 [B, E].
+
+    Returns:
+        A mask with E queries and E keys.
     """
     batch, count = anchors.shape
 
@@ -71,25 +75,29 @@ def parallel_mask(document_ids: Tensor, anchors: Tensor, depths: Tensor) -> Atte
 
 
 def block_mask(document_ids: Tensor, anchors: Tensor, kept: Tensor, size: int) -> AttentionMask:
-    """DSpark and DFlash (arXiv 2602.06036): blocks of queries over context keys and their own.
+    """DSpark and DFlash (arXiv 2602.06036): draft blocks over the context and their own slots.
 
-    Keys are the T context tokens followed by the blocks' own slots; queries are the blocks' slots.
-    A block sees the context of its document strictly before its anchor, and all of its own slots,
-    in both directions. A block that is not kept sees its own slots alone.
+    Queries are the slots of the N blocks. Keys are the T context tokens, then the blocks' slots. A
+    block sees the context of its document strictly before its anchor, and all of its own slots, in
+    both directions. A block that is not kept sees only its own slots.
 
     Args:
         document_ids: of the context, int64 [B, T].
-        anchors: slot of the row that each block starts at, int64 [B, N].
+        anchors: slot of the pack at which each block starts, int64 [B, N].
         kept: bool [B, N].
-        size: slots per block; the queries are N * size.
+        size: slots per block.
+
+    Returns:
+        A mask with N * size queries and T + N * size keys.
     """
     batch, length = document_ids.shape
     slots = anchors.shape[1] * size
 
     def sees(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        block = query // size
+        # Indices broadcast to [pack, query, key]; all lines below are of that shape.
+        block = query // size  # the block that the query is a slot of
         anchor = anchors[row, block]
-        place = key.clamp(max=length - 1)
+        place = key.clamp(max=length - 1)  # a valid token index, also for keys of blocks
         same = document_ids[row, place] == document_ids[row, anchor]
         context = (key < length) & (place < anchor) & same & kept[row, block]
         own = (key >= length) & ((key - length) // size == block)

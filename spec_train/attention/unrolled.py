@@ -1,20 +1,21 @@
 """Attention of the EAGLE-3 unroll: step-0 keys of a document, plus a slot's own later keys.
 
-At unroll step s a query of slot t sees the step-0 keys of slots <= t of its document and the keys
-of steps 1..s at slot t alone (a diagonal). One softmax runs over both. Back ends, equal by test:
+At unroll step s, a query of slot t sees the step-0 keys of slots <= t of its document, and of steps
+1..s only the keys of slot t itself (a diagonal). One softmax runs over both. Three back ends, which
+tests keep equal:
 
-- "dense": the joint softmax written out. A x T scores per step: the reference.
+- "dense": the joint softmax written out, with A x T scores per step. It is the reference.
 - "merged": on CPUs, a flash kernel over the step-0 keys that also returns its log-sum-exp, merged
-  with the diagonal terms. Kernels give no gradient through the log-sum-exp; as in ring attention,
-  the kernel's backward is called with the merged output and the merged log-sum-exp, from which it
-  recomputes the joint probabilities.
+  with the diagonal terms. Kernels have no gradient through the log-sum-exp. So, as in ring
+  attention, the kernel's backward is called with the merged output and the merged log-sum-exp, and
+  recomputes the joint probabilities from them.
 - "flex": on CUDA, flex_attention, whose log-sum-exp has a gradient, and the same merge.
 
-Only slots whose output is used anywhere are queries: a later step's key is seen by its own slot
-alone, so a prompt's slots matter as step-0 keys and nothing else. Memory of the last two is linear
-in T: masks are two numbers per query, and what the steps share exists once.
+Only slots whose output is used are queries. A key of a later step is seen only by its own slot, so
+slots of a prompt are needed as step-0 keys only. The memory of the last two back ends is linear in
+T: a mask is two numbers per query, and what the steps share exists once.
 
-B rows, T slots, A active slots (queries), h / g query / key-value heads, d head size, s later
+B packs, T slots, A active slots (queries), h / g query / key-value heads, d head size, s later
 steps.
 """
 
@@ -34,28 +35,28 @@ from spec_train.attention.plain import repeat_heads
 log = logging.getLogger(__name__)
 
 BACKENDS = ("dense", "merged", "flex")
-BLOCK = 128  # queries of one kernel call
+CHUNK = 128  # queries of one kernel call
 
 Diagonal = Sequence[tuple[Tensor, Tensor]]
 """Keys and values of the later steps, oldest first, each [B, g, A, d]."""
 
 
 def active_slots(used: Tensor) -> Tensor:
-    """Indices int64 [B, A] of the True slots of `used` [B, T], ascending in each row.
+    """Return the indices, int64 [B, A], of the True slots of `used`, bool [B, T], ascending.
 
-    Shorter rows are padded with their last active slot (the last slot when they have none).
+    A pack with fewer than A such slots repeats its last one (its last slot if it has none).
     """
-    slots = torch.arange(used.shape[1], device=used.device)
-    width = max(int(used.sum(1).max()), 1)
-    order = torch.argsort((~used).to(torch.int8), dim=1, stable=True)[:, :width]
-    last = torch.where(used, slots, -1).amax(1, keepdim=True)
+    slots = torch.arange(used.shape[1], device=used.device)  # [T]
+    width = max(int(used.sum(1).max()), 1)  # A
+    order = torch.argsort((~used).to(torch.int8), dim=1, stable=True)[:, :width]  # [B, A]
+    last = torch.where(used, slots, -1).amax(1, keepdim=True)  # [B, 1]
     last = torch.where(last < 0, used.shape[1] - 1, last)
     return torch.where(used.gather(1, order), order, last)
 
 
 @cache
 def default_backend(device_type: str, dtype: torch.dtype, head_dim: int) -> str:
-    """The back end for a device, element type and head size: decided once and logged."""
+    """Return the back end for a device, dtype and head size; decided once and logged."""
     floats = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
     backend = "dense"
     if device_type == "cpu" and dtype in floats:
@@ -67,8 +68,8 @@ def default_backend(device_type: str, dtype: torch.dtype, head_dim: int) -> str:
 
 
 @dataclass(frozen=True)
-class Block:
-    """Queries of one row that are computed together, and the span of keys that any of them sees."""
+class Chunk:
+    """Queries of one pack that are computed together, and the span of keys that they see."""
 
     row: int
     queries: slice
@@ -77,7 +78,7 @@ class Block:
     last: Tensor  # int64 [queries], each query's own slot
 
     def bias(self, dtype: torch.dtype) -> Tensor:
-        """0 where a query sees a key, -inf elsewhere, [1, 1, queries, keys]."""
+        """Return 0 where a query sees a key, else -inf, [1, 1, queries, keys] in `dtype`."""
         keys = torch.arange(self.keys.start, self.keys.stop, device=self.first.device)
         unseen = (keys < self.first[:, None]) | (keys > self.last[:, None])
         bias = torch.zeros(unseen.shape, dtype=dtype, device=keys.device)
@@ -86,24 +87,34 @@ class Block:
 
 @dataclass(frozen=True)
 class Queries:
-    """Which step-0 keys the active slots see, as one back end reads it; made once per batch."""
+    """Which step-0 keys the active slots see, prepared for one back end once per batch."""
 
     backend: str
     first: Tensor  # int64 [B, A], where each query's document begins
     last: Tensor  # int64 [B, A], each query's own slot
     width: int  # T
-    blocks: tuple[Block, ...] = ()  # merged
+    chunks: tuple[Chunk, ...] = ()  # merged
     block_mask: Any = None  # flex
 
     @classmethod
     def prepare(cls, first: Tensor, active: Tensor, width: int, backend: str) -> "Queries":
-        """Make ready slots `active` [B, A] of rows of `width`, whose documents begin at `first`."""
+        """Prepare the queries for a back end.
+
+        Args:
+            first: slot at which each query's document begins, int64 [B, A].
+            active: each query's own slot, int64 [B, A].
+            width: T.
+            backend: one of BACKENDS.
+
+        Raises:
+            ValueError: no such back end.
+        """
         if backend not in BACKENDS:
             raise ValueError(f"backend = {backend!r}: choose from {', '.join(BACKENDS)}")
-        blocks: tuple[Block, ...] = ()
+        chunks: tuple[Chunk, ...] = ()
         block_mask = None
         if backend == "merged":
-            blocks = _blocks(first, active)
+            chunks = _chunks(first, active)
         elif backend == "flex":
 
             def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -111,37 +122,41 @@ class Queries:
 
             extents = active.shape[0], None, active.shape[1], width
             block_mask = create_block_mask(sees, *extents, device=active.device.type)
-        return cls(backend, first, active, width, blocks, block_mask)
+        return cls(backend, first, active, width, chunks, block_mask)
 
     def dense(self) -> Tensor:
-        """The boolean table [B, 1, A, T]."""
+        """Return the table of who sees what, bool [B, 1, A, T]."""
         keys = torch.arange(self.width, device=self.last.device)
         return ((keys >= self.first[..., None]) & (keys <= self.last[..., None]))[:, None]
 
 
-def _blocks(first: Tensor, last: Tensor) -> tuple[Block, ...]:
-    """Cut queries into blocks, each with the span of keys it sees: the kernel on the CPU computes
-    every score it is given, also those of other documents and later tokens."""
-    parts = [slice(i, min(i + BLOCK, last.shape[1])) for i in range(0, last.shape[1], BLOCK)]
+def _chunks(first: Tensor, last: Tensor) -> tuple[Chunk, ...]:
+    """Cut queries into chunks, each with the span of keys that it sees.
+
+    The CPU's kernel computes every score that it gets, also of other documents and later tokens.
+    `first` and `last` are int64 [B, A], as in Queries.
+    """
+    parts = [slice(i, min(i + CHUNK, last.shape[1])) for i in range(0, last.shape[1], CHUNK)]
+    # [chunks, 2, B]: first and last key that any query of a chunk sees
     edges = torch.stack([torch.stack([first[:, p].amin(1), last[:, p].amax(1)]) for p in parts])
-    blocks = []
+    chunks = []
     for part, (starts, ends) in zip(parts, edges.tolist(), strict=True):
         for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            blocks.append(
-                Block(row, part, slice(start, end + 1), first[row, part], last[row, part])
+            chunks.append(
+                Chunk(row, part, slice(start, end + 1), first[row, part], last[row, part])
             )
-    return tuple(blocks)
+    return tuple(chunks)
 
 
 def unrolled_attention(
     q: Tensor, k0: Tensor, v0: Tensor, diagonal: Diagonal, queries: Queries, scale: float
 ) -> Tensor:
-    """Attend from `q` to the step-0 keys that it sees and to its own diagonal keys.
+    """Attend from each query to the step-0 keys that it sees and to its own diagonal keys.
 
     Args:
         q: queries [B, h, A, d], rotated.
-        k0, v0: step-0 keys and values [B, g, T, d], g dividing h.
-        diagonal: keys and values of later steps.
+        k0, v0: step-0 keys and values [B, g, T, d]; g divides h.
+        diagonal: keys and values of the s later steps.
         queries: `Queries.prepare` of the active slots.
         scale: multiplies the scores.
 
@@ -153,10 +168,10 @@ def unrolled_attention(
     k0, v0 = repeat_heads(k0, q.shape[1]), repeat_heads(v0, q.shape[1])
     if queries.backend == "merged":
         flat = [x for pair in diagonal for x in pair]
-        return _MergedAttention.apply(q, k0, v0, queries.blocks, scale, *flat)
-    scores = ((q @ k0.mT) * scale).masked_fill(~queries.dense(), float("-inf"))
-    own = _own_scores(q, diagonal, scale)
-    joint = torch.cat([scores, own], dim=-1).softmax(dim=-1)
+        return _MergedAttention.apply(q, k0, v0, queries.chunks, scale, *flat)
+    scores = ((q @ k0.mT) * scale).masked_fill(~queries.dense(), float("-inf"))  # [B, h, A, T]
+    own = _own_scores(q, diagonal, scale)  # [B, h, A, s]
+    joint = torch.cat([scores, own], dim=-1).softmax(dim=-1)  # [B, h, A, T + s]
     first, later = joint.split([k0.shape[2], len(diagonal)], dim=-1)
     return _add_own(first @ v0, later, diagonal)
 
@@ -175,32 +190,35 @@ def _flex(
     )
     if not diagonal:
         return out
-    own = _own_scores(q, diagonal, scale).to(aux.lse.dtype)
-    lse = torch.logaddexp(aux.lse, own.logsumexp(-1))
+    own = _own_scores(q, diagonal, scale).to(aux.lse.dtype)  # [B, h, A, s]
+    lse = torch.logaddexp(aux.lse, own.logsumexp(-1))  # [B, h, A], of all keys together
     out = out * torch.exp(aux.lse - lse)[..., None].to(out.dtype)
     return _add_own(out, torch.exp(own - lse[..., None]).to(out.dtype), diagonal)
 
 
 def _grouped(x: Tensor, like: Tensor) -> Tensor:
-    """Query-head tensor [B, h, ...] as [B, g, h/g, ...], g the heads of `like`."""
+    """View `x` [B, h, ...] as [B, g, h/g, ...], where g is the number of heads of `like`."""
     return x.unflatten(1, (like.shape[1], -1))
 
 
 def _own_scores(q: Tensor, diagonal: Diagonal, scale: float) -> Tensor:
-    """Scores [B, h, A, s] of queries [B, h, A, d] with their own later keys."""
+    """Return the scores [B, h, A, s] of queries [B, h, A, d] with their own later keys."""
     parts = [(_grouped(q, k) * k[:, :, None]).sum(-1).flatten(1, 2) for k, _ in diagonal]
     return torch.stack(parts, -1) * scale if parts else q.new_zeros(*q.shape[:3], 0)
 
 
 def _add_own(out: Tensor, share: Tensor, diagonal: Diagonal) -> Tensor:
-    """`out` [B, h, A, d] plus the diagonal values weighted by `share` [B, h, A, s]."""
+    """Add the diagonal values, weighted by `share` [B, h, A, s], to `out` [B, h, A, d]."""
     for s, (_, v) in enumerate(diagonal):
         out = out + (_grouped(share[..., s, None], v) * v[:, :, None]).flatten(1, 2)
     return out
 
 
 class _MergedAttention(torch.autograd.Function):
-    """Flash attention over step-0 keys, merged exactly with the diagonal (see the module)."""
+    """Flash attention over step-0 keys, merged exactly with the diagonal (see the module).
+
+    q [B, h, A, d]; k0, v0 [B, h, T, d] (heads repeated); `flat` is the diagonal, flattened.
+    """
 
     @staticmethod
     def forward(
@@ -208,22 +226,22 @@ class _MergedAttention(torch.autograd.Function):
         q: Tensor,
         k0: Tensor,
         v0: Tensor,
-        blocks: tuple[Block, ...],
+        chunks: tuple[Chunk, ...],
         scale: float,
         *flat: Tensor,
     ) -> Tensor:
         out, lse = torch.empty_like(q), None
-        for block in blocks:
-            part, queries, keys = slice(block.row, block.row + 1), block.queries, block.keys
-            block_out, block_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        for chunk in chunks:
+            part, queries, keys = slice(chunk.row, chunk.row + 1), chunk.queries, chunk.keys
+            chunk_out, chunk_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q[part, :, queries],
                 k0[part, :, keys],
                 v0[part, :, keys],
-                attn_mask=block.bias(q.dtype),
+                attn_mask=chunk.bias(q.dtype),
                 scale=scale,
             )
-            lse = block_lse.new_empty(q.shape[:3]) if lse is None else lse
-            out[part, :, queries], lse[part, :, queries] = block_out, block_lse
+            lse = chunk_lse.new_empty(q.shape[:3]) if lse is None else lse
+            out[part, :, queries], lse[part, :, queries] = chunk_out, chunk_lse
         if lse is None:
             raise ValueError("attention without queries")
         diagonal = list(zip(flat[::2], flat[1::2], strict=True))
@@ -233,7 +251,7 @@ class _MergedAttention(torch.autograd.Function):
             out = out * torch.exp(first - lse)[..., None].to(q.dtype)
             out = _add_own(out, torch.exp(own - lse[..., None]).to(q.dtype), diagonal)
         ctx.save_for_backward(q, k0, v0, out, lse, *flat)
-        ctx.blocks, ctx.scale = blocks, scale
+        ctx.chunks, ctx.scale = chunks, scale
         return out
 
     @staticmethod
@@ -241,8 +259,8 @@ class _MergedAttention(torch.autograd.Function):
         q, k0, v0, out, lse, *flat = ctx.saved_tensors
         grad = grads[0].contiguous()
         dq, dk0, dv0 = torch.empty_like(q), torch.zeros_like(k0), torch.zeros_like(v0)
-        for block in ctx.blocks:
-            part, queries, keys = slice(block.row, block.row + 1), block.queries, block.keys
+        for chunk in ctx.chunks:
+            part, queries, keys = slice(chunk.row, chunk.row + 1), chunk.queries, chunk.keys
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad[part, :, queries],
                 q[part, :, queries],
@@ -252,7 +270,7 @@ class _MergedAttention(torch.autograd.Function):
                 lse[part, :, queries],
                 0.0,
                 False,
-                attn_mask=block.bias(q.dtype),
+                attn_mask=chunk.bias(q.dtype),
                 scale=ctx.scale,
             )
             dq[part, :, queries] = parts[0]
@@ -262,11 +280,12 @@ class _MergedAttention(torch.autograd.Function):
         d_flat: list[Tensor] = []
         if diagonal:
             own = _own_scores(q, diagonal, ctx.scale).to(lse.dtype)
-            shares = torch.exp(own - lse[..., None]).to(q.dtype)
-            delta = (grad * out).sum(-1)
+            shares = torch.exp(own - lse[..., None]).to(q.dtype)  # [B, h, A, s], probabilities
+            delta = (grad * out).sum(-1)  # [B, h, A]
             for s, (k, v) in enumerate(diagonal):
-                share = shares[..., s]
-                gain = (_grouped(grad, v) * v[:, :, None]).sum(-1).flatten(1, 2)
+                share = shares[..., s]  # [B, h, A]
+                gain = (_grouped(grad, v) * v[:, :, None]).sum(-1).flatten(1, 2)  # [B, h, A]
+                # gradient of the score, [B, g, h/g, A, 1]
                 score = _grouped((share * (gain - delta) * ctx.scale)[..., None], k)
                 dq += (score * k[:, :, None]).flatten(1, 2)
                 d_flat.append((score * _grouped(q, k)).sum(2))

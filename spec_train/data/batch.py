@@ -1,10 +1,10 @@
 """DraftBatch: several packs of documents as tensors, in the token frame.
 
-Nothing here is shifted, projected or mapped to a draft vocabulary: row t holds x_t, m_t, the
-captured states at t and what the target predicts for x_{t+1}. Each draft shifts for itself.
+Nothing here is shifted, projected or mapped to a draft vocabulary. Slot t holds x_t, its loss mask,
+the captured states at t, and what the target predicts for x_{t+1}. Each draft does its own shift.
 
-Shapes: B packs, T slots of a pack, H hidden size. Padding has input id 0, loss mask False,
-document id -1, position 0 and zero states.
+Shapes: B packs, T slots per pack, H hidden size. Padding has input id 0, loss mask False, document
+id -1, position 0 and zero states.
 """
 
 import dataclasses
@@ -23,45 +23,47 @@ PLAIN = (
     *("input_ids", "loss_mask", "position_ids", "document_ids"),
     *("target_argmax", "target_logsumexp"),
 )
-"""Fields that are one tensor [B, T] each."""
+"""The fields that are one tensor [B, T] each."""
 
 
 @dataclass(kw_only=True)
 class DraftBatch:
-    """Packs of one micro-batch. `rows[b]` lists the dataset rows of pack b, left to right."""
+    """The packs of one micro-batch. `rows[b]` lists the documents of pack b, left to right."""
 
     input_ids: Tensor  # int64 [B, T]
     loss_mask: Tensor  # bool [B, T]
-    position_ids: Tensor  # int64 [B, T], restart at 0 in every document
+    position_ids: Tensor  # int64 [B, T], restarting at 0 in every document
     document_ids: Tensor  # int64 [B, T], 0, 1, ... within a pack, -1 in padding
     hidden: dict[str, Tensor]  # dataset column -> [B, T, H]
     target_argmax: Tensor  # int64 [B, T]
     target_logsumexp: Tensor  # float32 [B, T]
     rows: list[list[int]]
-    coded: dict[str, CodedRows] = field(default_factory=dict)  # hidden columns that `to` decodes
+    coded: dict[str, CodedRows] = field(
+        default_factory=dict
+    )  # columns not decoded yet; `to` does it
 
     @property
     def tokens(self) -> int:
-        """Number of slots that hold a token."""
+        """Number of slots that hold a token, i.e. are not padding."""
         return int((self.document_ids != PADDING).sum())
 
     def aux(self, layers: Iterable[int]) -> Tensor:
-        """Captured layers concatenated in ascending layer id, [B, T, n*H].
+        """Concatenate n captured layers in ascending layer id: [B, T, n*H].
 
         Raises:
-            DatasetError: a layer that this batch does not carry.
+            DatasetError: the batch does not have one of the layers.
         """
         names = [layer_column(layer) for layer in sorted(layers)]
         missing = [name for name in names if name not in self.hidden]
         if missing or not names:
             raise DatasetError(
                 f"batch has no column {', '.join(missing) or '(no layers asked for)'}; "
-                f"it carries {', '.join(self.hidden) or 'none'}"
+                f"it has {', '.join(self.hidden) or 'none'}"
             )
         return torch.cat([self.hidden[name] for name in names], dim=-1)
 
     def without_hidden(self) -> "DraftBatch":
-        """The same batch without its states: enough to count supervised slots, cheap to move."""
+        """Return the batch without states: enough to count supervised slots, and cheap to move."""
         return dataclasses.replace(self, hidden={}, coded={})
 
     def to(
@@ -70,9 +72,10 @@ class DraftBatch:
         dtype: torch.dtype | None = None,
         non_blocking: bool = False,
     ) -> "DraftBatch":
-        """The batch on `device`, `hidden.*` in `dtype`; tensors already there are not copied.
+        """Move the batch to `device`, with `hidden.*` in `dtype`; tensors already there are shared.
 
-        Columns that were read as codes are decoded there, to what the reader would have decoded.
+        Columns that were read as codes are decoded on the device, to the same values that the
+        reader decodes to.
         """
 
         def move(values: Tensor, kind: torch.dtype | None = None) -> Tensor:
@@ -85,13 +88,14 @@ class DraftBatch:
         }
         packs, slots = self.input_ids.shape
         for name, rows in self.coded.items():
+            # [B * T, H]: rows are numbered over all packs
             states = rows.states(packs * slots, device, dtype or torch.bfloat16, non_blocking)
-            hidden[name] = states.view(packs, slots, -1)
+            hidden[name] = states.view(packs, slots, -1)  # [B, T, H]
         return DraftBatch(**plain, hidden=hidden, rows=self.rows, coded={})
 
 
 def padding_batch(device: torch.device | str = "cpu", slots: int = 4) -> DraftBatch:
-    """One pack of nothing but padding, without states: what a rank without a batch counts."""
+    """Return one pack of padding only, without states, for a rank that has no micro-batch."""
     ids = torch.zeros(1, slots, dtype=torch.int64, device=device)
     return DraftBatch(
         input_ids=ids,

@@ -1,10 +1,13 @@
 """The order of a run that follows a dataset while it is generated: whole units, in their order.
 
-The first epoch goes through windows of consecutive units, each of at least `window_tokens`, and
-shuffles inside them, so that batch k needs no unit later than its window's last. The others have
-everything on disk and take the order of a BatchPlan. With `visits` above 1 there is one long epoch
-that goes through every window so many times before the next: then its units are done with, and may
-go. All of it follows from the plan of the dataset alone, which stands before the first unit does.
+The first epoch trains on windows of consecutive units, of at least `window_tokens` each, and
+shuffles inside a window, so batch k needs no unit after the last one of its window. In later epochs
+all units are on disk, and the order is that of a BatchPlan.
+
+With `visits`, there is only one long epoch. It trains on every window `visits` times before it goes
+to the next window; the units of the first window are then no longer needed and may be deleted.
+
+The order follows from the generation plan alone, which is complete before the first unit.
 """
 
 from collections.abc import Iterator
@@ -16,7 +19,7 @@ from spec_train.data.order import BatchPlan
 
 
 class FollowingPlan(BatchPlan):
-    """The global batches of every epoch over units that come one after another."""
+    """The global batches of every epoch over units that are generated one after another."""
 
     def __init__(
         self,
@@ -26,9 +29,10 @@ class FollowingPlan(BatchPlan):
         visits: int = 0,
         **options: Any,
     ) -> None:
-        """Plan over `lengths` int64 [N]; `units` int64 [U + 1] bound the rows of each unit.
+        """Plan over documents of `lengths` int64 [N]; unit u has documents units[u] to units[u+1].
 
-        `visits`: 0, or how often every window is gone through in the only epoch.
+        `units` is int64 [U + 1]. `visits` is 0, or how often the only epoch trains on a window.
+        Other arguments as for BatchPlan.
         """
         super().__init__(lengths, usable, **options)
         self.units, self.visits = units, visits
@@ -38,7 +42,7 @@ class FollowingPlan(BatchPlan):
         return super()._facts() | {"visits": self.visits}
 
     def documents(self, epoch: int) -> int:
-        """Documents of an epoch, each as often as it appears."""
+        """Return the number of documents of an epoch, counting each as often as it appears."""
         return len(self.rows) * max(1, self.visits)
 
     @property
@@ -47,10 +51,11 @@ class FollowingPlan(BatchPlan):
         return super().tokens * max(1, self.visits)
 
     def windows(self, epoch: int) -> Iterator[np.ndarray]:
-        """The rows of each window, in training order."""
+        """Yield the documents of each window in training order, int64 dataset rows."""
         if epoch and not self.visits:
             yield from super().windows(epoch)
             return
+        # int64 [W + 1]: window w has the usable documents borders[w] to borders[w + 1]
         borders = np.searchsorted(self.rows, self.units[self.bounds])
         for first, last in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
             for visit in range(max(1, self.visits)):
@@ -58,9 +63,10 @@ class FollowingPlan(BatchPlan):
                     yield self.rows[self._shuffled(np.arange(first, last), visit)]
 
     def units_needed(self) -> list[int]:
-        """With `visits`: for every number of batches done, 0 to all, the first unit still needed.
+        """Return the first unit still needed after 0, 1, ... all batches; for plans with `visits`.
 
-        A batch reads of its window and perhaps of the next one, later batches of no earlier one.
+        A batch reads documents of its window and perhaps of the next one; later batches read none
+        of earlier windows.
         """
         first = []
         for batch in self.iter_batches(0):
@@ -70,17 +76,24 @@ class FollowingPlan(BatchPlan):
         return [*first, len(self.units) - 1]
 
     def widest_pair(self) -> int:
-        """Most units of two windows in a row: what a batch may need at once."""
+        """Return the most units in two neighbouring windows: a batch may need them all at once."""
         return int((self.bounds[2:] - self.bounds[:-2]).max(initial=self.bounds[1]))
 
 
 def window_bounds(
     lengths: np.ndarray, usable: np.ndarray, units: np.ndarray, window_tokens: int
 ) -> np.ndarray:
-    """Bounds of windows of consecutive units, int64 [W + 1]: each closes with the unit that takes
-    its usable documents to `window_tokens`."""
-    total = np.concatenate([[0], np.cumsum(np.where(usable, lengths, 0))])
-    per_unit = np.diff(total[units])
+    """Return the bounds of W windows of consecutive units, int64 [W + 1].
+
+    A window ends with the unit in which its usable documents reach `window_tokens` tokens.
+
+    Args:
+        lengths, usable: of the documents, int64 and bool [N].
+        units: first document of each unit, and N, int64 [U + 1].
+        window_tokens: least tokens of a window.
+    """
+    total = np.concatenate([[0], np.cumsum(np.where(usable, lengths, 0))])  # [N + 1]
+    per_unit = np.diff(total[units])  # [U], usable tokens
     bounds, tokens = [0], 0
     for unit, count in enumerate(per_unit.tolist(), 1):
         tokens += count

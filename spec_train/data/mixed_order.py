@@ -1,17 +1,17 @@
-"""Plans over several datasets: how often each document of each of them appears, and in what order.
+"""The order over several datasets: how often each document appears, and when.
 
-A dataset of weight w gives every document of its training split w times per epoch. A weight that
-is not whole gives it floor(w) or ceil(w) times, chosen so that the epochs even out: documents get
-evenly spaced phases u in (0, 1), in an order drawn from the seed, and after k epochs document d
-has appeared floor(u_d + k * w) times. So any k epochs together show a document k * w times, up to
-one, and every epoch shows the same share of a dataset, up to one document.
+With weight w, every training document of a dataset appears w times per epoch. If w is not whole, a
+document appears floor(w) or ceil(w) times, chosen so that epochs even out: documents get evenly
+spaced phases u in (0, 1), in an order drawn from the seed, and document d has appeared
+floor(u_d + k * w) times after k epochs. So k epochs together show a document k * w times, to within
+one, and every epoch shows the same share of a dataset, to within one document.
 
-Windows hold all datasets in proportion to their tokens: each dataset is strung into windows of its
-own share, and the k-th windows of all of them are shuffled as one. A small dataset is therefore
-spread over the whole epoch, not met in a corner of it. Repeats of a document lie as far apart as
-the blocks of an epoch are shuffled.
+A window has all datasets in proportion to their tokens: each dataset is cut into windows of its own
+share, and the k-th windows of all datasets are shuffled together. So a small dataset is spread over
+the whole epoch. The copies of a document are as far apart as the shuffle of stretches puts them.
 
-All of it is a function of (seed, epoch, lengths, weights); one dataset of weight 1 is a BatchPlan.
+The order is a function of (seed, epoch, lengths, weights). One dataset of weight 1 needs only a
+BatchPlan.
 """
 
 import itertools
@@ -24,17 +24,17 @@ from typing import Any
 import numpy as np
 
 from spec_data.shards.errors import ConfigError
-from spec_train.data.order import BLOCK, PHASE, BatchPlan, Pack, hash_keys, string_blocks
+from spec_train.data.order import PHASE, STRETCH, BatchPlan, Pack, hash_keys, shuffled_windows
 
 FINEST_WEIGHT = 1000
-"""Weights are multiples of one over this: their arithmetic stays within 64 bits."""
+"""Weights are multiples of 1 / FINEST_WEIGHT, so that their arithmetic fits in 64 bits."""
 
 _NONE = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The rows [first, last) of one dataset among those of all, and how often they appear."""
+    """One dataset of several: its documents [first, last) among all, and their weight."""
 
     name: str
     first: int
@@ -43,7 +43,7 @@ class Share:
     fingerprint: str
 
     def __post_init__(self) -> None:
-        """Refuse weights that cannot be counted with."""
+        """Refuse weights that are not positive, or have too many decimals."""
         if self.weight <= 0 or self.weight.denominator > FINEST_WEIGHT:
             raise ConfigError(
                 f"weight {float(self.weight):g} of {self.name}: above 0, with at most 3 decimals"
@@ -51,15 +51,15 @@ class Share:
 
 
 def copies(count: int, weight: Fraction, epoch: int, *stream: int) -> np.ndarray:
-    """How often each of `count` documents appears in `epoch`, int64 [count].
+    """Return how often each of `count` documents appears in `epoch`, int64 [count].
 
-    The integers of `stream` (a seed among them) decide who is shown when.
+    The integers of `stream` (the seed is one of them) decide in which epochs a document appears.
     """
     whole, rest = divmod(weight, 1)
     if not rest:
         return np.full(count, int(whole), np.int64)
     order = np.argsort(hash_keys(np.arange(count), *stream), kind="stable")
-    rank = np.empty(count, np.int64)
+    rank = np.empty(count, np.int64)  # [count], place of each document in the drawn order
     rank[order] = np.arange(count)
 
     def shown(epochs: int) -> np.ndarray:  # floor(u + epochs * rest), u = (2 rank + 1) / (2 count)
@@ -71,12 +71,15 @@ def copies(count: int, weight: Fraction, epoch: int, *stream: int) -> np.ndarray
 
 
 class MixedPlan(BatchPlan):
-    """The global batches of every epoch over several datasets, whose rows are numbered in a row."""
+    """The global batches of every epoch over several datasets, numbered one after another."""
 
     def __init__(
         self, lengths: np.ndarray, usable: np.ndarray, shares: Sequence[Share], **options: Any
     ) -> None:
-        """Plan over `lengths` int64 [N] of all datasets; `options` are those of BatchPlan."""
+        """Plan over the N documents of all datasets: `lengths` int64 [N], `usable` bool [N].
+
+        `options` are those of BatchPlan.
+        """
         super().__init__(lengths, usable, **options)
         self.shares = tuple(shares)
         self._drawn: tuple[int, list[np.ndarray]] | None = None
@@ -88,7 +91,7 @@ class MixedPlan(BatchPlan):
         }
 
     def draw(self, epoch: int) -> list[np.ndarray]:
-        """Rows of each dataset in an epoch: all that appear, then those that do so twice, ..."""
+        """Return each dataset's documents of an epoch: all that appear, then those that repeat."""
         if self._drawn is None or self._drawn[0] != epoch:
             self._drawn = epoch, [self._draw(i, epoch) for i in range(len(self.shares))]
         return self._drawn[1]
@@ -106,11 +109,11 @@ class MixedPlan(BatchPlan):
         return sum(int(self.lengths[rows].sum()) for rows in self.draw(0))
 
     def documents(self, epoch: int) -> int:
-        """Documents of an epoch, each as often as it appears."""
+        """Return the number of documents of an epoch, counting each as often as it appears."""
         return sum(map(len, self.draw(epoch)))
 
     def repeats(self) -> np.ndarray:
-        """How often each of `rows` appears in an epoch on average, up to a common factor."""
+        """Return how often each document of `rows` appears per epoch on average, up to a factor."""
         common = math.lcm(*(share.weight.denominator for share in self.shares))
         times = np.zeros(len(self.rows), np.int64)
         for share in self.shares:
@@ -119,7 +122,7 @@ class MixedPlan(BatchPlan):
         return times
 
     def windows(self, epoch: int) -> Iterator[np.ndarray]:
-        """The rows of each window, in training order: a window of every dataset, shuffled."""
+        """Yield the documents of each window in training order: a part of every dataset."""
         drawn = self.draw(epoch)
         rows = np.concatenate(drawn)
         sizes = [int(self.lengths[part].sum()) for part in drawn]
@@ -136,22 +139,22 @@ class MixedPlan(BatchPlan):
     def _string(
         self, index: int, first: int, rows: np.ndarray, window_tokens: int, epoch: int
     ) -> Iterator[np.ndarray]:
-        """Places of one dataset's windows among the rows of all datasets."""
+        """Yield one dataset's windows, as indices into the documents drawn from all datasets."""
         lengths = self.lengths[rows]
-        for places in string_blocks(lengths, window_tokens, self.seed, epoch, BLOCK, index):
+        for places in shuffled_windows(lengths, window_tokens, self.seed, epoch, STRETCH, index):
             yield first + places
 
 
 class PartsPlan(BatchPlan):
-    """Several plans over the same documents, one after another: each is measured by itself too."""
+    """Several plans over the same documents in sequence; each is also measured separately."""
 
     def __init__(self, parts: dict[str, BatchPlan]) -> None:
-        """Take named plans of one pack length and batch size."""
+        """Join named plans, which have the same pack length and batch size."""
         plans = list(parts.values())
         self.parts = parts
         self.rows = np.concatenate([plan.rows for plan in plans])
         self.lengths, self.seq_len = plans[0].lengths, plans[0].seq_len
-        self.rows_per_batch, self.seed = plans[0].rows_per_batch, plans[0].seed
+        self.packs_per_batch, self.seed = plans[0].packs_per_batch, plans[0].seed
         self.window_tokens = plans[0].window_tokens
         self._planned = None
 
@@ -159,16 +162,16 @@ class PartsPlan(BatchPlan):
         return {"parts": {name: plan.state(0, 0) for name, plan in self.parts.items()}}
 
     def iter_batches(self, epoch: int) -> Iterator[list[Pack]]:
-        """The batches of the first plan, then those of the next; none holds two of them."""
+        """Yield the batches of the first plan, then those of the next; no batch mixes two plans."""
         for plan in self.parts.values():
             yield from plan.iter_batches(epoch)
 
     def packs_before(self, batch: int) -> int:
-        """The same on any number of ranks: the last batch of a part may be short."""
+        """Return how many packs come before a batch; the last batch of a part may be short."""
         return sum(map(len, self.batches(0)[:batch]))
 
     def part_of(self, batch: int) -> str:
-        """The plan that a batch comes from."""
+        """Return the name of the plan that a batch comes from."""
         for name, plan in self.parts.items():
             batch -= len(plan.batches(0))
             if batch < 0:

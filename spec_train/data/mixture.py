@@ -1,8 +1,9 @@
-"""One or several datasets of one target as one: rows in a row, one manifest, one head.
+"""Read several datasets of one target as one dataset, with one manifest and one head.
 
-Hidden states of two targets, however alike, must never meet in one run: their drafts would learn
-from neither. So datasets are mixed only if everything that says who their target is agrees, its
-embedding and head tensor by tensor. What the draft may read is what all of them hold.
+Hidden states of different targets must never be mixed in a run, even if the targets are alike: the
+draft would learn from neither. So datasets are mixed only if all facts that identify their target
+agree; embedding and head are compared tensor by tensor. A draft can read only what all datasets
+have. The documents are numbered over all datasets, one after another.
 """
 
 import logging
@@ -35,7 +36,7 @@ _SAME_TOKENIZER = ("hash", "chat_template_hash", "chat_template_kwargs")
 
 
 class Documents(Protocol):
-    """What a run reads: a dataset, or several as one. See HiddenStatesDataset for the members."""
+    """What a run reads: one dataset or several as one. See HiddenStatesDataset for the members."""
 
     @property
     def path(self) -> Path: ...
@@ -70,7 +71,7 @@ class Documents(Protocol):
 
 @dataclass(frozen=True)
 class Mixture:
-    """Several datasets of one target as one; `path`, target and head are those of the first."""
+    """Several datasets of one target as one. `path` and target files are those of the first."""
 
     datasets: tuple[HiddenStatesDataset, ...]
     shares: tuple[Share, ...]
@@ -83,16 +84,16 @@ class Mixture:
 
     @property
     def target_dir(self) -> Path:
-        """The target's files in the first dataset."""
+        """Folder of the target's files, in the first dataset."""
         return self.datasets[0].target_dir
 
     @property
     def tables(self) -> dict[str, Tables]:
-        """None: columns are handed out decoded, for datasets may differ in tables and codecs."""
+        """Empty: all columns are read decoded, because datasets may differ in codecs and tables."""
         return {}
 
     def target_config(self) -> dict[str, Any]:
-        """The target's configuration."""
+        """Return the target's configuration."""
         return self.datasets[0].target_config()
 
     def __len__(self) -> int:
@@ -115,12 +116,12 @@ class Mixture:
 
     @cached_property
     def id_array(self) -> pa.StringArray:
-        """Content hash of every document; documents that several datasets hold share one."""
+        """Content hashes of the documents; copies of a document in several datasets share one."""
         return pa.concat_arrays([d.id_array for d in self.datasets])
 
     @cached_property
     def doc_ids(self) -> list[str]:
-        """Content hash of every document."""
+        """Content hashes of the documents."""
         return self.id_array.to_pylist()
 
     def _locate(self, index: int) -> tuple[HiddenStatesDataset, int]:
@@ -130,12 +131,12 @@ class Mixture:
         raise IndexError(f"document {index} of {len(self)}")
 
     def shard_of(self, index: int) -> str:
-        """Path of the shard file that holds a document."""
+        """Return the path of the shard file that holds a document."""
         dataset, row = self._locate(index)
         return str(dataset.path / dataset.shard_of(row))
 
     def wait_for(self, rows: Iterable[int], stop: threading.Event) -> bool:
-        """Sealed datasets can always be read."""
+        """Return True at once: all datasets are sealed, so every document can be read."""
         return True
 
     def read_into(
@@ -151,11 +152,11 @@ class Mixture:
 
 
 def open_documents(sources: Sequence[Source]) -> HiddenStatesDataset | Mixture:
-    """Open what a run trains on; one dataset of weight 1 is itself.
+    """Open what a run trains on; one dataset of weight 1 is returned as it is.
 
     Raises:
-        MissingError, DatasetError: a dataset cannot be read, or is of another target than the
-            first, or holds other supervision.
+        MissingError, DatasetError: a dataset cannot be read, or its target or supervision is not
+            that of the first.
     """
     datasets = tuple(HiddenStatesDataset(source.path) for source in sources)
     if len(sources) == 1 and sources[0].weight == 1:
@@ -178,15 +179,15 @@ def open_documents(sources: Sequence[Source]) -> HiddenStatesDataset | Mixture:
     copies = len(mixture) - len(mixture.id_array.unique())
     if copies:
         log.info(
-            "%s documents are in several datasets: each is trained on as often as all their "
-            "weights say, or held out in all of them",
+            "%s documents are in several datasets: in training their weights add up, and each is "
+            "held out of all datasets or of none",
             f"{copies:,}",
         )
     return mixture
 
 
 def unique_names(paths: Sequence[Path]) -> list[str]:
-    """A short name per dataset: that of its directory, with #2, #3, ... where names repeat."""
+    """Return a short name per dataset: its directory's name, with #2, #3, ... if it repeats."""
     names: list[str] = []
     for path in paths:
         name = path.absolute().name
@@ -196,17 +197,17 @@ def unique_names(paths: Sequence[Path]) -> list[str]:
 
 
 def common_manifest(manifests: Sequence[Manifest]) -> Manifest:
-    """The manifest of several datasets together: the first's, cut down to what all of them hold.
+    """Return the manifest of several datasets as one: the first's, with only what all have.
 
     Raises:
-        DatasetError: their supervision differs.
+        DatasetError: the datasets differ in supervision.
     """
     first = manifests[0]
     for other in manifests[1:]:
         if other.supervision != first.supervision:
             raise DatasetError(
-                f"{other.where}: --supervision {other.supervision}, and {first.where} has "
-                f"{first.supervision}: a run learns from one kind. Generate one of them again"
+                f"{other.where} has --supervision {other.supervision}, and {first.where} has "
+                f"{first.supervision}; a run can use only one kind. Generate one of them again"
             )
     layers = [k for k in first.layers if all(k in other.layers for other in manifests)]
     if any(other.layers != first.layers for other in manifests):
@@ -228,16 +229,16 @@ def common_manifest(manifests: Sequence[Manifest]) -> Manifest:
 
 
 def _decoded(column: Column) -> dict[str, Any]:
-    """A column as it is handed out: datasets differ in codecs and their tables."""
+    """Return a column's manifest entry as it is read: decoded, because codecs may differ."""
     codec = "bf16" if column.lossy else column.codec
     return {"name": column.name, "codec": codec, "width": column.width}
 
 
 def _require_same_target(first: HiddenStatesDataset, other: HiddenStatesDataset) -> None:
-    """Refuse a dataset of another target; warn where only the text was made in another way.
+    """Refuse a dataset of another target; warn if only tokenizer or chat template differ.
 
     Raises:
-        DatasetError: what differs.
+        DatasetError: the targets differ; the message lists how.
     """
     ours, theirs = first.manifest, other.manifest
     known = {k for k in _SAME if k in ours.target and k in theirs.target}
@@ -247,8 +248,8 @@ def _require_same_target(first: HiddenStatesDataset, other: HiddenStatesDataset)
         differing = _differing_tensors(first, other)
     if differing:
         raise DatasetError(
-            f"{other.path}: states of another target than those of {first.path}, which one draft "
-            "cannot learn from:\n  " + "\n  ".join(differing) + "\nFit a draft to each of them, or "
+            f"{other.path} has states of another target than {first.path}, and one draft cannot "
+            "learn from both:\n  " + "\n  ".join(differing) + "\nFit a draft to each dataset, or "
             "generate one of them again"
         )
     known = {
@@ -258,8 +259,8 @@ def _require_same_target(first: HiddenStatesDataset, other: HiddenStatesDataset)
         _picked(ours.raw["tokenizer"], known), _picked(theirs.raw["tokenizer"], known)
     ):
         log.warning(
-            "warning: %s was rendered by another tokenizer or template than %s (%s): what serving "
-            "sends can be like one of them only",
+            "warning: %s was rendered by another tokenizer or template than %s (%s): prompts of an "
+            "engine can match only one of them",
             *(other.path, first.path, field),
         )
 
@@ -269,7 +270,7 @@ def _picked(table: dict[str, Any], names: set[str]) -> dict[str, Any]:
 
 
 def _differing_tensors(first: HiddenStatesDataset, other: HiddenStatesDataset) -> list[str]:
-    """What differs between the stored embeddings and heads, beyond rounding to their dtypes."""
+    """List what differs between embeddings and heads, beyond rounding to their dtypes."""
     name = "target/head.safetensors"
     hashes = [d.manifest.raw["files"].get(name, {}).get("sha256") for d in (first, other)]
     if hashes[0] is not None and hashes[0] == hashes[1]:

@@ -1,17 +1,20 @@
 """Which documents make global batch k: a pure function of (seed, epoch, lengths), no I/O.
 
-Order is planned, not drawn from a buffer: contiguous blocks of documents are shuffled, strung
-into windows of about `window_tokens`, documents are shuffled inside a window, and packed on their
-lengths. Batch k of an epoch is therefore the same on any number of ranks and after any resume,
-and the whole state of a stream is two integers. Every usable document appears exactly once an
-epoch; the last batch of an epoch may be short, because dropping it would drop documents.
+The order is planned, not drawn from a shuffle buffer. The dataset is cut into stretches of
+neighbouring documents. The stretches are shuffled and joined to windows of about `window_tokens`.
+Documents are shuffled inside a window, then packed by their lengths. So batch k of an epoch is the
+same on any number of ranks and after any resume, and a position in the order is two integers. Every
+usable document appears exactly once per epoch. The last batch of an epoch may be short, because
+dropping it would drop documents.
 
-Random numbers are splitmix64 hashes of (seed, epoch, what, index), since numpy's generators may
-change between releases and an order may not.
+Random numbers are splitmix64 hashes of (seed, epoch, purpose, index). The generators of numpy may
+change between releases, but the order of a run must not.
 
-Only the shuffle of blocks is over the whole epoch, and it is array arithmetic; documents are
-shuffled and packed window by window as batches are asked for, so that the first batch of a
-million documents does not wait for the packing of the others.
+Only the stretches are shuffled over the whole epoch, with array arithmetic. Documents are shuffled
+and packed window by window when batches are requested, so the first batch of a million documents
+does not wait until all others are packed.
+
+N documents. A batch plan here is the order of batches; the generation plan is another thing.
 """
 
 import hashlib
@@ -29,21 +32,22 @@ from spec_data.shards.packing import pack_documents
 T = TypeVar("T")
 
 Pack = list[int]
-"""Dataset rows of the documents of one pack."""
+"""Numbers (dataset rows) of the documents of one pack, left to right."""
 
-BLOCKS_PER_WINDOW = 16
+STRETCHES_PER_WINDOW = 16
+"""A stretch has about a sixteenth of the tokens of a window."""
 PACKING_GROUP = 4096
-"""Documents packed together at most: best-fit gains nothing from more, and stays fast."""
+"""Most documents packed together: best-fit gains nothing from more, and slows down."""
 
 SPLIT_RULE = "words-1"
-"""Name of the function behind `split_documents`: a run's held-out documents follow from it too."""
+"""Name of the hash behind `split_documents`; it decides which documents a run holds out."""
 
-BLOCK, _DOCUMENT, _PACK, _SPLIT, PHASE = 1, 2, 3, 4, 5
-_HASHED_AT_ONCE = 1 << 13
+STRETCH, _DOCUMENT, _PACK, _SPLIT, PHASE = 1, 2, 3, 4, 5  # purposes of random numbers
+_HASHED_AT_ONCE = 1 << 13  # indices: their arrays stay in the cache
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """splitmix64 finaliser of uint64 values."""
+    """Apply the splitmix64 finaliser to uint64 values [N]; returns a new array."""
     mixed = values ^ (values >> np.uint64(30))
     mixed *= np.uint64(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> np.uint64(27)
@@ -53,19 +57,19 @@ def _mix(values: np.ndarray) -> np.ndarray:
 
 
 def hash_keys(indices: np.ndarray, *stream: int) -> np.ndarray:
-    """One pseudo-random uint64 per index, for the given stream of integers."""
+    """Return a pseudo-random uint64 per index [N]; `stream` is e.g. (seed, epoch, purpose)."""
     base = hashlib.blake2b(repr(stream).encode(), digest_size=8).digest()
     start = np.frombuffer(base, dtype="<u8").astype(np.uint64)
     keys = np.empty(len(indices), dtype=np.uint64)
     with np.errstate(over="ignore"):
-        for i in range(0, len(keys), _HASHED_AT_ONCE):  # fresh pages cost more than the maths
+        for i in range(0, len(keys), _HASHED_AT_ONCE):  # new memory costs more than arithmetic
             some = indices[i : i + _HASHED_AT_ONCE].astype(np.uint64) + 1
             keys[i : i + len(some)] = _mix(start + some * np.uint64(0x9E3779B97F4A7C15))
     return keys
 
 
 def _order(keys: np.ndarray) -> np.ndarray:
-    """The stable argsort of hashes, some times as fast: they are as good as never equal."""
+    """Return the stable argsort [N] of hashes, faster than numpy: they are hardly ever equal."""
     order = np.argsort(keys)
     found = keys[order]
     return np.argsort(keys, kind="stable") if (found[1:] == found[:-1]).any() else order
@@ -77,13 +81,15 @@ def split_documents(
     seed: int,
     among: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Boolean [N], True for validation documents: those whose hashed id falls below `fraction`.
+    """Return which documents are held out for validation, bool [N]: a share of about `fraction`.
 
-    `among` int64 [N] picks the documents to split by their numbers; without it, all of them.
-    A document's side depends on its id and the seed alone, so growing or reordering a dataset
-    moves no document, and copies of a document (equal ids) are never on both sides. One exception
-    keeps small data usable: where the hash would leave a side empty although 0 < fraction and
-    there are two distinct documents, the document nearest the border crosses it.
+    A document is held out if its hashed id is below a border. This depends on its id and the seed
+    only, so growing or reordering a dataset moves no document to the other side, and copies of a
+    document (equal ids) are always on the same side. There is one exception for small data: if a
+    side would be empty although 0 < fraction and there are two distinct documents, the document
+    nearest to the border moves to that side.
+
+    `among` int64 [N] selects the documents to split by their numbers; None: all documents.
     """
     border = split_border(doc_ids, fraction, seed, among)
     return below_border(doc_ids, border, seed, among)
@@ -95,9 +101,9 @@ def split_border(
     seed: int,
     among: np.ndarray | None = None,
 ) -> int:
-    """The border of `split_documents`: documents whose hashed id is below it are held out.
+    """Return the border of `split_documents`: documents whose hashed id is below it are held out.
 
-    Applied to a part of the documents, it gives the side that they have in the whole.
+    Arguments as there. The border of a whole dataset can be applied to any part of it.
     """
     hashes = _hashes(doc_ids, seed, among) if fraction > 0 else np.zeros(0, np.uint64)
     if not len(hashes):
@@ -114,7 +120,7 @@ def split_border(
 def below_border(
     doc_ids: Sequence[str] | pa.StringArray, border: int, seed: int, among: np.ndarray | None = None
 ) -> np.ndarray:
-    """Boolean [N], True where the hashed id is below `border`, of all documents or of `among`."""
+    """Return whether the hashed id is below `border`, bool [N], of all documents or of `among`."""
     return _hashes(doc_ids, seed, among) < np.uint64(border)
 
 
@@ -126,9 +132,10 @@ def _hashes(
 
 
 def _hash_ids(doc_ids: Sequence[str] | pa.StringArray, seed: int) -> np.ndarray:
-    """A pseudo-random uint64 per id, [N]: its UTF-8 bytes, zero-padded to 8, mixed word by word.
+    """Return a pseudo-random uint64 per id, [N].
 
-    Works on the bytes of the Arrow buffer; a million ids take some hundredths of a second.
+    The UTF-8 bytes of an id, zero-padded to a multiple of 8, are mixed 8 bytes at a time. The work
+    is done on the Arrow buffer: a million ids take a few hundredths of a second.
     """
     ids = doc_ids if isinstance(doc_ids, pa.StringArray) else pa.array(doc_ids, pa.string())
     _, places, data = ids.buffers()
@@ -141,12 +148,12 @@ def _hash_ids(doc_ids: Sequence[str] | pa.StringArray, seed: int) -> np.ndarray:
         rows = np.flatnonzero(lengths == length)
         for i in range(0, len(rows), _HASHED_AT_ONCE):
             some = rows[i : i + _HASHED_AT_ONCE]
-            words = np.zeros((len(some), -(-length // 8)), dtype="<u8")
+            words = np.zeros((len(some), -(-length // 8)), dtype="<u8")  # [ids, 8-byte words]
             first, last = int(some[0]), int(some[-1])
-            if last - first + 1 == len(some):  # neighbours: no need to gather
+            if last - first + 1 == len(some):  # consecutive ids: a view is enough
                 letters = text[bounds[first] : bounds[last + 1]].reshape(len(some), length)
             else:
-                letters = text[bounds[some][:, None] + np.arange(length)]
+                letters = text[bounds[some][:, None] + np.arange(length)]  # [ids, length]
             words.view(np.uint8)[:, :length] = letters
             value = np.repeat(start, len(some))
             for word in words.T:
@@ -156,7 +163,10 @@ def _hash_ids(doc_ids: Sequence[str] | pa.StringArray, seed: int) -> np.ndarray:
 
 
 def _bins(lengths: np.ndarray, size: int) -> np.ndarray:
-    """Which bin of `size` tokens each document starts in, when they stand in a row."""
+    """Return the bin of `size` tokens in which each document starts, int64 [N].
+
+    Documents of `lengths` int64 [N] are laid one after another.
+    """
     bins = np.cumsum(lengths)
     bins -= lengths
     bins //= size
@@ -164,19 +174,19 @@ def _bins(lengths: np.ndarray, size: int) -> np.ndarray:
 
 
 def _borders(bins: np.ndarray) -> np.ndarray:
-    """Where another bin begins, the first one apart."""
+    """Return the indices where a new bin begins, without index 0; `bins` [N] is sorted."""
     return np.flatnonzero(bins[1:] != bins[:-1]) + 1
 
 
 def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """The integers of all ranges [start, start + size) in a row; int64 [sum of sizes]."""
-    ends = np.cumsum(sizes)
+    """Return the integers of all ranges [start, start + size) one after another: int64 [sum]."""
+    ends = np.cumsum(sizes)  # range r fills places ends[r] - sizes[r] to ends[r] of the result
     return np.arange(int(ends[-1])) + np.repeat(starts - (ends - sizes), sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Which documents a trainer can use at one pack length, and what happened to the others."""
+    """Which documents a trainer can use at a given pack length, and why it leaves others out."""
 
     usable: np.ndarray  # bool [N]
     cut: int  # usable documents cut to the pack length
@@ -186,7 +196,12 @@ class Selection:
 def select_documents(
     lengths: np.ndarray, supervised: np.ndarray, first_supervised: np.ndarray, seq_len: int
 ) -> Selection:
-    """Leave out documents that cannot supervise anything once cut to `seq_len`, by reason."""
+    """Leave out documents that have no supervised token once they are cut to `seq_len`.
+
+    Args:
+        lengths, supervised, first_supervised: of the dataset, int64 [N].
+        seq_len: tokens of a pack.
+    """
     nothing = supervised == 0
     beyond = ~nothing & (first_supervised >= seq_len)
     usable = ~(nothing | beyond)
@@ -201,22 +216,25 @@ def select_documents(
     )
 
 
-def string_blocks(
+def shuffled_windows(
     lengths: np.ndarray, window_tokens: int, seed: int, epoch: int, *stream: int
 ) -> Iterator[np.ndarray]:
-    """Places in `lengths` of each window of an epoch: contiguous blocks, shuffled by the hashes
-    of `stream`, strung into windows of about `window_tokens`."""
-    block = _bins(lengths, max(1, window_tokens // BLOCKS_PER_WINDOW))
-    starts = np.concatenate([[0], _borders(block)])  # of the blocks that hold a document
-    sizes = np.diff(starts, append=len(block))
-    names = block[starts]
-    turn = np.lexsort((names, hash_keys(names, seed, epoch, *stream)))
-    by_block = _ranges(starts[turn], sizes[turn])
-    yield from np.split(by_block, _borders(_bins(lengths[by_block], window_tokens)))
+    """Yield the windows of an epoch: int64 indices into `lengths` (int64 [N]).
+
+    Stretches of neighbouring documents are shuffled by the hashes of `stream`, then joined to
+    windows of about `window_tokens`.
+    """
+    stretch = _bins(lengths, max(1, window_tokens // STRETCHES_PER_WINDOW))  # [N], ascending
+    starts = np.concatenate([[0], _borders(stretch)])  # [S], first document of each stretch
+    sizes = np.diff(starts, append=len(stretch))  # [S], documents
+    names = stretch[starts]  # [S]; stretches in which no document starts have no entry
+    turn = np.lexsort((names, hash_keys(names, seed, epoch, *stream)))  # [S], shuffled order
+    order = _ranges(starts[turn], sizes[turn])  # [N], documents stretch by stretch
+    yield from np.split(order, _borders(_bins(lengths[order], window_tokens)))
 
 
 class BatchPlan:
-    """The global batches of every epoch over the documents where `usable` is True."""
+    """The order of a run: the global batches of every epoch over the usable documents."""
 
     def __init__(
         self,
@@ -224,22 +242,26 @@ class BatchPlan:
         usable: np.ndarray,
         *,
         seq_len: int,
-        rows_per_batch: int,
+        packs_per_batch: int,
         seed: int = 0,
         window_tokens: int = 1 << 22,
         fingerprint: str = "",
     ) -> None:
-        """Plan over `lengths` int64 [N]; documents longer than `seq_len` count as cut to it.
+        """Plan over documents of `lengths` int64 [N] where `usable`, bool [N], is True.
 
-        `rows_per_batch` is the number of packs in a global batch; `fingerprint` names the dataset.
+        Documents longer than `seq_len` count as cut to it. `packs_per_batch` is the number of packs
+        in a global batch. `fingerprint` identifies the dataset.
+
+        Raises:
+            ConfigError: `seq_len` or `packs_per_batch` is below 1.
         """
-        for name, value in (("seq_len", seq_len), ("rows_per_batch", rows_per_batch)):
+        for name, value in (("seq_len", seq_len), ("packs_per_batch", packs_per_batch)):
             if value < 1:
                 raise ConfigError(f"{name} is {value}: expected at least 1")
         self.rows = np.flatnonzero(usable)
         self.lengths = np.minimum(lengths, seq_len).astype(np.int64, copy=False)
         self.seq_len = seq_len
-        self.rows_per_batch = rows_per_batch
+        self.packs_per_batch = packs_per_batch
         self.seed = seed
         self.window_tokens = max(1, window_tokens)
         self._fingerprint = fingerprint
@@ -250,7 +272,7 @@ class BatchPlan:
         return self._facts()
 
     def _facts(self) -> dict[str, Any]:
-        """Everything the order depends on; made when a position is saved or taken up."""
+        """Return everything that the order depends on; needed to save or load a position."""
         digest = hashlib.sha256(self.rows.astype("<i8", copy=False).data)
         digest.update(self.lengths[self.rows].astype("<i8", copy=False).data)
         return {
@@ -258,7 +280,7 @@ class BatchPlan:
             "documents": digest.hexdigest()[:16],
             "seed": self.seed,
             "seq_len": self.seq_len,
-            "rows_per_batch": self.rows_per_batch,
+            "rows_per_batch": self.packs_per_batch,  # the name in checkpoints
             "window_tokens": self.window_tokens,
         }
 
@@ -268,23 +290,23 @@ class BatchPlan:
         return int(self.lengths[self.rows].sum())
 
     def documents(self, epoch: int) -> int:
-        """Documents of an epoch, each as often as it appears."""
+        """Return the number of documents of an epoch, counting each as often as it appears."""
         return len(self.rows)
 
     def repeats(self) -> np.ndarray:
-        """How often each of `rows` appears in an epoch on average, up to a common factor."""
+        """Return how often each document of `rows` appears per epoch, up to a common factor."""
         return np.ones(len(self.rows), np.int64)
 
     def part_of(self, batch: int) -> str:
-        """The name under which a batch is also measured by itself; "" for none."""
+        """Return the name of the part that a batch belongs to, for plans with parts; else ""."""
         return ""
 
     def packs_before(self, batch: int) -> int:
-        """How many packs of an epoch come before a batch of it."""
-        return batch * self.rows_per_batch
+        """Return how many packs of an epoch come before a batch."""
+        return batch * self.packs_per_batch
 
     def batches(self, epoch: int) -> list[list[Pack]]:
-        """Global batches of an epoch: batch -> packs -> dataset rows. The last may be short."""
+        """Return the global batches of an epoch, as lists of packs; the last may be short."""
         planned = self._planned
         if planned is None or planned[0] != epoch:
             planned = epoch, list(self.iter_batches(epoch))
@@ -292,39 +314,39 @@ class BatchPlan:
         return planned[1]
 
     def iter_batches(self, epoch: int) -> Iterator[list[Pack]]:
-        """The same batches one by one, planning no further than the window they come from."""
+        """Yield the batches of `batches` one by one, planning one window at a time."""
         waiting: list[Pack] = []
         for window in self.windows(epoch):
             for i in range(0, len(window), PACKING_GROUP):
                 waiting += self._packs(window[i : i + PACKING_GROUP], epoch)
-                whole = len(waiting) - len(waiting) % self.rows_per_batch
-                for first in range(0, whole, self.rows_per_batch):
-                    yield waiting[first : first + self.rows_per_batch]
+                whole = len(waiting) - len(waiting) % self.packs_per_batch
+                for first in range(0, whole, self.packs_per_batch):
+                    yield waiting[first : first + self.packs_per_batch]
                 del waiting[:whole]
         if waiting:
             yield waiting
 
     def count_batches(self, epoch: int) -> int:
-        """How many batches an epoch has: all of it is packed, and nothing of it kept."""
+        """Count the batches of an epoch; the whole epoch is packed for this, and not kept."""
         planned = self._planned
         if planned is not None and planned[0] == epoch:
             return len(planned[1])
         return sum(1 for _ in self.iter_batches(epoch))
 
     def windows(self, epoch: int) -> Iterator[np.ndarray]:
-        """The dataset rows of each window, in training order: whole shuffled blocks."""
+        """Yield the documents of each window in training order, int64 dataset rows."""
         if not len(self.rows):
             return
         lengths = self.lengths[self.rows]
-        for places in string_blocks(lengths, self.window_tokens, self.seed, epoch, BLOCK):
+        for places in shuffled_windows(lengths, self.window_tokens, self.seed, epoch, STRETCH):
             yield self.rows[self._shuffled(places, epoch)]
 
     def _shuffled(self, places: np.ndarray, epoch: int) -> np.ndarray:
-        """The places of a window in their order inside it."""
+        """Shuffle the documents of a window, given as int64 indices."""
         return places[_order(hash_keys(places, self.seed, epoch, _DOCUMENT))]
 
     def _packs(self, group: np.ndarray, epoch: int) -> list[Pack]:
-        """Pack a shuffled group; the packs are shuffled again, as best-fit sorts them by size."""
+        """Pack a shuffled group, then shuffle the packs, because best-fit sorts them by size."""
         rows = group.tolist()
         packs = pack_documents(self.lengths[group].tolist(), self.seq_len)
         first = np.array([rows[pack[0]] for pack in packs])
@@ -332,14 +354,14 @@ class BatchPlan:
         return [[rows[i] for i in packs[p]] for p in order]
 
     def state(self, epoch: int, batches_done: int) -> dict[str, Any]:
-        """A position in the order, with everything the order depends on."""
+        """Return a position in the order, with everything that the order depends on."""
         return {**self._identity, "epoch": epoch, "batches_done": batches_done}
 
     def position(self, state: dict[str, Any]) -> tuple[int, int]:
-        """`(epoch, batches_done)` of a state that this very plan made.
+        """Read `(epoch, batches_done)` from a state that a plan of the same order saved.
 
         Raises:
-            ConfigError: the state belongs to another order; the message has both values.
+            ConfigError: the state belongs to another order; the message names both values.
         """
         differing = [
             f"{name} was {state.get(name)!r}, is {value!r}"
@@ -350,15 +372,15 @@ class BatchPlan:
             raise ConfigError(
                 "the saved position belongs to another order of batches: "
                 + "; ".join(differing)
-                + ". Go on with the same dataset and settings, or start in another --out"
+                + ". Resume with the same dataset and settings, or start in another --out"
             )
         return int(state["epoch"]), int(state["batches_done"])
 
 
 def rank_slice(batch: Sequence[T], rank: int, world_size: int) -> list[T]:
-    """The packs (or micro-batches) of a global batch that one rank reads; empty where a short
-    batch runs out.
+    """Return the packs (or micro-batches) of a global batch that one rank reads.
 
-    Strided, so that ranks differ by one at most; over all ranks everything appears once.
+    Rank r takes every world_size-th one from r on, so ranks differ by at most one, and a rank may
+    get none of a short batch. Over all ranks, each appears once.
     """
     return list(batch[rank::world_size])

@@ -1,10 +1,10 @@
-"""Which documents a run trains on and which it only measures, of one dataset or of several.
+"""Which documents a run trains on and which it only measures, of one dataset or several.
 
-The split is by document id alone, so a document that several datasets hold is held out in all of
-them or in none. Of several datasets each is planned with its weight for training, and measured by
-itself, as often as its documents are there: weights change what is learned, not what is measured.
-A run that follows generation measures held-out documents of its first window alone: they are there
-when it begins, and they stay when other units are deleted.
+The split depends on document ids, so copies of a document in several datasets are all held out or
+all trained on. With several datasets, training uses each with its weight; validation measures each
+separately and counts every document once, because weights change what is learned, not what is
+measured. A run that follows generation measures only held-out documents of its first window: they
+exist when the run starts, and their units are not deleted.
 """
 
 import heapq
@@ -25,21 +25,22 @@ from spec_train.options import FitConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
-    """What a run trains on and what it measures on, both decided by document ids and seed."""
+    """What a run trains on and what it measures; document ids and the seed decide."""
 
     selection: Selection
     train: BatchPlan
     validation: BatchPlan
     held_out: int  # documents kept from training; `validation` may measure fewer
-    border: int  # documents whose hashed id is below it are held out, of whatever dataset
+    border: int  # documents whose hashed id is below it are held out, in every dataset
 
 
 def make_splits(dataset: Documents, config: FitConfig, world_size: int = 1) -> Splits:
-    """Select, split and plan the documents of a dataset, or of several as one, for that many
-    processes.
+    """Select, split and plan the documents of a dataset (or of several as one).
+
+    `world_size` is the number of processes, which decides the packs of a global batch.
 
     Raises:
-        DatasetError: nothing is left to train on; the message says why.
+        DatasetError: no document is left to train on; the message says why.
     """
     selection = select_documents(
         dataset.lengths, dataset.supervised, dataset.first_supervised, config.seq_len
@@ -70,7 +71,7 @@ def make_splits(dataset: Documents, config: FitConfig, world_size: int = 1) -> S
 def _plan_options(config: FitConfig, packs: int) -> dict[str, Any]:
     return {
         "seq_len": config.seq_len,
-        "rows_per_batch": packs,
+        "packs_per_batch": packs,
         "seed": config.seed,
         "window_tokens": config.window_tokens,
     }
@@ -97,8 +98,11 @@ def _train_plan(
 
 
 def early_rows(plan: FollowingPlan, held_out: np.ndarray) -> np.ndarray:
-    """Of held-out documents those of the first window, which is there before the first step; if
-    there are none, the first of all. The others are held out and never measured."""
+    """Return the held-out documents that a following run measures, int64 [M] of `held_out`.
+
+    They are those of the first window, which exists before the first step, or the first held-out
+    document if the window has none. The others are held out but not measured.
+    """
     early = held_out[held_out < plan.units[plan.bounds[1]]]
     return early if len(early) else held_out[:1]
 
@@ -106,7 +110,7 @@ def early_rows(plan: FollowingPlan, held_out: np.ndarray) -> np.ndarray:
 def _validation_plan(
     dataset: Documents, config: FitConfig, held_out: np.ndarray, world_size: int
 ) -> BatchPlan:
-    """The plan of what is measured: of each of several datasets a part of its own."""
+    """Plan what is measured; with several datasets, each is a part of its own."""
 
     def plan(rows: np.ndarray, fingerprint: str) -> BatchPlan:
         mask = _mask(dataset, rows)
@@ -129,8 +133,7 @@ def _validation_plan(
 
 
 def even_shares(counts: list[int], limit: int) -> list[int]:
-    """How many of each group to take so that no group is starved: at most `limit` in all (0: no
-    limit), equally many of each as far as it has them."""
+    """Share `limit` (0: no limit) between groups: equally many of each, as far as it has them."""
     if not limit:
         return counts
     taken = [0] * len(counts)
@@ -142,7 +145,10 @@ def even_shares(counts: list[int], limit: int) -> list[int]:
 
 
 def _lowest_ids(dataset: Documents, rows: np.ndarray, count: int) -> np.ndarray:
-    """Ids are content hashes, so the lowest ones are a fair and lasting choice."""
+    """Return the `count` documents of `rows` (int64) with the lowest ids.
+
+    Ids are content hashes, so this is an unbiased choice that stays the same.
+    """
     if count >= len(rows):
         return rows
     bounds, text = string_views(dataset.id_array)

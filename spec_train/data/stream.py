@@ -1,11 +1,15 @@
-"""From plan to batches: one thread reads ahead into reused buffers.
+"""From the planned order to batches: one thread reads ahead into reused buffers.
 
-A ring of buffers, each one micro-batch, bounds memory whatever the dataset's size; the reader
-copies documents straight into them (page-locked on CUDA). One thread rather than worker
-processes: copying releases the interpreter lock, and processes would pay for shared memory, page
-faults and a second copy. A buffer is handed out inside a `Step` and is overwritten only after
-`Step.release` or after the next step was asked for. Once the ring is made, a step allocates
-nothing that grows with tokens: a fresh tensor costs more in page faults than the copy into it.
+A fixed number of buffers, each for one micro-batch, bounds memory for a dataset of any size. The
+reader copies documents straight into them (page-locked on CUDA). It is one thread, not several
+worker processes: copying releases the interpreter lock, and processes would cost shared memory,
+page faults and a second copy.
+
+A buffer is passed to the consumer in a `Step`. It is overwritten only after `Step.release`, or when
+the consumer requests the next step. Once the buffers exist, a step allocates nothing that grows
+with tokens: the page faults of a new tensor cost more than the copy into it.
+
+Shapes: B packs of a micro-batch, T slots of a pack (`seq_len` in a buffer), H hidden size.
 """
 
 import itertools
@@ -28,8 +32,8 @@ from spec_train.data.order import BatchPlan, Pack, rank_slice
 READ_AHEAD = 2
 """Micro-batches read beyond those of the step in use."""
 ROUND = 32
-"""Rows are padded to the longest of the micro-batch, rounded up to this many slots."""
-_POLL = 0.2  # seconds between looks at whether to stop, while nothing comes
+"""Packs are padded to the longest of the micro-batch, rounded up to a multiple of this."""
+_POLL = 0.2  # seconds between two checks whether to stop, while waiting for data
 _SMALL = {
     "input_ids": torch.int64,
     "loss_mask": torch.bool,
@@ -39,7 +43,7 @@ _SMALL = {
 
 
 class _Buffer:
-    """The tensors of one micro-batch, [B, seq_len, ...], filled again and again."""
+    """The tensors of one micro-batch, [B, seq_len] or [B, seq_len, H], reused for many."""
 
     def __init__(
         self,
@@ -75,15 +79,16 @@ class _Buffer:
         self._copied: Any = None  # CUDA event: the last copy out of these tensors is done
 
     def fill(self, dataset: Documents, packs: list[Pack], plan: BatchPlan) -> DraftBatch:
-        """Read `packs` side by side; slots after the last token of a row are zero."""
+        """Read `packs` into the buffer; slots after the last token of a pack are zero."""
         if self._copied is not None:
             self._copied.synchronize()
         lengths = [[int(plan.lengths[row]) for row in pack] for pack in packs]
         longest = max(1, *map(sum, lengths))
-        width = min(self.seq_len, -(-longest // ROUND) * ROUND)
+        width = min(self.seq_len, -(-longest // ROUND) * ROUND)  # T of this micro-batch
         for coded in self.coded.values():
             coded.clear()
         for b, (pack, counts) in enumerate(zip(packs, lengths, strict=True)):
+            # views of pack b, [T] or [T, H]; its slot t is slot b * T + t of the micro-batch
             dense = {n: self.tensors[n][b, :width] for n in self.columns if n in self.tensors}
             for coded in self.coded.values():
                 coded.begin_pack(b * width)
@@ -92,7 +97,7 @@ class _Buffer:
                 written = dataset.read_into(row, out, start, count)
                 if written != count:
                     raise DatasetError(
-                        f"{dataset.path}: document {row} gave {written} tokens, the index says "
+                        f"{dataset.path}: document {row} has {written} tokens, the index says "
                         f"{count}; run `spec-data verify`"
                     )
                 self.document_ids[b, start : start + count].fill_(d)
@@ -123,10 +128,11 @@ class _Buffer:
 
 
 class Step:
-    """The micro-batches of one optimizer step (of this rank): batch `index` of `epoch`.
+    """This rank's micro-batches of one optimizer step: global batch `index` of `epoch`.
 
-    `share` is how much of the epoch's documents is done after this step, on all ranks together.
-    `numbers[i]` is how many packs of the epoch come before micro-batch i: its place on any ranks.
+    `share` is the share of the epoch's documents, over all ranks, that is done after this step.
+    `numbers[i]` is how many packs of the epoch come before micro-batch i: a number that does not
+    depend on how many ranks there are.
     """
 
     def __init__(
@@ -139,13 +145,13 @@ class Step:
         self._free = free
 
     def add(self, batch: DraftBatch, buffer: _Buffer, number: int) -> None:
-        """Append the micro-batch at place `number`, which lives in `buffer`."""
+        """Append a micro-batch whose tensors are in `buffer`; `number` goes to `numbers`."""
         self.batches.append(batch)
         self.numbers.append(number)
         self._buffers.append(buffer)
 
     def release(self, i: int) -> None:
-        """Give the buffer of micro-batch i back to the reader; the batch is void after this."""
+        """Return the buffer of micro-batch i to the reader; do not use the batch afterwards."""
         buffer, self._buffers[i] = self._buffers[i], None
         if buffer is None:
             return
@@ -154,7 +160,7 @@ class Step:
 
 
 class BatchStream:
-    """Steps of a plan from a position on, read ahead by a thread while `take` is iterated."""
+    """The steps of a plan from a position on. A thread reads ahead while `take` is iterated."""
 
     def __init__(
         self,
@@ -169,15 +175,21 @@ class BatchStream:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """Read `columns` of `dataset`; a step's packs come in micro-batches of `batch_size`.
+        """Read `columns` of `dataset` in the order of `plan`; the first `take` makes the buffers.
 
-        Micro-batches are dealt out to the ranks whole, so that each is the same on any number of
-        them. A rank that gets none, at the end of an epoch, gets one of padding alone: it has
-        something to add nothing with.
+        Whole micro-batches are distributed to the ranks, so that each is the same on any number of
+        ranks. At the end of an epoch, a rank without a micro-batch receives a padding-only one, so
+        that it still joins the all-reduce.
 
-        States have `dtype`; `pin` page-locks the buffers. Buffers are made by the first `take`.
-        Lossy columns are decoded by the reading thread, or, with `decode_on`, on that device by
-        `DraftBatch.to`: a half or a quarter of the bytes cross the bus.
+        Args:
+            dataset, plan: what to read, and in which order.
+            columns: token columns to read; input_ids and loss_mask are always read.
+            batch_size: packs of a micro-batch.
+            dtype: of states.
+            pin: page-lock the buffers.
+            decode_on: let `DraftBatch.to` decode lossy columns on this device, so that a half or a
+                quarter of the bytes cross the bus; None: the reading thread decodes.
+            rank, world_size: of this process.
         """
         self.dataset, self.plan = dataset, plan
         self.columns = tuple(dict.fromkeys(("input_ids", "loss_mask", *columns)))
@@ -185,37 +197,39 @@ class BatchStream:
         self.decode_on = None if decode_on is None else torch.device(decode_on)
         self.rank, self.world_size = rank, world_size
         self.epoch, self.batches_done = 0, 0
-        self.waited = 0.0  # seconds the consumer stood still for data
-        self._ring: list[_Buffer] = []
+        self.waited = 0.0  # seconds for which the consumer waited for data
+        self._buffers: list[_Buffer] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Position after the last step handed out."""
+        """Return the position after the last step that was yielded."""
         return self.plan.state(self.epoch, self.batches_done)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position, reading nothing.
+        """Go to a saved position without reading data.
 
         Raises:
-            ConfigError: the state belongs to another dataset, seed or pack length.
+            ConfigError: the state is of another dataset, seed or pack length.
         """
         self.epoch, self.batches_done = self.plan.position(state)
 
     def take(
         self, count: int, stopping: Callable[[], bool] = lambda: False
     ) -> Generator[Step, None, None]:
-        """Yield the next `count` steps, going through as many epochs as it takes.
+        """Yield the next `count` steps, over as many epochs as needed.
 
-        Ends before that where `stopping` says so while there is nothing to read.
+        While no data is ready, `stopping` is called several times a second; if it returns True, the
+        generator ends early. An exception of the reading thread is raised here, in place of the
+        step that it was reading. Close (or finish) the generator to stop the thread.
 
-        Close the generator (or finish it) to stop the thread. What the thread raises is raised
-        here, where the step it was reading is due.
+        Raises:
+            DatasetError: the plan has no document.
         """
         if count and not len(self.plan.rows):
             raise DatasetError(f"{self.dataset.path}: no document to train on in this split")
-        self._make_ring()
+        self._make_buffers()
         free: queue.SimpleQueue[_Buffer | None] = queue.SimpleQueue()
         ready: queue.SimpleQueue[Step | BaseException | None] = queue.SimpleQueue()
-        for buffer in self._ring:
+        for buffer in self._buffers:
             free.put(buffer)
         stop = threading.Event()
         position = self.epoch, self.batches_done
@@ -237,22 +251,22 @@ class BatchStream:
             thread.join()
 
     def untake(self, step: Step) -> None:
-        """Go back to before a step that was handed out and not used, the last one."""
+        """Go back to before the last yielded step, which was not used."""
         self.epoch, self.batches_done = step.epoch, step.index
 
     def read(self, packs: list[Pack]) -> DraftBatch:
-        """Read packs into memory of their own, decoded, as a step would have them."""
+        """Read and decode packs into new memory, to the values that a step would have."""
         buffer = _Buffer(
             self.dataset, self.columns, len(packs), self.plan.seq_len, self.dtype, pin=False
         )
         return buffer.fill(self.dataset, packs, self.plan)
 
-    def _make_ring(self) -> None:
-        size = min(self.batch_size, self.plan.rows_per_batch)
-        dealt = -(-self.plan.rows_per_batch // size)
-        wanted = -(-dealt // self.world_size) + READ_AHEAD
-        while len(self._ring) < wanted:
-            self._ring.append(
+    def _make_buffers(self) -> None:
+        size = min(self.batch_size, self.plan.packs_per_batch)
+        batches = -(-self.plan.packs_per_batch // size)  # micro-batches of a global batch
+        wanted = -(-batches // self.world_size) + READ_AHEAD
+        while len(self._buffers) < wanted:
+            self._buffers.append(
                 _Buffer(
                     self.dataset,
                     self.columns,
@@ -281,7 +295,7 @@ class BatchStream:
     def _walk(
         self, epoch: int, done: int, count: int
     ) -> Iterator[tuple[int, int, float, list[Pack]]]:
-        """Epoch, index, share of the epoch done and all packs of the next `count` steps."""
+        """Yield epoch, index, share of the epoch done and all packs of the next `count` steps."""
         while count > 0:
             documents, whole = 0, self.plan.documents(epoch)
             for index, batch in enumerate(self.plan.iter_batches(epoch)):
@@ -296,7 +310,7 @@ class BatchStream:
             epoch, done = epoch + 1, 0
 
     def _deal(self, index: int, packs: list[Pack]) -> list[tuple[int, list[Pack]]]:
-        """This rank's micro-batches of global batch `index`, with their places in the epoch."""
+        """Return this rank's micro-batches of a global batch: packs before each, and its packs."""
         size, first = self.batch_size, self.plan.packs_before(index)
         parts = [(first + i, packs[i : i + size]) for i in range(0, len(packs), size)]
         return rank_slice(parts, self.rank, self.world_size) or [(first + len(packs), [[]])]
@@ -309,11 +323,11 @@ class BatchStream:
         ready: "queue.SimpleQueue[Step | BaseException | None]",
         stop: threading.Event,
     ) -> None:
-        """Body of the thread: fill free buffers, hand out whole steps, then None or an error."""
+        """Run the reading thread: put filled steps on `ready`, then None or an exception."""
         try:
             for epoch, index, share, packs in self._walk(*position, count):
                 step = Step(epoch, index, share, free)
-                # for those of all ranks: whoever went ahead would wait for the others elsewhere
+                # Wait for every rank's documents; otherwise ranks block later, in a collective.
                 if not self.dataset.wait_for(itertools.chain.from_iterable(packs), stop):
                     return
                 for number, part in self._deal(index, packs):

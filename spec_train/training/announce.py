@@ -34,8 +34,8 @@ def announce(trainer: Trainer, splits: Splits) -> None:
     log.info(
         "an epoch   %s tokens in packs of %d (%.1f %% full): about %s steps of %d packs",
         *(f"{plan.tokens:,}", plan.seq_len, 100 * filled / (len(some) * plan.seq_len)),
-        f"{-(-plan.tokens * len(some) // (filled * plan.rows_per_batch)):,}",
-        plan.rows_per_batch,
+        f"{-(-plan.tokens * len(some) // (filled * plan.packs_per_batch)):,}",
+        plan.packs_per_batch,
     )
     ranks = trainer.ranks
     log.info(

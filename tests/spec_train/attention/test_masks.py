@@ -75,7 +75,7 @@ def test_back_ends_agree(name: str, backend: str, monkeypatch: pytest.MonkeyPatc
     mask = masks()[name]
     if backend == "sdpa in blocks":
         backend = "sdpa"
-        monkeypatch.setattr(attend, "BLOCK", 2)
+        monkeypatch.setattr(attend, "CHUNK", 2)
         blocks = Attending.prepare(mask, 16, backend).mask
         assert len(blocks) == -(-mask.queries // 2)
         assert any(block.table.shape[-1] < mask.keys for block in blocks)
@@ -101,7 +101,7 @@ def test_back_ends_agree(name: str, backend: str, monkeypatch: pytest.MonkeyPatc
 
 def test_blocks_take_what_autocast_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms give float32, projections bf16: the kernel wants one dtype."""
-    monkeypatch.setattr(attend, "BLOCK", 2)
+    monkeypatch.setattr(attend, "CHUNK", 2)
     mask = masks()["causal"]
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, mask.queries, 16, generator=generator) for _ in range(3))

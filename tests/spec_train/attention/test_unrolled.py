@@ -82,16 +82,16 @@ def test_dense_is_one_softmax_over_step_zero_and_the_diagonal(steps: int) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (3, 1)])
 @pytest.mark.parametrize("steps", [0, 1, 4])
-@pytest.mark.parametrize("block", [2, 128])
+@pytest.mark.parametrize("chunk", [2, 128])
 def test_merged_equals_dense_in_values_and_gradients(
     dtype: torch.dtype,
     heads: int,
     kv_heads: int,
     steps: int,
-    block: int,
+    chunk: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention, "BLOCK", block)
+    monkeypatch.setattr(attention, "CHUNK", chunk)
     tensors = _inputs(USED, steps, heads, kv_heads, dtype)
     results = {}
     for backend in ("dense", "merged"):
@@ -123,17 +123,17 @@ def test_great_scores_on_either_side_neither_overflow_nor_vanish() -> None:
         close(merged, dense, terms=4, magnitude=float(scores * dense.abs().max()))
 
 
-def test_blocks_hold_every_seen_key_and_skip_other_documents(
+def test_chunks_hold_every_seen_key_and_skip_other_documents(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention, "BLOCK", 2)
+    monkeypatch.setattr(attention, "CHUNK", 2)
     queries = _queries(USED, "merged")
     seen = torch.zeros_like(queries.dense())
-    for block in queries.blocks:
-        bias = block.bias(torch.float32)[0, 0]
-        seen[block.row, 0, block.queries, block.keys] = bias == 0
+    for chunk in queries.chunks:
+        bias = chunk.bias(torch.float32)[0, 0]
+        seen[chunk.row, 0, chunk.queries, chunk.keys] = bias == 0
     assert torch.equal(seen, queries.dense())
-    spans = {(b.row, b.queries.start): (b.keys.start, b.keys.stop) for b in queries.blocks}
+    spans = {(b.row, b.queries.start): (b.keys.start, b.keys.stop) for b in queries.chunks}
     assert spans[0, 0] == (0, 3) and spans[0, 2] == (3, 7) and spans[1, 0] == (0, 5)
 
 

@@ -113,7 +113,7 @@ def test_sigterm_while_waiting_for_a_unit_saves_and_stops(source, sealed, refere
 
 def test_nothing_comes_and_the_run_says_so(source, tmp_path):
     data = tmp_path / "data"
-    with pytest.raises(MissingError, match="none in the making"):
+    with pytest.raises(MissingError, match="none is being generated there"):
         FollowedDataset(data)
     generate_units(source, data, 4)
     with pytest.raises(RunError, match=r"waited 0\.5 s for unit 5 of \d+; see whether"):

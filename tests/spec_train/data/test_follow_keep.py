@@ -11,7 +11,7 @@ from spec_data.generation.run import generate, seal_directory
 from spec_data.options import GenerateConfig
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.follow import WORK, FollowedDataset
-from spec_data.shards.reclaim import delete_unit, start_ring, units_used
+from spec_data.shards.reclaim import allow_deletion, delete_unit, units_used
 from spec_train.drafts import DRAFTS
 from spec_train.options import ReplayConfig
 from spec_train.replay import replay
@@ -39,7 +39,7 @@ def test_used_units_are_deleted_and_generation_waits_for_it(source, tmp_path):
     """Never more than N units on the disk; the run is that on a dataset that keeps all of them."""
     data, keep = tmp_path / "data", 12
     generate_units(source, data, 1)  # a plan to give away before generation fills the disk
-    start_ring(data, keep)
+    allow_deletion(data, keep)
     (tmp_path / "gate").touch()
     process = start_generate(made(source, data), tmp_path / "gate")
     most, going = [0], threading.Event()
@@ -71,7 +71,7 @@ def test_used_units_are_deleted_and_generation_waits_for_it(source, tmp_path):
 
     whole = tmp_path / "whole"  # the same order with a ring that holds everything
     generate_units(source, whole, 1)
-    start_ring(whole, 1000)
+    allow_deletion(whole, 1000)
     generate(GenerateConfig(**made(source, whole)))
     assert run(dataclasses.replace(config, data=str(whole), out=str(tmp_path / "other"),
                                    follow_keep=1000)).finished  # fmt: skip
@@ -83,7 +83,7 @@ def test_used_units_are_deleted_and_generation_waits_for_it(source, tmp_path):
 def test_a_killed_run_goes_on_without_the_units_it_has_used(source, tmp_path, monkeypatch):
     data = tmp_path / "data"
     generate_units(source, data, 1)
-    start_ring(data, 1000)
+    allow_deletion(data, 1000)
     generate(GenerateConfig(**made(source, data)))
     shutil.copytree(data, tmp_path / "copy")
     config = config_of(data, tmp_path / "run", follow_keep=1000, validation_documents=2)
@@ -142,12 +142,12 @@ def test_lossy_columns_and_sparse_states_are_followed_too(source, tmp_path, code
 def test_nothing_is_deleted_of_a_sealed_dataset_or_without_the_flag(sealed, source, tmp_path):
     before = digests(sealed)
     config = config_of(sealed, tmp_path / "run", follow_keep=1000)
-    with pytest.raises(ConfigError, match="a sealed dataset, of which nothing is ever deleted"):
+    with pytest.raises(ConfigError, match="units of a sealed dataset are never deleted"):
         run(config)
     assert digests(sealed) == before
     data = tmp_path / "data"
     generate_units(source, data, 2)
-    with pytest.raises(DatasetError, match="not given away"):
+    with pytest.raises(DatasetError, match="no --follow-keep run may delete units here"):
         delete_unit(data, 0)
     assert len(list((data / "shards").glob("*.arrow"))) == 2
 

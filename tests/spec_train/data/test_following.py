@@ -12,7 +12,7 @@ UNITS = np.array([0, 13, 40, 41, 90, 120, 170, 200])
 
 
 def plan_of(**changes) -> FollowingPlan:
-    given = dict(seq_len=64, rows_per_batch=3, seed=1, window_tokens=1000) | changes
+    given = dict(seq_len=64, packs_per_batch=3, seed=1, window_tokens=1000) | changes
     return FollowingPlan(LENGTHS, USABLE, UNITS, **given)
 
 

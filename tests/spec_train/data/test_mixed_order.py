@@ -31,7 +31,7 @@ def make_shares(weights=WEIGHTS, sizes=SIZES) -> list[Share]:
 
 
 def make_plan(weights=WEIGHTS, **changes) -> MixedPlan:
-    options = dict(seq_len=64, rows_per_batch=4, seed=3, window_tokens=2000) | changes
+    options = dict(seq_len=64, packs_per_batch=4, seed=3, window_tokens=2000) | changes
     return MixedPlan(LENGTHS, USABLE, make_shares(weights), **options)
 
 
@@ -136,7 +136,7 @@ def test_repeats_are_the_weights_times_a_common_factor():
     expected = [{0: 4, 1: 10, 2: 1}[int(np.searchsorted((300, 340), row, "right"))]
                 for row in plan.rows]  # fmt: skip
     assert plan.repeats().tolist() == expected
-    assert set(BatchPlan(LENGTHS, USABLE, seq_len=64, rows_per_batch=1).repeats()) == {1}
+    assert set(BatchPlan(LENGTHS, USABLE, seq_len=64, packs_per_batch=1).repeats()) == {1}
 
 
 @pytest.mark.parametrize("weight", ["0", "-1", "0.0001"])
@@ -149,7 +149,7 @@ def test_parts_come_one_after_another_and_know_their_names():
     def part(first, last):
         rows = np.arange(len(LENGTHS))
         mask = (rows >= first) & (rows < last)
-        return BatchPlan(LENGTHS, mask, seq_len=64, rows_per_batch=3)
+        return BatchPlan(LENGTHS, mask, seq_len=64, packs_per_batch=3)
 
     parts = {"a": part(0, 50), "none": part(50, 50), "b": part(60, 61)}
     plan = PartsPlan(parts)

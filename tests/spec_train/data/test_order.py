@@ -11,8 +11,8 @@ import pytest
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.packing import pack_documents
 from spec_train.data.order import (
-    BLOCKS_PER_WINDOW,
     SPLIT_RULE,
+    STRETCHES_PER_WINDOW,
     BatchPlan,
     rank_slice,
     select_documents,
@@ -29,7 +29,7 @@ def lengths_of(count: int, seed: int = 0, median: int = 90) -> np.ndarray:
 
 def make_plan(count: int = 700, seed: int = 3, **changes) -> BatchPlan:
     lengths = lengths_of(count)
-    options = dict(seq_len=SEQ_LEN, rows_per_batch=8, seed=seed, window_tokens=8192) | changes
+    options = dict(seq_len=SEQ_LEN, packs_per_batch=8, seed=seed, window_tokens=8192) | changes
     usable = options.pop("usable", lengths % 7 != 0)
     return BatchPlan(lengths, usable, **options)
 
@@ -64,7 +64,7 @@ def test_order_is_a_function_of_seed_and_epoch():
 
 def test_order_never_changes_between_releases():
     lengths = 1 + (np.arange(900) * 7919) % 401
-    options = dict(seq_len=256, rows_per_batch=4, seed=11, window_tokens=20_000)
+    options = dict(seq_len=256, packs_per_batch=4, seed=11, window_tokens=20_000)
     plan = BatchPlan(lengths, lengths % 5 != 0, **options)
     digest = hashlib.sha256(repr(plan.batches(1)).encode()).hexdigest()
     assert digest[:16] == "1cbcc456d326264a"
@@ -128,7 +128,7 @@ def test_a_window_touches_few_stretches_of_the_dataset():
     plan = make_plan(20000, usable=np.ones(20000, bool), window_tokens=40_000)
     for rows in list(plan.windows(0))[:-1]:
         stretches = 1 + int((np.diff(np.sort(rows)) > 1).sum())
-        assert stretches <= BLOCKS_PER_WINDOW + 2
+        assert stretches <= STRETCHES_PER_WINDOW + 2
 
 
 def test_a_document_alone_may_exceed_the_window():
@@ -148,7 +148,7 @@ def test_state_goes_back_only_into_the_same_order():
         "fingerprint": ("aaa", make_plan(fingerprint="bbb"), "bbb"),
         "seed": (3, make_plan(seed=4, fingerprint="aaa"), 4),
         "seq_len": (512, make_plan(seq_len=600, fingerprint="aaa"), 600),
-        "rows_per_batch": (8, make_plan(rows_per_batch=16, fingerprint="aaa"), 16),
+        "rows_per_batch": (8, make_plan(packs_per_batch=16, fingerprint="aaa"), 16),
         "window_tokens": (8192, make_plan(window_tokens=99, fingerprint="aaa"), 99),
     }
     for name, (old, other, new) in others.items():
@@ -227,7 +227,7 @@ def test_copies_of_a_document_are_on_one_side():
 def test_a_quarter_of_a_million_documents_plan_in_seconds():
     lengths = lengths_of(250_000, median=300)
     started = time.process_time()
-    plan = BatchPlan(lengths, np.ones(len(lengths), bool), seq_len=2048, rows_per_batch=8)
+    plan = BatchPlan(lengths, np.ones(len(lengths), bool), seq_len=2048, packs_per_batch=8)
     batches = plan.batches(0)
     assert time.process_time() - started < 5
     packs = sum(map(len, batches))

@@ -23,7 +23,7 @@ def dataset(tmp_path_factory):
 
 
 def make_plan(dataset, packs=4, seed=0, **changes) -> BatchPlan:
-    options = dict(seq_len=48, rows_per_batch=packs, seed=seed, fingerprint="tiny") | changes
+    options = dict(seq_len=48, packs_per_batch=packs, seed=seed, fingerprint="tiny") | changes
     return BatchPlan(dataset.lengths, np.ones(len(dataset), bool), **options)
 
 
@@ -147,8 +147,8 @@ def test_a_rank_that_gets_no_micro_batch_gets_padding(dataset):
     rows, again = [], []
     for rank in range(2):
         stream = make_stream(dataset, plan=plan, batch_size=64, rank=rank, world_size=2)
-        stream._make_ring()
-        for buffer in stream._ring:
+        stream._make_buffers()
+        for buffer in stream._buffers:
             for values in (*buffer.tensors.values(), buffer.document_ids):
                 values.fill_(1)
         for step in stream.take(2):
@@ -354,7 +354,7 @@ def test_waiting_is_measured(dataset, monkeypatch):
 
 
 def test_an_empty_split_is_an_error_not_an_endless_loop(dataset):
-    plan = BatchPlan(dataset.lengths, np.zeros(len(dataset), bool), seq_len=48, rows_per_batch=2)
+    plan = BatchPlan(dataset.lengths, np.zeros(len(dataset), bool), seq_len=48, packs_per_batch=2)
     with pytest.raises(DatasetError, match="no document"):
         take(make_stream(dataset, plan=plan), 1)
     assert take(make_stream(dataset, plan=plan), 0) == []

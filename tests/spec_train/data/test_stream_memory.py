@@ -28,7 +28,7 @@ def path(tmp_path_factory):
 
 
 def plan_of(dataset: HiddenStatesDataset) -> BatchPlan:
-    return BatchPlan(dataset.lengths, np.ones(len(dataset), bool), seq_len=48, rows_per_batch=4)
+    return BatchPlan(dataset.lengths, np.ones(len(dataset), bool), seq_len=48, packs_per_batch=4)
 
 
 # -- column projection ----------------------------------------------------------------------------
@@ -130,7 +130,7 @@ peaks = []
 for documents in (100, 100, 800):  # the first warms up the process
     dataset = HiddenStatesDataset(path / str(documents))
     usable = np.ones(documents, bool)
-    plan = BatchPlan(dataset.lengths, usable, seq_len=256, rows_per_batch=2)
+    plan = BatchPlan(dataset.lengths, usable, seq_len=256, packs_per_batch=2)
     columns = [c for c in dataset.columns if c.startswith(("hidden", "target"))]
     stream = BatchStream(dataset, plan, columns, batch_size=2)
     peak, before = 0, anonymous_bytes()

@@ -186,7 +186,7 @@ def test_values_sums_and_gradients_are_the_reference(name: str, layout: str) -> 
 def test_so_they_are_with_every_attention(
     name: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "BLOCK", 5)  # several blocks per row, edges inside documents
+    monkeypatch.setattr(attention, "CHUNK", 5)  # several blocks per row, edges inside documents
     check_case(CASES[name], "one row", backend)
 
 
