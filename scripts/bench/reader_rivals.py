@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import FINAL, Column
 from spec_train.data.order import BatchPlan
-from spec_train.data.stream import BatchStream
+from spec_train.data.stream import BatchStream, BufferOptions
 
 FLOOR, OURS, OTHER, DATALOADER = "floor", "ours", "other", "DataLoader"
 
@@ -187,7 +187,11 @@ def ours(corpus: Corpus) -> Iterator[Pass]:
 
     columns = [name for name in corpus.columns if name not in ("input_ids", "loss_mask")]
     stream = BatchStream(
-        corpus.dataset, corpus.plan, columns, batch_size=corpus.batch, dtype=torch.bfloat16
+        corpus.dataset,
+        corpus.plan,
+        columns,
+        batch_size=corpus.batch,
+        buffers=BufferOptions(dtype=torch.bfloat16),
     )
     steps = len(corpus.plan.batches(0))
 

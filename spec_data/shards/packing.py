@@ -30,30 +30,30 @@ def pack_documents(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """
     for index, length in enumerate(lengths):
         if not 0 < length <= capacity:
-            raise ValueError(f"document {index} has {length} tokens; rows hold 1 to {capacity}")
-    rows: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (free tokens, row), ascending
+            raise ValueError(f"document {index} has {length} tokens; packs hold 1 to {capacity}")
+    packs: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (free tokens, pack), ascending
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     for length, group in itertools.groupby(order, key=lengths.__getitem__):
         same, first = list(group), 0
         while first < len(same):
             spot = bisect.bisect_left(free, (length, -1))
             if spot == len(free):
-                room, row = capacity, len(rows)
-                rows.append([])
+                room, pack = capacity, len(packs)
+                packs.append([])
             else:
-                room, row = free.pop(spot)
+                room, pack = free.pop(spot)
             # This pack is also the tightest for the next documents of this length, while they fit.
             last = min(len(same), first + room // length)
-            rows[row] += same[first:last]
-            bisect.insort(free, (room - (last - first) * length, row))
+            packs[pack] += same[first:last]
+            bisect.insort(free, (room - (last - first) * length, pack))
             first = last
-    return sorted(sorted(row) for row in rows)
+    return sorted(sorted(pack) for pack in packs)
 
 
-def utilisation(lengths: Sequence[int], rows: Sequence[Sequence[int]], capacity: int) -> float:
+def utilisation(lengths: Sequence[int], packs: Sequence[Sequence[int]], capacity: int) -> float:
     """Return the share of all slots that hold a token, 0..1."""
-    return sum(lengths) / (len(rows) * capacity) if rows else 0.0
+    return sum(lengths) / (len(packs) * capacity) if packs else 0.0
 
 
 def row_layout(row_lengths: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:

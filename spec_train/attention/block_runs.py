@@ -34,9 +34,9 @@ class Run:
 class RunAttending:
     """Attention over context and blocks: equal to `Attending` of the whole pack's `block_mask`."""
 
-    def __init__(self, rows: list[list[Run]]) -> None:
+    def __init__(self, packs: list[list[Run]]) -> None:
         """Take the runs of every pack; they cover its slots in order."""
-        self._rows = rows
+        self._packs = packs
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attend from queries [B, h, Q, d] to keys and values [B, g, T + Q, d]: [B, h, Q, d]."""
@@ -44,7 +44,7 @@ class RunAttending:
         # of the context [B, g, T, d] and of the blocks [B, g, Q, d]
         (k0, k1), (v0, v1) = (x.split([length, q.shape[2]], dim=2) for x in (k, v))
         heads = []
-        for b, runs in enumerate(self._rows):
+        for b, runs in enumerate(self._packs):
             one = slice(b, b + 1)
             parts = []
             for run in runs:
@@ -64,8 +64,8 @@ def block_attending(
     """Prepare the `block_mask` of a batch for a back end.
 
     Args:
-        document_ids, anchors, kept, size: as for `block_mask`. A block with its anchor in padding
-            may see only itself, so it must not be kept.
+        document_ids, anchors, kept, size: as for `block_mask`. A block whose anchor is in padding
+            may see only itself here, and not the padding before it.
         head_dim: d.
         backend: as for `Attending.prepare`.
     """
@@ -77,26 +77,26 @@ def block_attending(
     # [B, N], the document of each block; PADDING for a block that is not kept
     owners = torch.where(kept, document_ids.gather(1, anchors), PADDING).tolist()
     documents = document_ids.tolist()
-    rows = []
-    for b, row in enumerate(owners):
+    packs = []
+    for b, pack in enumerate(owners):
         runs, first = [], 0
-        while first < len(row):
+        while first < len(pack):
             last = first + 1
-            while last < min(len(row), first + RUN) and row[last] == row[first]:
+            while last < min(len(pack), first + RUN) and pack[last] == pack[first]:
                 last += 1
             # [1, n] of the n blocks of this run
             chosen, real = anchors[b : b + 1, first:last], kept[b : b + 1, first:last]
             # The context runs from the start of the document to the last anchor. No block sees
             # the last anchor, but a table needs at least one column. Blocks that are not kept
             # get a context of one token, which they do not see.
-            outside = row[first] == PADDING
-            start = 0 if outside else documents[b].index(row[first])
+            outside = pack[first] == PADDING
+            start = 0 if outside else documents[b].index(pack[first])
             end = 1 if outside else int(chosen.max()) + 1
             context = document_ids[b : b + 1, start:end]  # [1, tokens]
-            # anchors [1, n] as indices into this context; clamped only where not kept
+            # anchors [1, n] as indices into this context; clamped only where nothing of it is seen
             mask = block_mask(context, (chosen - start).clamp_max(end - start - 1), real, size)
             slots = slice(first * size, last * size)
             runs.append(Run(slots, slice(start, end), Attending.prepare(mask, head_dim, backend)))
             first = last
-        rows.append(runs)
-    return RunAttending(rows)
+        packs.append(runs)
+    return RunAttending(packs)

@@ -94,8 +94,8 @@ class Attending:
         if backend == "sdpa":
             return cls(backend, _chunks(mask))
 
-        def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return mask.sees(row, query, key)
+        def mask_mod(pack: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return mask.sees(pack, query, key)
 
         extents = mask.batch, None, mask.queries, mask.keys
         return cls(backend, create_block_mask(mask_mod, *extents, device=mask.device.type))

@@ -30,10 +30,10 @@ class AttentionMask:
     def dense(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Return the table, bool [B, 1, Q, T], or only its queries [start, stop)."""
         stop = self.queries if stop is None else stop
-        row, key = (torch.arange(size, device=self.device) for size in (self.batch, self.keys))
+        pack, key = (torch.arange(size, device=self.device) for size in (self.batch, self.keys))
         query = torch.arange(start, stop, device=self.device)
         # [B, 1, 1], [queries, 1] and [T] broadcast to [B, queries, T]
-        return self.sees(row[:, None, None], query[:, None], key)[:, None].expand(
+        return self.sees(pack[:, None, None], query[:, None], key)[:, None].expand(
             self.batch, 1, stop - start, self.keys
         )
 
@@ -42,8 +42,8 @@ def causal_mask(document_ids: Tensor) -> AttentionMask:
     """Tokens see themselves and earlier tokens of their document; document_ids int64 [B, T]."""
     batch, length = document_ids.shape
 
-    def sees(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (document_ids[row, query] == document_ids[row, key])
+    def sees(pack: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (document_ids[pack, query] == document_ids[pack, key])
 
     return AttentionMask(sees, batch, length, length, document_ids.device)
 
@@ -64,11 +64,11 @@ def parallel_mask(document_ids: Tensor, anchors: Tensor, depths: Tensor) -> Atte
     """
     batch, count = anchors.shape
 
-    def sees(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        same = document_ids[row, query] == document_ids[row, key]
-        mine, its = anchors[row, query], anchors[row, key]
-        before = (depths[row, key] == 0) & (its <= mine)
-        chain = (its == mine) & (depths[row, key] <= depths[row, query])
+    def sees(pack: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same = document_ids[pack, query] == document_ids[pack, key]
+        mine, its = anchors[pack, query], anchors[pack, key]
+        before = (depths[pack, key] == 0) & (its <= mine)
+        chain = (its == mine) & (depths[pack, key] <= depths[pack, query])
         return same & (before | chain)
 
     return AttentionMask(sees, batch, count, count, anchors.device)
@@ -93,13 +93,13 @@ def block_mask(document_ids: Tensor, anchors: Tensor, kept: Tensor, size: int) -
     batch, length = document_ids.shape
     slots = anchors.shape[1] * size
 
-    def sees(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def sees(pack: Tensor, query: Tensor, key: Tensor) -> Tensor:
         # Indices broadcast to [pack, query, key]; all lines below are of that shape.
         block = query // size  # the block that the query is a slot of
-        anchor = anchors[row, block]
+        anchor = anchors[pack, block]
         place = key.clamp(max=length - 1)  # a valid token index, also for keys of blocks
-        same = document_ids[row, place] == document_ids[row, anchor]
-        context = (key < length) & (place < anchor) & same & kept[row, block]
+        same = document_ids[pack, place] == document_ids[pack, anchor]
+        context = (key < length) & (place < anchor) & same & kept[pack, block]
         own = (key >= length) & ((key - length) // size == block)
         return context | own
 

@@ -71,7 +71,7 @@ def default_backend(device_type: str, dtype: torch.dtype, head_dim: int) -> str:
 class Chunk:
     """Queries of one pack that are computed together, and the span of keys that they see."""
 
-    row: int
+    pack: int
     queries: slice
     keys: slice
     first: Tensor  # int64 [queries], where each query's document begins
@@ -117,8 +117,8 @@ class Queries:
             chunks = _chunks(first, active)
         elif backend == "flex":
 
-            def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-                return (key >= first[row, query]) & (key <= active[row, query])
+            def sees(pack: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+                return (key >= first[pack, query]) & (key <= active[pack, query])
 
             extents = active.shape[0], None, active.shape[1], width
             block_mask = create_block_mask(sees, *extents, device=active.device.type)
@@ -141,9 +141,9 @@ def _chunks(first: Tensor, last: Tensor) -> tuple[Chunk, ...]:
     edges = torch.stack([torch.stack([first[:, p].amin(1), last[:, p].amax(1)]) for p in parts])
     chunks = []
     for part, (starts, ends) in zip(parts, edges.tolist(), strict=True):
-        for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        for pack, (start, end) in enumerate(zip(starts, ends, strict=True)):
             chunks.append(
-                Chunk(row, part, slice(start, end + 1), first[row, part], last[row, part])
+                Chunk(pack, part, slice(start, end + 1), first[pack, part], last[pack, part])
             )
     return tuple(chunks)
 
@@ -232,7 +232,7 @@ class _MergedAttention(torch.autograd.Function):
     ) -> Tensor:
         out, lse = torch.empty_like(q), None
         for chunk in chunks:
-            part, queries, keys = slice(chunk.row, chunk.row + 1), chunk.queries, chunk.keys
+            part, queries, keys = slice(chunk.pack, chunk.pack + 1), chunk.queries, chunk.keys
             chunk_out, chunk_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q[part, :, queries],
                 k0[part, :, keys],
@@ -260,7 +260,7 @@ class _MergedAttention(torch.autograd.Function):
         grad = grads[0].contiguous()
         dq, dk0, dv0 = torch.empty_like(q), torch.zeros_like(k0), torch.zeros_like(v0)
         for chunk in ctx.chunks:
-            part, queries, keys = slice(chunk.row, chunk.row + 1), chunk.queries, chunk.keys
+            part, queries, keys = slice(chunk.pack, chunk.pack + 1), chunk.queries, chunk.keys
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad[part, :, queries],
                 q[part, :, queries],

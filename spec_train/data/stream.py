@@ -17,6 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,6 +43,19 @@ _SMALL = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class BufferOptions:
+    """How the reused buffers of a stream are made."""
+
+    dtype: torch.dtype = torch.float32
+    """Of states."""
+    pin: bool = False
+    """Page-lock the buffers, for fast copies to CUDA."""
+    decode_on: torch.device | str | None = None
+    """`DraftBatch.to` decodes lossy columns on this device, so that a half or a quarter of the
+    bytes cross the bus; None: the reading thread decodes them."""
+
+
 class _Buffer:
     """The tensors of one micro-batch, [B, seq_len] or [B, seq_len, H], reused for many."""
 
@@ -49,29 +63,28 @@ class _Buffer:
         self,
         dataset: Documents,
         columns: Sequence[str],
-        rows: int,
+        packs: int,
         seq_len: int,
-        dtype: torch.dtype,
-        pin: bool,
-        decode_on: torch.device | None = None,
+        options: BufferOptions,
     ) -> None:
+        pin = options.pin
         stored = {c.name: c for c in dataset.manifest.columns}
         self.tensors: dict[str, Tensor] = {}
         self.coded: dict[str, CodedRows] = {}
         for name in dict.fromkeys((*_SMALL, *columns)):
             column = stored.get(name)
-            if column and column.lossy and decode_on is not None:
-                tables = dataset.tables[name].to(decode_on)
-                self.coded[name] = CodedRows(column, tables, rows * seq_len, pin)
+            if column and column.lossy and options.decode_on is not None:
+                tables = dataset.tables[name].to(options.decode_on)
+                self.coded[name] = CodedRows(column, tables, packs * seq_len, pin)
                 continue
             width = column.width if column else None
-            kind = _SMALL.get(name, dtype)
+            kind = _SMALL.get(name, options.dtype)
             if column and name not in _SMALL and not name.startswith("hidden."):
                 kind = column.coder.logical
-            shape = (rows, seq_len) if width is None else (rows, seq_len, width)
+            shape = (packs, seq_len) if width is None else (packs, seq_len, width)
             self.tensors[name] = torch.zeros(shape, dtype=kind, pin_memory=pin)
-        self.document_ids = torch.zeros(rows, seq_len, dtype=torch.int64, pin_memory=pin)
-        self.position_ids = torch.zeros(rows, seq_len, dtype=torch.int64, pin_memory=pin)
+        self.document_ids = torch.zeros(packs, seq_len, dtype=torch.int64, pin_memory=pin)
+        self.position_ids = torch.zeros(packs, seq_len, dtype=torch.int64, pin_memory=pin)
         self._positions = torch.arange(seq_len)
         self.columns = tuple(columns)
         self.seq_len = seq_len
@@ -169,9 +182,7 @@ class BatchStream:
         columns: Sequence[str],
         *,
         batch_size: int,
-        dtype: torch.dtype = torch.float32,
-        pin: bool = False,
-        decode_on: torch.device | str | None = None,
+        buffers: BufferOptions | None = None,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -185,16 +196,12 @@ class BatchStream:
             dataset, plan: what to read, and in which order.
             columns: token columns to read; input_ids and loss_mask are always read.
             batch_size: packs of a micro-batch.
-            dtype: of states.
-            pin: page-lock the buffers.
-            decode_on: let `DraftBatch.to` decode lossy columns on this device, so that a half or a
-                quarter of the bytes cross the bus; None: the reading thread decodes.
+            buffers: how the buffers are made; by default float32, not page-locked, decoded.
             rank, world_size: of this process.
         """
         self.dataset, self.plan = dataset, plan
         self.columns = tuple(dict.fromkeys(("input_ids", "loss_mask", *columns)))
-        self.batch_size, self.dtype, self.pin = batch_size, dtype, pin
-        self.decode_on = None if decode_on is None else torch.device(decode_on)
+        self.batch_size, self.buffer_options = batch_size, buffers or BufferOptions()
         self.rank, self.world_size = rank, world_size
         self.epoch, self.batches_done = 0, 0
         self.waited = 0.0  # seconds for which the consumer waited for data
@@ -256,9 +263,8 @@ class BatchStream:
 
     def read(self, packs: list[Pack]) -> DraftBatch:
         """Read and decode packs into new memory, to the values that a step would have."""
-        buffer = _Buffer(
-            self.dataset, self.columns, len(packs), self.plan.seq_len, self.dtype, pin=False
-        )
+        options = BufferOptions(dtype=self.buffer_options.dtype)
+        buffer = _Buffer(self.dataset, self.columns, len(packs), self.plan.seq_len, options)
         return buffer.fill(self.dataset, packs, self.plan)
 
     def _make_buffers(self) -> None:
@@ -267,15 +273,7 @@ class BatchStream:
         wanted = -(-batches // self.world_size) + READ_AHEAD
         while len(self._buffers) < wanted:
             self._buffers.append(
-                _Buffer(
-                    self.dataset,
-                    self.columns,
-                    size,
-                    self.plan.seq_len,
-                    self.dtype,
-                    self.pin,
-                    self.decode_on,
-                )
+                _Buffer(self.dataset, self.columns, size, self.plan.seq_len, self.buffer_options)
             )
 
     def _next(

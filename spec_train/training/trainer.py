@@ -38,7 +38,7 @@ from spec_train.data.batch import padding_batch
 from spec_train.data.mixture import Documents
 from spec_train.data.order import BatchPlan
 from spec_train.data.release import KeepAll
-from spec_train.data.stream import BatchStream, Step
+from spec_train.data.stream import BatchStream, BufferOptions, Step
 from spec_train.head import TargetHead
 from spec_train.metrics import Sums, add_sums, shown, summarise_parts
 from spec_train.options import FitConfig
@@ -112,15 +112,15 @@ class Trainer:
         self._counts = torch.zeros(0)  # slot counts of the step in use, over all ranks
 
     def _make_stream(self, plan: BatchPlan) -> BatchStream:
+        on_gpu = self.device.type == "cuda"
+        # a CPU decodes faster beside the training, some tokens at a time in its cache
+        decode_on = self.device if on_gpu else None
         return BatchStream(
             self.dataset,
             plan,
             self.draft.columns(self.dataset.manifest.supervision),
             batch_size=self.config.batch_size,
-            dtype=self.dtype,
-            pin=self.device.type == "cuda",
-            # a CPU decodes faster beside the training, block by block in its cache
-            decode_on=self.device if self.device.type == "cuda" else None,
+            buffers=BufferOptions(dtype=self.dtype, pin=on_gpu, decode_on=decode_on),
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
         )

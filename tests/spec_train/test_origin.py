@@ -1,4 +1,4 @@
-"""A draft knows whom it was fitted to, and is used with nobody else's data or prompts unnoticed."""
+"""A draft records its target: data of another target is refused, other prompts cause a warning."""
 
 import json
 import shutil

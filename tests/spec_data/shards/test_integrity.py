@@ -82,7 +82,7 @@ def test_datasets_opens_shards_with_checksums(whole):
 
 
 def test_numbers_are_always_checked_and_vectors_in_turn(whole, monkeypatch):
-    """Sixteen readings check every vector chunk of every document once, whatever the order."""
+    """Sixteen readings check every vector chunk of every document once, in any order."""
     seen: Counter = Counter()
     real = shard_module.checksum
     monkeypatch.setattr(
@@ -177,7 +177,7 @@ def test_a_flipped_bit_of_any_part_of_a_lossy_column_is_named(mixed, tmp_path, f
 
 def test_swapped_shards_are_named(data):
     first, second, third = (shard_file(data, i) for i in range(3))
-    assert first.stat().st_size == second.stat().st_size  # so that no size gives it away
+    assert first.stat().st_size == second.stat().st_size  # so that the sizes do not reveal the swap
     first.rename(third.with_suffix(".tmp"))
     second.rename(first)
     third.with_suffix(".tmp").rename(second)

@@ -28,7 +28,7 @@ def test_every_document_is_in_exactly_one_row_and_rows_fit(seed):
 
 @pytest.mark.parametrize("lengths", [[5, 0], [129]])
 def test_documents_that_do_not_fit_are_refused(lengths):
-    with pytest.raises(ValueError, match="rows hold 1 to 128"):
+    with pytest.raises(ValueError, match="packs hold 1 to 128"):
         pack_documents(lengths, 128)
 
 

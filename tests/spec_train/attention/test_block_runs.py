@@ -46,7 +46,7 @@ def test_flex_reads_the_whole_mask_and_runs_end_with_their_document() -> None:
     assert isinstance(flex, Attending) and flex.backend == "flex"
     runs = block_attending(document_ids, anchors, kept, SIZE, HEAD, "auto")
     assert isinstance(runs, RunAttending)
-    found = [(r.slots, r.context) for r in runs._rows[0]]
+    found = [(r.slots, r.context) for r in runs._packs[0]]
     assert found == [
         (slice(0, 6), slice(0, 4)),
         (slice(6, 9), slice(5, 8)),

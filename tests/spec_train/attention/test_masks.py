@@ -100,7 +100,7 @@ def test_back_ends_agree(name: str, backend: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_blocks_take_what_autocast_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms give float32, projections bf16: the kernel wants one dtype."""
+    """Norms return float32 and projections bf16; the kernel needs one dtype."""
     monkeypatch.setattr(attend, "CHUNK", 2)
     mask = masks()["causal"]
     generator = torch.Generator().manual_seed(0)

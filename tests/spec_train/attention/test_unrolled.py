@@ -131,9 +131,9 @@ def test_chunks_hold_every_seen_key_and_skip_other_documents(
     seen = torch.zeros_like(queries.dense())
     for chunk in queries.chunks:
         bias = chunk.bias(torch.float32)[0, 0]
-        seen[chunk.row, 0, chunk.queries, chunk.keys] = bias == 0
+        seen[chunk.pack, 0, chunk.queries, chunk.keys] = bias == 0
     assert torch.equal(seen, queries.dense())
-    spans = {(b.row, b.queries.start): (b.keys.start, b.keys.stop) for b in queries.chunks}
+    spans = {(b.pack, b.queries.start): (b.keys.start, b.keys.stop) for b in queries.chunks}
     assert spans[0, 0] == (0, 3) and spans[0, 2] == (3, 7) and spans[1, 0] == (0, 5)
 
 

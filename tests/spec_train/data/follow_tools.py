@@ -1,4 +1,4 @@
-"""Datasets in the making, and runs beside them.
+"""Datasets that are still being generated, and runs that follow them.
 
 Test modules take the fixtures by assignment: an import would look unused, and shadowed.
 """

@@ -41,7 +41,7 @@ source, sealed, reference = follow_tools.source, follow_tools.sealed, follow_too
 
 @pytest.mark.long
 def test_a_run_beside_generation_is_the_run_after_it(source, sealed, reference, tmp_path, caplog):
-    """It trains before generation is over, and goes on while it is sealed."""
+    """Training starts before generation ends, and continues while the dataset is sealed."""
     caplog.set_level("INFO")
     data = tmp_path / "data"
     process = start_generate(made(source, data), tmp_path / "gate")

@@ -1,4 +1,4 @@
-"""--follow-keep: units go once they were used, and nothing else ever does."""
+"""--follow-keep: units are deleted after their use, and nothing else is ever deleted."""
 
 import dataclasses
 import math
@@ -38,7 +38,7 @@ source, sealed, reference = follow_tools.source, follow_tools.sealed, follow_too
 def test_used_units_are_deleted_and_generation_waits_for_it(source, tmp_path):
     """Never more than N units on the disk; the run is that on a dataset that keeps all of them."""
     data, keep = tmp_path / "data", 12
-    generate_units(source, data, 1)  # a plan to give away before generation fills the disk
+    generate_units(source, data, 1)  # so that the plan exists when --follow-keep starts
     allow_deletion(data, keep)
     (tmp_path / "gate").touch()
     process = start_generate(made(source, data), tmp_path / "gate")

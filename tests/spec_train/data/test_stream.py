@@ -11,7 +11,7 @@ import torch
 from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.order import BatchPlan
-from spec_train.data.stream import READ_AHEAD, BatchStream
+from spec_train.data.stream import READ_AHEAD, BatchStream, BufferOptions
 from tests.factory import tiny_dataset
 
 COLUMNS = ("input_ids", "loss_mask", "hidden.L1", "hidden.final", "target_argmax")
@@ -298,7 +298,7 @@ def test_only_the_columns_asked_for_are_read(dataset, monkeypatch):
 
 
 def test_states_come_in_the_dtype_asked_for(dataset):
-    for step in make_stream(dataset, dtype=torch.bfloat16).take(1):
+    for step in make_stream(dataset, buffers=BufferOptions(dtype=torch.bfloat16)).take(1):
         row = step.batches[0].rows[0][0]
         count = int(dataset.lengths[row])
         states = step.batches[0].hidden["hidden.L1"]

@@ -8,11 +8,11 @@ from spec_data.shards.coded import CodedRows
 from spec_data.shards.lossy import LOSSY
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.order import BatchPlan
-from spec_train.data.stream import BatchStream
+from spec_train.data.stream import BatchStream, BufferOptions
 from spec_train.draft_options import Eagle3Options
 from spec_train.options import FitConfig
+from spec_train.training import trainer as trainer_module
 from spec_train.training.setup import fit
-from spec_train.training.trainer import Trainer
 from tests.spec_data.runs import run
 from tests.spec_data.shards import codec_tools
 from tests.spec_data.shards.codec_tools import MIXED
@@ -43,9 +43,7 @@ def batches(dataset, decode_on, dtype, device="cpu", seq_len=40):
         plan,
         COLUMNS,
         batch_size=2,
-        dtype=dtype,
-        decode_on=decode_on,
-        pin=device == "cuda",
+        buffers=BufferOptions(dtype=dtype, decode_on=decode_on, pin=device == "cuda"),
     )
     for step in stream.take(2 * len(plan.batches(0))):
         for batch in step.batches:
@@ -109,15 +107,13 @@ def test_training_is_the_same_wherever_states_are_decoded(
     target, corpus, tmp_path, monkeypatch, device
 ):
     run(target, corpus, tmp_path / "data", **MIXED)
-    real, losses = Trainer._make_stream, {}
+    losses = {}
     for place in (None, device):
 
-        def make(self, plan, place=place):
-            stream = real(self, plan)
-            stream.decode_on = None if place is None else torch.device(place)
-            return stream
+        def made(place=place, **given):
+            return BufferOptions(**(given | {"decode_on": place}))
 
-        monkeypatch.setattr(Trainer, "_make_stream", make)
+        monkeypatch.setattr(trainer_module, "BufferOptions", made)
         config = FitConfig(
             data=str(tmp_path / "data"),
             out=str(tmp_path / f"run-{place}"),

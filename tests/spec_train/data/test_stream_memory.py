@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.order import BatchPlan
-from spec_train.data.stream import _Buffer
+from spec_train.data.stream import BufferOptions, _Buffer
 from tests.factory import tiny_dataset
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts" / "bench"
@@ -90,7 +90,7 @@ def test_filling_a_buffer_again_allocates_nothing_that_grows_with_tokens(path, d
     dataset = HiddenStatesDataset(path)
     plan = plan_of(dataset)
     columns = ("input_ids", "loss_mask", *STATES)
-    buffer = _Buffer(dataset, columns, 4, plan.seq_len, dtype, pin=False)
+    buffer = _Buffer(dataset, columns, 4, plan.seq_len, BufferOptions(dtype=dtype))
     batches = [batch for batch in plan.batches(0) if len(batch) == 4]
     for packs in batches:  # every view is made, every shard open
         buffer.fill(dataset, packs, plan)

@@ -236,7 +236,7 @@ def test_masters_are_fp32_and_only_matrices_decay(config):
         for p in g["params"]
     }
     assert all(decays[id(p)] == (0.1 if p.ndim > 1 else 0.0) for p in trainer.masters.params)
-    assert trainer.stream.dtype == torch.bfloat16
+    assert trainer.stream.buffer_options.dtype == torch.bfloat16
     frozen = [p for p in trainer.draft.parameters() if id(p) not in decays]
     assert frozen and all(p.dtype == torch.bfloat16 for p in frozen)
     tensors = load_file(Path(config.out) / "last" / "training_state.safetensors")
