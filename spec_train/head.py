@@ -108,6 +108,7 @@ class TargetHead(nn.Module):
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def _rows(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the rows `ids` of the head, [Vd, H], and of its bias, [Vd] or None."""
         kept = self._selection
         # Compares identity and version, because comparing values would wait for the device.
         if kept is None or kept[0] is not ids or kept[1] != ids._version:

@@ -163,6 +163,8 @@ def _head_logits(
 
 
 class _HeadLoss(torch.autograd.Function):
+    """`head_loss`: forward also computes the gradients, so backward only scales them."""
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -108,7 +108,7 @@ def summarise_parts(
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Return the elementwise quotient, 0 where the denominator is 0."""
+    """Return the elementwise quotient (any shape), 0 where the denominator is 0."""
     return torch.where(denominator > 0, numerator / denominator.clamp_min(1), 0.0)
 
 

@@ -66,6 +66,7 @@ def chunk_checksums(arrays: Sequence[pa.Array]) -> np.ndarray:
 
 
 def _chunks(array: pa.Array) -> Iterator[np.ndarray | bytes]:
+    """Yield the chunk of every row of a field: values [n] or [n, W], or bytes of a text."""
     if pa.types.is_large_list(array.type):
         offsets, values = list_views(array)
         yield from (values[a:b] for a, b in itertools.pairwise(offsets.tolist()))

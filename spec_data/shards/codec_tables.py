@@ -84,13 +84,17 @@ def _rms(states: Tensor, mean: np.ndarray, std: np.ndarray) -> np.ndarray:
 
 
 def _levels(codec: str) -> Tensor | None:
+    """Return the levels of a codec by code, float32 [L]; None for int8c, which has none."""
     if codec == "fp8":
         return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     return None if codec == "int8c" else gaussian_levels(1 << LOSSY[codec].bits)
 
 
 def gaussian_levels(count: int) -> Tensor:
-    """Return `count` (even) Lloyd-Max levels of a standard Gaussian, ascending, float32."""
+    """Return the Lloyd-Max levels of a standard Gaussian, ascending, float32 [count].
+
+    `count` is even.
+    """
     half = (np.arange(count // 2) + 0.5) * (8 / count)
     for _ in range(20_000):
         borders = np.concatenate([[0.0], (half[1:] + half[:-1]) / 2, [math.inf]])

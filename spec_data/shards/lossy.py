@@ -155,10 +155,11 @@ class LossyCodec:
         )
 
     def _encode_block(self, values: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tensor]:
+        """Encode states [n, H]: codes uint8 [n, W], scale [n], and bool [n], True for escapes."""
         x = values.to(torch.float32, copy=True)
-        z = (x - tables.mean).mul_(tables.inverse)
-        rms = z.square().mean(-1).sqrt_()
-        away = ~(rms <= tables.limit)
+        z = (x - tables.mean).mul_(tables.inverse)  # [n, H]
+        rms = z.square().mean(-1).sqrt_()  # [n]
+        away = ~(rms <= tables.limit)  # [n]; also True where the RMS is not a number
         source = (z if self.standardised else x).masked_fill_(away[:, None], 0.0)
         codes, scale = self._quantise(source, rms.masked_fill_(away, 0.0), tables)
         return codes, scale, away

@@ -72,7 +72,7 @@ def merged(stored: Planned, left: Planned, places: np.ndarray) -> Planned:
     out = np.zeros(count, dtype=bool)  # True at the places of left-out documents
     out[places] = True
 
-    def merge(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    def merge(a: np.ndarray, b: np.ndarray) -> np.ndarray:  # [N - K] and [K] to int64 [N]
         values = np.empty(count, np.int64)
         values[~out], values[places] = a, b
         return values

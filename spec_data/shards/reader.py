@@ -137,6 +137,7 @@ class HiddenStatesDataset:
         return table
 
     def _index_column(self, name: str) -> np.ndarray:
+        """Return a column of numbers of the index, [N]: a view where possible."""
         chunks = self._index.column(name)
         return numbers(chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks())
 

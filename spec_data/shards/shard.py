@@ -262,6 +262,7 @@ class Shard:
                 yield self.starts[batch] + local, self.batches[batch].schema.names[field]
 
     def _part(self, column: Column, place: Place) -> np.ndarray:
+        """Return one document's part of a stored field, [n] or [n, W], unchecked; a view."""
         key = place.batch, column.name
         found = self._views.get(key)
         if found is None:

@@ -175,6 +175,7 @@ def _column_arrays(
 
 
 def _list_array(values: np.ndarray, offsets: np.ndarray, kind: pa.DataType) -> pa.Array:
+    """Wrap values [n] or [n, W] and offsets int64 [rows + 1] as a list array of type `kind`."""
     child = pa.array(values.reshape(-1))
     if isinstance(kind.value_type, pa.FixedSizeListType):
         child = pa.FixedSizeListArray.from_arrays(child, type=kind.value_type)

@@ -132,6 +132,7 @@ class _ChunksOnCPU(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, chunks: list[_Chunk], scale: float
     ) -> Tensor:
+        """Attend from q [B, h, Q, d] to k, v [B, h, T, d], heads repeated: [B, h, Q, d]."""
         parts = [
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q[:, :, chunk.queries],
@@ -142,6 +143,7 @@ class _ChunksOnCPU(torch.autograd.Function):
             )
             for chunk in chunks
         ]
+        # [B, h, Q, d] and log-sum-exp [B, h, Q]
         out, lse = (torch.cat(x, dim=2) for x in zip(*parts, strict=True))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.chunks, ctx.scale = chunks, scale

@@ -49,5 +49,6 @@ def attend_cached(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> Tensor:
+    """Attend from q [B, h, n, d] to k, v [B, g, T, d] where `seen`, bool [n, T], is True."""
     k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)

@@ -179,6 +179,7 @@ def unrolled_attention(
 def _flex(
     q: Tensor, k0: Tensor, v0: Tensor, diagonal: Diagonal, queries: Queries, scale: float
 ) -> Tensor:
+    """Compute `unrolled_attention` with flex_attention, merged with the diagonal."""
     out, aux = flex(q)(
         q,
         k0,

@@ -91,12 +91,13 @@ class MixedPlan(BatchPlan):
         }
 
     def draw(self, epoch: int) -> list[np.ndarray]:
-        """Return each dataset's documents of an epoch: all that appear, then those that repeat."""
+        """Return each dataset's documents of an epoch, int64: all that appear, then the repeats."""
         if self._drawn is None or self._drawn[0] != epoch:
             self._drawn = epoch, [self._draw(i, epoch) for i in range(len(self.shares))]
         return self._drawn[1]
 
     def _draw(self, index: int, epoch: int) -> np.ndarray:
+        """Return the documents of dataset `index` in an epoch, int64, repeats after all firsts."""
         share = self.shares[index]
         rows = self.rows[(self.rows >= share.first) & (self.rows < share.last)]
         times = copies(len(rows), share.weight, epoch, self.seed, PHASE, index)
@@ -113,7 +114,7 @@ class MixedPlan(BatchPlan):
         return sum(map(len, self.draw(epoch)))
 
     def repeats(self) -> np.ndarray:
-        """Return how often each document of `rows` appears per epoch on average, up to a factor."""
+        """Return how often each of `rows` appears per epoch on average, scaled: int64 [n]."""
         common = math.lcm(*(share.weight.denominator for share in self.shares))
         times = np.zeros(len(self.rows), np.int64)
         for share in self.shares:

@@ -284,6 +284,7 @@ def _differing_tensors(first: HiddenStatesDataset, other: HiddenStatesDataset) -
 
 
 def _differing_share(own: Tensor, other: Tensor) -> float:
+    """Return the share of rows of two tensors [V, H] or [V] that differ; equal dtypes: exactly."""
     if own.dtype == other.dtype:
         return 0.0 if torch.equal(own, other) else max(1e-4, differing_rows(own, other))
     return differing_rows(own, other)

@@ -127,6 +127,7 @@ def below_border(
 def _hashes(
     doc_ids: Sequence[str] | pa.StringArray, seed: int, among: np.ndarray | None
 ) -> np.ndarray:
+    """Return the hashed ids, uint64 [N], of all documents or of `among`."""
     hashes = _hash_ids(doc_ids, seed)
     return hashes if among is None else hashes[among]
 
@@ -294,7 +295,7 @@ class BatchPlan:
         return len(self.rows)
 
     def repeats(self) -> np.ndarray:
-        """Return how often each document of `rows` appears per epoch, up to a common factor."""
+        """Return how often each of `rows` appears per epoch, up to a common factor: int64 [n]."""
         return np.ones(len(self.rows), np.int64)
 
     def part_of(self, batch: int) -> str:
@@ -342,7 +343,7 @@ class BatchPlan:
             yield self.rows[self._shuffled(places, epoch)]
 
     def _shuffled(self, places: np.ndarray, epoch: int) -> np.ndarray:
-        """Shuffle the documents of a window, given as int64 indices."""
+        """Shuffle the documents of a window: int64 [n] to int64 [n]."""
         return places[_order(hash_keys(places, self.seed, epoch, _DOCUMENT))]
 
     def _packs(self, group: np.ndarray, epoch: int) -> list[Pack]:

@@ -78,6 +78,7 @@ def _plan_options(config: FitConfig, packs: int) -> dict[str, Any]:
 
 
 def _mask(dataset: Documents, rows: np.ndarray) -> np.ndarray:
+    """Return bool [N], True at documents `rows` (int64)."""
     mask = np.zeros(len(dataset), dtype=bool)
     mask[rows] = True
     return mask
@@ -86,6 +87,7 @@ def _mask(dataset: Documents, rows: np.ndarray) -> np.ndarray:
 def _train_plan(
     dataset: Documents, config: FitConfig, rows: np.ndarray, world_size: int
 ) -> BatchPlan:
+    """Plan the training on documents `rows`, int64 [n]."""
     options = _plan_options(config, config.packs_per_step(world_size))
     mask = _mask(dataset, rows)
     if isinstance(dataset, Mixture):
