@@ -242,7 +242,9 @@ class FollowedDataset(HiddenStatesDataset):
     def _open(self, unit: int) -> None:
         found = self._record(unit)
         if found is None:
-            raise DatasetError(f"{self.path}: unit {unit} is gone; generate it again")
+            raise DatasetError(
+                f"{self.path}: unit {unit} has no readable record; generate it again"
+            )
         record, out = found
         file = self.path / record.file
         if not file.is_file() or sha256_file(file) != record.sha256:
@@ -303,10 +305,7 @@ class FollowedDataset(HiddenStatesDataset):
             return super().read_into(index, out, start, length)
         whole = int(self.lengths[index])
         count = whole if length is None else min(length, whole)
-        for (
-            name,
-            values,
-        ) in plain.items():  # columns of CodedRows get no row, which also means zeros
+        for name, values in plain.items():  # CodedRows get no row, which also means zeros
             if name != "input_ids":
                 values[start : start + count] = torch.zeros((), dtype=values.dtype)
         if plan is not None and "input_ids" in out:

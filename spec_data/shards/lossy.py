@@ -225,9 +225,8 @@ class Int8(LossyCodec):
         return codes.view(torch.int8).to(torch.float32)
 
     def _values_into(self, codes: np.ndarray, tables: Tables, out: Tensor) -> None:
-        own = torch.empty(
-            codes.shape, dtype=torch.int8
-        )  # a copy, because torch warns about read-only memory
+        # a copy, because torch warns about read-only memory
+        own = torch.empty(codes.shape, dtype=torch.int8)
         np.copyto(own.numpy(), codes)
         out.copy_(own)
 
@@ -244,9 +243,8 @@ class LloydMax(LossyCodec):
         packed = low[:, 0::2] | low[:, 1::2] << 4  # uint8 [n, H/2]: channels 2i and 2i+1
         if self.bits == 6:
             top = codes >> 4
-            top = (
-                top[:, 0::2] | top[:, 1::2] << 2
-            )  # uint8 [n, H/2], 4 bits for each pair of channels
+            # uint8 [n, H/2]: 4 bits for each pair of channels
+            top = top[:, 0::2] | top[:, 1::2] << 2
             half = top.shape[1] // 2
             packed = torch.cat([packed, top[:, :half] | top[:, half:] << 4], dim=1)
         return packed, scale

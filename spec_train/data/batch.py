@@ -38,9 +38,7 @@ class DraftBatch:
     target_argmax: Tensor  # int64 [B, T]
     target_logsumexp: Tensor  # float32 [B, T]
     rows: list[list[int]]
-    coded: dict[str, CodedRows] = field(
-        default_factory=dict
-    )  # columns not decoded yet; `to` does it
+    coded: dict[str, CodedRows] = field(default_factory=dict)  # hidden columns that `to` decodes
 
     @property
     def tokens(self) -> int:
