@@ -20,6 +20,11 @@ def unit_name(unit: int) -> str:
     return f"unit-{unit:05d}"
 
 
+def unit_name(unit: int) -> str:
+    """Return the name, without a suffix, of the files of unit `unit` (0-based): `unit-00000`."""
+    return f"unit-{unit:05d}"
+
+
 def temporary_name(path: Path) -> Path:
     """Return a unique name beside `path`; `.*.tmp` files are leftovers of killed processes."""
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
