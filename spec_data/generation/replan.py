@@ -1,17 +1,16 @@
-"""When a plan may make way for another one: while nothing was captured with it.
+"""Replace a plan with which nothing was captured yet.
 
-A run that failed before its first shard (a wrong target, too many top logits) left a plan behind;
-it should not keep the directory from other settings. It is replaced only if no unit is finished and
-no worker is at work, also when commands start at the same moment: the plan is taken away first and
-workers are looked for then, while a worker takes its lock first and looks for its plan then.
-Whichever comes second sees the other.
+A run that fails before its first shard (a wrong target, too many top logits) leaves a plan behind.
+That plan must not block the directory for other settings. It is replaced only if no unit is
+finished and no worker is running. Two commands may start at the same moment, so the order matters:
+this module first renames the plan and then looks for workers; a worker first takes its lock and
+then looks for its plan. The second of the two always sees the first.
 """
 
-import fcntl
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from spec_data.generation.plan import Plan, read_settings
 from spec_data.shards.codec_tables import TABLES
@@ -22,68 +21,69 @@ _MADE_FROM_A_PLAN = ("shards", "target", TABLES)
 
 
 def discard_unused_plan(work: Path) -> bool:
-    """Remove the plan in `work` (OUT/.generate) and all made from it; False if it is in use.
+    """Remove the plan in `work` (OUT/.generate) and everything made from it.
 
-    Called again after a crash in the middle of it, it removes the rest.
+    Return False, and remove nothing, if the plan is in use or another process is removing it. A
+    second call after a crash in the middle of the first removes the rest.
     """
     if _in_use(work):
         return False
-    with _locked(work / "replan.lock") as alone:
-        if not alone:
+    try:
+        held = FileLock(work / "replan.lock").acquire(blocking=False)
+    except Timeout:
+        return False
+    with held:
+        return _discard(work)
+
+
+def _discard(work: Path) -> bool:
+    """Do the work of `discard_unused_plan` while its lock is held."""
+    if (work / _PLAN).is_file():
+        (work / _PLAN).rename(work / _RETIRED)
+        if _in_use(work):
+            (work / _RETIRED).rename(work / _PLAN)
             return False
-        if (work / _PLAN).is_file():
-            (work / _PLAN).rename(work / _RETIRED)
-            if _in_use(work):
-                (work / _RETIRED).rename(work / _PLAN)
-                return False
-        if not (work / _RETIRED).is_file():
-            return False
-        for name in _MADE_FROM_A_PLAN:
-            _remove(work.parent / name)
-        for name in ("target.json", "plan.arrow", _RETIRED):  # the last one says it is done
-            _remove(work / name)
+    if not (work / _RETIRED).is_file():
+        return False
+    for name in _MADE_FROM_A_PLAN:
+        _remove(work.parent / name)
+    for name in ("target.json", "plan.arrow", _RETIRED):  # _RETIRED last: its absence means done
+        _remove(work / name)
     return True
 
 
 def half_discarded(work: Path) -> bool:
-    """Whether a plan was being removed when its process died."""
+    """Return whether a process died while it was removing a plan."""
     return (work / _RETIRED).is_file() and not (work / _PLAN).is_file()
 
 
 def check_still_planned(work: Path, plan: Plan) -> None:
-    """To be called by a worker that holds its lock.
+    """Check that `plan` is still the saved one; the caller holds its worker lock.
 
     Raises:
         RunError: another command has replaced the plan since this worker read it.
     """
     if read_settings(work) != plan.settings:
         raise RunError(
-            f"{work.parent}: another command is making a plan with other settings there; run this "
-            "one again, or give another --out"
+            f"{work.parent}: another command is making a plan with other settings in this "
+            "directory; run this command again, or choose another --out"
         )
 
 
 def _in_use(work: Path) -> bool:
+    """Return whether a unit is finished or a worker is running."""
     return any(work.glob("unit-*.json")) or any(
         not _free(file) for file in sorted(work.glob("worker-*.lock"))
     )
 
 
 def _free(file: Path) -> bool:
-    with _locked(file) as free:
-        return free
-
-
-@contextmanager
-def _locked(file: Path) -> Iterator[bool]:
-    """Try to hold a lock file; gives whether that worked."""
-    with file.open("a") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-        else:
-            yield True
+    """Return whether no process holds the lock `file`."""
+    try:
+        with FileLock(file, blocking=False):
+            return True
+    except Timeout:
+        return False
 
 
 def _remove(path: Path) -> None:

@@ -13,7 +13,6 @@ bytes however often and wherever the run was interrupted.
 """
 
 import errno
-import fcntl
 import json
 import logging
 import shutil
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from spec_data.generation.calibrate import calibrate
 from spec_data.generation.capture import CapturedUnit, capture_unit
@@ -36,7 +36,7 @@ from spec_data.options import GenerateConfig
 from spec_data.progress import progress
 from spec_data.shards.codec_tables import TABLES, load_tables
 from spec_data.shards.errors import DatasetError, MissingError, RunError
-from spec_data.shards.files import dump_json, write_atomically, write_once
+from spec_data.shards.files import dump_json, unit_name, write_atomically, write_once
 from spec_data.shards.follow import LEFT_OUT, WORK, used_marker
 from spec_data.shards.reader import MANIFEST
 from spec_data.shards.reclaim import seal_lock, units_to_keep, wait_for_room
@@ -110,19 +110,20 @@ def generate(config: GenerateConfig) -> Manifest | None:
 
 @contextmanager
 def worker_lock(out: Path, workers: str) -> Iterator[None]:
-    """Hold this worker's place in `out`; the system lets go of it if the process dies.
+    """Hold the lock of worker `workers` ("i/n") in `out`; it is released even if the process dies.
 
     Raises:
-        RunError: another process is the same worker of this directory right now.
+        RunError: another process holds this worker's lock.
     """
-    with (out / WORK / f"worker-{workers.replace('/', '-of-')}.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise RunError(
-                f"{out}: another process is running worker {workers} here; wait for it, or give "
-                "each process its own --workers i/n"
-            ) from None
+    lock = FileLock(out / WORK / f"worker-{workers.replace('/', '-of-')}.lock")
+    try:
+        held = lock.acquire(blocking=False)
+    except Timeout:
+        raise RunError(
+            f"{out}: another process is running worker {workers} here; wait for it, or start each "
+            "process with its own --workers i/n"
+        ) from None
+    with held:
         yield
 
 
@@ -181,7 +182,7 @@ def check_free_space(out: Path, needed: int) -> None:
 
 def finished_unit(out: Path, unit: int) -> FinishedUnit | None:
     """The record of a unit whose shard is on disk, or None."""
-    file = out / WORK / f"unit-{unit:05d}.json"
+    file = out / WORK / f"{unit_name(unit)}.json"
     if not file.is_file():
         return None
     try:
@@ -202,7 +203,7 @@ def run_units(setup: Setup, plan: Plan, out: Path, mine: list[int], todo: list[i
     config = setup.config
     (out / SHARDS).mkdir(exist_ok=True)
     for unit in mine:
-        for leftover in (out / SHARDS).glob(f".unit-{unit:05d}.arrow.*.tmp"):
+        for leftover in (out / SHARDS).glob(f".{unit_name(unit)}.arrow.*.tmp"):
             leftover.unlink()
     target = Target.from_pretrained(
         str(setup.model_dir),
@@ -237,13 +238,13 @@ def run_units(setup: Setup, plan: Plan, out: Path, mine: list[int], todo: list[i
 
 def finish_unit(out: Path, unit: int, captured: CapturedUnit, columns: tuple[Column, ...]) -> int:
     """Write a unit's shard, then its record; gives the bytes written."""
-    record = write_shard(out / SHARDS / f"unit-{unit:05d}.arrow", captured.data, columns)
+    record = write_shard(out / SHARDS / f"{unit_name(unit)}.arrow", captured.data, columns)
     finished = {
         "record": asdict(record),
         "dropped": captured.dropped,
         "left_out": captured.left_out,
     }
-    write_atomically(out / WORK / f"unit-{unit:05d}.json", dump_json(finished))
+    write_atomically(out / WORK / f"{unit_name(unit)}.json", dump_json(finished))
     return record.bytes
 
 
