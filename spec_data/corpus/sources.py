@@ -1,13 +1,13 @@
-"""What a source string means, and how the rows of each kind of source are streamed.
+"""Resolve a source string to files and datasets, and stream the rows of each.
 
-`resolve(name)` turns one string into files and datasets, checked to exist; each streams
-(where, row) pairs and knows the hash that identifies it. A row that cannot be parsed is yielded
-as the `BadRow` that says why, so that the reader counts it; a file that cannot be read on (a broken
-archive, a list with a syntax error) raises `CorpusError`.
+`resolve(name)` returns the files and datasets behind one string and checks that they exist. Each
+yields (where, row) pairs and has the hash that identifies it. A row that cannot be parsed is
+yielded as a `BadRow` with the reason, so that the reader counts it. A file that cannot be read any
+further (a broken archive, a list with a syntax error) raises `CorpusError`.
 
-A directory is read like a Hub repository: its known files sorted by path, without those whose names
-say that they belong to another split. Reading `test.jsonl` along with `train.jsonl` would train on
-the test set, so leaving files out is the default, and each is named in `notes`.
+A directory is read like a Hub repository: its known files, sorted by path, without those whose
+names belong to another split. Reading `test.jsonl` along with `train.jsonl` would train on the test
+set, so such files are left out by default, and `notes` names each of them.
 """
 
 import gzip
@@ -27,6 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from huggingface_hub import metadata_load
 
+from spec_data.corpus.json_list import list_elements
 from spec_data.corpus.records import COLUMNS, BadRow
 from spec_data.shards.errors import CorpusError, MissingError
 
@@ -41,25 +42,33 @@ _SPLITS = {"train", "training", "test", "testing", "validation", "valid", "val",
 _METADATA = {"dataset_info.json", "dataset_infos.json", "config.json"}
 _ROWS_PER_BATCH = 256
 _CHUNK = 1 << 20
-_MAX_ELEMENT = 1 << 28
 
 Row = tuple[str, Any]  # (where, a parsed row or the BadRow that stands for it)
 
 
 class Digest:
-    """The hash of a source: filled while its rows are read, or computed at the end."""
+    """The hash of a source, known once its rows were read."""
 
     def __init__(self) -> None:
-        self.finish: Callable[[], str | None] = lambda: None
+        self._compute: Callable[[], str | None] = lambda: None
+
+    def set_source(self, compute: Callable[[], str | None]) -> None:
+        """Set the function that returns the hash: of the bytes read so far and the rest, or of
+        the stored file."""
+        self._compute = compute
+
+    def finish(self) -> str | None:
+        """Return the hash of the whole source, or None before any row was asked for."""
+        return self._compute()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One file or dataset: how to stream its rows and what identifies its bytes.
+    """One file or dataset: how to stream its rows, and what identifies its bytes.
 
-    `name` is kept in the dataset, so it says nothing about the directories of this machine: a
-    file's path below the directory that was given, a single file's own name. `path` is what the
-    user wrote, for messages and for the `where` of rows.
+    `name` is stored in the dataset, so it must not reveal the directories of this machine: it is
+    the path of a file below the given directory, or the file name of a single file. `path` is what
+    the user wrote; messages and the `where` of rows use it.
     """
 
     name: str
@@ -71,7 +80,7 @@ class Source:
 
 
 class _HashedFile(io.RawIOBase):
-    """A file that hashes what is read from it; `finish` reads what is left."""
+    """A file that hashes what is read from it; `finish` reads and hashes the rest."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb", buffering=0)
@@ -105,11 +114,11 @@ def _file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# --- naming: what a source string means ---------------------------------------------------------
+# --- from a source string to sources -------------------------------------------------------------
 
 
 def corpus_directory(name: str) -> Path | None:
-    """The local directory that a source string (PATH or PATH@SPLIT) names, if it names one."""
+    """Return the local directory that a source string (PATH or PATH@SPLIT) names, else None."""
     if (path := Path(name)).is_dir():
         return path
     base, _, split = name.partition("@")
@@ -117,7 +126,17 @@ def corpus_directory(name: str) -> Path | None:
 
 
 def resolve(name: str, split: str, notes: list[str]) -> list[Source]:
-    """The files and datasets behind one source string, checked to exist."""
+    """Return the files and datasets behind one source string, and check that they exist.
+
+    Args:
+        name: a file, a directory, or a Hub dataset (NAME, NAME:CONFIG, NAME@SPLIT).
+        split: the split to read, unless `name` has one.
+        notes: receives one line per file that is left out.
+
+    Raises:
+        MissingError: no such file or directory.
+        CorpusError: an unknown kind of file, or no file or split to read.
+    """
     path = Path(name)
     base, _, named_split = name.partition("@")
     if path.is_file():
@@ -141,7 +160,9 @@ def _file_source(name: str, path: Path, root: Path) -> Source:
     kind = SUFFIXES.get(_suffix(path))
     if kind is None or (kind == "parquet" and path.suffix == ".gz"):
         known = ", ".join(SUFFIXES)
-        raise CorpusError(f"corpus {name}: unknown kind of file; known: {known} (text also as .gz)")
+        raise CorpusError(
+            f"corpus {name}: unknown kind of file; known: {known} (all but .parquet also as .gz)"
+        )
     if kind == "jsonl" and _suffix(path) == ".json" and _holds_a_list(path):
         kind = "json"
     reader = {"jsonl": _jsonl, "json": _json_list, "parquet": _parquet, "text": _whole_text}[kind]
@@ -156,15 +177,16 @@ def _file_source(name: str, path: Path, root: Path) -> Source:
 
 
 def _holds_a_list(path: Path) -> bool:
+    """Return whether the first character of a JSON file opens a list."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             return file.read(256).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
     except (EOFError, zlib.error, gzip.BadGzipFile):
-        return False  # reading the rows says what is wrong with the archive
+        return False  # reading the rows reports what is wrong with the archive
 
 
 def _directory(path: Path, split: str, notes: list[str]) -> list[Source]:
-    """The known files under a directory, sorted, without those that name another split."""
+    """Return the known files under a directory, sorted, without those of another split."""
     sources = []
     for file in sorted(path.rglob("*"), key=lambda f: f.relative_to(path).as_posix()):
         inside = file.relative_to(path)
@@ -174,7 +196,9 @@ def _directory(path: Path, split: str, notes: list[str]) -> list[Source]:
             continue
         words = set(re.split(r"[^a-z]+", inside.as_posix().lower())) & _SPLITS
         if words and not any(word.startswith(split) or split.startswith(word) for word in words):
-            notes.append(f"{file}: left out, its name says split '{min(words)}', not '{split}'")
+            notes.append(
+                f"{file}: left out: by its name it belongs to split '{min(words)}', not '{split}'"
+            )
             continue
         sources.append(_file_source(str(file), file, path))
     if not sources:
@@ -183,24 +207,24 @@ def _directory(path: Path, split: str, notes: list[str]) -> list[Source]:
 
 
 def _licence(directory: Path) -> str | None:
-    """The licence in the YAML header of a dataset card, if there is one."""
+    """Return the licence in the YAML header of a dataset card, if there is one."""
     card = directory / "README.md"
     try:
         header = metadata_load(card) if card.is_file() else None
-    except Exception:  # a card is prose by strangers: a broken header states no licence
+    except Exception:  # strangers write the cards: a broken header counts as no licence
         return None
     found = (header or {}).get("license")
     return ", ".join(map(str, found)) if isinstance(found, list) else found and str(found)
 
 
-# --- reading: rows of each kind of source -------------------------------------------------------
+# --- the rows of each kind of source -------------------------------------------------------------
 
 
 @contextmanager
 def _opened(name: str, path: Path, digest: Digest) -> Iterator[IO[bytes]]:
-    """The file's bytes, decompressed, and hashed as they are read."""
+    """Open a file for its decompressed bytes; the bytes on disk are hashed as they are read."""
     raw = _HashedFile(path)
-    digest.finish = raw.finish
+    digest.set_source(raw.finish)
     buffered = io.BufferedReader(raw, _CHUNK)
     try:
         if path.suffix == ".gz":
@@ -210,13 +234,13 @@ def _opened(name: str, path: Path, digest: Digest) -> Iterator[IO[bytes]]:
             yield buffered
         raw.finish()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise CorpusError(f"{name}: not a whole gzip file: {error}") from None
+        raise CorpusError(f"{name}: not a complete gzip file: {error}") from None
     finally:
         buffered.close()
 
 
 def _jsonl(name: str, path: Path, digest: Digest) -> Generator[Row]:
-    """One row per line that is not blank."""
+    """Yield one row per line that is not blank."""
     with _opened(name, path, digest) as file:
         for number, line in enumerate(file, start=1):
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
@@ -234,60 +258,19 @@ def _parsed(line: bytes) -> Any:
 
 
 def _json_list(name: str, path: Path, digest: Digest) -> Generator[Row]:
-    """One row per element of a file that holds a single list, an element in memory at a time."""
+    """Yield one row per element of a file that holds a single list."""
     with _opened(name, path, digest) as file:
         stream = io.TextIOWrapper(file, encoding="utf-8-sig")
         try:
-            for line, element in _list_elements(stream, name):
+            for line, element in list_elements(stream, name):
                 yield f"{name}:{line}", element
             stream.detach()
         except UnicodeDecodeError as error:
             raise CorpusError(f"{name}: not UTF-8: {error}") from None
 
 
-def _list_elements(stream: io.TextIOBase, name: str) -> Iterator[tuple[int, Any]]:
-    """(line, element) of a JSON list; after a syntax error there is no way to find the next one."""
-    decoder = json.JSONDecoder()
-    buffer, at, line, opened = "", 0, 1, False
-    while True:
-        start = at
-        while at < len(buffer) and buffer[at] in (" \t\r\n," if opened else " \t\r\n["):
-            opened = opened or buffer[at] == "["
-            at += 1
-        line += buffer.count("\n", start, at)
-        if buffer[at : at + 1] == "]":
-            return _nothing_follows(stream, buffer[at + 1 :], line, name)
-        problem = "the list is not closed"
-        try:
-            element, end = decoder.raw_decode(buffer, at)
-        except json.JSONDecodeError as error:
-            element, end, problem = None, len(buffer), error.msg
-        if end < len(buffer):  # something follows, so the element is whole
-            yield line, element
-            line += buffer.count("\n", at, end)
-            at = end
-            continue
-        more = stream.read(max(_CHUNK, len(buffer) - at)) if len(buffer) < _MAX_ELEMENT else ""
-        if not more:
-            raise CorpusError(f"{name}:{line}: not valid JSON: {problem}; write one row per line")
-        buffer, at = buffer[at:] + more, 0
-
-
-def _nothing_follows(stream: io.TextIOBase, rest: str, line: int, name: str) -> None:
-    """Read on after a list's end: a second list glued to it would be lost without a word."""
-    while rest:
-        if found := rest.strip():
-            line += rest.count("\n", 0, rest.index(found[0]))
-            raise CorpusError(
-                f"{name}:{line}: {found[:20]!r} follows the end of the list; write one list, or "
-                "one row per line"
-            )
-        line += rest.count("\n")
-        rest = stream.read(_CHUNK)
-
-
 def _whole_text(name: str, path: Path, digest: Digest) -> Generator[Row]:
-    """The whole file as one document."""
+    """Yield the whole file as one row."""
     with _opened(name, path, digest) as file:
         content = file.read()
     try:
@@ -297,8 +280,8 @@ def _whole_text(name: str, path: Path, digest: Digest) -> Generator[Row]:
 
 
 def _parquet(name: str, path: Path, digest: Digest) -> Generator[Row]:
-    """Rows in file order, one row group in memory, known columns only."""
-    digest.finish = lambda: _file_hash(path)
+    """Yield the known columns of each row in file order, with one row group in memory."""
+    digest.set_source(lambda: _file_hash(path))
     try:
         with pq.ParquetFile(path) as file:
             columns = [c for c in file.schema_arrow.names if c in COLUMNS]
@@ -309,6 +292,7 @@ def _parquet(name: str, path: Path, digest: Digest) -> Generator[Row]:
 
 
 def _numbered(name: str, batches: Iterator[list[dict[str, Any]]]) -> Generator[Row]:
+    """Yield the rows of columnar batches; `where` counts rows from 0."""
     number = 0
     for batch in batches:
         for row in batch:
@@ -317,20 +301,21 @@ def _numbered(name: str, batches: Iterator[list[dict[str, Any]]]) -> Generator[R
 
 
 def _saved_dataset(name: str, path: Path, split: str) -> Source:
-    """A directory written by `datasets`' `save_to_disk`."""
+    """Return the source of a directory that `datasets`' `save_to_disk` wrote."""
     own_name = _last_name(path)
     if (path / "dataset_dict.json").is_file():
         splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
         if split not in splits:
             raise CorpusError(
-                f"corpus {name}: no split '{split}'; choose {path}@SPLIT of: {', '.join(splits)}"
+                f"corpus {name}: no split '{split}'; write {path}@SPLIT with one of: "
+                f"{', '.join(splits)}"
             )
         path, own_name = path / split, f"{own_name}@{split}"
     info = path / "dataset_info.json"
     stated = json.loads(info.read_text(encoding="utf-8")).get("license") if info.is_file() else None
 
     def rows(digest: Digest) -> Generator[Row]:
-        digest.finish = lambda: _saved_hash(path)
+        digest.set_source(lambda: _saved_hash(path))
         try:
             dataset = datasets.load_from_disk(str(path))
         except (OSError, ValueError, pa.ArrowException) as error:
@@ -353,7 +338,7 @@ def _last_name(path: Path) -> str:
 
 
 def _saved_hash(path: Path) -> str:
-    """One hash over the names and contents of the Arrow files, in the order of the dataset."""
+    """Return one hash over the names and contents of the Arrow files, in dataset order."""
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     whole = hashlib.sha256()
     for entry in state["_data_files"]:
@@ -362,17 +347,17 @@ def _saved_hash(path: Path) -> str:
 
 
 def _hub_dataset(name: str, hub: str, config: str | None, split: str) -> Source:
-    """A dataset that `datasets` downloads and caches (or builds from a local directory)."""
+    """Return the source of a dataset that `datasets` downloads and caches."""
     try:
         dataset = datasets.load_dataset(hub, config, split=split)
     except Exception as error:  # the library raises a different class for each cause
         raise CorpusError(
             f"corpus {name}: no such file or directory, and loading it as an HF dataset failed: "
-            f"{error}\nnames are NAME, NAME:CONFIG, NAME@SPLIT or NAME:CONFIG@SPLIT"
+            f"{error}\nwrite a Hub name as NAME, NAME:CONFIG, NAME@SPLIT or NAME:CONFIG@SPLIT"
         ) from error
 
     def rows(digest: Digest) -> Generator[Row]:
-        digest.finish = lambda: str(dataset._fingerprint)
+        digest.set_source(lambda: str(dataset._fingerprint))
         yield from _dataset_rows(name, dataset)
 
     licence = dataset.info.license or None

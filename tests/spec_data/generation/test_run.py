@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 import time
 
 import datasets
@@ -13,8 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import spec_data.generation.run as generate_module
-from spec_data.generation.replan import check_still_planned, discard_unused_plan
-from spec_data.generation.run import check_free_space, find_plan, seal_directory
+from spec_data.generation.run import check_free_space, seal_directory
 from spec_data.generation.setup import make_plan, set_up
 from spec_data.options import GenerateConfig
 from spec_data.shards.errors import (
@@ -352,53 +349,6 @@ def test_records_that_are_rubbish_are_made_again(reference, target, corpus, tmp_
     (out / ".generate" / "plan.json").write_text("{")
     with pytest.raises(DatasetError, match=r"plan\.json: damaged"):
         run(target, corpus, out)
-
-
-def test_the_same_worker_twice_at_once_is_refused(target, corpus, tmp_path):
-    out = tmp_path / "data"
-    (out / ".generate").mkdir(parents=True)
-    with (
-        generate_module.worker_lock(out, "0/1"),
-        pytest.raises(RunError, match="another process is running worker 0/1"),
-    ):
-        run(target, corpus, out)
-    run(target, corpus, out)
-    assert len(HiddenStatesDataset(out)) == 30
-
-
-HOLDER = """
-import sys, time
-from pathlib import Path
-from spec_data.generation.run import worker_lock
-with worker_lock(Path(sys.argv[1]), sys.argv[2]):
-    print("held", flush=True)
-    time.sleep(600)
-"""
-
-
-def test_a_worker_lock_holds_between_processes_and_ends_with_a_kill(target, corpus, tmp_path):
-    out = tmp_path / "data"
-    plan = find_plan(set_up(GenerateConfig(**options(target, corpus, out))), out)
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(out), "1/2"], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None and process.stdout.readline() == "held\n"
-        with (
-            pytest.raises(RunError, match="another process is running worker 1/2"),
-            generate_module.worker_lock(out, "1/2"),
-        ):
-            pass
-        assert not discard_unused_plan(out / ".generate")
-        check_still_planned(out / ".generate", plan)
-        with generate_module.worker_lock(out, "0/2"):
-            pass
-    finally:
-        process.kill()  # SIGKILL: the process has no chance to release anything
-        process.communicate()
-    with generate_module.worker_lock(out, "1/2"):
-        pass
-    assert discard_unused_plan(out / ".generate")
 
 
 def test_missing_things_are_said(target, corpus, tmp_path):

@@ -1,0 +1,71 @@
+"""Locks of generate: one process per worker, and no plan is replaced under a running worker."""
+
+import subprocess
+import sys
+
+import pytest
+
+from spec_data.generation.replan import check_still_planned, discard_unused_plan
+from spec_data.generation.run import find_plan, worker_lock
+from spec_data.generation.setup import set_up
+from spec_data.options import GenerateConfig
+from spec_data.shards.errors import RunError
+from spec_data.shards.reader import HiddenStatesDataset
+from tests.spec_data.runs import options, run, save_target, write_corpus
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "chats.jsonl")
+
+
+def test_the_same_worker_twice_at_once_is_refused(target, corpus, tmp_path):
+    out = tmp_path / "data"
+    (out / ".generate").mkdir(parents=True)
+    with (
+        worker_lock(out, "0/1"),
+        pytest.raises(RunError, match="another process is running worker 0/1"),
+    ):
+        run(target, corpus, out)
+    run(target, corpus, out)
+    assert len(HiddenStatesDataset(out)) == 30
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from spec_data.generation.run import worker_lock
+with worker_lock(Path(sys.argv[1]), sys.argv[2]):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_worker_lock_holds_between_processes_and_ends_with_a_kill(target, corpus, tmp_path):
+    out = tmp_path / "data"
+    plan = find_plan(set_up(GenerateConfig(**options(target, corpus, out))), out)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(out), "1/2"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        with (
+            pytest.raises(RunError, match="another process is running worker 1/2"),
+            worker_lock(out, "1/2"),
+        ):
+            pass
+        assert not discard_unused_plan(out / ".generate")
+        check_still_planned(out / ".generate", plan)
+        with worker_lock(out, "0/2"):
+            pass
+    finally:
+        process.kill()  # SIGKILL: the process has no chance to release anything
+        process.communicate()
+    with worker_lock(out, "1/2"):
+        pass
+    assert discard_unused_plan(out / ".generate")
