@@ -1,7 +1,9 @@
 """Room: from corpus sources to documents.
 
 Reads conversations from files and Hugging Face datasets, renders them with the tokenizer's chat
-template, and returns documents: token ids, loss mask and turns. No model is loaded here.
+template, and returns documents: token ids, loss mask and turns. No model is loaded here. A corpus
+row is what a file stores, a record is a row whose format is recognised, a document is what a
+record becomes once it is rendered.
 
 May import: spec_data.shards.
 """

@@ -1,33 +1,34 @@
-"""Records -> token ids, turns and loss mask, proven against the tokenizer's own chat template.
+"""Render records to token ids, turns and loss mask, checked against the chat template itself.
 
-Serving sends `apply_chat_template(messages before the answer, add_generation_prompt=True)` and the
-target then generates up to an end-of-turn token. So, for each assistant message k, three renders of
-the template decide, never a search for header text (which a user may quote):
+Serving sends `apply_chat_template(messages before the answer, add_generation_prompt=True)`, and the
+target then generates up to an end-of-turn token. So three renders of the template decide about each
+assistant message k. Header text is never searched for, because a user may quote it:
 
     prompt_k  = render(messages[:k], add_generation_prompt=True)
     through_k = render(messages[:k + 1])
     whole     = through_k of the last assistant message
 
-If prompt_k is a token-for-token prefix of through_k, and through_k up to its end-of-turn token one
-of whole, for every k, the conversation is one document ("prefix boundaries"). Where templates
-rewrite history (earlier thinking dropped, tools moved to the last turn) or tokens merge across a
-boundary, the proof fails and every assistant turn becomes a document of its own ("turn by turn"):
-its prompt is prompt_k itself, its response the rest of through_k, and only that turn is supervised.
-If through_k continues prompt_k as text but not as tokens, the rest of the text is tokenised alone,
-as the target generates it, and must decode to the same text. A turn that does not continue its own
-prompt is never stored: an "unprovable-boundaries" error.
+The conversation is one document ("prefix boundaries") if, for every k, prompt_k is a
+token-for-token prefix of through_k, and through_k up to its end-of-turn token is a prefix of whole.
+The check fails where a template rewrites history (drops earlier thinking, moves tools to the last
+turn) or where tokens merge across a boundary. Then every assistant turn becomes a document of its
+own ("turn by turn"): its prompt is prompt_k, its response is the rest of through_k, and only that
+turn is supervised. If through_k continues prompt_k as text but not as tokens, the rest of the text
+is tokenised alone, as the target generates it, and the result must decode to the same text. A turn
+that does not continue its own prompt is never stored; it is an "unprovable-boundaries" error.
 
-Choices, all on the side of what serving generates:
-- A turn starts right after the generation prompt (an empty think block in it is prompt) and ends
-  with its end-of-turn token: the first one of the run of end-of-turn and blank tokens that closes
-  through_k. What follows (a newline, Phi-3's end-of-text) is not supervised. Where a template
-  closes no turn (GLM: the next header ends it) that next token of the whole is the end, if it is
-  among `eot_token_ids`; a turn left without one is counted.
-- `{% generation %}` tags ("generation tags") say which turns are supervised and where in the turn
-  that starts; the proof above and the end stay the same, so the end-of-turn token is supervised
-  even where the tags leave it out. A gap between two tagged pieces of one message is generated too.
-- An assistant message that opens the conversation has no prompt that serving could send: it is
-  context. Consecutive assistant messages are turns of their own, if the template allows them.
+Every choice below follows what serving generates:
+- A turn starts directly after the generation prompt; an empty think block in the prompt belongs to
+  the prompt. The turn ends with its end-of-turn token, which is the first one in the run of
+  end-of-turn and blank tokens that closes through_k. What follows (a newline, Phi-3's end-of-text)
+  is not supervised. Some templates close no turn (in GLM the next header ends it); then the next
+  token of the whole is the end if it is among `eot_token_ids`. Turns without an end are counted.
+- `{% generation %}` tags ("generation tags") select the turns that are supervised, and where in the
+  turn supervision starts. The check above and the end of the turn stay the same, so the end-of-turn
+  token is supervised even where the tags leave it out. A gap between two tagged pieces of one
+  message is generated too, so it is supervised.
+- An assistant message that opens the conversation has no prompt that serving could send, so it is
+  context. Consecutive assistant messages are separate turns, if the template allows them.
 - Messages after the last assistant turn answer nothing; they are left out and counted.
 - The policy "all" marks every token of every document, so turn by turn it repeats prompts.
 - Text and `input_ids` rows are supervised as a whole, or by their own loss mask.
@@ -56,25 +57,31 @@ _KNOWN_END_TOKENS = (
     *("<|return|>", "<|call|>", "<|eot|>", "<|END_OF_TURN_TOKEN|>", "<|endoftext|>"),
     "<|end_of_text|>",
 )
-_PROBE = "Qzv7probe"
+_PROBE = "Qzv7probe"  # an answer that no template contains
 
 
 class Renderer:
     """Render records with one tokenizer.
 
     Args:
-        tokenizer: the target's; its chat template is used as it is.
-        mask: which turns are supervised: every assistant turn, the last one, or all tokens.
-        template_kwargs: passed to the template (`enable_thinking`, ...); a record's own win.
-        eot_token_ids: end-of-turn tokens beside those found in the tokenizer and its template: pass
-            `generation_config.eos_token_id`.
-        vocab_size: the target's; ids of `input_ids` rows must be below it (default: tokenizer's).
+        tokenizer: the tokenizer of the target; its chat template is used unchanged.
+        mask: the turns that are supervised: "assistant" (all of them), "last-turn", or "all"
+            (every token).
+        template_kwargs: passed to the template (`enable_thinking`, ...); those of a record override
+            them.
+        eot_token_ids: end-of-turn tokens in addition to those found in the tokenizer and its
+            template: pass `generation_config.eos_token_id`.
+        vocab_size: vocabulary size of the target; token ids of `input_ids` rows must be below it.
+            Default: the size of the tokenizer.
 
     Attributes:
         method: how the last record was rendered; `methods` counts records by method.
         counts: "trailing messages left out", "turns without an end-of-turn token".
-        dropped: documents left out although their record gave others, by reason. A record that
-            gives none raises, and is not counted here.
+        dropped: documents that were left out of records with other documents, by reason. A record
+            without any document raises instead and is not counted here.
+
+    Raises:
+        ConfigError: an unknown `mask`, or a template kwarg that cannot be set.
     """
 
     def __init__(
@@ -102,21 +109,21 @@ class Renderer:
         self.eot_token_ids = frozenset(eot_token_ids) | self._find_end_tokens()
         if self.clock_dependent:
             logger.warning(
-                "the chat template prints today's date: documents rendered on another day differ; "
-                "fix it with the template kwarg date_string"
+                "the chat template prints today's date, so documents rendered on another day "
+                "differ; set a fixed date with the template kwarg date_string"
             )
 
     @property
     def clock_dependent(self) -> bool:
-        """Whether the template prints today's date, so that the day of rendering decides bytes."""
+        """Whether the template prints today's date, so that documents depend on the day."""
         template = self.tokenizer.chat_template
         return "strftime_now" in str(template) and "date_string" not in self.template_kwargs
 
     def render(self, record: Record) -> list[Document]:
-        """The documents of one record: one, or one per assistant turn.
+        """Return the documents of one record: one, or one per assistant turn.
 
         Raises:
-            RenderError: the record cannot be rendered; nothing was counted for it.
+            RenderError: the record cannot be rendered; nothing is counted for it.
         """
         if record.messages is not None:
             result = self._conversation(record)
@@ -154,17 +161,20 @@ class Renderer:
                 record,
                 "unprovable-boundaries",
                 "the template renders no assistant turn as a continuation of its generation prompt "
-                "(does it drop thinking that the prompt opens?); store such data as input_ids",
+                "(does it drop thinking that the prompt opens?); store such rows as input_ids",
             )
         if not result.documents:
-            raise render_error(record, "nothing-supervised", "generation tags leave every turn out")
+            raise render_error(record, "nothing-supervised", "no answer is in generation tags")
         ends = [d.input_ids[turn.end - 1] for d in result.documents for turn in d.turns]
         unended = sum(token not in self.eot_token_ids for token in ends)
         result.counts["turns without an end-of-turn token"] = unended
         return result
 
     def _spans_of_whole(self, chat: Chat, answers: list[int]) -> list["_Span"] | None:
-        """The supervised span of every answer in the whole, or None when one is not proven."""
+        """Return the supervised span of every answer in the whole, or None if a check fails.
+
+        `answers` are the indices of the assistant messages. Spans index the tokens of the whole.
+        """
         whole = chat.through(answers[-1])
         spans = []
         for k in answers:
@@ -182,12 +192,12 @@ class Renderer:
         return spans
 
     def _single_turn(self, chat: Chat, k: int, result: "_Result") -> None:
-        """Add the document of answer k alone, as serving produces it, or count it as dropped."""
+        """Add the document of answer k alone, as serving produces it, or count it in `dropped`."""
         prompt, through = chat.prompt(k), chat.through(k)
         ids, start, tags = through.ids, len(prompt), through.tags
         if ids[:start] != prompt:
             ids = chat.spliced(k)
-            if tags is not None:  # they are of through_k: of use is only whether the turn has any
+            if tags is not None:  # they index through_k; all that counts is whether any is set
                 supervised = any(tags[_common(through.ids, prompt) :])
                 tags = [int(supervised)] * len(ids)
         end = self._turn_end(ids, start)
@@ -198,7 +208,10 @@ class Renderer:
         result.documents.append(self._document(chat.record, ids, _tagged(tags, start, end), where))
 
     def _turn_end(self, ids: list[int], start: int) -> int:
-        """One past the end-of-turn token of the turn that begins at `start` and closes `ids`."""
+        """Return the index after the end-of-turn token of the last turn of `ids`.
+
+        That turn begins at `start`. Without an end-of-turn token, return the length of `ids`.
+        """
         end = at = len(ids)
         while at > start and (ids[at - 1] in self.eot_token_ids or self._is_blank(ids[at - 1])):
             at -= 1
@@ -212,7 +225,7 @@ class Renderer:
         return self._blank[token]
 
     def _find_end_tokens(self) -> set[int]:
-        """The eos, well-known end-of-turn tokens, and what this template puts after content."""
+        """Return the eos, known end-of-turn tokens, and the one this template puts after content."""
         vocabulary = {str(t): i for i, t in self.tokenizer.added_tokens_decoder.items()}
         found = {vocabulary[name] for name in _KNOWN_END_TOKENS if name in vocabulary}
         if self.tokenizer.eos_token_id is not None:
@@ -225,14 +238,14 @@ class Renderer:
         probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
         try:
             text = self.tokenizer.apply_chat_template(probe, tokenize=False, **self.template_kwargs)
-        except Exception:  # a template may want more than this; real records will say what
+        except Exception:  # the template may need more; the error of a real record names it
             return []
         if text.count(_PROBE) != 1:
             return []
         tail = self.tokenizer(text.partition(_PROBE)[2], add_special_tokens=False)["input_ids"]
         return [token for token in tail if token in self._added][:1]
 
-    # --- other records, and what all share ---
+    # --- other records, and parts that all records share ---
 
     def _text(self, record: Record) -> Document:
         try:
@@ -258,6 +271,7 @@ class Renderer:
             raise render_error(
                 record, "bad-token-id", f"token ids must be in 0..{self.vocab_size - 1}"
             )
+        # Indices at which the mask changes, and both ends: runs are between two of them.
         edges = [i for i in range(len(mask) + 1) if mask[i - 1 : i] != mask[i : i + 1] or i == 0]
         spans = [(a, b) for a, b in pairwise(edges) if mask[a]]
         if not spans and self.mask != "all":
@@ -284,7 +298,7 @@ _Span = tuple[int, int]
 
 @dataclass
 class _Result:
-    """What a record gave; the renderer's counters take it over once nothing can fail any more."""
+    """The outcome of a record; it is added to the renderer's counters once nothing can fail."""
 
     method: str
     documents: list[Document] = field(default_factory=list)
@@ -293,7 +307,10 @@ class _Result:
 
 
 def _tagged(tags: list[int] | None, start: int, end: int) -> list[_Span]:
-    """The span from the first tagged token on, if any; the whole span where there are no tags."""
+    """Return the span [first tagged token, end) as a list, empty if no token is tagged.
+
+    Without tags (None), return the whole span [start, end).
+    """
     if tags is None:
         return [(start, end)]
     first = next((i for i in range(start, min(end, len(tags))) if tags[i]), None)
@@ -301,6 +318,6 @@ def _tagged(tags: list[int] | None, start: int, end: int) -> list[_Span]:
 
 
 def _common(a: list[int], b: list[int]) -> int:
-    """The length of the common prefix."""
+    """Return the length of the common prefix."""
     length = min(len(a), len(b))
     return next((i for i in range(length) if a[i] != b[i]), length)

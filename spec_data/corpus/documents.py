@@ -1,8 +1,9 @@
-"""A rendered document: token ids, the turns that may be supervised, and the loss mask; all pure.
+"""A rendered document: token ids, loss mask, and the turns that may be supervised.
 
-The turns are kept beside the mask so that a trainer can apply another mask policy later without the
-target: `loss_mask == loss_mask_from_turns(len(input_ids), turns, policy)` always holds for a
-document that was not cut. Only supervisable turns are kept: a turn-by-turn document has one.
+The turns are stored beside the mask, so that a trainer can apply another mask policy later without
+the target: `loss_mask == loss_mask_from_turns(len(input_ids), turns, policy)` holds for every
+document that was not cut. Only supervisable turns are stored: a document that was rendered turn by
+turn has one. This module does no input or output.
 """
 
 from collections.abc import Sequence
@@ -13,12 +14,11 @@ from spec_data.shards.errors import ConfigError, CorpusError
 
 MaskPolicy = Literal["assistant", "last-turn", "all"]
 
-
 _NOTHING_TO_LEARN = frozenset({"no-assistant-turn", "nothing-supervised", "empty"})
 
 
 class RenderError(CorpusError):
-    """A record that gives no document; `reason` is a short slug to count it by."""
+    """A record has no document; `reason` is a short slug under which it is counted."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -26,16 +26,16 @@ class RenderError(CorpusError):
 
     @property
     def broken(self) -> bool:
-        """Whether something is wrong with the record, rather than nothing to learn from it."""
+        """Whether the record is wrong; False when it only has nothing to learn from."""
         return self.reason not in _NOTHING_TO_LEARN
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """The supervisable tokens [start, end) of a turn, the end-of-turn token included.
+    """The supervisable tokens [start, end) of a turn, including its end-of-turn token.
 
-    `role` is "assistant" in conversations, "text" for plain text, "given" for a run of ones in a
-    row's own loss mask.
+    `role` is "assistant" in conversations, "text" for plain text, and "given" for a run of ones in
+    the loss mask of a corpus row.
     """
 
     role: str
@@ -45,7 +45,11 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """One rendered document, in the token frame: `loss_mask[t]` is about `input_ids[t]`."""
+    """One rendered document in the token frame: `loss_mask[t]` belongs to `input_ids[t]`.
+
+    `source` is the name of its file or dataset as the dataset stores it; `where` names its corpus
+    row in messages.
+    """
 
     input_ids: list[int]
     loss_mask: list[int]
@@ -55,10 +59,10 @@ class Document:
 
 
 def loss_mask_from_turns(length: int, turns: Sequence[Turn], policy: str) -> list[int]:
-    """The loss mask of a document of `length` tokens under a mask policy.
+    """Return the loss mask (0 or 1 per token) of `length` tokens under a mask policy.
 
     Raises:
-        ConfigError: unknown policy, or a turn outside the document.
+        ConfigError: the policy is unknown, or a turn lies outside the document.
     """
     if policy not in get_args(MaskPolicy):
         raise ConfigError(f"mask = {policy!r}: choose from {', '.join(get_args(MaskPolicy))}")
@@ -71,7 +75,10 @@ def loss_mask_from_turns(length: int, turns: Sequence[Turn], policy: str) -> lis
 
 
 def cut_document(document: Document, length: int) -> Document:
-    """The first `length` tokens of a document, turns clipped; it may have none left."""
+    """Return the first `length` tokens of a document with its turns clipped.
+
+    Turns beyond the cut are removed; the result may have none.
+    """
     turns = tuple(
         replace(turn, end=min(turn.end, length)) for turn in document.turns if turn.start < length
     )

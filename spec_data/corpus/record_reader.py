@@ -1,27 +1,27 @@
-"""Where conversations come from: JSONL, JSON, Parquet and text files, directories, HF datasets.
+"""Read records from JSONL, JSON, Parquet and text files, directories and HF datasets.
 
-`CorpusReader` yields one `Record` per good row, in a fixed order (sources as given, the files of a
-directory sorted by path, rows as stored), and keeps one `SourceReport` per file or dataset, so that
+`CorpusReader` yields one `Record` per good row in a fixed order: sources as given, the files of a
+directory sorted by path, rows as stored. It keeps one `SourceReport` per file or dataset, and
 rows == records + bad rows always holds. Files are streamed: memory holds one row (JSONL), one
 element (a JSON list) or one row group (Parquet), never a file. Only a `.txt` file, which is one
-document, is read whole. Formats are recognised row by row (`rows.py`); the report names the
-majority and counts the others.
+document, is read whole. Formats are recognised row by row (`records.py`); the report names the
+most frequent format and counts the others.
 
-Bad rows. `on_bad_row="fail"` stops at the first. `"skip"` reports and counts each, and stops when
-more than 1 % of a file's rows are bad: at the file's end, or as soon as more than 100 rows are bad.
-The share alone counts: one bad row among fewer than 100 is more than 1 % and stops the run. A
-tolerance of "one row in a small file" would let a corpus of many small files lose any part of
-itself silently, and a small file is quickly mended.
+Bad rows. `on_bad_row="fail"` stops at the first one. `"skip"` logs and counts each, and stops when
+more than 1 % of a file's rows are bad: at the end of the file, or as soon as more than 100 rows are
+bad. Only the share counts: one bad row in a file of fewer than 100 rows is more than 1 % and stops
+the run. If one bad row were allowed in every small file, a corpus of many small files could lose
+any part of itself silently; and a small file is quickly repaired.
 
-What is wrong with a record may show only when it is rendered: `refuse` counts it, and where it is
-broken (rather than without anything to learn) it is one of the 1 %.
+Some records turn out to be broken only when they are rendered. `refuse` counts them: a broken
+record counts towards the 1 %, a record with nothing to learn from does not.
 
-A source is kept in the dataset under a name that tells nothing of this machine's directories, and
-so are the examples of bad rows; messages name files as they were given.
+The dataset stores the names of sources, and the examples of bad rows, without the directories of
+this machine. Messages name files as the user wrote them.
 
-Hashes are of the bytes on disk (compressed ones for .gz), taken in the same pass where the file is
-read from end to end (JSONL, JSON, text); Parquet is read twice. `limit` stops the records, not
-the hash, so a report identifies the file rather than the part that was used.
+Hashes cover the bytes on disk (the compressed ones for .gz). JSONL, JSON and text files are hashed
+in the pass that reads them; Parquet files are read twice. `limit` ends the records but not the
+hash, so a report identifies the whole file and not only the part that was used.
 """
 
 import logging
@@ -40,25 +40,25 @@ __all__ = ["CorpusReader", "Record", "SourceReport"]
 
 logger = logging.getLogger(__name__)
 
-_BAD_SHARE = 100  # one bad row in this many is tolerated
-_BAD_EARLY = 100  # more bad rows than this are judged before the file's end
-_EXAMPLES = 5
+_BAD_SHARE = 100  # one bad row in this many is allowed
+_BAD_EARLY = 100  # with more bad rows than this, the share is checked before the end of the file
+_EXAMPLES = 5  # bad rows that are logged and stored, per file or reason
 
 
 @dataclass(kw_only=True)
 class SourceReport:
-    """What was found in one file or dataset; complete once the reader has passed it."""
+    """The counts of one file or dataset; complete once the reader has read all of it."""
 
-    source: str  # the name kept in the dataset
-    path: str  # as it was given
+    source: str  # the name that the dataset stores
+    path: str  # as the user wrote it
     kind: str  # "jsonl", "json", "parquet", "text", "hf dataset directory", "hf dataset"
     format: str = "none"  # the format of most good rows
     formats: dict[str, int] = field(default_factory=dict)  # good rows by format
     rows: int = 0  # rows read, good and bad
     bad: int = 0
-    unrendered: int = 0  # good rows that turned out broken when they were rendered
-    bad_examples: list[str] = field(default_factory=list)  # "file:line: why" of the first few
-    sha256: str | None = None  # of the bytes, or the fingerprint of a hub dataset
+    unrendered: int = 0  # good rows that turned out to be broken when they were rendered
+    bad_examples: list[str] = field(default_factory=list)  # "file:line: reason" of the first few
+    sha256: str | None = None  # of the bytes on disk; of a Hub dataset: its fingerprint
     licence: str | None = None
 
     def __str__(self) -> str:
@@ -71,15 +71,20 @@ class CorpusReader:
     """Iterate over the records of several sources.
 
     Args:
-        sources: files, directories, or hub dataset names (`name`, `name:config`, `name@split`).
-        on_bad_row: "skip" (count, stop past 1 %) or "fail" (stop at the first).
+        sources: files, directories, or Hub dataset names (`name`, `name:config`, `name@split`).
+        on_bad_row: "skip" (count, and stop above 1 %) or "fail" (stop at the first).
         limit: stop after this many records over all sources; later sources are not opened.
-        split: the split read from HF datasets, unless `@split` says otherwise. In a plain directory
-            the files whose path names another split (`test-00000.parquet`) are left out, and said.
+        split: the split to read, unless the source has an `@split`. In a plain directory, files
+            whose path names another split (`test-00000.parquet`) are left out with a warning.
+
+    Attributes:
+        notes: the files of directories that were left out, and why.
+        reports: one per source that was opened.
+        refused: records without a document, by reason; `refused_examples` has the first of each.
 
     Raises:
-        MissingError, CorpusError, ConfigError: at once for sources that cannot be opened, while
-            iterating for bad rows and broken files.
+        MissingError, CorpusError, ConfigError: at once for sources that cannot be opened; during
+            iteration for bad rows and broken files.
     """
 
     def __init__(
@@ -97,10 +102,10 @@ class CorpusReader:
             raise ConfigError(f"limit = {limit}: expected at least 1")
         self.on_bad_row = on_bad_row
         self.limit = limit
-        self.notes: list[str] = []  # files of directories that were left out, and why
+        self.notes: list[str] = []
         self.reports: list[SourceReport] = []
-        self.refused: Counter[str] = Counter()  # records that gave no document, by reason
-        self.refused_examples: dict[str, list[str]] = {}  # the first few of each reason
+        self.refused: Counter[str] = Counter()
+        self.refused_examples: dict[str, list[str]] = {}
         self._sources = [s for name in sources for s in resolve(str(name), split, self.notes)]
         for note in self.notes:
             logger.warning("%s", note)
@@ -123,8 +128,9 @@ class CorpusReader:
             raise CorpusError(f"no usable row in {', '.join(r.path for r in self.reports)}")
 
     def _read(self, source: Source, report: SourceReport, left: int | None) -> Iterator[Record]:
+        """Yield at most `left` records of a source, then complete its report."""
         digest = Digest()
-        with closing(source.rows(digest)) as stream:  # open until the rest is hashed
+        with closing(source.rows(digest)) as stream:  # stays open until the rest is hashed
             for where, row in stream:
                 record = self._recognised(source, report, where, row)
                 if record is None:
@@ -132,13 +138,13 @@ class CorpusReader:
                 yield record
                 if report.rows - report.bad == left:
                     break
-            _judge(report)
+            _check_share(report)
             report.sha256 = digest.finish()
 
     def _recognised(
         self, source: Source, report: SourceReport, where: str, row: Any
     ) -> Record | None:
-        """Count one row; its record, or None when it is bad."""
+        """Count one row; return its record, or None if the row is bad."""
         report.rows += 1
         try:
             if isinstance(row, BadRow):
@@ -155,10 +161,10 @@ class CorpusReader:
         return record
 
     def refuse(self, error: RenderError) -> None:
-        """Count the record yielded last as one that gives no document.
+        """Count the record that was yielded last as one without a document.
 
         Raises:
-            CorpusError: the record is broken, and that is one too many.
+            CorpusError: the record is broken, and with it too many rows are bad.
         """
         report = self.reports[-1]
         self.refused[error.reason] += 1
@@ -172,22 +178,22 @@ class CorpusReader:
             logger.log(level, "row left out (%s): %s", error.reason, error)
 
     def _broken(self, report: SourceReport, message: str) -> None:
-        """Keep an example of a row that cannot be used; raise when it is one too many."""
+        """Store an example of a bad row; raise if too many rows are bad."""
         if self.on_bad_row == "fail":
             raise CorpusError(f"{message}\nfix the row, or skip bad rows with --on-bad-row skip")
         if len(report.bad_examples) < _EXAMPLES:
             report.bad_examples.append(_portable(report, message))
         if report.bad + report.unrendered > _BAD_EARLY:
-            _judge(report)
+            _check_share(report)
 
 
 def _portable(report: SourceReport, message: str) -> str:
-    """A message that begins with where a row is, without the directories of this machine."""
+    """Return a message about a row without the directories of this machine."""
     return report.source + message.removeprefix(report.path)
 
 
-def _judge(report: SourceReport) -> None:
-    """Raise when more than 1 % of the rows read so far are bad."""
+def _check_share(report: SourceReport) -> None:
+    """Raise a CorpusError if more than 1 % of the rows read so far are bad."""
     bad = report.bad + report.unrendered
     if bad * _BAD_SHARE <= report.rows:
         return
@@ -195,5 +201,5 @@ def _judge(report: SourceReport) -> None:
     raise CorpusError(
         f"{report.path}: {bad} of {report.rows} rows are bad, more than 1 %:\n  {examples}"
         "\nfix or remove these rows, convert the file to a known format, or use a chat template "
-        "that takes them"
+        "that accepts them"
     )

@@ -1,20 +1,20 @@
-"""One corpus row (a JSON object, a Parquet row) -> one `Record`: pure, no files.
+"""Turn one corpus row (a JSON object, a Parquet row) into one `Record`; no files are read here.
 
-A row is recognised by its columns, in the order of `FORMATS`; the first whose columns are present
-and not null wins, so a row with both `messages` and a ready-made `text` is a conversation. What
-cannot be understood raises `BadRow` with the reason; nothing is guessed and nothing is dropped: an
-image part or a role nobody knows makes the row bad, not shorter.
+The format of a row is recognised by its columns. The first entry of `FORMATS` whose columns are
+present and not null wins, so a row with both `messages` and a ready-made `text` is a conversation.
+A row that is not understood raises `BadRow` with the reason. Nothing is guessed and nothing is
+dropped: an image part or an unknown role makes the row bad, not shorter.
 
-Normalisation, so that one template call renders every source alike:
+Rows are normalised, so that the same template call renders every source in the same way:
 - ShareGPT speakers become OpenAI roles; content made of text parts is joined without a separator.
-- A string `prompt` / `completion` (and Alpaca's `instruction`, `input`, `output`) is a user turn
-  and an assistant turn: a draft serves a chat, not raw text. Alpaca's `input` follows its
-  instruction after a blank line; `history` pairs and a `system` column come first.
-- OpenAI tool calls carry `arguments` as a JSON string; it is parsed, as vLLM and SGLang do before
-  they apply the template. Null fields are left out (`apply_chat_template` does the same); for
-  Arrow sources at every depth, because there a struct has every key that any row has.
-- Columnar files often hold nested columns as JSON text: `messages`, `conversations`, `tools` and
-  `chat_template_kwargs` are parsed where they are strings.
+- A string `prompt` / `completion` (and Alpaca's `instruction`, `input`, `output`) becomes a user
+  turn and an assistant turn, because a draft serves chats and not raw text. Alpaca's `input`
+  follows its instruction after a blank line; `history` pairs and a `system` column come first.
+- OpenAI tool calls have `arguments` as a JSON string; it is parsed, as vLLM and SGLang do before
+  they apply the template. Null fields are left out (`apply_chat_template` does the same). In Arrow
+  sources this is done at every depth, because an Arrow struct has every key that any row has.
+- Columnar files often store nested columns as JSON text: `messages`, `conversations`, `tools` and
+  `chat_template_kwargs` are parsed if they are strings.
 """
 
 import json
@@ -29,7 +29,7 @@ _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _OPTIONAL = ("input", "history", "system", "loss_mask", "tools", "chat_template_kwargs", *_MEDIA)
 
 COLUMNS = tuple(dict.fromkeys([c for needs in _NEEDS.values() for c in needs])) + _OPTIONAL
-"""Every column that is ever looked at: columnar readers project to these."""
+"""Every column that is used; readers of columnar files read only these."""
 
 _ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")} | {
     "human": "user",
@@ -43,15 +43,16 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 class BadRow(ValueError):
-    """A row that is not usable; the message says why, the reader adds where."""
+    """A row cannot be used. The message has the reason; the reader adds the place."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One corpus row, format recognised, not tokenised: exactly one of the first three is set.
+    """One corpus row with a recognised format, not tokenised yet.
 
-    `source` names the file or dataset as its `SourceReport` does (and as the dataset will), `where`
-    the row for messages (`path:line`, or `path row N` counted from 0; the path as it was given).
+    Exactly one of `messages`, `text` and `input_ids` is set. `source` is the name of the file or
+    dataset, as in its `SourceReport` and in the dataset. `where` names the row in messages:
+    `path:line`, or `path row N` counted from 0, with the path as the user wrote it.
     """
 
     source: str
@@ -65,20 +66,23 @@ class Record:
 
 
 def recognise(row: dict[str, Any]) -> str | None:
-    """The name of the row's format, or None when no known set of columns is there."""
+    """Return the name of the row's format, or None if the row has no known set of columns."""
     return next(
         (name for name in FORMATS if all(row.get(c) is not None for c in _NEEDS[name])), None
     )
 
 
 def parse_row(row: Any, *, source: str, where: str, arrow: bool = False) -> tuple[str, Record]:
-    """Turn one row into (format name, Record).
+    """Return (format name, Record) of one row.
 
     Args:
-        arrow: the row comes from an Arrow table, so nulls inside structs mean "no such key".
+        row: the parsed row; anything but a dict is a bad row.
+        source: see `Record`.
+        where: see `Record`.
+        arrow: the row comes from an Arrow table, where a null inside a struct means "no such key".
 
     Raises:
-        BadRow: the row is of no known format, or is broken.
+        BadRow: the row has no known format, or is broken.
     """
     if not isinstance(row, dict):
         raise BadRow(f"expected an object with named columns, found {_kind(row)}")
@@ -117,7 +121,10 @@ def _conversation(kind: str, row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _side(value: Any, column: str, role: str) -> list[dict[str, Any]]:
-    """One side of a prompt+completion row: a string, one message or a list of messages."""
+    """Return the messages of one side of a prompt+completion row.
+
+    `value` is a string, one message or a list of messages.
+    """
     if isinstance(value, str):
         return [{"role": role, "content": _text(value, column)}]
     return _messages([value] if isinstance(value, dict) else value, column)
@@ -148,7 +155,7 @@ def _messages(value: Any, column: str) -> list[dict[str, Any]]:
 
 
 def _message(message: Any, name: str) -> dict[str, Any]:
-    """One message in OpenAI form (`role`, `content`, then every other key as it was)."""
+    """Return one message in OpenAI form: `role`, `content`, then every other key unchanged."""
     if not isinstance(message, dict):
         raise BadRow(f"{name} is {_kind(message)}, not a message")
     speaker = message.get("role", message.get("from"))
@@ -200,7 +207,7 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     try:
         return {**call, "arguments": json.loads(arguments)}
     except json.JSONDecodeError:
-        return call  # not JSON: some templates print the string as it is
+        return call  # not JSON: some templates print the string unchanged
 
 
 def _with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:
@@ -226,7 +233,7 @@ def _template_kwargs(value: Any) -> dict[str, Any]:
 
 
 def _from_json(value: Any, column: str) -> Any:
-    """A nested value, parsed where it is text; blank text counts as null."""
+    """Return a nested value, parsed if it is text; blank text counts as null."""
     if not isinstance(value, str):
         return value
     try:
@@ -242,7 +249,7 @@ def _given_text(value: Any) -> str:
 
 
 def _integers(row: dict[str, Any], column: str, kinds: tuple[type, ...]) -> list[int]:
-    """A column of integers; lengths and ranges are the renderer's business."""
+    """Return a column of integers; the renderer checks lengths and ranges."""
     values = row[column]
     if not isinstance(values, list) or not all(type(v) in kinds for v in values):
         raise BadRow(f"{column} is not a list of integers")
@@ -257,7 +264,7 @@ def _text(value: Any, name: str) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        raise BadRow(f"{name} holds half of a surrogate pair, which is no character") from None
+        raise BadRow(f"{name} has half of a surrogate pair, which is no character") from None
     return value
 
 

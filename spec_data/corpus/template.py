@@ -1,7 +1,7 @@
-"""One conversation under one chat template: its renders, each made at most once.
+"""Render the beginnings of one conversation with one chat template, each at most once.
 
-Every token comes from the tokenizer's own `apply_chat_template`. A template is a program written by
-strangers: whatever it raises becomes a `RenderError` of the record that it was rendering.
+Every token comes from the tokenizer's own `apply_chat_template`. A template is a program that
+strangers wrote: any exception it raises becomes a `RenderError` of the record.
 """
 
 import re
@@ -14,7 +14,7 @@ from spec_data.corpus.documents import RenderError
 from spec_data.corpus.records import Record
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-RESERVED = {  # arguments of apply_chat_template that decide what is rendered, not how
+RESERVED = {  # arguments of apply_chat_template that this module sets; users cannot set them
     *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "tokenize"),
     *("continue_final_message", "padding", "truncation", "max_length", "return_tensors"),
     *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens"),
@@ -23,16 +23,16 @@ RESERVED = {  # arguments of apply_chat_template that decide what is rendered, n
 
 @dataclass(frozen=True)
 class Rendered:
-    """Token ids of one render, and its generation tags."""
+    """The token ids of one render, and its generation tags."""
 
     ids: list[int]
-    tags: list[int] | None  # 1 at tokens inside generation tags; None for templates without
+    tags: list[int] | None  # 1 at tokens inside generation tags; None: the template has no tags
 
 
 class Chat:
     """The renders of the beginnings of one conversation.
 
-    `tagged` says that the template marks what the target generates with `{% generation %}`.
+    `tagged` is True if the template marks what the target generates with `{% generation %}`.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class Chat:
             raise render_error(
                 record,
                 "no-chat-template",
-                "the target's tokenizer has no chat template; give it one (chat_template.jinja in "
-                "its directory), or use a corpus of text or input_ids",
+                "the target's tokenizer has no chat template; add one (chat_template.jinja in its "
+                "directory), or use a corpus of text or input_ids",
             )
         try:
             template = self._tokenizer.get_chat_template(None, record.tools)
@@ -69,19 +69,19 @@ class Chat:
             return self._tokenizer.apply_chat_template(
                 self._messages[:end], tools=self.record.tools, **self._kwargs, **options
             )
-        except Exception as error:  # templates are programs: they raise whatever they like
+        except Exception as error:  # templates are programs: they can raise anything
             message = f"the chat template fails: {type(error).__name__}: {error}"
             raise render_error(self.record, "template-error", message) from error
 
     def prompt(self, k: int) -> list[int]:
-        """What serving sends to get message k."""
+        """Return the token ids that serving sends to get message k."""
         if k not in self._prompts:
             rendered = self._apply(k, add_generation_prompt=True, return_dict=True)
             self._prompts[k] = list(rendered["input_ids"])
         return self._prompts[k]
 
     def through(self, k: int) -> Rendered:
-        """The conversation up to and including message k."""
+        """Return the render of the conversation up to and including message k."""
         if k not in self._throughs:
             rendered = self._apply(
                 k + 1, return_dict=True, return_assistant_tokens_mask=self.tagged
@@ -91,7 +91,11 @@ class Chat:
         return self._throughs[k]
 
     def spliced(self, k: int) -> list[int]:
-        """prompt_k and then the rest of through_k's text tokenised alone; [] if not faithful."""
+        """Return prompt_k, then the tokens of the rest of the text of through_k, tokenised alone.
+
+        Return [] if the text of through_k does not begin with that of prompt_k, or if the joined
+        tokens decode to another text.
+        """
         prompt = self._apply(k, add_generation_prompt=True, tokenize=False)
         through = self._apply(k + 1, tokenize=False)
         if not through.startswith(prompt) or through == prompt:
@@ -103,5 +107,5 @@ class Chat:
 
 
 def render_error(record: Record, reason: str, message: str) -> RenderError:
-    """A RenderError that says which record it is about."""
+    """Return a RenderError whose message names the record."""
     return RenderError(reason, f"{record.where}: {message}")

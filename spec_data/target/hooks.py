@@ -1,7 +1,8 @@
-"""Find a causal LM's decoder blocks and head, and capture what passes through them.
+"""Find the decoder blocks and the head of a causal LM, and capture states with forward hooks.
 
-Forward hooks, not `output_hidden_states`: only the wanted layers are kept alive. Layer id k is the
-output of decoder block k, counted from 0; -1 is the embedding output (what enters block 0).
+Hooks are used instead of `output_hidden_states` because they keep only the wanted layers in memory.
+Layer id k is the output of decoder block k, counted from 0; -1 is the embedding output (the input
+of block 0).
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,15 +30,20 @@ _LAYER_PATHS = (
 
 
 def text_config(config: Any) -> Any:
-    """The decoder's own configuration (the nested one of multimodal wrappers)."""
+    """Return the configuration of the decoder: the nested one of multimodal models, else `config`.
+
+    The only definition in this package; `config` is a transformers configuration.
+    """
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
-    """The decoder blocks of a causal LM, in order (ModuleList, or ModuleDict keyed by number).
+    """Return the decoder blocks of a causal LM in order.
+
+    They are found in a ModuleList, or in a ModuleDict whose keys are numbers.
 
     Raises:
-        TargetError: no known layout matches, or the number of blocks is not the config's.
+        TargetError: no known layout matches with as many blocks as the config has.
     """
     expected = getattr(text_config(getattr(model, "config", None)), "num_hidden_layers", None)
     for path in _LAYER_PATHS:
@@ -62,7 +68,11 @@ def _ordered(container: Any) -> list[nn.Module]:
 
 
 def output_head(model: Any) -> Any:
-    """The LM head module; what enters it is the final hidden state."""
+    """Return the LM head module; its input is the final hidden state.
+
+    Raises:
+        TargetError: the model has none.
+    """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is None or getattr(head, "weight", None) is None:
         raise TargetError(f"{type(model).__name__} has no LM head; is it a causal language model?")
@@ -71,7 +81,12 @@ def output_head(model: Any) -> Any:
 
 @dataclass
 class Captured:
-    """What one forward left: raw states by layer id and the final hidden, each [B, T, H]."""
+    """The states of one forward, unshifted, in the dtype and on the device of the target.
+
+    Attributes:
+        layers: [B, T, H] per layer id.
+        final: [B, T, H], the input of the LM head.
+    """
 
     layers: dict[int, Tensor] = field(default_factory=dict)
     final: Tensor | None = None
@@ -79,13 +94,14 @@ class Captured:
 
 @contextmanager
 def capturing(model: Any, layers: Sequence[int], *, skip_head: bool = True) -> Iterator[Captured]:
-    """Capture `layers` and the head's input during forwards inside the context.
+    """Capture the outputs of `layers` and the input of the head during forwards in the context.
 
-    With `skip_head` the head sees one slot per row only, so that no [B, T, V] logits exist; the
-    model's own logits are then meaningless. Hooks are removed whatever happens.
+    With `skip_head` the head receives only the first slot of each row ([B, 1, H]), so no [B, T, V]
+    logits exist and the logits that the model returns are not usable. The hooks are removed when
+    the context ends, also after an exception.
 
     Raises:
-        TargetError: invalid layer ids (before any hook is registered).
+        TargetError: invalid layer ids (raised before any hook is registered).
     """
     blocks = decoder_layers(model)
     check_layers(layers, len(blocks))
@@ -102,7 +118,7 @@ def capturing(model: Any, layers: Sequence[int], *, skip_head: bool = True) -> I
         captured.layers[EMBEDDING] = (args[0] if args else kwargs["hidden_states"]).detach()
 
     def keep_final(_module: nn.Module, args: tuple) -> tuple | None:
-        captured.final = args[0].detach()
+        captured.final = args[0].detach()  # [B, T, H]
         return (args[0][:, :1], *args[1:]) if skip_head else None
 
     with ExitStack() as handles:
@@ -117,14 +133,18 @@ def capturing(model: Any, layers: Sequence[int], *, skip_head: bool = True) -> I
 
 
 def check_captured(captured: Captured, layers: Sequence[int], shape: tuple[int, int]) -> None:
-    """A layer that left nothing, or states of another shape, is an error, never a guess."""
+    """Check that every layer was captured and that all states have `shape` (B, T).
+
+    Raises:
+        TargetError: a layer is missing, or its states have another shape.
+    """
     missing = [k for k in layers if k not in captured.layers]
     if missing or captured.final is None:
         raise TargetError(
-            f"the forward produced no states for {missing or 'the final hidden'}; the target skips "
+            f"the forward produced no states for {missing or 'the final hidden'}: the target skips "
             "these blocks or runs them outside torch modules, so it cannot be captured"
         )
     states = {f"layer {k}": captured.layers[k] for k in layers} | {"final hidden": captured.final}
     for name, value in states.items():
         if tuple(value.shape[:2]) != shape:
-            raise TargetError(f"{name} has shape {tuple(value.shape)}, the batch is {shape}")
+            raise TargetError(f"{name} has shape {tuple(value.shape)}, but the batch is {shape}")

@@ -1,4 +1,4 @@
-"""Who the target and the tokenizer are: the hashes that decide whether data may be mixed."""
+"""Identify the target and the tokenizer by hashes, which decide whether data may be mixed."""
 
 import hashlib
 import json
@@ -13,16 +13,16 @@ from spec_data.shards.files import sha256_json
 from spec_data.target.hooks import text_config
 
 _FULL_HASH_BYTES = 4 << 30
-_SAMPLE, _SAMPLES = 1 << 16, 256
+_SAMPLE, _SAMPLES = 1 << 16, 256  # bytes per block, blocks per file
 _VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
 
 
 def resolve_model(name: str, revision: str | None = None) -> tuple[Path, str | None]:
-    """A local directory for a model directory or Hub id, and the Hub commit if there is one.
+    """Return the local directory of a model directory or Hub id, and the Hub commit (or None).
 
     Raises:
-        MissingError: neither a directory nor a model the Hub (or its local cache) has.
+        MissingError: `name` is no model directory, and neither the Hub nor its local cache has it.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -34,13 +34,13 @@ def resolve_model(name: str, revision: str | None = None) -> tuple[Path, str | N
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise MissingError(
-            f"{name}: not a directory here, and the Hub does not give it: {reason}"
+            f"{name}: not a directory here, and not available from the Hub: {reason}"
         ) from None
     return Path(snapshot), Path(snapshot).name
 
 
 def config_hash(directory: Path) -> str:
-    """Hash of config.json without the fields that change when a model is merely saved again."""
+    """Return the hash of config.json without the fields that change when a model is saved again."""
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -49,10 +49,14 @@ def config_hash(directory: Path) -> str:
 
 
 def weights_hash(directory: Path) -> str:
-    """Hash of the safetensors files: whole up to 4 GB, beyond that 256 blocks of each file.
+    """Return the hash of the safetensors files of a model directory.
 
-    The prefix says which. Sampled hashes cover each file's header and size, so renamed, re-sharded
-    or re-quantised weights never pass for the same.
+    Up to 4 GB the whole files are hashed ("sha256:..."), above that 256 blocks of 64 KiB of each
+    file ("sampled-sha256:..."). A sampled hash covers the header, name and size of each file, so
+    renamed, re-sharded or re-quantised weights never count as the same.
+
+    Raises:
+        TargetError: there are no safetensors files.
     """
     files = sorted(directory.glob("*.safetensors"))
     if not files:
@@ -74,9 +78,13 @@ def weights_hash(directory: Path) -> str:
 
 
 def target_identity(name: str, directory: Path, commit: str | None, config: Any) -> dict[str, Any]:
-    """The manifest's `target` before it is loaded; `config` is its transformers configuration.
+    """Return the manifest's `target`, without loading any weights.
 
-    Local paths are reduced to their last name.
+    Args:
+        name: the target as the user wrote it; a local path is stored as its last part only.
+        directory: the resolved model directory.
+        commit: the Hub commit, None for a local directory.
+        config: the transformers configuration of the target.
     """
     text = text_config(config)
     quantization: Any = getattr(config, "quantization_config", None)
@@ -96,7 +104,7 @@ def target_identity(name: str, directory: Path, commit: str | None, config: Any)
 
 
 def tokenizer_identity(tokenizer: Any, template_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The manifest's `tokenizer`: hashes of vocabulary and chat template, the template's kwargs."""
+    """Return the manifest's `tokenizer`: hashes of vocabulary and chat template, and the kwargs."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         vocabulary = json.loads(backend.to_str())

@@ -1,7 +1,15 @@
-"""How a packed row is told to a model: the candidate forms of its attention mask.
+"""The forms in which a model can be told that a row of its batch is a pack of documents.
 
-No form is right for every family (one 4-D mask removes the sliding window of some, position ids
-alone leak in others), so each is a candidate that `isolation.py` proves or rejects on real packs.
+No form is right for every family: one 4-D mask for all layers removes the sliding window of some
+families, and with position ids alone others let documents see each other. So each form is only a
+candidate, which `proofs.py` accepts or rejects on real packs.
+
+    mask-per-layer-type   one block-causal mask per attention type, with its sliding window
+    block-causal-window   one block-causal mask with the sliding window for all layers
+    block-causal          one block-causal mask without a window
+    position-ids          no mask; position ids restart at each document
+    rows                  no packing: one document per row, several right-padded rows per batch
+    single                no packing: one document per batch
 """
 
 from typing import Any
@@ -19,7 +27,10 @@ _PLAIN = {"full_attention"}
 
 
 def mask_forms(config: Any, attn: str) -> list[str]:
-    """Candidate forms for a model, most specific first; one document per row comes last."""
+    """Return the candidate forms for a model, the most specific first, unpacked forms last.
+
+    `config` is the transformers configuration, `attn` the attention implementation.
+    """
     text = text_config(config)
     forms = []
     if attn in ("sdpa", "eager"):
@@ -35,15 +46,27 @@ def mask_forms(config: Any, attn: str) -> list[str]:
 def packed_mask(
     form: str, config: Any, attn: str, document_ids: Tensor, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """The `attention_mask` argument of a packed forward in this form.
+    """Return the `attention_mask` keyword argument of a packed forward in this form.
 
-    `document_ids` is [B, T] on the model's device. sdpa takes booleans, eager takes additive masks.
+    Args:
+        form: one of the packed forms.
+        config: the transformers configuration.
+        attn: "sdpa" receives bool masks (True: may attend), others additive masks in `dtype`.
+        document_ids: int64 [B, T] on the device of the model, -1 in padding.
+        dtype: dtype of the model.
+
+    Returns:
+        {"attention_mask": mask}. The mask is [B, 1, T, T], or a dict of such masks by attention
+        type, or None for position ids alone.
+
+    Raises:
+        ValueError: `form` is not a packed form.
     """
     text = text_config(config)
     window = getattr(text, "sliding_window", None)
 
     def mask(span: int | None) -> Tensor:
-        seen = block_causal_mask(document_ids, span)
+        seen = block_causal_mask(document_ids, span)  # bool [B, 1, T, T]
         if attn == "sdpa":
             return seen
         blocked = torch.zeros(seen.shape, dtype=dtype, device=seen.device)

@@ -1,4 +1,4 @@
-"""Conversations and the documents that they must become, written out by hand.
+"""Conversations and the documents that they must become, written by hand.
 
 A document is its text, with the supervised parts in «».
 """

@@ -1,9 +1,9 @@
 """Small tokenizers and chat templates that behave like the real ones, made offline.
 
-Each template copies one family's behaviour, not its text: what it does with the system message,
-with earlier thinking, with white space, at the end of a turn. `tokenizer(name)` gives the family's
-template on a byte-level BPE that merges newlines and cuts words as Qwen's and Llama-3's do, or, for
-Mistral, on a Metaspace one like SentencePiece's.
+Each template copies the behaviour of one family, not its text: what it does with the system
+message, with earlier thinking, with white space, and at the end of a turn. `tokenizer(name)` returns
+a tokenizer with the template of the family `name`: a byte-level BPE that merges newlines and cuts
+words like those of Qwen and Llama-3, or, for Mistral, a Metaspace BPE like SentencePiece's.
 """
 
 from functools import lru_cache
@@ -243,7 +243,7 @@ _PLAIN_ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 @lru_cache
 def _backend(kind: str) -> str:
-    """A trained tokenizer as JSON; "bytes" or "metaspace"."""
+    """Train a tokenizer ("bytes" or "metaspace") and return it as JSON."""
     if kind == "bytes":
         backend = Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -281,7 +281,7 @@ def _backend(kind: str) -> str:
 
 
 def tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """A fresh tokenizer with the template of the family `name`."""
+    """Return a new tokenizer with the template of the family `name`."""
     template, eos = TEMPLATES[name]
     kind = "metaspace" if name == "mistral" else "bytes"
     result = PreTrainedTokenizerFast(

@@ -1,7 +1,7 @@
-"""The laws of rendering, for templates that behave like Llama-3's, Qwen's, Mistral's, Gemma's...
+"""The rules of rendering, for templates that behave like those of Llama-3, Qwen, Mistral, Gemma...
 
-Expected documents (`chat_cases`) are text with the supervised parts in «»; `expect` tokenises the
-text and marks tokens by their character offsets, a route that shares nothing with the renderer's.
+Expected documents (`chat_cases`) are text with the supervised parts in «». `expect` tokenises the
+text and marks tokens by their character offsets; it shares no code with the renderer.
 """
 
 import logging
@@ -31,7 +31,7 @@ def chat(*messages, **more):
 
 
 def expect(tok, marked):
-    """(input_ids, loss_mask) of a text whose supervised parts stand in «»."""
+    """Return (input_ids, loss_mask) of a text whose supervised parts are in «»."""
     text, supervised, inside = "", [], False
     for char in marked:
         if char in "«»":
@@ -48,7 +48,7 @@ def expect(tok, marked):
 
 
 def prompt_ids(tok, messages, tools=None, **kwargs):
-    """What serving sends."""
+    """Return the token ids that serving sends."""
     rendered = tok.apply_chat_template(messages, tools=tools, add_generation_prompt=True, **kwargs)
     return list(rendered["input_ids"])
 
@@ -58,7 +58,7 @@ def supervised_texts(tok, document):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_documents_and_masks_are_those_written_out(name):
+def test_documents_and_masks_are_the_expected_ones(name):
     family, messages, kwargs, tools, expected = CASES[name]
     tok = tokenizer(family)
     renderer = Renderer(tok, template_kwargs=kwargs)
@@ -98,8 +98,9 @@ PIECES = (
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_random_conversations_keep_the_laws(family):
-    """Prompts as served, supervised text = content + end, whatever headers the content quotes."""
+def test_random_conversations_follow_the_rules(family):
+    """Prompts are those of serving, and supervised text is content + end, even if the content
+    quotes headers."""
     tok, draw = tokenizer(family), random.Random(family)
     renderer = Renderer(tok)
     end = {"llama3": "<|eot_id|>", "mistral": "</s>", "phi3": "<|end|>", "odd-end": "<|stop|>"}
@@ -123,7 +124,7 @@ def test_random_conversations_keep_the_laws(family):
 
 
 def test_a_boundary_inside_a_merged_token_is_detected_and_split_as_text():
-    """The thinking prompt ends in a newline that the whole merges with the next one."""
+    """The thinking prompt ends in a newline; in the whole it merges with the next newline."""
     tok = tokenizer("thinking")
     renderer = Renderer(tok)
     (document,) = renderer.render(chat(user("a"), answer("B")))
@@ -147,7 +148,7 @@ def test_a_turn_that_does_not_continue_its_prompt_is_refused():
 
 
 def test_turns_that_only_the_next_header_ends():
-    """GLM: told that <|user|> ends a turn, it is supervised where the whole has it."""
+    """GLM: if <|user|> is an end-of-turn token, it is supervised where the whole has it."""
     tok = tokenizer("glm")
     header = tok.convert_tokens_to_ids("<|user|>")
     renderer = Renderer(tok, eot_token_ids=[header])
@@ -160,7 +161,7 @@ def test_turns_that_only_the_next_header_ends():
 
 
 @pytest.mark.parametrize("thinking", [True, False])
-def test_row_template_kwargs_win(thinking):
+def test_template_kwargs_of_a_row_override_those_of_the_run(thinking):
     tok = tokenizer("qwen3")
     renderer = Renderer(tok, template_kwargs={"enable_thinking": not thinking})
     record = chat(*TWO[:2], template_kwargs={"enable_thinking": thinking})
@@ -258,7 +259,7 @@ def test_last_turn_of_a_rewriting_template_is_one_document():
     assert len(everything) == 2 and document == everything[-1]
 
 
-def test_loss_mask_from_turns_refuses_nonsense():
+def test_loss_mask_from_turns_checks_its_arguments():
     turn = Turn(role="assistant", start=2, end=5)
     assert loss_mask_from_turns(6, [turn], "assistant") == [0, 0, 1, 1, 1, 0]
     assert loss_mask_from_turns(6, [], "last-turn") == [0] * 6
@@ -282,7 +283,7 @@ def given(ids, mask=None):
     return Record(source="s", where="s:1", input_ids=ids, loss_mask=mask)
 
 
-def test_input_ids_are_taken_as_they_are():
+def test_input_ids_are_stored_unchanged():
     renderer = Renderer(tokenizer("chatml"))
     (document,) = renderer.render(given([5, 6, 7, 8, 9], [1, 0, 1, 1, 0]))
     assert document.input_ids == [5, 6, 7, 8, 9]
@@ -317,7 +318,7 @@ def test_cutting_keeps_the_head_and_clips_turns():
     assert document.turns == (Turn(role="assistant", start=first.start, end=first.start + 2),)
 
 
-def test_a_template_that_prints_the_date_is_said(caplog):
+def test_a_template_that_prints_the_date_causes_a_warning(caplog):
     tok = tokenizer("chatml")
     tok.chat_template = "{{- strftime_now('%Y') }}" + tok.chat_template
     with caplog.at_level(logging.WARNING):

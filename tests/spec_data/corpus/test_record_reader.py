@@ -65,7 +65,7 @@ def test_parquet_is_read_in_order_and_projected(tmp_path):
         read(path)
 
 
-def test_nulls_that_arrow_adds_to_structs_are_no_keys(tmp_path):
+def test_nulls_that_arrow_adds_to_structs_are_removed(tmp_path):
     path = tmp_path / "a.parquet"
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     tools = [{"name": "w", "city": "Paris"}, {"name": "v", "unit": "C"}]
@@ -124,7 +124,7 @@ def test_save_to_disk_directories(tmp_path):
 
 @pytest.fixture
 def local_hub(tmp_path, monkeypatch):
-    """`datasets.load_dataset("me/chats")` without a hub: the name leads to a local builder."""
+    """`datasets.load_dataset("me/chats")` without the Hub: the name resolves to a directory."""
     directory = tmp_path / "repo"
     directory.mkdir()
     write_jsonl(directory / "train.jsonl", rows(4))
@@ -180,7 +180,7 @@ def test_unknown_files_and_settings_are_refused(tmp_path):
         CorpusReader([str(tmp_path)], limit=0)
 
 
-def test_names_kept_do_not_depend_on_how_a_path_is_written(tmp_path, monkeypatch):
+def test_stored_names_do_not_depend_on_how_a_path_is_written(tmp_path, monkeypatch):
     (tmp_path / "chats").mkdir()
     write_jsonl(tmp_path / "chats" / "a.jsonl", rows(1))
     monkeypatch.chdir(tmp_path / "chats")
@@ -219,7 +219,7 @@ def test_more_than_one_percent_bad_stops_even_small_files(tmp_path, good):
         read(path)
 
 
-def test_a_hopeless_file_is_given_up_before_its_end(tmp_path):
+def test_a_file_with_many_bad_rows_is_not_read_to_its_end(tmp_path):
     path = tmp_path / "a.jsonl"
     write_jsonl(path, [*rows(200), *["{"] * 5000])
     with pytest.raises(CorpusError, match="101 of 301 rows are bad"):
@@ -258,7 +258,7 @@ def test_a_corpus_without_rows_is_an_error(tmp_path):
 
 
 def refused(path, reason, every, **options):
-    """Read `path`, refusing one record in `every`."""
+    """Read `path` and refuse one record in `every`."""
     reader = CorpusReader([str(path)], **options)
     for i, record in enumerate(reader):
         if i % every == every - 1:

@@ -1,4 +1,4 @@
-"""Every format of row becomes the same record, and what is no row says why."""
+"""Rows of every format become the same record, and a bad row has a reason."""
 
 import json
 
