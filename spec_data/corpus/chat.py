@@ -225,7 +225,7 @@ class Renderer:
         return self._blank[token]
 
     def _find_end_tokens(self) -> set[int]:
-        """Return the eos, known end-of-turn tokens, and the one this template puts after content."""
+        """Return the eos, known end-of-turn tokens, and the one that this template writes."""
         vocabulary = {str(t): i for i, t in self.tokenizer.added_tokens_decoder.items()}
         found = {vocabulary[name] for name in _KNOWN_END_TOKENS if name in vocabulary}
         if self.tokenizer.eos_token_id is not None:

@@ -1,7 +1,8 @@
 """Room: everything that touches the target model.
 
-Loads the model, finds its decoder blocks and its head, captures states with forward hooks, builds
-the attention masks that keep packed documents apart, and proves both the masks and the head.
+Loads the model, finds its decoder blocks and its head, captures states with forward hooks, and
+builds the attention masks that keep packed documents apart. Before anything is stored it proves
+that the masks isolate documents and that the head is described correctly.
 
 May import: spec_data.shards, spec_data.devices.
 """

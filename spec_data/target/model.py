@@ -1,8 +1,9 @@
-"""The target: load it, capture it, describe its head as data.
+"""Load the target, capture its states, and describe its head as data.
 
-The only module that runs a target. A forward gives raw states of the chosen layers and the head's
-input; logits are derived from the latter with the head described as data (and proven to be the
-model's own by `prove_head`), so no [B, T, V] tensor exists unless full logits are asked for.
+The only module that runs a target. A forward returns the raw states of the chosen layers and the
+input of the head. Logits are computed from that input with the head described as data, which
+`prove_head` compares with the model's own logits. So no [B, T, V] tensor exists unless full logits
+are requested. Shapes: B rows, T slots of a row, H hidden size, V vocabulary size.
 """
 
 import inspect
@@ -31,7 +32,8 @@ from spec_data.target.mask_forms import ROWS, SINGLE, mask_forms, packed_mask
 from spec_data.target.proofs import prove_isolation
 from spec_data.target.target_batch import TargetBatch
 
-# Largest block of float32 logits held at once: what a CPU keeps in its cache, what fills a GPU.
+# Largest block of float32 logits in memory: small enough for the cache of a CPU, large enough to
+# keep a GPU busy.
 _LOGIT_BYTES = {"cpu": 8 << 20}
 _LOGIT_BYTES_OF_DEVICES = 256 << 20
 
@@ -39,17 +41,22 @@ _LOGIT_BYTES_OF_DEVICES = 256 << 20
 def load_model(
     path: str, *, dtype: str = "auto", device: str = "auto", attn: str = "auto", trust: bool = False
 ) -> Any:
-    """Load a causal LM from a local directory in evaluation mode.
+    """Load a causal LM in evaluation mode, without gradients, on `device`.
 
-    `attn` "auto" is sdpa, or what the family supports.
+    Args:
+        path: a local model directory or a Hub id.
+        dtype: a name such as "bfloat16"; "auto" is the dtype of the checkpoint.
+        device: "auto", "cpu", "cuda", ...
+        attn: the attention implementation; "auto" is sdpa, or what the family supports.
+        trust: run the code that comes with the model (`trust_remote_code`).
 
     Raises:
-        TargetError: not a causal LM this transformers release can load.
+        TargetError: not a decoder-only causal LM that this transformers release can load.
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
         if getattr(config, "is_encoder_decoder", False):
-            raise TargetError(f"{path}: an encoder-decoder model; drafts need a decoder-only one")
+            raise TargetError(f"{path}: an encoder-decoder model; drafts need a decoder-only model")
         model = AutoModelForCausalLM.from_pretrained(
             path,
             dtype="auto" if dtype == "auto" else DTYPES[dtype],
@@ -62,7 +69,7 @@ def load_model(
 
 
 def describe_head(model: Any) -> HeadSpec:
-    """The head as data, read from the module and the config fields that scale or cap logits."""
+    """Return the head as data, from its module and the config fields that scale or cap logits."""
     head, config = output_head(model), text_config(model.config)
     vocab_size, hidden_size = head.weight.shape
     scale = 1.0
@@ -135,12 +142,17 @@ class Target:
         trust_remote_code: bool = False,
         **options: Any,
     ) -> "Target":
-        """Load a model directory (or Hub id) and wrap it."""
+        """Load a model directory (or Hub id) and wrap it.
+
+        Args:
+            path, dtype, device, attn, trust_remote_code: see `load_model`.
+            layers, options: see the constructor.
+        """
         model = load_model(path, dtype=dtype, device=device, attn=attn, trust=trust_remote_code)
         return cls(model, layers, **options)
 
     def get_input_embeddings(self) -> nn.Module:
-        """The target's input embedding module."""
+        """Return the input embedding module of the target."""
         return self.model.get_input_embeddings()
 
     @torch.no_grad()
@@ -153,10 +165,21 @@ class Target:
         *,
         full_logits: bool = False,
     ) -> tuple[Captured, Tensor | None]:
-        """One forward under hooks: raw states [B, T, H] per layer and the head's input.
+        """Run one forward under hooks; return the captured states and the model's own logits.
 
-        All inputs int64 [B, T] on the CPU. `form` is a packed mask form, or None for one document
-        per row (right-padded, 2-D mask). With `full_logits` also the model's own logits [B, T, V].
+        Args:
+            input_ids: int64 [B, T], on any device, like the next two.
+            document_ids: int64 [B, T], -1 in padding.
+            position_ids: int64 [B, T], restarting at 0 in each document.
+            form: a packed mask form, or None for one document per row (right-padded, 2-D mask).
+            full_logits: run the head on every slot and return its logits.
+
+        Returns:
+            The states [B, T, H] per layer and the input of the head [B, T, H], and the logits
+            [B, T, V] or None; all on the device of the target.
+
+        Raises:
+            TargetError: the target does not produce the states of a layer.
         """
         ids, documents = input_ids.to(self.device), document_ids.to(self.device)
         real = documents >= 0
@@ -173,7 +196,10 @@ class Target:
         return captured, output.logits if full_logits else None
 
     def logits_of(self, final: Tensor, ids: Tensor | None = None) -> Tensor:
-        """Logits of final hidden states [..., H], through the head as data, in its dtype."""
+        """Compute logits [..., V] of final hidden states [..., H], in the dtype of the head.
+
+        With `ids`, int64 [Vd], compute the logits [..., Vd] of these token ids only.
+        """
         head = output_head(self.model)
         weight, bias = head.weight, getattr(head, "bias", None)
         if ids is not None:
@@ -182,12 +208,14 @@ class Target:
         return apply_head(final.to(weight.dtype), weight, bias, self.head)
 
     def logit_chunks(self, tokens: int) -> list[slice]:
-        """Slices of a token axis so that one block of float32 logits stays small (8 or 256 MB)."""
+        """Return slices of an axis of `tokens` tokens, so that float32 logits [n, V] of a slice
+        take at most 8 MB on a CPU and 256 MB elsewhere.
+        """
         limit = _LOGIT_BYTES.get(self.device.type, _LOGIT_BYTES_OF_DEVICES)
         step = max(1, limit // (4 * self.head.vocab_size))
         return [slice(a, min(a + step, tokens)) for a in range(0, tokens, step)]
 
-    @torch.no_grad()  # not inference_mode: a trainer's autograd must be able to keep these tensors
+    @torch.no_grad()  # not inference_mode: autograd of a trainer must be able to save these tensors
     def generate_batch(
         self,
         input_ids: Tensor,
@@ -197,17 +225,21 @@ class Target:
         seq_lens: Sequence[Sequence[int]] | Tensor | None = None,
         doc_remaining: Tensor | None = None,
     ) -> TargetBatch:
-        """Run the target and give what a trainer takes.
+        """Run the target and return the tensors that a trainer needs.
 
         Args:
-            input_ids, attention_mask, loss_mask: [B, T], unshifted, right-padded.
-            position_ids: int64 [B, T]; restarts per document. Derived when absent.
-            seq_lens: document lengths per row (a [B, D] tensor may be zero-padded): packed rows
-                with a block-causal mask. None: one document per row with the plain 2-D mask.
-            doc_remaining: int64 [B, T]; derived when absent.
+            input_ids: int64 [B, T], unshifted, right-padded.
+            attention_mask: bool or int [B, T], nonzero at real tokens.
+            loss_mask: bool or int [B, T], unshifted.
+            position_ids: int64 [B, T], restarting at 0 in each document. Default: derived.
+            seq_lens: document lengths per row, for packed rows with a block-causal mask; a [B, D]
+                tensor may be zero-padded. None: one document per row with the plain 2-D mask.
+            doc_remaining: int64 [B, T], real tokens after each slot in its document. Default:
+                derived.
 
         Raises:
-            TargetError: shapes that do not fit, documents that do not fill the attention mask.
+            TargetError: shapes that do not match, documents that do not fill the attention mask,
+                rows that are not right-padded, or a target that leaks between packed documents.
         """
         lengths, document_ids, positions = _layout(input_ids, attention_mask, seq_lens)
         positions = positions if position_ids is None else position_ids
@@ -232,7 +264,10 @@ class Target:
         )
 
     def _packed_form(self, input_ids: Tensor, lengths: list[list[int]]) -> str:
-        """The mask form of packed rows, proven on the first batch that could tell a leak."""
+        """Return the mask form of packed rows, proven on the first batch that can show a leak.
+
+        `input_ids` is int64 [B, T]; `lengths` has the document lengths of each row.
+        """
         if self.mask_form is None:
             rows = [
                 ids.cpu().split([*row, ids.shape[0] - sum(row)])
@@ -245,27 +280,32 @@ class Target:
             elif any(len(row) > 1 for row in lengths):
                 raise TargetError(
                     f"{type(self.model).__name__} carries state from one packed document into the "
-                    "next under every mask; give one document per row (seq_lens=None)"
+                    "next under every mask; pass one document per row (seq_lens=None)"
                 )
             else:
-                return mask_forms(self.config, self.attn)[0]  # a document per row: nothing to leak
+                return mask_forms(self.config, self.attn)[0]  # one document per row cannot leak
         return self.mask_form
 
     def _supervise(
         self, captured: Captured, logits: Tensor | None, document_ids: Tensor
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """The shifted supervision tensors and the shifted full-vocabulary argmax."""
+        """Return the shifted supervision tensors and the shifted argmax, int64 [B, T].
+
+        `logits` is [B, T, V] or None, `document_ids` int64 [B, T]. The argmax covers the full
+        vocabulary. See `TargetBatch` for the tensors.
+        """
         final = captured.final
         if final is None:
             raise TargetError("no final hidden was captured")
+        # [B * T, H], or [B * T, V] where the logits exist already
         flat = final.flatten(0, 1) if logits is None else logits.flatten(0, 1)
         argmax = flat.new_zeros(flat.shape[0], dtype=torch.long)
         probs = []
         for part in self.logit_chunks(len(flat)):
-            block = flat[part] if logits is not None else self.logits_of(flat[part])
+            block = flat[part] if logits is not None else self.logits_of(flat[part])  # [n, V]
             argmax[part] = block.argmax(-1)
             if self.draft_vocabulary is not None:
-                chosen = block[:, self.draft_vocabulary.to(block.device)]
+                chosen = block[:, self.draft_vocabulary.to(block.device)]  # [n, Vd]
                 probs.append(chosen.float().softmax(-1))
         argmax = shift_left(argmax.view(document_ids.shape), document_ids)
         if logits is not None:
@@ -273,8 +313,8 @@ class Target:
         if self.draft_vocabulary is None:
             return {"final_hidden": shift_left(final, document_ids)}, argmax
         inside = torch.isin(argmax, self.draft_vocabulary.to(argmax.device))
-        ends = shift_left((document_ids >= 0), document_ids)
-        target_probs = torch.cat(probs).view(*document_ids.shape, -1)
+        ends = shift_left((document_ids >= 0), document_ids)  # False at the last slot of a document
+        target_probs = torch.cat(probs).view(*document_ids.shape, -1)  # [B, T, Vd]
         return {
             "target_probs": shift_left(target_probs, document_ids),
             "position_mask": inside & ends,
@@ -284,11 +324,16 @@ class Target:
 def _layout(
     input_ids: Tensor, attention_mask: Tensor, seq_lens: Sequence[Sequence[int]] | Tensor | None
 ) -> tuple[list[list[int]], Tensor, Tensor]:
-    """Document lengths per row, document ids and position ids of a batch, checked."""
+    """Return document lengths per row, document ids and position ids of a batch, int64 [B, T].
+
+    Raises:
+        TargetError: shapes differ, lengths do not add up to the attention mask, or a row is not
+            right-padded.
+    """
     if input_ids.shape != attention_mask.shape:
         raise TargetError(
             f"input_ids {tuple(input_ids.shape)} and attention_mask "
-            f"{tuple(attention_mask.shape)} must have one shape"
+            f"{tuple(attention_mask.shape)} must have the same shape"
         )
     used = attention_mask.bool().sum(1).tolist()
     if seq_lens is None:

@@ -1,13 +1,14 @@
-"""Proofs that run before the first shard: packing changes no captured state, and the head is known.
+"""Prove, before the first shard, that packing changes no captured state and that the head is known.
 
-Isolation: for each candidate mask form the proof documents are captured packed and alone. Every
-captured column must agree, per document, up to the noise of the arithmetic, which is measured as
-the difference between two batch shapes of the plain forward. A leak or a lost sliding window
-changes states by tens of per cent; noise is a thousandth to a few per cent, depending on the dtype.
-Families that agree in no packed form (recurrent layers, missing kernels) are captured one document
-per row.
+Isolation: the proof documents are captured packed, in each candidate mask form, and alone. Every
+captured column must agree per document up to the rounding noise. The noise is measured as the
+difference between two batch shapes of the plain forward. A leak or a lost sliding window changes
+states by tens of per cent; noise is 0.1 % to a few per cent, depending on the dtype. Families that
+agree in no packed form (recurrent layers, missing kernels) are captured one document per row.
 
 Head: the head described as data must return the model's own logits.
+
+Shapes: T_d tokens of document d, B rows, T slots of a row, C captured columns, H hidden size.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from spec_data.shards.packing import pack_documents, row_layout
 from spec_data.target.hooks import Captured
 from spec_data.target.mask_forms import ROWS, SINGLE, mask_forms
 
-# Largest believable rounding difference of one document's states, relative, by dtype.
+# Largest plausible rounding difference of the states of one document, relative, by dtype.
 _FLOOR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 _NOISE_FACTOR = 4.0
 # Largest error of the head as data, relative to the largest logit of a token: two roundings of the
@@ -31,7 +32,7 @@ _HEAD_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-
 
 
 class Capturer(Protocol):
-    """What the proofs need of a target; `spec_data.target.model.Target` is one."""
+    """The part of a target that the proofs need; `spec_data.target.model.Target` has it."""
 
     model: Any
     config: Any
@@ -48,7 +49,9 @@ class Capturer(Protocol):
         *,
         full_logits: bool = False,
     ) -> tuple[Captured, Tensor | None]:
-        """Run one forward: captured states, and the model's own logits where asked for."""
+        """Run one forward; return the captured states [B, T, H] and the model's own logits
+        [B, T, V] (None unless `full_logits`). All inputs are int64 [B, T].
+        """
 
     def logits_of(self, final: Tensor, ids: Tensor | None = None) -> Tensor:
         """Compute logits [..., V] of final hidden states [..., H] through the head as data."""
@@ -56,7 +59,16 @@ class Capturer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class IsolationProof:
-    """Which form was chosen, and the largest relative difference of a document per candidate."""
+    """The chosen mask form, and the measurements that it was chosen by.
+
+    Attributes:
+        form: the chosen form.
+        tolerance: largest allowed relative difference.
+        noise: measured relative difference between two batch shapes of the plain forward.
+        differences: per candidate, the largest relative difference of a document, or the reason
+            why the form could not run.
+        documents: number of proof documents; longest: tokens of the longest one.
+    """
 
     form: str
     tolerance: float
@@ -66,13 +78,16 @@ class IsolationProof:
     longest: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for the manifest."""
+        """Return plain values for the manifest."""
         return asdict(self)
 
 
 def proof_documents(lengths: Sequence[int], pack_length: int, budget: int = 4096) -> list[int]:
-    """Documents to prove with: the longest one (it tests sliding windows), the shortest ones (they
-    share rows wherever any two documents can), and the first ones that still fit the budget.
+    """Return the indices of the documents to prove with, ascending; at most 64.
+
+    They are the longest one (it tests sliding windows), the eight shortest ones (they share a pack
+    if any two documents can), and the first ones within a budget of max(budget, 2 * pack_length)
+    tokens.
     """
     order = sorted(range(len(lengths)), key=lambda d: (lengths[d], d))
     chosen = {order[-1], *order[:8]}
@@ -91,20 +106,24 @@ def prove_isolation(
 ) -> IsolationProof:
     """Choose the first mask form whose packed capture equals the capture of each document alone.
 
-    `documents` are int64 token ids [T_d]. `packing` "auto" tries every form; "rows" skips the
-    packed ones; another value must be a form's name and is proven or refused.
+    Args:
+        target: the model under hooks.
+        documents: token ids, int64 [T_d] each.
+        pack_length: tokens that a pack holds.
+        packing: "auto" tries every form, "rows" only the unpacked ones; any other value is the name
+            of a form, which is either proven or refused.
 
     Raises:
-        TargetError: a named form that does not isolate documents.
-        RunError: not even rows of one document agree with documents alone.
+        TargetError: the named form does not isolate documents.
+        RunError: no form agrees with documents alone, not even one document per row.
     """
-    alone = [_capture_rows(target, [ids], None)[0] for ids in documents]
+    alone = [_unpacked(target, [ids])[0] for ids in documents]
     noise = _largest(alone, _in_padded_rows(target, documents))
     floor = _FLOOR.get(target.dtype, 3e-2)
     tolerance = max(_NOISE_FACTOR * min(noise, floor), floor)
     candidates = mask_forms(target.config, target.attn)
-    if packing == "auto" and not _shares_rows(documents, pack_length):
-        packing = "rows"  # no two of the shortest fit a row: a packed form would prove nothing
+    if packing == "auto" and not _shares_packs(documents, pack_length):
+        packing = "rows"  # no two documents share a pack, so a packed form would prove nothing
     if packing == "rows":
         candidates = [ROWS, SINGLE]
     elif packing != "auto":
@@ -122,15 +141,19 @@ def prove_isolation(
                 documents=len(documents),
                 longest=max(map(len, documents)),
             )
-    told = ", ".join(f"{k}: {v}" for k, v in differences.items())
+    found = ", ".join(f"{k}: {v}" for k, v in differences.items())
     if packing not in ("auto", "rows"):
-        raise TargetError(f"--packing {packing} does not isolate documents ({told}); use auto")
-    raise RunError(f"no way to capture documents apart was found ({told}, allowed {tolerance:.1e})")
+        raise TargetError(f"--packing {packing} does not isolate documents ({found}); use auto")
+    raise RunError(
+        f"no mask form isolates documents of this target ({found}, allowed {tolerance:.1e}); try "
+        "--dtype float32 or --attn eager"
+    )
 
 
-def _shares_rows(documents: Sequence[Tensor], pack_length: int) -> bool:
-    rows = pack_documents([len(ids) for ids in documents], pack_length)
-    return any(len(row) > 1 for row in rows)
+def _shares_packs(documents: Sequence[Tensor], pack_length: int) -> bool:
+    """Return whether any pack holds more than one document."""
+    packs = pack_documents([len(ids) for ids in documents], pack_length)
+    return any(len(pack) > 1 for pack in packs)
 
 
 def _difference(
@@ -141,7 +164,10 @@ def _difference(
     pack_length: int,
     noise: float,
 ) -> float | str:
-    """Largest relative difference of a document in this form, or why it cannot run."""
+    """Return the largest relative difference of a document in this form, or why it cannot run.
+
+    `alone` holds the states of each document alone, float32 [T_d, C, H].
+    """
     if form == SINGLE:
         return 0.0
     if form == ROWS:
@@ -151,59 +177,62 @@ def _difference(
     except (TargetError, RunError):
         raise
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
-        return f"the family does not take it ({type(error).__name__})"
+        return f"the family does not accept it ({type(error).__name__})"
 
 
-def _capture_rows(target: Capturer, rows: Sequence[Tensor], form: str | None) -> list[Tensor]:
-    """States [T_d, columns*H] of documents, one per right-padded row."""
-    lengths = [[len(ids)] for ids in rows]
-    width = max(len(ids) for ids in rows)
-    input_ids = torch.zeros(len(rows), width, dtype=torch.long)
-    for b, ids in enumerate(rows):
+def _unpacked(target: Capturer, documents: Sequence[Tensor]) -> list[Tensor]:
+    """Capture documents (int64 [T_d]) in right-padded rows; return float32 [T_d, C, H] each."""
+    lengths = [[len(ids)] for ids in documents]
+    width = max(len(ids) for ids in documents)
+    input_ids = torch.zeros(len(documents), width, dtype=torch.long)  # [B, T]
+    for b, ids in enumerate(documents):
         input_ids[b, : len(ids)] = ids
-    stacked = _stacked(target, input_ids, *row_layout(lengths, width), form)
-    return [stacked[b, : len(ids)] for b, ids in enumerate(rows)]
+    stacked = _stacked(target, input_ids, *row_layout(lengths, width), None)
+    return [stacked[b, : len(ids)] for b, ids in enumerate(documents)]
 
 
 def _in_padded_rows(target: Capturer, documents: Sequence[Tensor]) -> list[Tensor]:
-    """The plain forward in another batch shape: neighbours in length share a padded batch."""
+    """Capture documents in another batch shape: four of similar length share a padded batch.
+
+    Return float32 [T_d, C, H] per document.
+    """
     order = sorted(range(len(documents)), key=lambda d: (-len(documents[d]), d))
     states: dict[int, Tensor] = {}
     for first in range(0, len(order), 4):
         group = order[first : first + 4]
-        for d, captured in zip(
-            group, _capture_rows(target, [documents[d] for d in group], None), strict=True
-        ):
-            states[d] = captured
+        states.update(zip(group, _unpacked(target, [documents[d] for d in group]), strict=True))
     return [states[d] for d in range(len(documents))]
 
 
 def _packed(
     target: Capturer, documents: Sequence[Tensor], form: str, pack_length: int
 ) -> list[Tensor]:
-    """States of documents captured in packs with this mask form, four rows to a forward."""
+    """Capture documents in packs with this mask form, four packs to a forward.
+
+    Return float32 [T_d, C, H] per document.
+    """
     states: dict[int, Tensor] = {}
-    rows = pack_documents([len(ids) for ids in documents], pack_length)
-    for first in range(0, len(rows), 4):
-        group = rows[first : first + 4]
-        lengths = [[len(documents[d]) for d in row] for row in group]
+    packs = pack_documents([len(ids) for ids in documents], pack_length)
+    for first in range(0, len(packs), 4):
+        group = packs[first : first + 4]
+        lengths = [[len(documents[d]) for d in pack] for pack in group]
         width = max(map(sum, lengths))
-        input_ids = torch.zeros(len(group), width, dtype=torch.long)
-        for b, row in enumerate(group):
-            tokens = torch.cat([documents[d] for d in row])
+        input_ids = torch.zeros(len(group), width, dtype=torch.long)  # [B, T]
+        for b, pack in enumerate(group):
+            tokens = torch.cat([documents[d] for d in pack])
             input_ids[b, : len(tokens)] = tokens
         stacked = _stacked(target, input_ids, *row_layout(lengths, width), form)
-        for b, row in enumerate(group):
-            states.update(
-                zip(row, stacked[b].split([*lengths[b], width - sum(lengths[b])]), strict=False)
-            )
+        for b, pack in enumerate(group):
+            # One part [T_d, C, H] per document of the pack, then the padding, which zip drops.
+            parts = stacked[b].split([*lengths[b], width - sum(lengths[b])])
+            states.update(zip(pack, parts, strict=False))
     return [states[d] for d in range(len(documents))]
 
 
 def _stacked(
     target: Capturer, input_ids: Tensor, document_ids: Tensor, positions: Tensor, form: str | None
 ) -> Tensor:
-    """All captured columns of a forward, float32 [B, T, C, H] on the CPU."""
+    """Run a forward of int64 [B, T] inputs; return all columns, float32 [B, T, C, H] on the CPU."""
     captured, _ = target.capture(input_ids, document_ids, positions, form)
     columns = [captured.layers[k] for k in target.layers]
     if captured.final is not None:
@@ -212,37 +241,39 @@ def _stacked(
 
 
 def _largest(reference: list[Tensor], other: list[Tensor]) -> float:
-    """Largest relative difference over documents and columns: mean over the tokens of a document.
+    """Return the largest relative difference over documents and columns, each float32 [T_d, C, H].
 
-    The mean forgives the odd token whose expert flips under rounding; a leak moves every token
-    after the first document, a lost window every token beyond it.
+    The difference of a document is the mean over its tokens. The mean tolerates a single token for
+    which rounding selects another expert; a leak changes every token after the first document, and
+    a lost window every token beyond the window.
     """
     worst = 0.0
     for a, b in zip(reference, other, strict=True):
-        relative = (a - b).norm(dim=-1) / a.norm(dim=-1).clamp_min(1e-30)
+        relative = (a - b).norm(dim=-1) / a.norm(dim=-1).clamp_min(1e-30)  # [T_d, C]
         value = float(relative.mean(dim=0).max())
-        worst = max(worst, value if value == value else float("inf"))
+        worst = max(worst, value if value == value else float("inf"))  # NaN never passes
     return worst
 
 
 def prove_head(target: Capturer, documents: Sequence[Tensor], tokens: int = 512) -> float:
-    """Compare `head(final hidden)` with the model's logits on real documents, each int64 [T_d].
+    """Compare `head(final hidden)` with the model's logits on the first `tokens` tokens.
 
-    Gives the largest error relative to the token's largest |logit|.
+    `documents` are int64 [T_d]. Return the largest error, relative to the largest |logit| of its
+    token.
 
     Raises:
-        TargetError: they differ by more than rounding: the head does something the description
-            cannot say, so final-hidden and top-k supervision would be wrong.
+        TargetError: they differ by more than rounding. The head then does something that its
+            description cannot express, and final-hidden and top-k supervision would be wrong.
     """
     worst, seen = 0.0, 0
     for ids in documents:
-        ids = ids[: tokens - seen][None]
-        layout = torch.zeros_like(ids), torch.arange(ids.shape[1])[None]
+        ids = ids[: tokens - seen][None]  # [1, T]
+        layout = torch.zeros_like(ids), torch.arange(ids.shape[1])[None]  # [1, T] each
         captured, logits = target.capture(ids, *layout, None, full_logits=True)
         if logits is None or captured.final is None:
             raise TargetError("the target returned no logits; it is not a causal language model")
-        derived = target.logits_of(captured.final).float()
-        error = (derived - logits.float()).abs().amax(-1) / logits.float().abs().amax(-1)
+        derived = target.logits_of(captured.final).float()  # [1, T, V]
+        error = (derived - logits.float()).abs().amax(-1) / logits.float().abs().amax(-1)  # [1, T]
         worst = max(worst, float(error.max()))
         seen += ids.shape[1]
         if seen >= tokens:
@@ -252,7 +283,7 @@ def prove_head(target: Capturer, documents: Sequence[Tensor], tokens: int = 512)
         raise TargetError(
             f"head(final hidden) is not the model's logits (relative error {worst:.1e}, allowed "
             f"{allowed:.0e}): the head of {type(target.model).__name__} does more than scale, "
-            "bias and soft-cap. Use --supervision logits: it stores the model's own (2 bytes x "
-            "vocabulary per token), and `spec-train fit` learns from them"
+            "bias and soft-cap. Use --supervision logits: it stores the model's own logits (2 "
+            "bytes x vocabulary size per token), and `spec-train fit` learns from them"
         )
     return worst

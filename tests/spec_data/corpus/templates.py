@@ -1,9 +1,10 @@
 """Small tokenizers and chat templates that behave like the real ones, made offline.
 
 Each template copies the behaviour of one family, not its text: what it does with the system
-message, with earlier thinking, with white space, and at the end of a turn. `tokenizer(name)` returns
-a tokenizer with the template of the family `name`: a byte-level BPE that merges newlines and cuts
-words like those of Qwen and Llama-3, or, for Mistral, a Metaspace BPE like SentencePiece's.
+message, with earlier thinking, with white space, and at the end of a turn. `tokenizer(name)`
+returns a tokenizer with the template of the family `name`: a byte-level BPE that merges newlines
+and cuts words like those of Qwen and Llama-3, or, for Mistral, a Metaspace BPE like that of
+SentencePiece.
 """
 
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""Laws of capture: hooks see what the model computes; batches carry it in the trainer's frame."""
+"""Capture: hooks return what the model computes; batches hold it in the frame of the trainer."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_captured_states_are_those_of_output_hidden_states(family):
         assert torch.equal(captured.layers[k], plain.hidden_states[k + 1]), f"layer {k}"
     assert torch.equal(captured.final, plain.hidden_states[-1])
     assert torch.equal(logits, plain.logits)
-    # The head as data gives the model's own logits, and skipping it changes no state.
+    # The head as data returns the model's own logits, and skipping the head changes no state.
     close(target.logits_of(captured.final), plain.logits, terms=LAYER)
     assert prove_head(target, ids_of(9, 5)) < tolerance(torch.float32, LAYER)
     light, none = target.capture(ids, *layout, None)
@@ -58,7 +58,7 @@ def hooks_of(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
-def test_hooks_are_removed_whatever_happens():
+def test_hooks_are_removed_after_errors_too():
     model = tiny_model("llama")
     before = hooks_of(model)
     with pytest.raises(RuntimeError, match="stop"), capturing(model, CHOSEN):
@@ -76,7 +76,7 @@ def test_a_block_that_never_runs_is_an_error():
     model.model.layers[2].forward = lambda hidden_states, **_: hidden_states
     ids = torch.stack(ids_of(5))
     layout = torch.zeros_like(ids), torch.arange(5)[None]
-    target.capture(ids, *layout, None)  # still a module call: captured
+    target.capture(ids, *layout, None)  # still a call of a module, so it is captured
     blocks = model.model.layers
     model.model.layers = nn.ModuleList([*blocks[:2], *blocks[3:], blocks[3]])
     target.layers = (0, 9)
@@ -85,7 +85,7 @@ def test_a_block_that_never_runs_is_an_error():
 
 
 class Blocks(nn.Module):
-    """Only the attribute layout of a model."""
+    """A model that consists of the path to its decoder blocks only."""
 
     def __init__(self, path: str, container: nn.Module) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def test_layouts(path):
     assert as_dict == blocks, "ModuleDict is in numeric, not lexical, order"
 
 
-def test_models_without_decoder_blocks_are_refused_in_words():
+def test_models_without_decoder_blocks_are_refused():
     with pytest.raises(TargetError, match="only decoder-only causal language models"):
         decoder_layers(Blocks("encoder.stack", nn.ModuleList([nn.Identity()])))
 

@@ -1,4 +1,4 @@
-"""Packing is proven: every family agrees with unpacked capture, leaks are caught."""
+"""Packing is proven: every family agrees with unpacked capture, and leaks are found."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_rows_can_be_forced():
     assert proof.form == "rows"
 
 
-def test_proof_documents_hold_the_longest():
+def test_proof_documents_include_the_longest():
     lengths = [10] * 500 + [300] + [10] * 20
     chosen = proof_documents(lengths, 512, budget=1000)
     assert 500 in chosen
@@ -52,8 +52,8 @@ def test_proof_documents_hold_the_longest():
     assert chosen == sorted(set(chosen))
 
 
-def test_the_proof_is_never_vacuous():
-    """Two long documents that fill their rows must not hide the short ones that share rows."""
+def test_the_proof_packs_at_least_two_documents_together():
+    """Two long documents that fill a pack each must not hide the short ones that share a pack."""
     lengths = [60, 64, *[6] * 40]
     chosen = proof_documents(lengths, 64, budget=64)
     assert sum(lengths[d] == 6 for d in chosen) >= 2
@@ -62,7 +62,7 @@ def test_the_proof_is_never_vacuous():
     assert prove_isolation(target, documents, 64).form == "rows"
 
 
-def test_where_no_two_documents_share_a_row_nothing_is_claimed():
+def test_without_two_documents_in_a_pack_no_packed_form_is_chosen():
     proof = prove_isolation(Target(tiny_model("llama"), (0,)), ids_of(30, 40), 48)
     assert proof.form == "rows"
 
