@@ -18,10 +18,11 @@ from pathlib import Path
 
 import torch
 
-from spec_data.generation.capture import capture_unit, packed_batches
+from spec_data.generation.capture import CaptureSettings, capture_unit, forward_batches
 from spec_data.generation.run import prove_target
 from spec_data.generation.setup import make_plan, set_up
 from spec_data.options import GenerateConfig
+from spec_data.shards.files import unit_name
 from spec_data.shards.writer import write_shard
 from spec_data.target.mask_forms import ROWS, SINGLE, packed_mask
 from spec_data.target.model import Target
@@ -32,7 +33,7 @@ def bare_forward(target: Target, plan, unit: int, form: str, batch_tokens: int) 
     """The decoder alone, with the mask of the capture."""
     ids = plan.unit_tokens(unit)["input_ids"]
     offsets = plan.unit_documents(unit, ()).offsets
-    for packed in packed_batches(offsets, ids, form, plan.pack_length, batch_tokens):
+    for packed in forward_batches(offsets, ids, form, plan.pack_length, batch_tokens):
         documents = packed.document_ids.to(target.device)
         if form in (ROWS, SINGLE):
             mask = {"attention_mask": (documents >= 0).long()}
@@ -64,6 +65,7 @@ def main() -> None:
         out=str(work),
         limit=args.limit,
         max_shard_size="20MB",
+        codec="bf16",
         device=args.device,
     )
     setup = set_up(config)
@@ -71,6 +73,7 @@ def main() -> None:
     target = Target.from_pretrained(str(setup.model_dir), setup.layers, device=args.device)
     (work / ".generate").mkdir()
     form = prove_target(setup, plan, target, work)["packing"]["form"]
+    settings = CaptureSettings(columns=setup.columns, form=form, batch_tokens=config.batch_tokens)
     units = range(len(plan.units))
     ratios, bare_rates, rates = [], [], []
     with ThreadPoolExecutor(1) as writer:
@@ -81,11 +84,11 @@ def main() -> None:
             bare = time.perf_counter() - start
             start, pending = time.perf_counter(), None
             for unit in units:
-                done = capture_unit(target, plan, unit, setup.columns, form, config.batch_tokens)
+                done = capture_unit(target, plan, unit, settings)
                 if pending is not None:
                     pending.result()
                 pending = writer.submit(
-                    write_shard, work / f"unit-{unit:05d}.arrow", done.data, setup.columns
+                    write_shard, work / f"{unit_name(unit)}.arrow", done.data, setup.columns
                 )
             if pending is not None:
                 pending.result()

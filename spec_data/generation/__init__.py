@@ -1,7 +1,10 @@
 """Room: `spec-data generate` and `estimate`: plan, run, seal.
 
-`setup` resolves the options, `plan` assigns documents to units, `run` captures unit after unit, and
-the finished directory is sealed. A unit's bytes depend on the plan alone.
+`setup` resolves the options and reads the corpus, `plan` assigns documents to units, `run` captures
+unit after unit and seals the finished directory. The bytes of a unit depend on the plan alone.
+
+"Plan" means one thing here: every document, tokenised, in order, cut into units (class `Plan`,
+files plan.json and plan.arrow). A pack is a row of the target's batch with several documents.
 
 May import: spec_data.shards, spec_data.corpus, spec_data.target, spec_data.config,
 spec_data.options, spec_data.devices, spec_data.progress.

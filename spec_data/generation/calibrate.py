@@ -1,8 +1,11 @@
-"""Tables of the lossy codecs from a sample of the plan, and the error they make on the rest of it.
+"""Make the tables of the lossy codecs from a sample of the plan, and measure their error.
 
-Happens once, before the first shard: documents spread evenly over the plan are captured in the
-proven form; three of four make the tables, the fourth measures them. A column that is worse than
-its codec's declared bound stops the run while nothing has been captured yet.
+This happens once, before the first shard. Documents spread evenly over the plan are captured in the
+proven form. Three of four make the tables; every fourth is held out and measures the error. A
+column whose error is above the declared bound of its codec stops the run, before any unit is
+captured.
+
+Shapes: N tokens of the sample, H width of a column, V vocabulary size.
 """
 
 import logging
@@ -14,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_data.generation.capture import asked_form, packed_batches
+from spec_data.generation.capture import forward_batches, packed_form
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup
 from spec_data.shards.codec_tables import (
@@ -36,39 +39,46 @@ from spec_data.target.model import Target
 
 logger = logging.getLogger(__name__)
 
-_LEAST_TOKENS, _MOST_TOKENS, _SHARE = 8192, 65536, 16
-_BYTES = 512 << 20  # states of the sample held at once
-_KL_TOKENS = 2048
+_LEAST_TOKENS, _MOST_TOKENS, _SHARE = 8192, 65536, 16  # the sample is 1/16 of the plan
+_BYTES = 512 << 20  # largest size of the states of the sample, which are in memory together
+_KL_TOKENS = 2048  # tokens of which the KL is measured
 
 
 def calibrate(
     setup: Setup, plan: Plan, target: Target, form: str, folder: Path
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Make codec.safetensors in `folder` if it is not there, and measure it.
+    """Make codec.safetensors in `folder` unless it exists, and measure its error.
 
-    Gives the manifest's `codec` and the `error` of every lossy column; nothing when there is none.
+    Args:
+        setup, plan, target: what is captured.
+        form: the proven mask form.
+        folder: the dataset directory.
+
+    Returns:
+        The manifest's `codec`, and the `error` of every lossy column by name. Both are empty if
+        there is no lossy column.
 
     Raises:
-        RunError: no usable states, or a column is worse than its bound.
+        RunError: there are no usable states, or the error of a column is above its bound.
     """
     lossy = [c for c in setup.columns if c.lossy]
     if not lossy:
         return {}, {}
     documents = sample_documents(plan.lengths, _budget(plan, setup, target))
     states, numbers = capture_sample(plan, target, form, documents, lossy, setup)
-    kept = {name: _usable(name, value) for name, value in states.items()}
-    held_out = numbers % 4 == 3 if len(documents) > 3 else np.ones(len(numbers), bool)
+    kept = {name: _usable(name, value) for name, value in states.items()}  # bool [N] each
+    held_out = numbers % 4 == 3 if len(documents) > 3 else np.ones(len(numbers), bool)  # [N]
     file = folder / TABLES
     if not file.is_file():
         used = ~held_out if len(documents) > 3 else held_out
         made = {c.name: make_tables(_take(states, kept, c, used), c.codec) for c in lossy}
         write_once(file, save_tables(made))
-    # What is on disk counts: another worker may have written it first.
+    # Use the tables on disk: another worker may have written them first.
     tables = load_tables(file, {c.name: c.width or 1 for c in lossy}, None)
     errors = {}
     for column in lossy:
-        rows = held_out & kept[column.name]
-        errors[column.name] = measure(column, states[column.name], rows, tables, target)
+        measured = held_out & kept[column.name]
+        errors[column.name] = measure(column, states[column.name], measured, tables, target)
         logger.info("codec: %s %s", column.name, error_text(column.codec, errors[column.name]))
     check_bounds(lossy, errors)
     about = {
@@ -82,13 +92,16 @@ def calibrate(
 
 
 def sample_documents(lengths: np.ndarray, budget: int) -> list[int]:
-    """Documents spread evenly over the plan, of about `budget` tokens together; at least one."""
+    """Return indices of documents spread evenly over the plan, at least one.
+
+    `lengths` are the tokens per document, int64 [D]; the sample has about `budget` tokens.
+    """
     count = int(min(len(lengths), max(1, budget * len(lengths) // max(1, int(lengths.sum())))))
     return [(2 * i + 1) * len(lengths) // (2 * count) for i in range(count)]
 
 
 def _budget(plan: Plan, setup: Setup, target: Target) -> int:
-    """Tokens of the sample: a sixteenth of the plan within limits, and what memory allows."""
+    """Return the tokens of the sample: 1/16 of the plan within limits, and as memory allows."""
     size = torch.empty(0, dtype=target.dtype).element_size()
     per_token = size * sum(c.width or 1 for c in setup.columns if c.lossy)
     wanted = max(_LEAST_TOKENS, min(_MOST_TOKENS, plan.tokens // _SHARE))
@@ -103,71 +116,105 @@ def capture_sample(
     columns: Sequence[Column],
     setup: Setup,
 ) -> tuple[dict[str, Tensor], np.ndarray]:
-    """States [N, H] of the sampled documents (CPU, dtype of the target), and whose each token is.
+    """Capture the sampled documents.
 
-    States that a sparse column does not store are NaN: nothing looks at them.
+    Args:
+        plan, target, setup: what is captured.
+        form: the proven mask form.
+        documents: indices of the sampled documents in the plan.
+        columns: the columns to capture.
+
+    Returns:
+        The states [N, H] of each column, on the CPU in the dtype of the target, and for each token
+        the number of its document in the sample, int64 [N]. States that a sparse column does not
+        store are NaN; no later step uses them.
     """
     bounds = plan.documents.offsets
-    spans = [np.arange(bounds[d], bounds[d + 1]) for d in documents]
+    spans = [np.arange(bounds[d], bounds[d + 1]) for d in documents]  # token indices in the plan
     offsets = np.concatenate([[0], np.cumsum([len(s) for s in spans])]).astype(np.int64)
-    tokens = {n: a[np.concatenate(spans)] for n, a in plan.documents.tokens.items()}
-    shape = int(offsets[-1])
-    states = {c.name: torch.empty(shape, c.width or 1, dtype=target.dtype) for c in columns}
-    length, batch = plan.pack_length, setup.config.batch_tokens
-    for packed in packed_batches(offsets, tokens["input_ids"], form, length, batch):
+    tokens = {n: a[np.concatenate(spans)] for n, a in plan.documents.tokens.items()}  # [N] each
+    total = int(offsets[-1])
+    states = {c.name: torch.empty(total, c.width or 1, dtype=target.dtype) for c in columns}
+    batch_tokens = setup.config.batch_tokens
+    for batch in forward_batches(
+        offsets, tokens["input_ids"], form, plan.pack_length, batch_tokens
+    ):
         captured, _ = target.capture(
-            packed.input_ids, packed.document_ids, packed.position_ids, asked_form(form)
+            batch.input_ids, batch.document_ids, batch.position_ids, packed_form(form)
         )
-        real = (packed.document_ids >= 0).to(target.device)
-        found = {layer_column(k): value for k, value in captured.layers.items()}
+        real = (batch.document_ids >= 0).to(target.device)  # bool [B, T], n of them True
+        found = {layer_column(k): value for k, value in captured.layers.items()}  # [B, T, H] each
         if captured.final is not None:
             found[FINAL] = captured.final
-        order = np.concatenate([np.arange(offsets[d], offsets[d + 1]) for d in packed.documents])
+        # int64 [n]: for each real token of the batch, its index in the sample
+        order = np.concatenate([np.arange(offsets[d], offsets[d + 1]) for d in batch.documents])
         for name, value in states.items():
             value[torch.from_numpy(order)] = found[name][real].to(target.dtype).cpu()
-    sparse = ~torch.from_numpy(predicts_supervised(tokens["loss_mask"], offsets))
+    not_stored = ~torch.from_numpy(predicts_supervised(tokens["loss_mask"], offsets))  # bool [N]
     for column in columns:
         if column.sparse:
-            states[column.name][sparse] = torch.nan
+            states[column.name][not_stored] = torch.nan
     return states, np.repeat(np.arange(len(documents)), np.diff(offsets))
 
 
 def _usable(name: str, states: Tensor) -> np.ndarray:
-    """Tokens with finite states, bool [N]."""
+    """Return which tokens of a column [N, H] have finite states, bool [N].
+
+    Raises:
+        RunError: none has.
+    """
     good = torch.isfinite(states.amin(-1)) & torch.isfinite(states.amax(-1))
     if not bool(good.any()):
-        raise RunError(f"no token of the calibration sample has finite states in column {name}")
+        raise RunError(
+            f"column {name}: no token of the calibration sample has finite states; try --dtype "
+            "float32 or --attn eager"
+        )
     return good.numpy()
 
 
 def _take(
     states: dict[str, Tensor], kept: dict[str, np.ndarray], column: Column, used: np.ndarray
 ) -> Tensor:
-    """The usable states of the documents that make the tables (all documents if they have none)."""
-    rows = used & kept[column.name]
-    return states[column.name][torch.from_numpy(rows if rows.any() else kept[column.name])]
+    """Return the usable states [n, H] of the tokens `used` (bool [N]) that make the tables.
+
+    If none of them is usable, return the usable states of all documents.
+    """
+    chosen = used & kept[column.name]
+    return states[column.name][torch.from_numpy(chosen if chosen.any() else kept[column.name])]
 
 
 @torch.inference_mode()
 def measure(
-    column: Column, states: Tensor, rows: np.ndarray, tables: dict[str, Tables], target: Target
+    column: Column, states: Tensor, chosen: np.ndarray, tables: dict[str, Tables], target: Target
 ) -> dict[str, Any]:
-    """What encoding does to the held-out `rows` of a column: the manifest's `error`.
+    """Measure the error of encoding a column: the manifest's `error` of that column.
 
-    `mse_median`, `mse_max`: over channels, of the mean squared error over the channel's variance,
-    of tokens that did not escape; `escaped`: share of those that did; `kl`: mean nats from the
-    teacher to its decoded self (hidden.final). Three digits, so that no thread count shows.
+    Args:
+        column: a lossy column.
+        states: its states [N, H].
+        chosen: the held-out tokens, bool [N]; if none is set, all usable tokens are measured.
+        tables: the codec tables by column name.
+        target: its head turns hidden.final into logits.
+
+    Returns:
+        `mse_median` and `mse_max`: median and maximum over channels of (mean squared error /
+        variance of the channel), for tokens that do not escape; `escaped`: share of tokens that
+        escape; `kl` (hidden.final only): see `teacher_kl`; `tokens`: tokens measured. Figures have
+        three digits, so that they do not depend on the number of threads.
+
+    Raises:
+        RunError: every token escapes the codec.
     """
-    rows = rows if rows.any() else _usable(column.name, states)
-    source = states[torch.from_numpy(rows)]
+    chosen = chosen if chosen.any() else _usable(column.name, states)
+    source = states[torch.from_numpy(chosen)]  # [n, H]
     codec, table = column.lossy, tables[column.name]
     if codec is None:
         raise ValueError(f"{column.name} is not lossy")
-    decoded, escaped = round_trip(codec, source.to(target.device), table)
+    decoded, escaped = round_trip(codec, source.to(target.device), table)  # [n, H], bool [n]
     coded = ~escaped
     if not coded.any():
         raise RunError(f"column {column.name}: every held-out token escapes {codec.name}; use bf16")
-    error = channel_error(source[coded], decoded.cpu()[coded], table)
+    error = channel_error(source[coded], decoded.cpu()[coded], table)  # [H]
     error = error[~np.isnan(error)]
     figures = {
         "mse_median": float(np.median(error)) if len(error) else 0.0,
@@ -180,7 +227,11 @@ def measure(
 
 
 def round_trip(codec: LossyCodec, states: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
-    """States [N, H] as a reader gives them back (bf16, same device), and which tokens escaped."""
+    """Encode and decode states [N, H].
+
+    Return the states as a reader returns them (bfloat16 [N, H] on the same device), and which
+    tokens escape the codec (bool [N] on the CPU).
+    """
     encoded = codec.encode(states, tables)
     escaped = torch.zeros(len(states), dtype=torch.bool)
     escaped[torch.from_numpy(encoded.escape_index)] = True
@@ -191,9 +242,9 @@ def round_trip(codec: LossyCodec, states: Tensor, tables: Tables) -> tuple[Tenso
 
 
 def teacher_kl(target: Target, states: Tensor, decoded: Tensor) -> float:
-    """Mean KL in nats from softmax(head(states)) to softmax(head(decoded)), in float32.
+    """Return the mean of KL(softmax(head(states)) || softmax(head(decoded))) in nats, in float32.
 
-    Of at most 2,048 tokens spread over the rows [N, H].
+    `states` and `decoded` are [N, H]; at most 2,048 tokens, spread evenly over N, are used.
     """
     head = output_head(target.model)
     weight = head.weight.float()
@@ -202,7 +253,7 @@ def teacher_kl(target: Target, states: Tensor, decoded: Tensor) -> float:
     states, decoded = states[::step], decoded[::step]
     total = 0.0
     for part in target.logit_chunks(len(states)):
-        p, q = (
+        p, q = (  # float32 [n, V]
             apply_head(f[part].float(), weight, bias, target.head).log_softmax(-1)
             for f in (states, decoded)
         )
@@ -211,12 +262,12 @@ def teacher_kl(target: Target, states: Tensor, decoded: Tensor) -> float:
 
 
 def check_bounds(columns: Sequence[Column], errors: dict[str, dict[str, Any]]) -> None:
-    """Refuse codecs whose measured error is beyond what they promise.
+    """Refuse codecs whose measured error is above their bound.
 
     Raises:
-        RunError: says which column, by how much, and the next codec to try.
+        RunError: with the columns, their errors and bounds, and the next codecs to try.
     """
-    told, advice = [], {}
+    failed, advice = [], {}
     for column in columns:
         codec, error = column.lossy, errors[column.name]
         if codec is None:
@@ -225,12 +276,12 @@ def check_bounds(columns: Sequence[Column], errors: dict[str, dict[str, Any]]) -
         limits = {"mse_median": bound.median, "mse_max": bound.worst, "kl": bound.kl}
         worse = [f"{k} {error[k]:.2g} > {v:g}" for k, v in limits.items() if error.get(k, 0) > v]
         if worse:
-            told.append(f"{column.name} ({codec.name}): {', '.join(worse)}")
+            failed.append(f"{column.name} ({codec.name}): {', '.join(worse)}")
             advice["final" if column.name == FINAL else "aux"] = codec.stronger
-    if told:
+    if failed:
         suggestion = ",".join(f"{kind}={name}" for kind, name in sorted(advice.items()))
         raise RunError(
-            "the states lose more than the codec promises, so nothing was captured:\n  "
-            + "\n  ".join(told)
+            "the codec error is above its bound, so nothing was captured:\n  "
+            + "\n  ".join(failed)
             + f"\nUse --codec {suggestion} (with another --out, or after deleting this one)"
         )

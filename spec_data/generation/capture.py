@@ -1,7 +1,11 @@
-"""One unit of documents through the target: forwards, checks, encoded columns.
+"""Capture one unit: run its documents through the target, check the states, encode the columns.
 
-States are gathered at real tokens only, checked, encoded on the device and copied straight into
-the unit's arrays; no [B, T, V] logits and no second copy of a column exist.
+States are gathered at real tokens only, checked, encoded on the device, and copied directly into
+the arrays of the unit. So no [B, T, V] logits and no second copy of a column exist (unless full
+logits are stored).
+
+Shapes: B rows of a batch, T slots of a row, N real tokens of a batch or of a unit, H hidden size, V
+vocabulary size. A row of a batch is a pack, or one document in the unpacked forms.
 """
 
 from collections import Counter
@@ -22,10 +26,32 @@ from spec_data.target.mask_forms import ROWS, SINGLE
 from spec_data.target.model import Target
 
 
+@dataclass(frozen=True, kw_only=True)
+class CaptureSettings:
+    """How units are captured; the same for every unit of a run.
+
+    Attributes:
+        columns: the columns of a shard.
+        form: the proven mask form.
+        batch_tokens: tokens per target forward.
+        tables: the codec tables of each lossy column, by column name.
+    """
+
+    columns: tuple[Column, ...]
+    form: str
+    batch_tokens: int
+    tables: Mapping[str, Tables] = field(default_factory=dict)
+
+
 @dataclass
 class CapturedUnit:
-    """A unit's arrays, ready to write, and the documents left out of it: counted by reason, and
-    their places in the unit."""
+    """The arrays of a unit, ready to write, and the documents that were left out of it.
+
+    Attributes:
+        data: the arrays, without the documents that were left out.
+        dropped: number of documents that were left out, by reason.
+        left_out: their indices in the unit, ascending.
+    """
 
     data: UnitData
     dropped: dict[str, int] = field(default_factory=dict)
@@ -33,8 +59,14 @@ class CapturedUnit:
 
 
 @dataclass
-class _Packed:
-    """One batch of rows: tensors for the forward and, per document, where its tokens are."""
+class ForwardBatch:
+    """The inputs of one forward, int64 [B, T] on the CPU, and the documents they hold.
+
+    Attributes:
+        input_ids: 0 in padding; document_ids: -1 in padding; position_ids: restart per document.
+        documents: indices of the documents in the order of their tokens (row by row).
+        lengths: tokens of each of them.
+    """
 
     input_ids: Tensor
     document_ids: Tensor
@@ -47,78 +79,96 @@ def capture_unit(
     target: Target,
     plan: Plan,
     unit: int,
-    columns: tuple[Column, ...],
-    form: str,
-    batch_tokens: int,
+    settings: CaptureSettings,
     on_tokens: Callable[[int], None] = lambda tokens: None,
-    tables: Mapping[str, Tables] | None = None,
 ) -> CapturedUnit:
-    """Run a unit's documents and fill its columns; lossy ones are encoded with their `tables`.
+    """Run the documents of a unit through the target and fill its columns.
 
     Documents with a non-finite, all-zero or constant state vector are left out and counted.
+    `on_tokens` is called with the number of tokens after each forward.
 
     Raises:
-        RunError: more than 1 % of the unit's documents (and more than one) have such states: the
-            capture itself is broken.
+        RunError: more than 1 % of the unit's documents (and more than one) have such states, so
+            the capture itself is broken.
     """
+    columns = settings.columns
     data = plan.unit_documents(unit, columns)
     source = plan.unit_tokens(unit)
     broken: dict[int, str] = {}
-    tables = {name: table.to(target.device) for name, table in (tables or {}).items()}
-    length = plan.pack_length
-    for packed in packed_batches(data.offsets, source["input_ids"], form, length, batch_tokens):
-        values = forward_columns(target, packed, form, columns)
-        _find_broken(values, packed, broken)
-        _scatter(values, packed, columns, data, tables)
-        on_tokens(sum(packed.lengths))
+    tables = {name: table.to(target.device) for name, table in settings.tables.items()}
+    for batch in forward_batches(
+        data.offsets, source["input_ids"], settings.form, plan.pack_length, settings.batch_tokens
+    ):
+        values = forward_columns(target, batch, settings.form, columns)
+        _find_broken(values, batch, broken)
+        _store(values, batch, columns, data, tables)
+        on_tokens(sum(batch.lengths))
     if not np.array_equal(data.tokens["input_ids"], source["input_ids"]):
         raise RunError(f"unit {unit}: stored token ids are not those of the plan; this is a bug")
     return _without(data, broken, unit, columns)
 
 
-def packed_batches(
+def forward_batches(
     offsets: np.ndarray, ids: np.ndarray, form: str, pack_length: int, batch_tokens: int
-) -> Iterator[_Packed]:
-    """The forwards of a list of documents, as tensors, trimmed to the longest row of each batch."""
+) -> Iterator[ForwardBatch]:
+    """Yield the forwards of D documents; T is the length of the longest row of each batch.
+
+    Args:
+        offsets: int64 [D + 1]; document d has the tokens offsets[d]:offsets[d + 1].
+        ids: token ids of all documents, integers [N].
+        form: the mask form.
+        pack_length: tokens that a pack holds.
+        batch_tokens: tokens per forward.
+    """
     lengths = np.diff(offsets).tolist()
     for rows in unit_batches(lengths, form, pack_length, batch_tokens):
         row_lengths = [[lengths[d] for d in row] for row in rows]
         width = max(sum(row) for row in row_lengths)
-        input_ids = torch.zeros(len(rows), width, dtype=torch.long)
+        input_ids = torch.zeros(len(rows), width, dtype=torch.long)  # [B, T]
         for b, row in enumerate(rows):
             tokens = np.concatenate([ids[offsets[d] : offsets[d + 1]] for d in row])
             input_ids[b, : len(tokens)] = torch.from_numpy(tokens.astype(np.int64))
         document_ids, position_ids = row_layout(row_lengths, width)
         documents = [d for row in rows for d in row]
-        yield _Packed(
+        yield ForwardBatch(
             input_ids, document_ids, position_ids, documents, [lengths[d] for d in documents]
         )
 
 
-def asked_form(form: str) -> str | None:
-    """The mask form to ask the target for: None for one document per row."""
+def packed_form(form: str) -> str | None:
+    """Return the form for `Target.capture`: None if each row holds one document."""
     return None if form in (ROWS, SINGLE) else form
 
 
 @torch.inference_mode()
 def forward_columns(
-    target: Target, packed: _Packed, form: str, columns: tuple[Column, ...]
+    target: Target, batch: ForwardBatch, form: str, columns: tuple[Column, ...]
 ) -> dict[str, Tensor]:
-    """One forward; every column but the loss mask at the batch's real tokens, [N] or [N, W]."""
+    """Run one forward and return every column but the loss mask at the real tokens of the batch.
+
+    Returns:
+        Tensors on the device of the target, in the order of `batch.documents`. N is the number of
+        real tokens: `input_ids` and `target_argmax` int64 [N], `target_logsumexp` float32 [N],
+        `hidden.*` [N, H], `topk_ids` int64 [N, K] and `topk_logits` float32 [N, K], `logits`
+        [N, V]. States and logits have the dtype of the target.
+
+    Raises:
+        RunError, TargetError: the target does not produce the states.
+    """
     names = {c.name: c for c in columns}
     captured, logits = target.capture(
-        packed.input_ids,
-        packed.document_ids,
-        packed.position_ids,
-        asked_form(form),
+        batch.input_ids,
+        batch.document_ids,
+        batch.position_ids,
+        packed_form(form),
         full_logits="logits" in names,
     )
-    real = (packed.document_ids >= 0).to(target.device)
-    values = {layer_column(k): captured.layers[k][real] for k in target.layers}
-    values["input_ids"] = packed.input_ids.to(target.device)[real]
+    real = (batch.document_ids >= 0).to(target.device)  # bool [B, T], N of them True
+    values = {layer_column(k): captured.layers[k][real] for k in target.layers}  # [N, H] each
+    values["input_ids"] = batch.input_ids.to(target.device)[real]
     if captured.final is None:
         raise RunError("no final hidden was captured")
-    final = captured.final[real]
+    final = captured.final[real]  # [N, H]
     values |= _logit_columns(target, final, logits[real] if logits is not None else None, names)
     if FINAL in names:
         values[FINAL] = final
@@ -128,10 +178,13 @@ def forward_columns(
 def _logit_columns(
     target: Target, final: Tensor, logits: Tensor | None, names: dict[str, Column]
 ) -> dict[str, Tensor]:
-    """argmax, logsumexp and, where asked, top-k or full logits, in blocks of tokens."""
+    """Return argmax, logsumexp and, if `names` has them, top-k or full logits.
+
+    `final` is [N, H]; `logits` is [N, V], or None to compute them in blocks of tokens.
+    """
     argmax, logsumexp, top_ids, top_logits = [], [], [], []
     for part in target.logit_chunks(len(final)):
-        block = logits[part] if logits is not None else target.logits_of(final[part])
+        block = logits[part] if logits is not None else target.logits_of(final[part])  # [n, V]
         argmax.append(block.argmax(-1))
         logsumexp.append(block.float().logsumexp(-1))
         if "topk_ids" in names:
@@ -146,18 +199,23 @@ def _logit_columns(
     return out
 
 
-def _find_broken(values: dict[str, Tensor], packed: _Packed, broken: dict[int, str]) -> None:
-    """Note documents in which some token's vector is non-finite, all zero or constant."""
+def _find_broken(values: dict[str, Tensor], batch: ForwardBatch, broken: dict[int, str]) -> None:
+    """Add to `broken` the documents in which the vector of a token is non-finite or constant.
+
+    `values` are the columns [N] or [N, W] of `forward_columns`; `broken` maps a document to the
+    reason. An all-zero vector is constant.
+    """
     for name, value in values.items():
         if not value.is_floating_point():
             continue
+        # Smallest and largest value of each token, [N]; amin and amax propagate NaN.
         low, high = (value, value) if value.ndim == 1 else (value.amin(-1), value.amax(-1))
         finite = torch.isfinite(low) & torch.isfinite(high)
         flat = (low == high) if value.ndim == 2 and value.shape[1] > 1 else torch.zeros_like(finite)
         if bool(finite.all()) and not bool(flat.any()):
             continue
         finite, flat, start = finite.cpu(), flat.cpu(), 0
-        for d, length in zip(packed.documents, packed.lengths, strict=True):
+        for d, length in zip(batch.documents, batch.lengths, strict=True):
             span = slice(start, start + length)
             if not bool(finite[span].all()):
                 broken[d] = f"non-finite-{name}"
@@ -166,31 +224,37 @@ def _find_broken(values: dict[str, Tensor], packed: _Packed, broken: dict[int, s
             start += length
 
 
-def _scatter(
+def _store(
     values: dict[str, Tensor],
-    packed: _Packed,
+    batch: ForwardBatch,
     columns: tuple[Column, ...],
     data: UnitData,
     tables: Mapping[str, Tables],
 ) -> None:
-    """Encode each column and copy every document's tokens to its place in the unit."""
+    """Encode each column [N] or [N, W] and copy the tokens of every document to `data`.
+
+    A sparse column stores only the tokens that predict a supervised one.
+    """
     for column in columns:
         if column.name == "loss_mask":
             continue
         value = values[column.name]
         if column.sparse:
-            kept = [data.kept[data.offsets[d] : data.offsets[d + 1]] for d in packed.documents]
+            # bool [N] in the order of the batch: the tokens that this column stores
+            kept = [data.kept[data.offsets[d] : data.offsets[d + 1]] for d in batch.documents]
             value = value[torch.from_numpy(np.concatenate(kept)).to(value.device)]
+        # Where the tokens of each document of the batch are stored in the unit.
         bounds = data.row_offsets(column)
-        places = [slice(int(bounds[d]), int(bounds[d + 1])) for d in packed.documents]
+        places = [slice(int(bounds[d]), int(bounds[d + 1])) for d in batch.documents]
         if column.lossy is None:
             stored = {column.name: column.coder.encode(value)}
         else:
             encoded = column.lossy.encode(value, tables[column.name])
             stored = {column.name: encoded.codes, column.scale_part.name: encoded.scale}
             if len(encoded.escape_index):
-                rows = np.concatenate([np.arange(p.start, p.stop) for p in places])
-                data.escapes[column.name].add(rows[encoded.escape_index], encoded.escape)
+                # Index in the batch -> index in the unit, for the tokens that escape the codec.
+                index = np.concatenate([np.arange(p.start, p.stop) for p in places])
+                data.escapes[column.name].add(index[encoded.escape_index], encoded.escape)
         start = 0
         for place in places:
             stop = start + place.stop - place.start
@@ -202,6 +266,11 @@ def _scatter(
 def _without(
     data: UnitData, broken: dict[int, str], unit: int, columns: tuple[Column, ...]
 ) -> CapturedUnit:
+    """Return the unit without its broken documents.
+
+    Raises:
+        RunError: too many documents are broken.
+    """
     if not broken:
         return CapturedUnit(data)
     count = len(data.doc_ids)
@@ -210,8 +279,8 @@ def _without(
         first = min(broken)
         raise RunError(
             f"unit {unit}: {len(broken)} of {count} documents have unusable states ({reasons}; "
-            f"first: document {data.doc_ids[first]}). The capture is broken, not the data: try "
-            "--dtype float32 or --attn eager"
+            f"first: document {data.doc_ids[first]}). With so many, the capture is broken and not "
+            "the corpus: try --dtype float32 or --attn eager"
         )
     kept = [d for d in range(count) if d not in broken]
     return CapturedUnit(data.select(kept, columns), reasons, sorted(broken))

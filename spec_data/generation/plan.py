@@ -1,14 +1,16 @@
 """The plan of a dataset: every document, tokenised, in order, cut into units.
 
-A unit is a fixed list of documents: one shard. The plan is a pure function of the corpus, the
-tokenizer and the settings; a unit's bytes depend on nothing else, so units may run anywhere, in
-any order, after any crash.
+A unit is a fixed list of documents that becomes one shard. The plan is a pure function of the
+corpus, the tokenizer and the settings. The bytes of a unit depend on nothing else, so units can be
+captured on any machine, in any order, and after any crash.
+
+Shapes: D documents of the plan, N tokens of all documents.
 """
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,11 +32,15 @@ LEAST_PACK_LENGTH = 512
 
 @dataclass
 class DocumentCounts:
-    """Where every corpus row and every document went.
+    """What happened to every corpus row and every document.
 
-    `unrendered` counts rows (`unrendered_examples` says where the first few are), `dropped` and
-    `cut` documents, by reason; `rendering` counts rows by the way their turns were proven, and what
-    rendering left out of them.
+    Attributes:
+        rows: corpus rows read; bad_rows: those that could not be parsed.
+        unrendered: rows without a document, by reason; unrendered_examples: the first of each.
+        rendered: documents; dropped: documents that were dropped, by reason.
+        cut: documents that were cut to the maximum length; tokens_cut: tokens lost by it.
+        tail_tokens_trimmed: tokens after the last supervised token that were removed.
+        rendering: rows by the method that proved their turns, and counts of what was left out.
     """
 
     rows: int = 0
@@ -51,7 +57,7 @@ class DocumentCounts:
 
 @dataclass
 class Plan:
-    """Documents (as one token-column store) and the units that partition them."""
+    """The documents, the units [first, last) that partition them, and how they came about."""
 
     documents: UnitData
     units: list[tuple[int, int]]
@@ -62,7 +68,7 @@ class Plan:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens per document, int64 [N]."""
+        """Tokens per document, int64 [D]."""
         return np.diff(self.documents.offsets)
 
     @property
@@ -77,12 +83,12 @@ class Plan:
 
     @property
     def predicting(self) -> int:
-        """Tokens whose next token is supervised: rows of a sparse column."""
+        """Number of tokens whose next token is supervised: those that a sparse column stores."""
         mask, offsets = self.documents.tokens["loss_mask"], self.documents.offsets
         return int(predicts_supervised(mask, offsets).sum())
 
     def unit_documents(self, unit: int, columns: tuple[Column, ...]) -> UnitData:
-        """Arrays for a unit's shard, with texts, turns and mask filled in and states still zero."""
+        """Return the arrays of a unit's shard: texts, turns and mask are set, states are zero."""
         first, last = self.units[unit]
         data = self.documents
         return UnitData.allocate(
@@ -95,36 +101,41 @@ class Plan:
         )
 
     def unit_tokens(self, unit: int) -> dict[str, np.ndarray]:
-        """`input_ids` and `loss_mask` of a unit, flat."""
+        """Return `input_ids` (int32 [n]) and `loss_mask` (uint8 [n]) of the tokens of a unit."""
         first, last = self.units[unit]
         a, b = self.documents.offsets[first], self.documents.offsets[last]
         return {name: array[a:b] for name, array in self.documents.tokens.items()}
 
+    def unit_set_tokens(self, units: Iterable[int]) -> int:
+        """Return the number of tokens of several units."""
+        return sum(int(self.lengths[a:b].sum()) for a, b in (self.units[u] for u in units))
+
     def unit_bytes(self, unit: int, columns: tuple[Column, ...]) -> int:
-        """Exact size of a unit's shard, before any state exists."""
+        """Return the exact size of a unit's shard; no state is needed for it."""
         return shard_bytes(self.unit_documents(unit, columns), columns)
 
     def utilisation(self) -> float:
-        """Share of the slots of all packs that hold a token."""
-        rows = sum(
+        """Return the share of the slots of all packs that hold a token, 0 to 1."""
+        packs = sum(
             len(pack_documents(self.lengths[a:b].tolist(), self.pack_length)) for a, b in self.units
         )
-        return self.tokens / (rows * self.pack_length)
+        return self.tokens / (packs * self.pack_length)
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the settings: what may be resumed or mixed."""
+        """Hash of the settings; only runs with the same one may be resumed or mixed."""
         return sha256_json(self.settings)
 
 
 class PlanBuilder:
-    """Collects rendered documents: cuts, filters, de-duplicates, counts."""
+    """Collect rendered documents into a plan: cut, filter, de-duplicate and count them."""
 
     def __init__(self, max_length: int, keep_tails: bool = False) -> None:
-        """Documents over `max_length` tokens are cut; so is what follows the last supervised token.
+        """Cut documents at `max_length` tokens and, unless `keep_tails`, after the last supervised
+        token.
 
-        No draft learns from such a tail: the target is causal, nothing there is drafted, and the
-        teacher of the last supervised token is the state before it.
+        No draft learns from the tokens after it: the target is causal, nothing is drafted there,
+        and the teacher of the last supervised token is the state before that token.
         """
         self.max_length = max_length
         self.keep_tails = keep_tails
@@ -136,13 +147,13 @@ class PlanBuilder:
         self._texts: list[tuple[str, str, list[tuple[str, int, int]]]] = []
 
     def add(self, document: Document) -> None:
-        """Take one document, or count why not."""
+        """Add one document, or count it as dropped."""
         self.counts.rendered += 1
         if not any(document.loss_mask[1:]):
             self._dropped["nothing-supervised"] += 1
             return
         document = self._trimmed(document)
-        if len(document.input_ids) > self.max_length:  # a prefix is what serving sees too
+        if len(document.input_ids) > self.max_length:  # serving sees prefixes too
             self.counts.cut += 1
             self.counts.tokens_cut += len(document.input_ids) - self.max_length
             document = cut_document(document, self.max_length)
@@ -163,17 +174,34 @@ class PlanBuilder:
         self._texts.append((doc_id, document.source, turns))
 
     def _trimmed(self, document: Document) -> Document:
-        """The document up to its last supervised token, unless tails are kept."""
+        """Return the document up to its last supervised token, unless tails are kept."""
         tail = document.loss_mask[::-1].index(1)
         if self.keep_tails or not tail:
             return document
         self.counts.tail_tokens_trimmed += tail
         return cut_document(document, len(document.input_ids) - tail)
 
-    def lost(self, reasons: Mapping[str, int]) -> None:
-        """Count documents that rendering gave up, by reason."""
-        self.counts.rendered += sum(reasons.values())
-        self._dropped.update(reasons)
+    def count_rows(
+        self,
+        *,
+        rows: int,
+        bad_rows: int,
+        unrendered: Mapping[str, int],
+        unrendered_examples: Mapping[str, list[str]],
+        rendering: Mapping[str, int],
+        dropped: Mapping[str, int],
+    ) -> None:
+        """Store the counts of reading and rendering; see `DocumentCounts`.
+
+        `dropped` counts, by reason, the documents that rendering dropped; they were never passed to
+        `add`.
+        """
+        self.counts.rows, self.counts.bad_rows = rows, bad_rows
+        self.counts.unrendered = dict(sorted(unrendered.items()))
+        self.counts.unrendered_examples = dict(sorted(unrendered_examples.items()))
+        self.counts.rendering = dict(rendering)
+        self.counts.rendered += sum(dropped.values())
+        self._dropped.update(dropped)
 
     def build(
         self,
@@ -183,7 +211,14 @@ class PlanBuilder:
         bytes_per_token: int,
         max_shard_bytes: int,
     ) -> Plan:
-        """Close the collection: units of consecutive documents up to `max_shard_bytes`.
+        """Return the plan, with units of consecutive documents of at most `max_shard_bytes`.
+
+        Args:
+            corpus: the manifest's entry of each source.
+            settings: everything that decides the bytes of the dataset.
+            pack_length: tokens that a pack holds; 0: the longest document, at least 512.
+            bytes_per_token: payload bytes of a stored token.
+            max_shard_bytes: largest payload of a shard; a longer document has a unit of its own.
 
         Raises:
             CorpusError: no document is left.
@@ -209,7 +244,10 @@ class PlanBuilder:
 
 
 def cut_units(lengths: np.ndarray, unit_tokens: int) -> list[tuple[int, int]]:
-    """Consecutive documents [first, last) of at most `unit_tokens` tokens (one is always taken)."""
+    """Return units [first, last) of consecutive documents with at most `unit_tokens` tokens.
+
+    `lengths` are the tokens per document, int64 [D]. A longer document is a unit of its own.
+    """
     units, first, total = [], 0, 0
     for index, length in enumerate(lengths.tolist()):
         if total and total + length > unit_tokens:
@@ -223,10 +261,11 @@ def cut_units(lengths: np.ndarray, unit_tokens: int) -> list[tuple[int, int]]:
 def unit_batches(
     lengths: list[int], form: str, pack_length: int, batch_tokens: int
 ) -> list[list[list[int]]]:
-    """Batches of rows of document numbers for one unit: the forwards of its capture.
+    """Return the forwards of one unit: a list of batches, each a list of rows.
 
-    Packed forms fill rows by best fit; "rows" puts one document per row, sorted by length so that
-    padding is small; "single" runs every document by itself.
+    A row is a list of document indices in the unit. In packed forms it is a pack, filled by best
+    fit. In the form "rows" it is one document; documents are sorted by length, so that there is
+    little padding. In the form "single" a batch is one document.
     """
     if form == SINGLE:
         return [[[d]] for d in range(len(lengths))]
@@ -239,13 +278,13 @@ def unit_batches(
             else:
                 batches.append([[d]])
         return batches
-    rows = pack_documents(lengths, pack_length)
+    packs = pack_documents(lengths, pack_length)
     step = max(1, batch_tokens // pack_length)
-    return [rows[i : i + step] for i in range(0, len(rows), step)]
+    return [packs[i : i + step] for i in range(0, len(packs), step)]
 
 
 def save_plan(folder: Path, plan: Plan) -> None:
-    """Write plan.arrow, then plan.json (whose presence means the plan is whole)."""
+    """Write plan.arrow, then plan.json; the plan is complete if plan.json exists."""
     record = write_shard(folder / "plan.arrow", plan.documents, PLAN_COLUMNS)
     meta = {
         "settings": plan.settings,
@@ -260,7 +299,7 @@ def save_plan(folder: Path, plan: Plan) -> None:
 
 
 def read_settings(folder: Path) -> dict[str, Any] | None:
-    """The settings of a saved plan, or None when there is no (whole) plan."""
+    """Return the settings of a saved plan, or None if there is no complete plan."""
     return _read_meta(folder)["settings"] if (folder / "plan.json").is_file() else None
 
 
@@ -270,13 +309,13 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         meta: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DatasetError(
-            f"{file}: damaged ({error}); delete {folder.parent} and generate again"
+            f"{file}: damaged ({error}); delete {folder.parent} and run `spec-data generate` again"
         ) from None
     return meta
 
 
 def load_plan(folder: Path) -> Plan:
-    """Read a saved plan.
+    """Return a saved plan.
 
     Raises:
         DatasetError: plan.arrow is not the one that plan.json describes.
@@ -284,7 +323,9 @@ def load_plan(folder: Path) -> Plan:
     meta = _read_meta(folder)
     file = folder / "plan.arrow"
     if not file.is_file() or sha256_file(file) != meta["documents_sha256"]:
-        raise DatasetError(f"{file}: damaged; delete {folder.parent} and generate again")
+        raise DatasetError(
+            f"{file}: damaged; delete {folder.parent} and run `spec-data generate` again"
+        )
     return Plan(
         _read_documents(file),
         [(a, b) for a, b in meta["units"]],
@@ -296,6 +337,7 @@ def load_plan(folder: Path) -> Plan:
 
 
 def _read_documents(file: Path) -> UnitData:
+    """Return the documents of plan.arrow."""
     table = pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
     turns = [
         [(t["role"], t["start"], t["end"]) for t in document]

@@ -1,15 +1,15 @@
-"""`spec-data generate`: plan, run, seal.
+"""`spec-data generate`: make the plan, capture its units, seal the directory.
 
     out/.generate/plan.{json,arrow}     the plan, written once
-    out/.generate/target.json           what was proven about the target (mask form, head), the
+    out/.generate/target.json           what was proven about the target (mask form, head), and the
                                         measured error and the hash of the codec tables
     out/codec.safetensors               tables of lossy codecs, made once, before the first shard
-    out/.generate/unit-00000.json       a finished unit: its shard's size and checksum
-    out/shards/unit-00000.arrow         the shard itself
+    out/.generate/unit-00000.json       a finished unit: size and checksum of its shard
+    out/shards/unit-00000.arrow         the shard
 
-A unit is done when its json exists; the json is written after the shard, both atomically. Sealing
-removes .generate. No file holds a time or a machine's name, so the finished directory is the same
-bytes however often and wherever the run was interrupted.
+A unit is finished when its json exists. The json is written after the shard, both atomically.
+Sealing removes .generate. No file holds a time or the name of a machine, so the finished directory
+has the same bytes however often, and on whatever machine, the run was interrupted.
 """
 
 import errno
@@ -27,7 +27,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from spec_data.generation.calibrate import calibrate
-from spec_data.generation.capture import CapturedUnit, capture_unit
+from spec_data.generation.capture import CapturedUnit, CaptureSettings, capture_unit
 from spec_data.generation.plan import PLAN_COLUMNS, Plan, load_plan, read_settings, save_plan
 from spec_data.generation.replan import check_still_planned, discard_unused_plan, half_discarded
 from spec_data.generation.setup import Setup, changed_settings, make_plan, refuse_changes, set_up
@@ -53,8 +53,13 @@ SHARDS = "shards"
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedUnit:
-    """unit-00000.json: a shard's record and what was left out of it: by reason, and by place in
-    the unit."""
+    """The record of a finished unit, as unit-00000.json holds it.
+
+    Attributes:
+        record: size and checksum of the shard.
+        dropped: number of documents that were left out, by reason.
+        left_out: their indices in the unit.
+    """
 
     record: ShardRecord
     dropped: dict[str, int]
@@ -62,20 +67,24 @@ class FinishedUnit:
 
 
 def generate(config: GenerateConfig) -> Manifest | None:
-    """Make (or go on making) a dataset; gives its manifest once it is sealed, else None.
+    """Generate a dataset, or resume a run that was interrupted.
+
+    Return the manifest of the sealed dataset. Return None if the directory is not sealed: if there
+    are several workers, or if units are deleted after use (`--follow-keep`).
 
     Raises:
         ConfigError: the directory holds data made with other settings.
         CorpusError, TargetError, MissingError: bad input.
-        RunError: a failed proof, broken states, or not enough disk.
+        RunError: a failed proof, broken states, not enough disk space, or another process with the
+            same worker number.
     """
     out = Path(config.out)
     setup = set_up(config)
     if (out / MANIFEST).is_file():
         manifest = Manifest.read(out / MANIFEST)
         refuse_changes(changed_settings(setup, manifest.raw["settings"]), out)
-        shutil.rmtree(out / WORK, ignore_errors=True)  # killed between the manifest and this
-        logger.info("%s is complete already: nothing to do (try spec-data verify)", out)
+        shutil.rmtree(out / WORK, ignore_errors=True)  # left if killed after the manifest
+        logger.info("%s is complete, nothing to do (check it with spec-data verify)", out)
         return manifest
     plan = find_plan(setup, out)
     index, workers = config.worker
@@ -86,23 +95,24 @@ def generate(config: GenerateConfig) -> Manifest | None:
     needed = sum(sorted(sizes, reverse=True)[:ring] if ring else sizes)
     check_free_space(out, needed + (setup.head_bytes if todo else 0))
     if todo:
-        with worker_lock(out, config.workers), failures_in_words(out, config.batch_tokens):
+        with worker_lock(out, config.workers), explained_failures(out, config.batch_tokens):
             check_still_planned(out / WORK, plan)
             run_units(setup, plan, out, mine, todo)
     if workers > 1:
         left = sum(finished_unit(out, u) is None for u in range(len(plan.units)))
         logger.info(
-            "worker %d/%d is done; %s",
+            "worker %d/%d has finished; %s",
             index,
             workers,
-            f"{left} units of other workers are left"
+            f"{left} units of other workers are not finished"
             if left
-            else f"all units are done: run `spec-data seal --out {out}`",
+            else f"all units are finished: run `spec-data seal --out {out}`",
         )
         return None
     if units_to_keep(out):
         logger.info(
-            "%s: every unit was captured, for `spec-train fit --follow-keep` to use up", out
+            "%s: every unit was captured; `spec-train fit --follow-keep` deletes them after use",
+            out,
         )
         return None
     return seal_directory(out, checked=set(todo))
@@ -128,26 +138,33 @@ def worker_lock(out: Path, workers: str) -> Iterator[None]:
 
 
 @contextmanager
-def failures_in_words(out: Path, batch_tokens: int) -> Iterator[None]:
-    """Turn a full disk or a full device into an error that says what to do."""
+def explained_failures(out: Path, batch_tokens: int) -> Iterator[None]:
+    """Turn a full disk or full device memory into a RunError with advice."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise RunError(
-            f"out of device memory ({str(error).splitlines()[0]}); the same command with a smaller "
-            f"--batch-tokens than {batch_tokens} needs a new --out: it changes the settings"
+            f"out of device memory ({str(error).splitlines()[0]}). Use a --batch-tokens below "
+            f"{batch_tokens}, with a new --out, because it changes the settings"
         ) from None
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
         raise RunError(
             f"{out}: the disk is full; finished shards are safe. Free some space and run the same "
-            "command again"
+            "command again to resume"
         ) from None
 
 
 def find_plan(setup: Setup, out: Path) -> Plan:
-    """Load the plan of `out`, or make and save it; one that nothing was captured with may go."""
+    """Load the plan of `out`, or make and save it.
+
+    A plan with other settings is replaced if nothing was captured with it.
+
+    Raises:
+        ConfigError: `out` holds data made with other settings.
+        DatasetError: `out` holds other files, or a damaged plan.
+    """
     work = out / WORK
     if half_discarded(work):
         discard_unused_plan(work)
@@ -157,10 +174,14 @@ def find_plan(setup: Setup, out: Path) -> Plan:
         if not changed or not discard_unused_plan(work):
             refuse_changes(changed, out)
             return load_plan(work)
-        logger.warning("planned anew (nothing was captured yet):\n  %s", "\n  ".join(changed))
+        logger.warning(
+            "the settings changed, so the plan is made again (nothing was captured yet):\n  %s",
+            "\n  ".join(changed),
+        )
     if out.exists() and any(p.name != WORK for p in out.iterdir()):
         raise DatasetError(
-            f"{out} is not empty and not a spec-data run; give another --out (nothing was touched)"
+            f"{out} is not empty and not a directory of spec-data; choose another --out (nothing "
+            "was changed)"
         )
     plan = make_plan(setup)
     work.mkdir(parents=True, exist_ok=True)
@@ -169,19 +190,26 @@ def find_plan(setup: Setup, out: Path) -> Plan:
 
 
 def check_free_space(out: Path, needed: int) -> None:
-    """Refuse to start what the disk cannot hold."""
+    """Check that `needed` bytes fit on the disk of `out`.
+
+    Raises:
+        RunError: they do not.
+    """
     free = shutil.disk_usage(out).free
     if needed > free:
         raise RunError(
-            f"{out}: {needed:,} bytes are still to be written and {free:,} are free; free some "
-            "space, or use fewer --layers, a --limit or a smaller --max-length. Or start "
-            f"`spec-train fit --data {out} --follow --follow-keep N` and this command again: units "
-            "are then deleted once they were used"
+            f"{out}: {needed:,} bytes are still to be written, but only {free:,} are free. Free "
+            "some space, or use fewer --layers, a --limit or a smaller --max-length. Or start "
+            f"`spec-train fit --data {out} --follow --follow-keep N` and run this command again: "
+            "each unit is then deleted after training has used it"
         )
 
 
 def finished_unit(out: Path, unit: int) -> FinishedUnit | None:
-    """The record of a unit whose shard is on disk, or None."""
+    """Return the record of a finished unit, or None.
+
+    A unit is finished if its shard is on disk, or was deleted after use.
+    """
     file = out / WORK / f"{unit_name(unit)}.json"
     if not file.is_file():
         return None
@@ -189,7 +217,7 @@ def finished_unit(out: Path, unit: int) -> FinishedUnit | None:
         raw = json.loads(file.read_text(encoding="utf-8"))
         record = ShardRecord(**raw["record"])
     except (ValueError, TypeError, KeyError):
-        return None  # not ours: the unit is simply run again
+        return None  # not a record of this program: the unit is captured again
     shard = out / record.file
     there = shard.is_file() and shard.stat().st_size == record.bytes
     if not there and not used_marker(out, unit).is_file():
@@ -199,7 +227,10 @@ def finished_unit(out: Path, unit: int) -> FinishedUnit | None:
 
 
 def run_units(setup: Setup, plan: Plan, out: Path, mine: list[int], todo: list[int]) -> None:
-    """Load the target, prove what must be proven, capture the units; writing overlaps capture."""
+    """Load the target, prove it, and capture the units `todo`; writing overlaps capture.
+
+    `mine` are all units of this worker, `todo` those that are not finished.
+    """
     config = setup.config
     (out / SHARDS).mkdir(exist_ok=True)
     for unit in mine:
@@ -217,17 +248,17 @@ def run_units(setup: Setup, plan: Plan, out: Path, mine: list[int], todo: list[i
     form = draft["packing"]["form"]
     widths = {c.name: c.width or 1 for c in setup.columns if c.lossy}
     tables = load_tables(out / TABLES, widths, draft["codec"]["sha256"]) if widths else {}
-    done = sum(int(plan.lengths[a:b].sum()) for a, b in (plan.units[u] for u in mine))
-    left = sum(int(plan.lengths[a:b].sum()) for a, b in (plan.units[u] for u in todo))
-    bar = progress(total=done, initial=done - left, desc="capture", unit=" tok")
+    capture = CaptureSettings(
+        columns=setup.columns, form=form, batch_tokens=config.batch_tokens, tables=tables
+    )
+    total, left = plan.unit_set_tokens(mine), plan.unit_set_tokens(todo)
+    bar = progress(total=total, initial=total - left, desc="capture", unit=" tok")
     pending: Future | None = None
     written = 0
     with bar, ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer") as writer:
         for number, unit in enumerate(todo, 1):
             wait_for_room(out, unit)
-            captured = capture_unit(
-                target, plan, unit, setup.columns, form, config.batch_tokens, bar.update, tables
-            )
+            captured = capture_unit(target, plan, unit, capture, bar.update)
             if pending is not None:
                 written += pending.result()
             pending = writer.submit(finish_unit, out, unit, captured, setup.columns)
@@ -237,7 +268,7 @@ def run_units(setup: Setup, plan: Plan, out: Path, mine: list[int], todo: list[i
 
 
 def finish_unit(out: Path, unit: int, captured: CapturedUnit, columns: tuple[Column, ...]) -> int:
-    """Write a unit's shard, then its record; gives the bytes written."""
+    """Write the shard of a unit, then its record; return the bytes written."""
     record = write_shard(out / SHARDS / f"{unit_name(unit)}.arrow", captured.data, columns)
     finished = {
         "record": asdict(record),
@@ -249,16 +280,20 @@ def finish_unit(out: Path, unit: int, captured: CapturedUnit, columns: tuple[Col
 
 
 def prove_target(setup: Setup, plan: Plan, target: Target, out: Path) -> dict[str, Any]:
-    """Prove head and packing on the plan's first documents, once; make and measure codec tables;
-    save target files and draft.
+    """Prove head and packing, make the codec tables, and save the files of the target, once.
 
-    The result is kept, so that every worker and every resumed run captures in the same way.
+    The result, a manifest without shards, is stored in target.json, so that every worker and every
+    resumed run captures in the same way.
+
+    Raises:
+        TargetError, RunError: a proof fails, or the error of a codec is above its bound.
     """
     file = out / WORK / "target.json"
     if file.is_file():
         return json.loads(file.read_text(encoding="utf-8"))
     offsets, ids = plan.documents.offsets, plan.documents.tokens["input_ids"]
     chosen = proof_documents(plan.lengths.tolist(), plan.pack_length)
+    # int64 [T_d] each
     documents = [torch.from_numpy(ids[offsets[d] : offsets[d + 1]]).long() for d in chosen]
     head_error = None
     if not setup.config.supervision.startswith("logits"):
@@ -275,11 +310,14 @@ def prove_target(setup: Setup, plan: Plan, target: Target, out: Path) -> dict[st
 
 
 def seal_directory(out: Path, checked: set[int] | None = None) -> Manifest:
-    """Check every shard (checksums of those not in `checked`) and write what makes a dataset.
+    """Check every unit and turn the directory into a dataset.
+
+    The checksums of shards in `checked` (units that this process wrote) are not computed again.
 
     Raises:
-        MissingError: there is no plan here, or units are not done yet.
+        MissingError: there is no plan, or units are not finished.
         DatasetError: a shard is not the one that was written.
+        RunError: units of this directory are deleted after use (`--follow-keep`).
     """
     if (out / MANIFEST).is_file():
         shutil.rmtree(out / WORK, ignore_errors=True)
@@ -290,20 +328,21 @@ def seal_directory(out: Path, checked: set[int] | None = None) -> Manifest:
     with seal_lock(work):
         if units_to_keep(out):
             raise RunError(
-                f"{out}: units are deleted here once `spec-train fit --follow-keep` has used them, "
-                "so there is no dataset to seal"
+                f"{out}: there is no dataset to seal, because `spec-train fit --follow-keep` "
+                "deletes the units after use"
             )
         return _seal(out, work, checked)
 
 
 def _seal(out: Path, work: Path, checked: set[int] | None) -> Manifest:
+    """Do the work of `seal_directory` while its lock is held."""
     plan = load_plan(work)
     units = {u: finished_unit(out, u) for u in range(len(plan.units))}
     left = [u for u, finished in units.items() if finished is None]
     if left or not (work / "target.json").is_file():
         raise MissingError(
-            f"{out}: {len(left)} of {len(units)} units are not done (first: {left[:3]}); run "
-            "`spec-data generate` with the same options, or the missing --workers"
+            f"{out}: {len(left)} of {len(units)} units are not finished (first: {left[:3]}); run "
+            "`spec-data generate` with the same options, or start the missing --workers"
         )
     draft = json.loads((work / "target.json").read_text(encoding="utf-8"))
     records, dropped = [], dict(draft["documents"]["dropped"])
@@ -318,7 +357,7 @@ def _seal(out: Path, work: Path, checked: set[int] | None) -> Manifest:
             dropped[reason] = dropped.get(reason, 0) + count
     draft["documents"]["dropped"] = dict(sorted(dropped.items()))
     draft["documents"]["stored"] = sum(r.rows for r in records)
-    keep_left_out(out, plan, {u: f.left_out for u, f in units.items() if f}, draft)
+    save_left_out(out, plan, {u: f.left_out for u, f in units.items() if f}, draft)
     manifest = seal(out, draft, records)
     check_counts(manifest)
     for leftover in out.rglob(".*.tmp"):  # of runs that were killed while writing
@@ -328,25 +367,31 @@ def _seal(out: Path, work: Path, checked: set[int] | None) -> Manifest:
 
 
 def check_counts(manifest: Manifest) -> None:
-    """Documents in == stored + counted."""
+    """Check that rendered documents == stored documents + documents counted as dropped.
+
+    Raises:
+        RunError: they differ.
+    """
     counts = manifest.raw["documents"]
     if counts["rendered"] != counts["stored"] + sum(counts["dropped"].values()):
         raise RunError(f"documents do not add up: {counts}; this is a bug, please report it")
 
 
-def keep_left_out(
+def save_left_out(
     out: Path, plan: Plan, places: dict[int, list[int]], draft: dict[str, Any]
 ) -> None:
-    """Write ids and masks of the documents that units left out, and say so in the manifest draft.
+    """Write ids and masks of the documents that were left out, and record them in the draft.
 
-    `places` are those in each unit. Nothing left out: nothing is written.
+    `places` maps a unit to the indices, in that unit, of its left out documents. Nothing is written
+    if there are none.
     """
+    # (unit, index of the document in the plan)
     found = [
         (unit, plan.units[unit][0] + place) for unit in sorted(places) for place in places[unit]
     ]
     if not found:
         return
-    rows = [row for _, row in found]
-    write_shard(out / LEFT_OUT, plan.documents.select(rows, PLAN_COLUMNS), PLAN_COLUMNS)
-    draft["left_out"] = {"places": rows, "units": [unit for unit, _ in found]}
+    documents = [document for _, document in found]
+    write_shard(out / LEFT_OUT, plan.documents.select(documents, PLAN_COLUMNS), PLAN_COLUMNS)
+    draft["left_out"] = {"places": documents, "units": [unit for unit, _ in found]}
     draft["files"] = {**draft["files"], **file_records(out, [LEFT_OUT])}

@@ -1,8 +1,8 @@
-"""From options to a plan: identify everything, render the corpus, cut units. No target is loaded.
+"""Resolve the options to a `Setup`, and read the corpus into a plan. No weights are loaded.
 
-`Setup` is what the options resolve to before the corpus is read; `make_plan` reads the corpus;
-`settings` is the table of everything that decides the dataset's bytes. Two runs with one table
-may share a directory; any difference is refused, named field by field.
+`set_up` identifies target and tokenizer. `make_plan` reads, renders and cuts the corpus. `settings`
+is the table of everything that decides the bytes of the dataset: two runs with equal tables may
+share a directory; otherwise every field that differs is named in the error.
 """
 
 import json
@@ -37,7 +37,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A target and tokenizer found on disk, and the columns a dataset of it will have."""
+    """The target and tokenizer on disk, and the columns of the dataset.
+
+    Attributes:
+        config: the options, with --max-length limited to the context of the target.
+        target, tokenizer_id: the manifest's `target` and `tokenizer`.
+        layers: layer ids, ascending.
+    """
 
     config: GenerateConfig
     model_dir: Path
@@ -56,7 +62,7 @@ class Setup:
 
     @property
     def head_bytes(self) -> int:
-        """About what target/head.safetensors takes: embedding and head, two bytes a value."""
+        """Approximate size of target/head.safetensors: embedding and head, without the norm."""
         tied = bool(getattr(self.model_config, "tie_word_embeddings", False))
         width = 4 if self.config.dtype == "float32" else 2
         return self.vocab_size * self.target["hidden_size"] * width * (1 if tied else 2)
@@ -66,8 +72,8 @@ def set_up(config: GenerateConfig) -> Setup:
     """Resolve a target and tokenizer without loading any weights.
 
     Raises:
-        ConfigError: --out inside the corpus, or more top logits than the target has.
-        MissingError, TargetError: no such model, or layers that it does not have.
+        ConfigError: --out lies in the corpus, or more top logits than the vocabulary has.
+        MissingError, TargetError: the model does not exist, or does not have these layers.
     """
     _check_out(config)
     model_dir, commit = resolve_model(config.target, config.revision)
@@ -100,12 +106,16 @@ def set_up(config: GenerateConfig) -> Setup:
 
 
 def _check_out(config: GenerateConfig) -> None:
-    """A run inside its corpus would find its own files there when it goes on."""
+    """Check that --out is outside the corpus; a resumed run would read its own files as corpus.
+
+    Raises:
+        ConfigError: it is inside.
+    """
     for directory in filter(None, map(corpus_directory, config.corpus)):
         if Path(config.out).resolve().is_relative_to(directory.resolve()):
             raise ConfigError(
-                f"--out {config.out} lies in the corpus directory {directory}, where its files "
-                "would be read as corpus; give an --out outside it"
+                f"--out {config.out} lies in the corpus directory {directory}, so its files would "
+                "be read as corpus; choose an --out outside it"
             )
 
 
@@ -119,16 +129,16 @@ def _check_supervision(supervision: str, vocab_size: int) -> None:
 
 
 def _within_context(config: GenerateConfig, model_config: Any) -> GenerateConfig:
-    """The config with --max-length lowered to the target's context, where that is shorter.
+    """Return the config with --max-length lowered to the context of the target, if that is shorter.
 
-    States beyond the positions that a target was made for are not what it serves with.
+    Serving never uses positions beyond the context, so states there are of no use.
     """
     context = _context_length(text_config(model_config))
     if not 2 <= context < config.max_length:
         return config
     logger.info(
-        "documents are cut to %d tokens, not %d (--max-length): the target's context ends there "
-        "(max_position_embeddings)",
+        "documents are cut to %d tokens, not %d (--max-length), because the context of the target "
+        "ends there (max_position_embeddings)",
         context,
         config.max_length,
     )
@@ -136,10 +146,10 @@ def _within_context(config: GenerateConfig, model_config: Any) -> GenerateConfig
 
 
 def _context_length(text: Any) -> int:
-    """The positions of a decoder, 0 where its config gives none.
+    """Return the number of positions of a decoder, 0 if its config has none.
 
-    Where RoPE is scaled, `max_position_embeddings` is the scaled context, but for configs that
-    had YaRN written into them later: those say it as original length times factor.
+    With scaled RoPE, `max_position_embeddings` is usually the scaled context. In configs to which
+    YaRN was added later, the scaled context is the original length times the factor.
     """
     rope = getattr(text, "rope_parameters", None) or {}
     scaled = (rope.get("original_max_position_embeddings") or 0) * (rope.get("factor") or 1)
@@ -147,15 +157,17 @@ def _context_length(text: Any) -> int:
 
 
 def load_config(directory: Path, trust: bool = False) -> Any:
-    """A model directory's configuration, with the family's defaults filled in.
+    """Return the configuration of a model directory, with the defaults of its family.
 
     Raises:
-        TargetError: transformers does not know the family, or it is no decoder-only text model.
+        TargetError: transformers does not know the family, or it is not a decoder-only text model.
     """
     try:
         config = AutoConfig.from_pretrained(str(directory), trust_remote_code=trust)
     except (ValueError, OSError, KeyError, ImportError) as error:
-        raise TargetError(f"{directory / 'config.json'}: cannot be used: {error}") from None
+        raise TargetError(
+            f"{directory / 'config.json'}: transformers cannot load it: {error}"
+        ) from None
     text = text_config(config)
     lacking = [
         name
@@ -171,10 +183,10 @@ def load_config(directory: Path, trust: bool = False) -> Any:
 
 
 def load_tokenizer(directory: Path, trust: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory.
+    """Return the tokenizer of a model directory.
 
     Raises:
-        TargetError: the directory has none that transformers can load.
+        TargetError: transformers cannot load one from there.
     """
     try:
         return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust)
@@ -183,7 +195,7 @@ def load_tokenizer(directory: Path, trust: bool = False) -> PreTrainedTokenizerB
 
 
 def end_token_ids(directory: Path) -> list[int]:
-    """Token ids that end generation, from generation_config.json or config.json."""
+    """Return the token ids that end generation, from generation_config.json or config.json."""
     for name in ("generation_config.json", "config.json"):
         file = directory / name
         ids = (
@@ -197,10 +209,10 @@ def end_token_ids(directory: Path) -> list[int]:
 
 
 def make_plan(setup: Setup) -> Plan:
-    """Read, render and cut the corpus.
+    """Read, render and cut the corpus, and return the plan.
 
     Raises:
-        CorpusError: the corpus cannot be read, or nothing of it is left.
+        CorpusError: the corpus cannot be read, or no document is left.
     """
     config = setup.config
     reader = corpus_reader(config)
@@ -220,12 +232,14 @@ def make_plan(setup: Setup) -> Plan:
             continue
         for document in documents:
             builder.add(document)
-    builder.counts.rows = sum(r.rows for r in reader.reports)
-    builder.counts.bad_rows = sum(r.bad for r in reader.reports)
-    builder.counts.unrendered = dict(sorted(reader.refused.items()))
-    builder.counts.unrendered_examples = dict(sorted(reader.refused_examples.items()))
-    builder.counts.rendering = dict(renderer.methods + renderer.counts)
-    builder.lost(renderer.dropped)
+    builder.count_rows(
+        rows=sum(r.rows for r in reader.reports),
+        bad_rows=sum(r.bad for r in reader.reports),
+        unrendered=reader.refused,
+        unrendered_examples=reader.refused_examples,
+        rendering=renderer.methods + renderer.counts,
+        dropped=renderer.dropped,
+    )
     return builder.build(
         [corpus_entry(r) for r in reader.reports],
         settings(setup, reader.reports),
@@ -236,20 +250,20 @@ def make_plan(setup: Setup) -> Plan:
 
 
 def corpus_reader(config: GenerateConfig) -> CorpusReader:
-    """The reader of a config's sources."""
+    """Return the reader of the sources of a config."""
     bad: Literal["skip", "fail"] = "fail" if config.on_bad_row == "fail" else "skip"
     return CorpusReader(config.corpus, on_bad_row=bad, limit=config.limit or None)
 
 
 def corpus_entry(report: SourceReport) -> dict[str, Any]:
-    """What the manifest says of one source."""
+    """Return the manifest's entry of one source."""
     entry = asdict(report)
-    del entry["path"]  # of this machine
+    del entry["path"]  # a path of this machine
     return entry
 
 
 def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
-    """Everything that decides the bytes of a dataset, flat enough to name what differs."""
+    """Return everything that decides the bytes of a dataset, flat enough to name differences."""
     config = setup.config
     return {
         "format_version": FORMAT_VERSION,
@@ -283,9 +297,9 @@ def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
 
 
 def changed_settings(setup: Setup, saved: dict[str, Any]) -> list[str]:
-    """One line per field in which a setup differs from saved settings.
+    """Return one line per field in which a setup differs from saved settings.
 
-    The corpus is read again (not rendered) so that its hash can be compared.
+    The corpus is read again, but not rendered, so that its hash can be compared.
     """
     reader = corpus_reader(setup.config)
     for _ in reader:
@@ -297,10 +311,10 @@ def changed_settings(setup: Setup, saved: dict[str, Any]) -> list[str]:
 
 
 def refuse_changes(changed: list[str], where: Path) -> None:
-    """Never go on with, or mix into, data made with other settings.
+    """Refuse to resume, or to mix with, data made with other settings.
 
     Raises:
-        ConfigError: names every field that differs.
+        ConfigError: `changed` is not empty; it names every field that differs.
     """
     if changed:
         raise ConfigError(

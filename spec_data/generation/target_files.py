@@ -1,4 +1,4 @@
-"""What a dataset keeps of its target: config, tokenizer, head tensors, and the manifest's words."""
+"""Write the files of the target into a dataset, and draft the manifest."""
 
 import tempfile
 from dataclasses import asdict
@@ -29,9 +29,9 @@ _GENERATION = "generation_config.json"
 
 
 def save_target_files(setup: Setup, target: Target, folder: Path) -> None:
-    """Write config, tokenizer files and head.safetensors into `folder`, each whole or absent."""
+    """Write config, tokenizer files and head.safetensors into `folder`, each atomically."""
     folder.mkdir(parents=True, exist_ok=True)
-    # Every default is spelt out: drafts are shaped from this file, without the family's code.
+    # All defaults are written: a draft takes its shape from this file, without the family's code.
     full = setup.model_config.to_dict() | {"dtype": str(target.dtype).removeprefix("torch.")}
     full["architectures"] = full.get("architectures") or [type(target.model).__name__]
     for table in (full, *(v for v in full.values() if isinstance(v, dict))):
@@ -50,7 +50,11 @@ def save_target_files(setup: Setup, target: Target, folder: Path) -> None:
 
 
 def head_tensors(target: Target) -> dict[str, torch.Tensor]:
-    """Embedding, head and final-norm tensors in the dtype the target runs in; nothing twice."""
+    """Return embedding, head and final-norm tensors on the CPU, in the dtype of the target.
+
+    embed_tokens [V, H]; lm_head [V, H] unless it is tied to the embedding; lm_head_bias [V] and
+    norm [H] if the target has them.
+    """
     head = output_head(target.model)
     tensors: dict[str, Any] = {"embed_tokens": target.get_input_embeddings().weight}
     if not target.head.tied:
@@ -76,7 +80,15 @@ def manifest_draft(
     codec: dict[str, Any],
     errors: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
-    """The manifest without shards and totals; `errors` of lossy columns are by name."""
+    """Return the manifest without shards and totals.
+
+    Args:
+        setup, plan, target: what is captured.
+        proof: the isolation proof.
+        head_error: the largest relative error of the head as data; None with full logits.
+        codec: the manifest's `codec`.
+        errors: the measured error of each lossy column, by name.
+    """
     counts = asdict(plan.counts)
     counts["read"] = counts.pop("rows")
     dtype = str(target.dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
-"""Room: `spec-data verify`: is a dataset intact, and is it what its target produces?
+"""Room: `spec-data verify`: is a dataset intact, and does its target still produce it?
 
-Checks every file against its checksum, every stored state for broken values, and, where the target
-is available, sampled documents against a fresh capture.
+Checks every file against its checksum, every stored state for broken values, and, if the target is
+available, sampled documents against a fresh capture.
 
 May import: spec_data.shards, spec_data.target, spec_data.generation, spec_data.options,
 spec_data.devices, spec_data.progress.

@@ -1,4 +1,4 @@
-"""What verify found, in words."""
+"""Collect what verify found, and read what a dataset declares about its columns."""
 
 import math
 from collections.abc import Callable
@@ -16,14 +16,14 @@ from spec_data.shards.schema import FINAL, SUPERVISED, predicts_supervised
 
 @dataclass
 class Findings:
-    """What was checked and what failed. A check with failures has no fact to tell."""
+    """The results of the checks: failures, and one fact per check without a failure."""
 
     failures: list[str] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
     _failures_before: int = 0
 
     def check(self, check: Callable[[], None]) -> None:
-        """Run a check; data it cannot read is a failure in words, not the end of verify."""
+        """Run a check. If it cannot read the data, that is a failure, and verify continues."""
         self._failures_before = len(self.failures)
         try:
             check()
@@ -31,17 +31,20 @@ class Findings:
             self.fail(str(error))
 
     def fail(self, message: str) -> None:
-        """Note a failure."""
+        """Add a failure."""
         self.failures.append(message)
 
     def passed(self, fact: str) -> None:
-        """Note what the running check has proven, unless it failed."""
+        """Add what the current check has proven, unless it has a failure."""
         if len(self.failures) == self._failures_before:
             self.facts.append(fact)
 
 
 def stored_tokens(dataset: HiddenStatesDataset, name: str, row: dict[str, Any]) -> Tensor:
-    """Tokens of a document that have a state in a column, bool [T]."""
+    """Return which tokens of a document have a stored value in column `name`, bool [T].
+
+    `row` is the document as `HiddenStatesDataset` returns it.
+    """
     mask = row["loss_mask"].numpy()
     if name == FINAL and dataset.final == SUPERVISED:
         return torch.from_numpy(predicts_supervised(mask, np.array([0, len(mask)])))
@@ -49,6 +52,10 @@ def stored_tokens(dataset: HiddenStatesDataset, name: str, row: dict[str, Any]) 
 
 
 def declared_error(dataset: HiddenStatesDataset, name: str, figure: str) -> float:
-    """Declared relative error of a column's states: root of a channel-normalised MSE."""
+    """Return the declared relative error of a column, 0 if it is exact.
+
+    It is the square root of `figure` ("mse_median" or "mse_max"): a mean squared error divided by
+    the variance of the channel.
+    """
     entry = next(c for c in dataset.manifest.raw["columns"] if c["name"] == name)
     return math.sqrt(entry.get("error", {}).get(figure, 0.0))

@@ -1,17 +1,20 @@
-"""A fresh forward of stored documents, alone in their rows, against every stored column."""
+"""Compare every stored column with a fresh forward of sampled documents, one per forward.
+
+Shapes: T tokens of the document, H hidden size, K top logits, V vocabulary size.
+"""
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spec_data.generation.capture import forward_columns, packed_batches
+from spec_data.generation.capture import forward_batches, forward_columns
 from spec_data.progress import progress
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.target.mask_forms import SINGLE
 from spec_data.target.model import Target
 from spec_data.verification.findings import Findings, declared_error, stored_tokens
 
-# Largest believable difference between two kernels' rounding, relative, by the dtype of capture.
+# Largest plausible rounding difference between two kernels, relative, by the dtype of capture.
 STATE_TOLERANCE = {"float32": 6e-3, "float16": 1e-2, "bfloat16": 5e-2}
 LOGIT_TOLERANCE = {"float32": 2e-2, "float16": 2e-2, "bfloat16": 4e-2}
 
@@ -19,24 +22,27 @@ LOGIT_TOLERANCE = {"float32": 2e-2, "float16": 2e-2, "bfloat16": 4e-2}
 def check_fresh(
     dataset: HiddenStatesDataset, sampled: list[int], target: Target, findings: Findings
 ) -> None:
-    """Compare sampled documents with what `target` gives for them now."""
+    """Compare sampled documents with what `target` computes for them now.
+
+    `sampled` are indices into the dataset; failures and the result go to `findings`.
+    """
     worst_state = worst_logit = 0.0
     for index in progress(sampled, desc="fresh forward", unit=" docs", leave=False):
-        row = dataset[index]
-        ids = row["input_ids"].numpy()
+        document = dataset[index]
+        ids = document["input_ids"].numpy()  # [T]
         offsets = np.array([0, len(ids)])
-        (packed,) = packed_batches(offsets, ids, SINGLE, len(ids), len(ids))
-        fresh = forward_columns(target, packed, SINGLE, dataset.manifest.columns)
+        (batch,) = forward_batches(offsets, ids, SINGLE, len(ids), len(ids))
+        fresh = forward_columns(target, batch, SINGLE, dataset.manifest.columns)
         where = f"document {index}"
         for name, value in fresh.items():
             if name.startswith("hidden."):
-                error = _compare_states(dataset, row, name, value.cpu(), where, findings)
+                error = _compare_states(dataset, document, name, value.cpu(), where, findings)
                 worst_state = max(worst_state, error)
         _, logits = target.capture(
-            packed.input_ids, packed.document_ids, packed.position_ids, None, full_logits=True
+            batch.input_ids, batch.document_ids, batch.position_ids, None, full_logits=True
         )
         if logits is not None:
-            error = _compare_logits(dataset, row, logits[0].float().cpu(), where, findings)
+            error = _compare_logits(dataset, document, logits[0].float().cpu(), where, findings)
             worst_logit = max(worst_logit, error)
     findings.passed(
         f"fresh forward of {len(sampled)} documents: states differ by at most {worst_state:.1e}, "
@@ -46,17 +52,19 @@ def check_fresh(
 
 def _compare_states(
     dataset: HiddenStatesDataset,
-    row: dict,
+    document: dict,
     name: str,
     fresh: Tensor,
     where: str,
     findings: Findings,
 ) -> float:
-    """Relative difference of a column, averaged over tokens; one odd token in a hundred may be far
-    off (an expert that flips under rounding), more may not.
+    """Return the relative difference of a column [T, H] from `fresh` [T, H], averaged over tokens.
+
+    One token in a hundred may differ by much, because rounding can select another expert; more
+    such tokens are a failure.
     """
-    kept = stored_tokens(dataset, name, row)
-    a, b = row[name][kept].float(), fresh[kept].float()
+    kept = stored_tokens(dataset, name, document)  # bool [T], n of them True
+    a, b = document[name][kept].float(), fresh[kept].float()  # [n, H]
     error = (a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-30)
     allowed = STATE_TOLERANCE.get(dataset.manifest.target["dtype"], 5e-2)
     allowed += 1.5 * declared_error(dataset, name, "mse_max")
@@ -77,22 +85,26 @@ def _compare_states(
 
 
 def _compare_logits(
-    dataset: HiddenStatesDataset, row: dict, logits: Tensor, where: str, findings: Findings
+    dataset: HiddenStatesDataset, document: dict, logits: Tensor, where: str, findings: Findings
 ) -> float:
-    """argmax, logsumexp, top-k and full logits against fresh logits float32 [T, V]."""
-    scale = logits.abs().amax(-1).clamp_min(1e-6)
-    chosen = logits.gather(-1, row["target_argmax"][:, None])[:, 0]
-    errors = {
+    """Compare argmax, logsumexp, top-k and full logits with fresh logits, float32 [T, V].
+
+    Return the largest difference of a column relative to the largest |logit| of its token, averaged
+    over tokens.
+    """
+    scale = logits.abs().amax(-1).clamp_min(1e-6)  # [T]
+    chosen = logits.gather(-1, document["target_argmax"][:, None])[:, 0]
+    errors = {  # [T] each
         "target_argmax": logits.amax(-1) - chosen,
-        "target_logsumexp": (logits.logsumexp(-1) - row["target_logsumexp"]).abs(),
+        "target_logsumexp": (logits.logsumexp(-1) - document["target_logsumexp"]).abs(),
     }
-    if "topk_ids" in row:
-        stored, width = row["topk_logits"], row["topk_ids"].shape[1]
-        pairs = (logits.gather(-1, row["topk_ids"]) - stored).abs().amax(-1)
+    if "topk_ids" in document:
+        stored, width = document["topk_logits"], document["topk_ids"].shape[1]
+        pairs = (logits.gather(-1, document["topk_ids"]) - stored).abs().amax(-1)
         best = (logits.topk(width, -1).values - stored).abs().amax(-1)
         errors["topk_ids / topk_logits"] = torch.maximum(pairs, best)
-    if "logits" in row:
-        errors["logits"] = (logits - row["logits"].float()).abs().amax(-1)
+    if "logits" in document:
+        errors["logits"] = (logits - document["logits"].float()).abs().amax(-1)
     allowed = LOGIT_TOLERANCE.get(dataset.manifest.target["dtype"], 4e-2)
     worst = 0.0
     for name, error in errors.items():

@@ -1,11 +1,16 @@
-"""`spec-data verify`: prove a dataset, from the bytes up, and name what fails.
+"""`spec-data verify`: check a dataset, from its bytes to its states, and name every failure.
 
-1. checksums of every file and every chunk, so that damage is named by shard, row, document and
-column;  2. schema, row counts, index against shards;  3. every state finite and not constant,
-masks and turns consistent;  4. on sampled documents, logits re-derived from `hidden.final` and the
-stored head against `target_argmax` and `target_logsumexp`;  5. with `--target`, a fresh forward of
-sampled documents, one per row, against every stored column. Lossy columns may differ by the error
-that the manifest declares, and their tables must be its tables.
+1. Checksums of every file and every chunk, so that damage is named by shard, row, document and
+   column.
+2. Schema, row counts, and the index against the shards.
+3. Every state is finite and not constant; masks and turns are consistent.
+4. For sampled documents, logits computed from `hidden.final` and the stored head are compared with
+   `target_argmax` and `target_logsumexp`.
+5. With `--target`, a fresh forward of sampled documents, one per forward, is compared with every
+   stored column.
+
+Lossy columns may differ by the error that the manifest declares, and their codec tables must be the
+ones that the manifest names. A "row" is the position of a document in its shard.
 """
 
 from collections.abc import Iterator
@@ -30,18 +35,18 @@ from spec_data.target.model import Target
 from spec_data.verification.findings import Findings, declared_error, stored_tokens
 from spec_data.verification.fresh import LOGIT_TOLERANCE, check_fresh
 
-_SHOWN = 20
+_SHOWN = 20  # failures that are printed
 
 
 def verify(config: VerifyConfig) -> int:
-    """Run every check, print the findings, give 0 when all pass and 1 when any fails.
+    """Run every check and print the findings; return 0 if all checks pass, 1 if any fails.
 
     Raises:
-        SpecDataError: the dataset cannot be opened, or `--target` is no model.
+        SpecDataError: the dataset cannot be opened, or `--target` is not a model.
     """
     dataset = HiddenStatesDataset(config.data)
     path = None
-    if config.target is not None:  # a wrong name is said before any work
+    if config.target is not None:  # report a wrong name before any work
         path, _ = resolve_model(config.target, dataset.manifest.target.get("revision"))
     findings = Findings()
     findings.check(lambda: _check_checksums(dataset, findings))
@@ -74,7 +79,7 @@ def _verify_target(
     config: VerifyConfig,
     findings: Findings,
 ) -> None:
-    """Identity of the given target, then a fresh forward."""
+    """Check the identity of the target in `path`, then run the fresh forward."""
     recorded = dataset.manifest.target
     findings.check(lambda: _check_identity(recorded, path, findings))
     if findings.failures:
@@ -91,23 +96,24 @@ def _verify_target(
 
 
 def _check_identity(recorded: dict[str, Any], path: Path, findings: Findings) -> None:
+    """Check that the model in `path` is the target that the manifest recorded."""
     for name, found in (("config_hash", config_hash(path)), ("weights_hash", weights_hash(path))):
         if recorded.get(name) not in (None, found):
             raise DatasetError(
                 f"{path}: its {name.replace('_', ' ')} is not that of the dataset's target "
-                f"({recorded['name']}): another model, revision or quantisation"
+                f"({recorded['name']}): this is another model, revision or quantisation"
             )
     findings.passed("the given target is the one that was captured (config and weights)")
 
 
 def sample_documents(count: int, samples: int, seed: int) -> list[int]:
-    """`samples` document numbers without replacement, ascending, the same for the same seed."""
+    """Return `samples` different indices of documents, ascending; the same for the same seed."""
     rng = np.random.default_rng(seed)
     return sorted(rng.choice(count, size=min(samples, count), replace=False).tolist())
 
 
 def _check_checksums(dataset: HiddenStatesDataset, findings: Findings) -> None:
-    """Every shard, the index and the target's files; nothing else among the shards."""
+    """Check every shard, the index and the files of the target; no other file may be in shards/."""
     manifest = dataset.manifest
     expected = {r.file: r.sha256 for r in manifest.shards}
     expected |= {name: record["sha256"] for name, record in manifest.raw["files"].items()}
@@ -116,26 +122,26 @@ def _check_checksums(dataset: HiddenStatesDataset, findings: Findings) -> None:
         found = sha256_file(file) if file.is_file() else "missing"
         if found != expected[name]:
             findings.fail(
-                f"{name}: sha256 {found[:16]}, the manifest says {expected[name][:16]}: the file "
-                "was changed; copy or generate it again"
+                f"{name}: sha256 {found[:16]}, but the manifest has {expected[name][:16]}: the "
+                "file was changed; copy or generate it again"
             )
     folder = dataset.path / "shards"
     for name in sorted({f"shards/{p.name}" for p in folder.iterdir()} - expected.keys()):
-        findings.fail(f"{name}: not a file of this dataset: a copy or a leftover; delete it")
+        findings.fail(f"{name}: not a file of this dataset, but a copy or a leftover; delete it")
     others = len(expected) - len(manifest.shards)
     findings.passed(f"checksums of {len(manifest.shards)} shards and {others} other files")
 
 
 def _check_chunks(dataset: HiddenStatesDataset, findings: Findings) -> None:
-    """Every field of every document; a shard that cannot be read does not hide the others."""
-    _ = dataset.lengths  # without the index no row has a name
+    """Check every field of every document; continue after a shard that cannot be read."""
+    _ = dataset.lengths  # the index has the names of the documents
     for number in progress(range(len(dataset.manifest.shards)), desc="chunks", leave=False):
         try:
             shard = dataset.shard(number)
             for row, field in shard.damage():
                 findings.fail(
                     f"{shard.record.file} row {row}, document {shard.index.ids[row].as_py()}, "
-                    f"column {field}: damaged: its bytes are not those of its checksum"
+                    f"column {field}: damaged: its bytes do not match its checksum"
                 )
         except DatasetError as error:
             findings.fail(str(error))
@@ -144,35 +150,41 @@ def _check_chunks(dataset: HiddenStatesDataset, findings: Findings) -> None:
 
 
 def _check_codecs(dataset: HiddenStatesDataset, findings: Findings) -> None:
-    """The tables' hash and numbers; says what each lossy column was measured to lose."""
-    for name, table in dataset.tables.items():  # the hash is checked as they are read
+    """Check the hash and the numbers of the codec tables; report the error of each lossy column."""
+    for name, table in dataset.tables.items():  # reading them checks the hash
         if not bool((table.mean.isfinite() & table.std.isfinite()).all()):
-            findings.fail(f"{TABLES}: tables of column {name} are not finite; copy it again")
+            findings.fail(f"{TABLES}: the tables of column {name} are not finite; copy it again")
     for column in dataset.manifest.raw["columns"]:
         if "error" in column:
             findings.passed(
-                f"{column['name']}: {error_text(column['codec'], column['error'])} (measured when "
-                "it was made; its tables are unchanged)"
+                f"{column['name']}: {error_text(column['codec'], column['error'])} (measured "
+                "during generation; the tables are unchanged)"
             )
 
 
 def _check_documents(dataset: HiddenStatesDataset, findings: Findings) -> None:
-    """Every document: index, mask, turns, token ids, and states token by token."""
+    """Check index, mask, turns, token ids and the states of every token of every document."""
     vocab = dataset.manifest.vocab_size
     bar = progress(total=int(dataset.lengths.sum()), desc="states", unit=" tok", leave=False)
     with bar:
         for index, row, where in _rows(dataset):
             mask, ids = row["loss_mask"], row["input_ids"]
             if row["doc_id"] != dataset.doc_ids[index] or len(ids) != dataset.lengths[index]:
-                findings.fail(f"{where}: the index names another document here; seal again")
+                findings.fail(f"{where}: the index has another document here; seal again")
             if int(mask.sum()) != dataset.supervised[index]:
-                findings.fail(f"{where}, column loss_mask: not the count that the index has")
+                findings.fail(
+                    f"{where}, column loss_mask: {int(mask.sum())} supervised tokens, but the "
+                    f"index has {int(dataset.supervised[index])}"
+                )
             supervised = mask.nonzero()
             first = int(supervised[0]) if len(supervised) else len(ids)
             if first != dataset.first_supervised[index]:
-                findings.fail(f"{where}, column loss_mask: not the first token that the index has")
+                findings.fail(
+                    f"{where}, column loss_mask: the first supervised token is {first}, but the "
+                    f"index has {int(dataset.first_supervised[index])}"
+                )
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
-                findings.fail(f"{where}, column input_ids: ids outside 0..{vocab - 1}")
+                findings.fail(f"{where}, column input_ids: token ids outside 0..{vocab - 1}")
             if any(not 0 <= t["start"] <= t["end"] <= len(ids) for t in row["turns"]):
                 findings.fail(f"{where}, column turns: spans outside the document")
             for name, value in row.items():
@@ -181,13 +193,13 @@ def _check_documents(dataset: HiddenStatesDataset, findings: Findings) -> None:
                     _check_states(value, tokens, f"{where}, column {name}", findings)
             bar.update(len(ids))
     findings.passed(
-        f"{len(dataset):,} documents: index, masks, turns, token ids, every state finite and "
-        "not constant"
+        f"{len(dataset):,} documents: index, masks, turns and token ids are consistent, every "
+        "state is finite and not constant"
     )
 
 
 def _rows(dataset: HiddenStatesDataset) -> Iterator[tuple[int, dict[str, Any], str]]:
-    """Every document with words that say where it is."""
+    """Yield every document: its index in the dataset, its fields, and its place for messages."""
     first = 0
     for record in dataset.manifest.shards:
         for row in range(record.rows):
@@ -196,6 +208,7 @@ def _rows(dataset: HiddenStatesDataset) -> Iterator[tuple[int, dict[str, Any], s
 
 
 def _check_states(value: Tensor, tokens: Tensor, where: str, findings: Findings) -> None:
+    """Check that `value`, [T] or [T, W], is finite, and not constant at `tokens`, bool [T]."""
     low, high = (value, value) if value.ndim == 1 else (value.amin(-1), value.amax(-1))
     bad = ~(torch.isfinite(low) & torch.isfinite(high))
     if bool(bad.any()):
@@ -207,7 +220,7 @@ def _check_states(value: Tensor, tokens: Tensor, where: str, findings: Findings)
 def _check_logits(
     dataset: HiddenStatesDataset, sampled: list[int], device: str, findings: Findings
 ) -> None:
-    """argmax and logsumexp of head(hidden.final), or of the stored logits."""
+    """Compare argmax and logsumexp with head(hidden.final), or with the stored logits."""
     place = usable_device(device)
     manifest = dataset.manifest
     allowed = LOGIT_TOLERANCE.get(manifest.target.get("dtype", ""), 4e-2)
@@ -222,8 +235,8 @@ def _check_logits(
     worst = 0.0
     for index in sampled:
         row = dataset[index]
-        kept = stored_tokens(dataset, FINAL, row)
-        if head:
+        kept = stored_tokens(dataset, FINAL, row)  # bool [T], n of them True
+        if head:  # logits: float32 [n, V]
             logits = apply_head(
                 row[FINAL].float().to(place)[kept],
                 head["lm_head"],
@@ -233,7 +246,7 @@ def _check_logits(
         else:
             logits = row["logits"].float().to(place)
         argmax, logsumexp = row["target_argmax"][kept], row["target_logsumexp"][kept]
-        error = _logit_error(logits.cpu(), argmax, logsumexp)
+        error = _logit_error(logits.cpu(), argmax, logsumexp)  # [n]
         worst = max(worst, float(error.max()))
         if float(error.max()) > allowed:
             findings.fail(
@@ -242,26 +255,33 @@ def _check_logits(
                 f"{float(error.max()):.1e} of the largest logit (allowed {allowed:.0e})"
             )
     findings.passed(
-        f"logits of {len(sampled)} documents against argmax and logsumexp: off by at most "
-        f"{worst:.1e} of the largest logit"
+        f"logits of {len(sampled)} documents agree with argmax and logsumexp: they differ by at "
+        f"most {worst:.1e} of the largest logit"
     )
 
 
 def _logit_error(logits: Tensor, argmax: Tensor, logsumexp: Tensor) -> Tensor:
-    """How far stored argmax and logsumexp [T] are from logits [T, V], relative to max |logit|."""
+    """Return the error of argmax (int64 [T]) and logsumexp (float32 [T]) against logits [T, V].
+
+    It is float32 [T], relative to the largest |logit| of the token.
+    """
     scale = logits.abs().amax(-1).clamp_min(1e-6)
     gap = logits.amax(-1) - logits.gather(-1, argmax[:, None])[:, 0]
     return torch.maximum(gap, (logits.logsumexp(-1) - logsumexp).abs()) / scale
 
 
 def _check_topk(dataset: HiddenStatesDataset, sampled: list[int], findings: Findings) -> None:
+    """Compare the stored top-k ids and logits, [T, K] each, with argmax and logsumexp, [T] each."""
     for index in sampled:
         row = dataset[index]
         top = row["topk_logits"].logsumexp(-1)
         if not torch.equal(row["topk_ids"][:, 0], row["target_argmax"]) and bool(
             (row["topk_logits"][:, 0] != row["topk_logits"].amax(-1)).any()
         ):
-            findings.fail(f"document {index}, column topk_ids: its first id is not the argmax")
+            findings.fail(f"document {index}, column topk_ids: the first id is not the argmax")
         if bool((top > row["target_logsumexp"] + 1e-3).any()):
-            findings.fail(f"document {index}, column topk_logits: more mass than the logsumexp")
-    findings.passed(f"top-k of {len(sampled)} documents against argmax and logsumexp")
+            findings.fail(
+                f"document {index}, column topk_logits: its logsumexp is larger than that of all "
+                "logits"
+            )
+    findings.passed(f"top-k of {len(sampled)} documents agrees with argmax and logsumexp")

@@ -1,4 +1,4 @@
-"""A tiny target with a real tokenizer on disk, a corpus, and ways to run and compare generate."""
+"""A tiny target with a real tokenizer, a corpus, and functions that run and compare generate."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from tests.spec_data.corpus.templates import tokenizer
 
 
 def save_target(path: Path, family: str = "llama") -> Path:
-    """A model directory: random weights of a family, a byte-level tokenizer with ChatML."""
+    """Write a model directory: random weights of a family, a byte-level ChatML tokenizer."""
     tok = tokenizer("chatml")
     model = tiny_model(family)
     model.resize_token_embeddings(len(tok), mean_resizing=False)
@@ -24,7 +24,7 @@ def save_target(path: Path, family: str = "llama") -> Path:
 
 
 def write_corpus(path: Path, rows: int = 30) -> Path:
-    """Chats of one and two answers, of different lengths, no two alike."""
+    """Write chats of one and two answers, of different lengths, no two of them equal."""
     with path.open("w", encoding="utf-8") as file:
         for i in range(rows):
             messages = [
@@ -41,7 +41,7 @@ def write_corpus(path: Path, rows: int = 30) -> Path:
 
 
 def options(target: Path, corpus: Path, out: Path, **changes) -> dict:
-    """Options of a run with several units."""
+    """Return options of a run with several units."""
     return {
         "target": str(target),
         "corpus": (str(corpus),),
@@ -50,17 +50,17 @@ def options(target: Path, corpus: Path, out: Path, **changes) -> dict:
         "max_shard_size": "120KB",
         "batch_tokens": 512,
         "device": "cpu",
-        "codec": "bf16",  # tests compare states exactly
+        "codec": "bf16",  # exact, because tests compare states
     } | changes
 
 
 def run(target: Path, corpus: Path, out: Path, **changes):
-    """Generate in this process; gives the manifest."""
+    """Generate in this process and return the manifest."""
     return generate(GenerateConfig(**options(target, corpus, out, **changes)))
 
 
 def start_cli(given: dict) -> subprocess.Popen:
-    """Generate in a process of its own."""
+    """Start generate in another process."""
     program = "import sys; from spec_data.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "generate"]
     for name, value in given.items():
@@ -70,7 +70,7 @@ def start_cli(given: dict) -> subprocess.Popen:
 
 
 def digests(directory: Path) -> dict[str, str]:
-    """sha256 of every file below a directory."""
+    """Return the sha256 of every file below a directory."""
     return {
         str(p.relative_to(directory)): hashlib.sha256(p.read_bytes()).hexdigest()
         for p in sorted(directory.rglob("*"))

@@ -1,4 +1,4 @@
-"""Runs of generate with lossy codecs: estimates, resuming, calibration, refusals, reports."""
+"""Generate with lossy codecs: estimates, resuming, calibration, errors, reports."""
 
 import dataclasses
 import json
@@ -79,7 +79,7 @@ def test_changed_settings_never_mix(mixed, target, corpus, change, named):
         run(target, corpus, mixed, **MIXED | change)
 
 
-def test_a_column_beyond_its_bound_stops_before_the_first_shard(
+def test_a_column_above_its_bound_stops_the_run_before_the_first_shard(
     target, corpus, tmp_path, monkeypatch
 ):
     out = tmp_path / "data"
@@ -93,8 +93,8 @@ def test_a_column_beyond_its_bound_stops_before_the_first_shard(
     assert not list(out.glob("shards/*")) and not (out / "manifest.json").exists()
 
 
-def test_states_of_a_large_mean_are_too_much_for_fp8(corpus, tmp_path):
-    """Relative to its spread, a channel far from zero loses more in floating point."""
+def test_states_with_a_large_mean_are_refused_for_fp8(corpus, tmp_path):
+    """Relative to its variance, a channel far from zero has a larger error in floating point."""
     path = save_target(tmp_path / "target")
     model = AutoModelForCausalLM.from_pretrained(path)
     model.get_input_embeddings().weight.data += 8.0
@@ -131,13 +131,13 @@ def test_a_sample_without_finite_states_is_an_error(target, corpus, tmp_path, mo
         run(target, corpus, tmp_path / "data", **MIXED)
 
 
-def test_inspect_says_what_was_lost(mixed):
+def test_inspect_shows_the_error_of_the_codecs(mixed):
     text = dataset_text(HiddenStatesDataset(mixed).manifest)
     assert "hidden.L0      lm4c" in text and ".scale" in text and "teacher KL" in text
     assert "tokens whose next token is supervised" in text
 
 
-def test_verify_passes_and_names_foreign_tables(mixed, target, tmp_path, capsys):
+def test_verify_passes_and_reports_tables_of_another_dataset(mixed, target, tmp_path, capsys):
     given = VerifyConfig(data=str(mixed), device="cpu", target=str(target), samples=40)
     assert verify(given) == 0
     out = capsys.readouterr().out
@@ -202,7 +202,7 @@ def test_tails_are_trimmed_counted_and_kept_on_request(target, tmp_path):
     whole = run(target, file, tmp_path / "whole", max_length=1024, keep_tails=True)
     trimmed = cut.raw["documents"]["tail_tokens_trimmed"]
     assert whole.raw["documents"]["tail_tokens_trimmed"] == 0
-    assert cut.raw["documents"]["cut"] == 0  # only the tail was beyond 64 tokens
+    assert cut.raw["documents"]["cut"] == 0  # only tails are longer than 64 tokens
     assert cut.raw["totals"]["tokens"] + trimmed == whole.raw["totals"]["tokens"]
     assert cut.raw["totals"]["supervised"] == whole.raw["totals"]["supervised"]
     short, long = HiddenStatesDataset(tmp_path / "cut"), HiddenStatesDataset(tmp_path / "whole")

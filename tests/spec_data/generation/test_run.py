@@ -1,4 +1,4 @@
-"""Laws of generate: a dataset is a function of its settings, however often the run was killed."""
+"""Rules of generate: a dataset depends only on its settings, however often the run was killed."""
 
 import json
 import signal
@@ -47,7 +47,7 @@ def reference(target, corpus, tmp_path_factory):
     return out
 
 
-def test_rows_are_what_a_plain_forward_of_the_rendered_chat_gives(reference, target, corpus):
+def test_documents_equal_a_plain_forward_of_the_rendered_chat(reference, target, corpus):
     dataset = HiddenStatesDataset(reference)
     model = AutoModelForCausalLM.from_pretrained(target).eval()
     tokenizer = AutoTokenizer.from_pretrained(target)
@@ -83,8 +83,8 @@ def test_head_tensors_are_the_targets(reference, target):
     assert torch.equal(head["lm_head"], model.get_output_embeddings().weight)
 
 
-def test_config_of_the_target_is_whole_and_names_no_path(reference, target):
-    """Defaults that the family's own code would fill in are spelt out for the trainer."""
+def test_config_of_the_target_is_complete_and_names_no_path(reference, target):
+    """Defaults that the code of the family would add are written out for the trainer."""
     stored = json.loads((reference / "target" / "config.json").read_text())
     assert AutoConfig.from_pretrained(reference / "target").to_diff_dict() | {
         "dtype": None
@@ -96,7 +96,7 @@ def test_config_of_the_target_is_whole_and_names_no_path(reference, target):
     assert str(target) not in json.dumps(stored)
 
 
-def test_datasets_opens_the_very_same_shards(reference):
+def test_datasets_opens_the_same_shards(reference):
     theirs = datasets.load_from_disk(str(reference))
     ours = HiddenStatesDataset(reference)
     assert len(theirs) == len(ours)
@@ -123,7 +123,7 @@ def test_the_same_command_again_does_nothing(reference, target, corpus):
 @pytest.mark.long
 @pytest.mark.parametrize("kills", [(0.3,), (0.05, 0.5, 0.9)])
 def test_killed_runs_end_in_the_same_bytes(reference, target, corpus, tmp_path, kills):
-    """kill -9 when a share of the units is done, go on, compare every file."""
+    """kill -9 when a share of the units is finished, resume, and compare every file."""
     out = tmp_path / "data"
     units = len(HiddenStatesDataset(reference).manifest.shards)
     for share in kills:
@@ -164,7 +164,7 @@ def test_workers_then_seal_give_the_same_bytes(reference, target, corpus, tmp_pa
     out = tmp_path / "data"
     for worker in (2, 0):
         assert run(target, corpus, out, workers=f"{worker}/3") is None
-    with pytest.raises(MissingError, match=r"units are not done"):
+    with pytest.raises(MissingError, match=r"units are not finished"):
         seal_directory(out)
     run(target, corpus, out, workers="1/3")
     seal_directory(out)
@@ -284,7 +284,7 @@ def test_broken_states_stop_the_run_and_nothing_is_stored(target, corpus, tmp_pa
 
 
 def test_one_document_with_unusable_states_is_left_out_and_counted(target, corpus, tmp_path):
-    """Token ids of one document are poisoned through its embedding row."""
+    """One document has a token whose embedding is infinite; no other document has that token."""
     poisoned = tmp_path / "target"
     model = AutoModelForCausalLM.from_pretrained(target)
     tokenizer = AutoTokenizer.from_pretrained(target)
@@ -297,7 +297,7 @@ def test_one_document_with_unusable_states_is_left_out_and_counted(target, corpu
     file = tmp_path / "chats.jsonl"
     bad = {"input_ids": [5, 6, free, 7], "loss_mask": [0, 0, 1, 1]}
     file.write_text("\n".join(json.dumps(r) for r in [*rows, bad]))
-    # The poisoned document is the last: the packing proof sees it, so one row is the limit.
+    # The packing proof would see the poisoned document, so packing is off: --packing rows.
     counts = run(poisoned, file, tmp_path / "data", max_shard_size="100MB", packing="rows").raw[
         "documents"
     ]
@@ -305,7 +305,9 @@ def test_one_document_with_unusable_states_is_left_out_and_counted(target, corpu
     assert counts["stored"] == len(rows)
 
 
-def test_a_full_disk_is_said_before_and_survived_during(target, corpus, tmp_path, monkeypatch):
+def test_a_full_disk_is_found_before_the_run_and_survived_during_it(
+    target, corpus, tmp_path, monkeypatch
+):
     with pytest.raises(RunError, match="bytes are still to be written"):
         check_free_space(tmp_path, 1 << 60)
     out = tmp_path / "data"
@@ -337,7 +339,7 @@ def test_target_files_that_changed_before_sealing_stop_it(target, corpus, tmp_pa
         seal_directory(out)
 
 
-def test_records_that_are_rubbish_are_made_again(reference, target, corpus, tmp_path):
+def test_damaged_unit_records_are_made_again(reference, target, corpus, tmp_path):
     out = tmp_path / "data"
     for worker in range(2):
         run(target, corpus, out, workers=f"{worker}/2")
@@ -351,7 +353,7 @@ def test_records_that_are_rubbish_are_made_again(reference, target, corpus, tmp_
         run(target, corpus, out)
 
 
-def test_missing_things_are_said(target, corpus, tmp_path):
+def test_missing_targets_and_layers_are_errors(target, corpus, tmp_path):
     with pytest.raises(MissingError, match="not a directory here"):
         run(tmp_path / "nothing", corpus, tmp_path / "data")
     (tmp_path / "empty").mkdir()
@@ -363,7 +365,7 @@ def test_missing_things_are_said(target, corpus, tmp_path):
 
 
 def test_hub_names_resolve_through_the_local_cache(target, corpus, tmp_path, monkeypatch):
-    """The real loading code, on a cache laid out as the Hub client lays it out."""
+    """The real loading code, on a cache in the layout of the Hub client."""
     import huggingface_hub.constants as constants
 
     commit = "0123456789abcdef0123456789abcdef01234567"

@@ -1,4 +1,4 @@
-"""Laws of what comes before a target is loaded: options against corpus and target, and the plan."""
+"""What happens before a target is loaded: options are checked, and the plan is made."""
 
 import json
 import logging
@@ -36,7 +36,7 @@ def setup_of(target, corpus, out, **changes):
 
 
 def strict_target(target, path):
-    """The target with a template that takes no system message."""
+    """Return the target with a template that refuses system messages."""
     path.mkdir()
     for file in target.iterdir():
         (path / file.name).symlink_to(file)
@@ -50,7 +50,7 @@ def strict_target(target, path):
 
 
 def chats(path, good, refused, unanswered=0):
-    """A corpus of three kinds of rows; the refused ones come last."""
+    """Write a corpus of three kinds of rows; the refused ones come last."""
     user, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
     rows = [[user, answer | {"content": f"yes {i}"}] for i in range(good)]
     rows += [[user]] * unanswered
@@ -142,10 +142,10 @@ def test_out_inside_a_corpus_directory_is_refused(target, tmp_path, monkeypatch,
     setup_of(target, folder / "chats.jsonl", folder / "data")  # a file is not a directory
 
 
-# --- going on, and planning anew ---
+# --- resuming, and replacing a plan ---
 
 
-def test_a_run_goes_on_however_its_corpus_is_spelt(target, tmp_path, monkeypatch):
+def test_a_run_resumes_however_the_path_of_its_corpus_is_written(target, tmp_path, monkeypatch):
     corpus = write_corpus(tmp_path / "chats.jsonl", 12)
     copy = write_corpus(tmp_path / "copy.jsonl", 12)
     out = tmp_path / "data"
@@ -164,7 +164,7 @@ def failing(*_, **__):
     raise RunError("the target does not fit")
 
 
-def test_a_run_that_captured_nothing_makes_way_for_other_settings(
+def test_the_plan_of_a_run_that_captured_nothing_is_replaced(
     target, corpus, tmp_path, monkeypatch, caplog
 ):
     out = tmp_path / "data"
@@ -174,17 +174,17 @@ def test_a_run_that_captured_nothing_makes_way_for_other_settings(
     monkeypatch.undo()
     assert (out / ".generate" / "target.json").is_file() and (out / "target").is_dir()
     run(target, corpus, out, layers="1,3")
-    assert "planned anew" in caplog.text and "layers: [0, 2, 4] -> [1, 3]" in caplog.text
+    assert "the plan is made again" in caplog.text and "layers: [0, 2, 4] -> [1, 3]" in caplog.text
     run(target, corpus, tmp_path / "fresh", layers="1,3")
     assert digests(out) == digests(tmp_path / "fresh")
 
 
 def planned(target, corpus, out):
-    """A directory with a plan and nothing else."""
+    """Make a directory with a plan and nothing else; return the plan."""
     return find_plan(setup_of(target, corpus, out), out)
 
 
-def test_a_plan_that_a_worker_runs_with_stays(target, corpus, tmp_path):
+def test_the_plan_of_a_running_worker_is_not_replaced(target, corpus, tmp_path):
     out = tmp_path / "data"
     plan = planned(target, corpus, out)
     with generate_module.worker_lock(out, "1/2"):
@@ -194,7 +194,7 @@ def test_a_plan_that_a_worker_runs_with_stays(target, corpus, tmp_path):
         check_still_planned(out / ".generate", plan)
 
 
-def test_a_worker_that_comes_after_another_plan_stops(target, corpus, tmp_path):
+def test_a_worker_stops_if_its_plan_was_replaced(target, corpus, tmp_path):
     out = tmp_path / "data"
     plan = planned(target, corpus, out)
     assert discard_unused_plan(out / ".generate")
@@ -206,7 +206,7 @@ def test_a_worker_that_comes_after_another_plan_stops(target, corpus, tmp_path):
         check_still_planned(out / ".generate", plan)
 
 
-def test_discarding_a_plan_is_finished_after_a_crash(target, corpus, tmp_path, monkeypatch):
+def test_removing_a_plan_is_finished_after_a_crash(target, corpus, tmp_path, monkeypatch):
     out = tmp_path / "data"
     planned(target, corpus, out)
     (out / "target").mkdir()

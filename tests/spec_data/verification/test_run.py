@@ -1,4 +1,4 @@
-"""verify passes whole datasets and names shard, row and column of what was tampered with."""
+"""verify passes intact datasets, and names shard, row and column of what was changed."""
 
 import itertools
 import json
@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 from spec_data.cli import main
 from spec_data.options import VerifyConfig
 from spec_data.shards.checksums import CHECKSUMS, chunk_checksums, row_checksums
-from spec_data.shards.errors import SpecDataError
-from spec_data.shards.files import sha256_file
+from spec_data.shards.files import sha256_file, unit_name
 from spec_data.shards.schema import fingerprint
 from spec_data.shards.seal import file_records
 from spec_data.verification.run import verify
@@ -38,7 +37,7 @@ def failures(data: Path, capsys, **changes) -> str:
     return out
 
 
-def test_whole_data_passes(data, target, capsys):
+def test_intact_data_passes(data, target, capsys):
     out = failures(data, capsys, target=str(target), samples=5)
     assert "FAIL" not in out
     assert out.count("ok ") == 6, out
@@ -60,8 +59,8 @@ def test_a_flipped_bit_fails_its_shard(data, capsys):
 
 
 def rewrite(data: Path, shard: int, column: str, change) -> None:
-    """Change a column of a shard in place and make every checksum right again."""
-    file = data / "shards" / f"unit-{shard:05d}.arrow"
+    """Change a column of a shard in place and update every checksum."""
+    file = data / "shards" / f"{unit_name(shard)}.arrow"
     raw = bytearray(file.read_bytes())
     batch = next(iter(pa.ipc.open_stream(pa.py_buffer(raw))))
     values = batch.column(column).values
@@ -128,7 +127,7 @@ def test_aux_states_of_another_layer_are_caught_by_a_fresh_forward(data, target,
 
 
 def test_a_few_swapped_tokens_of_a_long_document_are_caught(data, target, capsys):
-    """Too few to move the mean of a document, too many to be rounding."""
+    """They are too few to change the mean of a document, and too many to be rounding."""
 
     def swap(values, offsets):
         for start, end in itertools.pairwise(offsets):
@@ -166,7 +165,7 @@ def test_teachers_that_are_not_the_targets_are_caught(
     "name",
     ["target/head.safetensors", "target/config.json", "target/tokenizer.json", "index.arrow"],
 )
-def test_every_file_that_decides_something_is_covered(data, capsys, name):
+def test_every_file_that_readers_use_is_checked(data, capsys, name):
     file = data / name
     raw = bytearray(file.read_bytes())
     raw[len(raw) // 2] ^= 1
@@ -189,7 +188,7 @@ def test_another_target_is_refused(data, target, tmp_path, capsys):
     )
 
 
-def test_the_command_gives_exit_codes(data, capsys):
+def test_exit_codes_of_the_command(data, capsys):
     assert main(["verify", str(data), "--device", "cpu"]) == 0
     shard = sorted((data / "shards").iterdir())[0]
     raw = bytearray(shard.read_bytes())
@@ -199,4 +198,3 @@ def test_the_command_gives_exit_codes(data, capsys):
     shard.unlink()
     assert main(["verify", str(data)]) == 2
     assert "shard is missing" in capsys.readouterr().err
-    assert issubclass(SpecDataError, Exception)
