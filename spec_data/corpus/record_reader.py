@@ -95,7 +95,7 @@ class CorpusReader:
         split: str = "train",
     ) -> None:
         if not sources:
-            raise ConfigError("no corpus given: name a file, a directory or a dataset")
+            raise ConfigError("no corpus: name a file, a directory or a dataset")
         if on_bad_row not in ("skip", "fail"):
             raise ConfigError(f"on_bad_row = {on_bad_row!r}: choose from skip, fail")
         if limit is not None and limit < 1:

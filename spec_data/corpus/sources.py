@@ -43,7 +43,7 @@ _METADATA = {"dataset_info.json", "dataset_infos.json", "config.json"}
 _ROWS_PER_BATCH = 256
 _CHUNK = 1 << 20
 
-Row = tuple[str, Any]  # (where, a parsed row or the BadRow that stands for it)
+Row = tuple[str, Any]  # (where, the parsed row, or a BadRow in its place)
 
 
 class Digest:

@@ -9,7 +9,7 @@
 
 A unit is finished when its json exists. The json is written after the shard, both atomically.
 Sealing removes .generate. No file holds a time or the name of a machine, so the finished directory
-has the same bytes however often, and on whatever machine, the run was interrupted.
+has the same bytes even if the run was interrupted, or resumed on another machine.
 """
 
 import errno

@@ -1,4 +1,4 @@
-"""The forms in which a model can be told that a row of its batch is a pack of documents.
+"""The forms of attention mask that can keep the documents of a pack apart.
 
 No form is right for every family: one 4-D mask for all layers removes the sliding window of some
 families, and with position ids alone others let documents see each other. So each form is only a
