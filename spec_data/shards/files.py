@@ -16,11 +16,6 @@ _READ_AT_ONCE = 1 << 20  # bytes
 
 
 def unit_name(unit: int) -> str:
-    """Return the name that a unit's files share, without suffix: unit-00000."""
-    return f"unit-{unit:05d}"
-
-
-def unit_name(unit: int) -> str:
     """Return the name, without a suffix, of the files of unit `unit` (0-based): `unit-00000`."""
     return f"unit-{unit:05d}"
 
