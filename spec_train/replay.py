@@ -176,7 +176,7 @@ def _load_head(
 def _load_draft(folder: Path, state: dict[str, Any], head: TargetHead, manifest: Manifest) -> Any:
     kind = DRAFTS[state["draft"]]
     draft = kind.from_pretrained(folder)
-    draft.options = from_dict(kind.options_class, state["options"], where=str(folder / FAILURE))
+    draft.use_options(from_dict(kind.options_class, state["options"], where=str(folder / FAILURE)))
     draft.join(head, manifest, str(folder))
     return draft.to(head.head_weight.device).train()
 

@@ -174,7 +174,7 @@ def steps(
     """Seconds of forward and backward passes, and their loss."""
     draft, head, batch = inputs
     if way == "recomputed":
-        draft.options = replace(draft.options, gradient_checkpointing=True)
+        draft.use_options(replace(draft.options, gradient_checkpointing=True))
     loss_of: Callable[[], Tensor]
     if way == "eager":
         loss_of = lambda: EAGER[name](draft, batch, head)  # noqa: E731

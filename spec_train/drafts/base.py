@@ -1,8 +1,9 @@
-"""What every draft does alike: its vocabulary, how it is made and joined to a target, its files.
+"""What all drafts share: the vocabulary, the settings, building and joining to a target, the files.
 
-A draft has an `fc` and the target's embedding, which stays frozen, because engines replace it.
-Files hold its parameters under the checkpoint's names and, where it cannot propose every token,
-`d2t` int64 [Vd], *offsets* (target id = i + d2t[i]), and `t2d` bool [V].
+Every draft has an `fc` and the target's embedding. The embedding stays frozen, because engines
+replace it with the target's own. The checkpoint holds the parameters under their module names. If
+the draft cannot propose every token, it also holds `d2t` int64 [Vd], which are *offsets* (target id
+= i + d2t[i]), and `t2d` bool [V].
 
 V / Vd target / draft vocabulary.
 """
@@ -14,8 +15,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from spec_data.shards.errors import DraftError
-from spec_data.shards.schema import Manifest, layer_column
+from spec_data.shards.errors import ConfigError, DraftError
+from spec_data.shards.schema import Manifest
+from spec_train.data.batch import DraftBatch
+from spec_train.drafts.protocol import DraftLoss
 from spec_train.drafts.targets import special_ids
 from spec_train.formats.draft_files import DraftFiles, check_tensors, read_files, write_files
 from spec_train.head import TargetHead, choose_draft_vocabulary
@@ -23,7 +26,7 @@ from spec_train.origin import origin_of, require_same_embedding, weights_warning
 
 
 class BaseDraft(nn.Module):
-    """A subclass makes modules and loss, and says what it reads of a dataset."""
+    """A subclass adds modules, a loss, and the dataset columns that it reads."""
 
     name: ClassVar[str]
     options_class: ClassVar[type]
@@ -31,38 +34,61 @@ class BaseDraft(nn.Module):
     options: Any
     embed_tokens: nn.Embedding
     fc: nn.Linear
-    # of the vocabulary; a draft that speaks the target's whole one may leave it unmade
+    attention_backend: str = "auto"  # see `use_attention`
+    # The vocabulary; a draft over the target's full vocabulary may skip `make_vocabulary`.
     d2t: Tensor
     t2d: Tensor
     draft_ids: Tensor  # int64 [Vd], ascending
-    draft_index: Tensor  # int64 [V], row of a target id or -1
+    draft_index: Tensor  # int64 [V]: draft index of a target id, or -1
+
+    # -- settings ---------------------------------------------------------------------------------
+
+    def use_options(self, options: Any) -> None:
+        """Replace the training options; those that decide a shape must stay the same."""
+        self.options = options
+
+    def update_config(self, **changes: Any) -> None:
+        """Replace fields of the configuration that decide no tensor's shape."""
+        self.config = dataclasses.replace(self.config, **changes)
+
+    def use_attention(self, backend: str) -> None:
+        """Choose the attention back end: "auto", or one of `BACKENDS` of the attention module.
+
+        The loss and `chains` use it. All back ends compute the same function.
+        """
+        self.attention_backend = backend
+
+    def stop_below(self, confidence: float) -> None:
+        """Accept 0 only: without a confidence head, no draft ends early (see protocol.Draft)."""
+        if confidence:
+            raise ConfigError("has no confidence head")
 
     # -- vocabulary -------------------------------------------------------------------------------
 
     def make_vocabulary(self) -> None:
-        """Begin with the first Vd tokens."""
+        """Start with the first Vd tokens."""
         for name in ("d2t", "t2d", "draft_ids", "draft_index"):
             self.register_buffer(name, None, persistent=False)
         self.set_vocabulary(torch.arange(self.config.draft_vocab_size))
 
     @property
     def full_vocabulary(self) -> bool:
-        """Whether the draft can propose every token of the target (no map is saved then)."""
+        """Whether the draft can propose every token of the target; no map is saved then."""
         return self.config.draft_vocab_size == self.config.vocab_size
 
     def set_vocabulary(self, ids: Tensor) -> None:
         """Set the target ids of the draft vocabulary, ascending int64 [Vd].
 
         Raises:
-            DraftError: ids are not ascending, unique, within 0..V-1 and Vd in number.
+            DraftError: the ids are not Vd ascending unique numbers in 0..V-1.
         """
         size, vocab = self.config.draft_vocab_size, self.config.vocab_size
         ids = ids.to(self.fc.weight.device, torch.long)
         ascending = bool((ids[1:] > ids[:-1]).all())
         if ids.shape != (size,) or not ascending or int(ids[0]) < 0 or int(ids[-1]) >= vocab:
             raise DraftError(
-                f"draft vocabulary: {tuple(ids.shape)} ids must be {size} ascending unique ids "
-                f"in 0..{vocab - 1}"
+                f"draft vocabulary: expected {size} ascending unique ids in 0..{vocab - 1}, "
+                f"found a tensor of shape {tuple(ids.shape)} that is not; the map was damaged"
             )
         rows = torch.arange(size, device=ids.device)
         self.draft_ids = ids
@@ -72,15 +98,37 @@ class BaseDraft(nn.Module):
         self.t2d = self.draft_index >= 0
 
     def cast(self, x: Tensor) -> Tensor:
-        """To the dtype of the weights; autocast does that itself."""
+        """Cast `x` to the dtype of the weights. Under autocast, return it as it is."""
         autocast = torch.is_autocast_enabled(x.device.type)
         return x if autocast else x.to(self.fc.weight.dtype)
 
-    # -- fitting ----------------------------------------------------------------------------------
+    # -- loss -------------------------------------------------------------------------------------
+
+    def loss(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
+        """Return the loss of a batch (see protocol.Draft); `counts` None: those of this batch."""
+        raise NotImplementedError
+
+    def forward(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
+        """Return the loss: a distributed wrapper calls `forward`."""
+        return self.loss(batch, head, counts)
+
+    def zero_loss(self) -> Tensor:
+        """Return a loss of zero [] that is connected to every trainable parameter.
+
+        For a batch without a supervised slot: optimizers and all-reduces then see zero gradients
+        instead of missing ones.
+        """
+        return sum((p.flatten()[0] * 0 for p in self.trainable_parameters()), torch.zeros(()))
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """Return all parameters except the target's, in a fixed order."""
+        return [p for p in self.parameters() if p.requires_grad]
+
+    # -- building ---------------------------------------------------------------------------------
 
     @classmethod
     def check_data(cls, options: Any, manifest: Manifest) -> None:
-        """Refuse a dataset that cannot be learned from (see protocol.Draft)."""
+        """Raise an error if the draft cannot be trained on a dataset (see protocol.Draft)."""
         raise NotImplementedError
 
     @classmethod
@@ -92,7 +140,7 @@ class BaseDraft(nn.Module):
         head: TargetHead,
         token_counts: Tensor | None,
     ) -> Any:
-        """The configuration of a fresh draft for a dataset."""
+        """Return the configuration of a fresh draft for a dataset."""
         raise NotImplementedError
 
     @classmethod
@@ -105,25 +153,27 @@ class BaseDraft(nn.Module):
         head: TargetHead,
         token_counts: Tensor | None,
     ) -> Self:
-        """Make a fresh draft for a dataset, float32, with what it takes from the target.
+        """Make a fresh float32 draft for a dataset, with the frozen weights of its target.
 
-        Random weights come from torch's default generator: seed it first.
+        Random weights come from torch's default generator: seed it first. `token_counts` are the
+        supervised tokens by id, int64 [V]; only a draft vocabulary smaller than V needs them.
 
         Raises:
-            DraftError: options, target config and dataset do not go together.
+            DraftError: options, target config and dataset do not fit together.
         """
         cls.check_data(options, manifest)
         config = cls.make_config(options, target_config, manifest, head, token_counts)
         if config.hidden_size != head.spec.hidden_size:
             raise DraftError(
-                f"the target's config.json has hidden size {config.hidden_size}, its head "
-                f"{head.spec.hidden_size}; the dataset mixes two targets"
+                f"the dataset mixes two targets: target/config.json has hidden size "
+                f"{config.hidden_size}, target/head.safetensors has {head.spec.hidden_size}; "
+                "generate it again"
             )
         draft = cls(config, options)
         draft.to(head.head_weight.device)
         if not draft.full_vocabulary:
             if token_counts is None:
-                raise DraftError("a draft vocabulary needs the counts of the supervised tokens")
+                raise DraftError("a draft vocabulary smaller than the target's needs token_counts")
             special = special_ids(target_config)
             size = config.draft_vocab_size
             draft.set_vocabulary(choose_draft_vocabulary(token_counts, size, special))
@@ -132,51 +182,42 @@ class BaseDraft(nn.Module):
 
     @torch.no_grad()
     def join(self, head: TargetHead, manifest: Manifest, where: str) -> list[str]:
-        """Go on with the target of a dataset, sharing the frozen weights of its `head`.
+        """Connect a draft to the target of a dataset; share the frozen weights of its `head`.
 
-        Gives warnings. `where` is what the draft was read from.
+        `where` is the path that the draft was read from, for messages. Returns warnings.
 
         Raises:
-            DraftError: it is another target.
+            DraftError: the draft belongs to another target.
         """
         whose = str(Path(manifest.where).parent)
         require_same_embedding(self.embed_tokens.weight, head.embed_weight, where, whose)
         warnings = weights_warning(self.config.origin, manifest)
-        self.config = dataclasses.replace(self.config, origin=origin_of(manifest))
+        self.update_config(origin=origin_of(manifest))
         self.share(head)
         return warnings
 
     def share(self, head: TargetHead) -> None:
-        """Hold the target's frozen weights without a copy: its embedding."""
+        """Use the target's embedding, frozen, without a copy."""
         self.embed_tokens.weight = nn.Parameter(head.embed_weight, requires_grad=False)
 
     @torch.no_grad()
     def adopt(self, head: TargetHead) -> None:
-        """Take from the target what a fresh draft begins with."""
+        """Take the weights from the target that a fresh draft starts with."""
         self.share(head)
-
-    def trainable_parameters(self) -> list[nn.Parameter]:
-        """All parameters but the target's."""
-        return [p for p in self.parameters() if p.requires_grad]
-
-    @property
-    def state_columns(self) -> tuple[str, ...]:
-        """The aux states, ascending."""
-        return tuple(layer_column(k) for k in self.config.layers)
 
     # -- files ------------------------------------------------------------------------------------
 
     def config_json(self) -> dict[str, Any]:
-        """config.json, but for the dtype of the weights."""
+        """Return config.json, except for the dtype of the weights."""
         return self.config.to_json(self.options)
 
     @classmethod
     def read_config(cls, raw: dict[str, Any], where: str) -> tuple[Any, Any]:
-        """Configuration and options of a config.json that `config_json` wrote."""
+        """Return configuration and options of a config.json that `config_json` wrote."""
         raise NotImplementedError
 
     def checkpoint_tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The tensors of model.safetensors, on the CPU."""
+        """Return the tensors of model.safetensors, on the CPU; floats in `dtype`."""
         tensors = {
             name: value.detach().to("cpu", dtype).contiguous()
             for name, value in self.state_dict().items()
@@ -186,15 +227,15 @@ class BaseDraft(nn.Module):
         return tensors
 
     def save_pretrained(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write config.json and model.safetensors, each in one step, weights in `dtype`.
+        """Write config.json and model.safetensors, each atomically, with weights in `dtype`.
 
-        By default the dtype is the target's, so that the embedding is the target's bit for bit.
+        None: the target's dtype, so that the saved embedding equals the target's bit for bit.
         """
         dtype = dtype or getattr(torch, self.config.dtype)
         write_files(self.files(dtype, str(directory)), directory)
 
     def files(self, dtype: torch.dtype, where: str) -> DraftFiles:
-        """What `save_pretrained` writes to the directory `where`."""
+        """Return what `save_pretrained` writes to the directory `where`."""
         raw = self.config_json()
         raw["dtype"] = raw["torch_dtype"] = str(dtype).removeprefix("torch.")
         return DraftFiles(raw, self.checkpoint_tensors(dtype), where)
@@ -211,7 +252,7 @@ class BaseDraft(nn.Module):
 
     @classmethod
     def from_files(cls, files: DraftFiles) -> Self:
-        """Make a draft of files in the form of `save_pretrained`, in their dtype.
+        """Make a draft from files in the form of `save_pretrained`, in their dtype.
 
         Raises:
             DraftError: tensors are missing, unexpected or of another shape; all are named.
@@ -226,7 +267,10 @@ class BaseDraft(nn.Module):
             d2t, t2d = tensors.pop("d2t"), tensors.pop("t2d")
             draft.set_vocabulary(torch.arange(config.draft_vocab_size) + d2t)
             if not torch.equal(draft.t2d, t2d):
-                raise DraftError(f"{files.weights_path}: d2t and t2d disagree")
+                raise DraftError(
+                    f"{files.weights_path}: d2t and t2d name different tokens; the file was edited "
+                    "or damaged"
+                )
         draft.to(tensors["fc.weight"].dtype)
         draft.load_state_dict(tensors)
         return draft

@@ -1,8 +1,8 @@
 """What the configurations of all drafts share: sizes, rotary settings, and their part of the file.
 
-A configuration is derived from the target's config.json and written as the config.json that engines
-read. What only this project needs is under the key `spec_train`. Each kind of draft adds its own
-fields, its `architectures` and its keys.
+In: a target's config.json, or one that this project wrote. Out: a frozen dataclass, and the keys of
+the draft's config.json that engines read. Keys that only this project needs are in the section
+`spec_train`. Each kind of draft adds its own fields, its `architectures` and its keys.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from spec_train.formats.flat import SECTION
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftConfig:
+class BaseConfig:
     """Shapes and arithmetic of a draft."""
 
     qk_norm: ClassVar[bool] = False
@@ -35,7 +35,7 @@ class DraftConfig:
     vocab_size: int
     rope_parameters: dict[str, Any]
     dtype: str = "bfloat16"
-    token_ids: dict[str, Any] = field(default_factory=dict)  # bos/eos/pad as the target has them
+    token_ids: dict[str, Any] = field(default_factory=dict)  # the target's bos, eos and pad ids
     origin: dict[str, Any] = field(default_factory=dict)  # see `spec_train.origin`
 
     @staticmethod
@@ -45,10 +45,13 @@ class DraftConfig:
         dtype: str | None,
         origin: dict[str, Any] | None,
     ) -> dict[str, Any]:
-        """Return the fields above that come from the target, but for `vocab_size`.
+        """Return the fields above that come from the target, except `vocab_size`.
 
-        `dtype` is the target's element type if its config does not name one; `origin` is what else
-        distinguishes the target and its prompts from others.
+        Args:
+            target_config: the target's config.json.
+            shape: the target's sizes.
+            dtype: the target's dtype, used if `target_config` names none; None: bfloat16.
+            origin: further facts that identify the target and its prompts.
         """
         return {
             **shape.of_draft(),
@@ -59,7 +62,7 @@ class DraftConfig:
 
     @property
     def rope(self) -> RopeSettings:
-        """The part that the rotary embedding reads."""
+        """The fields that the rotary embedding needs."""
         return RopeSettings(
             rope_parameters=self.rope_parameters,
             head_dim=self.head_dim,
@@ -70,7 +73,7 @@ class DraftConfig:
 
     @property
     def layer_shape(self) -> LayerShape:
-        """The part that a decoder layer reads."""
+        """The fields that a decoder layer needs."""
         return LayerShape(
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
@@ -97,7 +100,7 @@ class DraftConfig:
         if "partial_rotary_factor" in rope:
             out["partial_rotary_factor"] = rope["partial_rotary_factor"]
         if rope["rope_type"] != "default":
-            out["rope_scaling"] = rope  # the name that engines on older transformers read
+            out["rope_scaling"] = rope  # the key that engines on older transformers read
         return out
 
     def own_json(self, draft: str, options: Any) -> dict[str, Any]:
@@ -116,15 +119,19 @@ class DraftConfig:
     ) -> dict[str, Any]:
         """Return the fields of a config.json that this project wrote.
 
-        `kind` names the draft in messages; `needed` are keys of the section of this project.
+        Args:
+            raw: config.json.
+            where: its path, for messages.
+            kind: name of the draft with its article, for messages.
+            architectures: names of which `architectures` must contain at least one.
+            needed: required keys of the section of this project.
 
         Raises:
-            DraftError: it is not such a draft of this project, or fields are missing.
+            DraftError: the file is not such a draft of this project, or fields are missing.
         """
         own = raw.get(SECTION)
-        if not set(architectures) & set(raw.get("architectures") or ()) or not isinstance(
-            own, dict
-        ):
+        known = set(architectures) & set(raw.get("architectures") or ())
+        if not known or not isinstance(own, dict):
             raise DraftError(
                 f"{where}: not {kind} draft written by spec-train (architectures "
                 f"{raw.get('architectures')}, {SECTION} {'present' if own else 'missing'})"
@@ -141,8 +148,8 @@ class DraftConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayeredConfig(DraftConfig):
-    """A draft over captured layers. Layer id: block output, counted from 0."""
+class LayeredConfig(BaseConfig):
+    """A draft that reads captured layers. Layer id: block output, counted from 0."""
 
     not_keys: ClassVar[tuple[str, ...]] = ("layers", "token_ids", "origin")
 
@@ -152,18 +159,13 @@ class LayeredConfig(DraftConfig):
 
     def own_json(self, draft: str, options: Any) -> dict[str, Any]:
         """Return the section of config.json that only this project reads."""
-        return {
-            "draft": draft,
-            "layers": list(self.layers),
-            "layer_convention": LAYER_CONVENTION,
-            "options": to_dict(options),
-            "origin": self.origin,
-        }
+        layers = {"layers": list(self.layers), "layer_convention": LAYER_CONVENTION}
+        return {"draft": draft, **layers, **super().own_json(draft, options)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuxConfig(LayeredConfig):
-    """A draft of `aux_draft.AuxDraft`: it may norm every captured state, and its own output."""
+    """A draft of `aux_draft.AuxDraft`: with switches for norms of its inputs and of its output."""
 
     fc_norm: bool = False
     norm_output: bool = False

@@ -1,8 +1,12 @@
-"""Drafting chains for one sequence: a row of the draft per verified token, then one per draft.
+"""Drafting chains for one sequence: one row of the draft per verified token, one per drafted token.
 
-The row at position P sees (token[P+1], target states[P]). After a verification the rows of the
-chain, which held the draft's own states, are dropped; the accepted positions come again with the
-target's.
+In: verified tokens and the target's states. Out: a chain of drafted tokens. The row at position P
+reads token[P+1] and the target's states[P]. The rows of a chain read the draft's own states
+instead; after the verification they are dropped, and the accepted positions are computed again from
+the target's states. So the cache never keeps a row that was computed from a draft.
+
+B sequences, n new rows, H hidden size, A width of the target's states, h / g query / key-value
+heads, d head size, Vd draft vocabulary.
 """
 
 from collections.abc import Sequence
@@ -16,20 +20,20 @@ from spec_train.sampling import Sampler
 
 
 class DraftCache:
-    """Keys and values [B, g, length, d] of the rows a layer has processed, in order."""
+    """Keys and values [B, g, length, d] of the rows that a layer has processed, in order."""
 
     def __init__(self) -> None:
-        """Start empty."""
+        """Start without rows."""
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
     @property
     def length(self) -> int:
-        """Rows held."""
+        """Number of rows."""
         return 0 if self.keys is None else self.keys.shape[2]
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add rows and give all of them."""
+        """Append rows [B, g, n, d]; return all rows, [B, g, length, d]."""
         if self.keys is not None and self.values is not None:
             keys = torch.cat([self.keys, keys], dim=2)
             values = torch.cat([self.values, values], dim=2)
@@ -39,12 +43,12 @@ class DraftCache:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = None
     ) -> Tensor:
-        """Add rows and attend from them to all rows.
+        """Append rows and attend from them to all rows.
 
         Args:
             q: queries of the new rows [B, h, n, d].
-            k, v: their keys and values [B, g, n, d], g dividing h.
-            scale: multiplies the scores.
+            k, v: their keys and values [B, g, n, d]; g divides h.
+            scale: factor on the attention scores.
             seen: whether a new row sees a row, bool [n, length]; None: causal.
 
         Returns:
@@ -60,15 +64,15 @@ class DraftCache:
 
 
 class LayerCaches:
-    """One `DraftCache` per layer, of drafts with several."""
+    """One `DraftCache` per layer, for a draft with `count` layers."""
 
     def __init__(self, count: int) -> None:
-        """Start empty."""
+        """Start without rows."""
         self.layers = [DraftCache() for _ in range(count)]
 
     @property
     def length(self) -> int:
-        """Rows held."""
+        """Number of rows, the same in every layer."""
         return self.layers[0].length
 
     def crop(self, length: int) -> None:
@@ -78,14 +82,14 @@ class LayerCaches:
 
 
 class ChainDraft(Protocol):
-    """What drafting a chain asks of a draft that is fed its own states."""
+    """What `ChainDrafter` requires of a draft that reads its own states."""
 
     @property
     def draft_ids(self) -> Tensor:
-        """Target ids of the draft vocabulary, int64 [Vd] ascending."""
+        """Target ids of the draft vocabulary, int64 [Vd], ascending."""
 
     def project(self, aux: Tensor) -> Tensor:
-        """Features [B, T, H] of the target's states [B, T, A]."""
+        """Project the target's states [B, n, A] to features [B, n, H]."""
 
     def step(
         self,
@@ -95,23 +99,33 @@ class ChainDraft(Protocol):
         cache: Any,
         seen: Tensor | None = None,
     ) -> Tensor:
-        """Append rows [B, T] to the cache and give their states [B, T, H], which are fed back.
+        """Append rows to the cache and return their states [B, n, H], the next `carried`.
 
-        `seen` bool [T, length] says which rows of the cache a new row sees; None: causal.
+        Args:
+            token_ids: known tokens, int64 [B, n].
+            carried: features, or the states of an earlier step, [B, n, H].
+            position_ids: RoPE positions, int64 [B, n].
+            cache: the rows processed so far.
+            seen: whether a new row sees a row, bool [n, length]; None: causal.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits over the draft vocabulary [..., Vd] of states [..., H]."""
+        """Map states [..., H] to logits over the draft vocabulary [..., Vd]."""
 
 
 class ChainDrafter:
-    """A `Drafter` (see protocol): one pass of the draft per drafted token."""
+    """A `protocol.Drafter`: one forward pass of the draft per drafted token."""
 
     def __init__(
         self, draft: ChainDraft, vocab_size: int, cache: DraftCache | LayerCaches | None = None
     ) -> None:
-        """Start empty. `vocab_size` is the target's; `cache` what `step` of the draft appends to,
-        by default that of one layer."""
+        """Start a sequence.
+
+        Args:
+            draft: the draft.
+            vocab_size: of the target.
+            cache: an empty cache that `draft.step` appends to; None: that of one layer.
+        """
         self.passes = 0
         self.draft = draft
         self.cache = cache or DraftCache()
@@ -119,9 +133,10 @@ class ChainDrafter:
         self._rows = 0  # rows computed from the target's own states
 
     def extend(self, tokens: Sequence[int], states: Tensor) -> tuple[Tensor, Tensor]:
-        """Append verified rows in the place of all that was drafted (see protocol.Drafter).
+        """Drop the drafted rows and append verified ones (arguments: see `Drafter.propose`).
 
-        Gives the state of the last row [1, 1, H] and its position, int64 [1, 1].
+        Returns:
+            The state of the last row [1, 1, H] and its position, int64 [1, 1].
         """
         device = states.device
         ids = torch.as_tensor(tokens, dtype=torch.long, device=device)[None]
@@ -135,7 +150,7 @@ class ChainDrafter:
     def propose(
         self, tokens: Sequence[int], states: Tensor, count: int, sampler: Sampler
     ) -> tuple[Tensor, list[Any]]:
-        """Append verified rows and draft a chain from the last of them (see protocol.Drafter)."""
+        """Append verified rows and draft a chain from the last one (see protocol.Drafter)."""
         state, position = self.extend(tokens, states)
         drafted: list[Tensor] = []
         distributions: list[Any] = []

@@ -1,15 +1,16 @@
-"""Parts of drafts: norm, rotary embedding, gated MLP, a whole layer; in the engines' arithmetic.
+"""Parts of drafts: norm, rotary embedding, gated MLP, a decoder layer; in the engines' arithmetic.
 
-Rotary frequencies come from transformers' initialisers, so every rope type of the target is
-reproduced by the code that the target itself runs. Two types depend on the length of a sequence:
+Rotary frequencies come from transformers' initialisers, the code that the target itself runs, so
+every rope type of the target is supported. Two types depend on the length of a sequence:
 
-- longrope: a document that reaches past `original_max_position_embeddings` uses the long factors
-  for all its tokens, a shorter one the short factors. transformers decides by the longest row of a
-  forward; deciding per document gives the same figures whatever a document is packed with.
-- dynamic: frequencies are those of sequences up to `max_position_embeddings`. Longer ones are not
-  stretched (no dataset holds them: the target's own limit comes first).
+- longrope: a document longer than `original_max_position_embeddings` uses the long factors for all
+  its tokens; a shorter one uses the short factors. transformers decides by the longest row of a
+  forward pass. Here each document decides for itself, so the result does not depend on the pack.
+- dynamic: the frequencies are those of sequences up to `max_position_embeddings`. Longer sequences
+  are not stretched: no dataset holds them, because the target has the same limit.
 
-B rows, T slots, H hidden size, d head size, r rotary dimensions (r <= d).
+B packs, T slots, H hidden size, h / g query / key-value heads, d head size, r rotary dimensions
+(r <= d).
 """
 
 from collections.abc import Callable
@@ -22,20 +23,20 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from spec_train.formats.rope import rope_parameters as rope_parameters
+BEST_ROWS = 256  # rows of logits in memory at a time in `argmax_by_chunks`
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm: at least float32 inside, the input's dtype outside."""
+    """Root-mean-square norm: computes in at least float32, returns the input's dtype."""
 
     def __init__(self, size: int, eps: float) -> None:
-        """Start at weight 1."""
+        """Initialise the weight [size] with ones."""
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Norm the last dimension of [..., size]."""
+        """Normalise the last dimension of [..., size]."""
         precise = x if x.dtype == torch.float64 else x.float()
         precise = precise * torch.rsqrt(precise.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * precise.to(x.dtype)
@@ -45,20 +46,20 @@ class GatedMLP(nn.Module):
     """down(silu(gate x) * up x), no biases."""
 
     def __init__(self, hidden: int, intermediate: int) -> None:
-        """Make the three projections."""
+        """Make the three projections, `hidden` -> `intermediate` and back."""
         super().__init__()
         self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
         self.up_proj = nn.Linear(hidden, intermediate, bias=False)
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., H] -> [..., H]."""
+        """Map [..., H] to [..., H]."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 @dataclass
 class RopeSettings:
-    """What transformers' rope initialisers read of a config."""
+    """The fields of a config that transformers' rope initialisers read."""
 
     rope_parameters: dict[str, Any]
     head_dim: int
@@ -67,11 +68,14 @@ class RopeSettings:
     max_position_embeddings: int
 
     def standardize_rope_params(self) -> None:
-        """Nothing to do: `rope_parameters` is in the standard form already."""
+        """Do nothing: `rope_parameters` is already in the standard form. transformers calls it."""
 
 
 def rope_frequencies(settings: RopeSettings, length: int | None = None) -> tuple[Tensor, float]:
-    """Inverse frequencies float32 [r/2] and the factor on cos and sin, for a sequence length."""
+    """Return inverse frequencies, float32 [r/2], and the factor on cos and sin.
+
+    `length` is the sequence length, for rope types that depend on it.
+    """
     kind = settings.rope_parameters["rope_type"]
     if kind != "default":
         initialise = ROPE_INIT_FUNCTIONS[kind]
@@ -83,13 +87,13 @@ def rope_frequencies(settings: RopeSettings, length: int | None = None) -> tuple
 
 
 class Rotary(nn.Module):
-    """Cosines and sines of positions. Frequencies stay float32 under any cast of the module."""
+    """Cosines and sines of positions. A cast of the module leaves the frequencies in float32."""
 
     inv_freq: Tensor
     long_inv_freq: Tensor | None
 
     def __init__(self, settings: RopeSettings) -> None:
-        """Compute the frequencies once."""
+        """Compute the frequencies."""
         super().__init__()
         self._exact, self.factor = rope_frequencies(settings)
         self._exact_long: Tensor | None = None
@@ -101,7 +105,7 @@ class Rotary(nn.Module):
         self.register_buffer("long_inv_freq", self._exact_long, persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Rotary":
-        """Follow the module to its device, not to its dtype."""
+        """Move with the module to its device, but keep float32."""
         super()._apply(fn, recurse)
         self.inv_freq = self._exact.to(self.inv_freq.device)
         if self._exact_long is not None:
@@ -109,19 +113,19 @@ class Rotary(nn.Module):
         return self
 
     def forward(self, position_ids: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Give cos, sin, float32 [B, T, r].
+        """Return cos and sin, float32 [B, T, r].
 
         Args:
             position_ids: int64 [B, T].
-            lengths: tokens of the document each slot belongs to, [B, T]; only longrope reads it.
-                By default a row is one document that ends at its greatest position.
+            lengths: tokens of the document that each slot belongs to, int64 [B, T]; only longrope
+                reads it. None: a row is one document that ends at its largest position.
         """
         return self.cos_sin(position_ids, lengths, torch.float32)
 
     def cos_sin(
         self, position_ids: Tensor, lengths: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """As `forward`, in float64 when `dtype` is float64."""
+        """Return cos and sin as `forward` does; in float64 if `dtype` is float64."""
         precise = torch.float64 if dtype == torch.float64 else torch.float32
         inv_freq = self.inv_freq
         if self.limit is not None and self.long_inv_freq is not None:
@@ -130,15 +134,15 @@ class Rotary(nn.Module):
             inv_freq = torch.where(
                 (lengths > self.limit)[..., None], self.long_inv_freq, self.inv_freq
             )
-        angles = position_ids[..., None].to(precise) * inv_freq.to(precise)
-        angles = torch.cat([angles, angles], dim=-1)
+        angles = position_ids[..., None].to(precise) * inv_freq.to(precise)  # [B, T, r/2]
+        angles = torch.cat([angles, angles], dim=-1)  # [B, T, r]
         return angles.cos() * self.factor, angles.sin() * self.factor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first r dimensions of heads [B, h, T, d] by cos, sin [B, T, r]; keep the rest."""
     size = cos.shape[-1]
-    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)  # [B, 1, T, r]
     turned, rest = x[..., :size], x[..., size:]
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
@@ -146,12 +150,29 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def run_layer(layer: Callable[..., Any], *arguments: Any, recompute: bool) -> Any:
-    """Call a layer. With `recompute`, nothing inside is kept for the backward pass, which calls it
-    again: it must give the same for the same arguments, without random numbers.
+    """Call a layer. With `recompute`, keep no activations; the backward pass calls it again.
+
+    So the layer must be deterministic: the same arguments, the same result, no random numbers.
     """
     if not (recompute and torch.is_grad_enabled()):
         return layer(*arguments)
     return checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+
+def frozen_embedding(count: int, size: int) -> nn.Embedding:
+    """Return an embedding [count, size] that is not trained: a place for the target's."""
+    embedding = nn.Embedding(count, size)
+    embedding.weight.requires_grad_(False)
+    return embedding
+
+
+def argmax_by_chunks(logits: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
+    """Return the index of the largest logit for states [..., H], int64 [...].
+
+    `logits` maps [n, H] to [n, V]. At most `BEST_ROWS` rows of logits exist at a time.
+    """
+    parts = [logits(part).argmax(-1) for part in states.flatten(0, -2).split(BEST_ROWS)]
+    return torch.cat(parts).view(states.shape[:-1])
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -160,7 +181,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """Sizes and switches of a `DecoderLayer`; biases as the named families have them."""
+    """Sizes and switches of a `DecoderLayer`."""
 
     hidden_size: int
     intermediate_size: int
@@ -169,47 +190,51 @@ class LayerShape:
     head_dim: int
     rms_norm_eps: float
     qk_norm: bool = False  # Qwen3: an RMSNorm over each head's queries and keys
-    attention_bias: bool = False
+    attention_bias: bool = False  # of the four attention projections
 
 
 class Attention(nn.Module):
-    """Projections, norms and rotation of grouped-query attention; attending is the caller's."""
+    """Projections, norms and rotation of grouped-query attention. The caller attends.
 
-    def __init__(self, shape: LayerShape) -> None:
-        """Make the projections."""
+    W is the width of the inputs: H, unless the constructor is told otherwise.
+    """
+
+    def __init__(self, shape: LayerShape, input_size: int | None = None) -> None:
+        """Make the projections of inputs of width `input_size`; None: the hidden size."""
         super().__init__()
-        size, width, bias = shape.head_dim, shape.hidden_size, shape.attention_bias
+        size, width, bias = shape.head_dim, input_size or shape.hidden_size, shape.attention_bias
         self.head_dim = size
-        self.scale = size**-0.5
+        self.scale = size**-0.5  # factor on the attention scores
         self.q_proj = nn.Linear(width, shape.num_attention_heads * size, bias=bias)
         self.k_proj = nn.Linear(width, shape.num_key_value_heads * size, bias=bias)
         self.v_proj = nn.Linear(width, shape.num_key_value_heads * size, bias=bias)
-        self.o_proj = nn.Linear(shape.num_attention_heads * size, width, bias=bias)
+        self.o_proj = nn.Linear(shape.num_attention_heads * size, shape.hidden_size, bias=bias)
         if shape.qk_norm:
             self.q_norm = RMSNorm(size, shape.rms_norm_eps)
             self.k_norm = RMSNorm(size, shape.rms_norm_eps)
         self._qk_norm = shape.qk_norm
 
     def _heads(self, x: Tensor) -> Tensor:
+        """Split [B, T, h*d] into [B, T, h, d]."""
         return x.unflatten(-1, (-1, self.head_dim))
 
     def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotated queries [B, h, T, d] of inputs [B, T, H]; cos, sin [B, T, r]."""
+        """Return rotated queries [B, h, T, d] of inputs [B, T, W]; cos, sin are [B, T, r]."""
         q = self._heads(self.q_proj(x))
         return rotate((self.q_norm(q) if self._qk_norm else q).transpose(1, 2), cos, sin)
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values [B, g, T, d] of inputs [B, T, H]."""
+        """Return rotated keys, and values, both [B, g, T, d], of inputs [B, T, W]."""
         k, v = self._heads(self.k_proj(x)), self._heads(self.v_proj(x)).transpose(1, 2)
         return rotate((self.k_norm(k) if self._qk_norm else k).transpose(1, 2), cos, sin), v
 
     def join(self, heads: Tensor) -> Tensor:
-        """Heads [B, h, T, d] -> [B, T, H]."""
+        """Map attention heads [B, h, T, d] to [B, T, H]."""
         return self.o_proj(heads.transpose(1, 2).flatten(2))
 
 
 class DecoderLayer(nn.Module):
-    """The pre-norm decoder layer of Llama and, with `qk_norm`, of Qwen3."""
+    """The pre-norm decoder layer of Llama or, with `qk_norm`, of Qwen3."""
 
     def __init__(self, shape: LayerShape) -> None:
         """Make norms, attention projections and MLP."""
@@ -220,10 +245,10 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(shape.hidden_size, shape.intermediate_size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """Process rows [B, T, H] at the positions of cos, sin [B, T, r] -> [B, T, H].
+        """Map [B, T, H] to [B, T, H], at the positions of cos, sin [B, T, r].
 
-        `attend` is given the rows' own queries, keys and values; masks, caches and further keys are
-        its business.
+        `attend` receives the queries, keys and values of these rows. It adds masks, caches and
+        further keys.
         """
         attention, inside = self.self_attn, self.input_layernorm(x)
         q = attention.queries(inside, cos, sin)

@@ -1,9 +1,15 @@
-"""Which token stands for those not known yet: P-EAGLE's deeper rows, the other slots of a block.
+"""Choosing the mask token: the token id that marks tokens which are not known yet.
 
-Its embedding is the target's and frozen, so it must be a vector at all: were it zero, the slots of
-a block could not be told apart. Beyond that any token does that text does not use: first one that
-the tokenizer leaves unused (as DeepSpec does for Qwen3), then a reserved one, then padding, then
-one that no answer contains; where answers use the whole vocabulary, the rarest.
+P-EAGLE's elements deeper than 0 and the slots of a block after its anchor hold it. In: the target's
+tokenizer.json, special ids and embedding, and counts of supervised tokens. Out: one token id.
+
+The embedding is the target's and frozen, so the mask token must have a nonzero embedding: with a
+zero one, the slots of a block could not be told apart. Otherwise any token is good that the text
+does not use. The order of preference: a token that the tokenizer leaves unused (as DeepSpec does
+for Qwen3), a reserved token, the padding token, a token that no answer contains. If answers contain
+every token, the rarest one is taken.
+
+V target vocabulary, H hidden size.
 """
 
 import json
@@ -31,10 +37,17 @@ def settle_mask_token(
     head: TargetHead,
     counts: Tensor | None,
 ) -> int:
-    """The mask token of a new draft for a dataset: `wanted`, or where that is -1 a chosen one.
+    """Return the mask token of a new draft for a dataset: `wanted`, or a chosen one if it is -1.
+
+    Args:
+        wanted: a token id, or -1.
+        target_config: the target's config.json.
+        manifest: of the dataset, whose folder has the target's tokenizer.
+        head: the target's.
+        counts: supervised tokens by id, int64 [V], if known.
 
     Raises:
-        DraftError: it is of no use, or none is left to choose.
+        DraftError: `wanted` cannot be a mask token, or no token can.
     """
     if wanted < 0:
         tables = {**text_config(target_config), **target_config}
@@ -47,16 +60,16 @@ def settle_mask_token(
 def choose_mask_token(
     folder: Path, token_ids: dict[str, Any], embedding: Tensor, counts: Tensor | None
 ) -> int:
-    """The mask token of a new draft.
+    """Choose the mask token of a new draft.
 
     Args:
-        folder: the dataset's copy of the target; its tokenizer.json is read if it is there.
-        token_ids: bos, eos and pad ids as the target's config names them.
+        folder: the dataset's copy of the target; its tokenizer.json is optional.
+        token_ids: bos, eos and pad ids, under the keys of the target's config.
         embedding: the target's [V, H].
         counts: supervised tokens by id, int64 [V], if known.
 
     Raises:
-        DraftError: no token is fit.
+        DraftError: every embedding is zero.
     """
     usable = (embedding.abs().amax(-1) > 0).tolist()
     names = _token_names(folder / "tokenizer.json")
@@ -71,36 +84,46 @@ def choose_mask_token(
         kinds.append(("a reserved token", reserved))
     padding = _ids(token_ids.get("pad_token_id"))
     kinds.append(("the padding token", [i for i in padding if i in set(free)]))
-    kinds.append(("no answer has it", free[::-1]))
+    kinds.append(("no answer contains it", free[::-1]))
     rest = sorted((i for i in range(vocab) if usable[i] and i not in ends), key=seen.__getitem__)
-    kinds.append(("answers have it, others more often", rest))
+    kinds.append(("the rarest token of the answers", rest))
     for why, found in kinds:
         if found:
             log.info("mask token %d %s: %s", found[0], names.get(found[0], ""), why)
             return found[0]
-    raise DraftError("every embedding of the target is zero: its head.safetensors is damaged")
+    raise DraftError(
+        f"every embedding of the target is zero: {folder / 'head.safetensors'} is damaged; "
+        "generate the dataset again"
+    )
+
+
+def require_in_vocabulary(token: int, vocab_size: int) -> None:
+    """Raise DraftError unless the mask token is one of the target's `vocab_size` tokens."""
+    if not 0 <= token < vocab_size:
+        raise DraftError(
+            f"mask_token_id = {token}: the target's vocabulary has {vocab_size} tokens; choose an "
+            "id below that, or -1"
+        )
 
 
 def check_mask_token(token: int, embedding: Tensor) -> None:
-    """Raise DraftError for a mask token of no use; `embedding` is the target's [V, H]."""
-    if not 0 <= token < len(embedding):
-        raise DraftError(
-            f"mask_token_id = {token}: the target's vocabulary has {len(embedding)} tokens"
-        )
+    """Raise DraftError if `token` cannot be a mask token; `embedding` is the target's [V, H]."""
+    require_in_vocabulary(token, len(embedding))
     if not bool(embedding[token].abs().amax() > 0):
         raise DraftError(
-            f"mask_token_id = {token}: its embedding is zero, and rows with it could not be told "
-            "apart; choose another, or -1"
+            f"mask_token_id = {token}: its embedding is zero, so the draft could not tell the rows "
+            "with it apart; choose another token, or -1"
         )
 
 
 def _ids(value: Any) -> list[int]:
+    """Return the integers of a list, or of a single value."""
     values = value if isinstance(value, list) else [value]
     return [i for i in values if isinstance(i, int)]
 
 
 def _token_names(path: Path) -> dict[int, str]:
-    """Text of every token that a tokenizer.json defines; empty where there is none to read."""
+    """Return the text of every token of a tokenizer.json, by id; empty if there is no file."""
     if not path.is_file():
         return {}
     raw = json.loads(path.read_text(encoding="utf-8"))

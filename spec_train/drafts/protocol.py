@@ -1,29 +1,39 @@
-"""What the trainer asks of a draft, and nothing more: adding a draft must not touch the trainer."""
+"""The Draft protocol: everything that training, evaluation and export require of a draft.
+
+A draft is an `nn.Module` that computes its own loss. A new kind of draft implements this protocol;
+the trainer does not change. Drafts inherit most of it from `base.BaseDraft`.
+
+B packs, T slots of a pack, S steps or terms of a loss, A width of the states that serving feeds a
+draft, V target vocabulary.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from spec_data.shards.schema import Manifest
 from spec_train.data.batch import DraftBatch
+from spec_train.formats.draft_files import DraftFiles
 from spec_train.head import TargetHead
 from spec_train.sampling import Sampler
 
 
 @dataclass(frozen=True)
 class DraftLoss:
-    """A loss already divided by the counts of the whole optimizer step, and its additive sums."""
+    """A loss, already divided by the counts of the whole optimizer step, and its metrics."""
 
     loss: Tensor  # scalar with a graph
-    sums: dict[str, Tensor]  # float64, no graph; `Draft.summarise` turns their totals into figures
+    sums: dict[
+        str, Tensor
+    ]  # float64, no graph, additive; `Draft.summarise` turns totals into metrics
 
 
 class Drafter(Protocol):
-    """One sequence in a draft: takes in what the target has verified, proposes what may follow."""
+    """Drafting for one sequence: reads what the target has verified, proposes the next tokens."""
 
     passes: int
     """Forward passes of the draft so far."""
@@ -31,39 +41,40 @@ class Drafter(Protocol):
     def propose(
         self, tokens: Sequence[int], states: Tensor, count: int, sampler: Sampler
     ) -> tuple[Tensor, list[Any]]:
-        """Take in verified positions and draft tokens after the last of them.
+        """Append verified positions and draft tokens after the last of them.
 
         Args:
-            tokens: t known tokens; the i-th stands one position after states[:, i].
-            states: the target's states at the t positions that follow those so far, [1, t, A]:
-                the draft's `state_columns`, concatenated.
-            count: drafts wanted, at least 1.
-            sampler: chooses them.
+            tokens: t known tokens; token i is at the position after states[:, i].
+            states: the target's states [1, t, A] at the next t positions: the draft's
+                `state_columns`, concatenated.
+            count: number of drafted tokens wanted, at least 1.
+            sampler: chooses the tokens.
 
         Returns:
-            Drafted target ids, int64 [n], n <= count, and, when sampling, their distributions.
+            Drafted target ids, int64 [n], n <= count, and their distributions (None per token when
+            decoding is greedy).
         """
         ...
 
 
 class DraftConfig(Protocol):
-    """What every draft's configuration says; a frozen dataclass."""
+    """The fields that every draft's configuration has; a frozen dataclass."""
 
     @property
     def vocab_size(self) -> int:
-        """The target's."""
+        """Size of the target's vocabulary."""
 
     @property
     def draft_vocab_size(self) -> int:
-        """Tokens that the draft can propose."""
+        """Number of tokens that the draft can propose."""
 
     @property
     def hidden_size(self) -> int:
-        """The draft's own width; today the target's."""
+        """Width of the draft; today it equals the target's."""
 
     @property
     def dtype(self) -> str:
-        """In which the draft is saved, as torch names it: the target's."""
+        """The target's dtype, by its torch name; the draft is saved in it."""
 
     @property
     def target_hidden_size(self) -> int:
@@ -75,7 +86,7 @@ class DraftConfig(Protocol):
 
     @property
     def origin(self) -> dict[str, Any]:
-        """Whom it was fitted to (see `spec_train.origin`)."""
+        """Which target and prompts it was trained for (see `spec_train.origin`)."""
 
 
 class Draft(Protocol):
@@ -83,27 +94,61 @@ class Draft(Protocol):
 
     name: ClassVar[str]
     options_class: ClassVar[type]
-    options: Any
     embed_tokens: nn.Embedding  # the target's
 
     @property
     def config(self) -> Any:
         """Its `DraftConfig`."""
 
-    def to(self, *args: Any) -> Any:
-        """As of every nn.Module."""
+    @property
+    def options(self) -> Any:
+        """Its training options, an instance of `options_class`."""
+
+    # -- as every nn.Module -----------------------------------------------------------------------
+
+    def to(self, *args: Any) -> Self:
+        """Move or cast the parameters."""
+        ...
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch to training mode."""
+        ...
+
+    def eval(self) -> Self:
+        """Switch to evaluation mode."""
+        ...
+
+    # -- settings ---------------------------------------------------------------------------------
+
+    def use_options(self, options: Any) -> None:
+        """Replace the training options; those that decide a shape must stay the same."""
+        ...
+
+    def update_config(self, **changes: Any) -> None:
+        """Replace fields of the configuration that decide no tensor's shape."""
+        ...
+
+    def stop_below(self, confidence: float) -> None:
+        """End a drafted block before its first token of a lower confidence; 0: never.
+
+        Raises:
+            ConfigError: the draft has no confidence head.
+        """
+        ...
+
+    # -- drafting ---------------------------------------------------------------------------------
 
     @property
     def state_columns(self) -> tuple[str, ...]:
-        """Dataset columns of the target's states that serving feeds it, concatenated in order."""
+        """Dataset columns of the states that serving feeds the draft, in concatenation order."""
 
     @property
     def depth(self) -> int:
-        """Tokens it drafts per round unless told otherwise: as many as it was trained for."""
+        """Default number of drafted tokens per round: the number it was trained for."""
 
     @property
     def max_depth(self) -> int | None:
-        """Most tokens it can draft per round; None: any number."""
+        """Largest number of drafted tokens per round; None: no limit."""
 
     def drafter(self, head: TargetHead) -> Drafter:
         """Start drafting one sequence. `head` is the target's, on the draft's device."""
@@ -114,15 +159,17 @@ class Draft(Protocol):
 
         Returns:
             Target ids, int64 [B, T, depth]. Entry (t, d) is the draft for token t + 2 + d of the
-            document, tokens up to t + 1 being given. Slots with no known token (the last of a
-            document, padding) hold drafts of nothing: ignore them. -1: the draft ended its round
+            document, given the tokens up to t + 1. Slots without a known token (the last of a
+            document, padding) hold meaningless drafts: ignore them. -1: the draft ended its round
             before that depth.
         """
         ...
 
+    # -- training ---------------------------------------------------------------------------------
+
     @classmethod
     def check_data(cls, options: Any, manifest: Manifest) -> None:
-        """Raise DatasetError or DraftError for a dataset that cannot be learned from."""
+        """Raise DatasetError or DraftError if the draft cannot be trained on a dataset."""
         ...
 
     @classmethod
@@ -134,56 +181,72 @@ class Draft(Protocol):
         manifest: Manifest,
         head: TargetHead,
         token_counts: Tensor | None,
-    ) -> "Draft":
+    ) -> Self:
         """Make a fresh draft for a dataset. `token_counts`: supervised tokens by id, int64 [V]."""
         ...
 
     def join(self, head: TargetHead, manifest: Manifest, where: str) -> list[str]:
-        """Make a draft read from `where` that of a dataset's target, sharing the frozen weights.
+        """Connect a draft that was read from `where` to a dataset's target; share frozen weights.
 
-        Gives warnings; raises DraftError for a draft of another target.
+        Returns:
+            Warnings.
+
+        Raises:
+            DraftError: the draft belongs to another target.
         """
         ...
 
     def columns(self, supervision: str) -> tuple[str, ...]:
-        """Columns that `loss` reads of a dataset with that `supervision` (see Manifest)."""
+        """Return the columns that `loss` reads of a dataset with that `supervision` (Manifest)."""
         ...
 
     def slot_counts(self, batch: DraftBatch) -> Tensor:
-        """Denominators of the loss, float64 [S]; they add up over micro-batches and ranks.
+        """Return the denominators of the loss, float64 [S]; add them over micro-batches and ranks.
 
-        Torch's generator stands where it will stand for the `loss` of the same batch, so a draft
-        that samples slots counts those that it will sample. The batch has no states here, and may
-        be nothing but padding: a rank without a batch.
+        Torch's generator has the same state here as before `loss` of the same batch, so a draft
+        that samples slots counts the slots that its loss will use. The batch has no states here,
+        and may be padding only (a rank without a batch).
         """
         ...
 
     def loss(self, batch: DraftBatch, head: TargetHead, counts: Tensor) -> DraftLoss:
-        """Loss of a batch over the counts of the whole optimizer step: micro-batches add up.
+        """Return the loss of a batch over the counts of the whole optimizer step.
 
-        A batch of nothing but padding has a loss of zero and the same names and shapes in its sums.
-        Random numbers come from torch's default generator, which the trainer seeds by the batch's
-        place in the run: a resumed run, or one on other ranks, draws the same.
+        Losses of micro-batches therefore add up. A padding-only batch has loss zero, and sums of
+        the same names and shapes as other batches. Random numbers come from torch's default
+        generator, which the trainer seeds by the batch's place in the run: a run that resumes, or
+        uses another number of ranks, draws the same numbers.
         """
         ...
 
     @staticmethod
     def summarise(sums: dict[str, Tensor]) -> dict[str, float | None]:
-        """Figures of added-up sums; None: nothing to measure it on.
+        """Turn added sums into metrics; None: there was nothing to measure.
 
-        Always among them: "loss" (a number), "acceptance_length" and "product_limit_length".
+        "loss" (always a number), "acceptance_length" and "product_limit_length" are always present.
         """
         ...
 
     def trainable_parameters(self) -> list[nn.Parameter]:
-        """Parameters for the optimizer, in a fixed order."""
+        """Return the parameters for the optimizer, in a fixed order."""
         ...
+
+    # -- files ------------------------------------------------------------------------------------
 
     def save_pretrained(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write config.json and model.safetensors."""
         ...
 
+    def files(self, dtype: torch.dtype, where: str) -> DraftFiles:
+        """Return what `save_pretrained` writes to the directory `where`."""
+        ...
+
     @classmethod
-    def from_pretrained(cls, directory: str | Path) -> "Draft":
+    def from_pretrained(cls, directory: str | Path) -> Self:
         """Read what `save_pretrained` wrote."""
+        ...
+
+    @classmethod
+    def from_files(cls, files: DraftFiles) -> Self:
+        """Make a draft from the files of `save_pretrained`."""
         ...

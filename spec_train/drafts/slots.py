@@ -1,9 +1,11 @@
-"""Slots: where a document begins and ends in a pack, and which of its slots count.
+"""Slots: where documents begin and end in a pack, and which slots are supervised.
 
 A slot is a position of a pack in the shifted frame: slot t knows token t + 1 and drafts token
-t + 2. All functions work per document: nothing crosses a document boundary.
+t + 2. In: document ids and masks. Out: offsets, lengths and masks. Every function works per
+document: nothing crosses a document boundary.
 
-Shapes: B packs, T slots of a pack, S unroll steps, A active slots, H hidden size."""
+B packs, T slots of a pack, S unroll steps, A active slots, H hidden size.
+"""
 
 import torch
 from torch import Tensor
@@ -15,31 +17,55 @@ SLOTS = ("serving", "shifted")
 
 
 def gather_slots(x: Tensor, active: Tensor) -> Tensor:
-    """Rows [B, A, H] of `x` [B, T, H] at slots `active` [B, A]."""
+    """Return rows [B, A, H] of `x` [B, T, H] at the slots `active`, int64 [B, A]."""
     return x.gather(1, active[..., None].expand(-1, -1, x.shape[-1]))
 
 
 def document_offsets(document_ids: Tensor) -> Tensor:
-    """Index of every slot within its document, int64 [B, T] (documents are contiguous)."""
-    slots = torch.arange(document_ids.shape[1], device=document_ids.device)
-    starts = torch.ones_like(document_ids, dtype=torch.bool)
+    """Return the index of every slot within its document, int64 [B, T].
+
+    `document_ids` is int64 [B, T]; documents are contiguous.
+    """
+    slots = torch.arange(document_ids.shape[1], device=document_ids.device)  # [T]
+    starts = torch.ones_like(document_ids, dtype=torch.bool)  # [B, T]: a document's first slot
     starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     return slots - torch.where(starts, slots, 0).cummax(dim=1).values
 
 
 def document_lengths(document_ids: Tensor) -> Tensor:
-    """Number of slots of the document that each slot belongs to, int64 [B, T]."""
-    ahead = document_offsets(document_ids.flip(1)).flip(1)
+    """Return the number of slots of each slot's document, int64 [B, T]; argument as above."""
+    ahead = document_offsets(document_ids.flip(1)).flip(1)  # [B, T]: slots that follow
     return document_offsets(document_ids) + ahead + 1
 
 
-def slot_masks(loss_mask: Tensor, document_ids: Tensor, slots: str) -> Tensor:
-    """Slot mask of step 0, boolean [B, T], from a shifted loss mask.
+def settle_documents(
+    input_ids: Tensor,
+    document_ids: Tensor | None,
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return document ids and position ids, both int64 [B, T], with the defaults filled in.
 
-    "serving": known and drafted token both supervised. "shifted": the known token alone.
+    Args:
+        input_ids: int64 [B, T]; only its shape counts.
+        document_ids: int64 [B, T], -1 in padding; None: a row is one document.
+        position_ids: int64 [B, T]; None: they count from 0 in each document.
+        attention_mask: 0 in padding [B, T]; None: `document_ids` marks all the padding.
+    """
+    if document_ids is None:
+        document_ids = torch.zeros_like(input_ids)
+    if attention_mask is not None:
+        document_ids = document_ids.masked_fill(attention_mask == 0, PADDING)
+    return document_ids, document_offsets(document_ids) if position_ids is None else position_ids
+
+
+def slot_masks(loss_mask: Tensor, document_ids: Tensor, slots: str) -> Tensor:
+    """Return the slot mask of step 0, bool [B, T], from a shifted loss mask [B, T].
+
+    "serving": the known and the drafted token are both supervised. "shifted": the known token is.
 
     Raises:
-        DraftError: another policy.
+        DraftError: `slots` is neither.
     """
     if slots not in SLOTS:
         raise DraftError(f"slots = {slots!r}: choose from {', '.join(SLOTS)}")
@@ -48,7 +74,10 @@ def slot_masks(loss_mask: Tensor, document_ids: Tensor, slots: str) -> Tensor:
 
 
 def step_masks(mask: Tensor, document_ids: Tensor, steps: int) -> Tensor:
-    """Slot masks of every step, boolean [S, B, T]: step s is step 0 moved left by s."""
+    """Return the slot masks of all steps, bool [S, B, T].
+
+    The mask of step s is that of step 0, `mask` bool [B, T], moved left by s in each document.
+    """
     masks = [mask]
     for _ in range(steps - 1):
         masks.append(shift_left(masks[-1], document_ids))

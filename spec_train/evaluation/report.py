@@ -59,7 +59,7 @@ def run_eval(config: EvalConfig) -> dict[str, Any]:
     run = read_run(Path(config.draft), folder)
     device = usable_device(config.device)
     prompts = read_prompts(Path(config.prompts), config.limit) if config.prompts else []
-    draft: Any = load_draft(folder).eval()
+    draft = load_draft(folder).eval()
     warnings: list[str] = []
     if config.data is not None:  # what does not fit is said before the target is loaded
         _warn(warnings, check_fit(draft, HiddenStatesDataset(config.data)))
@@ -99,15 +99,16 @@ def run_eval(config: EvalConfig) -> dict[str, Any]:
     return report
 
 
-def _set_threshold(draft: Any, threshold: float, folder: Path) -> None:
+def _set_threshold(draft: Draft, threshold: float, folder: Path) -> None:
     """Let a draft that forecasts its acceptance stop early."""
     if not threshold:
         return
-    if getattr(draft, "confidence_head", None) is None:
+    try:
+        draft.stop_below(threshold)
+    except ConfigError as error:
         raise ConfigError(
-            f"--confidence-threshold {threshold}: {folder} has no confidence head; leave it out"
-        )
-    draft.confidence_threshold = threshold
+            f"--confidence-threshold {threshold}: {folder} {error}; leave it out"
+        ) from None
 
 
 def _decode(

@@ -104,7 +104,7 @@ def from_speculators(flat: DraftFiles, depth: int | None, target: TargetFacts) -
     if INPUT_KEY not in raw:
         raise DraftError(f"{flat.config_path}: lacks {INPUT_KEY}")
     raw["target_layer_ids"] = from_block_inputs(raw.pop(INPUT_KEY))
-    dflash = set(raw.get("architectures") or ()) & {"DFlashSpeculator", "DFlashDraftModel"}
+    dflash = set(raw.get("architectures") or ()) & set(DFLASH_ARCHITECTURES)
     raw["architectures"] = [DFLASH if dflash else DSPARK]
     return from_flat(DraftFiles(raw, flat.tensors, flat.where), depth, target)
 

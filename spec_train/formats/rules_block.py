@@ -1,5 +1,6 @@
 """What engines make of block drafts: DSpark, and DFlash as its published form."""
 
+from spec_train.formats.dspark import DFLASH
 from spec_train.formats.preflight_notes import Notes, Subject
 from spec_train.formats.rules import (
     DEEPSPEC,
@@ -14,11 +15,9 @@ from spec_train.formats.rules import (
     vllm_name,
 )
 
-PUBLISHED_DFLASH = "DFlashDraftModel"
-
 
 def _is_dflash(subject: Subject) -> bool:
-    return PUBLISHED_DFLASH in subject.config["architectures"]
+    return DFLASH in subject.config["architectures"]
 
 
 def _markov(subject: Subject) -> str | None:

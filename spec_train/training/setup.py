@@ -25,7 +25,7 @@ from spec_train.data.order import SPLIT_RULE, BatchPlan, rank_slice
 from spec_train.data.release import UnitRelease
 from spec_train.data.splits import Splits, make_splits
 from spec_train.data_option import parse_sources
-from spec_train.drafts import DRAFTS, load_draft
+from spec_train.drafts import DRAFTS, Draft, load_draft
 from spec_train.formats.target_facts import TargetFacts, block_count
 from spec_train.head import TargetHead
 from spec_train.options import FitConfig, default_lr
@@ -226,12 +226,12 @@ def _make_draft(
     head: TargetHead,
     saved: Saved | None,
     ranks: Ranks,
-) -> Any:
+) -> Draft:
     """The draft to train: of the checkpoint, of --init-from, or fresh."""
     kind = DRAFTS[name]
     if saved is not None:  # its vocabulary too comes from there: no data is read for it
         draft = kind.from_pretrained(saved.path)
-        draft.options = options  # those that may change
+        draft.use_options(options)  # those that may change
         draft.join(head, dataset.manifest, str(saved.path))
         return draft
     fresh = kind.build(
@@ -250,7 +250,7 @@ def _make_draft(
             f"--init-from {folder}: a draft of the kind {loaded.name}; fit it with "
             f"`spec-train fit {loaded.name}`"
         )
-    loaded.config = dataclasses.replace(loaded.config, **_unlearned(loaded.config, fresh.config))
+    loaded.update_config(**_unlearned(loaded.config, fresh.config))
     ignored = {"dtype": "", "origin": {}}  # of the file alone; compared below
     old, new = to_dict(loaded.config), to_dict(fresh.config)
     differing = differing_fields(old | ignored, new | ignored)
@@ -261,7 +261,7 @@ def _make_draft(
         )
     for warning in loaded.join(head, dataset.manifest, f"--init-from {folder}"):
         log.warning("warning: %s", warning)
-    loaded.options = options
+    loaded.use_options(options)
     return loaded
 
 

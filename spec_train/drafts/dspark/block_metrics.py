@@ -1,4 +1,7 @@
-"""Figures of block drafts as sums: those of `metrics`, and what blocks have besides.
+"""Metrics of block drafts as sums: those of `metrics`, and some that only blocks have.
+
+In: figures of the trained drafts. Out: float64 sums that add up over batches, and from their totals
+the metrics. The additional sums are
 
     terms        [3] weighted sums of cross-entropy, L1 and the confidence's BCE
     term_weights [3] sums of their weights
@@ -7,16 +10,19 @@
     confidence_* [10] of trained drafts by their confidence, in tenths: number, and sums of
                  confidence and acceptance; confidence_gap [] sum of their absolute difference
 
-A chain of `metrics` is a block: draft d is a hit when it is the target's choice after the
+A chain of `metrics` is a block here: draft d is a hit if it is the target's choice after the
 document's own tokens up to it. So `acceptance_length` is comparable with that of other drafts.
 
-N blocks, D drafts of a block, R trained drafts.
+B packs, N blocks of a pack, D drafts of a block, R trained drafts.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from spec_train.drafts.dspark.head_loss import RowFigures
+from spec_train.drafts.dspark.trained_rows import TrainedRows
 from spec_train.metrics import Sums, chain_sums
 from spec_train.metrics import summarise as summarise_chains
 
@@ -24,52 +30,55 @@ BINS = 10
 TERMS = ("cross_entropy", "l1", "confidence_bce")
 
 
+@dataclass(frozen=True)
+class Forecasts:
+    """What the confidence head forecasts for the R trained drafts, no gradients."""
+
+    confidence: Tensor  # probability of acceptance [R]
+    bce: Tensor  # its binary cross-entropy with the acceptance [R]
+
+
 @torch.no_grad()
 def block_sums(
     figures: RowFigures,
-    confidence: tuple[Tensor, Tensor] | None,
-    *,
-    hit: Tensor,
-    rows: Tensor,
-    drafted: Tensor,
-    trained: Tensor,
+    forecasts: Forecasts | None,
+    chosen: TrainedRows,
     weights: Tensor,
-    has_token: Tensor,
     alphas: tuple[float, float, float],
 ) -> Sums:
-    """Sums of a batch.
+    """Return the sums of a batch.
 
     Args:
-        figures: of the R trained drafts. confidence: forecasts [R] and their BCE [R], or None.
-        hit: bool [R], the draft's choice is the target's.
-        rows: flat index of the R drafts in [B, N, D].
-        drafted, trained: bool [B, N, D], drafts that count; those whose teacher is in the draft
-            vocabulary.
-        weights: of draft d, float64 [D]. has_token: bool [R], the cross-entropy counts.
-        alphas: weights of the terms in the loss.
+        figures: of the R trained drafts.
+        forecasts: of the same; None without a confidence head.
+        chosen: which drafts count and which are trained.
+        weights: of draft d, float64 [D].
+        alphas: weights of the three terms in the loss.
     """
-    depth = len(weights)
-    d = rows % depth
-    w = weights[d]
+    depth, rows, drafted = len(weights), chosen.rows, chosen.drafted
+    d = rows % depth  # [R], depth of each draft
+    w = weights[d]  # [R]
+    hit = figures.best == chosen.choice  # [R]
     acceptance = figures.acceptance.double()
     cross_entropy = figures.cross_entropy.double()
-    bce = torch.zeros_like(acceptance) if confidence is None else confidence[1].double()
-    ce_weights = w * has_token
-    forecast_weight = w.sum() if confidence is not None else w.new_zeros(())
+    bce = torch.zeros_like(acceptance) if forecasts is None else forecasts.bce.double()
+    ce_weights = w * chosen.has_token
+    forecast_weight = w.sum() if forecasts is not None else w.new_zeros(())
     terms = [(ce_weights * cross_entropy).sum(), (w * 2 * (1 - acceptance)).sum(), (w * bce).sum()]
-    term_weights = torch.stack([ce_weights.sum(), w.sum(), forecast_weight])
+    term_weights = torch.stack([ce_weights.sum(), w.sum(), forecast_weight])  # [3]
     hits, shares = (torch.zeros_like(drafted, dtype=kind) for kind in (torch.bool, torch.float64))
-    hits.view(-1)[rows] = hit
-    shares.view(-1)[rows] = acceptance  # a draft outside the vocabulary is never accepted
-    expected = 1 + torch.cumprod(shares, dim=-1).sum(-1)
-    live = drafted.any(-1)
-    supervised = trained.sum((0, 1)).double()
+    hits.view(-1)[rows] = hit  # [B, N, D]
+    shares.view(-1)[rows] = acceptance  # [B, N, D]; 0 outside the vocabulary: never accepted
+    expected = 1 + torch.cumprod(shares, dim=-1).sum(-1)  # [B, N]
+    live = drafted.any(-1)  # [B, N]
+    supervised = chosen.trained.sum((0, 1)).double()  # [D]
 
     def by_depth(values: Tensor) -> Tensor:
+        """Sum values [R] by the depth of their draft: [D]."""
         return torch.zeros_like(weights).index_add_(0, d, values.double())
 
     sums = {
-        "loss": by_depth(cross_entropy * has_token),
+        "loss": by_depth(cross_entropy * chosen.has_token),
         "supervised": supervised,
         "weighted": supervised * weights,
         "drafted": drafted.sum((0, 1)).double(),
@@ -82,24 +91,31 @@ def block_sums(
         "blocks": live.sum().double(),
         **chain_sums(hits.movedim(-1, 0), drafted.movedim(-1, 0)),
     }
-    if confidence is not None:
-        forecast = confidence[0].double()
-        place = (forecast * BINS).long().clamp(max=BINS - 1)
-        zero = torch.zeros(BINS, dtype=torch.float64, device=rows.device)
-        sums["confidence_number"] = zero.index_add(0, place, torch.ones_like(forecast))
-        sums["confidence_sum"] = zero.index_add(0, place, forecast)
-        sums["confidence_accepted"] = zero.index_add(0, place, acceptance)
-        sums["confidence_gap"] = (forecast - acceptance).abs().sum()
+    if forecasts is not None:
+        sums |= _calibration_sums(forecasts.confidence.double(), acceptance)
     return sums
 
 
-def summarise_blocks(sums: Sums) -> dict[str, float | None]:
-    """Figures of added-up sums: those of `metrics.summarise`, with
+def _calibration_sums(confidence: Tensor, acceptance: Tensor) -> Sums:
+    """Return the sums "confidence_*" of drafts with this confidence and acceptance, both [R]."""
+    place = (confidence * BINS).long().clamp(max=BINS - 1)  # [R]
+    zero = torch.zeros(BINS, dtype=torch.float64, device=confidence.device)
+    return {
+        "confidence_number": zero.index_add(0, place, torch.ones_like(confidence)),
+        "confidence_sum": zero.index_add(0, place, confidence),
+        "confidence_accepted": zero.index_add(0, place, acceptance),
+        "confidence_gap": (confidence - acceptance).abs().sum(),
+    }
 
-    "loss" the whole loss; "cross_entropy", "l1", "confidence_bce" its terms, unweighted; "tau" the
-    expected tokens per round if drafts were sampled; "confidence_calibration" the expected
-    calibration error over ten bins, |mean confidence - mean acceptance| by the drafts in the bin;
-    "confidence_error" the mean |confidence - acceptance|, "confidence_bias" the mean difference.
+
+def summarise_blocks(sums: Sums) -> dict[str, float | None]:
+    """Turn added sums into metrics: those of `metrics.summarise`, and the following.
+
+    "loss" is the whole loss; "cross_entropy", "l1" and "confidence_bce" are its terms, unweighted.
+    "tau" is the expected number of tokens per round if drafts are sampled.
+    "confidence_calibration" is the expected calibration error over ten bins: |mean confidence -
+    mean acceptance|, weighted by the drafts in the bin. "confidence_error" is the mean
+    |confidence - acceptance|, "confidence_bias" the mean difference.
     """
     out = summarise_chains(sums)
     values = {name: value.double().cpu() for name, value in sums.items()}

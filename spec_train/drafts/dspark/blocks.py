@@ -1,11 +1,15 @@
 """Which blocks a batch trains, which of their drafts count, and the blocks' states.
 
-A block starts at an anchor a: its token x_a is known, the target's states are known strictly before
-a. Draft d of the block (d = 0..D-1) is for x_{a+1+d}, its previous token is x_{a+d}, and its
-teacher is what the target says at position a+d. Serving starts blocks where x_a and x_{a+1} are
-both in the response and something stands before a: the slots t = a - 1 of EAGLE drafts.
+In: masks and ids in the token frame. Out: `Blocks`, masks over their drafts, and states.
 
-B rows, T tokens, N blocks of a row, S slots of a block, D drafts of a block, H hidden size.
+A block starts at an anchor a: its token x_a is known, and the target's states are known strictly
+before a. Draft d of the block (d = 0..D-1) is for x_{a+1+d}. Its previous token is x_{a+d}, and its
+teacher is the target's distribution at position a+d. Serving starts blocks where x_a and x_{a+1}
+are both in the response and a is not the first token: these are the slots t = a - 1 of EAGLE
+drafts.
+
+B packs, T tokens of a pack, N blocks of a pack, S slots of a block, D drafts of a block, n captured
+layers, H hidden size.
 """
 
 from dataclasses import dataclass
@@ -21,51 +25,61 @@ from spec_train.drafts.slots import document_lengths, document_offsets
 
 @dataclass(frozen=True)
 class Blocks:
-    """Anchors of every row, int64 [B, N]; `kept` bool [B, N] is False where a row has fewer."""
+    """The blocks of every pack."""
 
-    anchors: Tensor
-    kept: Tensor
+    anchors: Tensor  # int64 [B, N]
+    kept: Tensor  # bool [B, N]: False where a pack has fewer blocks
 
     def places(self, depth: int) -> Tensor:
-        """Slots of the row that previous tokens and teachers are read at, a+d: [B, N, depth]."""
+        """Return the slots a+d of previous tokens and teachers, int64 [B, N, depth]."""
         return self.anchors[..., None] + torch.arange(depth, device=self.anchors.device)
 
 
 def anchor_candidates(loss_mask: Tensor, document_ids: Tensor) -> Tensor:
-    """Slots that can be anchors, bool [B, T]: they and their next are supervised, one is before."""
+    """Return the slots that can be anchors, bool [B, T].
+
+    The slot and the next one are supervised, and the slot is not the first of its document.
+    `loss_mask` [B, T] is in the token frame; `document_ids` is int64 [B, T].
+    """
     mask = loss_mask.bool() & (document_ids != PADDING)
     return mask & shift_left(mask, document_ids) & (document_offsets(document_ids) > 0)
 
 
 def sample_blocks(loss_mask: Tensor, document_ids: Tensor, limit: int) -> Blocks:
-    """Draw up to `limit` anchors of every row without replacement, ascending.
+    """Draw up to `limit` anchors of every pack without replacement, ascending.
 
-    There are as many blocks as the row with most of them needs, so that rows with little to learn
-    cost little. The draw uses one number of torch's default CPU generator per row: it depends on
-    neither the device, nor the padding, nor the rows beside it.
+    N is the largest number of anchors that a pack has, so packs with few supervised tokens are
+    cheap. The draw takes one number per pack from torch's default CPU generator. So it depends
+    neither on the device, nor on the padding, nor on the other packs.
+
+    Args:
+        loss_mask: [B, T], in the token frame.
+        document_ids: int64 [B, T].
+        limit: most blocks of a pack.
     """
     rows = []
     for candidates in anchor_candidates(loss_mask, document_ids).cpu():
-        places = candidates.nonzero().squeeze(1)
+        places = candidates.nonzero().squeeze(1)  # [candidates of the pack]
         seed = int(torch.randint(1 << 62, ()))
         if len(places) > limit:
             order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed))
             places = places[order[:limit]].sort().values
         rows.append(places)
-    counts = torch.tensor([len(row) for row in rows])
-    kept = torch.arange(int(counts.max())) < counts[:, None]
-    anchors = torch.zeros(kept.shape, dtype=torch.long)
+    counts = torch.tensor([len(row) for row in rows])  # [B]
+    kept = torch.arange(int(counts.max())) < counts[:, None]  # [B, N]
+    anchors = torch.zeros(kept.shape, dtype=torch.long)  # [B, N]
     anchors[kept] = torch.cat(rows)
     return Blocks(anchors.to(loss_mask.device), kept.to(loss_mask.device))
 
 
 def drafted_mask(loss_mask: Tensor, document_ids: Tensor, depth: int) -> Tensor:
-    """Whether draft d of a block that starts at a slot counts, bool [B, T, depth].
+    """Return whether draft d of a block that starts at a slot counts, bool [B, T, depth].
 
-    While in the document, supervised and contiguous: draft d counts only if all before it do.
+    Its token must be in the document and supervised, and all earlier drafts of the block must
+    count. `loss_mask` [B, T] is in the token frame; `document_ids` is int64 [B, T].
     """
     alive = loss_mask.bool() & (document_ids != PADDING)
-    alive = shift_left(alive, document_ids)
+    alive = shift_left(alive, document_ids)  # [B, T], for the token after each slot
     parts = [alive]
     for _ in range(depth - 1):
         parts.append(alive & shift_left(parts[-1], document_ids))
@@ -75,30 +89,40 @@ def drafted_mask(loss_mask: Tensor, document_ids: Tensor, depth: int) -> Tensor:
 def expected_weights(
     loss_mask: Tensor, document_ids: Tensor, inside: Tensor, weights: Tensor, limit: int
 ) -> Tensor:
-    """Sum of the weights of all drafts of a batch, float64 [], on average over the draw of blocks.
+    """Return the summed weights of all drafts of a batch, float64 []: the mean over the draw.
 
-    Exact where no row has more than `limit` candidates.
+    Exact if no pack has more than `limit` candidates.
 
     Args:
-        inside: slots whose teacher (or label) can be learned, bool [B, T]: read at a+d.
+        loss_mask: [B, T], in the token frame.
+        document_ids: int64 [B, T].
+        inside: slots whose teacher (or label) can be learned, bool [B, T]; read at a+d.
         weights: of draft d, float64 [D].
+        limit: most blocks of a pack.
     """
-    candidates = anchor_candidates(loss_mask, document_ids)
-    counted = drafted_mask(loss_mask, document_ids, len(weights))
-    total = weights.new_zeros(len(candidates))
+    candidates = anchor_candidates(loss_mask, document_ids)  # [B, T]
+    counted = drafted_mask(loss_mask, document_ids, len(weights))  # [B, T, D]
+    total = weights.new_zeros(len(candidates))  # [B]
     for d, weight in enumerate(weights):
-        # draft d of the block at a reads slot a+d, which is inside the document where it counts
-        at = torch.zeros_like(inside)
+        # Draft d of the block at a reads slot a+d, which is in the document if the draft counts.
+        at = torch.zeros_like(inside)  # [B, T], `inside` moved left by d
         at[:, : inside.shape[1] - d] = inside[:, d:]
         total += weight * (candidates & counted[..., d] & at).sum(1)
-    count = candidates.sum(1).double()
+    count = candidates.sum(1).double()  # [B]
     return (total * (count.clamp(max=limit) / count.clamp(min=1))).sum()
 
 
 def batch_context(
     draft: DSparkModel, aux: Tensor, document_ids: Tensor, position_ids: Tensor
 ) -> Context:
-    """Context keys and values of all tokens of a batch; aux [B, T, n*H]."""
+    """Return the context, keys and values of every layer, of all tokens of a batch.
+
+    Args:
+        draft: the model.
+        aux: aux states [B, T, n*H].
+        document_ids: int64 [B, T].
+        position_ids: int64 [B, T].
+    """
     lengths = None if draft.rotary.limit is None else document_lengths(document_ids)
     return draft.context(aux, position_ids, lengths)
 
@@ -111,20 +135,30 @@ def block_states(
     position_ids: Tensor,
     blocks: Blocks,
 ) -> Tensor:
-    """States y [B, N, D, H] that make the drafts of blocks, for ids of the token frame [B, T]."""
+    """Return the states y [B, N, D, H] that make the drafts of blocks.
+
+    Args:
+        draft: the model.
+        context: of `batch_context`.
+        input_ids: in the token frame, int64 [B, T].
+        document_ids: int64 [B, T].
+        position_ids: int64 [B, T].
+        blocks: N blocks of every pack.
+    """
     config = draft.config
     anchors, size = blocks.anchors, config.block_size
-    shape = *anchors.shape, size
-    ids = torch.full(shape, config.mask_token_id, device=anchors.device)
+    shape = *anchors.shape, size  # [B, N, S]
+    ids = torch.full(shape, config.mask_token_id, device=anchors.device)  # [B, N, S]
     ids[..., 0] = input_ids.gather(1, anchors)
-    steps = torch.arange(size, device=anchors.device)
-    positions = position_ids.gather(1, anchors)[..., None] + steps
+    steps = torch.arange(size, device=anchors.device)  # [S]
+    positions = position_ids.gather(1, anchors)[..., None] + steps  # [B, N, S]
     lengths = None
     if draft.rotary.limit is not None:
         lengths = document_lengths(document_ids).gather(1, anchors)[..., None].expand(shape)
-        lengths = lengths.flatten(1)
+        lengths = lengths.flatten(1)  # [B, N*S]
     attending = block_attending(
         document_ids, anchors, blocks.kept, size, config.head_dim, draft.attention_backend
     )
     states = draft.forward_blocks(ids.flatten(1), positions.flatten(1), context, attending, lengths)
+    # states: [B, N*S, H]; the slots from `first` on make the D drafts.
     return states.unflatten(1, (anchors.shape[1], size))[:, :, config.first :]

@@ -1,9 +1,10 @@
 """Configuration of a DSpark or DFlash draft: derived from the target's config.json.
 
-The file is the flat one that DeepSpec writes and engines read (`Qwen3DSparkModel`); a DFlash draft
-in the layout that its paper publishes is a `DFlashDraftModel`. Which slots draft is always said:
-engines differ in what they take for granted. `target_layer_ids` are outputs of blocks in all of
-them. What only this project needs is under `spec_train`.
+In: the target's config.json, or the draft's own. Out: `DSparkConfig`, and the draft's config.json.
+The file has the flat form that DeepSpec writes and engines read (`Qwen3DSparkModel`). A DFlash
+draft in the layout of its paper is a `DFlashDraftModel`. `sample_from_anchor` is always written,
+because the engines have different defaults. `target_layer_ids` are block outputs in every engine.
+Keys that only this project needs are in `spec_train`.
 """
 
 from dataclasses import dataclass
@@ -13,20 +14,21 @@ from spec_data.config import from_dict
 from spec_data.shards.errors import DraftError
 from spec_train.draft_options import BlockOptions, DFlashOptions, DSparkOptions
 from spec_train.drafts.config import LayeredConfig
+from spec_train.drafts.mask_token import require_in_vocabulary
 from spec_train.drafts.targets import (
     resolve_dspark_draft_spec,
     target_architectures,
     warn_of_last_layer,
 )
+from spec_train.formats.dspark import DFLASH, DSPARK
 from spec_train.formats.flat import SECTION
 
-DSPARK, DFLASH = "Qwen3DSparkModel", "DFlashDraftModel"
 OPTIONS: dict[str, type[BlockOptions]] = {"dspark": DSparkOptions, "dflash": DFlashOptions}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkConfig(LayeredConfig):
-    """Everything that decides the draft's shapes and arithmetic. Layer id: block output, from 0."""
+    """Shapes and arithmetic of the draft. Layer id: block output, counted from 0."""
 
     qk_norm: ClassVar[bool] = True  # Qwen3's layers: norms of queries and keys, no biases
 
@@ -54,17 +56,16 @@ class DSparkConfig(LayeredConfig):
     ) -> "DSparkConfig":
         """Derive a draft's configuration from the target's config.json and `BlockOptions`.
 
+        `dtype` and `origin` are those of `BaseConfig.of_target`.
+
         Raises:
-            DraftError: a family that no draft is registered for, a config without its sizes, or a
-                number that does not fit.
+            DraftError: no draft is registered for the target's family, a size is missing, or the
+                mask token is not in the vocabulary.
         """
         spec = resolve_dspark_draft_spec(target_architectures(target_config))
         shape = spec.shape(target_config)
         warn_of_last_layer(layers, shape.num_hidden_layers)
-        if not 0 <= mask_token_id < vocab_size:
-            raise DraftError(
-                f"mask_token_id = {mask_token_id}: the target's vocabulary has {vocab_size} tokens"
-            )
+        require_in_vocabulary(mask_token_id, vocab_size)
         return cls(
             **cls.of_target(target_config, shape, dtype, origin),
             target_hidden_size=shape.hidden_size,
@@ -83,16 +84,16 @@ class DSparkConfig(LayeredConfig):
 
     @property
     def first(self) -> int:
-        """The slot of a block that makes its first draft."""
+        """Slot of a block that makes its first draft."""
         return 0 if self.sample_from_anchor else 1
 
     @property
     def depth(self) -> int:
-        """Tokens that a block drafts."""
+        """Number of tokens that a block drafts."""
         return self.block_size - self.first
 
     def to_json(self, options: BlockOptions, draft: str) -> dict[str, Any]:
-        """Return config.json of the draft called `draft`."""
+        """Return config.json of a draft of kind `draft`: "dspark" or "dflash"."""
         published = draft == "dflash" and not self.sample_from_anchor
         out: dict[str, Any] = {
             "architectures": [DFLASH if published else DSPARK],
@@ -107,8 +108,8 @@ class DSparkConfig(LayeredConfig):
             SECTION: self.own_json(draft, options),
         }
         if self.draft_vocab_size == self.vocab_size:
-            # The head is the target's, so its embedding must be too: llama.cpp ties the head to an
-            # embedding that it finds alone.
+            # The file has no head: engines take the target's. Without this key, llama.cpp ties a
+            # missing head to the embedding of the file.
             out["has_embed_tokens"] = False
         if published:
             out["dflash_config"] = {
@@ -120,10 +121,10 @@ class DSparkConfig(LayeredConfig):
 
     @classmethod
     def from_json(cls, raw: dict[str, Any], where: str) -> tuple["DSparkConfig", str, Any]:
-        """Read a config.json that `to_json` wrote: the config, the draft's name, its options.
+        """Read a config.json that `to_json` wrote: the config, the kind of draft, its options.
 
         Raises:
-            DraftError: it is not a block draft of this project, or fields are missing.
+            DraftError: the file is not a block draft of this project, or fields are missing.
         """
         found = cls.fields_of(
             raw,

@@ -1,27 +1,28 @@
-"""DSpark and DFlash: the draft classes that the trainer drives."""
+"""DSpark and DFlash: the draft classes that the trainer drives.
+
+In: a `DraftBatch` in the token frame. Out: the loss of `dspark.loss`, chains and a drafter.
+"""
 
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from spec_data.shards.errors import DatasetError
 from spec_data.shards.packing import shift_left
-from spec_data.shards.schema import FINAL, Manifest
+from spec_data.shards.schema import Manifest
 from spec_train.data.batch import DraftBatch
-from spec_train.draft_options import BlockOptions, DFlashOptions, DSparkOptions
-from spec_train.drafts.aux_draft import LOGITS
+from spec_train.draft_options import DFlashOptions, DSparkOptions
+from spec_train.drafts.dspark.block_frame import batch_block_frame
 from spec_train.drafts.dspark.block_metrics import summarise_blocks
 from spec_train.drafts.dspark.blocks import Blocks, expected_weights, sample_blocks
 from spec_train.drafts.dspark.config import DSparkConfig
-from spec_train.drafts.dspark.loss import blocks_loss, draft_weights, dspark_loss, learnable
+from spec_train.drafts.dspark.loss import blocks_loss, dspark_loss
 from spec_train.drafts.dspark.model import DSparkModel
 from spec_train.drafts.dspark.serving import BlockDrafter, block_chains
+from spec_train.drafts.dspark.trained_rows import draft_weights, learnable
 from spec_train.drafts.mask_token import settle_mask_token
 from spec_train.drafts.protocol import DraftLoss
-from spec_train.drafts.teacher import head_teacher, logits_teacher
 from spec_train.head import TargetHead
-from spec_train.origin import origin_of
 
 __all__ = ["DFlashDraft", "DSparkConfig", "DSparkDraft", "dspark_loss"]
 
@@ -31,49 +32,29 @@ class DSparkDraft(DSparkModel):
 
     name: ClassVar[str] = "dspark"
     options_class: ClassVar[type] = DSparkOptions
-    confidence_threshold: float = 0.0  # of drafting: see BlockDrafter; 0 = off
+    confidence_threshold: float = 0.0  # see `stop_below`
 
     @classmethod
-    def check_data(cls, options: BlockOptions, manifest: Manifest) -> None:
-        """Refuse a dataset that lacks teachers or layers.
-
-        Raises:
-            DatasetError, DraftError: what is missing, and how to generate it.
-        """
-        if manifest.supervision.startswith("topk"):
-            raise DatasetError(
-                f"{manifest.where}: --supervision {manifest.supervision} keeps too few logits to "
-                "learn from: the draft needs the target's distribution over its whole vocabulary. "
-                "Generate with --supervision final-hidden, or logits where the target's head "
-                "rules that out"
-            )
-        options.layer_ids(manifest.layers)
-
-    @classmethod
-    def make_config(
+    def own_settings(
         cls,
         options: Any,
         target_config: dict[str, Any],
         manifest: Manifest,
         head: TargetHead,
-        token_counts: Tensor | None,
-    ) -> DSparkConfig:
-        """The configuration of a fresh draft for a dataset."""
-        vocab = head.spec.vocab_size
-        mask = settle_mask_token(options.mask_token_id, target_config, manifest, head, token_counts)
-        return DSparkConfig.from_target(
-            target_config,
-            layers=options.layer_ids(manifest.layers),
-            vocab_size=vocab,
-            draft_vocab_size=min(options.draft_vocab_size or vocab, vocab),
-            mask_token_id=mask,
-            options=options,
-            dtype=manifest.target.get("dtype"),
-            origin=origin_of(manifest),
-        )
+        counts: Tensor | None,
+    ) -> dict[str, Any]:
+        """Return the mask token (see LayeredDraft)."""
+        token = settle_mask_token(options.mask_token_id, target_config, manifest, head, counts)
+        return {"mask_token_id": token}
+
+    def stop_below(self, confidence: float) -> None:
+        """End a drafted block before its first token of a lower confidence (see protocol.Draft)."""
+        if self.confidence_head is None:
+            super().stop_below(confidence)
+        self.confidence_threshold = confidence
 
     def share(self, head: TargetHead) -> None:
-        """Hold the target's embedding, and a copy of the rows of its head that it can propose."""
+        """Share the target's embedding; copy the head rows of a reduced draft vocabulary."""
         super().share(head)
         if self.lm_head is not None:
             rows = head.head_weight[self.draft_ids]
@@ -81,12 +62,12 @@ class DSparkDraft(DSparkModel):
 
     @property
     def depth(self) -> int:
-        """Drafts of a block."""
+        """Number of drafts of a block."""
         return self.config.depth
 
     @property
     def max_depth(self) -> int | None:
-        """A block has no more."""
+        """The same: a block has no more drafts."""
         return self.config.depth
 
     def drafter(self, head: TargetHead) -> BlockDrafter:
@@ -94,17 +75,15 @@ class DSparkDraft(DSparkModel):
         return BlockDrafter(self, head, self.confidence_threshold)
 
     def chains(self, batch: DraftBatch, head: TargetHead, depth: int) -> Tensor:
-        """Draft greedily from every slot as serving would (see protocol.Draft)."""
+        """Draft greedily from every slot: int64 [B, T, depth] (see protocol.Draft)."""
         return block_chains(self, batch, head, depth, self.confidence_threshold)
-
-    def columns(self, supervision: str = "final-hidden") -> tuple[str, ...]:
-        """Columns that the loss reads of a dataset with that supervision."""
-        teacher = LOGITS if supervision == LOGITS else FINAL
-        return ("input_ids", "loss_mask", *self.state_columns, teacher, "target_argmax")
 
     @torch.no_grad()
     def slot_counts(self, batch: DraftBatch) -> Tensor:
-        """Weights of the cross-entropy and of the other terms, float64 [2]: see `dspark_loss`."""
+        """Return the summed weights of the cross-entropy and of the other terms, float64 [2].
+
+        They are the mean over the draw of the blocks (see `dspark.loss`).
+        """
         following = shift_left(batch.input_ids, batch.document_ids)
         weights = draft_weights(self).to(batch.input_ids.device)
         parts = [
@@ -122,44 +101,24 @@ class DSparkDraft(DSparkModel):
         counts: Tensor | None,
         blocks: Blocks | None = None,
     ) -> DraftLoss:
-        """Loss of a batch over `counts`, the slot counts of the whole optimizer step.
+        """Return the loss of a batch over `counts`, the slot counts of the whole optimizer step.
 
-        `blocks` are the blocks to train; by default they are drawn (see `sample_blocks`).
+        `blocks` are the blocks to train; None: draw them with `sample_blocks`.
         """
         if blocks is None:
             limit = self.options.num_anchors
             blocks = sample_blocks(batch.loss_mask, batch.document_ids, limit)
-        ids = None if self.full_vocabulary else self.draft_ids
-        if LOGITS in batch.hidden:
-            teacher = logits_teacher(batch.hidden[LOGITS].flatten(0, 1), ids)
-        else:
-            teacher = head_teacher(head, batch.hidden[FINAL].flatten(0, 1), ids)
-        return blocks_loss(
-            self,
-            aux=batch.aux(self.config.layers),
-            input_ids=batch.input_ids,
-            loss_mask=batch.loss_mask,
-            document_ids=batch.document_ids,
-            position_ids=batch.position_ids,
-            target_argmax=batch.target_argmax,
-            blocks=blocks,
-            head=head,
-            teacher=teacher,
-            counts=counts,
-        )
-
-    def forward(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
-        """The loss: what a distributed wrapper calls."""
-        return self.loss(batch, head, counts)
+        frame = batch_block_frame(self, batch, head, blocks)
+        return blocks_loss(self, frame, head, counts)
 
     @staticmethod
     def summarise(sums: dict[str, Tensor]) -> dict[str, float | None]:
-        """Figures of added-up sums."""
+        """Turn added sums into metrics."""
         return summarise_blocks(sums)
 
 
 class DFlashDraft(DSparkDraft):
-    """The draft that `spec-train fit dflash` trains: DSpark without its two small heads."""
+    """The draft that `spec-train fit dflash` trains: DSpark without the two small heads."""
 
     name: ClassVar[str] = "dflash"
     options_class: ClassVar[type] = DFlashOptions

@@ -1,12 +1,15 @@
-"""Head, Markov bias and loss of block drafts in one, in chunks: the gradients are made in the
-forward pass, so that no more than one chunk of logits exists at a time.
+"""Head, Markov bias and loss of block drafts in one function, computed in chunks.
+
+In: states and latent vectors of drafts, their teacher and weights. Out: the weighted sum of the
+losses, with a graph. The gradients are computed in the forward pass, so at most one chunk of logits
+exists at a time.
 
 Per row, with p the teacher, q = softmax(W y + W2 g) the draft and x the document's token:
     cross-entropy   -log q_x, or -sum_v p log q
     L1              sum_v |q - p| = 2 (1 - sum_v min(p, q)); not halved
 W is the target's and gets no gradient. The price: gradients of gradients do not exist.
 
-N rows, H hidden size, r Markov rank, Vd draft vocabulary.
+N rows, n rows of a chunk, H hidden size, r Markov rank, Vd draft vocabulary.
 """
 
 from collections.abc import Callable
@@ -22,11 +25,11 @@ from spec_train.losses import add_product, rows_per_chunk, wide
 
 @dataclass(frozen=True)
 class RowFigures:
-    """Per row, no gradients."""
+    """Figures of every row, no gradients."""
 
     cross_entropy: Tensor  # [N]
     acceptance: Tensor  # sum_v min(p, q) = 1 - L1 / 2, [N]
-    best: Tensor  # the draft's choice, int64 [N]
+    best: Tensor  # the draft's choice as a draft index, int64 [N]
 
 
 def block_rows_loss(
@@ -40,18 +43,19 @@ def block_rows_loss(
     l1_weights: Tensor,
     chunk_rows: int | None = None,
 ) -> tuple[Tensor, RowFigures]:
-    """Sum over rows of ce_weights * cross-entropy + l1_weights * L1.
+    """Return the sum over rows of ce_weights * cross-entropy + l1_weights * L1.
 
     Args:
         hidden: y [N, H], in the dtype of `weight`.
         latent: g [N, r], which W2 multiplies; None without a Markov head.
         weight: rows of the target's head [Vd, H], frozen.
         markov_w2: W2 [Vd, r]; None without a Markov head.
-        teacher: gives the probabilities [n, Vd] of a slice of the rows; called once per chunk.
+        teacher: returns the probabilities [n, Vd] of a slice of the rows; called once per chunk.
         labels: draft index of the document's token, int64 [N]; None: cross-entropy with p. A row
-            whose token is not in the draft vocabulary has any label and weight 0.
-        ce_weights, l1_weights: [N].
-        chunk_rows: rows at a time; None: `rows_per_chunk`.
+            whose token is not in the draft vocabulary has an arbitrary label and weight 0.
+        ce_weights: weights of the cross-entropy [N].
+        l1_weights: weights of the L1 term [N].
+        chunk_rows: rows of a chunk; None: `rows_per_chunk`.
 
     Returns:
         The sum, a float32 (or float64) scalar with a graph, and the figures of every row.
@@ -74,16 +78,21 @@ def block_rows_loss(
 def _row_losses(
     logits: Tensor, p: Tensor, labels: Tensor | None, ce_weight: Tensor, l1_weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cross-entropy [n], acceptance [n], choice [n] and d loss / d logits [n, Vd].
+    """Return cross-entropy [n], acceptance [n], choice, int64 [n], and d loss / d logits [n, Vd].
 
-    Overwrites `logits`. The weights are [n].
+    Args:
+        logits: draft logits [n, Vd]; overwritten.
+        p: the teacher's probabilities [n, Vd].
+        labels: int64 [n], or None: cross-entropy with `p`.
+        ce_weight: [n].
+        l1_weight: [n].
     """
     if labels is None:
         agreement = torch.einsum("nv,nv->n", p, logits)
     else:
         agreement = logits.gather(1, labels[:, None]).squeeze(1)
     peak, best = logits.max(-1, keepdim=True)
-    q = logits.sub_(peak).exp_()
+    q = logits.sub_(peak).exp_()  # [n, Vd], unnormalised until the division by `mass`
     mass = q.sum(-1, keepdim=True)
     q.div_(mass)
     cross_entropy = (peak + mass.log()).squeeze(1) - agreement

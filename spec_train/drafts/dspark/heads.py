@@ -1,7 +1,8 @@
 """The two small heads of DSpark: a bias from the previous token, and a forecast of acceptance.
 
-Both read y, the state that enters the LM head (after the final norm): so do DeepSpec's code and
-the engines.
+In: states of drafts and embeddings of previous tokens. Out: the latent vector of the bias; logits
+of the acceptance. Both heads read y, the state that enters the LM head (after the final norm), as
+DeepSpec's code and the engines do.
 
 r Markov rank, H hidden size, V / Vd target / draft vocabulary, D drafts of a block.
 """
@@ -9,7 +10,7 @@ r Markov rank, H hidden size, V / Vd target / draft vocabulary, D drafts of a bl
 import torch
 from torch import Tensor, nn
 
-_STD = 0.02  # as the published drafts are initialised: the bias starts near zero
+_STD = 0.02  # initialisation of the published drafts: the bias starts near zero
 
 
 class MarkovHead(nn.Module):
@@ -21,7 +22,7 @@ class MarkovHead(nn.Module):
     """
 
     def __init__(self, vocab: int, draft_vocab: int, rank: int, hidden: int, kind: str) -> None:
-        """Make W1 [V, r], W2 [Vd, r] and what `kind` needs."""
+        """Make W1 [V, r], W2 [Vd, r] and the projection that `kind` needs."""
         super().__init__()
         self.kind = kind
         self.markov_w1 = nn.Embedding(vocab, rank)
@@ -33,12 +34,15 @@ class MarkovHead(nn.Module):
         elif kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
         elif kind != "vanilla":
-            raise ValueError(f"markov_head_type {kind!r}: vanilla, gated or rnn")
+            raise ValueError(f"markov_head_type = {kind!r}: choose from vanilla, gated, rnn")
 
     def step(self, e: Tensor, y: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Give g [..., r], which W2 multiplies, and the next state, for e [..., r], y [..., H].
+        """Return g [..., r], which W2 multiplies, and the next state [..., r] or None.
 
-        `state` is None at the start of a block, and stays None but for "rnn".
+        Args:
+            e: W1 of the previous tokens [..., r].
+            y: states [..., H].
+            state: [..., r], or None at the start of a block; always None unless `kind` is "rnn".
         """
         if self.kind == "gated":
             return torch.sigmoid(self.gate_proj(torch.cat([y, e], dim=-1))) * e, None
@@ -50,7 +54,12 @@ class MarkovHead(nn.Module):
         return torch.tanh(out), keep * state + (1 - keep) * torch.tanh(candidate)
 
     def block(self, e: Tensor, y: Tensor) -> Tensor:
-        """All g [..., D, r] of blocks, for known previous tokens: e [..., D, r], y [..., D, H]."""
+        """Return all g [..., D, r] of blocks whose previous tokens are known.
+
+        Args:
+            e: W1 of the previous tokens [..., D, r].
+            y: states [..., D, H].
+        """
         if self.kind != "rnn":
             return self.step(e, y, None)[0]
         state: Tensor | None = None
@@ -62,15 +71,15 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """How likely a draft is to be accepted, given that all before it in the block were."""
+    """Forecasts whether a draft is accepted, given that all earlier ones of the block are."""
 
     def __init__(self, width: int) -> None:
-        """Make the projection from [y; e] (or y alone, without a Markov head) [..., width]."""
+        """Make the projection of [y; e], or of y without a Markov head, [..., width]."""
         super().__init__()
         self.proj = nn.Linear(width, 1)
         nn.init.zeros_(self.proj.bias)
 
     def forward(self, y: Tensor, e: Tensor | None) -> Tensor:
-        """Logits [...] of the acceptance of drafts with states y [..., H] and e [..., r]."""
+        """Return logits [...] of the acceptance of drafts with states y [..., H], e [..., r]."""
         features = y if e is None else torch.cat([y, e.to(y.dtype)], dim=-1)
         return self.proj(features).squeeze(-1)

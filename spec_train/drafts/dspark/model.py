@@ -1,17 +1,20 @@
-"""The DSpark draft as a model: blocks of slots over the keys and values of what is verified.
+"""The DSpark draft as a model: blocks of slots that attend to the verified positions.
 
-A verified token's states become c = RMSNorm(fc(states)), and every layer projects c to its own keys
-and values of that position: the layers never change them, and no input norm is applied. A block is
-the last known token (the anchor) and mask tokens, at the positions from the anchor's on; its slots
-see the context before the anchor and one another, in both directions. With `sample_from_anchor`
-slot k drafts the token after its position; without, slots 1.. draft the tokens of their positions.
+In: aux states of verified positions, and token ids of blocks. Out: one state per slot.
 
-Embedding and LM head are the target's, frozen. The head is not kept here (`TargetHead` has it),
-unless the draft vocabulary is a selection of its rows. Of a target that scales, biases or caps its
-logits, the draft uses the bare product: so do the engines.
+The states of a verified token become c = RMSNorm(fc(states)). Every layer projects c to keys and
+values of that position, without an input norm; the layers do not change c. A block consists of the
+last known token (the anchor) and mask tokens, at the anchor's position and the following ones. Its
+slots see the context before the anchor, and each other in both directions. With
+`sample_from_anchor`, slot k drafts the token after its position. Without it, slots 1, 2, .. draft
+the tokens of their own positions.
 
-B rows, T tokens, Q slots of blocks, n captured layers, H hidden size, h / g query / key-value
-heads, d head size, V / Vd target / draft vocabulary.
+Embedding and LM head are the target's, frozen. The head is in `TargetHead`; the draft has a copy of
+some of its rows if the draft vocabulary is a selection. If the target scales, biases or caps its
+logits, the draft leaves that out, as the engines do.
+
+B packs, T tokens, Q slots of blocks, n captured layers, H hidden size, h / g query / key-value
+heads, d head size, r Markov rank, V / Vd target / draft vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,10 +25,10 @@ from torch import Tensor, nn
 
 from spec_data.shards.errors import DraftError
 from spec_train.draft_options import BlockOptions, DSparkOptions
-from spec_train.drafts.base import BaseDraft
 from spec_train.drafts.dspark.config import DSparkConfig
 from spec_train.drafts.dspark.heads import ConfidenceHead, MarkovHead
-from spec_train.drafts.layers import DecoderLayer, RMSNorm, Rotary, run_layer
+from spec_train.drafts.layered_draft import LayeredDraft
+from spec_train.drafts.layers import DecoderLayer, RMSNorm, Rotary, frozen_embedding, run_layer
 from spec_train.head import TargetHead
 
 Context = Sequence[tuple[Tensor, Tensor]]
@@ -35,10 +38,11 @@ Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Queries [B, h, Q, d], keys and values [B, g, T + Q, d], scale -> heads [B, h, Q, d]."""
 
 
-class DSparkModel(BaseDraft):
-    """Modules, forward and checkpoint of a block draft (the loss is in `dspark_loss`)."""
+class DSparkModel(LayeredDraft):
+    """Modules, forward pass and checkpoint of a block draft; the loss is in `dspark.loss`."""
 
     name: ClassVar[str] = "dspark"
+    config_class: ClassVar[type[DSparkConfig]] = DSparkConfig
 
     def __init__(self, config: DSparkConfig, options: BlockOptions | None = None) -> None:
         """Make a draft with random weights and the first Vd tokens as draft vocabulary."""
@@ -46,8 +50,7 @@ class DSparkModel(BaseDraft):
         self.config = config
         self.options: Any = options or DSparkOptions()
         size, eps, rank = config.hidden_size, config.rms_norm_eps, config.markov_rank
-        self.embed_tokens = nn.Embedding(config.vocab_size, size)
-        self.embed_tokens.weight.requires_grad_(False)
+        self.embed_tokens = frozen_embedding(config.vocab_size, size)
         self.fc = nn.Linear(len(config.layers) * config.target_hidden_size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps)
         layers = [DecoderLayer(config.layer_shape) for _ in range(config.num_hidden_layers)]
@@ -65,11 +68,10 @@ class DSparkModel(BaseDraft):
             self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
             self.lm_head.weight.requires_grad_(False)
         self.rotary = Rotary(config.rope)
-        self.attention_backend = "auto"  # or one of attend.BACKENDS
         self.make_vocabulary()
 
     def head_rows(self, head: TargetHead) -> Tensor:
-        """The frozen rows [Vd, H] that make logits of states."""
+        """Return the frozen head rows [Vd, H] that map states to logits; `head` is the target's."""
         return head.head_weight if self.lm_head is None else self.lm_head.weight
 
     # -- forward ----------------------------------------------------------------------------------
@@ -77,11 +79,14 @@ class DSparkModel(BaseDraft):
     def context(
         self, aux: Tensor, position_ids: Tensor, lengths: Tensor | None = None
     ) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of verified positions, per layer, from their aux states [B, T, n*H].
+        """Return keys and values [B, g, T, d] of verified positions, one pair per layer.
 
-        `position_ids` int64 [B, T]; `lengths` as `Rotary` takes them.
+        Args:
+            aux: their aux states [B, T, n*H].
+            position_ids: int64 [B, T].
+            lengths: tokens of each position's document, int64 [B, T], or None (see `Rotary`).
         """
-        c = self.hidden_norm(self.fc(self.cast(aux)))
+        c = self.hidden_norm(self.fc(self.cast(aux)))  # [B, T, H]
         cos, sin = self.rotary.cos_sin(position_ids, lengths, c.dtype)
         return [layer.self_attn.keys_values(c, cos, sin) for layer in self._decoder_layers()]
 
@@ -93,15 +98,16 @@ class DSparkModel(BaseDraft):
         attend: Attend,
         lengths: Tensor | None = None,
     ) -> Tensor:
-        """States y [B, Q, H] of the slots of blocks, after the final norm.
+        """Return the states y [B, Q, H] of the slots of blocks, after the final norm.
 
         Args:
-            token_ids, position_ids: of the slots, int64 [B, Q].
-            context: of `context`, T positions.
-            attend: who sees what, among T context positions and then the Q slots.
-            lengths: as `Rotary` takes them, [B, Q].
+            token_ids: of the slots, int64 [B, Q].
+            position_ids: of the slots, int64 [B, Q].
+            context: keys and values of T positions, as `context` returns them.
+            attend: attention of the Q slots over the T context positions and then the Q slots.
+            lengths: tokens of each slot's document, int64 [B, Q], or None (see `Rotary`).
         """
-        x = self.cast(self.embed_tokens(token_ids))
+        x = self.cast(self.embed_tokens(token_ids))  # [B, Q, H]
         cos, sin = self.rotary.cos_sin(position_ids, lengths, x.dtype)
         for layer, (k0, v0) in zip(self._decoder_layers(), context, strict=True):
             attention = _over_context(attend, k0, v0, layer.self_attn.scale)
@@ -113,16 +119,20 @@ class DSparkModel(BaseDraft):
         return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
 
     def previous(self, token_ids: Tensor) -> Tensor | None:
-        """W1 of previous tokens [...] -> [..., r]; None without a Markov head."""
+        """Return W1 [..., r] of previous tokens, int64 [...]; None without a Markov head."""
         return None if self.markov_head is None else self.markov_head.markov_w1(token_ids)
 
     def config_json(self) -> dict[str, Any]:
-        """config.json, but for the dtype of the weights."""
+        """Return config.json, except for the dtype of the weights."""
         return self.config.to_json(self.options, self.name)
 
     @classmethod
     def read_config(cls, raw: dict[str, Any], where: str) -> tuple[Any, Any]:
-        """Configuration and options of a config.json of this kind of draft."""
+        """Return configuration and options of a config.json of this kind of draft.
+
+        Raises:
+            DraftError: the file is not a draft of this kind.
+        """
         config, name, options = DSparkConfig.from_json(raw, where)
         if name != cls.name:
             raise DraftError(f"{where}: a draft of kind {name}, not {cls.name}")
@@ -132,10 +142,13 @@ class DSparkModel(BaseDraft):
 def _over_context(
     attend: Attend, k0: Tensor, v0: Tensor, scale: float
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """A layer's attention: its own slots' keys and values stand after those of the context."""
+    """Return a layer's attention: keys and values of the context, then those of its own slots.
+
+    `k0`, `v0` are [B, g, T, d]; see `layers.Attend` for the shapes of the result.
+    """
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # Under autocast norms give float32 and projections bf16; kernels want one dtype.
+        # Under autocast, norms return float32 and projections bfloat16; kernels need one dtype.
         keys, values = torch.cat([k0, k], dim=2).to(v.dtype), torch.cat([v0, v], dim=2)
         return attend(q.to(v.dtype), keys, values, scale)
 

@@ -1,10 +1,12 @@
-"""Drafting with blocks as serving does: one forward per round, then tokens from left to right.
+"""Drafting with blocks as serving does: one forward pass per round, then tokens left to right.
 
-The context's keys and values of a position are made once, when the target has verified it, and are
-never taken back. A round always runs the whole block, however few drafts are wanted: its slots see
-one another, and drafts must not depend on how many were asked for.
+In: verified tokens and the target's states. Out: drafted tokens. The keys and values of a position
+are computed once, when the target has verified it, and are never removed. A round always computes
+the whole block, also if fewer drafts are wanted: the slots of a block see each other, and a draft
+must not depend on how many are asked for.
 
-B rows, T tokens, S slots of a block, D drafts of a block, H hidden size, V target vocabulary.
+B packs, T tokens, S slots of a block, D drafts of a block, H hidden size, V / Vd target / draft
+vocabulary.
 """
 
 from collections.abc import Sequence
@@ -24,25 +26,26 @@ from spec_train.losses import wide
 from spec_train.sampling import Sampler
 
 NOT_DRAFTED = -1
-"""In chains: the draft stopped before this depth."""
-_CHUNK_ELEMENTS = 1 << 24  # mask entries, or logits, that exist at a time
+"""In chains: the draft ended the block before this depth."""
+_CHUNK_ELEMENTS = 1 << 24  # mask entries, or logits, in memory at a time
 
 
 class BlockWalk:
-    """Drafts of one or more blocks, one after the other, each from the token before it."""
+    """Drafts the tokens of one or more blocks left to right, each from the token before it."""
 
     def __init__(self, draft: DSparkModel, head: TargetHead, states: Tensor) -> None:
-        """Begin at the anchors with states y [..., D, H] of their blocks."""
+        """Start at the anchors, with the states y [..., D, H] of their blocks."""
         self._draft, self._rows, self._states = draft, draft.head_rows(head), states
-        self._markov: Tensor | None = None  # state of an rnn head
+        self._markov: Tensor | None = None  # state [..., r] of an "rnn" Markov head
         self._depth = 0
 
     def advance(self, previous: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits [..., Vd] of the next draft and its confidence [...], given the token before it.
+        """Return the logits [..., Vd] of the next draft, and its confidence [...].
 
-        `previous` int64 [...]; the confidence is None without a confidence head.
+        `previous` int64 [...] is the token before it. The confidence is None without a confidence
+        head.
         """
-        draft, y = self._draft, self._states[..., self._depth, :]
+        draft, y = self._draft, self._states[..., self._depth, :]  # [..., H]
         e = draft.previous(previous)
         logits = wide(F.linear(y.to(self._rows.dtype), self._rows))
         if draft.markov_head is not None and e is not None:
@@ -56,14 +59,14 @@ class BlockWalk:
 
 
 class BlockDrafter:
-    """A `Drafter` (see protocol): one pass of the draft per round, up to D drafted tokens."""
+    """A `protocol.Drafter`: one forward pass of the draft per round, up to D drafted tokens."""
 
     def __init__(self, draft: DSparkModel, head: TargetHead, threshold: float) -> None:
-        """Start empty. A block ends before its first draft of a confidence below `threshold`."""
+        """Start a sequence. A block ends before its first draft with a confidence < `threshold`."""
         self.passes = 0
         self._draft, self._head, self._threshold = draft, head, threshold
         self._caches = [DraftCache() for _ in draft.layers]
-        self._verified = 0  # positions whose states are in the caches
+        self._verified = 0  # verified positions in the caches
 
     def propose(
         self, tokens: Sequence[int], states: Tensor, count: int, sampler: Sampler
@@ -74,7 +77,7 @@ class BlockDrafter:
         positions = torch.arange(first, self._verified, device=device)[None]
         new = draft.context(states, positions)
         context = [cache.append(*pair) for cache, pair in zip(self._caches, new, strict=True)]
-        # The last known token stands after the last verified state: it is the anchor.
+        # The last known token is one position after the last verified state: it is the anchor.
         block = torch.full((1, config.block_size), config.mask_token_id, device=device)
         block[0, 0] = tokens[-1]
         places = self._verified + torch.arange(config.block_size, device=device)[None]
@@ -84,7 +87,7 @@ class BlockDrafter:
         token, drafted, distributions = block[0, 0], [], []
         for d in range(min(count, config.depth)):
             logits, confidence = walk.advance(token)
-            # Decided before the draw, from what came before: sampling stays lossless.
+            # The decision depends on earlier tokens only, not on the draw: sampling stays lossless.
             if d and self._ends(confidence):
                 break
             token, q = sampler.draft(logits, draft.draft_ids, config.vocab_size)
@@ -93,7 +96,7 @@ class BlockDrafter:
         return torch.stack(drafted), distributions
 
     def _ends(self, confidence: Tensor | None) -> bool:
-        """Whether a draft of that confidence is left out, and the block ends before it."""
+        """Whether the block ends before a draft of this confidence, [] or None."""
         return (
             confidence is not None and self._threshold > 0 and float(confidence) < self._threshold
         )
@@ -103,27 +106,27 @@ class BlockDrafter:
 def block_chains(
     draft: DSparkModel, batch: DraftBatch, head: TargetHead, depth: int, threshold: float
 ) -> Tensor:
-    """Draft greedily from every slot as `BlockDrafter` would (see protocol.Draft.chains).
+    """Draft greedily from every slot as `BlockDrafter` would: int64 [B, T, depth].
 
-    Entries after the threshold has ended a block are `NOT_DRAFTED`: no target token.
+    See protocol.Draft.chains. Entries after the threshold has ended a block are `NOT_DRAFTED`.
     """
     ids, documents, positions = batch.input_ids, batch.document_ids, batch.position_ids
     rows, length = ids.shape
     context = batch_context(draft, batch.aux(draft.config.layers), documents, positions)
-    # Slot t knows token t+1: that is its anchor. The last slot of a row has none, and any will do.
-    anchors = torch.arange(1, length + 1, device=ids.device).clamp(max=length - 1)
+    # The anchor of slot t is its known token t+1. The last slot of a pack has none: any will do.
+    anchors = torch.arange(1, length + 1, device=ids.device).clamp(max=length - 1)  # [T]
     size = draft.config.block_size
     per_block = max(draft.draft_ids.numel(), size * (length + 32 * size))
     width = max(1, min(32, _CHUNK_ELEMENTS // (rows * per_block)))
     parts = []
     for part in anchors.split(width):
-        chosen = part.expand(rows, -1)
+        chosen = part.expand(rows, -1)  # [B, N], N <= width
         blocks = Blocks(chosen, torch.ones_like(chosen, dtype=torch.bool))
-        y = block_states(draft, context, ids, documents, positions, blocks)
+        y = block_states(draft, context, ids, documents, positions, blocks)  # [B, N, D, H]
         walk, token = BlockWalk(draft, head, y), ids.gather(1, chosen)
         alive, chain = torch.ones_like(token, dtype=torch.bool), []
         for d in range(depth):
-            logits, confidence = walk.advance(token)
+            logits, confidence = walk.advance(token)  # [B, N, Vd], [B, N]
             if d and threshold and confidence is not None:
                 alive = alive & (confidence >= threshold)
             token = draft.draft_ids[logits.argmax(-1)]

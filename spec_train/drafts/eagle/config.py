@@ -1,15 +1,18 @@
 """Configuration of an EAGLE-1/2 draft: derived from the target's config.json, and its file.
 
-What the engines read (vLLM's and SGLang's `llama_eagle.py`, SafeAILab's `cnets1.py`): `fc.weight`
-[H, 2H] over [embedding ; state], the embedding first; `layers.N.*` of plain Llama layers of which
-the first has **no** `input_layernorm`; no final norm; the target's own embedding and head.
-`architectures` is vLLM's name; run with vLLM 0.32, drafts of one and of two layers are loaded as
-they are and every round accepts what `spec_train.decoding.chains` accepts.
+In: the target's config.json, or the draft's own. Out: `EagleConfig`, and the draft's config.json.
 
-The bias of `fc` is where they differ. SafeAILab's loader makes one unless config.json says
-`"bias": false`, vLLM has none and refuses a file with one, SGLang always has one and leaves it at
-*random values* when the file has none. Drafts here have no bias and say so. For SGLang a file needs
-`fc.bias` zeros and the architecture name `LlamaForCausalLMEagle`; as it is, SGLang refuses it.
+The engines (vLLM's and SGLang's `llama_eagle.py`, SafeAILab's `cnets1.py`) read `fc.weight` [H, 2H]
+over [embedding ; state], the embedding first; `layers.N.*` of plain Llama layers, of which the
+first has **no** `input_layernorm`; no final norm; and the target's own embedding and head.
+`architectures` is vLLM's name. vLLM 0.32 loads drafts of one and of two layers unchanged, and every
+round accepts the tokens that `spec_train.decoding.chains` accepts (measured).
+
+The engines differ in the bias of `fc`. SafeAILab's loader makes one unless config.json has
+`"bias": false`. vLLM has none and refuses a file with one. SGLang always has one and leaves it at
+*random values* if the file has none. Drafts here have no bias and write `"bias": false`. For SGLang
+the file needs an `fc.bias` of zeros and the architecture name `LlamaForCausalLMEagle`; it refuses
+the file as written here.
 """
 
 from dataclasses import dataclass
@@ -17,19 +20,15 @@ from typing import Any
 
 from spec_data.config import from_dict
 from spec_train.draft_options import EagleOptions
-from spec_train.drafts.config import DraftConfig
-from spec_train.drafts.targets import (
-    resolve_eagle1_draft_spec,
-    target_architectures,
-)
+from spec_train.drafts.config import BaseConfig
+from spec_train.drafts.targets import resolve_eagle1_draft_spec, target_architectures
+from spec_train.formats.eagle import OWN as ARCHITECTURE
 from spec_train.formats.flat import SECTION
-
-ARCHITECTURE = "EagleLlamaForCausalLM"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleConfig(DraftConfig):
-    """Everything that decides the draft's shapes and arithmetic."""
+class EagleConfig(BaseConfig):
+    """Shapes and arithmetic of the draft."""
 
     num_hidden_layers: int
 
@@ -45,11 +44,10 @@ class EagleConfig(DraftConfig):
     ) -> "EagleConfig":
         """Derive a draft's configuration from the target's config.json.
 
-        `dtype` is the target's element type if the config does not name it; `origin` is what else
-        tells the target and its prompts from others.
+        `dtype` and `origin` are those of `BaseConfig.of_target`.
 
         Raises:
-            DraftError: a family that no draft is registered for, or a config without its sizes.
+            DraftError: no draft is registered for the target's family, or a size is missing.
         """
         spec = resolve_eagle1_draft_spec(target_architectures(target_config))
         return cls(
@@ -60,17 +58,17 @@ class EagleConfig(DraftConfig):
 
     @property
     def draft_vocab_size(self) -> int:
-        """The whole vocabulary: the head is the target's."""
+        """The full vocabulary: the head is the target's."""
         return self.vocab_size
 
     @property
     def target_hidden_size(self) -> int:
-        """Width of the target's states: the draft predicts them, so its own."""
+        """Width of the target's states, which the draft predicts: its own width."""
         return self.hidden_size
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """No captured layer: the draft reads the final hidden states alone."""
+        """No captured layer: the draft reads only the final hidden states."""
         return ()
 
     def to_json(self, options: EagleOptions) -> dict[str, Any]:
@@ -79,7 +77,7 @@ class EagleConfig(DraftConfig):
             "architectures": [ARCHITECTURE],
             "model_type": "llama",
             **self.shared_json(),
-            "bias": False,  # of fc, to SafeAILab's loader
+            "bias": False,  # of fc, for SafeAILab's loader
             "mlp_bias": False,
             SECTION: self.own_json("eagle", options),
         }
@@ -89,7 +87,7 @@ class EagleConfig(DraftConfig):
         """Read a config.json that `to_json` wrote.
 
         Raises:
-            DraftError: it is not an EAGLE-1/2 draft of this project, or fields are missing.
+            DraftError: the file is not an EAGLE-1/2 draft of this project, or fields are missing.
         """
         found = cls.fields_of(raw, where, kind="an EAGLE-1/2", architectures=(ARCHITECTURE,))
         return cls(**found), from_dict(EagleOptions, raw[SECTION]["options"], where=where)

@@ -1,10 +1,12 @@
-"""EAGLE-1/2: the draft class that the trainer drives. It maps a batch onto `eagle_loss`.
+"""EAGLE-1/2: the draft class that the trainer drives.
 
-EAGLE-2 differs from EAGLE-1 only in decoding (see `decoding.tree_growth`): one draft serves both.
+In: a `DraftBatch` in the token frame. Out: the loss of `eagle.loss`, chains and a drafter. EAGLE-2
+(arXiv 2406.16858) differs from EAGLE-1 only in decoding (see `decoding.tree_growth`): one draft
+serves both.
 
-Training looks one token ahead. In evaluation mode the figures are those of chains of `depth` tokens
-that go on from the draft's own predictions, like the unroll that EAGLE-3 is trained with, so that
-`best` is chosen by what serving needs; the loss is that of the first step in both modes.
+Training looks one token ahead. In evaluation mode the metrics are those of chains of `depth` tokens
+that continue from the draft's own predictions, like the unroll of EAGLE-3's training. So `best` is
+chosen by what serving needs. The loss is that of the first step in both modes.
 """
 
 from typing import Any, ClassVar
@@ -37,15 +39,15 @@ class EagleDraft(EagleModel):
 
     @classmethod
     def check_data(cls, options: EagleOptions, manifest: Manifest) -> None:
-        """Refuse a dataset without the final hidden states of every token.
+        """Raise an error if a dataset lacks the final hidden states of some tokens.
 
         Raises:
             DatasetError: what is missing, and how to generate it.
         """
         if FINAL not in {column.name for column in manifest.columns}:
             raise DatasetError(
-                f"{manifest.where}: --supervision {manifest.supervision} keeps no {FINAL}, and the "
-                "final hidden states are what an eagle draft reads and predicts. Generate with "
+                f"{manifest.where}: --supervision {manifest.supervision} keeps no {FINAL}, and an "
+                "eagle draft reads and predicts the final hidden states. Generate with "
                 "--supervision final-hidden, or fit eagle3"
             )
         if manifest.final != ALL:
@@ -64,7 +66,7 @@ class EagleDraft(EagleModel):
         head: TargetHead,
         token_counts: Tensor | None,
     ) -> EagleConfig:
-        """The configuration of a fresh draft for a dataset; it speaks the whole vocabulary."""
+        """Return the configuration of a fresh draft for a dataset; it has the full vocabulary."""
         return EagleConfig.from_target(
             target_config,
             vocab_size=head.spec.vocab_size,
@@ -80,42 +82,43 @@ class EagleDraft(EagleModel):
 
     @property
     def depth(self) -> int:
-        """Drafted tokens per round."""
+        """Number of drafted tokens per round."""
         return self.options.depth
 
     @property
     def max_depth(self) -> int | None:
-        """Chains can go on for ever."""
+        """None: a chain can have any length."""
         return None
 
     def drafter(self, head: TargetHead) -> ChainDrafter:
-        """Start drafting one sequence through the target's head."""
+        """Start drafting one sequence with the target's head."""
         caches = LayerCaches(len(self.layers))
         return ChainDrafter(HeadedEagle(self, head), self.config.vocab_size, caches)
 
     def chains(self, batch: DraftBatch, head: TargetHead, depth: int) -> Tensor:
-        """Draft greedily from every slot as serving would (see protocol.Draft)."""
+        """Draft greedily from every slot: int64 [B, T, depth] (see protocol.Draft)."""
         return serving_chains(self, batch, batch.hidden[FINAL], head, depth)
 
     def columns(self, supervision: str = "final-hidden") -> tuple[str, ...]:
-        """Columns that the loss reads."""
+        """Return the columns that the loss reads; the same with every supervision."""
         return ("input_ids", "loss_mask", FINAL, "target_argmax")
 
     @property
     def _steps(self) -> int:
+        """Number of steps that `loss` computes: metrics need more than the loss."""
         return 1 if self.training else self.options.depth
 
     @torch.no_grad()
     def slot_counts(self, batch: DraftBatch) -> Tensor:
-        """Supervised slots of every step, float64 [1] in training, [depth] in evaluation."""
+        """Return the supervised slots per step, float64 [1] in training, [depth] otherwise."""
         slots = self.options.slots
         masks = supervised_slots(batch.loss_mask, batch.document_ids, slots, self._steps)
         return masks.flatten(1).sum(1).double()
 
     def loss(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
-        """Loss of a batch over `counts`, the slot counts of the whole optimizer step.
+        """Return the loss of a batch over `counts`, the slot counts of the whole optimizer step.
 
-        In training mode the input states get noise from torch's generator.
+        In training mode, noise from torch's generator is added to the input states.
         """
         options, states, noise = self.options, batch.hidden[FINAL], None
         if self.training and options.noise > 0:
@@ -137,13 +140,9 @@ class EagleDraft(EagleModel):
             counts=counts,
         )
 
-    def forward(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
-        """The loss: what a distributed wrapper calls."""
-        return self.loss(batch, head, counts)
-
     @staticmethod
     def summarise(sums: dict[str, Tensor]) -> dict[str, float | None]:
-        """Figures of added-up sums, with the mean of both parts of the loss at the first step."""
+        """Turn added sums into metrics, with the means of both loss terms at the first step."""
         first = float(sums["supervised"][0])
         parts = {
             name: float(sums[name][0]) / first if first else None

@@ -1,21 +1,24 @@
 """The EAGLE-1/2 loss of plain tensors (arXiv 2401.15077).
 
-Everything is in the token frame: row t of a tensor belongs to token x_t. Slot t is fed the state
-f_t (plus noise, in training) and the known token x_{t+1}; it predicts f_{t+1}, and through the
-target's frozen head the distribution of x_{t+2}, whose teacher is softmax(head(f_{t+1})). So the
-loss of a slot is
+In: documents in the token frame (row t of a tensor belongs to token x_t). Out: a `DraftLoss`. Slot
+t reads the state f_t (plus noise, in training) and the known token x_{t+1}. It predicts f_{t+1}
+and, through the target's frozen head, the distribution of x_{t+2}, whose teacher is
+softmax(head(f_{t+1})). The loss of a slot is
 
     regression_weight * mean_H SmoothL1(pred_t, f_{t+1})
     + ce_weight * -sum_v softmax(head(f_{t+1}))_v log softmax(head(pred_t))_v
 
-over the slots with m_{t+1} and m_{t+2} ("serving") or m_{t+1} alone ("shifted"), divided by their
-number over the whole optimizer step. Teachers are free of noise.
+over the slots with m_{t+1} and m_{t+2} ("serving") or with m_{t+1} only ("shifted"), divided by
+their number over the whole optimizer step. Teachers have no noise.
 
-Further steps are measured, never trained on: step s is fed the prediction of step s-1 and the
+Further steps are measured but not trained: step s reads the prediction of step s-1 and the
 document's token x_{t+1+s}, and is compared with f_{t+1+s}.
 
-B rows, T slots, S steps, n supervised slots of a step, H hidden size, V target vocabulary.
+B packs, T slots, S steps, n supervised slots of a step, H hidden size, V target vocabulary.
 """
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,20 +27,57 @@ from torch.nn import functional as F
 from spec_data.shards.packing import shift_left
 from spec_train.drafts.eagle.model import EagleModel
 from spec_train.drafts.eagle.unroll import EagleUnroll
+from spec_train.drafts.frames import TokenInputs
 from spec_train.drafts.protocol import DraftLoss
-from spec_train.drafts.slots import document_lengths, document_offsets, slot_masks
-from spec_train.drafts.slots import step_masks as masks_of_steps
+from spec_train.drafts.slots import document_lengths, slot_masks, step_masks
 from spec_train.head import TargetHead
 from spec_train.losses import LossKind, RowStats, head_loss, wide
 from spec_train.metrics import chain_sums
 
-NOISE_LENGTH = 512  # document length at which "length" noise has the width of "fixed"
+NOISE_LENGTH = 512  # document length for which "length" noise is as wide as "fixed" noise
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleInputs(TokenInputs):
+    """Plain tensors of the EAGLE-1/2 loss, in the token frame."""
+
+    final_hidden: Tensor  # f_t [B, T, H]
+    noise: Tensor | None = None  # added to f_t as input of the draft [B, T, H]; None: no noise
+
+
+@dataclass(frozen=True)
+class TermWeights:
+    """Weights of the two terms of the loss."""
+
+    regression: float
+    cross_entropy: float
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """One step at its n supervised slots, no gradients."""
+
+    rows: Tensor  # flat slots, int64 [n]
+    distance: Tensor  # smooth L1 [n]
+    stats: RowStats  # of the head, each [n, 1]
+    choice: Tensor  # the target's choice, int64 [n]
+
+    @classmethod
+    def empty(cls, device: torch.device) -> "StepFigures":
+        """Return the figures of a step without a supervised slot."""
+        none = torch.zeros(0, 1, device=device)
+        index = none[:, 0].long()
+        return cls(index, none[:, 0], RowStats(none, none, none.long()), index)
 
 
 def input_noise(states: Tensor, document_ids: Tensor, width: float, scale: str) -> Tensor:
-    """Uniform noise in (-width, width) for states [B, T, H], float32, from torch's generator.
+    """Return uniform noise in (-width, width), float32 [B, T, H], from torch's generator.
 
-    scale "fixed": as it is; "length": times 512 / tokens of the slot's document.
+    Args:
+        states: final hidden states [B, T, H]; only their shape counts.
+        document_ids: int64 [B, T].
+        width: half the width of the interval.
+        scale: "fixed", or "length" to multiply by 512 / tokens of the slot's document.
     """
     noise = (torch.rand(states.shape, device=states.device) * 2 - 1) * width
     if scale == "length":
@@ -46,99 +86,91 @@ def input_noise(states: Tensor, document_ids: Tensor, width: float, scale: str) 
 
 
 def supervised_slots(loss_mask: Tensor, document_ids: Tensor, slots: str, steps: int = 1) -> Tensor:
-    """Slot masks of every step, boolean [S, B, T], from the loss mask [B, T] of the token frame."""
+    """Return the slot masks of all steps, bool [S, B, T].
+
+    `loss_mask` [B, T] is in the token frame; `slots` is "serving" or "shifted".
+    """
     mask = slot_masks(shift_left(loss_mask, document_ids), document_ids, slots)
-    return masks_of_steps(mask, document_ids, steps)
+    return step_masks(mask, document_ids, steps)
 
 
 def eagle_loss(
     draft: EagleModel,
     *,
-    final_hidden: Tensor,
-    input_ids: Tensor,
-    loss_mask: Tensor,
     head: TargetHead,
-    target_argmax: Tensor | None = None,
-    document_ids: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    noise: Tensor | None = None,
     slots: str = "serving",
     steps: int = 1,
     regression_weight: float = 1.0,
     ce_weight: float = 0.1,
     counts: Tensor | None = None,
+    **inputs: Any,
 ) -> DraftLoss:
     """Compute the EAGLE-1/2 loss of documents in the token frame.
 
     Args:
-        draft: weights.
-        final_hidden: f_t [B, T, H].
-        input_ids: x_t, int64 [B, T].
-        loss_mask: m_t [B, T].
+        draft: the weights, as `EagleDraft.from_pretrained` reads them.
         head: the target's.
-        target_argmax: the target's choice for x_{t+1}, int64 [B, T]; by default the head's.
-        document_ids: int64 [B, T], -1 in padding; None: a row is one document.
-        position_ids: int64 [B, T]; None: counted from 0 in each document.
-        noise: added to f_t as the draft is fed it [B, T, H]; None: none.
         slots: "serving" or "shifted".
-        steps: S; steps after the first carry no loss, only figures.
-        regression_weight, ce_weight: of the two parts.
+        steps: S; steps after the first have metrics but no loss.
+        regression_weight: weight of the smooth L1 term.
+        ce_weight: weight of the cross-entropy term.
         counts: denominators [S] over the whole optimizer step, of which the first is used; None:
-            this batch alone.
+            those of this batch.
+        **inputs: the fields of `EagleInputs`, with their shapes there and in `frames.TokenInputs`:
+            final_hidden, input_ids, loss_mask; and optionally noise, target_argmax, document_ids,
+            position_ids.
+
+    Raises:
+        DraftError: an unknown `slots`.
+        TypeError: an input is unknown or missing.
     """
-    if document_ids is None:
-        document_ids = torch.zeros_like(input_ids)
-    if position_ids is None:
-        position_ids = document_offsets(document_ids)
-    masks = supervised_slots(loss_mask, document_ids, slots, steps)
-    own = masks.flatten(1).sum(1).double()
-    share = torch.zeros_like(own)
-    share[0] = 1.0
-    fed = final_hidden if noise is None else (wide(final_hidden) + noise).to(final_hidden.dtype)
+    given, weights = EagleInputs(**inputs), TermWeights(regression_weight, ce_weight)
+    document_ids, position_ids = given.documents()
+    masks = supervised_slots(given.loss_mask, document_ids, slots, steps)  # [S, B, T]
+    own = masks.flatten(1).sum(1).double()  # [S]
+    counts = own if counts is None else counts.to(own)
+    fed = given.final_hidden
+    if given.noise is not None:
+        fed = (wide(fed) + given.noise).to(fed.dtype)
     unroll = EagleUnroll(draft, fed, document_ids, position_ids)
-    states, known = final_hidden.flatten(0, 1), input_ids
-    weights = regression_weight, ce_weight
+    states, known = given.final_hidden.flatten(0, 1), given.input_ids  # [B*T, H], [B, T]
     loss: Tensor | None = None
-    parts = []
+    figures = []
     for s in range(steps):
-        rows = masks[s].flatten().nonzero().squeeze(1)
+        rows = masks[s].flatten().nonzero().squeeze(1)  # [n]
         if not len(rows):
-            parts.append(_nothing(rows))
+            figures.append(StepFigures.empty(rows.device))
             continue
         known = shift_left(known, document_ids)
-        predicted = unroll.advance(known).flatten(0, 1)[rows]
-        teacher = states[rows + s + 1]  # of the same document: its token is supervised
-        choice = None if target_argmax is None else target_argmax.flatten()[rows + s + 1]
-        factor = share[s] / (own if counts is None else counts)[s]
-        total, part = _step_loss(predicted, teacher, choice, head, factor, weights)
+        predicted = unroll.advance(known).flatten(0, 1)[rows]  # [n, H]
+        following = rows + s + 1  # [n], in the same document: the token there is supervised
+        choice = None if given.target_argmax is None else given.target_argmax.flatten()[following]
+        factor = (1.0 if s == 0 else 0.0) / counts[s]  # only the first step is trained
+        total, distance, stats, best = _step_loss(
+            predicted, states[following], head, factor, weights
+        )
         loss = total if loss is None else loss
-        parts.append((rows, *part))
-    if loss is None:
-        # Connected to every parameter, so that optimizers and all-reduces see a gradient of zero.
-        loss = sum((p.flatten()[0] * 0 for p in draft.trainable_parameters()), torch.zeros(()))
-    return DraftLoss(loss, _sums(parts, masks, own, share, weights))
-
-
-Part = tuple[Tensor, Tensor, RowStats, Tensor]
-"""Of one step: flat slots [n], smooth L1 [n], the head's figures, the target's choices [n]."""
-
-
-def _nothing(rows: Tensor) -> Part:
-    empty = torch.zeros(0, 1, device=rows.device)
-    return rows, empty[:, 0], RowStats(empty, empty, empty.long()), rows
+        figures.append(StepFigures(rows, distance, stats, best if choice is None else choice))
+    return DraftLoss(draft.zero_loss() if loss is None else loss, _sums(figures, masks, weights))
 
 
 def _step_loss(
-    predicted: Tensor,
-    teacher: Tensor,
-    choice: Tensor | None,
-    head: TargetHead,
-    factor: Tensor,
-    weights: tuple[float, float],
-) -> tuple[Tensor, tuple[Tensor, RowStats, Tensor]]:
-    """Loss of predicted states [n, H] against the target's [n, H], summed and times `factor`;
-    and what it is made of."""
-    distance = F.smooth_l1_loss(wide(predicted), wide(teacher), reduction="none").mean(-1)
+    predicted: Tensor, teacher: Tensor, head: TargetHead, factor: Tensor, weights: TermWeights
+) -> tuple[Tensor, Tensor, RowStats, Tensor]:
+    """Return the loss of a step, and what it consists of.
+
+    Args:
+        predicted: predicted states [n, H].
+        teacher: the target's states [n, H].
+        head: the target's.
+        factor: the sum over slots is multiplied by it, [].
+        weights: of the two terms.
+
+    Returns:
+        The loss [] with a graph, smooth L1 [n], the head's figures, and the teacher's choice, int64
+        [n].
+    """
+    distance = F.smooth_l1_loss(wide(predicted), wide(teacher), reduction="none").mean(-1)  # [n]
     best: list[Tensor] = []
 
     def distribution(part: slice) -> Tensor:
@@ -150,33 +182,40 @@ def _step_loss(
         predicted[:, None].to(head.head_weight.dtype),
         head.head_weight,
         distribution,
-        (weights[1] * factor).to(distance.dtype).expand(len(distance), 1),
+        (weights.cross_entropy * factor).to(distance.dtype).expand(len(distance), 1),
         LossKind(),
         bias=head.head_bias,
         spec=head.spec,
     )
-    total = entropy + (weights[0] * factor).to(distance.dtype) * distance.sum()
-    return total, (distance.detach(), stats, torch.cat(best) if choice is None else choice)
+    total = entropy + (weights.regression * factor).to(distance.dtype) * distance.sum()
+    return total, distance.detach(), stats, torch.cat(best)
 
 
 @torch.no_grad()
-def _sums(
-    parts: list[Part], masks: Tensor, own: Tensor, share: Tensor, weights: tuple[float, float]
-) -> dict[str, Tensor]:
-    """The additive figures of a batch (see `metrics`), and those of the two parts of the loss."""
-    hits = torch.zeros_like(masks).flatten(1)
-    for s, (rows, _, stats, choice) in enumerate(parts):
-        hits[s, rows] = stats.best[:, 0] == choice
-    distance = torch.stack([d.double().sum() for _, d, _, _ in parts])
-    entropy = torch.stack([stats.loss.double().sum() for _, _, stats, _ in parts])
+def _sums(figures: list[StepFigures], masks: Tensor, weights: TermWeights) -> dict[str, Tensor]:
+    """Return the additive metrics of a batch (see `metrics`), and those of both loss terms.
+
+    Args:
+        figures: of the S steps.
+        masks: slot masks of all steps, bool [S, B, T].
+        weights: of the two terms.
+    """
+    own = masks.flatten(1).sum(1).double()  # [S]
+    trained = torch.zeros_like(own)
+    trained[0] = 1.0  # the loss is that of the first step
+    hits = torch.zeros_like(masks).flatten(1)  # [S, B*T]
+    for s, step in enumerate(figures):
+        hits[s, step.rows] = step.stats.best[:, 0] == step.choice
+    distance = torch.stack([step.distance.double().sum() for step in figures])
+    entropy = torch.stack([step.stats.loss.double().sum() for step in figures])
     return {
-        "loss": weights[0] * distance + weights[1] * entropy,
+        "loss": weights.regression * distance + weights.cross_entropy * entropy,
         "smooth_l1": distance,
         "cross_entropy": entropy,
         "supervised": own,
-        "weighted": own * share,
+        "weighted": own * trained,
         "drafted": own,
         "hits": hits.sum(1).double(),
-        "acceptance": torch.stack([stats.acceptance.double().sum() for _, _, stats, _ in parts]),
+        "acceptance": torch.stack([step.stats.acceptance.double().sum() for step in figures]),
         **chain_sums(hits.view_as(masks), masks),
     }

@@ -1,12 +1,13 @@
-"""The EAGLE-1/2 draft as a model: decoder layers over W_fc [embedding ; final hidden state].
+"""The EAGLE-1/2 draft as a model (arXiv 2401.15077): layers over W_fc [embedding ; final hidden].
 
-Row (token x_{t+1}, final hidden state f_t) sits at RoPE position t. Its output is the prediction of
-f_{t+1}: through the target's head it drafts x_{t+2}, and it is fed back in the place of f_{t+1}.
-The first layer norms nothing before its attention, and nothing norms the output: f is after the
-target's final norm, so its prediction is what enters the head. See `eagle_config` for how engines
-read the checkpoint; the embedding is the target's and stays frozen, the head is never stored.
+In: known tokens and final hidden states. Out: predicted final hidden states. The row of slot t
+reads token x_{t+1} and the final hidden state f_t, has RoPE position t, and predicts f_{t+1}. The
+target's head turns the prediction into a draft of x_{t+2}, and the next step reads it instead of
+f_{t+1}. The first layer has no norm before its attention, and there is no final norm: f is taken
+after the target's final norm, so its prediction enters the head directly. `eagle.config` says how
+engines read the checkpoint. The embedding is the target's and stays frozen; the head is not stored.
 
-B rows, T slots, H hidden size, V target vocabulary.
+B packs, T slots, H hidden size, V target vocabulary.
 """
 
 from functools import partial
@@ -19,12 +20,12 @@ from spec_train.draft_options import EagleOptions
 from spec_train.drafts.base import BaseDraft
 from spec_train.drafts.drafting import LayerCaches
 from spec_train.drafts.eagle.config import EagleConfig
-from spec_train.drafts.layers import DecoderLayer, Rotary
+from spec_train.drafts.layers import DecoderLayer, Rotary, frozen_embedding
 from spec_train.head import TargetHead
 
 
 class EagleModel(BaseDraft):
-    """Modules, serving forward and checkpoint of an EAGLE-1/2 draft."""
+    """Modules, serving forward pass and checkpoint of an EAGLE-1/2 draft."""
 
     def __init__(self, config: EagleConfig, options: EagleOptions | None = None) -> None:
         """Make a draft with random weights."""
@@ -32,24 +33,22 @@ class EagleModel(BaseDraft):
         self.config = config
         self.options = options or EagleOptions()
         size = config.hidden_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, size)
-        self.embed_tokens.weight.requires_grad_(False)
+        self.embed_tokens = frozen_embedding(config.vocab_size, size)
         self.fc = nn.Linear(2 * size, size, bias=False)
         self.layers = nn.ModuleList(
             DecoderLayer(config.layer_shape) for _ in range(config.num_hidden_layers)
         )
         self.layers[0].add_module("input_layernorm", nn.Identity())
         self.rotary = Rotary(config.rope)
-        self.scale = config.head_dim**-0.5  # of the attention scores
-        self.attention_backend = "auto"  # or one of attention.BACKENDS
+        self.scale = config.head_dim**-0.5  # factor on the attention scores
 
     def fuse(self, token_ids: Tensor, states: Tensor) -> Tensor:
-        """Known tokens [B, T] and states [B, T, H] -> input of the layers [B, T, H]."""
+        """Map known tokens, int64 [B, T], and states [B, T, H] to the layers' input [B, T, H]."""
         embedding = self.cast(self.embed_tokens(token_ids))
         return self.fc(torch.cat([embedding, self.cast(states)], dim=-1))
 
     def project(self, states: Tensor) -> Tensor:
-        """The target's final hidden states [B, T, H] as `step` takes them."""
+        """Cast the target's final hidden states [B, T, H] to the input of `step`."""
         return self.cast(states)
 
     def step(
@@ -60,17 +59,17 @@ class EagleModel(BaseDraft):
         cache: LayerCaches | None = None,
         seen: Tensor | None = None,
     ) -> Tensor:
-        """Process rows as serving does, after what `cache` holds.
+        """Process T new rows as serving does, after the rows in `cache`.
 
         Args:
             token_ids: known tokens, int64 [B, T].
-            carried: the target's states, or what an earlier `step` returned, [B, T, H].
+            carried: the target's states, or the result of an earlier `step`, [B, T, H].
             position_ids: RoPE positions, int64 [B, T].
-            cache: rows processed so far; the new rows are appended to it.
+            cache: the rows processed so far; the new rows are appended.
             seen: which rows, old and new, a new row sees, bool [T, length]; None: causal.
 
         Returns:
-            Predicted next states [B, T, H]: go through the target's head, and into the next `step`.
+            Predicted next states [B, T, H], for the target's head and for the next `step`.
         """
         caches = cache or LayerCaches(len(self.layers))
         cos, sin = self.rotary.cos_sin(position_ids, None, carried.dtype)
@@ -81,19 +80,19 @@ class EagleModel(BaseDraft):
 
     @classmethod
     def read_config(cls, raw: dict[str, Any], where: str) -> tuple[Any, Any]:
-        """Configuration and options of a config.json of this kind of draft."""
+        """Return configuration and options of a config.json of this kind of draft."""
         return EagleConfig.from_json(raw, where)
 
 
 class HeadedEagle:
-    """A draft with its target's head: what drafting chains asks for (see chain.ChainDraft)."""
+    """A draft with its target's head: a `drafting.ChainDraft`."""
 
     def __init__(self, draft: EagleModel, head: TargetHead) -> None:
-        """Share both."""
+        """Combine them without a copy."""
         self._draft, self._head = draft, head
         self.draft_ids = torch.arange(draft.config.vocab_size, device=draft.fc.weight.device)
         self.project, self.step = draft.project, draft.step
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The target's head over predicted states: [..., H] -> float32 [..., V]."""
+        """Map predicted states [..., H] to the target head's logits, float32 [..., V]."""
         return self._head.logits(hidden)

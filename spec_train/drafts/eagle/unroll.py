@@ -1,11 +1,12 @@
-"""The EAGLE-1/2 draft over whole packs of documents: one step ahead for training, more for chains.
+"""The EAGLE-1/2 draft over packs (arXiv 2401.15077): one step for training, more for chains.
 
-Step 0 of slot t is the row (x_{t+1}, f_t), causal in its document: all that training needs. Step s
-goes on from every slot at once as serving would: the row (a known token of position t+1+s, the
-state that step s-1 predicted) at RoPE position t + s, which sees the step-0 rows of slots <= t and
-the rows of steps 1..s of slot t alone.
+In: final hidden states and known tokens. Out: the predicted states of every step. Step 0 of slot t
+is the row (x_{t+1}, f_t), causal in its document; training needs no other. Step s continues from
+every slot at once, as serving would: the row (a known token of position t+1+s, the state that step
+s-1 predicted) at RoPE position t + s. It sees the step-0 rows of slots <= t of its document, and of
+the later steps the rows of slot t only.
 
-B rows, T slots, H hidden size, h / g query / key-value heads, d head size, s later steps.
+B packs, T slots, H hidden size, h / g query / key-value heads, d head size.
 """
 
 import torch
@@ -15,14 +16,16 @@ from spec_data.shards.packing import shift_left
 from spec_train.attention.unrolled import Queries, default_backend, unrolled_attention
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.eagle.model import EagleModel
+from spec_train.drafts.layers import argmax_by_chunks
 from spec_train.drafts.slots import document_lengths, document_offsets
 from spec_train.head import TargetHead
 
-_ROWS = 512  # of logits that exist at a time
-
 
 class _Steps:
-    """Attention of one layer over the steps: keeps step 0's keys, and a diagonal per later step."""
+    """Attention of one layer over the steps: keeps the keys and values [B, g, T, d] of each step.
+
+    A later step's key is seen by its own slot only (a diagonal). See `layers.Attend` for shapes.
+    """
 
     def __init__(self, queries: Queries, scale: float) -> None:
         self._queries, self._scale = queries, scale
@@ -38,7 +41,7 @@ class _Steps:
 
 
 class EagleUnroll:
-    """The unrolled draft over one batch: `advance` gives the predictions of the next step."""
+    """The unrolled draft over one batch: `advance` returns the predictions of the next step."""
 
     def __init__(
         self, draft: EagleModel, states: Tensor, document_ids: Tensor, position_ids: Tensor
@@ -48,7 +51,8 @@ class EagleUnroll:
         Args:
             draft: the model.
             states: final hidden states f_t (with their noise, if any) [B, T, H].
-            document_ids, position_ids: int64 [B, T].
+            document_ids: int64 [B, T], -1 in padding.
+            position_ids: int64 [B, T].
         """
         self.draft = draft
         self._positions = position_ids
@@ -58,14 +62,14 @@ class EagleUnroll:
         if backend == "auto":
             kind = self.carried.device.type, self.carried.dtype, draft.config.head_dim
             backend = default_backend(*kind)
-        every = torch.arange(document_ids.shape[1], device=document_ids.device)
-        first = every - document_offsets(document_ids)
+        every = torch.arange(document_ids.shape[1], device=document_ids.device)  # [T]
+        first = every - document_offsets(document_ids)  # [B, T]: the document's first slot
         queries = Queries.prepare(first, every.expand_as(first), len(every), backend)
         self._layers = [_Steps(queries, draft.scale) for _ in draft.layers]
         self._steps = 0
 
     def advance(self, token_ids: Tensor) -> Tensor:
-        """Run the next step on its known tokens [B, T]; gives predicted states [B, T, H]."""
+        """Run the next step on its known tokens, int64 [B, T]; return predictions [B, T, H]."""
         draft = self.draft
         positions = self._positions + self._steps
         cos, sin = draft.rotary.cos_sin(positions, self._lengths, self.carried.dtype)
@@ -81,24 +85,22 @@ class EagleUnroll:
 def serving_chains(
     draft: EagleModel, batch: DraftBatch, states: Tensor, head: TargetHead, depth: int
 ) -> Tensor:
-    """Draft greedy chains from every slot, each step fed the draft's own last token and state.
+    """Draft greedy chains from every slot; each step reads the draft's own last token and state.
 
     Args:
         draft: the model.
         batch: documents in the token frame.
-        states: their final hidden states [B, T, H].
+        states: the final hidden states of the documents [B, T, H].
         head: the target's.
         depth: tokens per chain.
 
     Returns:
-        Target ids, int64 [B, T, depth], as `protocol.Draft.chains` says.
+        Target ids, int64 [B, T, depth] (see protocol.Draft.chains).
     """
     known = shift_left(batch.input_ids, batch.document_ids)
     unroll = EagleUnroll(draft, states, batch.document_ids, batch.position_ids)
     chains = []
     for _ in range(depth):
-        predicted = unroll.advance(known).flatten(0, 1)
-        best = [head.logits(part).argmax(-1) for part in predicted.split(_ROWS)]
-        known = torch.cat(best).view_as(known)
+        known = argmax_by_chunks(head.logits, unroll.advance(known))  # [B, T]
         chains.append(known)
     return torch.stack(chains, dim=-1)

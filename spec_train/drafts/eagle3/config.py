@@ -1,8 +1,8 @@
-"""Options and configuration of an EAGLE-3 draft: derived from the target's config.json.
+"""Configuration of an EAGLE-3 draft (arXiv 2503.01840): derived from the target's config.json.
 
-The configuration file is the one every engine reads: `architectures`, both keys for the layer ids
-(engines disagree on what an id means), no null fields. What only this project needs is under
-`spec_train`.
+In: the target's config.json, or the draft's own. Out: `Eagle3Config`, and the draft's config.json.
+Every engine can read that file: `architectures`, both keys for the layer ids (engines disagree on
+the meaning of an id), no null fields. Keys that only this project needs are in `spec_train`.
 """
 
 from dataclasses import dataclass
@@ -17,14 +17,13 @@ from spec_train.drafts.targets import (
     target_architectures,
     warn_of_last_layer,
 )
+from spec_train.formats.eagle3 import OWN as ARCHITECTURE
 from spec_train.formats.flat import SECTION
-
-ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(AuxConfig):
-    """Everything that decides the draft's shapes and arithmetic. Layer id: block output, from 0."""
+    """Shapes and arithmetic of the draft. Layer id: block output, counted from 0."""
 
     draft: ClassVar[str] = "eagle3"
     architecture: ClassVar[str] = ARCHITECTURE
@@ -45,11 +44,11 @@ class Eagle3Config(AuxConfig):
     ) -> Self:
         """Derive a draft's configuration from the target's config.json.
 
-        `dtype` is the target's element type if the config does not name it; `origin` is what else
-        tells the target and its prompts from others; `own` are fields that a subclass adds.
+        `dtype` and `origin` are those of `BaseConfig.of_target`; `own` are the fields that a
+        subclass adds.
 
         Raises:
-            DraftError: a family that no draft is registered for, or a config without its sizes.
+            DraftError: no draft is registered for the target's family, or a size is missing.
         """
         architectures = target_architectures(target_config)
         shape = resolve_eagle3_draft_spec(architectures).shape(target_config)
@@ -90,7 +89,7 @@ class Eagle3Config(AuxConfig):
         """Read a config.json that `to_json` wrote.
 
         Raises:
-            DraftError: it is not such a draft of this project, or fields are missing.
+            DraftError: the file is not such a draft of this project, or fields are missing.
         """
         found = cls.fields_of(
             raw,

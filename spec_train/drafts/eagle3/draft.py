@@ -1,19 +1,20 @@
-"""EAGLE-3: the draft class that the trainer drives. It maps a batch onto `eagle3_loss`'s core."""
+"""EAGLE-3: the draft class that the trainer drives.
+
+In: a `DraftBatch` in the token frame. Out: the loss of `eagle3.loss`, chains and a drafter.
+"""
 
 import torch
 from torch import Tensor
 
-from spec_data.shards.packing import shift_left
 from spec_train.data.batch import DraftBatch
 from spec_train.draft_options import Eagle3Options
 from spec_train.drafts.drafting import ChainDrafter
 from spec_train.drafts.eagle3.config import Eagle3Config
-from spec_train.drafts.eagle3.loss import eagle3_loss, unrolled_loss
+from spec_train.drafts.eagle3.loss import Teachers, eagle3_loss, unrolled_loss
 from spec_train.drafts.eagle3.model import Eagle3Model
 from spec_train.drafts.eagle3.unroll import Unroll, serving_chains
+from spec_train.drafts.frames import batch_frame, slots_of
 from spec_train.drafts.protocol import DraftLoss
-from spec_train.drafts.slots import document_offsets
-from spec_train.drafts.teacher import slots_of, teacher_of
 from spec_train.head import TargetHead
 from spec_train.losses import LossKind
 from spec_train.metrics import summarise
@@ -33,44 +34,35 @@ class Eagle3Draft(Eagle3Model):
 
     @property
     def depth(self) -> int:
-        """Unroll steps of its training."""
+        """Number of unroll steps of its training."""
         return self.options.ttt_steps
 
     @property
     def max_depth(self) -> int | None:
-        """Chains can go on for ever."""
+        """None: a chain can have any length."""
         return None
 
     def drafter(self, head: TargetHead) -> ChainDrafter:
-        """Start drafting one sequence; the draft has its own head."""
+        """Start drafting one sequence. The draft has its own head; `head` is not used."""
         return ChainDrafter(self, self.config.vocab_size)
 
     def chains(self, batch: DraftBatch, head: TargetHead, depth: int) -> Tensor:
-        """Draft greedily from every slot as serving would (see protocol.Draft)."""
+        """Draft greedily from every slot: int64 [B, T, depth] (see protocol.Draft)."""
         return serving_chains(self, batch, depth)
 
     @torch.no_grad()
     def slot_counts(self, batch: DraftBatch) -> Tensor:
-        """Supervised slots of every unroll step, float64 [S]."""
+        """Return the number of supervised slots of every unroll step, float64 [S]."""
         _, rows, choice = slots_of(self, batch)
-        reach = document_offsets(batch.document_ids).flatten()[rows[choice >= 0]]
-        steps = torch.arange(self.options.ttt_steps, device=rows.device)
-        return (reach[:, None] >= steps).sum(0).double()
+        steps = self.options.ttt_steps
+        return Teachers.select(rows, choice, batch.document_ids, steps).counts()
 
     def loss(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
-        """Loss of a batch over `counts`, the slot counts of the whole optimizer step."""
+        """Return the loss of a batch over `counts`, the slot counts of the whole optimizer step."""
         options = self.options
-        mask, rows, choice = slots_of(self, batch)
         return unrolled_loss(
             self,
-            aux=batch.aux(self.config.layers),
-            input_ids=shift_left(batch.input_ids, batch.document_ids),
-            mask=mask,
-            rows=rows,
-            choice=choice,
-            teacher=teacher_of(self, batch, head),
-            document_ids=batch.document_ids,
-            position_ids=batch.position_ids,
+            batch_frame(self, batch, head),
             steps=options.ttt_steps,
             decay=options.step_decay,
             kind=LossKind(
@@ -79,11 +71,7 @@ class Eagle3Draft(Eagle3Model):
             counts=counts,
         )
 
-    def forward(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
-        """The loss: what a distributed wrapper calls."""
-        return self.loss(batch, head, counts)
-
     @staticmethod
     def summarise(sums: dict[str, Tensor]) -> dict[str, float | None]:
-        """Figures of added-up sums."""
+        """Turn added sums into metrics."""
         return summarise(sums)

@@ -1,10 +1,12 @@
-"""The EAGLE-3 unroll: S steps of the layer over whole documents, in the shifted frame.
+"""The EAGLE-3 unroll (arXiv 2503.01840): S steps of the layer over packs, in the shifted frame.
 
-Step 0 carries the projected features and makes a key at every slot; step s carries the step
-before's own state and adds one key per slot, seen by that slot alone. So queries, MLP and later
-keys are computed at `active` slots only: those with a step that anything depends on.
+In: aux states and known tokens. Out: the states of every step. Step 0 carries the projected
+features and makes a key at every slot. Step s carries the state of step s - 1 and adds one key per
+slot, which only that slot sees. So queries, MLP and later keys are computed at the `active` slots
+only: those of which some step is used.
 
-B rows, T slots, A active slots, S unroll steps, H hidden size, h heads, d head size.
+B packs, T slots, A active slots, S unroll steps, n captured layers, H hidden size, h / g query /
+key-value heads, d head size.
 """
 
 import torch
@@ -15,14 +17,15 @@ from spec_train.attention.plain import repeat_heads
 from spec_train.attention.unrolled import Queries, default_backend, unrolled_attention
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.eagle3.model import Eagle3Model
-from spec_train.drafts.layers import run_layer
+from spec_train.drafts.layers import argmax_by_chunks, run_layer
 from spec_train.drafts.slots import document_lengths, document_offsets, gather_slots
 
 Pairs = list[tuple[Tensor, Tensor]]
+"""Keys and values [B, g, A, d] of later steps, oldest first."""
 
 
 class Unroll:
-    """The unrolled draft over one batch: step-0 keys and mask made once, then `advance`."""
+    """The unrolled draft over one batch: makes step-0 keys and masks once, then `advance`s."""
 
     def __init__(
         self,
@@ -33,48 +36,51 @@ class Unroll:
         position_ids: Tensor,
         active: Tensor,
     ) -> None:
-        """Compute what the steps share.
+        """Compute what all steps share.
 
         Args:
             draft: the model.
             aux: aux states [B, T, n*H].
             input_ids: known tokens of step 0 (shifted), int64 [B, T].
-            document_ids, position_ids: int64 [B, T].
+            document_ids: int64 [B, T], -1 in padding.
+            position_ids: int64 [B, T].
             active: slots to compute outputs for, int64 [B, A].
         """
         self.draft = draft
         attention = draft.midlayer.self_attn
-        features = draft.project(aux)
+        features = draft.project(aux)  # [B, T, H]
         lengths = None
         if draft.rotary.limit is not None:
-            lengths = document_lengths(document_ids)
+            lengths = document_lengths(document_ids)  # [B, T]
             self._lengths: Tensor | None = lengths.gather(1, active)
         else:
             self._lengths = None
         cos, sin = draft.rotary.cos_sin(position_ids, lengths, features.dtype)
-        u = draft.midlayer.inputs(draft.embed(input_ids), features)
-        k0, v0 = attention.keys_values(u, cos, sin)
+        u = draft.midlayer.inputs(draft.embed(input_ids), features)  # [B, T, 2H]
+        k0, v0 = attention.keys_values(u, cos, sin)  # [B, g, T, d]
         backend = draft.attention_backend
         if backend == "auto":
             backend = default_backend(k0.device.type, k0.dtype, k0.shape[-1])
-        slots = torch.arange(document_ids.shape[1], device=active.device)
-        first = (slots - document_offsets(document_ids)).gather(1, active)
+        slots = torch.arange(document_ids.shape[1], device=active.device)  # [T]
+        first = (slots - document_offsets(document_ids)).gather(1, active)  # [B, A]
         self._queries = Queries.prepare(first, active, document_ids.shape[1], backend)
         if backend != "flex":  # once for all steps
             heads = draft.config.num_attention_heads
             k0, v0 = repeat_heads(k0, heads), repeat_heads(v0, heads)
         self._k0, self._v0 = k0, v0
-        self._positions = position_ids.gather(1, active)
+        self._positions = position_ids.gather(1, active)  # [B, A]
         self._first: Tensor | None = gather_slots(u, active)
         self._diagonal: Pairs = []
         self._steps = 0
         self.carried = gather_slots(features, active)
 
     def advance(self, token_ids: Tensor) -> Tensor:
-        """Run the next step on its known tokens [B, A] (step 0: as given at the start).
+        """Run the next step on its known tokens, int64 [B, A].
+
+        Step 0 ignores them: it reads the `input_ids` of the constructor.
 
         Returns:
-            The states [B, A, H] that go to `head_input`, and on to the next step.
+            The carried states [B, A, H], for `head_input` and for the next step.
         """
         positions = self._positions + self._steps
         cos, sin = self.draft.rotary.cos_sin(positions, self._lengths, self.carried.dtype)
@@ -101,9 +107,14 @@ class Unroll:
         first: Tensor | None,
         diagonal: Pairs,
     ) -> tuple[Tensor, Pairs]:
-        """Carried states after a step, and all later keys and values so far.
+        """Return the carried states [B, A, H] after a step, and the keys of all later steps.
 
-        `first`: layer inputs [B, A, 2H] of step 0, whose keys exist; None at later steps.
+        Args:
+            token_ids: known tokens, int64 [B, A].
+            carried: states before the step [B, A, H].
+            cos, sin: [B, A, r].
+            first: layer inputs [B, A, 2H] at step 0, whose keys exist already; None later.
+            diagonal: keys and values of steps 1 to this one, without it.
         """
         layer, attention = self.draft.midlayer, self.draft.midlayer.self_attn
         u = first
@@ -117,7 +128,7 @@ class Unroll:
 
 @torch.no_grad()
 def serving_chains(draft: Eagle3Model, batch: DraftBatch, depth: int) -> Tensor:
-    """Draft greedy chains from every slot, each step fed the draft's own last token.
+    """Draft greedy chains from every slot; each step reads the draft's own last token.
 
     Args:
         draft: the model.
@@ -125,9 +136,7 @@ def serving_chains(draft: Eagle3Model, batch: DraftBatch, depth: int) -> Tensor:
         depth: tokens per chain.
 
     Returns:
-        Target ids, int64 [B, T, depth]. Entry (t, d) is the draft for token t + 2 + d of the
-        document, tokens up to t + 1 being given. Slots with no known token (the last of a
-        document, padding) hold drafts of nothing: ignore them.
+        Target ids, int64 [B, T, depth] (see protocol.Draft.chains).
     """
     known = shift_left(batch.input_ids, batch.document_ids)
     active = torch.arange(known.shape[1], device=known.device).expand_as(known)
@@ -141,8 +150,6 @@ def serving_chains(draft: Eagle3Model, batch: DraftBatch, depth: int) -> Tensor:
     )
     chains = []
     for _ in range(depth):
-        states = unroll.advance(known).flatten(0, 1)
-        best = [draft.logits(part).argmax(-1) for part in states.split(512)]
-        known = draft.draft_ids[torch.cat(best)].view_as(known)
+        known = draft.draft_ids[argmax_by_chunks(draft.logits, unroll.advance(known))]  # [B, T]
         chains.append(known)
     return torch.stack(chains, dim=-1)

@@ -1,12 +1,13 @@
 """Conditional drop sampling (COD, arXiv 2602.01469): which elements a P-EAGLE step trains on.
 
-An element is (anchor slot, depth). Depth 0 keeps every slot. Depth d keeps
-int((n - d) * max(r ** d, floor)) of a document's n supervised slots; its candidates are the
-successors, inside the document, of the slots that depth d - 1 kept, if they are supervised. So an
-anchor has depths 0..some depth without gaps, and the first slot of a document is no element of
-depth 1 or deeper. Documents are sampled one by one: what one gets does not depend on its pack.
+In: supervised slots, document ids and random numbers. Out: a sample of elements. An element is
+(anchor slot, depth) and is at slot anchor + depth. Depth 0 keeps every slot. Depth d keeps
+int((n - d) * max(r ** d, floor)) of a document's n supervised slots. Its candidates are the
+supervised slots that directly follow, in the same document, a slot that depth d - 1 kept. So the
+depths of an anchor are 0, 1, .. without gaps, and the first slot of a document holds no element of
+depth 1 or more. Each document is sampled for itself: the result does not depend on its pack.
 
-B rows, T slots, K depths.
+B packs, T slots, K depths.
 """
 
 import torch
@@ -24,64 +25,66 @@ def cod_sample(
     Args:
         supervised: the slot mask of depth 0, bool [B, T].
         document_ids: int64 [B, T], -1 in padding; documents are contiguous.
-        uniforms: random numbers in [0, 1), float64 [K - 1, B, T]: at every depth the candidates
-            with the smallest ones are kept.
-        ratio, floor: r and the least share kept.
+        uniforms: random numbers in [0, 1), float64 [K - 1, B, T]; every depth keeps the candidates
+            with the smallest numbers.
+        ratio: r.
+        floor: the smallest share that a depth keeps.
 
     Returns:
-        bool [B, K, T]: entry (b, d, t) is whether element (anchor t, depth d), which stands at
-        slot t + d, is in the sample.
+        bool [B, K, T]: entry (b, d, t) is whether element (anchor t, depth d) is in the sample.
     """
-    offsets = document_offsets(document_ids)
+    offsets = document_offsets(document_ids)  # [B, T], index in the document
     starts = torch.arange(document_ids.shape[1], device=document_ids.device) - offsets
+    # starts: [B, T], first slot of the document of each slot
     supervised = supervised & (document_ids != PADDING)
     total = torch.zeros_like(document_ids).scatter_add_(1, starts, supervised.long())
-    total = total.gather(1, starts)  # supervised slots of the document, at every slot of it
-    kept = document_ids != PADDING
+    total = total.gather(1, starts)  # [B, T], supervised slots of the document of each slot
+    kept = document_ids != PADDING  # [B, T], by the element's own slot
     depths = [kept]
     for d, u in enumerate(uniforms, start=1):
-        candidates = _shift_right(kept, offsets) & supervised
-        quota = ((total - d).clamp_min(0).double() * max(ratio**d, floor)).long()
-        # By document, then candidates before others, then by number: place - start is the rank.
-        key = starts.double() + (u + ~candidates) / 2
-        order = key.argsort(dim=1, stable=True)
-        rank = torch.empty_like(order).scatter_(1, order, offsets)
+        candidates = _shift_right(kept, offsets) & supervised  # [B, T]
+        quota = ((total - d).clamp_min(0).double() * max(ratio**d, floor)).long()  # [B, T]
+        # Sort by document, then candidates before others, then by random number.
+        key = starts.double() + (u + ~candidates) / 2  # [B, T], in [start, start + 1)
+        order = key.argsort(dim=1, stable=True)  # [B, T], slots in sorted order
+        # The sorted place minus the document's start is the rank within the document.
+        rank = torch.empty_like(order).scatter_(1, order, offsets)  # [B, T]
         kept = candidates & (rank < quota)
         anchored = kept
-        for _ in range(d):
+        for _ in range(d):  # from the element's slot to its anchor
             anchored = shift_left(anchored, document_ids)
         depths.append(anchored)
-    return torch.stack(depths, dim=1)
+    return torch.stack(depths, dim=1)  # [B, K, T]
 
 
 def _shift_right(values: Tensor, offsets: Tensor) -> Tensor:
-    """Move booleans [B, T] right by one inside each document."""
+    """Move booleans [B, T] right by one inside each document; `offsets` is int64 [B, T]."""
     out = torch.zeros_like(values)
     out[:, 1:] = values[:, :-1]
     return out & (offsets > 0)
 
 
 class Draws:
-    """Samples that were drawn for counting, until the losses that divide by the counts use them.
+    """Keeps the samples drawn by `slot_counts` for the losses that divide by those counts.
 
-    A step counts all its micro-batches before the first loss, so there are as many samples to keep
-    as a step has micro-batches; those that a loss has used go when counting starts again. They are
-    found by the documents and shape of their batch.
+    An optimizer step counts all its micro-batches before the first loss, so it needs one sample per
+    micro-batch. When counting starts again, the samples that a loss has used are dropped. The key
+    of a sample is made of the documents and the shape of its batch.
     """
 
     def __init__(self) -> None:
-        """Start empty."""
+        """Start without samples."""
         self._kept: dict[tuple[object, ...], Tensor] = {}
         self._used: set[tuple[object, ...]] = set()
 
     def keep(self, key: tuple[object, ...], sample: Tensor) -> None:
-        """Remember a sample for the loss of its batch."""
+        """Keep a sample, bool [B, K, T], for the loss of its batch; drop the used ones."""
         for used in self._used:
             self._kept.pop(used, None)
         self._used.clear()
         self._kept[key] = sample
 
     def take(self, key: tuple[object, ...]) -> Tensor | None:
-        """The sample of a batch, if one was drawn; it stays until counting starts again."""
+        """Return the sample of a batch, or None; it stays until counting starts again."""
         self._used.add(key)
         return self._kept.get(key)

@@ -1,14 +1,17 @@
-"""The P-EAGLE draft as a model: EAGLE-3's first layer, then ordinary ones, over elements.
+"""The P-EAGLE draft as a model (arXiv 2602.01469): EAGLE-3's layer, then Llama layers, on elements.
 
-Element (anchor t, depth d) sits at RoPE position t + d and drafts x_{t+2+d}. At depth 0 it holds
-the known token x_{t+1} and the target's states of token t; deeper ones hold the mask token and the
-learned states `mask_hidden`, projected by the same `fc`. Nothing is fed back, so one forward drafts
-all depths. Parameter names are the checkpoint's: layers.0 is the one with 2H inputs.
+In: tokens and features of elements. Out: one state per element, for the LM head. Element (anchor t,
+depth d) has RoPE position t + d and drafts x_{t+2+d}. At depth 0 it holds the known token x_{t+1}
+and the target's states of token t. A deeper element holds the mask token and the learned states
+`mask_hidden`, projected by the same `fc`. No output is fed back, so one forward pass drafts all
+depths. Parameter names are those of the checkpoint: layers.0 is the one with inputs of width 2H.
 
-B rows, E elements, H hidden size, h / g query / key-value heads, d head size.
+B packs, T slots, E elements of a pack, n captured layers, H hidden size, h / g query / key-value
+heads, d head size, r rotary dimensions, Vd draft vocabulary.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -19,24 +22,24 @@ from spec_train.drafts.aux_draft import AuxDraft
 from spec_train.drafts.drafting import DraftCache
 from spec_train.drafts.eagle3.config import Eagle3Config
 from spec_train.drafts.eagle3.model import Eagle3Layer
-from spec_train.drafts.layers import Attend, DecoderLayer, LayerShape, run_layer
+from spec_train.drafts.layers import Attend, DecoderLayer, run_layer
 from spec_train.drafts.peagle.config import PeagleConfig
 
 
 class FirstLayer(Eagle3Layer):
-    """EAGLE-3's layer, called like a `DecoderLayer`."""
+    """EAGLE-3's layer, with the attention as an argument like `DecoderLayer`."""
 
     def forward(
         self, embedding: Tensor, carried: Tensor, cos: Tensor, sin: Tensor, attend: Attend
     ) -> Tensor:
-        """Embeddings and features, both [B, E, H], at the positions of cos, sin -> [B, E, H]."""
+        """Map embeddings and features, both [B, E, H], to [B, E, H]; cos, sin are [B, E, r]."""
         u, attention = self.inputs(embedding, carried), self.self_attn
         q = attention.queries(u, cos, sin)
         return self.outputs(carried, attend(q, *attention.keys_values(u, cos, sin)))
 
 
 class PeagleModel(AuxDraft):
-    """Modules and serving forward of a P-EAGLE draft (the loss is in `peagle_loss`)."""
+    """Modules and serving forward pass of a P-EAGLE draft; the loss is in `peagle.loss`."""
 
     name: ClassVar[str] = "peagle"
     options_class: ClassVar[type] = PeagleOptions
@@ -45,36 +48,28 @@ class PeagleModel(AuxDraft):
     options: PeagleOptions
 
     def make_layers(self) -> None:
-        """The layers, and the states of an unknown token, of unit variance."""
-        config = self.config
-        shape = LayerShape(
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            rms_norm_eps=config.rms_norm_eps,
-        )
+        """Make the layers, and `mask_hidden` [1, 1, n*H] with unit variance."""
+        config, shape = self.config, self.config.layer_shape
         others = (DecoderLayer(shape) for _ in range(1, config.num_hidden_layers))
         self.layers = nn.ModuleList([FirstLayer(config), *others])
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
 
     @property
     def scale(self) -> float:
-        """Factor on attention scores."""
+        """Factor on the attention scores."""
         return self.config.head_dim**-0.5
 
     def unknown_inputs(self, batch: int, count: int) -> tuple[Tensor, Tensor]:
-        """Mask tokens [B, count] and the features of unknown states [B, count, H]."""
+        """Return mask tokens, int64 [B, count], and projected `mask_hidden`, [B, count, H]."""
         unknown = self.project(self.mask_hidden)
         ids = torch.full((batch, count), self.config.mask_token_id, device=unknown.device)
         return ids, unknown.expand(batch, count, -1)
 
     def element_inputs(self, known: Tensor, features: Tensor, deeper: int) -> tuple[Tensor, Tensor]:
-        """Tokens [B, T + deeper] and carried states [B, T + deeper, H].
+        """Return tokens, int64 [B, T + deeper], and carried states [B, T + deeper, H].
 
-        Elements of depth 0 come first, with their known tokens [B, T] and features [B, T, H]; then
-        as many `deeper` ones.
+        The elements of depth 0 come first: known tokens, int64 [B, T], and features [B, T, H]. They
+        are followed by the inputs of `deeper` deeper elements.
         """
         masks, unknown = self.unknown_inputs(known.shape[0], deeper)
         return torch.cat([known, masks], dim=1), torch.cat([features, unknown], dim=1)
@@ -93,11 +88,11 @@ class PeagleModel(AuxDraft):
             token_ids: int64 [B, E].
             carried: features, or projected `mask_hidden`, [B, E, H].
             position_ids: RoPE positions, int64 [B, E].
-            lengths: tokens of each element's document, or None (see `Rotary`).
+            lengths: tokens of each element's document, int64 [B, E], or None (see `Rotary`).
             attends: the attention of every layer.
 
         Returns:
-            [B, E, H]: goes to `logits`.
+            States [B, E, H], for `logits`.
         """
         cos, sin = self.rotary.cos_sin(position_ids, lengths, carried.dtype)
         recompute = self.options.gradient_checkpointing
@@ -107,7 +102,7 @@ class PeagleModel(AuxDraft):
         return inputs[0]
 
     def logits(self, states: Tensor) -> Tensor:
-        """States [..., H] -> draft logits [..., Vd]."""
+        """Map states [..., H] to draft logits [..., Vd]."""
         return self.lm_head(self.norm(states))
 
     def step(
@@ -117,22 +112,14 @@ class PeagleModel(AuxDraft):
         position_ids: Tensor,
         caches: Sequence[DraftCache],
     ) -> Tensor:
-        """Process rows as serving does: causal among themselves, after what `caches` hold.
+        """Process rows as serving does: causal, after the rows in `caches` (one per layer).
 
-        Arguments as for `states`; every layer's cache gets the new rows appended.
+        The other arguments and the result are those of `states`. The new rows are appended to the
+        caches.
         """
-        attends = [_causal_after(cache, self.scale) for cache in caches]
+        attends = [partial(cache.attend, scale=self.scale) for cache in caches]
         return self.states(token_ids, carried, position_ids, None, attends)
 
     def new_caches(self) -> list[DraftCache]:
-        """An empty cache for every layer."""
+        """Return an empty cache for every layer."""
         return [DraftCache() for _ in self.layers]
-
-
-def _causal_after(cache: DraftCache, scale: float) -> Attend:
-    """Attention of new rows over the cached ones and, causally, over themselves."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return cache.attend(q, k, v, scale)
-
-    return attend

@@ -1,11 +1,12 @@
-"""Drafting with P-EAGLE: one forward for all tokens of a round.
+"""Drafting with P-EAGLE (arXiv 2602.01469): one forward pass for all tokens of a round.
 
-The rows that the target has verified are kept in caches, one per layer. A round appends the newly
-verified rows and, after the last of them, rows with the mask token: its row drafts the first token,
-the mask rows the others. The mask rows leave the caches again; nothing that was drafted is ever fed
-back, so a rejected token leaves no trace.
+In: verified tokens and the target's states. Out: drafted tokens. Caches, one per layer, keep the
+rows that the target has verified. A round appends the newly verified rows and then rows with the
+mask token. The last verified row drafts the first token, the mask rows draft the others. The mask
+rows are then removed from the caches. Drafted tokens are never fed back, so a rejected token leaves
+no trace.
 
-B rows, T slots, K depths, H hidden size, d head size.
+B packs, T slots, n anchors, H hidden size.
 """
 
 from collections.abc import Sequence
@@ -19,34 +20,35 @@ from spec_train.attention.masked import Attending
 from spec_train.attention.masks import AttentionMask, causal_mask, parallel_mask
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.drafting import DraftCache
-from spec_train.drafts.layers import Attend
+from spec_train.drafts.layers import Attend, argmax_by_chunks
 from spec_train.drafts.peagle.model import PeagleModel
 from spec_train.drafts.slots import document_lengths
 from spec_train.sampling import Sampler
 
-CHUNK_ROWS = 2048  # elements of a row that `serving_chains` runs at a time
+CHUNK_ROWS = 2048  # elements of a pack that `serving_chains` computes at a time
 
 
 class ParallelDrafter:
-    """A `Drafter` (see protocol): one pass of the draft per round."""
+    """A `protocol.Drafter`: one forward pass of the draft per round."""
 
     def __init__(self, draft: PeagleModel) -> None:
-        """Start empty."""
+        """Start a sequence."""
         self.passes = 0
         self._draft = draft
         self._caches = draft.new_caches()
-        self._rows = 0  # verified rows, which the caches hold
+        self._rows = 0  # verified rows in the caches
 
     def propose(
         self, tokens: Sequence[int], states: Tensor, count: int, sampler: Sampler
     ) -> tuple[Tensor, list[Any]]:
-        """Append verified rows and draft (see protocol.Drafter); at most the trained depth."""
+        """Append verified rows and draft at most the trained depth (see protocol.Drafter)."""
         draft, device, new = self._draft, states.device, len(tokens)
         count = min(count, draft.options.depths)
-        known = torch.as_tensor(tokens, dtype=torch.long, device=device)[None]
+        known = torch.as_tensor(tokens, dtype=torch.long, device=device)[None]  # [1, new]
         ids, carried = draft.element_inputs(known, draft.project(states), count - 1)
         positions = torch.arange(self._rows, self._rows + ids.shape[1], device=device)[None]
-        out = draft.step(ids, carried, positions, self._caches)[0, new - 1 :]
+        # ids, positions: [1, new + count - 1]; the last `count` rows draft.
+        out = draft.step(ids, carried, positions, self._caches)[0, new - 1 :]  # [count, H]
         self._rows += new
         self.passes += 1
         for cache in self._caches:
@@ -60,8 +62,8 @@ class ParallelDrafter:
 def serving_chains(draft: PeagleModel, batch: DraftBatch, depth: int) -> Tensor:
     """Draft greedily from every slot as serving would.
 
-    The rows of depth 0 are computed once, and their keys and values kept; the deeper ones follow
-    for some anchors at a time, so that memory does not grow with slots x depths.
+    The rows of depth 0 are computed once, and the caches keep their keys and values. The deeper
+    rows are computed for some anchors at a time, so that memory does not grow with slots x depths.
 
     Args:
         draft: the model.
@@ -71,13 +73,13 @@ def serving_chains(draft: PeagleModel, batch: DraftBatch, depth: int) -> Tensor:
     Returns:
         Target ids, int64 [B, T, depth] (see protocol.Draft.chains).
     """
-    known = shift_left(batch.input_ids, batch.document_ids)
-    features = draft.project(batch.aux(draft.config.layers))
+    known = shift_left(batch.input_ids, batch.document_ids)  # [B, T]
+    features = draft.project(batch.aux(draft.config.layers))  # [B, T, H]
     lengths = document_lengths(batch.document_ids) if draft.rotary.limit is not None else None
     caches = draft.new_caches()
     attends = _attends(draft, causal_mask(batch.document_ids), caches)
     states = draft.states(known, features, batch.position_ids, lengths, attends)
-    chains = _best(draft, states)[..., None]
+    chains = argmax_by_chunks(draft.logits, states)[..., None]  # [B, T, 1], draft indices
     if depth > 1:
         slots = torch.arange(known.shape[1], device=known.device)
         size = max(1, CHUNK_ROWS // (depth - 1))
@@ -93,13 +95,17 @@ def _deeper(
     slots: Tensor,
     depth: int,
 ) -> Tensor:
-    """Draft indices of depths 1 and deeper for the anchors `slots` [n]: int64 [B, n, depth - 1]."""
-    rows, length = batch.document_ids.shape
-    anchors = slots.repeat(depth - 1).expand(rows, -1)
+    """Return draft indices of depths 1 to depth - 1, int64 [B, n, depth - 1].
+
+    `slots` int64 [n] are the anchors. The caches hold the rows of depth 0, and do so again after.
+    """
+    packs, length = batch.document_ids.shape
+    # The E = n * (depth - 1) elements of a pack, depth by depth.
+    anchors = slots.repeat(depth - 1).expand(packs, -1)  # [B, E]
     depths = torch.arange(1, depth, device=slots.device).repeat_interleave(len(slots))
-    depths = depths.expand(rows, -1)
-    every = torch.arange(length, device=slots.device).expand(rows, -1)
-    mask = parallel_mask(
+    depths = depths.expand(packs, -1)  # [B, E]
+    every = torch.arange(length, device=slots.device).expand(packs, -1)  # [B, T]
+    mask = parallel_mask(  # T + E elements, those of depth 0 first
         torch.cat([batch.document_ids, batch.document_ids.gather(1, anchors)], dim=1),
         torch.cat([every, anchors], dim=1),
         torch.cat([torch.zeros_like(every), depths], dim=1),
@@ -107,17 +113,18 @@ def _deeper(
     lengths = None
     if draft.rotary.limit is not None:
         lengths = document_lengths(batch.document_ids).gather(1, anchors)
-    tokens, carried = draft.unknown_inputs(rows, anchors.shape[1])
+    tokens, carried = draft.unknown_inputs(packs, anchors.shape[1])  # [B, E], [B, E, H]
     attends = _attends(draft, _last_queries(mask, anchors.shape[1]), caches)
     positions = batch.position_ids.gather(1, anchors) + depths
-    states = draft.states(tokens, carried, positions, lengths, attends)
+    states = draft.states(tokens, carried, positions, lengths, attends)  # [B, E, H]
     for cache in caches:
         cache.crop(length)
-    return _best(draft, states).view(rows, depth - 1, len(slots)).transpose(1, 2)
+    best = argmax_by_chunks(draft.logits, states)  # [B, E]
+    return best.view(packs, depth - 1, len(slots)).transpose(1, 2)
 
 
 def _attends(draft: PeagleModel, mask: AttentionMask, caches: Sequence[DraftCache]) -> list[Attend]:
-    """Attention of new rows over a cache and themselves, for every layer's cache."""
+    """Return every layer's attention: new rows over its cache and themselves, under `mask`."""
     attending = Attending.prepare(mask, draft.config.head_dim, draft.attention_backend)
 
     def after(cache: DraftCache) -> Attend:
@@ -127,7 +134,7 @@ def _attends(draft: PeagleModel, mask: AttentionMask, caches: Sequence[DraftCach
 
 
 def _last_queries(mask: AttentionMask, count: int) -> AttentionMask:
-    """The mask of the last `count` queries alone."""
+    """Return the mask of the last `count` queries."""
     first = mask.queries - count
     return AttentionMask(
         lambda row, query, key: mask.sees(row, query + first, key),
@@ -136,9 +143,3 @@ def _last_queries(mask: AttentionMask, count: int) -> AttentionMask:
         mask.keys,
         mask.device,
     )
-
-
-def _best(draft: PeagleModel, states: Tensor) -> Tensor:
-    """Draft index of the largest logit, int64 [...], of states [..., H]."""
-    parts = [draft.logits(part).argmax(-1) for part in states.flatten(0, -2).split(512)]
-    return torch.cat(parts).view(states.shape[:-1])

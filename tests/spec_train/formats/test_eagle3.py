@@ -1,6 +1,5 @@
 """EAGLE-3 in every form: what engines read from it, and that it comes back bit for bit."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -94,7 +93,7 @@ def test_rope_survives_every_form(
     rope: dict[str, Any],
 ) -> None:
     draft = build(dataset, head)
-    draft.config = dataclasses.replace(draft.config, rope_parameters=rope)
+    draft.update_config(rope_parameters=rope)
     draft.save_pretrained(tmp_path / "own")
     out = export(tmp_path / "own", form, tmp_path / form, dataset.target_dir)
     assert load_draft(out).config.rope_parameters == rope

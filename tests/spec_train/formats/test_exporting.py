@@ -1,6 +1,5 @@
 """The export command: what it refuses, what it reports, what it leaves behind."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -99,14 +98,14 @@ def test_the_targets_last_layer_is_refused(
 ) -> None:
     """Layer 3 is the last of 4; the dataset has no such draft, so a config is made to name it."""
     draft = build(dataset, head)
-    draft.config = dataclasses.replace(draft.config, layers=(0, 1, 3))
+    draft.update_config(layers=(0, 1, 3))
     draft.save_pretrained(tmp_path / "own")
     found = findings(tmp_path / "own", target=str(target))
     for engine, expected in (("vllm", "refuse"), ("llama.cpp", "refuse"), ("sglang", "warn")):
         assert any(level == expected and "last layer" in text for level, text in found[engine])
     with pytest.raises(DraftError, match=r"exported as vllm.*\n.*vLLM 0\.33\.0: the target's last"):
         export(tmp_path / "own", "vllm", tmp_path / "out", target)
-    draft.config = dataclasses.replace(draft.config, layers=(0, 1, 4))
+    draft.update_config(layers=(0, 1, 4))
     draft.save_pretrained(tmp_path / "beyond")
     found = findings(tmp_path / "beyond", target=str(target))
     assert any("a target with 4 blocks" in text for _, text in found["spec-train"])

@@ -59,7 +59,7 @@ def compare(
     case: Case, rows: list[list[int]], counts: list[float] | None = None, recompute: bool = False
 ) -> None:
     draft, config = make_draft(case), reference_config(case)
-    draft.options = replace(draft.options, gradient_checkpointing=recompute)
+    draft.use_options(replace(draft.options, gradient_checkpointing=recompute))
     calls: list[None] = []
     draft.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(None))
     documents = make_documents(case, draft, MASKS)

@@ -139,7 +139,7 @@ def test_back_ends_agree(backend: str) -> None:
     case = CASES["two layers"]
     documents, state, expected = expectation(case)
     draft = make_draft(case)
-    draft.attention_backend = backend
+    draft.use_attention(backend)
     result = fast(draft, case, lay_out(documents, LAYOUTS["three rows"]))
     close(result.loss.detach(), expected.loss.detach())
     result.loss.backward()

@@ -16,8 +16,9 @@ from spec_data.shards.packing import row_layout
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.drafts.eagle3.draft import Eagle3Config, Eagle3Draft, Eagle3Options, Unroll
-from spec_train.drafts.layers import RopeSettings, Rotary, rope_parameters
+from spec_train.drafts.layers import RopeSettings, Rotary
 from spec_train.drafts.slots import document_lengths, document_offsets
+from spec_train.formats.rope import rope_parameters
 from spec_train.head import TargetHead
 from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
 from tests.spec_train.drafts.eagle3.tools import build, packed

@@ -70,7 +70,7 @@ def test_packing_and_order_change_neither_loss_nor_gradient(
     dataset: HiddenStatesDataset, head: TargetHead, backend: str
 ) -> None:
     draft = build(dataset, head)
-    draft.attention_backend = backend
+    draft.use_attention(backend)
     layouts = [
         (pack_documents(dataset.lengths.tolist(), 64), 64),
         ([[i] for i in range(len(dataset))], 40),
@@ -191,7 +191,7 @@ def test_serving_drafts_what_the_unroll_computes(
 ) -> None:
     """Decode loop with a KV cache, document by document, against chains inside packs."""
     draft, depth = build(dataset, head, norm_output=norm_output), 4
-    draft.attention_backend = backend
+    draft.use_attention(backend)
     batch = packed(dataset)
     chains = draft.chains(batch, head, depth)
     known = shift_left(batch.input_ids, batch.document_ids)

@@ -168,7 +168,7 @@ CASES = {
 def check_case(case: Case, layout: str, backend: str = "auto") -> None:
     documents, state, expected = expectation(case)
     draft = make_draft(case)
-    draft.attention_backend = backend
+    draft.use_attention(backend)
     result = fast(draft, case, **lay_out(documents, LAYOUTS[layout]))
     result.loss.backward()
     assert_same(result, expected)
@@ -196,8 +196,8 @@ def test_so_they_are_with_steps_recomputed(name: str, backend: str) -> None:
     case = CASES[name]
     documents, state, expected = expectation(case)
     draft = make_draft(case)
-    draft.options = replace(draft.options, gradient_checkpointing=True)
-    draft.attention_backend = backend
+    draft.use_options(replace(draft.options, gradient_checkpointing=True))
+    draft.use_attention(backend)
     calls: list[None] = []
     draft.midlayer.mlp.register_forward_pre_hook(lambda *_: calls.append(None))
     result = fast(draft, case, **lay_out(documents, LAYOUTS["one row"]))

@@ -89,7 +89,7 @@ def assert_same(result: DraftLoss, expected: Reference) -> None:
 def check_case(case: Case, layout: str, segments: int = 1, backend: str = "auto", **options):
     documents, samples, state, expected = expectation(case)
     draft = make_draft(case, **options)
-    draft.attention_backend = backend
+    draft.use_attention(backend)
     inputs = lay_out_all(documents, samples, LAYOUTS[layout], case.depths)
     result = peagle_loss(draft, slots=case.slots, segments=segments, **inputs)
     result.loss.backward()

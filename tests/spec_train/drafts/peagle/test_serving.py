@@ -8,12 +8,12 @@ from torch import Tensor
 
 from spec_data.shards.packing import shift_left
 from spec_train.decoding.chains import decode_speculative
+from spec_train.drafts.frames import Frame
 from spec_train.drafts.peagle import serving as peagle_serving
 from spec_train.drafts.peagle.draft import PeagleDraft
 from spec_train.drafts.peagle.elements import segments_of
-from spec_train.drafts.peagle.loss import _element_states
+from spec_train.drafts.peagle.loss import element_states
 from spec_train.drafts.peagle.serving import ParallelDrafter
-from spec_train.drafts.teacher import Frame
 from spec_train.evaluation.on_dataset import ServingSums, serving_sums
 from spec_train.sampling import Greedy, make_sampler
 from tests.spec_train.drafts.peagle.cases import (
@@ -116,10 +116,18 @@ def test_training_chains_and_drafter_agree(
         for _ in range(d):
             inside = shift_left(inside, batch.document_ids)
         sample[:, d] = inside
-    frame = Frame(batch.loss_mask, *3 * [torch.zeros(0)], batch.document_ids, batch.position_ids)  # type: ignore[arg-type]
+    frame = Frame(
+        aux=batch.aux(LAYERS),
+        input_ids=shift_left(batch.input_ids, batch.document_ids),
+        document_ids=batch.document_ids,
+        position_ids=batch.position_ids,
+        mask=batch.loss_mask,
+        rows=torch.zeros(0),
+        choice=torch.zeros(0),
+        teacher=lambda rows: rows,  # no loss is computed
+    )
     (elements,) = segments_of(sample, sample.transpose(0, 1), batch.document_ids, 1)
-    known = shift_left(batch.input_ids, batch.document_ids)
-    states = _element_states(trained, frame, batch.aux(LAYERS), known, elements)
+    states = element_states(trained, frame, elements)
     logits = torch.zeros(DEPTHS, *shape, VOCAB)
     logits[elements.where] = trained.logits(states.flatten(0, 1)[elements.place])
 

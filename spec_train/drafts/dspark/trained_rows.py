@@ -1,0 +1,99 @@
+"""Which drafts of a batch's blocks are trained, with what weight and on which teacher.
+
+In: a `BlockFrame`. Out: `TrainedRows`, index tables into the blocks and the teachers. Draft d of
+the block at anchor a reads its teacher, and its previous token, at slot a + d.
+
+B packs, T tokens of a pack, N blocks of a pack, D drafts of a block, R trained drafts.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spec_data.shards.packing import shift_left
+from spec_train.drafts.dspark.block_frame import BlockFrame
+from spec_train.drafts.dspark.blocks import Blocks, drafted_mask
+from spec_train.drafts.dspark.model import DSparkModel
+
+
+def draft_weights(draft: DSparkModel) -> Tensor:
+    """Return the weight exp(-d / gamma) of every draft of a block, float64 [D]; 1 for gamma 0."""
+    gamma, depth = draft.options.loss_decay_gamma, draft.config.depth
+    steps = torch.arange(depth, dtype=torch.float64, device=draft.fc.weight.device)
+    return torch.exp(-steps / gamma) if gamma else torch.ones_like(steps)
+
+
+def learnable(
+    draft: DSparkModel, target_argmax: Tensor, following: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return where the cross-entropy and where the other terms can be learned, bool [B, T] each.
+
+    Args:
+        draft: decides the draft vocabulary, and which token the cross-entropy is taken with.
+        target_argmax: the target's choice after every token, int64 [B, T].
+        following: the document's token after every token, int64 [B, T].
+    """
+    inside = draft.draft_index[target_argmax] >= 0
+    if draft.options.ce_target == "teacher":
+        return inside, inside
+    return inside & (draft.draft_index[following] >= 0), inside
+
+
+@dataclass(frozen=True)
+class TrainedRows:
+    """The R trained drafts of a batch, sorted by their teacher's slot; and all that count."""
+
+    drafted: Tensor  # bool [B, N, D]: the draft counts
+    trained: Tensor  # bool [B, N, D]: and the target's choice is in the draft vocabulary
+    rows: Tensor  # flat index in [B, N, D], int64 [R]
+    slot: Tensor  # flat slot of the teacher, ascending, int64 [R]; overlapping blocks share slots
+    weight: Tensor  # exp(-d / gamma), float64 [R]
+    choice: Tensor  # the target's choice as a draft index, int64 [R]
+    has_token: Tensor  # bool [R]: the cross-entropy counts
+    label: Tensor  # the document's token as a draft index, int64 [R]; 0 where it does not count
+    previous: Tensor  # the token before every draft, int64 [B, N, D]
+
+    @classmethod
+    def select(cls, draft: DSparkModel, frame: BlockFrame) -> "TrainedRows":
+        """Select the trained drafts of a frame."""
+        blocks, documents = frame.blocks, frame.document_ids
+        depth, length = draft.config.depth, frame.input_ids.shape[1]
+        drafted = _at(drafted_mask(frame.loss_mask, documents, depth), blocks)  # [B, N, D]
+        drafted = drafted & blocks.kept[..., None]
+        # A slot beyond the pack belongs to a draft that does not count: any slot will do for it.
+        places = blocks.places(depth).clamp_max(length - 1)  # [B, N, D], slots a + d
+        following = shift_left(frame.input_ids, documents)  # [B, T]
+        with_token, inside = learnable(draft, frame.target_argmax, following)
+        trained = drafted & _gather(inside, places)  # [B, N, D]
+        first = length * torch.arange(
+            len(places), device=places.device
+        )  # [B]: flat start of a pack
+        rows = trained.flatten().nonzero().squeeze(1)  # [R], in block order
+        slot, order = (places + first[:, None, None]).flatten()[rows].sort(stable=True)  # [R] each
+        rows = rows[order]
+        return cls(
+            drafted=drafted,
+            trained=trained,
+            rows=rows,
+            slot=slot,
+            weight=draft_weights(draft).to(rows.device)[rows % depth],
+            choice=draft.draft_index[frame.target_argmax.flatten()[slot]],
+            has_token=with_token.flatten()[slot],
+            label=draft.draft_index[following.flatten()[slot]].clamp_min(0),
+            previous=_gather(frame.input_ids, places),
+        )
+
+    def totals(self) -> Tensor:
+        """Return the summed weights of the cross-entropy and of the other terms, float64 [2]."""
+        return torch.stack([(self.weight * self.has_token).sum(), self.weight.sum()])
+
+
+def _at(x: Tensor, blocks: Blocks) -> Tensor:
+    """Return the entries [B, N, D] of `x` [B, T, D] at the anchors."""
+    return x.gather(1, blocks.anchors[..., None].expand(-1, -1, x.shape[-1]))
+
+
+def _gather(x: Tensor, places: Tensor) -> Tensor:
+    """Return the entries [B, N, D] of `x` [B, T] at the slots `places`, int64 [B, N, D]."""
+    return x.gather(1, places.flatten(1)).view_as(places)

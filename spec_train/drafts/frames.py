@@ -1,0 +1,178 @@
+"""The two frames of a loss: the shifted frame of EAGLE-3 and P-EAGLE, the token frame of the rest.
+
+In the token frame, row t of every tensor belongs to token x_t. In the shifted frame, all tensors
+except the aux states are moved left by one inside each document, with zero in its last slot: slot t
+holds the aux states a_t, the known token x_{t+1}, its mask m_{t+1} and its teacher z_{t+1}.
+
+In: the plain tensors that a public loss accepts, or a `DraftBatch`. Out: a `Frame`, which has every
+default filled in, the supervised slots listed, and one teacher.
+
+B packs, T slots, n captured layers, N slots in the mask, H hidden size, V / Vd target / draft
+vocabulary.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from spec_data.shards.errors import DraftError
+from spec_data.shards.packing import PADDING, shift_left
+from spec_train.data.batch import DraftBatch
+from spec_train.drafts.base import BaseDraft
+from spec_train.drafts.layers import argmax_by_chunks
+from spec_train.drafts.slots import settle_documents, slot_masks
+from spec_train.drafts.teacher import (
+    Teacher,
+    head_teacher,
+    logits_teacher,
+    proposed_ids,
+    teacher_of,
+)
+from spec_train.head import TargetHead
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenInputs:
+    """Plain tensors of a loss in the token frame: nothing is shifted."""
+
+    input_ids: Tensor  # x_t, int64 [B, T]
+    loss_mask: Tensor  # m_t [B, T]
+    target_argmax: Tensor | None = None  # argmax of z_t, int64 [B, T]; None: from the teacher
+    document_ids: Tensor | None = None  # int64 [B, T], -1 in padding; None: a row is one document
+    position_ids: Tensor | None = None  # int64 [B, T]; None: from 0 in each document
+
+    def documents(self) -> tuple[Tensor, Tensor]:
+        """Return document ids and position ids, both int64 [B, T], with the defaults filled in."""
+        return settle_documents(self.input_ids, self.document_ids, self.position_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShiftedInputs:
+    """Plain tensors of a loss in the shifted frame; exactly one mask and one teacher.
+
+    The teacher is `logits`, or `final_hidden` with `head`, or `target_probs` with `position_mask`.
+    """
+
+    aux_hidden_states: Tensor  # a_t, NOT shifted, layers ascending, [B, T, n*H]
+    input_ids: Tensor  # x_{t+1}, int64 [B, T]
+    loss_mask: Tensor | None = None  # m_{t+1} [B, T]; `slots` makes the slot mask from it
+    slot_mask: Tensor | None = None  # the slot mask of step 0 [B, T], instead of `loss_mask`
+    logits: Tensor | None = None  # z_{t+1} [B, T, V]
+    final_hidden: Tensor | None = None  # f_{t+1} [B, T, H]
+    head: TargetHead | None = None
+    target_probs: Tensor | None = None  # over the draft vocabulary [B, T, Vd]
+    position_mask: Tensor | None = None  # [B, T]: the target's choice is in the draft vocabulary
+    target_argmax: Tensor | None = None  # the target's choice, int64 [B, T]; None: from the teacher
+    document_ids: Tensor | None = None  # int64 [B, T], -1 in padding; None: a row is one document
+    position_ids: Tensor | None = None  # int64 [B, T]; None: from 0 in each document
+    attention_mask: Tensor | None = None  # 0 in padding [B, T]; None: `document_ids` marks it
+    slots: str = "serving"  # or "shifted"; see `slots.slot_masks`
+
+    def check(self) -> None:
+        """Raise DraftError unless there is exactly one teacher, complete, and one mask."""
+        teachers = ("logits", "final_hidden", "target_probs")
+        given = [name for name in teachers if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise DraftError(
+                f"give exactly one of logits, final_hidden, target_probs; found {given or 'none'}"
+            )
+        if (self.loss_mask is None) == (self.slot_mask is None):
+            raise DraftError("give exactly one of loss_mask and slot_mask")
+        if self.target_probs is not None and self.position_mask is None:
+            raise DraftError(
+                "target_probs needs position_mask: True where the target's choice is in the draft "
+                "vocabulary"
+            )
+        if self.final_hidden is not None and self.head is None:
+            raise DraftError("final_hidden needs head, the target's LM head")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """A batch in the shifted frame, with defaults filled in and the slots of step 0 listed."""
+
+    aux: Tensor  # a_t, not shifted, [B, T, n*H]
+    input_ids: Tensor  # x_{t+1}, int64 [B, T]
+    document_ids: Tensor  # int64 [B, T], -1 in padding
+    position_ids: Tensor  # int64 [B, T]
+    mask: Tensor  # slot mask of step 0, bool [B, T]
+    rows: Tensor  # flat slots of the mask, ascending, int64 [N]
+    choice: Tensor  # the target's choice there as a draft index, -1 outside, int64 [N]
+    teacher: Teacher  # of flat slots
+
+
+def tensor_frame(draft: BaseDraft, inputs: ShiftedInputs) -> Frame:
+    """Return the frame of plain tensors.
+
+    Raises:
+        DraftError: not exactly one teacher or one mask, or an unknown `slots`.
+    """
+    inputs.check()
+    document_ids, position_ids = settle_documents(
+        inputs.input_ids, inputs.document_ids, inputs.position_ids, inputs.attention_mask
+    )
+    if inputs.slot_mask is not None:
+        mask = inputs.slot_mask.bool() & (document_ids != PADDING)
+    else:
+        assert inputs.loss_mask is not None  # `check` has seen to it
+        mask = slot_masks(inputs.loss_mask, document_ids, inputs.slots)
+    rows = mask.flatten().nonzero().squeeze(1)  # [N]
+    choice, teacher = _choice_and_teacher(draft, inputs, rows)
+    return Frame(
+        aux=inputs.aux_hidden_states,
+        input_ids=inputs.input_ids,
+        document_ids=document_ids,
+        position_ids=position_ids,
+        mask=mask,
+        rows=rows,
+        choice=choice,
+        teacher=teacher,
+    )
+
+
+def _choice_and_teacher(
+    draft: BaseDraft, inputs: ShiftedInputs, rows: Tensor
+) -> tuple[Tensor, Teacher]:
+    """Return the target's choice at `rows` [N] as a draft index (-1: outside), and the teacher."""
+    known = None if inputs.target_argmax is None else inputs.target_argmax.flatten()[rows]  # [N]
+    if inputs.target_probs is not None and inputs.position_mask is not None:
+        probs = inputs.target_probs.flatten(0, 1)  # [B*T, Vd]
+        index = probs[rows].argmax(-1) if known is None else draft.draft_index[known]  # [N]
+        inside = inputs.position_mask.bool().flatten()[rows]  # [N]
+        return index.masked_fill(~inside, -1), lambda r: probs[r]
+    ids = proposed_ids(draft)
+    if inputs.logits is not None:
+        table = inputs.logits.flatten(0, 1)  # [B*T, V]
+        choice = table[rows].argmax(-1) if known is None else known  # [N]
+        return draft.draft_index[choice], logits_teacher(table, ids)
+    assert inputs.final_hidden is not None and inputs.head is not None  # `check` has seen to it
+    states = inputs.final_hidden.flatten(0, 1)  # [B*T, H]
+    choice = argmax_by_chunks(inputs.head.logits, states[rows]) if known is None else known  # [N]
+    return draft.draft_index[choice], head_teacher(inputs.head, states, ids)
+
+
+def batch_frame(draft: BaseDraft, batch: DraftBatch, head: TargetHead) -> Frame:
+    """Return the frame of a batch: shifted here, with the slot mask of the draft's options."""
+    mask, rows, choice = slots_of(draft, batch)
+    return Frame(
+        aux=batch.aux(draft.config.layers),
+        input_ids=shift_left(batch.input_ids, batch.document_ids),
+        document_ids=batch.document_ids,
+        position_ids=batch.position_ids,
+        mask=mask,
+        rows=rows,
+        choice=choice,
+        teacher=teacher_of(draft, batch, head, shift=1),
+    )
+
+
+def slots_of(draft: BaseDraft, batch: DraftBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `mask` bool [B, T], `rows` int64 [N] and `choice` int64 [N] of a batch's `Frame`.
+
+    Reads no states, so it also works on a batch without them.
+    """
+    shifted = shift_left(batch.loss_mask, batch.document_ids)  # [B, T]
+    mask = slot_masks(shifted, batch.document_ids, draft.options.slots)
+    rows = mask.flatten().nonzero().squeeze(1)  # [N]
+    # A slot of the mask is never the last of its document, so rows + 1 is the next token's slot.
+    return mask, rows, draft.draft_index[batch.target_argmax.flatten()[rows + 1]]

@@ -1,0 +1,87 @@
+"""What all drafts over captured layers share: every kind except EAGLE-1/2.
+
+In: a dataset's manifest and training options. Out: the checks of a dataset, the configuration of a
+fresh draft, and the columns that are read. A teacher is the target's distribution over the whole
+draft vocabulary: the final hidden states with the head supply it, and so do all logits. The K
+largest logits do not.
+"""
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from spec_data.shards.errors import DatasetError
+from spec_data.shards.schema import FINAL, Manifest, layer_column
+from spec_train.drafts.base import BaseDraft
+from spec_train.drafts.teacher import LOGITS
+from spec_train.head import TargetHead
+from spec_train.origin import origin_of
+
+
+class LayeredDraft(BaseDraft):
+    """A draft that reads captured layers, and one column for its teachers."""
+
+    config_class: ClassVar[type[Any]]
+
+    @classmethod
+    def check_data(cls, options: Any, manifest: Manifest) -> None:
+        """Raise an error if a dataset lacks the teachers or the layers of the draft.
+
+        Raises:
+            DatasetError, DraftError: what is missing, and how to generate it.
+        """
+        if manifest.supervision.startswith("topk"):
+            raise DatasetError(
+                f"{manifest.where}: --supervision {manifest.supervision} keeps too few logits: "
+                "the draft needs the target's distribution over its whole vocabulary. Generate "
+                "with --supervision final-hidden, or with --supervision logits if the target's "
+                "head rules that out"
+            )
+        options.layer_ids(manifest.layers)
+
+    @classmethod
+    def make_config(
+        cls,
+        options: Any,
+        target_config: dict[str, Any],
+        manifest: Manifest,
+        head: TargetHead,
+        token_counts: Tensor | None,
+    ) -> Any:
+        """Return the configuration of a fresh draft for a dataset."""
+        vocab = head.spec.vocab_size
+        return cls.config_class.from_target(
+            target_config,
+            layers=options.layer_ids(manifest.layers),
+            vocab_size=vocab,
+            draft_vocab_size=min(options.draft_vocab_size or vocab, vocab),
+            options=options,
+            dtype=manifest.target.get("dtype"),
+            origin=origin_of(manifest),
+            **cls.own_settings(options, target_config, manifest, head, token_counts),
+        )
+
+    @classmethod
+    def own_settings(
+        cls,
+        options: Any,
+        target_config: dict[str, Any],
+        manifest: Manifest,
+        head: TargetHead,
+        counts: Tensor | None,
+    ) -> dict[str, Any]:
+        """Return the configuration fields that only this kind of draft has.
+
+        `counts` are the supervised tokens by id, int64 [V], if known.
+        """
+        return {}
+
+    @property
+    def state_columns(self) -> tuple[str, ...]:
+        """The columns of the captured layers, ascending."""
+        return tuple(layer_column(k) for k in self.config.layers)
+
+    def columns(self, supervision: str = "final-hidden") -> tuple[str, ...]:
+        """Return the columns that the loss reads of a dataset with that supervision."""
+        teacher = LOGITS if supervision == LOGITS else FINAL
+        return ("input_ids", "loss_mask", *self.state_columns, teacher, "target_argmax")
