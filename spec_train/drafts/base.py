@@ -9,6 +9,7 @@ V / Vd target / draft vocabulary.
 """
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -23,6 +24,16 @@ from spec_train.drafts.targets import special_ids
 from spec_train.formats.draft_files import DraftFiles, check_tensors, read_files, write_files
 from spec_train.head import TargetHead, choose_draft_vocabulary
 from spec_train.origin import origin_of, require_same_embedding, weights_warning
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetFacts:
+    """What a fresh draft is built from."""
+
+    target_config: dict[str, Any]  # the target's config.json
+    manifest: Manifest
+    head: TargetHead
+    token_counts: Tensor | None  # supervised tokens by id, int64 [V], if known
 
 
 class BaseDraft(nn.Module):
@@ -132,14 +143,7 @@ class BaseDraft(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def make_config(
-        cls,
-        options: Any,
-        target_config: dict[str, Any],
-        manifest: Manifest,
-        head: TargetHead,
-        token_counts: Tensor | None,
-    ) -> Any:
+    def make_config(cls, options: Any, facts: DatasetFacts) -> Any:
         """Return the configuration of a fresh draft for a dataset."""
         raise NotImplementedError
 
@@ -162,7 +166,10 @@ class BaseDraft(nn.Module):
             DraftError: options, target config and dataset do not fit together.
         """
         cls.check_data(options, manifest)
-        config = cls.make_config(options, target_config, manifest, head, token_counts)
+        facts = DatasetFacts(
+            target_config=target_config, manifest=manifest, head=head, token_counts=token_counts
+        )
+        config = cls.make_config(options, facts)
         if config.hidden_size != head.spec.hidden_size:
             raise DraftError(
                 f"the dataset mixes two targets: target/config.json has hidden size "

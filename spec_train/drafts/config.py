@@ -13,24 +13,18 @@ from typing import Any, ClassVar
 from spec_data.config import to_dict
 from spec_data.shards.errors import DraftError
 from spec_data.shards.schema import LAYER_CONVENTION
-from spec_train.drafts.layers import LayerShape, RopeSettings
+from spec_train.drafts.layers import LayerShape, LayerSizes, RopeSettings
 from spec_train.drafts.targets import TargetShape, target_dtype, token_ids
 from spec_train.formats.flat import SECTION
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaseConfig:
+class BaseConfig(LayerSizes):
     """Shapes and arithmetic of a draft."""
 
     qk_norm: ClassVar[bool] = False
     not_keys: ClassVar[tuple[str, ...]] = ("token_ids", "origin")  # written under other names
 
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
     max_position_embeddings: int
     vocab_size: int
     rope_parameters: dict[str, Any]
@@ -74,15 +68,8 @@ class BaseConfig:
     @property
     def layer_shape(self) -> LayerShape:
         """The fields that a decoder layer needs."""
-        return LayerShape(
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_attention_heads=self.num_attention_heads,
-            num_key_value_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
-            rms_norm_eps=self.rms_norm_eps,
-            qk_norm=self.qk_norm,
-        )
+        sizes = {f.name: getattr(self, f.name) for f in dataclasses.fields(LayerSizes)}
+        return LayerShape(**sizes, qk_norm=self.qk_norm)
 
     def shared_json(self) -> dict[str, Any]:
         """Return the keys of config.json that every kind of draft writes."""

@@ -8,13 +8,10 @@ largest logits do not.
 
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.schema import FINAL, Manifest, layer_column
-from spec_train.drafts.base import BaseDraft
+from spec_train.drafts.base import BaseDraft, DatasetFacts
 from spec_train.drafts.teacher import LOGITS
-from spec_train.head import TargetHead
 from spec_train.origin import origin_of
 
 
@@ -40,40 +37,23 @@ class LayeredDraft(BaseDraft):
         options.layer_ids(manifest.layers)
 
     @classmethod
-    def make_config(
-        cls,
-        options: Any,
-        target_config: dict[str, Any],
-        manifest: Manifest,
-        head: TargetHead,
-        token_counts: Tensor | None,
-    ) -> Any:
+    def make_config(cls, options: Any, facts: DatasetFacts) -> Any:
         """Return the configuration of a fresh draft for a dataset."""
-        vocab = head.spec.vocab_size
+        vocab, manifest = facts.head.spec.vocab_size, facts.manifest
         return cls.config_class.from_target(
-            target_config,
+            facts.target_config,
             layers=options.layer_ids(manifest.layers),
             vocab_size=vocab,
             draft_vocab_size=min(options.draft_vocab_size or vocab, vocab),
             options=options,
             dtype=manifest.target.get("dtype"),
             origin=origin_of(manifest),
-            **cls.own_settings(options, target_config, manifest, head, token_counts),
+            **cls.own_settings(options, facts),
         )
 
     @classmethod
-    def own_settings(
-        cls,
-        options: Any,
-        target_config: dict[str, Any],
-        manifest: Manifest,
-        head: TargetHead,
-        counts: Tensor | None,
-    ) -> dict[str, Any]:
-        """Return the configuration fields that only this kind of draft has.
-
-        `counts` are the supervised tokens by id, int64 [V], if known.
-        """
+    def own_settings(cls, options: Any, facts: DatasetFacts) -> dict[str, Any]:
+        """Return the configuration fields that only this kind of draft has."""
         return {}
 
     @property

@@ -180,8 +180,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerShape:
-    """Sizes and switches of a `DecoderLayer`."""
+class LayerSizes:
+    """The sizes of a decoder layer, under the keys of Llama's config.json."""
 
     hidden_size: int
     intermediate_size: int
@@ -189,6 +189,12 @@ class LayerShape:
     num_key_value_heads: int
     head_dim: int
     rms_norm_eps: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape(LayerSizes):
+    """Sizes and switches of a `DecoderLayer`."""
+
     qk_norm: bool = False  # Qwen3: an RMSNorm over each head's queries and keys
     attention_bias: bool = False  # of the four attention projections
 

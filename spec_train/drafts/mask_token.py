@@ -21,39 +21,26 @@ from typing import Any
 from torch import Tensor
 
 from spec_data.shards.errors import DraftError
-from spec_data.shards.schema import Manifest
+from spec_train.drafts.base import DatasetFacts
 from spec_train.drafts.targets import text_config
-from spec_train.head import TargetHead
 
 log = logging.getLogger(__name__)
 
 _RESERVED = re.compile(r"reserved|unused|mask|fim_pad|extra_id", re.IGNORECASE)
 
 
-def settle_mask_token(
-    wanted: int,
-    target_config: dict[str, Any],
-    manifest: Manifest,
-    head: TargetHead,
-    counts: Tensor | None,
-) -> int:
+def settle_mask_token(wanted: int, facts: DatasetFacts) -> int:
     """Return the mask token of a new draft for a dataset: `wanted`, or a chosen one if it is -1.
-
-    Args:
-        wanted: a token id, or -1.
-        target_config: the target's config.json.
-        manifest: of the dataset, whose folder has the target's tokenizer.
-        head: the target's.
-        counts: supervised tokens by id, int64 [V], if known.
 
     Raises:
         DraftError: `wanted` cannot be a mask token, or no token can.
     """
+    embedding = facts.head.embed_weight
     if wanted < 0:
-        tables = {**text_config(target_config), **target_config}
-        folder = Path(manifest.where).parent / "target"
-        wanted = choose_mask_token(folder, tables, head.embed_weight, counts)
-    check_mask_token(wanted, head.embed_weight)
+        tables = {**text_config(facts.target_config), **facts.target_config}
+        folder = Path(facts.manifest.where).parent / "target"
+        wanted = choose_mask_token(folder, tables, embedding, facts.token_counts)
+    check_mask_token(wanted, embedding)
     return wanted
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from spec_data.shards.errors import DraftError
+from spec_train.drafts.layers import LayerSizes
 from spec_train.formats.flat import TOKEN_KEYS
 from spec_train.formats.rope import rope_parameters
 
@@ -23,15 +24,9 @@ _EPS_KEYS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetShape:
+class TargetShape(LayerSizes):
     """The sizes of a target decoder that a draft needs."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
     max_position_embeddings: int
     num_hidden_layers: int
     rope_parameters: dict[str, Any]  # flat, as `formats.rope.rope_parameters` returns them

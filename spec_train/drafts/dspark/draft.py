@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.packing import shift_left
-from spec_data.shards.schema import Manifest
 from spec_train.data.batch import DraftBatch
 from spec_train.draft_options import DFlashOptions, DSparkOptions
+from spec_train.drafts.base import DatasetFacts
 from spec_train.drafts.dspark.block_frame import batch_block_frame
 from spec_train.drafts.dspark.block_metrics import summarise_blocks
 from spec_train.drafts.dspark.blocks import Blocks, expected_weights, sample_blocks
@@ -35,17 +35,9 @@ class DSparkDraft(DSparkModel):
     confidence_threshold: float = 0.0  # see `stop_below`
 
     @classmethod
-    def own_settings(
-        cls,
-        options: Any,
-        target_config: dict[str, Any],
-        manifest: Manifest,
-        head: TargetHead,
-        counts: Tensor | None,
-    ) -> dict[str, Any]:
+    def own_settings(cls, options: Any, facts: DatasetFacts) -> dict[str, Any]:
         """Return the mask token (see LayeredDraft)."""
-        token = settle_mask_token(options.mask_token_id, target_config, manifest, head, counts)
-        return {"mask_token_id": token}
+        return {"mask_token_id": settle_mask_token(options.mask_token_id, facts)}
 
     def stop_below(self, confidence: float) -> None:
         """End a drafted block before its first token of a lower confidence (see protocol.Draft)."""

@@ -9,7 +9,7 @@ that continue from the draft's own predictions, like the unroll of EAGLE-3's tra
 chosen by what serving needs. The loss is that of the first step in both modes.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from spec_data.shards.errors import DatasetError
 from spec_data.shards.schema import ALL, FINAL, Manifest
 from spec_train.data.batch import DraftBatch
 from spec_train.draft_options import EagleOptions
+from spec_train.drafts.base import DatasetFacts
 from spec_train.drafts.drafting import ChainDrafter, LayerCaches
 from spec_train.drafts.eagle.config import EagleConfig
 from spec_train.drafts.eagle.loss import eagle_loss, input_noise, supervised_slots
@@ -58,21 +59,14 @@ class EagleDraft(EagleModel):
             )
 
     @classmethod
-    def make_config(
-        cls,
-        options: EagleOptions,
-        target_config: dict[str, Any],
-        manifest: Manifest,
-        head: TargetHead,
-        token_counts: Tensor | None,
-    ) -> EagleConfig:
+    def make_config(cls, options: EagleOptions, facts: DatasetFacts) -> EagleConfig:
         """Return the configuration of a fresh draft for a dataset; it has the full vocabulary."""
         return EagleConfig.from_target(
-            target_config,
-            vocab_size=head.spec.vocab_size,
+            facts.target_config,
+            vocab_size=facts.head.spec.vocab_size,
             options=options,
-            dtype=manifest.target.get("dtype"),
-            origin=origin_of(manifest),
+            dtype=facts.manifest.target.get("dtype"),
+            origin=origin_of(facts.manifest),
         )
 
     @property

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_data.shards.schema import Manifest
 from spec_train.data.batch import DraftBatch
 from spec_train.draft_options import PeagleOptions
+from spec_train.drafts.base import DatasetFacts
 from spec_train.drafts.frames import batch_frame, slots_of
 from spec_train.drafts.mask_token import settle_mask_token
 from spec_train.drafts.peagle.config import PeagleConfig
@@ -37,16 +37,9 @@ class PeagleDraft(PeagleModel):
         self._draws = Draws()
 
     @classmethod
-    def own_settings(
-        cls,
-        options: PeagleOptions,
-        target_config: dict[str, Any],
-        manifest: Manifest,
-        head: TargetHead,
-        counts: Tensor | None,
-    ) -> dict[str, Any]:
+    def own_settings(cls, options: PeagleOptions, facts: DatasetFacts) -> dict[str, Any]:
         """Return the number of layers and the mask token (see LayeredDraft)."""
-        token = settle_mask_token(options.mask_token_id, target_config, manifest, head, counts)
+        token = settle_mask_token(options.mask_token_id, facts)
         return {"num_hidden_layers": options.draft_layers, "mask_token_id": token}
 
     @property
