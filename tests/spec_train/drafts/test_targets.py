@@ -1,4 +1,4 @@
-"""Every registered family: the target's own rotary frequencies, and the whole way end to end."""
+"""Every registered family: the target's rotary frequencies, and a run from generate to eval."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ from tests.spec_data.runs import run, save_target, write_corpus
 from tests.tolerance import close
 
 RESOLVERS = (resolve_eagle1_draft_spec, resolve_eagle3_draft_spec, resolve_dspark_draft_spec)
-ROTARY = sorted(set(FAMILIES | MORE_FAMILIES) - {"gpt2"})  # which has learnt positions
+ROTARY = sorted(set(FAMILIES | MORE_FAMILIES) - {"gpt2"})  # which has learned positions
 SMALL = {
     "eagle3": {"ttt_steps": 3, "draft_vocab_size": 64},
     "peagle": {"draft_vocab_size": 64},
@@ -94,7 +94,7 @@ def test_the_drafts_rope_is_the_targets(family: str) -> None:
     kind = {"layer_type": "full_attention"} if prefix else {}
     expected = theirs(torch.zeros(1), positions, **kind)
     for own, other in zip(ours(positions), expected, strict=True):
-        # some families give the angles once, others twice side by side
+        # some families return the angles once, others twice side by side
         half = other if other.shape[-1] == own.shape[-1] else torch.cat([other, other], -1)
         same = half if family != "cohere" else torch.cat([other[..., ::2]] * 2, -1)
         close(own, same, terms=4)  # cosines and sines of equal angles, times a factor
@@ -104,7 +104,7 @@ def test_the_drafts_rope_is_the_targets(family: str) -> None:
 @pytest.mark.parametrize("draft", sorted(DRAFTS))
 @pytest.mark.parametrize("family", sorted(FAMILIES | MORE_FAMILIES))
 def test_generate_fit_and_eval(family: str, draft: str, tmp_path_factory, workplaces) -> None:
-    """Drafts of every family, from one dataset, without the target and then with it."""
+    """Fit and evaluate drafts of every family, without the target and then with it."""
     place = workplaces(family)
     out = tmp_path_factory.mktemp("run") / draft
     options = {"steps": 2, "batch_size": 1, "device": "cpu", **SMALL.get(draft, {})}
@@ -119,7 +119,7 @@ def test_generate_fit_and_eval(family: str, draft: str, tmp_path_factory, workpl
 
 @pytest.fixture(scope="module")
 def workplaces(tmp_path_factory):
-    """Per family, made once: a target on disk, a corpus and one dataset for all drafts."""
+    """Make once per family: a target on disk, a corpus, and one dataset for all drafts."""
     places: dict[str, Path] = {}
 
     def place(family: str) -> Path:

@@ -1,6 +1,6 @@
 """Drafts, documents and layouts for comparing the DSpark loss with its slow reference.
 
-Plain loops throughout: what lays documents out for the fast function must not share its code.
+Only plain loops: the code that lays out documents for the fast function must not share its code.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ TARGET = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One setting of the draft and its loss."""
+    """A setting of the draft and its loss."""
 
     kind: str = "vanilla"  # none, vanilla, gated, rnn
     confidence: bool = True
@@ -69,7 +69,7 @@ class Case:
 
 
 def make_draft(case: Case, seed: int = 0, rope: dict[str, Any] | None = None) -> DSparkDraft:
-    """A random draft, far enough from zero that every term of it matters."""
+    """Return a random draft with weights so large that every term matters."""
     options = case.options()
     config = DSparkConfig.from_target(
         TARGET if rope is None else TARGET | {"rope_parameters": rope},
@@ -95,7 +95,7 @@ def make_draft(case: Case, seed: int = 0, rope: dict[str, Any] | None = None) ->
 
 
 def make_head() -> TargetHead:
-    """The target's embedding and head, always the same."""
+    """Return the target's embedding and head; every call returns the same."""
     generator = torch.Generator().manual_seed(7)
     embed, head = torch.randn(2, VOCAB, HIDDEN, generator=generator, dtype=torch.float64)
     spec = HeadSpec(vocab_size=VOCAB, hidden_size=HIDDEN, tied=False)
@@ -103,7 +103,7 @@ def make_head() -> TargetHead:
 
 
 def reference_config(case: Case) -> ReferenceConfig:
-    """The same setting in the reference's words; frequencies from the target's own rotary code."""
+    """Return the setting for the reference; frequencies come from the target's rotary code."""
     rotary = LlamaRotaryEmbedding(LlamaConfig(**TARGET))
     options = case.options()
     return ReferenceConfig(
@@ -126,7 +126,7 @@ def reference_config(case: Case) -> ReferenceConfig:
 
 
 def reference_state(draft: DSparkDraft) -> dict[str, Tensor]:
-    """The checkpoint's tensors as leaves of their own graph."""
+    """Return the checkpoint's tensors as leaves of a graph of their own."""
     state = draft.checkpoint_tensors(torch.float64)
     return {
         name: value.clone().requires_grad_(value.is_floating_point())
@@ -137,7 +137,7 @@ def reference_state(draft: DSparkDraft) -> dict[str, Tensor]:
 def make_documents(
     case: Case, draft: DSparkDraft, masks: Sequence[Sequence[int]], seed: int = 0
 ) -> list[Document]:
-    """Random documents with these loss masks, whose teacher often agrees with the draft."""
+    """Return random documents with these loss masks; the teacher often agrees with the draft."""
     generator = torch.Generator().manual_seed(seed)
     config, state, head = reference_config(case), reference_state(draft), make_head()
     ids = draft.draft_ids
@@ -154,7 +154,7 @@ def make_documents(
                 for d, values in enumerate(logits):
                     z[anchor + d, ids] += 2.0 * values / (d + 1)
         if case.reduced:
-            z[3::5, 1] += 9.0  # a choice that the draft vocabulary lacks
+            z[3::5, 1] += 9.0  # a choice outside the draft vocabulary
         documents.append(document)
     return documents
 
@@ -164,9 +164,9 @@ def lay_out(
     rows: Sequence[Sequence[int]],
     anchors: Sequence[Sequence[int]],
 ) -> dict[str, Tensor]:
-    """Arguments of `dspark_loss` with rows of the given documents, padded with rubbish.
+    """Arguments of `dspark_loss` for rows of the given documents; padding holds garbage.
 
-    `anchors[d]` are the anchors of document d, in its own positions.
+    `anchors[d]` are the anchors of document d, as positions of that document.
     """
     width = max(sum(len(documents[d].x) for d in row) for row in rows) + 2
     shape = (len(rows), width)
@@ -197,7 +197,7 @@ def lay_out(
                 out["loss_mask"][b, slot] = bool(document.m[t])
                 out["logits"][b, slot] = document.z[t]
             start += len(document.x)
-    most = max(map(len, places)) + 1  # one block too many everywhere
+    most = max(map(len, places)) + 1  # one more block than any row needs
     out["anchors"] = torch.tensor([p + [0] * (most - len(p)) for p in places])
     out["kept"] = torch.tensor([[n < len(p) for n in range(most)] for p in places])
     return out

@@ -1,9 +1,9 @@
-"""The DSpark training loss, slowly: one document, block, slot and head at a time.
+"""A slow DSpark training loss: one document, block, slot and head at a time.
 
-An oracle (float64) for the fast implementation, sharing no code with it: no batch, no packing, no
-mask tensor, no chunk, no hand-made gradient. Everything is indexed by the token positions of ONE
-document. Weights come as a state dict in the checkpoint's key layout, so the names are under test
-as well. Gradients are autograd's.
+A float64 oracle for the fast implementation. It shares no code with it: no batch, no packing, no
+mask tensor, no chunk, no manual gradient. Everything is indexed by the token positions of ONE
+document. Weights come as a state dict with the checkpoint's keys, so the test covers the names too.
+Gradients come from autograd.
 
 T tokens of a document, n captured layers, H hidden size, V / Vd target / draft vocabulary, B slots
 of a block, D drafts of a block, r Markov rank, d head size.
@@ -21,7 +21,7 @@ State = Mapping[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:
-    """What the checkpoint's config.json and the training options decide."""
+    """Settings from the checkpoint's config.json and the training options."""
 
     heads: int
     kv_heads: int
@@ -56,7 +56,7 @@ class Document:
 
 @dataclass(kw_only=True)
 class Reference:
-    """Loss of blocks with its parts."""
+    """The loss of blocks and its parts."""
 
     loss: Tensor
     terms: list[float]  # weighted sums of cross-entropy, L1, confidence's BCE
@@ -72,7 +72,7 @@ class Reference:
 
 
 def draft_counts(m: Sequence[int], anchor: int, d: int) -> bool:
-    """Whether draft d of a block counts: tokens anchor+1 .. anchor+1+d exist, all supervised."""
+    """Return whether draft d of a block counts: tokens anchor+1..anchor+1+d are supervised."""
     tokens = range(anchor + 1, anchor + 2 + d)
     return all(t < len(m) and bool(m[t]) for t in tokens)
 
@@ -150,7 +150,7 @@ def reference_loss(
 
 
 def draft_ids(state: State, head: Tensor) -> list[int]:
-    """Target ids of the draft vocabulary, from the map's offsets; all of them without a map."""
+    """Return the target ids of the draft vocabulary, from the map's offsets; all without a map."""
     if "d2t" not in state:
         return list(range(len(head)))
     return [i + int(offset) for i, offset in enumerate(state["d2t"].tolist())]
@@ -159,9 +159,9 @@ def draft_ids(state: State, head: Tensor) -> list[int]:
 def block_logits(
     state: State, head: Tensor, config: ReferenceConfig, document: Document, anchor: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Logits [Vd] and confidences of the D drafts of a block; previous tokens are the document's.
+    """Return logits [Vd] and confidences of a block's D drafts, after the document's own tokens.
 
-    A draft whose previous token does not exist has no logits; the lists end there.
+    The lists end before the first draft whose previous token does not exist.
     """
     states = block_states(state, config, document, anchor)
     rows = head[draft_ids(state, head)]
@@ -188,7 +188,7 @@ def block_logits(
 def markov_bias(
     state: State, kind: str, e: Tensor, y: Tensor, memory: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Bias [Vd] after the previous token with W1 row e [r]; and the rnn's memory [r]."""
+    """Return the bias [Vd] after a token with W1 row e [r], and the rnn's next state [r]."""
     w2 = state["markov_head.markov_w2.weight"]
     if kind == "vanilla":
         return w2 @ e, None
@@ -206,7 +206,7 @@ def markov_bias(
 def block_states(
     state: State, config: ReferenceConfig, document: Document, anchor: int
 ) -> list[Tensor]:
-    """y [H] of the B slots of the block at `anchor`: it sees the target's states before it."""
+    """Return y [H] of the B slots of a block; it sees the target's states before `anchor`."""
     context = [
         _rms(_linear(state, "fc", document.aux[t]), state["hidden_norm.weight"], config)
         for t in range(anchor)
@@ -229,7 +229,7 @@ def _layer(
     anchor: int,
 ) -> list[Tensor]:
     inputs = [_rms(row, state[f"{name}.input_layernorm.weight"], config) for row in rows]
-    # Keys: the context's own positions, then the block's; the context is not normed again.
+    # Keys: those of the context, then those of the block; the context has no input norm.
     sources = [*enumerate(context), *((anchor + k, u) for k, u in enumerate(inputs))]
     keys, values = (
         [[make(state, name, s, g, t, config) for t, s in sources] for g in range(config.kv_heads)]
@@ -276,7 +276,7 @@ def _part(
 def _turned(
     state: State, name: str, which: str, x: Tensor, head: int, position: int, c: ReferenceConfig
 ) -> Tensor:
-    """A query or key: projected, normed over its head, rotated."""
+    """Return a query or key: projected, normed per head, rotated."""
     part = _part(state, name, which, x, head, c)
     part = _rms(part, state[f"{name}.self_attn.{which}_norm.weight"], c)
     half = c.rope_inv_freq.numel()

@@ -131,7 +131,7 @@ def test_the_config_is_the_one_that_engines_read(
         "model_type": "qwen3",
         "block_size": 4,
         "mask_token_id": 3,
-        "target_layer_ids": [0, 2],  # outputs of blocks, as everywhere
+        "target_layer_ids": [0, 2],  # block outputs, as in every engine
         "num_hidden_layers": 2,
         "num_target_layers": 4,
         "markov_rank": 8,
@@ -157,7 +157,7 @@ def test_the_config_is_the_one_that_engines_read(
     build(dataset, head, "dspark", draft_vocab_size=40, layout="mask").save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     assert "has_embed_tokens" not in raw and raw["sample_from_anchor"] is False
-    # an engine that reads it as a Qwen3 arrives at the same frequencies and shapes
+    # an engine that reads it as a Qwen3 gets the same frequencies and shapes
     theirs = Qwen3Config.from_dict(json.loads((tmp_path / "config.json").read_text()))
     ours = load_draft(tmp_path)
     positions = torch.arange(40)[None]
@@ -303,7 +303,7 @@ def test_the_mask_token_is_unused_then_reserved_then_padding_then_unseen(tmp_pat
     ends = {"eos_token_id": [5], "pad_token_id": 2}
     write_tokenizer(tmp_path, words, {"<|im_end|>": 4, "<end>": 5})
     assert choose_mask_token(tmp_path, ends, embedding, counts) == 6  # 6 and 7 have no text
-    embedding[6] = 0  # a zero embedding would make all slots one
+    embedding[6] = 0  # with a zero embedding, the slots could not be told apart
     assert choose_mask_token(tmp_path, ends, embedding, counts) == 2
     write_tokenizer(tmp_path, words, {"<|a|>": 4, "<b>": 5, "<|reserved_0|>": 6, "<c>": 7})
     assert choose_mask_token(tmp_path, ends, torch.ones(8, 4), counts) == 6
@@ -326,7 +326,7 @@ def test_a_mask_token_of_no_use_is_refused(dataset: HiddenStatesDataset, head: T
 
 
 def test_biases_and_norms_of_the_target_do_not_leak_into_the_draft() -> None:
-    """The published layers have norms of queries and keys and no biases, whatever the target."""
+    """The layers have norms of queries and keys and no biases, as published, for every target."""
     raw = LlamaConfig(num_hidden_layers=6, attention_bias=True, vocab_size=64).to_dict()
     raw["architectures"] = ["LlamaForCausalLM"]
     config = DSparkConfig.from_target(

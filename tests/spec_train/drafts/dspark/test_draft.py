@@ -1,4 +1,4 @@
-"""Laws of block drafts: which blocks there are, what they see, what a batch depends on."""
+"""Block drafts: which blocks are drawn, what they see, and what a batch depends on."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -44,7 +44,7 @@ KINDS = (Case(), Case(kind="rnn", layout="mask"), Case(kind="gated"), Case(dflas
 def make_layout(
     masks: Sequence[Sequence[Sequence[int]]], padding: int = 2
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss mask (rubbish in padding), document and position ids of rows of documents."""
+    """Return loss mask (garbage in padding), document ids and position ids of rows of documents."""
     lengths = [[len(m) for m in row] for row in masks]
     width = max(map(sum, lengths)) + padding
     document_ids, position_ids = row_layout(lengths, width)
@@ -65,10 +65,10 @@ MASKS = [
 def test_anchors_are_known_supervised_tokens_with_a_supervised_next_and_something_before() -> None:
     mask, document_ids, _ = make_layout(MASKS)
     found = [row.nonzero().flatten().tolist() for row in anchor_candidates(mask, document_ids)]
-    # token 7 begins a document: nothing stands before it, and serving never starts there
+    # token 7 is the first of a document, so serving never starts a block there
     assert found == [[1, 2, 5, 8], [4, 5, 6, 7], []]
     blocks = sample_blocks(mask, document_ids, 10)
-    assert blocks.anchors.tolist() == [[1, 2, 5, 8], [4, 5, 6, 7], [0] * 4]  # no dead blocks
+    assert blocks.anchors.tolist() == [[1, 2, 5, 8], [4, 5, 6, 7], [0] * 4]  # no unused blocks
     assert blocks.kept.tolist() == [[True] * 4, [True] * 4, [False] * 4]
 
 
@@ -118,7 +118,7 @@ def test_a_sample_has_no_repetitions_is_sorted_and_depends_on_its_row_alone() ->
 
 
 def walk_logits(draft: DSparkDraft, batch: dict[str, Tensor], blocks: Blocks) -> Tensor:
-    """Logits [B, N, D, Vd] with the document's own previous tokens."""
+    """Return logits [B, N, D, Vd] after the document's own previous tokens."""
     names = ("input_ids", "document_ids", "position_ids")
     ids, documents, positions = (batch[name] for name in names)
     context = batch_context(draft, batch["aux"], documents, positions)
@@ -157,7 +157,7 @@ def test_a_block_sees_its_anchor_and_the_states_before_it_and_nothing_else(case:
         moved = aux.grad.abs().sum(-1)[0].nonzero().flatten().tolist()
         start = int((document_ids[0] == document_ids[0, anchor]).nonzero()[0])
         assert moved == list(range(start, anchor))
-        for t in range(22):  # the anchor's token enters, no other one
+        for t in range(22):  # the anchor's token is read, and no other one
             other = ids.clone()
             other[0, t] = (other[0, t] + 1) % VOCAB
             same = torch.equal(states(batch["aux"], other)[:, n], base[:, n])
@@ -166,7 +166,7 @@ def test_a_block_sees_its_anchor_and_the_states_before_it_and_nothing_else(case:
         elsewhere[0, n - 1] = 12
         apart = states(batch["aux"], ids, Blocks(elsewhere, blocks.kept))[:, n]
         close(apart, base[:, n], terms=network(2))
-    # and in the logits, draft d has its own previous token besides, from draft 1 on
+    # from draft 1 on, the logits of draft d also depend on its previous token
     logits = walk_logits(draft, batch, blocks)
     other = ids.clone()
     other[0, 11] = (other[0, 11] + 1) % VOCAB
@@ -183,7 +183,7 @@ def test_a_block_sees_its_anchor_and_the_states_before_it_and_nothing_else(case:
 
 @pytest.mark.parametrize("longrope", [False, True])
 def test_packed_documents_keep_their_own_rope_and_context(longrope: bool) -> None:
-    """No batch decides for a document: its blocks are what they are in a row of its own."""
+    """The blocks of a document are the same in a pack as in a row of its own."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 50.0}
     if longrope:
         factors = {"short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 5.0]}
@@ -278,7 +278,7 @@ def gradients(draft: DSparkDraft) -> dict[str, Tensor]:
 def test_micro_batches_add_up_to_one_batch(
     dataset: HiddenStatesDataset, head: TargetHead, name: str, changes: dict[str, Any]
 ) -> None:
-    """The same blocks are drawn, the same gradient comes out, however a step is cut up."""
+    """The blocks and the gradient are the same for every division of a step into micro-batches."""
     draft = build(dataset, head, name, **changes)
     rows = [[0, 1], [2], [3, 4], [5]]
     whole, parts = batch_of(dataset, rows, 96), [batch_of(dataset, [row], 96) for row in rows]
@@ -311,7 +311,7 @@ def test_counts_are_the_weights_of_all_blocks_or_their_expectation(
     assert (counts[0] < counts[1]) == bool(changes)
     few = build(dataset, head, "dspark", num_anchors=6, **changes)
     drawn = torch.stack([few.loss(batch, head, counts).sums["term_weights"] for _ in range(60)])
-    # a mean of 60 samples of blocks: their spread, not rounding
+    # a mean of 60 samples of blocks: the tolerance is their spread, not rounding
     torch.testing.assert_close(drawn.mean(0)[:2], few.slot_counts(batch), rtol=0.04, atol=0)
 
 

@@ -1,4 +1,4 @@
-"""DFlash drafts in the published layout are what transformers' own DFlash decoding makes of them.
+"""transformers' DFlash decoding drafts the same tokens from our DFlash checkpoints.
 
 An independent serving code reads the checkpoint's tensors (its names differ in two places) and its
 config, and drafts with its own cache, positions and noise block.
@@ -28,7 +28,7 @@ RENAMED = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.outp
 
 
 def assistant_of(draft: Any) -> Any:
-    """The draft as transformers' model, made from its saved config and tensors alone."""
+    """Return transformers' model of a draft, made only from its saved config and tensors."""
     raw = draft.config.to_json(draft.options, draft.name)
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     names += ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "layer_types")
@@ -55,7 +55,7 @@ def test_transformers_drafts_the_same_tokens(target, prompts) -> None:
 
         def kept(self, input_ids, *args, theirs=theirs, original=original, **kwargs):
             ids, logits = original(self, input_ids, *args, **kwargs)
-            if logits is not None:  # before the target has spoken, and at the limit
+            if logits is not None:  # before the target's first token, and at the limit
                 theirs.append(ids[0].tolist())
             return ids, logits
 
@@ -75,7 +75,7 @@ def test_transformers_drafts_the_same_tokens(target, prompts) -> None:
         with torch.inference_mode():
             _, states = session.forward(output)
         for ids in theirs:
-            anchor = len(ids) - draft.depth - 1  # what they know, then their drafts
+            anchor = len(ids) - draft.depth - 1  # the known token, then the drafts
             assert ids[: anchor + 1] == output[: anchor + 1] and anchor > fed
             drafted, _ = drafter.propose(
                 output[fed + 1 : anchor + 1], states[:, fed:anchor], draft.depth, Greedy()

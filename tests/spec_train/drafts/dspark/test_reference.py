@@ -1,4 +1,4 @@
-"""The DSpark loss against its slow reference: value, figures and every gradient, in float64."""
+"""The DSpark loss against its slow reference: value, sums and every gradient, in float64."""
 
 import functools
 import math
@@ -36,7 +36,7 @@ MASKS = (
     [0, 0, 1],
     [1, 1],
 )
-# The last two are no candidates: an anchor at the very start, and one with nothing after it.
+# The last two are not candidates: the first slot of a document, and one with nothing after it.
 ANCHORS = ([3, 5, 6, 9], [1, 2, 6, 7], [1, 4, 5], [2], [0, 1])
 CASES = (
     Case(),
@@ -113,7 +113,7 @@ def test_packed_documents_match_the_reference(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES[::4], ids=str)
-def test_so_they_do_with_layers_recomputed(case: Case) -> None:
+def test_recomputed_layers_match_the_reference(case: Case) -> None:
     compare(case, [[0, 1, 4], [2, 3]], recompute=True)
 
 
@@ -127,7 +127,7 @@ def test_the_denominators_of_a_step_replace_those_of_the_batch() -> None:
 
 
 def test_the_documents_are_worth_comparing() -> None:
-    """Hits and misses at several depths, blocks cut short, choices outside the vocabulary."""
+    """There are hits and misses at several depths, cut blocks, choices outside the vocabulary."""
     case = Case(reduced=True)
     draft = make_draft(case)
     documents = make_documents(case, draft, MASKS)
@@ -208,7 +208,7 @@ def test_nothing_that_grows_with_rows_times_vocabulary_is_kept_for_the_backward(
 
 
 def test_a_teacher_is_asked_once_for_every_position() -> None:
-    """Neighbouring blocks share their teachers; only the selected rows of a chunk are made."""
+    """Neighbouring blocks share their teachers; a chunk computes only the selected rows."""
     case = Case(kind="none", confidence=False)
     draft, head = make_draft(case), make_head()
     arguments = lay_out(make_documents(case, draft, MASKS), [[0]], [[3, 4, 5, 6]])
@@ -228,7 +228,7 @@ def test_a_teacher_is_asked_once_for_every_position() -> None:
 
 
 def test_the_reference_itself_counts_as_the_paper_says() -> None:
-    """One block by hand: weights exp(-k/4), loss 0.1, 0.9 and 1.0."""
+    """One block computed by hand: weights exp(-k/4), terms 0.1, 0.9 and 1.0."""
     case = Case(kind="none", block_size=2)
     draft, head, config = make_draft(case), make_head(), reference_config(case)
     document = make_documents(case, draft, [[0, 1, 1, 1]])[0]

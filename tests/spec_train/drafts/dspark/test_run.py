@@ -24,7 +24,7 @@ STEPS = ["--batch-size", "2", "--seq-len", "64", "--lr", "0.003", "--validation"
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory, target, prompts) -> Path:
-    """The target's own responses."""
+    """Return a dataset of the target's own responses."""
     documents = [(*respond(target, p), [("user", 0, 1)]) for p in prompts]
     folder = tmp_path_factory.mktemp("data") / "own"
     return tiny_dataset(folder, layers=(0, 2), model=target, documents=documents)
@@ -77,7 +77,7 @@ def test_fit_and_eval_end_to_end(name, more, data, workplace, tmp_path, capsys) 
     report = json.loads((tmp_path / "out.json").read_text())
     assert report["identical"] == report["responses"] == 8 and report["different"] == []
     assert report["draft_tokens"] == draft.depth
-    assert report["draft_passes"] <= report["rounds"]  # one forward per round that drafts
+    assert report["draft_passes"] <= report["rounds"]  # one forward pass per round that drafts
     assert report["data"]["on_policy"] == 1.0
     assert report["data"]["teacher_forced"]["tau"] >= 1
     assert main([*common, *real, "--temperature", "0.8", "--limit", "2"]) == 0

@@ -1,4 +1,4 @@
-"""Block drafts in decoding: the training's logits from cached keys, and the target's own output."""
+"""Block drafts in decoding: logits equal those of training, output equals the target's own."""
 
 import math
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ CASES = (
 
 
 class Forced:
-    """A sampler that drafts given tokens and keeps the logits it was shown."""
+    """A sampler that drafts given tokens and records the logits that it receives."""
 
     def __init__(self, tokens: Iterator[int]) -> None:
         self.tokens, self.seen = tokens, []
@@ -64,7 +64,7 @@ class Forced:
 @pytest.mark.parametrize("pieces", [[1] * 10, [4, 1, 3, 2], [10]], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_decoding_has_the_logits_of_training_at_every_slot(case: Case, pieces: list[int]) -> None:
-    """Fed verified positions in any pieces, with caches; the reference is the one training met."""
+    """With caches, for verified positions in chunks of any size; the reference is training's."""
     draft, head = make_draft(case), make_head()
     document = make_documents(case, draft, [[1] * 20])[0]
     config, state = reference_config(case), reference_state(draft)
@@ -87,7 +87,7 @@ def test_decoding_has_the_logits_of_training_at_every_slot(case: Case, pieces: l
 
 
 def make(model: Any, kind: str = "dspark", draft_vocab: int = VOCAB, **changes: Any) -> DSparkDraft:
-    """A float32 block draft for the tiny target of `evaluate_tools`."""
+    """Return a float32 block draft for the tiny target of `evaluate_tools`."""
     torch.manual_seed(1)
     small: dict[str, Any] = {"num_draft_layers": 2, "block_size": 5}
     if kind == "dflash":
@@ -112,7 +112,7 @@ def make(model: Any, kind: str = "dspark", draft_vocab: int = VOCAB, **changes: 
 
 
 def teach(draft: DSparkDraft, model: Any, prompts: list[list[int]]) -> DSparkDraft:
-    """A few dozen steps on the target's own responses: the draft is sometimes right."""
+    """Train a few dozen steps on the target's own responses: the draft is sometimes right."""
     head, batch = head_of(model), batch_of(model, [respond(model, p) for p in prompts[:8]])
     optimizer = torch.optim.AdamW(draft.train().trainable_parameters(), lr=6e-3)
     for _ in range(30):
@@ -133,7 +133,7 @@ def drafts(target, prompts) -> dict[str, DSparkDraft]:
 
 
 def median_confidence(draft: DSparkDraft, model: Any, prompts: list[list[int]]) -> float:
-    """A threshold that cuts some blocks and not others."""
+    """Return a threshold that ends some blocks early, but not all."""
     batch = batch_of(model, [respond(model, p) for p in prompts[:4]])
     sums = draft.loss(batch, head_of(model), None).sums
     return float(sums["confidence_sum"].sum() / sums["confidence_number"].sum())
@@ -142,7 +142,7 @@ def median_confidence(draft: DSparkDraft, model: Any, prompts: list[list[int]]) 
 @pytest.mark.parametrize(
     ("name", "threshold"),
     [(name, cut) for name in ("dspark", "rnn", "small") for cut in (False, True)]
-    + [("dflash", False)],  # which forecasts nothing
+    + [("dflash", False)],  # which has no confidence head
 )
 def test_greedy_decoding_is_the_targets_own_and_the_walk_over_chains_is_the_decoding(
     name, threshold, target, prompts, drafts
@@ -171,7 +171,7 @@ def test_greedy_decoding_is_the_targets_own_and_the_walk_over_chains_is_the_deco
         cut |= bool((chains == NOT_DRAFTED).any())
     draft.stop_below(0.0)
     assert cut == threshold
-    assert passes == 0  # one forward per round that drafts, whatever it drafts
+    assert passes == 0  # one forward pass per round that drafts
     walk = total.walk_figures()
     same_but_for_a_tie(walked, real)
     assert walk.acceptance_length == total.emitted / total.rounds
@@ -187,7 +187,7 @@ def test_packing_and_chunks_change_no_chain(name, target, prompts, drafts, monke
     together = draft.chains(batch_of(target, documents), head, draft.depth)
     alone = [draft.chains(batch_of(target, [d]), head, draft.depth) for d in documents]
     lengths = [len(ids) for ids, _ in documents]
-    # the last slot of a document drafts after nothing
+    # the last slot of a document has no known token
     packed, single = (
         [chain for part in parts for chain in part[0, :-1].tolist()]
         for parts in (together.split(lengths, dim=1), alone)
@@ -217,7 +217,9 @@ def test_a_round_drafts_at_least_one_token_and_what_was_asked_for_at_most(
             prompts[0][:6], states, count, Sampled(1.0, 0)
         )
         assert len(q) == len(sampled) and q[0].shape == (VOCAB,)
-    assert all(few == found[-1][: len(few)] for few in found)  # the same however many are wanted
+    assert all(
+        few == found[-1][: len(few)] for few in found
+    )  # the same for every number of wanted drafts
 
 
 def exact(model: Any, prompt: list[int], limit: int, temperature: float) -> dict[tuple, float]:
@@ -237,7 +239,7 @@ def exact(model: Any, prompt: list[int], limit: int, temperature: float) -> dict
 
 @pytest.mark.parametrize("threshold", [0.0, 0.5])
 def test_sampling_has_the_targets_distribution(threshold) -> None:
-    """Short responses against the exact probabilities of all of them; the draft knows nothing."""
+    """Compare sampled short responses with their exact probabilities; the draft is untrained."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=4,
@@ -260,7 +262,7 @@ def test_sampling_has_the_targets_distribution(threshold) -> None:
     )
     draft = DSparkDraft(draft_config, options).requires_grad_(False)
     for table in (draft.markov_head.markov_w1, draft.markov_head.markov_w2):
-        table.weight.normal_(std=1.5)  # drafts unlike the target, from token to token
+        table.weight.normal_(std=1.5)  # drafts that differ from the target's tokens
     draft.confidence_head.proj.weight.zero_()[:, -4:].normal_(std=2.0)  # by the previous token
     head = evaluate_tools.TargetHead.from_model(model)
     draft.adopt(head)
@@ -276,7 +278,7 @@ def test_sampling_has_the_targets_distribution(threshold) -> None:
             accepted += r.accepted
             drafted[r.drafted] += 1
     assert accepted > samples / 4
-    if threshold:  # the same rounds end where the forecast says, and where the limit does
+    if threshold:  # rounds end by the forecast or by the limit
         assert drafted[1] > samples / 4 and drafted[2] > samples / 4
     common = [r for r in probabilities if probabilities[r] * samples >= 5]
     pairs = [(counts[r], probabilities[r] * samples) for r in common]

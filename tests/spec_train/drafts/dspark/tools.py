@@ -1,6 +1,6 @@
 """A tiny dataset and the block drafts built on it.
 
-Test modules take the fixtures by assignment: an import would look unused, and shadowed.
+Test modules assign the fixtures to names: linters would flag imports as unused and shadowed.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Drafts, documents and layouts for comparing the EAGLE-1/2 loss with its slow reference.
 
-Plain loops throughout: what lays documents out for the fast function must not share its shifts.
+Only plain loops: the code that lays out documents for the fast function must not share its shifts.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ SPEC = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "tied": False}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One setting of the draft, the target's head and the loss."""
+    """A setting of the draft, the target's head and the loss."""
 
     slots: str = "serving"
     layers: int = 1
@@ -61,7 +61,7 @@ class Case:
 
 
 def make_draft(case: Case, seed: int = 0) -> EagleDraft:
-    """A random draft in float64, far enough from zero that every term of it matters."""
+    """Return a random float64 draft with weights so large that every term matters."""
     options = case.options()
     config = EagleConfig.from_target(case.target_config(), vocab_size=VOCAB, options=options)
     draft = EagleDraft(config, options).double()
@@ -82,7 +82,7 @@ def make_head(case: Case, seed: int = 1) -> TargetHead:
 
 
 def reference_config(case: Case, head: TargetHead) -> ReferenceConfig:
-    """The same setting in the reference's words; frequencies from the target's own rotary code."""
+    """Return the setting for the reference; frequencies come from the target's rotary code."""
     rotary = LlamaRotaryEmbedding(LlamaConfig(**case.target_config()))
     return ReferenceConfig(
         heads=4,
@@ -103,15 +103,15 @@ def reference_config(case: Case, head: TargetHead) -> ReferenceConfig:
 
 
 def reference_state(draft: EagleDraft) -> dict[str, Tensor]:
-    """The checkpoint's tensors as leaves of their own graph."""
+    """Return the checkpoint's tensors as leaves of a graph of their own."""
     tensors = draft.checkpoint_tensors(torch.float64)
     return {name: value.clone().requires_grad_() for name, value in tensors.items()}
 
 
 def make_documents(case: Case, masks: Sequence[Sequence[int]], seed: int = 0) -> list[Document]:
-    """Random documents with these loss masks, whose states are half what the draft predicts.
+    """Return random documents with these loss masks; their states are half the draft's predictions.
 
-    So it is sometimes right, and its distances reach both branches of smooth L1.
+    So the draft is sometimes right, and the distances reach both branches of smooth L1.
     """
     generator = torch.Generator().manual_seed(seed)
     config = reference_config(case, make_head(case))
@@ -132,7 +132,7 @@ def make_documents(case: Case, masks: Sequence[Sequence[int]], seed: int = 0) ->
 
 
 def lay_out(documents: Sequence[Document], rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """Arguments of `eagle_loss` with rows of the given documents, padded with rubbish."""
+    """Arguments of `eagle_loss` for rows of the given documents; padding holds garbage."""
     width = max(sum(len(documents[d].x) for d in row) for row in rows) + 2
     shape = (len(rows), width)
     generator = torch.Generator().manual_seed(99)

@@ -1,13 +1,13 @@
-"""The EAGLE-1/2 loss and chains, slowly: one document, slot and head at a time, in float64.
+"""A slow EAGLE-1/2 loss with chains: one document, slot and head at a time, in float64.
 
-An oracle that shares no code with the fast implementation: no batch, no packing, no mask tensor, no
-cache. Everything is indexed by the token positions of ONE document. Gradients are autograd's.
-Weights come as a state dict in the checkpoint's key layout, so the names are under test as well.
+It shares no code with the fast implementation: no batch, no packing, no mask tensor, no
+cache. Everything is indexed by the token positions of ONE document. Gradients come from autograd.
+Weights come as a state dict with the checkpoint's keys, so the test covers the names too.
 
 T tokens of a document, H hidden size, V target vocabulary, d head size. Slot t sees the target's
 final hidden state of token t and the known token t+1, predicts the state of token t+1 and drafts
-token t+2. Step s goes on from slot t: its row is (a token of position t+1+s, the prediction before)
-at position t+s, and sees the rows of slots 0..t and its own chain's.
+token t+2. Step s continues from slot t: its row is (a token of position t+1+s, the previous
+prediction) at position t+s. It sees the rows of slots 0..t and those of its own chain.
 """
 
 import math
@@ -20,7 +20,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:
-    """What the checkpoint's config.json, the target's head and the training options decide."""
+    """Settings from the checkpoint's config.json, the target's head and the training options."""
 
     heads: int
     kv_heads: int
@@ -45,12 +45,12 @@ class Document:
     x: Sequence[int]  # token ids, [T]
     m: Sequence[int]  # loss mask, [T]
     f: Tensor  # [T, H] final hidden states
-    noise: Tensor | None = None  # [T, H], on what the draft is fed
+    noise: Tensor | None = None  # [T, H], added to the input of the draft
 
 
 @dataclass(kw_only=True)
 class Reference:
-    """Loss of a list of documents with its parts, and figures per step."""
+    """The loss of a list of documents with its parts, and sums per step."""
 
     loss: Tensor
     smooth_l1: float  # sums over the slots of the first step
@@ -63,7 +63,7 @@ class Reference:
 
 
 def head(config: ReferenceConfig, hidden: Tensor) -> Tensor:
-    """Logits [V] of the target's head for one state [H]."""
+    """Return the logits [V] of the target's head for one state [H]."""
     z = config.head_weight @ hidden
     if config.head_bias is not None:
         z = z + config.head_bias
@@ -74,7 +74,7 @@ def head(config: ReferenceConfig, hidden: Tensor) -> Tensor:
 
 
 def counts(m: Sequence[int], t: int, s: int, slots: str) -> bool:
-    """Whether slot t is supervised at step s, given the document's loss mask."""
+    """Return whether slot t is supervised at step s; m is the document's loss mask."""
 
     def supervised(position: int) -> bool:
         return position < len(m) and bool(m[position])
@@ -86,9 +86,9 @@ def counts(m: Sequence[int], t: int, s: int, slots: str) -> bool:
 def predict(
     state: Mapping[str, Tensor], config: ReferenceConfig, rows: Sequence[tuple[int, Tensor]]
 ) -> Tensor:
-    """Prediction [H] of the last of rows (known token, state [H]) at positions 0, 1, ...
+    """Return the prediction [H] of the last of rows (known token, state [H]) at positions 0, 1, ...
 
-    All rows are computed anew: no cache, causal.
+    Causal; computes all rows, without a cache.
     """
     inputs = [
         state["fc.weight"] @ torch.cat([state["embed_tokens.weight"][token], hidden])
@@ -113,9 +113,9 @@ def chain(
     known: Sequence[int] | None,
     steps: int,
 ) -> list[Tensor]:
-    """Predicted states [H] of steps 0..steps-1 of the chain from slot t.
+    """Return the predicted states [H] of steps 0..steps-1 of the chain from slot t.
 
-    The tokens fed after the first are `known`, or (None) the draft's own greedy choices.
+    The input tokens after the first are `known`; None: the draft's own greedy choices.
     """
     fed = document.f if document.noise is None else document.f + document.noise
     rows = [(document.x[j + 1], fed[j]) for j in range(t + 1)]
@@ -133,7 +133,7 @@ def reference_loss(
     documents: Sequence[Document],
     steps: int = 1,
 ) -> Reference:
-    """Compute the loss over all `documents`, and the figures of `steps` steps."""
+    """Compute the loss over all `documents`, and the sums of `steps` steps."""
     distance = torch.zeros((), dtype=torch.float64)
     entropy = torch.zeros((), dtype=torch.float64)
     out = Reference(
@@ -188,7 +188,7 @@ def _layer(
     x: Tensor,
     normed: Sequence[Tensor],
 ) -> Tensor:
-    """Output [H] of a layer for the last of the rows whose attention inputs are `normed`."""
+    """Return the output [H] of a layer for the last of the rows with attention inputs `normed`."""
     size, position = config.head_dim, len(normed) - 1
 
     def part(name: str, row: int, index: int) -> Tensor:

@@ -1,6 +1,6 @@
-"""The EAGLE-1/2 draft at work: its files, its data, training, decoding.
+"""The EAGLE-1/2 draft: its files, its data, training, decoding.
 
-(The loss itself is held against slow loops in `test_eagle_reference`.)
+The loss itself is compared with slow loops in `test_reference`.
 """
 
 import json
@@ -53,7 +53,7 @@ FORWARD = {"terms": network(4), "dtype": torch.float32}  # up to four steps; sum
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_the_files_are_what_engines_read(dataset, head, tmp_path: Path, layers: int) -> None:
-    """vLLM's llama_eagle.py fails on any other name; its first layer has no norm parameter."""
+    """vLLM's llama_eagle.py fails on any other name. Its first layer has no norm parameter."""
     build(dataset, head, num_layers=layers).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     layer = ["post_attention_layernorm", *(f"self_attn.{x}_proj" for x in "qkvo")]
@@ -186,7 +186,7 @@ def test_the_choices_are_the_heads_own_where_none_are_given(dataset, head) -> No
     wanted = draft.loss(batch, head, None).sums
     for name in ("loss", "supervised", "acceptance"):
         close(sums[name], wanted[name], **FORWARD, magnitude=wanted[name].abs(), name=name)
-    # Stored states are bfloat16: the head's choice may differ from the model's here and there.
+    # Stored states are bfloat16: the head's choice may differ from the model's at a few slots.
     assert ((sums["hits"] - wanted["hits"]).abs() <= 0.1 * wanted["supervised"]).all()
 
 
@@ -229,7 +229,7 @@ def test_bfloat16_and_autocast_stay_near_float32(dataset, head) -> None:
 
 
 def test_training_from_a_dataset_and_evaluation_on_it(data, tmp_path: Path, capsys) -> None:
-    """Through the commands: the loss falls, and `eval` reads the run."""
+    """With the commands: the loss falls, and `eval` reads the run."""
     run = str(tmp_path / "run")
     flags = "--steps 30 --batch-size 2 --seq-len 64 --lr 3e-3 --eval-every 10 --validation 0.2"
     fit_flags = ["fit", "eagle", "--data", str(data), "--out", run, "--depth", "3", "--device=cpu"]
@@ -252,7 +252,7 @@ def test_training_from_a_dataset_and_evaluation_on_it(data, tmp_path: Path, caps
 
 
 def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(config, tmp_path, monkeypatch) -> None:
-    """The noise goes on where it stopped."""
+    """The noise continues where it stopped."""
     options = EagleOptions(depth=2)
     config = change(config, steps=8, eval_every=3)
     fit("eagle", change(config, out=str(tmp_path / "whole")), options)
@@ -266,7 +266,7 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(config, tmp_path, mo
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_train_step", signalled)
         assert fit("eagle", config, options).step == 5
-    torch.rand(17)  # what else the process draws must not matter
+    torch.rand(17)  # other draws of the process must not matter
     assert fit("eagle", config, options).finished
     assert metrics(config.out) == metrics(tmp_path / "whole")
     for file in (tmp_path / "whole" / "last").iterdir():
@@ -299,7 +299,7 @@ def speculate(model: Any, draft: EagleDraft, prompt: list[int], **changes: Any) 
 def test_real_decoding_is_lossless_and_is_what_the_dataset_predicts(
     target, prompts, trained_eagle
 ) -> None:
-    """Chains drafted from stored states are those that decoding drafts: same rounds."""
+    """Chains drafted from stored states equal those of decoding: the same rounds."""
     emitted = rounds = 0
     predicted, real = [], []
     for prompt in prompts[8:]:
@@ -341,7 +341,7 @@ def test_sampling_repeats_itself_and_accepts(target, prompts, trained_eagle) -> 
 
 
 def test_sampling_has_the_targets_distribution() -> None:
-    """Hundreds of short responses against the exact probabilities of all of them."""
+    """Compare hundreds of short responses with the exact probabilities of all responses."""
     torch.manual_seed(0)
     model = tiny_llama(4, layers=1, hidden=16)
     draft, prompt, limit, temperature = make_eagle(model, 4), [1, 2], 3, 1.5

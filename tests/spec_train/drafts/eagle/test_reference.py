@@ -1,7 +1,7 @@
 """The EAGLE-1/2 loss against the slow reference: values, sums and gradients, in float64.
 
-Documents are laid out for the fast function by the plain loops of `lay_out`, and taken one by one,
-as they are, by the reference: whatever the layout, the two must agree.
+The plain loops of `lay_out` lay out the documents for the fast function. The reference takes them
+one by one. The two must agree for every layout.
 """
 
 import functools
@@ -35,7 +35,7 @@ close = functools.partial(tolerance.close, terms=TERMS)
 close_gradients = functools.partial(tolerance.close_gradients, terms=TERMS)
 
 TWO_TURNS = [0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0]
-# Slot t counts when tokens t+1 and t+2 are both of an answer; shifted: when token t+1 is.
+# Slot t counts if tokens t+1 and t+2 are part of an answer; shifted: if token t+1 is.
 SLOTS = {
     "serving": [0, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0],
     "shifted": [0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 0],
@@ -99,7 +99,7 @@ def gradients(draft: EagleDraft) -> dict[str, Tensor]:
 
 @functools.cache
 def expectation(case: Case) -> tuple[list[Document], dict[str, Tensor], Reference]:
-    """The documents of `MASKS`, the reference's weights with their gradients, its figures."""
+    """Return the documents of `MASKS`, the reference's weights with their gradients, its sums."""
     documents = make_documents(case, MASKS)
     state = reference_state(make_draft(case))
     expected = reference_loss(state, reference_config(case, make_head(case)), documents)
@@ -114,7 +114,7 @@ def test_loss_and_gradients_are_those_of_the_reference(name: str, layout: str) -
     documents, state, expected = expectation(case)
     draft = make_draft(case)
     inputs = lay_out(documents, LAYOUTS[layout])
-    if layout != "unpacked":  # the target's stored choices; else the head's own
+    if layout != "unpacked":  # the target's stored choices, or those of the head
         inputs["target_argmax"] = make_head(case).logits(inputs["final_hidden"]).argmax(-1)
     result = fast(draft, case, inputs)
     close(result.loss.detach(), expected.loss.detach())
@@ -149,7 +149,7 @@ def test_back_ends_agree(backend: str) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "shifted", "two layers", "softcap and bias"])
 def test_figures_of_deeper_steps_are_those_of_the_reference(name: str) -> None:
-    """Chains fed the documents' tokens and the draft's own states."""
+    """Chains that read the documents' tokens and the draft's own states."""
     case = CASES[name]
     documents, _, _ = expectation(case)
     draft = make_draft(case)
@@ -191,7 +191,7 @@ def test_the_slots_are_those_written_out_by_hand(slots: str) -> None:
 @pytest.mark.parametrize("what", ["x", "f"])
 @pytest.mark.parametrize("case", [Case(), Case(slots="shifted"), Case(layers=2)])
 def test_other_documents_and_later_tokens_change_nothing(case: Case, what: str) -> None:
-    """Not one bit: neither neighbours in the pack nor what serving could not have seen."""
+    """Bit for bit: no influence of other documents of the pack, nor of what serving cannot know."""
     draft = make_draft(case)
     documents = make_documents(case, [[0] * 6, [0, 0, 1, 1, 1, 1, 0, 0, 0, 0], [0] * 5])
 
@@ -227,7 +227,7 @@ def test_other_documents_and_later_tokens_change_nothing(case: Case, what: str) 
 
 @pytest.mark.parametrize("name", ["plain", "two layers", "partial linear rope"])
 def test_serving_with_a_cache_is_the_chain_computed_anew(name: str) -> None:
-    """Step 0 is what training computes; deeper steps are the slow recomputation without a cache."""
+    """Step 0 equals training; deeper steps equal the slow recomputation without a cache."""
     case = CASES[name]
     draft, target = make_draft(case), make_head(case)
     state, config = reference_state(draft), reference_config(case, target)
@@ -261,7 +261,7 @@ def test_serving_with_a_cache_is_the_chain_computed_anew(name: str) -> None:
 
 
 class _Batch:
-    """What `serving_chains` reads of a batch."""
+    """The fields that `serving_chains` reads of a batch."""
 
     def __init__(self, inputs: dict[str, Tensor]) -> None:
         self.input_ids, self.document_ids = inputs["input_ids"], inputs["document_ids"]

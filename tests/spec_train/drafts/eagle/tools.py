@@ -1,6 +1,6 @@
 """EAGLE-1/2 drafts on tiny datasets and targets.
 
-Test modules take the fixtures by assignment: an import would look unused, and shadowed.
+Test modules assign the fixtures to names: linters would flag imports as unused and shadowed.
 """
 
 import json
@@ -28,7 +28,7 @@ def build(dataset: HiddenStatesDataset, head: TargetHead, **changes: Any) -> Eag
 
 
 def make_eagle(model: Any, vocab: int = VOCAB, **changes: Any) -> EagleDraft:
-    """A random draft for a target, without a dataset."""
+    """Return a random draft for a target, without a dataset."""
     torch.manual_seed(1)
     options = EagleOptions(**{"depth": 4} | changes)
     config = EagleConfig.from_target(
@@ -41,7 +41,7 @@ def make_eagle(model: Any, vocab: int = VOCAB, **changes: Any) -> EagleDraft:
 
 @pytest.fixture(scope="module")
 def trained_eagle(target, prompts) -> EagleDraft:
-    """A draft that is sometimes right: on the first twelve prompts, whose responses it has seen."""
+    """Return a sometimes right draft, trained on the responses to the first twelve prompts."""
     draft, head = make_eagle(target).train(), head_of(target)
     batch = batch_of(target, [respond(target, p) for p in prompts[:12]])
     optimizer = torch.optim.AdamW(draft.trainable_parameters(), lr=5e-3)

@@ -1,6 +1,6 @@
 """Drafts, documents and layouts for comparing the EAGLE-3 loss with its slow reference.
 
-Plain loops throughout: what lays documents out for the fast function must not share its shifts.
+Only plain loops: the code that lays out documents for the fast function must not share its shifts.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ DRAFT_IDS = [0, 2, 3, 5, 6, 7, 9, 10, 12]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One setting of the draft and its loss."""
+    """A setting of the draft and its loss."""
 
     slots: str = "serving"
     kind: str = "ce"
@@ -60,7 +60,7 @@ class Case:
 
 
 def make_draft(case: Case, seed: int = 0) -> Eagle3Draft:
-    """A random draft in float64, far enough from zero that every term of it matters."""
+    """Return a random float64 draft with weights so large that every term matters."""
     options = case.options()
     config = Eagle3Config.from_target(
         case.target_config(),
@@ -83,7 +83,7 @@ def make_draft(case: Case, seed: int = 0) -> Eagle3Draft:
 
 
 def reference_config(case: Case, draft: Eagle3Draft) -> ReferenceConfig:
-    """The same setting in the reference's words; frequencies from the target's own rotary code."""
+    """Return the setting for the reference; frequencies come from the target's rotary code."""
     fields = {k: v for k, v in case.target_config().items() if k != "num_hidden_layers"}
     rotary = LlamaRotaryEmbedding(LlamaConfig(**fields, num_hidden_layers=8))
     return ReferenceConfig(
@@ -104,7 +104,7 @@ def reference_config(case: Case, draft: Eagle3Draft) -> ReferenceConfig:
 
 
 def reference_state(draft: Eagle3Draft) -> dict[str, Tensor]:
-    """The checkpoint's tensors as leaves of their own graph."""
+    """Return the checkpoint's tensors as leaves of a graph of their own."""
     state = draft.checkpoint_tensors(torch.float64)
     return {
         name: value.clone().requires_grad_(value.is_floating_point())
@@ -115,7 +115,7 @@ def reference_state(draft: Eagle3Draft) -> dict[str, Tensor]:
 def make_documents(
     case: Case, draft: Eagle3Draft, masks: Sequence[Sequence[int]], seed: int = 0
 ) -> list[Document]:
-    """Random documents with these loss masks, whose teacher often agrees with the draft."""
+    """Return random documents with these loss masks; the teacher often agrees with the draft."""
     generator = torch.Generator().manual_seed(seed)
     config, state = reference_config(case, draft), reference_state(draft)
     documents = []
@@ -129,13 +129,13 @@ def make_documents(
             for (t, s), logits in reference_logits(state, config, x, aux).items():
                 z[t + 1 + s, ids] += 3.0 * logits / (s + 1)
             if case.reduced:
-                z[3::5, 1] += 9.0  # a choice that the draft vocabulary lacks
+                z[3::5, 1] += 9.0  # a choice outside the draft vocabulary
         documents.append(Document(x=x, m=mask, aux=aux, z=z))
     return documents
 
 
 def lay_out(documents: Sequence[Document], rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """Arguments of `eagle3_loss` with rows of the given documents, padded with rubbish."""
+    """Arguments of `eagle3_loss` for rows of the given documents; padding holds garbage."""
     width = max(sum(len(documents[d].x) for d in row) for row in rows) + 2
     shape = (len(rows), width)
     generator = torch.Generator().manual_seed(99)

@@ -1,13 +1,13 @@
-"""The EAGLE-3 training loss, slowly: one document, slot, unroll step and head at a time.
+"""A slow EAGLE-3 training loss: one document, slot, unroll step and head at a time.
 
-An oracle (float64) for the fast implementation, sharing no code with it: no batch, no packing, no
-mask tensor, no shifted frame. Everything is indexed by the token positions of ONE document: a
-wrong shift, mask or boundary in the fast code cannot be repeated here. Gradients are autograd's.
-Weights come as a state dict in the checkpoint's key layout, so the names are under test as well.
+A float64 oracle for the fast implementation. It shares no code with it: no batch, no packing, no
+mask tensor, no shifted frame. Everything is indexed by the token positions of ONE document, so
+an error of the fast code in a shift, mask or boundary cannot occur here. Gradients come from
+autograd. Weights come as a state dict with the checkpoint's keys, so the test covers the names too.
 
 T tokens of a document, n captured layers, H hidden size, V / Vd target / draft vocabulary, S unroll
 steps, d head size. Slot t sees the target's states of token t and the known token t+1, and drafts
-token t+2; at unroll step s everything but the slot's own states moves s tokens further.
+token t+2. At unroll step s everything except the slot's own states moves s tokens further.
 """
 
 import math
@@ -20,7 +20,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:
-    """What the checkpoint's config.json and the training options decide."""
+    """Settings from the checkpoint's config.json and the training options."""
 
     heads: int
     kv_heads: int
@@ -50,18 +50,18 @@ class Document:
 
 @dataclass(kw_only=True)
 class StepSums:
-    """What one unroll step adds up over slots; divided once, over all documents."""
+    """Sums of one unroll step over the slots of all documents; divided once."""
 
     loss: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
-    supervised: int = 0  # slots the loss sees: in the slot mask, teacher's choice in the vocabulary
-    drafted: int = 0  # slots of the slot mask; those outside the vocabulary are misses
+    supervised: int = 0  # in the slot mask, and the teacher's choice is in the vocabulary
+    drafted: int = 0  # in the slot mask; those outside the vocabulary are misses
     hits: int = 0
     acceptance: float = 0.0  # sum over slots of sum_v min(p, q); a miss adds nothing
 
 
 @dataclass(kw_only=True)
 class Reference:
-    """Loss of a list of documents with its parts."""
+    """The loss of a list of documents and its parts."""
 
     loss: Tensor
     steps: list[StepSums]
@@ -72,7 +72,7 @@ class Reference:
 
 
 def slot_counts(m: Sequence[int], t: int, s: int, slots: str) -> bool:
-    """Whether slot t is in the slot mask of unroll step s, given the document's loss mask."""
+    """Return whether slot t is in the slot mask of unroll step s; m is the document's loss mask."""
 
     def supervised(position: int) -> bool:
         return position < len(m) and bool(m[position])
@@ -130,7 +130,7 @@ def reference_loss(
 def reference_logits(
     state: Mapping[str, Tensor], config: ReferenceConfig, x: Sequence[int], aux: Tensor
 ) -> dict[tuple[int, int], Tensor]:
-    """Draft logits [Vd] for every (slot, step) whose known token exists."""
+    """Return the draft logits [Vd] for every (slot, step) whose known token exists."""
     slots = len(x) - 1  # the last token's slot has no known token
     carried = [_project(state, config, aux[t]) for t in range(slots)]
     keys: dict[tuple[int, int, int], Tensor] = {}  # (slot, step, kv head) -> [d]
@@ -167,7 +167,7 @@ def reference_logits(
 def _add_document(
     state: Mapping[str, Tensor], config: ReferenceConfig, document: Document, steps: list[StepSums]
 ) -> dict[tuple[int, int], bool]:
-    """Add a document's slots to `steps`; give the hits of its (slot, step) pairs."""
+    """Add a document's slots to `steps`; return the hits of its (slot, step) pairs."""
     draft_ids = _draft_ids(state)
     logits = reference_logits(state, config, document.x, document.aux)
     hits: dict[tuple[int, int], bool] = {}
@@ -175,7 +175,7 @@ def _add_document(
         if not slot_counts(document.m, t, s, config.slots):
             continue
         teacher_logits = document.z[t + 1 + s]
-        wanted = int(teacher_logits.argmax())  # over the whole vocabulary of the target
+        wanted = int(teacher_logits.argmax())  # over the target's full vocabulary
         steps[s].drafted += 1
         hits[t, s] = False
         if wanted not in draft_ids:
@@ -204,7 +204,7 @@ def _slot_loss(p: Tensor, log_q: Tensor, accepted: Tensor, config: ReferenceConf
 
 
 def _draft_ids(state: Mapping[str, Tensor]) -> list[int]:
-    """Target ids of the rows of lm_head, from the map's offsets; all of them without a map."""
+    """Return the target ids of the rows of lm_head, from the map's offsets; all without a map."""
     rows = range(state["lm_head.weight"].shape[0])
     if "d2t" not in state:
         return list(rows)
@@ -216,7 +216,7 @@ def _draft_ids(state: Mapping[str, Tensor]) -> list[int]:
 
 
 def _project(state: Mapping[str, Tensor], config: ReferenceConfig, aux: Tensor) -> Tensor:
-    """Aux states of one token [n*H] -> feature [H]; every layer's part normed first where asked."""
+    """Map aux states of one token [n*H] to a feature [H]; with fc_norm, norm every layer's part."""
     norms = sum(name.startswith("fc_norm.") for name in state)
     if norms:
         parts = aux.chunk(norms)
@@ -235,7 +235,7 @@ def _attend(
     keys: Mapping[tuple[int, int, int], Tensor],
     values: Mapping[tuple[int, int, int], Tensor],
 ) -> Tensor:
-    """One softmax over step-0 keys of slots 0..t and this slot's own keys of steps 1..s."""
+    """Attend with one softmax over step-0 keys of slots 0..t and this slot's keys of steps 1..s."""
     scale = 1 / math.sqrt(config.head_dim)
     if config.attention_scale is not None:
         scale = config.attention_scale

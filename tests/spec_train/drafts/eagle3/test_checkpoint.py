@@ -1,4 +1,4 @@
-"""What an EAGLE-3 draft is: its files, and the shapes and rope it takes from the target."""
+"""EAGLE-3 checkpoints: the files, and the shapes and rope taken from the target."""
 
 import json
 from pathlib import Path
@@ -272,11 +272,11 @@ def test_rope_is_the_targets(rope: dict[str, Any]) -> None:
     target = LlamaConfig(**json.loads(json.dumps(shape | rope)))
     positions = torch.tensor([[0, 1, 31, 32, 100, 127], [5, 4, 3, 2, 1, 0]])
     expected = LlamaRotaryEmbedding(target)(torch.zeros(1), positions)
-    for raw in (shape | rope, target.to_dict()):  # an older file, and what transformers 5 saves
+    for raw in (shape | rope, target.to_dict()):  # an older file, and a file of transformers 5
         config = _config(raw | {"num_key_value_heads": 4})
         for found, wanted in zip(Rotary(config.rope)(positions), expected, strict=True):
             close(found, wanted, **ANGLES)
-        # An engine that reads the draft's config.json arrives at the same frequencies.
+        # An engine that reads the draft's config.json gets the same frequencies.
         saved = json.loads(json.dumps(config.to_json(Eagle3Options())))
         reader = LlamaRotaryEmbedding(LlamaConfig.from_dict(saved))
         close(reader(torch.zeros(1), positions)[0], expected[0], **ANGLES)
@@ -301,7 +301,7 @@ def test_longrope_and_partial_rope_are_those_of_phi3(partial: float) -> None:
         for found, wanted in zip(rotary(positions), theirs(torch.zeros(1), positions), strict=True):
             assert found.shape[-1] == 8 * partial
             close(found, wanted, **ANGLES)
-    # In one batch every document has the factors it would have alone.
+    # In a batch, every document has the same factors as alone.
     both = rotary(torch.cat([long, short.new_zeros(1, 33)]))[0]
     close(both[0], rotary(long)[0][0], **ANGLES)
     lengths = torch.tensor([[32, 33]])
@@ -335,7 +335,7 @@ def test_per_layer_type_settings_give_those_of_full_attention() -> None:
 
 @pytest.mark.parametrize("longrope", [False, True])
 def test_packed_documents_keep_their_own_rope(longrope: bool) -> None:
-    """The unroll passes each document's own length on: no batch decides for a document."""
+    """The unroll uses each document's own length, so the batch does not matter."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 50.0}
     if longrope:
         rope |= {"rope_type": "longrope", "original_max_position_embeddings": 12, **_FACTORS}

@@ -1,6 +1,6 @@
-"""The EAGLE-3 draft at work: batches against plain tensors, training against serving.
+"""The EAGLE-3 draft: batches against plain tensors, training against serving.
 
-(The loss itself is held against slow loops in `test_eagle3_reference`.)
+The loss itself is compared with slow loops in `test_reference`.
 """
 
 from typing import Any
@@ -189,7 +189,7 @@ def test_contradictory_arguments_are_refused(
 def test_serving_drafts_what_the_unroll_computes(
     dataset: HiddenStatesDataset, head: TargetHead, norm_output: bool, backend: str
 ) -> None:
-    """Decode loop with a KV cache, document by document, against chains inside packs."""
+    """A decode loop with a KV cache, document by document, equals chains inside packs."""
     draft, depth = build(dataset, head, norm_output=norm_output), 4
     draft.use_attention(backend)
     batch = packed(dataset)

@@ -1,7 +1,7 @@
 """The EAGLE-3 loss against the slow reference: values, sums and gradients, in float64.
 
-Documents are laid out for the fast function by the plain loops of `lay_out`, and taken one by one,
-as they are, by the reference: whatever the layout, the two must agree.
+The plain loops of `lay_out` lay out the documents for the fast function. The reference takes them
+one by one. The two must agree for every layout.
 """
 
 import functools
@@ -45,14 +45,14 @@ close_gradients = functools.partial(tolerance.close_gradients, terms=TERMS)
 
 # A chat of two turns, 12 tokens: question (2), answer (3), question (2), answer (4), a line break.
 TWO_TURNS = [0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0]
-# Slot t of step s counts when tokens t+1+s and t+2+s are both of an answer.
+# Slot t of step s counts if tokens t+1+s and t+2+s are part of an answer.
 SERVING = [
     [0, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0],
     [1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0],
     [1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0],
     [0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0],
 ]
-# Slot t of step s counts when token t+1+s is of an answer.
+# Slot t of step s counts if token t+1+s is part of an answer.
 SHIFTED = [
     [0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 0],
     [1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 0, 0],
@@ -91,7 +91,7 @@ def gradients(draft: Eagle3Draft) -> dict[str, Tensor]:
 
 
 def assert_same(result: DraftLoss, expected: Reference) -> None:
-    """Loss and every sum."""
+    """Compare the loss and every sum."""
     close(result.loss.detach(), expected.loss.detach())
     parts = {
         "loss": [float(step.loss.detach()) for step in expected.steps],
@@ -113,7 +113,7 @@ def assert_same(result: DraftLoss, expected: Reference) -> None:
 
 
 def assert_same_gradients(draft: Eagle3Draft, state: dict[str, Tensor]) -> None:
-    """Of every trainable parameter, none of them zero by accident."""
+    """Compare the gradients of all trainable parameters; none is zero by accident."""
     found = gradients(draft)
     assert set(found) == {n for n, v in state.items() if v.is_floating_point()} - {
         "embed_tokens.weight"
@@ -125,7 +125,7 @@ def assert_same_gradients(draft: Eagle3Draft, state: dict[str, Tensor]) -> None:
 
 @functools.cache
 def expectation(case: Case) -> tuple[list[Document], dict[str, Tensor], Reference]:
-    """The documents of `MASKS`, the reference's weights with their gradients, its figures."""
+    """Return the documents of `MASKS`, the reference's weights with their gradients, its sums."""
     draft = make_draft(case)
     documents = make_documents(case, draft, MASKS)
     state = reference_state(draft)
@@ -183,7 +183,7 @@ def test_values_sums_and_gradients_are_the_reference(name: str, layout: str) -> 
 
 @pytest.mark.parametrize("backend", ["dense", "merged"])
 @pytest.mark.parametrize("name", ["plain", "one kv head", "3.1", "seven steps", "one step"])
-def test_so_they_are_with_every_attention(
+def test_every_attention_backend_matches_the_reference(
     name: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "CHUNK", 5)  # several blocks per row, edges inside documents
@@ -192,7 +192,7 @@ def test_so_they_are_with_every_attention(
 
 @pytest.mark.parametrize("backend", ["dense", "merged"])
 @pytest.mark.parametrize("name", ["plain", "3.1", "seven steps", "one step"])
-def test_so_they_are_with_steps_recomputed(name: str, backend: str) -> None:
+def test_recomputed_steps_match_the_reference(name: str, backend: str) -> None:
     case = CASES[name]
     documents, state, expected = expectation(case)
     draft = make_draft(case)
@@ -209,7 +209,7 @@ def test_so_they_are_with_steps_recomputed(name: str, backend: str) -> None:
 
 
 def test_the_comparison_meets_every_situation() -> None:
-    """Hits, survivors, misses by the vocabulary: otherwise equal sums would prove little."""
+    """There are hits, survivors and misses by the vocabulary: else equal sums prove little."""
     _, _, expected = expectation(Case())
     assert all(step.hits > 0 for step in expected.steps)
     assert all(0 < step.supervised < step.drafted for step in expected.steps)
@@ -263,7 +263,7 @@ def test_every_form_of_input_gives_the_same_loss(given: str, reduced: bool) -> N
 
 @pytest.mark.parametrize("slots", EXPECTED_SLOTS)
 def test_slot_masks_of_two_turns_are_those_written_by_hand(slots: str) -> None:
-    """Moving one teacher row moves exactly the steps whose slot for that token counts."""
+    """A changed teacher row changes exactly the steps whose slot for that token counts."""
     expected = EXPECTED_SLOTS[slots]
     length = len(TWO_TURNS)
     assert expected == [
@@ -279,14 +279,14 @@ def test_slot_masks_of_two_turns_are_those_written_by_hand(slots: str) -> None:
         moved = [documents[0], replace(documents[1], z=z), documents[2]]
         after = fast(draft, case, **lay_out(moved, [[0, 1, 2]])).sums
         changed = (after["loss"] - before["loss"]).abs() > 1e-9
-        slot = [p - 1 - s for s in range(STEPS)]  # teacher p stands at slot p-1-s of step s
+        slot = [p - 1 - s for s in range(STEPS)]  # at step s, teacher p is at slot p-1-s
         wanted = [bool(expected[s][slot[s]]) if slot[s] >= 0 else False for s in range(STEPS)]
         assert changed.tolist() == wanted, f"teacher of token {p}"
 
 
 @pytest.mark.parametrize("name", ["plain", "3.1", "norm_output", "one kv head", "yarn"])
 def test_serving_forwards_give_the_logits_of_the_unroll(name: str) -> None:
-    """A chain drafted from slot t with a key-value cache is column t of the training unroll."""
+    """A chain drafted from slot t with a key-value cache equals column t of the training unroll."""
     case = CASES[name]
     draft = make_draft(case)
     (document,) = make_documents(case, draft, [TWO_TURNS])
@@ -315,7 +315,7 @@ def _only_second_supervised() -> list[list[int]]:
 @pytest.mark.parametrize("what", ["x", "aux", "z"])
 @pytest.mark.parametrize("case", [Case(), Case(slots="shifted"), Case(fc_norm=True)])
 def test_other_documents_and_later_tokens_change_nothing(case: Case, what: str) -> None:
-    """Not one bit: neither neighbours in the pack nor what serving could not have seen."""
+    """Bit for bit: no influence of other documents of the pack, nor of what serving cannot know."""
     draft = make_draft(case)
     documents = make_documents(case, draft, _only_second_supervised())
     rows = [[0, 1, 2]]
@@ -334,9 +334,9 @@ def test_other_documents_and_later_tokens_change_nothing(case: Case, what: str) 
         return replace(document, **{what: values})
 
     loss, grads = run(documents)
-    # Token 5 is the last answer token. `serving` drafts it and knows up to token 4; `shifted` knows
-    # it as well, and is taught what follows it. The states of the last slot that counts are those
-    # of the token before the last known one.
+    # Token 5 is the last answer token. `serving` drafts it and knows tokens up to 4. `shifted` also
+    # knows token 5, and learns the token after it. The last slot that counts reads the states of
+    # the token before its known token.
     known = 4 if case.slots == "serving" else 5
     last = {"x": known, "aux": known - 1, "z": known}[what]
     for other in (

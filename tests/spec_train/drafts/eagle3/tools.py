@@ -1,6 +1,6 @@
 """A tiny dataset, the EAGLE-3 drafts built on it and batches of its documents.
 
-Test modules take the fixtures by assignment: an import would look unused, and shadowed.
+Test modules assign the fixtures to names: linters would flag imports as unused and shadowed.
 """
 
 import json
@@ -46,7 +46,7 @@ def build(dataset: HiddenStatesDataset, head: TargetHead, **changes: Any) -> Eag
 
 
 def batch_of(dataset: HiddenStatesDataset, rows: Sequence[Sequence[int]], width: int) -> DraftBatch:
-    """Documents `rows` packed into rows of `width`."""
+    """Return the documents `rows`, packed into rows of `width` slots."""
     document_ids, position_ids = row_layout(
         [[int(dataset.lengths[i]) for i in row] for row in rows], width
     )

@@ -69,7 +69,7 @@ class Case:
 
 
 def make_draft(case: Case, **options: object) -> PeagleDraft:
-    """A random draft in float64, far enough from zero that every term of it matters."""
+    """Return a random float64 draft with weights so large that every term matters."""
     chosen = PeagleOptions(
         depths=case.depths,
         draft_layers=case.layers,
@@ -102,7 +102,7 @@ def make_draft(case: Case, **options: object) -> PeagleDraft:
 
 
 def reference_config(case: Case) -> ReferenceConfig:
-    """The same setting in the reference's words; frequencies from the target's own rotary code."""
+    """Return the setting for the reference; frequencies come from the target's rotary code."""
     return ReferenceConfig(
         heads=case.heads,
         kv_heads=case.kv_heads,
@@ -117,7 +117,7 @@ def reference_config(case: Case) -> ReferenceConfig:
 
 
 def reference_state(draft: PeagleDraft) -> dict[str, Tensor]:
-    """The checkpoint's tensors as leaves of their own graph."""
+    """Return the checkpoint's tensors as leaves of a graph of their own."""
     return {
         name: value.clone().requires_grad_(value.is_floating_point())
         for name, value in draft.checkpoint_tensors(torch.float64).items()
@@ -125,7 +125,7 @@ def reference_state(draft: PeagleDraft) -> dict[str, Tensor]:
 
 
 def make_samples(case: Case, masks: Sequence[Sequence[int]], seed: int = 0) -> list[list[Element]]:
-    """Elements of documents with these loss masks, drawn by the loop version."""
+    """Return samples for documents with these loss masks, drawn by plain loops."""
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for mask in masks:
@@ -138,7 +138,7 @@ def make_samples(case: Case, masks: Sequence[Sequence[int]], seed: int = 0) -> l
 def make_documents(
     case: Case, draft: PeagleDraft, masks: Sequence[Sequence[int]], seed: int = 0
 ) -> list[Document]:
-    """Random documents with these loss masks, whose teacher often agrees with the draft."""
+    """Return random documents with these loss masks; the teacher often agrees with the draft."""
     generator = torch.Generator().manual_seed(seed)
     config, state = reference_config(case), reference_state(draft)
     documents = []
@@ -156,7 +156,7 @@ def make_documents(
                 if (t + d) % case.depths == d:  # each teacher agrees with one depth
                     document.z[t + 1 + d, draft.draft_ids] += 5.0 * logits
             if case.reduced:
-                document.z[3::5, 1] += 9.0  # a choice that the draft vocabulary lacks
+                document.z[3::5, 1] += 9.0  # a choice outside the draft vocabulary
         documents.append(document)
     return documents
 
@@ -167,7 +167,7 @@ def lay_out_all(
     rows: Sequence[Sequence[int]],
     depths: int,
 ) -> dict[str, Tensor]:
-    """Arguments of `peagle_loss` with rows of the given documents, padded with rubbish."""
+    """Arguments of `peagle_loss` for rows of the given documents; padding holds garbage."""
     out = lay_out(documents, rows)
     sample = torch.zeros(len(rows), depths, out["input_ids"].shape[1], dtype=torch.bool)
     for b, row in enumerate(rows):
@@ -183,7 +183,7 @@ def lay_out_all(
 def expectation(
     case: Case,
 ) -> tuple[list[Document], list[list[Element]], dict[str, Tensor], Reference]:
-    """The documents of `MASKS`, samples, the reference's weights with gradients, its figures."""
+    """Return the documents of `MASKS`, samples, the reference's weights and gradients, its sums."""
     draft = make_draft(case)
     documents, samples = make_documents(case, draft, MASKS), make_samples(case, MASKS)
     state = reference_state(draft)

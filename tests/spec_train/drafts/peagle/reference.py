@@ -1,11 +1,11 @@
-"""The P-EAGLE training loss, slowly: one document, element, layer and head at a time.
+"""A slow P-EAGLE training loss: one document, element, layer and head at a time.
 
-An oracle (float64) for the fast implementation, sharing no code with it: no batch, no packing, no
+A float64 oracle for the fast implementation. It shares no code with it: no batch, no packing, no
 mask tensor, no shifted frame, no segments. Everything is indexed by the token positions of ONE
-document. Gradients are autograd's. Weights come as a state dict in the checkpoint's key layout.
+document. Gradients come from autograd. Weights come as a state dict with the checkpoint's keys.
 
-Element (t, d): anchor t, depth d. It stands at position t + d and drafts token t + 2 + d, whose
-teacher are the target's logits of token t + 1 + d. Depth 0 knows token t + 1 and the target's
+Element (t, d): anchor t, depth d. It is at position t + d and drafts token t + 2 + d; its teacher
+is the target's logits of token t + 1 + d. Depth 0 knows token t + 1 and the target's
 states of token t; deeper elements hold the mask token and `mask_hidden`.
 """
 
@@ -23,7 +23,7 @@ Element = tuple[int, int]  # (anchor, depth)
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:
-    """What the checkpoint's config.json and the training options decide."""
+    """Settings from the checkpoint's config.json and the training options."""
 
     heads: int
     kv_heads: int
@@ -38,7 +38,7 @@ class ReferenceConfig:
 
 @dataclass(kw_only=True)
 class Reference:
-    """Loss of a list of documents with its parts; lists over depths."""
+    """The loss of a list of documents and its parts; lists are over depths."""
 
     loss: Tensor
     losses: list[float]
@@ -53,7 +53,7 @@ class Reference:
 
 
 def slot_counts(m: Sequence[int], slot: int, slots: str) -> bool:
-    """Whether the element that stands at `slot` of a document with loss mask m counts."""
+    """Return whether an element at `slot` counts; m is the document's loss mask."""
 
     def supervised(position: int) -> bool:
         return position < len(m) and bool(m[position])
@@ -64,7 +64,7 @@ def slot_counts(m: Sequence[int], slot: int, slots: str) -> bool:
 def reference_cod(
     supervised: Sequence[bool], uniforms: Sequence[Sequence[float]], ratio: float, floor: float
 ) -> list[Element]:
-    """Conditional drop over one document: `supervised` slots, a row of numbers per depth from 1."""
+    """Sample one document by conditional drop; one row of numbers per depth from 1."""
     length, count = len(supervised), sum(map(bool, supervised))
     elements = [(t, 0) for t in range(length)]
     kept = list(range(length))
@@ -82,7 +82,7 @@ def reference_logits(
     document: Document,
     sample: Collection[Element],
 ) -> dict[Element, Tensor]:
-    """Draft logits [Vd] of the sampled elements, and of every slot at depth 0."""
+    """Return the draft logits [Vd] of the sampled elements and of every slot at depth 0."""
     slots = len(document.x) - 1  # the last token's slot has no known token
     elements = [(t, 0) for t in range(slots)]
     elements += sorted((t, d) for t, d in set(sample) if d > 0)

@@ -1,4 +1,4 @@
-"""What a P-EAGLE draft is: its files and its mask token; and a whole run from fit to eval."""
+"""P-EAGLE checkpoints: the files and the mask token; and a whole run from fit to eval."""
 
 import dataclasses
 import json
@@ -150,7 +150,7 @@ def test_fit_then_eval(data: Path, tmp_path: Path) -> None:
 def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(
     config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Samples are drawn from the generator that a checkpoint restores."""
+    """Samples come from the generator that a checkpoint restores."""
     fit("peagle", change(config, out=str(tmp_path / "whole")), OPTIONS)
     original = Trainer._train_step
 
@@ -162,7 +162,7 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_train_step", signalled)
         assert not fit("peagle", config, OPTIONS).finished
-    torch.rand(17)  # what else the process draws must not matter
+    torch.rand(17)  # other draws of the process must not matter
     assert fit("peagle", config, OPTIONS).finished
     whole, resumed = masters(tmp_path / "whole"), masters(config.out)
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)

@@ -1,4 +1,4 @@
-"""Conditional drop sampling: equal to plain loops, and the properties the paper asks for."""
+"""Conditional drop sampling: equal to plain loops, with the properties of the paper."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ WIDTH = 104
 
 
 def case(share: float, depths: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Supervised slots, document ids and uniform numbers of two rows."""
+    """Return supervised slots, document ids and uniform numbers of two rows."""
     generator = torch.Generator().manual_seed(seed)
     document_ids, _ = row_layout(LENGTHS, WIDTH)
     supervised = torch.rand(2, WIDTH, generator=generator) < share
@@ -22,7 +22,7 @@ def case(share: float, depths: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def documents() -> list[tuple[int, int, int]]:
-    """(row, first slot, length) of every document."""
+    """Return (row, first slot, length) of every document."""
     found = []
     for b, lengths in enumerate(LENGTHS):
         start = 0
@@ -38,7 +38,7 @@ def test_it_is_the_loop_version_document_by_document(
     share: float, ratio: float, floor: float
 ) -> None:
     supervised, ids, uniforms = case(share, 8, seed=3)
-    supervised[ids < 0] = True  # rubbish in padding changes nothing
+    supervised[ids < 0] = True  # garbage in padding changes nothing
     sample = cod_sample(supervised, ids, uniforms, ratio=ratio, floor=floor)
     expected = torch.zeros(2, 8, WIDTH, dtype=torch.bool)
     for b, start, length in documents():
@@ -64,7 +64,7 @@ def test_properties(seed: int) -> None:
             slots = anchors + d
             assert (slots < start + length).all() and (slots > start).all()
             assert supervised[b, slots].all()
-            assert sample[b, d - 1, anchors].all()  # the depth before is in the sample
+            assert sample[b, d - 1, anchors].all()  # the previous depth is in the sample
             candidates = [
                 p
                 for p in range(start + 1, start + length)
@@ -75,7 +75,7 @@ def test_properties(seed: int) -> None:
 
 
 def test_a_long_answer_gets_the_shares_of_the_paper() -> None:
-    """Within one turn the candidates never run out before the shares do."""
+    """Within one turn there are always enough candidates for the shares."""
     length = 2000
     supervised = torch.ones(1, length, dtype=torch.bool)
     uniforms = torch.rand(7, 1, length, dtype=torch.float64)

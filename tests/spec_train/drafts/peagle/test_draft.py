@@ -1,6 +1,6 @@
-"""The P-EAGLE draft at work: batches against plain tensors, segments, precision, one gradient.
+"""The P-EAGLE draft: batches against plain tensors, segments, precision, one gradient.
 
-(The loss itself is held against slow loops in `test_peagle_reference`.)
+The loss itself is compared with slow loops in `test_reference`.
 """
 
 from pathlib import Path
@@ -184,7 +184,7 @@ def one_rank(tmp_path: Path):
 def test_a_distributed_wrapper_reduces_every_gradient_once(
     dataset: HiddenStatesDataset, head: TargetHead, one_rank: None
 ) -> None:
-    """Whatever the number of segments: their gradients reach the parameters together."""
+    """For any number of segments, their gradients reach the parameters together."""
     batch = packed(dataset)
     reduced = []
     for segments in (1, 3):

@@ -64,7 +64,7 @@ def gradients(draft: PeagleDraft) -> dict[str, Tensor]:
 
 
 def assert_same(result: DraftLoss, expected: Reference) -> None:
-    """Loss and every sum."""
+    """Compare the loss and every sum."""
     close(result.loss.detach(), expected.loss.detach())
     parts = {
         "loss": expected.losses,
@@ -98,7 +98,7 @@ def check_case(case: Case, layout: str, segments: int = 1, backend: str = "auto"
     assert set(found) == {n for n, v in state.items() if v.is_floating_point()} - {
         "embed_tokens.weight"
     }
-    if case.depths == 1:  # the reference never meets a deeper element
+    if case.depths == 1:  # the reference has no deeper element
         assert state["mask_hidden"].grad is None and not found.pop("mask_hidden").any()
     wanted = {name: state[name].grad for name in found}
     assert all(x is not None and x.abs().max() > 1e-6 for x in wanted.values())
@@ -114,22 +114,22 @@ def test_values_sums_and_gradients_are_the_reference(name: str, layout: str) -> 
 @pytest.mark.parametrize("segments", [2, 3, 7, 1000])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["plain", "shifted", "everything kept"])
-def test_so_they_are_segment_by_segment(name: str, layout: str, segments: int) -> None:
+def test_segments_match_the_reference(name: str, layout: str, segments: int) -> None:
     check_case(CASES[name], layout, segments=segments)
 
 
 @pytest.mark.parametrize("segments", [1, 3])
-def test_so_they_are_with_layers_recomputed(segments: int) -> None:
+def test_recomputed_layers_match_the_reference(segments: int) -> None:
     check_case(CASES["plain"], "one row", segments=segments, gradient_checkpointing=True)
 
 
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "flex"])
-def test_so_they_are_with_every_attention(backend: str) -> None:
+def test_every_attention_backend_matches_the_reference(backend: str) -> None:
     check_case(CASES["plain"], "three rows", backend=backend)
 
 
-def test_so_they_are_when_the_head_goes_by_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks end between elements of one slot: their teacher is computed again, no differently."""
+def test_small_chunks_of_the_head_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks may end between elements of one slot: the teacher is then computed again, the same."""
     default = losses.head_loss.__defaults__
     assert default is not None
     small = (2, *default[1:])
@@ -138,7 +138,7 @@ def test_so_they_are_when_the_head_goes_by_small_chunks(monkeypatch: pytest.Monk
 
 
 def test_the_comparison_meets_every_situation() -> None:
-    """Hits, survivors, misses by the vocabulary: otherwise equal sums would prove little."""
+    """There are hits, survivors and misses by the vocabulary: else equal sums prove little."""
     _, _, _, expected = expectation(Case())
     assert all(hits > 0 for hits in expected.hits)
     assert all(expected.supervised)
@@ -198,7 +198,7 @@ def run(
 @pytest.mark.parametrize("segments", [1, 3])
 @pytest.mark.parametrize("what", ["x", "aux", "z"])
 def test_other_documents_and_later_tokens_change_nothing(what: str, segments: int) -> None:
-    """Not one bit: neither neighbours in the pack nor what serving could not have seen."""
+    """Bit for bit: no influence of other documents of the pack, nor of what serving cannot know."""
     draft, case = make_draft(Case()), Case(ratio=1.0)
     masks = [[0] * 6, [0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 0], [0] * 5]
     documents, samples = make_documents(case, draft, masks), make_samples(case, masks)
@@ -212,8 +212,8 @@ def test_other_documents_and_later_tokens_change_nothing(what: str, segments: in
         return replace(document, **{what: values})
 
     loss, grads = run(draft, documents, samples, segments)
-    # Token 6 is the last answer token. It is drafted with token 5 known, whose teacher it has; the
-    # states are those of the token before.
+    # Token 6 is the last answer token. The slot that drafts it knows token 5, has the teacher of
+    # token 5, and reads the states of token 4.
     last = {"x": 5, "aux": 4, "z": 5}[what]
     for other in (
         [moved(documents[0], 0), documents[1], moved(documents[2], 0)],
@@ -227,7 +227,7 @@ def test_other_documents_and_later_tokens_change_nothing(what: str, segments: in
 
 
 def test_an_element_sees_its_past_and_no_other_rollout() -> None:
-    """Elements of another anchor come and go, later states change: a chain's loss does not."""
+    """Other anchors' elements and later states change, but not the loss of a chain."""
     draft = make_draft(Case())
     masks = [[0, 1, 1, 1, 1, 1, 1, 1, 1, 1]]
     documents = make_documents(Case(), draft, masks)
@@ -239,7 +239,7 @@ def test_an_element_sees_its_past_and_no_other_rollout() -> None:
         only = torch.zeros_like(inputs["loss_mask"])
         inputs.pop("loss_mask")
         result = []
-        for d in range(DEPTHS):  # of depth d, one element alone stands at the slot with a loss
+        for d in range(DEPTHS):  # at depth d, only one element at the slot has a loss
             slot = only.clone()
             slot[0, anchor + d] = True
             result.append(peagle_loss(draft, slot_mask=slot, **inputs).sums["loss"][d])

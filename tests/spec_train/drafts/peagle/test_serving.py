@@ -1,4 +1,4 @@
-"""P-EAGLE drafting: what serving computes is what was trained, and decoding loses nothing."""
+"""P-EAGLE drafting: serving equals training, and decoding is lossless."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ target, prompts = evaluate_tools.target, evaluate_tools.prompts
 
 
 class Recorder:
-    """A greedy sampler that keeps the logits it is shown."""
+    """A greedy sampler that records the logits that it receives."""
 
     def __init__(self) -> None:
         self.logits: list[Tensor] = []
@@ -56,7 +56,7 @@ class Recorder:
 
 @pytest.fixture(scope="module")
 def trained(target: Any, prompts: list[list[int]]) -> PeagleDraft:
-    """A draft that is sometimes right: a few dozen steps on the target's own responses."""
+    """Return a draft that is sometimes right: a few dozen steps on the target's own responses."""
     draft, head = make_draft(target).train(), head_of(target)
     batch = batch_of(target, [respond(target, p) for p in prompts[:8]])
     optimizer = torch.optim.AdamW(draft.trainable_parameters(), lr=5e-3)
@@ -68,7 +68,7 @@ def trained(target: Any, prompts: list[list[int]]) -> PeagleDraft:
 
 
 def chunks(length: int, seed: int) -> list[int]:
-    """Verified rows per round: a prefill, then one to four at a time."""
+    """Return the verified rows per round: a prefill, then one to four at a time."""
     generator = torch.Generator().manual_seed(seed)
     sizes = [3]
     while sum(sizes) < length:
@@ -106,7 +106,7 @@ def test_the_drafter_computes_the_logits_of_the_slow_reference(seed: int) -> Non
 def test_training_chains_and_drafter_agree(
     target: Any, prompts: list[list[int]], trained: PeagleDraft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The training forward over packs, `chains` over packs in small chunks, one sequence served."""
+    """Compare training's forward pass, `chains` in small chunks, and one served sequence."""
     documents = [respond(target, p) for p in prompts[:4]]
     batch = batch_of(target, documents)
     shape = batch.input_ids.shape
@@ -166,7 +166,7 @@ def test_packing_changes_no_chain(
 def test_greedy_decoding_loses_nothing_and_is_what_the_dataset_says(
     target: Any, prompts: list[list[int]], trained: PeagleDraft
 ) -> None:
-    """One pass of the draft per round; the walk over stored states gives the very rounds."""
+    """One forward pass of the draft per round; the walk over stored states has the same rounds."""
     head, total, walked, real = head_of(target), ServingSums.zero(DEPTHS), [], []
     lengths = set()
     for prompt in prompts:
@@ -182,7 +182,7 @@ def test_greedy_decoding_loses_nothing_and_is_what_the_dataset_says(
         walked.append((sums.emitted, sums.rounds))
         real.append((sum(r.emitted for r in got.rounds), len(got.rounds)))
         lengths |= {r.accepted for r in got.rounds}
-    assert len(lengths) >= 4  # rounds of many lengths, or this proves little
+    assert len(lengths) >= 4  # rounds of many lengths: else this proves little
     same_but_for_a_tie(walked, real)
     assert total.walk_figures().acceptance_length == total.emitted / total.rounds > 1.3
 
@@ -191,7 +191,7 @@ def test_greedy_decoding_loses_nothing_and_is_what_the_dataset_says(
 def test_sampling_has_the_targets_distribution(
     target: Any, prompts: list[list[int]], trained: PeagleDraft, draft_vocab: int
 ) -> None:
-    """The first two tokens of many sampled responses against the target's own probabilities."""
+    """Compare the first two tokens of many sampled responses with the target's probabilities."""
     draft = trained
     if draft_vocab < VOCAB:
         draft = make_draft(target, draft_vocab)
@@ -214,4 +214,4 @@ def test_sampling_has_the_targets_distribution(
     for found, exact in zip(counts, (first, first @ second), strict=True):
         chi_square = float(((found - samples * exact) ** 2 / (samples * exact)).sum())
         assert chi_square < VOCAB - 1 + 5 * (2 * (VOCAB - 1)) ** 0.5
-    assert accepted > samples / 20  # the accepting path is exercised as well
+    assert accepted > samples / 20  # the accepting path is tested too

@@ -1,6 +1,6 @@
 """P-EAGLE drafts for the tiny dataset of `eagle3_tools` and for the tiny target of decoding tests.
 
-Test modules take the fixtures by assignment: an import would look unused, and shadowed.
+Test modules assign the fixtures to names: linters would flag imports as unused and shadowed.
 """
 
 import json
@@ -32,7 +32,7 @@ def build(dataset: HiddenStatesDataset, head: TargetHead, **changes: Any) -> Pea
 
 
 def make_draft(model: Any, draft_vocab: int = VOCAB, **changes: Any) -> PeagleDraft:
-    """An untrained draft for the target `model`."""
+    """Return an untrained draft for the target `model`."""
     torch.manual_seed(1)
     options = PeagleOptions(
         **{"depths": 4, "draft_layers": 2, "draft_vocab_size": draft_vocab} | changes
