@@ -109,14 +109,17 @@ class BaseDraft(nn.Module):
         self.t2d = self.draft_index >= 0
 
     def cast(self, x: Tensor) -> Tensor:
-        """Cast `x` to the dtype of the weights. Under autocast, return it as it is."""
+        """Cast `x` [...] to the dtype of the weights. Under autocast, return it as it is."""
         autocast = torch.is_autocast_enabled(x.device.type)
         return x if autocast else x.to(self.fc.weight.dtype)
 
     # -- loss -------------------------------------------------------------------------------------
 
     def loss(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
-        """Return the loss of a batch (see protocol.Draft); `counts` None: those of this batch."""
+        """Return the loss of a batch (see protocol.Draft).
+
+        `counts` are the float64 [S] of `slot_counts`; None: those of this batch.
+        """
         raise NotImplementedError
 
     def forward(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:

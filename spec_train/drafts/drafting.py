@@ -150,7 +150,10 @@ class ChainDrafter:
     def propose(
         self, tokens: Sequence[int], states: Tensor, count: int, sampler: Sampler
     ) -> tuple[Tensor, list[Any]]:
-        """Append verified rows and draft a chain from the last one (see protocol.Drafter)."""
+        """Append verified rows and draft a chain from the last one: ids int64 [count].
+
+        See protocol.Drafter.propose; `states` are [1, n, A].
+        """
         state, position = self.extend(tokens, states)
         drafted: list[Tensor] = []
         distributions: list[Any] = []

@@ -125,7 +125,7 @@ class Rotary(nn.Module):
     def cos_sin(
         self, position_ids: Tensor, lengths: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Return cos and sin as `forward` does; in float64 if `dtype` is float64."""
+        """Return cos and sin [B, T, r] as `forward` does; in float64 if `dtype` is float64."""
         precise = torch.float64 if dtype == torch.float64 else torch.float32
         inv_freq = self.inv_freq
         if self.limit is not None and self.long_inv_freq is not None:

@@ -95,7 +95,8 @@ class DSparkDraft(DSparkModel):
     ) -> DraftLoss:
         """Return the loss of a batch over `counts`, the slot counts of the whole optimizer step.
 
-        `blocks` are the blocks to train; None: draw them with `sample_blocks`.
+        `counts` is float64 [2], see `slot_counts`. `blocks` are the blocks to train; None: draw
+        them with `sample_blocks`.
         """
         if blocks is None:
             limit = self.options.num_anchors

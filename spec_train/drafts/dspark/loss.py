@@ -64,7 +64,7 @@ def dspark_loss(
 def blocks_loss(
     draft: DSparkModel, frame: BlockFrame, head: TargetHead, counts: Tensor | None
 ) -> DraftLoss:
-    """Compute the loss of a frame; the other arguments are those of `dspark_loss`."""
+    """Compute the loss of a frame; `head` is the target's, `counts` [2] (see `dspark_loss`)."""
     chosen = TrainedRows.select(draft, frame)
     own = chosen.totals()  # [2]
     counts = own if counts is None else counts.to(own)

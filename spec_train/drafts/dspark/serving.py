@@ -71,7 +71,10 @@ class BlockDrafter:
     def propose(
         self, tokens: Sequence[int], states: Tensor, count: int, sampler: Sampler
     ) -> tuple[Tensor, list[Any]]:
-        """Append verified positions and draft a block after them (see protocol.Drafter)."""
+        """Append verified positions and draft a block after them: ids int64 [n], n <= count.
+
+        See protocol.Drafter.propose; `states` are the aux states [1, t, n*H].
+        """
         draft, config, device = self._draft, self._draft.config, states.device
         first, self._verified = self._verified, self._verified + len(tokens)
         positions = torch.arange(first, self._verified, device=device)[None]

@@ -112,7 +112,8 @@ class EagleDraft(EagleModel):
     def loss(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
         """Return the loss of a batch over `counts`, the slot counts of the whole optimizer step.
 
-        In training mode, noise from torch's generator is added to the input states.
+        `counts` is float64 [1] in training, [depth] otherwise; None: those of this batch. In
+        training mode, noise from torch's generator is added to the input states.
         """
         options, states, noise = self.options, batch.hidden[FINAL], None
         if self.training and options.noise > 0:

@@ -58,7 +58,10 @@ class Eagle3Draft(Eagle3Model):
         return Teachers.select(rows, choice, batch.document_ids, steps).counts()
 
     def loss(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
-        """Return the loss of a batch over `counts`, the slot counts of the whole optimizer step."""
+        """Return the loss of a batch over `counts`, the slot counts of the whole optimizer step.
+
+        `counts` is float64 [S]; None: those of this batch.
+        """
         options = self.options
         return unrolled_loss(
             self,

@@ -94,7 +94,7 @@ def unrolled_loss(
     kind: LossKind,
     counts: Tensor | None,
 ) -> DraftLoss:
-    """Compute the loss of a frame; the other arguments are those of `eagle3_loss`."""
+    """Compute the loss of a frame; the other arguments are those of `eagle3_loss` (counts: [S])."""
     drafted = step_masks(frame.mask, frame.document_ids, steps)  # [S, B, T]
     teachers = Teachers.select(frame.rows, frame.choice, frame.document_ids, steps)
     rows, valid, own = teachers.rows, teachers.valid, teachers.counts()

@@ -85,6 +85,6 @@ class Draws:
         self._kept[key] = sample
 
     def take(self, key: tuple[object, ...]) -> Tensor | None:
-        """Return the sample of a batch, or None; it stays until counting starts again."""
+        """Return a batch's sample, bool [B, K, T], or None; it stays until counting restarts."""
         self._used.add(key)
         return self._kept.get(key)

@@ -90,7 +90,7 @@ def element_masks(
 def parallel_loss(
     draft: PeagleModel, frame: Frame, *, sample: Tensor, segments: int, count: Tensor | None
 ) -> DraftLoss:
-    """Compute the loss of a frame; the other arguments are those of `peagle_loss`."""
+    """Compute the loss of a frame; `sample` is bool [B, K, T], `count` [1] (see `peagle_loss`)."""
     drafted, supervised = element_masks(
         frame.mask, frame.rows, frame.choice, frame.document_ids, sample
     )
@@ -182,7 +182,7 @@ class _EntropyTeacher(SharedTeacher):
         self.entropy = torch.zeros(len(self.slots), dtype=torch.float64, device=slots.device)  # [m]
 
     def distributions(self, part: slice) -> Tensor:
-        """Return the probabilities of a slice of the distinct slots; keep their entropies."""
+        """Return the probabilities [m, Vd] of a slice of m distinct slots; keep their entropies."""
         p = super().distributions(part)
         self.entropy[part] = -torch.xlogy(p, p).sum(-1).double()
         return p

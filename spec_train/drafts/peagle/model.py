@@ -114,8 +114,8 @@ class PeagleModel(AuxDraft):
     ) -> Tensor:
         """Process rows as serving does: causal, after the rows in `caches` (one per layer).
 
-        The other arguments and the result are those of `states`. The new rows are appended to the
-        caches.
+        The other arguments and the result [B, E, H] are those of `states`. The new rows are
+        appended to the caches.
         """
         attends = [partial(cache.attend, scale=self.scale) for cache in caches]
         return self.states(token_ids, carried, position_ids, None, attends)

@@ -41,7 +41,10 @@ class ParallelDrafter:
     def propose(
         self, tokens: Sequence[int], states: Tensor, count: int, sampler: Sampler
     ) -> tuple[Tensor, list[Any]]:
-        """Append verified rows and draft at most the trained depth (see protocol.Drafter)."""
+        """Append verified rows and draft at most the trained depth: ids int64 [n], n <= count.
+
+        See protocol.Drafter.propose; `states` are the aux states [1, t, n*H].
+        """
         draft, device, new = self._draft, states.device, len(tokens)
         count = min(count, draft.options.depths)
         known = torch.as_tensor(tokens, dtype=torch.long, device=device)[None]  # [1, new]
