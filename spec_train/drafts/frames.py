@@ -114,7 +114,7 @@ def tensor_frame(draft: BaseDraft, inputs: ShiftedInputs) -> Frame:
     if inputs.slot_mask is not None:
         mask = inputs.slot_mask.bool() & (document_ids != PADDING)
     else:
-        assert inputs.loss_mask is not None  # `check` has seen to it
+        assert inputs.loss_mask is not None  # `check` guarantees it
         mask = slot_masks(inputs.loss_mask, document_ids, inputs.slots)
     rows = mask.flatten().nonzero().squeeze(1)  # [N]
     choice, teacher = _choice_and_teacher(draft, inputs, rows)
@@ -145,7 +145,7 @@ def _choice_and_teacher(
         table = inputs.logits.flatten(0, 1)  # [B*T, V]
         choice = table[rows].argmax(-1) if known is None else known  # [N]
         return draft.draft_index[choice], logits_teacher(table, ids)
-    assert inputs.final_hidden is not None and inputs.head is not None  # `check` has seen to it
+    assert inputs.final_hidden is not None and inputs.head is not None  # `check` guarantees it
     states = inputs.final_hidden.flatten(0, 1)  # [B*T, H]
     choice = argmax_by_chunks(inputs.head.logits, states[rows]) if known is None else known  # [N]
     return draft.draft_index[choice], head_teacher(inputs.head, states, ids)

@@ -35,7 +35,7 @@ class BlockInputs(TokenInputs):
 
     aux_hidden_states: Tensor  # a_t, layers ascending, [B, T, n*H]
     anchors: Tensor  # slots that blocks start at, int64 [B, N]
-    kept: Tensor | None = None  # bool [B, N], False: the block only fills the row; None: all real
+    kept: Tensor | None = None  # bool [B, N], False: not a real block; None: all are real
     final_hidden: Tensor | None = None  # f_t [B, T, H]
     logits: Tensor | None = None  # z_t [B, T, V]
 

@@ -18,21 +18,11 @@ from spec_train.drafts.dspark.config import DSparkConfig
 from spec_train.drafts.dspark.draft import DFlashDraft, DSparkDraft
 from spec_train.head import TargetHead
 from tests.spec_train.drafts.dspark.reference import Document, ReferenceConfig, block_logits
+from tests.spec_train.drafts.shared import reference_state, small_target
 
 HIDDEN, WIDTH, LAYERS, VOCAB, MASK = 12, 10, 3, 14, 13
 DRAFT_IDS = [0, 2, 3, 5, 6, 7, 9, 10, 12]
-TARGET = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": 20,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 8,
-    "head_dim": 6,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 64,
-    "architectures": ["LlamaForCausalLM"],
-    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
-}
+TARGET = small_target(HIDDEN, 4, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,15 +113,6 @@ def reference_config(case: Case) -> ReferenceConfig:
         confidence_weight=options.confidence_weight,
         ce_target=case.ce_target,
     )
-
-
-def reference_state(draft: DSparkDraft) -> dict[str, Tensor]:
-    """Return the checkpoint's tensors as leaves of a graph of their own."""
-    state = draft.checkpoint_tensors(torch.float64)
-    return {
-        name: value.clone().requires_grad_(value.is_floating_point())
-        for name, value in state.items()
-    }
 
 
 def make_documents(

@@ -16,6 +16,7 @@ from spec_train.draft_options import EagleOptions
 from spec_train.drafts.eagle.draft import EagleConfig, EagleDraft
 from spec_train.head import TargetHead
 from tests.spec_train.drafts.eagle.reference import Document, ReferenceConfig, predict
+from tests.spec_train.drafts.shared import reference_state, small_target
 
 HIDDEN, VOCAB = 12, 14
 SPEC = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "tied": False}
@@ -46,18 +47,7 @@ class Case:
         )
 
     def target_config(self) -> dict[str, object]:
-        return {
-            "hidden_size": HIDDEN,
-            "intermediate_size": 20,
-            "num_attention_heads": 4,
-            "num_key_value_heads": self.kv_heads,
-            "num_hidden_layers": 8,
-            "head_dim": 6,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 64,
-            "architectures": ["LlamaForCausalLM"],
-            "rope_parameters": dict(self.rope),
-        }
+        return small_target(HIDDEN, 4, self.kv_heads, dict(self.rope))
 
 
 def make_draft(case: Case, seed: int = 0) -> EagleDraft:
@@ -100,12 +90,6 @@ def reference_config(case: Case, head: TargetHead) -> ReferenceConfig:
         regression_weight=case.regression_weight,
         ce_weight=case.ce_weight,
     )
-
-
-def reference_state(draft: EagleDraft) -> dict[str, Tensor]:
-    """Return the checkpoint's tensors as leaves of a graph of their own."""
-    tensors = draft.checkpoint_tensors(torch.float64)
-    return {name: value.clone().requires_grad_() for name, value in tensors.items()}
 
 
 def make_documents(case: Case, masks: Sequence[Sequence[int]], seed: int = 0) -> list[Document]:

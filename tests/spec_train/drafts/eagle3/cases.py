@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from spec_train.drafts.eagle3.config import Eagle3Config, Eagle3Options
 from spec_train.drafts.eagle3.draft import Eagle3Draft
 from tests.spec_train.drafts.eagle3.reference import Document, ReferenceConfig, reference_logits
+from tests.spec_train.drafts.shared import reference_state, small_target
 
 HIDDEN, WIDTH, LAYERS, VOCAB, STEPS = 12, 10, 3, 14, 4
 DRAFT_IDS = [0, 2, 3, 5, 6, 7, 9, 10, 12]
@@ -45,18 +46,7 @@ class Case:
         )
 
     def target_config(self) -> dict[str, object]:
-        return {
-            "hidden_size": HIDDEN,
-            "intermediate_size": 20,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "num_hidden_layers": 8,
-            "head_dim": 6,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 64,
-            "architectures": ["LlamaForCausalLM"],
-            "rope_parameters": dict(self.rope),
-        }
+        return small_target(HIDDEN, self.heads, self.kv_heads, dict(self.rope))
 
 
 def make_draft(case: Case, seed: int = 0) -> Eagle3Draft:
@@ -101,15 +91,6 @@ def reference_config(case: Case, draft: Eagle3Draft) -> ReferenceConfig:
         lambda_scale=draft.options.lambda_scale,
         lambda_decay=draft.options.lambda_decay,
     )
-
-
-def reference_state(draft: Eagle3Draft) -> dict[str, Tensor]:
-    """Return the checkpoint's tensors as leaves of a graph of their own."""
-    state = draft.checkpoint_tensors(torch.float64)
-    return {
-        name: value.clone().requires_grad_(value.is_floating_point())
-        for name, value in state.items()
-    }
 
 
 def make_documents(

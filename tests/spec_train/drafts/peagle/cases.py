@@ -22,6 +22,7 @@ from tests.spec_train.drafts.peagle.reference import (
     reference_loss,
     slot_counts,
 )
+from tests.spec_train.drafts.shared import reference_state, small_target
 
 DEPTHS, MASK_TOKEN = 4, 11
 
@@ -54,18 +55,7 @@ class Case:
     floor: float = 0.2
 
     def target_config(self) -> dict[str, object]:
-        return {
-            "hidden_size": 12,
-            "intermediate_size": 20,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "num_hidden_layers": 8,
-            "head_dim": 6,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 64,
-            "architectures": ["LlamaForCausalLM"],
-            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
-        }
+        return small_target(12, self.heads, self.kv_heads)
 
 
 def make_draft(case: Case, **options: object) -> PeagleDraft:
@@ -114,14 +104,6 @@ def reference_config(case: Case) -> ReferenceConfig:
         depths=case.depths,
         slots=case.slots,
     )
-
-
-def reference_state(draft: PeagleDraft) -> dict[str, Tensor]:
-    """Return the checkpoint's tensors as leaves of a graph of their own."""
-    return {
-        name: value.clone().requires_grad_(value.is_floating_point())
-        for name, value in draft.checkpoint_tensors(torch.float64).items()
-    }
 
 
 def make_samples(case: Case, masks: Sequence[Sequence[int]], seed: int = 0) -> list[list[Element]]:
