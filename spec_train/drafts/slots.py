@@ -12,6 +12,7 @@ from torch import Tensor
 
 from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import PADDING, shift_left
+from spec_train.drafts.layers import Rotary
 
 SLOTS = ("serving", "shifted")
 
@@ -36,6 +37,19 @@ def document_lengths(document_ids: Tensor) -> Tensor:
     """Return the number of slots of each slot's document, int64 [B, T]; argument as above."""
     ahead = document_offsets(document_ids.flip(1)).flip(1)  # [B, T]: slots that follow
     return document_offsets(document_ids) + ahead + 1
+
+
+def rope_lengths(
+    rotary: Rotary, document_ids: Tensor, slots: Tensor | None = None
+) -> Tensor | None:
+    """Return the document lengths that `rotary` needs, int64; None if it needs none.
+
+    `slots` int64 [B, A] selects slots of the packs: [B, A]; None: all of them, [B, T].
+    """
+    if rotary.limit is None:
+        return None
+    lengths = document_lengths(document_ids)
+    return lengths if slots is None else lengths.gather(1, slots)
 
 
 def settle_documents(

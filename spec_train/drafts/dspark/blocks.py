@@ -20,7 +20,7 @@ from torch import Tensor
 from spec_data.shards.packing import PADDING, shift_left
 from spec_train.attention.block_runs import block_attending
 from spec_train.drafts.dspark.model import Context, DSparkModel
-from spec_train.drafts.slots import document_lengths, document_offsets
+from spec_train.drafts.slots import document_offsets, rope_lengths
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,7 @@ def batch_context(
         document_ids: int64 [B, T].
         position_ids: int64 [B, T].
     """
-    lengths = None if draft.rotary.limit is None else document_lengths(document_ids)
-    return draft.context(aux, position_ids, lengths)
+    return draft.context(aux, position_ids, rope_lengths(draft.rotary, document_ids))
 
 
 def block_states(
@@ -152,10 +151,9 @@ def block_states(
     ids[..., 0] = input_ids.gather(1, anchors)
     steps = torch.arange(size, device=anchors.device)  # [S]
     positions = position_ids.gather(1, anchors)[..., None] + steps  # [B, N, S]
-    lengths = None
-    if draft.rotary.limit is not None:
-        lengths = document_lengths(document_ids).gather(1, anchors)[..., None].expand(shape)
-        lengths = lengths.flatten(1)  # [B, N*S]
+    lengths = rope_lengths(draft.rotary, document_ids, anchors)  # [B, N]
+    if lengths is not None:
+        lengths = lengths.repeat_interleave(size, dim=1)  # [B, N*S]
     attending = block_attending(
         document_ids, anchors, blocks.kept, size, config.head_dim, draft.attention_backend
     )

@@ -17,7 +17,7 @@ from spec_train.attention.unrolled import Queries, default_backend, unrolled_att
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.eagle.model import EagleModel
 from spec_train.drafts.layers import argmax_by_chunks
-from spec_train.drafts.slots import document_lengths, document_offsets
+from spec_train.drafts.slots import document_offsets, rope_lengths
 from spec_train.head import TargetHead
 
 
@@ -56,7 +56,7 @@ class EagleUnroll:
         """
         self.draft = draft
         self._positions = position_ids
-        self._lengths = document_lengths(document_ids) if draft.rotary.limit is not None else None
+        self._lengths = rope_lengths(draft.rotary, document_ids)  # [B, T]
         self.carried = draft.cast(states)
         backend = draft.attention_backend
         if backend == "auto":

@@ -18,7 +18,7 @@ from spec_train.attention.unrolled import Queries, default_backend, unrolled_att
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.eagle3.model import Eagle3Model
 from spec_train.drafts.layers import argmax_by_chunks, run_layer
-from spec_train.drafts.slots import document_lengths, document_offsets, gather_slots
+from spec_train.drafts.slots import document_offsets, gather_slots, rope_lengths
 
 Pairs = list[tuple[Tensor, Tensor]]
 """Keys and values [B, g, A, d] of later steps, oldest first."""
@@ -49,12 +49,8 @@ class Unroll:
         self.draft = draft
         attention = draft.midlayer.self_attn
         features = draft.project(aux)  # [B, T, H]
-        lengths = None
-        if draft.rotary.limit is not None:
-            lengths = document_lengths(document_ids)  # [B, T]
-            self._lengths: Tensor | None = lengths.gather(1, active)
-        else:
-            self._lengths = None
+        lengths = rope_lengths(draft.rotary, document_ids)  # [B, T]
+        self._lengths = rope_lengths(draft.rotary, document_ids, active)  # [B, A]
         cos, sin = draft.rotary.cos_sin(position_ids, lengths, features.dtype)
         u = draft.midlayer.inputs(draft.embed(input_ids), features)  # [B, T, 2H]
         k0, v0 = attention.keys_values(u, cos, sin)  # [B, g, T, d]

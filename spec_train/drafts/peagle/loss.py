@@ -31,7 +31,7 @@ from spec_train.drafts.layers import Attend
 from spec_train.drafts.peagle.elements import Elements, segments_of
 from spec_train.drafts.peagle.model import PeagleModel
 from spec_train.drafts.protocol import DraftLoss
-from spec_train.drafts.slots import document_lengths, step_masks
+from spec_train.drafts.slots import rope_lengths, step_masks
 from spec_train.drafts.teacher import SharedTeacher, Teacher
 from spec_train.losses import LossKind, head_loss, wide
 from spec_train.metrics import chain_sums
@@ -159,9 +159,7 @@ def element_states(draft: PeagleModel, frame: Frame, elements: Elements) -> Tens
     part = slice(elements.first, elements.stop)
     features = draft.project(frame.aux[:, part])  # [B, E - D, H]
     tokens, carried = draft.element_inputs(frame.input_ids[:, part], features, elements.deeper)
-    lengths = None
-    if draft.rotary.limit is not None:
-        lengths = document_lengths(frame.document_ids).gather(1, elements.anchors)  # [B, E]
+    lengths = rope_lengths(draft.rotary, frame.document_ids, elements.anchors)  # [B, E]
     mask = parallel_mask(elements.document_ids, elements.anchors, elements.depths)
     attending = Attending.prepare(mask, draft.config.head_dim, draft.attention_backend)
 

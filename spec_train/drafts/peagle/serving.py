@@ -22,7 +22,7 @@ from spec_train.data.batch import DraftBatch
 from spec_train.drafts.drafting import DraftCache
 from spec_train.drafts.layers import Attend, argmax_by_chunks
 from spec_train.drafts.peagle.model import PeagleModel
-from spec_train.drafts.slots import document_lengths
+from spec_train.drafts.slots import rope_lengths
 from spec_train.sampling import Sampler
 
 CHUNK_ROWS = 2048  # elements of a pack that `serving_chains` computes at a time
@@ -78,7 +78,7 @@ def serving_chains(draft: PeagleModel, batch: DraftBatch, depth: int) -> Tensor:
     """
     known = shift_left(batch.input_ids, batch.document_ids)  # [B, T]
     features = draft.project(batch.aux(draft.config.layers))  # [B, T, H]
-    lengths = document_lengths(batch.document_ids) if draft.rotary.limit is not None else None
+    lengths = rope_lengths(draft.rotary, batch.document_ids)  # [B, T]
     caches = draft.new_caches()
     attends = _attends(draft, causal_mask(batch.document_ids), caches)
     states = draft.states(known, features, batch.position_ids, lengths, attends)
@@ -113,9 +113,7 @@ def _deeper(
         torch.cat([every, anchors], dim=1),
         torch.cat([torch.zeros_like(every), depths], dim=1),
     )
-    lengths = None
-    if draft.rotary.limit is not None:
-        lengths = document_lengths(batch.document_ids).gather(1, anchors)
+    lengths = rope_lengths(draft.rotary, batch.document_ids, anchors)  # [B, E]
     tokens, carried = draft.unknown_inputs(packs, anchors.shape[1])  # [B, E], [B, E, H]
     attends = _attends(draft, _last_queries(mask, anchors.shape[1]), caches)
     positions = batch.position_ids.gather(1, anchors) + depths
