@@ -12,15 +12,21 @@ from typing import Any
 from spec_data import __version__
 from spec_data.config import (
     add_options,
-    from_dict,
     join_values,
     read_config_file,
     resolve,
     run_cli,
 )
 from spec_train.draft_options import DRAFT_OPTIONS
-from spec_train.options import EvalConfig, ExportConfig, ReplayConfig, fit_config, split_config
-from spec_train.presets import apply_preset, preset_help
+from spec_train.options import (
+    EvalConfig,
+    ExportConfig,
+    ReplayConfig,
+    fit_config,
+    resolve_fit,
+    split_config,
+)
+from spec_train.presets import preset_help
 
 _RAW = argparse.RawDescriptionHelpFormatter
 FIT_HELP = """\
@@ -168,13 +174,12 @@ def _add_debug(parser: argparse.ArgumentParser) -> None:
 
 
 def _resolve_fit(arguments: argparse.Namespace) -> Any:
-    """Flags over --config over --preset over defaults (see `apply_preset`)."""
-    cls = fit_config(arguments.draft)
-    names = {field.name for field in dataclasses.fields(cls)}
+    """Flags over --config over --preset over defaults (see `resolve_fit`)."""
+    names = {field.name for field in dataclasses.fields(fit_config(arguments.draft))}
     flags = {k: v for k, v in vars(arguments).items() if k in names and v is not None}
     table = read_config_file(Path(arguments.config)) if arguments.config else {}
-    values = apply_preset(flags, table, names)
-    return from_dict(cls, values, where=arguments.config or "the command line")
+    where = arguments.config or "the command line"
+    return resolve_fit(arguments.draft, flags, table, where)
 
 
 def _fit(arguments: argparse.Namespace) -> int:

@@ -11,11 +11,11 @@ import math
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from spec_data.config import option
+from spec_data.config import from_dict, option
 from spec_data.shards.errors import ConfigError
 from spec_train.data_option import parse_sources
 from spec_train.draft_options import DRAFT_OPTIONS
-from spec_train.presets import PRESETS
+from spec_train.presets import PRESETS, apply_preset
 
 T = TypeVar("T")
 
@@ -187,6 +187,26 @@ def part(cls: type[T], joined: Any) -> T:
 def split_config(draft: str, joined: Any) -> tuple[FitConfig, Any]:
     """The (FitConfig, draft options) parts of a `fit_config(draft)` instance."""
     return part(FitConfig, joined), part(DRAFT_OPTIONS[draft], joined)
+
+
+def resolve_fit(
+    draft: str,
+    given: dict[str, Any],
+    table: dict[str, Any] | None = None,
+    where: str = "the command line",
+) -> Any:
+    """Build the joined config of `fit DRAFT`: `given` over `table` over a preset over defaults.
+
+    The command line and the Python API both come through here, so a preset works in both.
+    `given` holds what the caller typed, `table` the content of a config file, and `where` names
+    their place in errors. `split_config` takes the result apart.
+
+    Raises:
+        ConfigError: an unknown draft or option, or a value of the wrong type or range.
+    """
+    cls = fit_config(draft)
+    names = {field.name for field in dataclasses.fields(cls)}
+    return from_dict(cls, apply_preset(given, table or {}, names), where=where)
 
 
 def default_lr(hidden_size: int) -> float:
