@@ -8,6 +8,7 @@ are requested. Shapes: B rows, T slots of a row, H hidden size, V vocabulary siz
 
 import inspect
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from spec_data.devices import DTYPES, usable_device
 from spec_data.shards import packing
 from spec_data.shards.errors import TargetError
 from spec_data.shards.head_spec import HeadSpec, apply_head
-from spec_data.shards.layer_ids import check_layers
+from spec_data.shards.layer_ids import check_layers, parse_layers
 from spec_data.shards.packing import row_layout, shift_left
 from spec_data.target.hooks import (
     Captured,
@@ -30,7 +31,7 @@ from spec_data.target.hooks import (
 )
 from spec_data.target.mask_forms import ROWS, SINGLE, mask_forms, packed_mask
 from spec_data.target.proofs import prove_isolation
-from spec_data.target.target_batch import TargetBatch
+from spec_data.target.target_batch import TargetBatch, document_starts
 
 # Largest block of float32 logits in memory: small enough for the cache of a CPU, large enough to
 # keep a GPU busy.
@@ -98,22 +99,32 @@ class Target:
     def __init__(
         self,
         model: Any,
-        layers: Sequence[int],
+        layers: Sequence[int] | str = "auto",
         *,
         supervision: str = "final-hidden",
         draft_vocabulary: Tensor | None = None,
         mask_form: str | None = None,
     ) -> None:
-        """Wrap a loaded model; `mask_form` fixes the packed mask (default: one that is proven on
-        the first packed batch).
+        """Wrap a loaded model and put it in evaluation mode, in which it stays.
+
+        Args:
+            model: a decoder-only causal language model of transformers.
+            layers: layer ids, or a text as `--layers` takes it: "auto" (the EAGLE-3 recipe),
+                "spread:5", "1,3,5".
+            supervision: see the class.
+            draft_vocabulary: see the class.
+            mask_form: the mask of packed rows; None: one that is proven on the first packed batch.
 
         Raises:
-            TargetError: layer ids that do not exist, an unknown supervision.
+            TargetError: layer ids that do not exist, a target that has too few blocks for "auto",
+                or an unknown supervision.
         """
-        self.model = model
+        self.model = model.eval()  # dropout in a forward would change the states
         self.config = model.config
         self.text_config = text_config(model.config)
         self.num_layers = len(decoder_layers(model))
+        if isinstance(layers, str):
+            layers = parse_layers(layers, self.num_layers)
         check_layers(layers, self.num_layers)
         self.layers = tuple(sorted(layers))
         if supervision not in ("final-hidden", "logits", "target-probs"):
@@ -133,8 +144,8 @@ class Target:
     @classmethod
     def from_pretrained(
         cls,
-        path: str,
-        layers: Sequence[int],
+        path: str | Path,
+        layers: Sequence[int] | str = "auto",
         *,
         dtype: str = "auto",
         device: str = "auto",
@@ -147,8 +158,13 @@ class Target:
         Args:
             path, dtype, device, attn, trust_remote_code: see `load_model`.
             layers, options: see the constructor.
+
+        Raises:
+            TargetError: the model cannot be loaded, or does not have these layers.
         """
-        model = load_model(path, dtype=dtype, device=device, attn=attn, trust=trust_remote_code)
+        model = load_model(
+            str(path), dtype=dtype, device=device, attn=attn, trust=trust_remote_code
+        )
         return cls(model, layers, **options)
 
     def get_input_embeddings(self) -> nn.Module:
@@ -249,18 +265,25 @@ class Target:
         )
         document_ids = document_ids.to(self.device)
         remaining = packing.doc_remaining(document_ids) if doc_remaining is None else doc_remaining
-        supervision, argmax = self._supervise(captured, logits, document_ids)
+        token_frame = {
+            "input_ids": input_ids.to(self.device),
+            "loss_mask": loss_mask.to(self.device).bool(),
+            **self._supervise(captured, logits),
+        }
+        shifted = {name: shift_left(x, document_ids) for name, x in token_frame.items()}
+        if self.draft_vocabulary is not None:
+            inside = torch.isin(shifted["target_argmax"], self.draft_vocabulary.to(self.device))
+            shifted["position_mask"] = inside & shift_left(document_ids >= 0, document_ids)
+        first = document_starts(document_ids)
         return TargetBatch(
             aux_hidden_states=torch.cat([captured.layers[k] for k in self.layers], -1),
-            input_ids=shift_left(input_ids.to(self.device), document_ids),
-            loss_mask=shift_left(loss_mask.to(self.device).bool(), document_ids),
             attention_mask=document_ids >= 0,
             position_ids=positions.to(self.device),
             document_ids=document_ids,
             doc_remaining=remaining.to(self.device),
             seq_lens=lengths if seq_lens is not None else None,
-            target_argmax=argmax,
-            **supervision,
+            starts={name: x[first] for name, x in token_frame.items()},
+            **shifted,
         )
 
     def _packed_form(self, input_ids: Tensor, lengths: list[list[int]]) -> str:
@@ -286,17 +309,15 @@ class Target:
                 return mask_forms(self.config, self.attn)[0]  # one document per row cannot leak
         return self.mask_form
 
-    def _supervise(
-        self, captured: Captured, logits: Tensor | None, document_ids: Tensor
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the shifted supervision tensors and the shifted argmax, int64 [B, T].
+    def _supervise(self, captured: Captured, logits: Tensor | None) -> dict[str, Tensor]:
+        """Return the teacher [B, T, ...] and `target_argmax` int64 [B, T], in the token frame.
 
-        `logits` is [B, T, V] or None, `document_ids` int64 [B, T]. The argmax covers the full
-        vocabulary. See `TargetBatch` for the tensors.
+        `logits` is [B, T, V] or None. The argmax covers the full vocabulary.
         """
         final = captured.final
         if final is None:
             raise TargetError("no final hidden was captured")
+        shape = final.shape[:2]
         # [B * T, H], or [B * T, V] where the logits exist already
         flat = final.flatten(0, 1) if logits is None else logits.flatten(0, 1)
         argmax = flat.new_zeros(flat.shape[0], dtype=torch.long)
@@ -307,18 +328,12 @@ class Target:
             if self.draft_vocabulary is not None:
                 chosen = block[:, self.draft_vocabulary.to(block.device)]  # [n, Vd]
                 probs.append(chosen.float().softmax(-1))
-        argmax = shift_left(argmax.view(document_ids.shape), document_ids)
+        found = {"target_argmax": argmax.view(shape)}
         if logits is not None:
-            return {"logits": shift_left(logits, document_ids)}, argmax
+            return found | {"logits": logits}
         if self.draft_vocabulary is None:
-            return {"final_hidden": shift_left(final, document_ids)}, argmax
-        inside = torch.isin(argmax, self.draft_vocabulary.to(argmax.device))
-        ends = shift_left((document_ids >= 0), document_ids)  # False at the last slot of a document
-        target_probs = torch.cat(probs).view(*document_ids.shape, -1)  # [B, T, Vd]
-        return {
-            "target_probs": shift_left(target_probs, document_ids),
-            "position_mask": inside & ends,
-        }, argmax
+            return found | {"final_hidden": final}
+        return found | {"target_probs": torch.cat(probs).view(*shape, -1)}
 
 
 def _layout(

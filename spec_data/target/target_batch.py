@@ -1,16 +1,35 @@
-"""TargetBatch: one target forward in the frame a trainer takes.
+"""TargetBatch: one target forward, as the inputs of a trainer's loss.
 
-Frame (B rows, T slots): aux states and packing metadata stay where they are; `input_ids`, the loss
-mask and whatever supervises are moved left by one with zero fill inside each document. So slot t
-pairs the state a_t with the known token x_{t+1} and the teacher z_{t+1}.
+Its fields are in the shifted frame (B rows, T slots): aux states and packing metadata stay where
+they are; `input_ids`, the loss mask and the teacher are moved left by one inside each document, and
+its last slot is zero. So slot t pairs the state a_t with the known token x_{t+1} and the teacher
+z_{t+1}. In the token frame nothing is moved: slot t holds a_t, x_t, m_t and z_t.
+
+A loss reads one of the two frames. Data of the other frame has the same shapes and would train
+another, wrong objective, so `to_trainer_inputs` names the frame and every loss refuses the other.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from spec_data.shards.errors import TargetError
+from spec_data.shards.packing import PADDING
+
+Frame = Literal["shifted", "token"]
+
+_SHIFTED = ("input_ids", "loss_mask", "target_argmax", "logits", "final_hidden")
+_SHIFTED_ONLY = ("target_probs", "position_mask")
+_UNMOVED = ("aux_hidden_states", "document_ids", "position_ids")
+
+
+def document_starts(document_ids: Tensor) -> Tensor:
+    """Return the first slot of every document, bool [B, T]; document_ids int64 [B, T]."""
+    first = document_ids != PADDING
+    first[:, 1:] &= document_ids[:, 1:] != document_ids[:, :-1]
+    return first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +48,8 @@ class TargetBatch:
             bool [B, T], True where the target's argmax lies inside it; or
         final_hidden: [B, T, H], shifted: the head's input.
         target_argmax: int64 [B, T], shifted, over the full vocabulary.
+        starts: what the shift moves out of each of the D documents: the value at its first token,
+            [D, ...] by name. The token frame is made with it; None: there is no token frame.
     """
 
     aux_hidden_states: Tensor
@@ -44,6 +65,7 @@ class TargetBatch:
     target_probs: Tensor | None = None
     position_mask: Tensor | None = None
     final_hidden: Tensor | None = None
+    starts: dict[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
         given = [k for k in ("logits", "target_probs", "final_hidden") if self._has(k)]
@@ -64,18 +86,54 @@ class TargetBatch:
     def _has(self, name: str) -> bool:
         return getattr(self, name) is not None
 
-    def to_trainer_inputs(self) -> dict[str, Any]:
-        """Keyword arguments of the plain-tensor losses (`eagle3_loss` and its siblings)."""
-        names = [
-            "aux_hidden_states",
-            "input_ids",
-            "loss_mask",
-            "document_ids",
-            "position_ids",
-            "target_argmax",
-            "logits",
-            "target_probs",
-            "position_mask",
-            "final_hidden",
-        ]
-        return {name: getattr(self, name) for name in names if self._has(name)}
+    def to_trainer_inputs(self, frame: Frame = "shifted", *, aux: bool = True) -> dict[str, Any]:
+        """Return the keyword arguments of a plain-tensor loss, with the `frame` they are in.
+
+        | loss | arguments |
+        | --- | --- |
+        | `eagle3_loss`, `peagle_loss` | `to_trainer_inputs()` |
+        | `dspark_loss` (DSpark and DFlash) | `to_trainer_inputs("token")` |
+        | `eagle_loss` | `to_trainer_inputs("token", aux=False)` |
+
+        `head`, and what a loss draws at random, are passed beside them. Each loss raises DraftError
+        for inputs of the frame that is not its own.
+
+        Args:
+            frame: "shifted" or "token", see the module.
+            aux: whether to include `aux_hidden_states`; `eagle_loss` reads the final states alone.
+
+        Raises:
+            TargetError: an unknown frame, or a batch that has no token frame: one with
+                `target_probs`, or one that was built without `starts`.
+        """
+        if frame not in ("shifted", "token"):
+            raise TargetError(f"frame {frame!r}: shifted or token")
+        names = [name for name in _UNMOVED if aux or name != "aux_hidden_states"]
+        inputs = {"frame": frame} | {name: getattr(self, name) for name in names}
+        if frame == "token":
+            return inputs | self._token_frame()
+        moved = (*_SHIFTED, *_SHIFTED_ONLY)
+        return inputs | {name: getattr(self, name) for name in moved if self._has(name)}
+
+    def _token_frame(self) -> dict[str, Tensor]:
+        """Undo the shift: new tensors, zero in padding."""
+        if self.starts is None:
+            raise TargetError(
+                "this TargetBatch was built without `starts`, so its first tokens are unknown: "
+                "make it with Target.generate_batch, or use frame='shifted'"
+            )
+        if self._has("target_probs"):
+            raise TargetError(
+                "target_probs exist in the shifted frame alone; losses of the token frame read "
+                "final_hidden or logits: make the Target with one of these as supervision"
+            )
+        first, padding = document_starts(self.document_ids), self.document_ids == PADDING
+        found = {}
+        for name in filter(self._has, _SHIFTED):
+            shifted = getattr(self, name)
+            values = torch.zeros_like(shifted)
+            values[:, 1:] = shifted[:, :-1]
+            values[first] = self.starts[name]
+            values[padding] = 0
+            found[name] = values
+        return found

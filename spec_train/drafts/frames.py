@@ -31,6 +31,20 @@ from spec_train.drafts.teacher import (
 from spec_train.head import TargetHead
 
 
+def require_frame(given: str, own: str) -> None:
+    """Refuse the inputs of the other frame: their shapes are equal, so they would train silently.
+
+    Raises:
+        DraftError: `given` is not the frame that the loss reads, its `own`.
+    """
+    if given != own:
+        call = '"token"' if own == "token" else ""
+        raise DraftError(
+            f"this loss reads the {own} frame, and its inputs are in the {given} frame; make them "
+            f"with TargetBatch.to_trainer_inputs({call})"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenInputs:
     """Plain tensors of a loss in the token frame: nothing is shifted."""
@@ -40,6 +54,10 @@ class TokenInputs:
     target_argmax: Tensor | None = None  # argmax of z_t, int64 [B, T]; None: from the teacher
     document_ids: Tensor | None = None  # int64 [B, T], -1 in padding; None: a row is one document
     position_ids: Tensor | None = None  # int64 [B, T]; None: from 0 in each document
+    frame: str = "token"  # as `TargetBatch.to_trainer_inputs` names it; another one is refused
+
+    def __post_init__(self) -> None:
+        require_frame(self.frame, "token")
 
     def documents(self) -> tuple[Tensor, Tensor]:
         """Return document ids and position ids, both int64 [B, T], with the defaults filled in."""
@@ -67,6 +85,10 @@ class ShiftedInputs:
     position_ids: Tensor | None = None  # int64 [B, T]; None: from 0 in each document
     attention_mask: Tensor | None = None  # 0 in padding [B, T]; None: `document_ids` marks it
     slots: str = "serving"  # or "shifted"; see `slots.slot_masks`
+    frame: str = "shifted"  # as `TargetBatch.to_trainer_inputs` names it; another one is refused
+
+    def __post_init__(self) -> None:
+        require_frame(self.frame, "shifted")
 
     def check(self) -> None:
         """Raise DraftError unless there is exactly one teacher, complete, and one mask."""

@@ -54,7 +54,7 @@ def dspark_loss(
             final_hidden or logits; and optionally kept, target_argmax, document_ids, position_ids.
 
     Raises:
-        DraftError: not exactly one teacher, or anchors outside the pack.
+        DraftError: not exactly one teacher, anchors outside the pack, or inputs of the other frame.
         TypeError: an input is unknown or missing.
     """
     frame = tensor_block_frame(draft, BlockInputs(**inputs), head)

@@ -121,7 +121,7 @@ def eagle_loss(
             position_ids.
 
     Raises:
-        DraftError: an unknown `slots`.
+        DraftError: an unknown `slots`, or inputs of the other frame.
         TypeError: an input is unknown or missing.
     """
     given, weights = EagleInputs(**inputs), TermWeights(regression_weight, ce_weight)

@@ -53,7 +53,8 @@ def eagle3_loss(
             target_argmax, document_ids, position_ids, attention_mask.
 
     Raises:
-        DraftError: not exactly one teacher or one mask, or an unknown `slots` or `kind`.
+        DraftError: not exactly one teacher or one mask, an unknown `slots` or `kind`, or inputs of
+            the other frame.
         TypeError: an input is unknown or missing.
     """
     kind = kind if isinstance(kind, LossKind) else LossKind(name=kind)

@@ -60,8 +60,8 @@ def peagle_loss(
             target_argmax, document_ids, position_ids, attention_mask.
 
     Raises:
-        DraftError: not exactly one teacher or one mask, an unknown `slots`, or a sample of another
-            shape than the batch.
+        DraftError: not exactly one teacher or one mask, an unknown `slots`, inputs of the other
+            frame, or a sample of another shape than the batch.
         TypeError: an input is unknown or missing.
     """
     given = ShiftedInputs(**inputs)

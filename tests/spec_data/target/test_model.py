@@ -9,6 +9,7 @@ from spec_data.shards.layer_ids import parse_layers
 from spec_data.target.hooks import capturing, decoder_layers
 from spec_data.target.model import Target
 from spec_data.target.proofs import prove_head
+from tests.factory import tiny_llama
 from tests.families import FAMILIES, LAYERS, VOCAB, tiny_model
 from tests.tolerance import LAYER, close, network, same_choice, tolerance
 
@@ -124,6 +125,31 @@ def test_auto_layers_are_the_eagle3_recipe():
             parse_layers(wrong, 8)
 
 
+def test_a_target_is_in_evaluation_mode_whatever_the_model_was_in():
+    model = tiny_model("gpt2")
+    model.config.resid_pdrop = 0.5
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+    ids = torch.stack(ids_of(9))
+    layout = torch.zeros_like(ids), torch.arange(9)[None]
+    expected, _ = Target(model.eval(), CHOSEN).capture(ids, *layout, None)
+    with capturing(model.train(), CHOSEN) as dropped:
+        model(ids, use_cache=False)
+    assert not torch.equal(dropped.layers[4], expected.layers[4]), "dropout must matter here"
+    found, _ = Target(model.train(), CHOSEN).capture(ids, *layout, None)
+    assert all(torch.equal(found.layers[k], expected.layers[k]) for k in CHOSEN)
+    assert torch.equal(found.final, expected.final) and not model.training
+
+
+def test_layers_of_a_target_default_to_the_recipe():
+    with pytest.raises(TargetError, match="--layers 0,2,4"):  # six blocks: too few for it
+        Target(tiny_model("llama"))
+    assert Target(tiny_model("llama"), "spread:3").layers == (1, 2, 4)
+    assert Target(tiny_model("llama"), "4,0").layers == (0, 4)
+    assert Target(tiny_llama(layers=8)).layers == parse_layers("auto", 8)
+
+
 # --- generate_batch ---
 
 
@@ -177,9 +203,9 @@ def test_packed_batch_equals_each_document_alone(family, supervision):
         ids, ones = padded([document], n)
         alone = target.generate_batch(ids, ones, ones)
         for name, value in alone.to_trainer_inputs().items():
-            packed = batch.to_trainer_inputs()[name][0, start : start + n]
-            if name == "document_ids":
+            if name in ("document_ids", "frame"):
                 continue
+            packed = batch.to_trainer_inputs()[name][0, start : start + n]
             if name == "target_argmax" and supervision == "logits":
                 same_choice(alone.logits[0], packed, **FORWARD)
             else:
