@@ -24,6 +24,7 @@ from xxhash import xxh3_64_hexdigest
 from spec_data.shards.checksums import numbers
 from spec_data.shards.codec_tables import TABLES, load_tables
 from spec_data.shards.coded import CodedRows, decode_rows, runs
+from spec_data.shards.document_access import DocumentAccess
 from spec_data.shards.errors import DatasetError, MissingError
 from spec_data.shards.lossy import Tables
 from spec_data.shards.schema import Column, Manifest
@@ -33,12 +34,15 @@ MANIFEST = "manifest.json"
 INDEX = "index.arrow"
 
 
-class HiddenStatesDataset:
+class HiddenStatesDataset(DocumentAccess):
     """A sealed dataset directory: one row per document, token frame, unshifted.
 
     Row t of a document holds x_t, m_t, the captured states at t, and what the target predicts for
     x_{t+1}: `hidden.final` (or top-k or logits), `target_argmax`, `target_logsumexp`. Lossy columns
     are decoded: names, projection and values are as if every column were stored in bf16.
+
+    It is read like a dataset of the `datasets` library: `len`, iteration, `ds[3]`, `ds[-1]`, and
+    `ds[0:3]` or `ds[[0, 5]]`, which return one dict with a list per column.
     """
 
     def __init__(
@@ -178,7 +182,7 @@ class HiddenStatesDataset:
     def __len__(self) -> int:
         return int(self.manifest.raw["totals"]["documents"])
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def _document(self, index: int) -> dict[str, Any]:
         """Return a document as new tensors (safe to modify), `doc_id`, `source` and `turns`."""
         shard, row = self._locate(index)
         place, count = shard.place(row), shard.length(row)

@@ -260,6 +260,12 @@ class Manifest:
             raise DatasetError(f"{path}: no fingerprint, so the manifest was edited; restore it")
         return manifest
 
+    def __repr__(self) -> str:
+        totals = self.raw.get("totals", {})
+        counts = ", ".join(f"{count:,} {name}" for name, count in totals.items())
+        name, layers = self.target.get("name"), ", ".join(map(str, self.layers))
+        return f"Manifest({self.where!r}, target {name!r}, layers {layers}: {counts})"
+
     @property
     def has_checksums(self) -> bool:
         """Whether shards hold a checksum of every field of a row."""

@@ -257,3 +257,38 @@ def test_numpy_route_and_reader_agree_on_every_column(path):
         row = dataset[7 * 2 + 3][column.name]
         stored = row.view(torch.int16).numpy().view(np.uint16) if column.codec == "bf16" else row
         assert np.array_equal(np.asarray(stored), flat.astype(np.asarray(stored).dtype))
+
+
+def test_documents_are_reached_as_rows_of_a_datasets_dataset(path):
+    dataset = HiddenStatesDataset(path, columns=("input_ids", "hidden.L1"))
+    count = len(dataset)
+    assert dataset.num_rows == count and len(list(dataset)) == count
+    assert dataset.column_names == ["doc_id", "source", "turns", "input_ids", "hidden.L1"]
+    assert list(dataset[0]) == dataset.column_names == list(dataset.features)
+    assert dataset.features["hidden.L1"] == "bfloat16 [T, 32]"
+    assert dataset.features["input_ids"] == "int64 [T]"
+    some = dataset[1:4]
+    assert list(some) == dataset.column_names and all(len(v) == 3 for v in some.values())
+    for place, row in enumerate((1, 2, 3)):
+        assert some["doc_id"][place] == dataset[row]["doc_id"]
+        assert torch.equal(some["hidden.L1"][place], dataset[row]["hidden.L1"])
+    ids = dataset.doc_ids
+    for chosen in ([-1, 0], np.array([-1, 0]), torch.tensor([-1, 0])):
+        assert dataset[chosen]["doc_id"] == [ids[-1], ids[0]]
+    for number in (2, np.int64(2), torch.tensor(2), 2 - count):
+        assert dataset[number]["doc_id"] == ids[2]
+    assert dataset[count:]["doc_id"] == [] and dataset[::-1]["doc_id"][-1] == ids[0]
+    for wrong, kind in ((count, IndexError), ([count], IndexError), (1.5, TypeError)):
+        with pytest.raises(kind):
+            dataset[wrong]
+    with pytest.raises(TypeError, match=r"columns=\['input_ids'\]"):
+        dataset["input_ids"]
+
+
+def test_a_dataset_and_its_manifest_say_what_they_are(path):
+    dataset = HiddenStatesDataset(path, columns=("input_ids",))
+    columns = "doc_id, source, turns, input_ids"
+    assert repr(dataset) == f"HiddenStatesDataset({str(path)!r}, 25 documents: {columns})"
+    tokens = f"{int(dataset.lengths.sum()):,} tokens"
+    for part in ("tiny-llama", "layers 0, 1, 2", f"{len(dataset)} documents", tokens):
+        assert part in repr(dataset.manifest)
