@@ -1,25 +1,57 @@
 """spec-data: run a target once, keep what its drafts need to learn in a small Arrow dataset.
 
 Importing this package is free: the public names below are resolved on first use, so that
-`spec-data --help` never pays for torch.
+`spec-data --help` never pays for torch. docs/python-api.md shows each of them.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
+    from spec_data.api import estimate, generate, open_dataset, verify
+    from spec_data.results import EstimateResult, GenerateResult, VerifyReport
+    from spec_data.shards.errors import SpecDataError
+    from spec_data.shards.reader import HiddenStatesDataset
+    from spec_data.target.model import Target
+    from spec_data.target.target_batch import TargetBatch
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "open_dataset": "spec_data.api",
+    "generate": "spec_data.api",
+    "estimate": "spec_data.api",
+    "verify": "spec_data.api",
     "HiddenStatesDataset": "spec_data.shards.reader",
     "Target": "spec_data.target.model",
     "TargetBatch": "spec_data.target.target_batch",
+    "EstimateResult": "spec_data.results",
+    "GenerateResult": "spec_data.results",
+    "VerifyReport": "spec_data.results",
     "SpecDataError": "spec_data.shards.errors",
 }
 
-__all__ = [*_PUBLIC, "__version__"]
+__all__ = [
+    "open_dataset",
+    "generate",
+    "estimate",
+    "verify",
+    "HiddenStatesDataset",
+    "Target",
+    "TargetBatch",
+    "EstimateResult",
+    "GenerateResult",
+    "VerifyReport",
+    "SpecDataError",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -100,12 +100,51 @@ def counts_text(counts: dict[str, Any]) -> str:
     return "\n".join([table(lines), *shown])
 
 
-def estimate_text(setup: Setup, plan: Plan) -> str:
-    """What generate would write, to the byte (lossy columns: but for tokens that escape)."""
-    total = sum(plan.unit_bytes(u, setup.columns) for u in range(len(plan.units)))
+def disk_space(setup: Setup, plan: Plan) -> tuple[int, int]:
+    """Return the bytes that the shards and the target's files need, and those that are free."""
     out = Path(setup.config.out)
     existing = next(p for p in [out, *out.absolute().parents] if p.exists())
-    free = shutil.disk_usage(existing).free
+    return _shard_bytes(setup, plan) + setup.head_bytes, shutil.disk_usage(existing).free
+
+
+def _shard_bytes(setup: Setup, plan: Plan) -> int:
+    return sum(plan.unit_bytes(u, setup.columns) for u in range(len(plan.units)))
+
+
+def estimate_facts(setup: Setup, plan: Plan) -> dict[str, Any]:
+    """Return the estimate as plain values, sizes in bytes (--json)."""
+    total = _shard_bytes(setup, plan)
+    needed, free = disk_space(setup, plan)
+    return {
+        "target": setup.target["name"],
+        "blocks": setup.target["num_layers"],
+        "layers": list(setup.layers),
+        "documents": len(plan.lengths),
+        "tokens": plan.tokens,
+        "supervised_tokens": plan.supervised,
+        "longest_document": int(plan.lengths.max()),
+        "pack_length": plan.pack_length,
+        "packing_utilisation": plan.utilisation(),
+        "shards": len(plan.units),
+        "bytes": total,
+        "bytes_per_token": total / plan.tokens,
+        "bytes_needed": needed,
+        "bytes_free": free,
+        "fits": needed <= free,
+        "columns": [_column_facts(c) for c in setup.columns],
+        "corpus": plan.corpus,
+        "counts": vars(plan.counts),
+    }
+
+
+def _column_facts(column: Column) -> dict[str, Any]:
+    return {"name": column.name, "codec": column.codec, "bytes_per_token": column.bytes_per_token}
+
+
+def estimate_text(setup: Setup, plan: Plan) -> str:
+    """What generate would write, to the byte (lossy columns: but for tokens that escape)."""
+    total = _shard_bytes(setup, plan)
+    _, free = disk_space(setup, plan)
     lines = [
         ("target", f"{setup.target['name']} ({setup.target['num_layers']} blocks)"),
         ("layers (output of block k, from 0)", ", ".join(map(str, setup.layers))),

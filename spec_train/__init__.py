@@ -1,1 +1,55 @@
-"""spec-train: fit speculative-decoding drafts on a spec-data dataset, without the target."""
+"""spec-train: fit speculative-decoding drafts on a spec-data dataset, without the target.
+
+Importing this package is free: the public names below are resolved on first use.
+docs/python-api.md shows each of them.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from spec_data import __version__
+
+if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
+    from spec_data.shards.errors import SpecDataError
+    from spec_train.api import evaluate, export, fit, load_draft, simulate_acceptance
+    from spec_train.results import AcceptanceResult, DecodingResult, EvalResult, ExportResult
+    from spec_train.training.result import FitResult
+
+_PUBLIC = {
+    "fit": "spec_train.api",
+    "evaluate": "spec_train.api",
+    "export": "spec_train.api",
+    "load_draft": "spec_train.api",
+    "simulate_acceptance": "spec_train.api",
+    "FitResult": "spec_train.training.result",
+    "EvalResult": "spec_train.results",
+    "AcceptanceResult": "spec_train.results",
+    "DecodingResult": "spec_train.results",
+    "ExportResult": "spec_train.results",
+    "SpecDataError": "spec_data.shards.errors",
+}
+
+__all__ = [
+    "fit",
+    "evaluate",
+    "export",
+    "load_draft",
+    "simulate_acceptance",
+    "FitResult",
+    "EvalResult",
+    "AcceptanceResult",
+    "DecodingResult",
+    "ExportResult",
+    "SpecDataError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

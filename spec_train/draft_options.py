@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from spec_data.config import option
+from spec_data.keywords import nearest
 from spec_data.shards.errors import DraftError
 from spec_data.shards.layer_ids import chosen_layers
 
@@ -268,3 +269,15 @@ DRAFT_OPTIONS: dict[str, type] = {
     "dspark": DSparkOptions,
     "dflash": DFlashOptions,
 }
+
+
+def draft_options(name: str) -> type:
+    """Return the class of a draft's options.
+
+    Raises:
+        DraftError: there is no draft of that name.
+    """
+    if name not in DRAFT_OPTIONS:
+        near = nearest(name, DRAFT_OPTIONS)
+        raise DraftError(f"unknown draft {name!r}; known: {', '.join(sorted(DRAFT_OPTIONS))}{near}")
+    return DRAFT_OPTIONS[name]

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from spec_data.config import from_dict, option
 from spec_data.shards.errors import ConfigError
 from spec_train.data_option import parse_sources
-from spec_train.draft_options import DRAFT_OPTIONS
+from spec_train.draft_options import draft_options
 from spec_train.presets import PRESETS, apply_preset
 
 T = TypeVar("T")
@@ -119,6 +119,7 @@ class FitConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.data, str) and len(self.data) == 1:
             object.__setattr__(self, "data", self.data[0])
+        self._require_preset()
         if self.steps is not None and self.epochs is not None:
             raise ConfigError(
                 f"--steps {self.steps} and --epochs {self.epochs}: give one or the other"
@@ -140,6 +141,19 @@ class FitConfig:
         _share(self, "warmup_ratio", "min_lr_ratio", "validation")
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise ConfigError(f"--lr {self.lr}: a learning rate is above 0")
+
+    def _require_preset(self) -> None:
+        """Refuse a preset that was named and not applied: it would have no effect."""
+        if self.preset not in PRESETS:
+            return
+        defaults = {f.name: f.default for f in dataclasses.fields(FitConfig)}
+        names = [name for name in PRESETS[self.preset].values if name in defaults]
+        if all(getattr(self, name) == defaults[name] for name in names):
+            raise ConfigError(
+                f"preset {self.preset!r} has no effect: every option that it sets has its default. "
+                "A preset is applied by `spec-train fit --preset`, spec_train.fit(..., preset=...) "
+                "and spec_train.options.resolve_fit, not by FitConfig itself"
+            )
 
     def packs_per_step(self, world_size: int = 1) -> int:
         """Packs of one optimizer step of `world_size` processes, whatever the micro-batch size."""
@@ -166,13 +180,16 @@ def _share(config: Any, *names: str) -> None:
 
 @functools.cache
 def fit_config(draft: str) -> type:
-    """The class whose fields are FitConfig's followed by those of the named draft."""
-    if draft not in DRAFT_OPTIONS:
-        raise ConfigError(f"unknown draft {draft!r}; known: {', '.join(sorted(DRAFT_OPTIONS))}")
+    """Return the class whose fields are FitConfig's followed by those of the named draft.
+
+    Raises:
+        DraftError: there is no such draft.
+    """
+    options = draft_options(draft)
     return dataclasses.make_dataclass(
-        "Fit" + DRAFT_OPTIONS[draft].__name__,
+        "Fit" + options.__name__,
         [],
-        bases=(DRAFT_OPTIONS[draft], FitConfig),
+        bases=(options, FitConfig),
         frozen=True,
         kw_only=True,
     )
@@ -186,7 +203,7 @@ def part(cls: type[T], joined: Any) -> T:
 
 def split_config(draft: str, joined: Any) -> tuple[FitConfig, Any]:
     """The (FitConfig, draft options) parts of a `fit_config(draft)` instance."""
-    return part(FitConfig, joined), part(DRAFT_OPTIONS[draft], joined)
+    return part(FitConfig, joined), part(draft_options(draft), joined)
 
 
 def resolve_fit(
@@ -202,7 +219,8 @@ def resolve_fit(
     their place in errors. `split_config` takes the result apart.
 
     Raises:
-        ConfigError: an unknown draft or option, or a value of the wrong type or range.
+        DraftError: an unknown draft, or a bad value of one of its options.
+        ConfigError: an unknown option, or a value of the wrong type or range.
     """
     cls = fit_config(draft)
     names = {field.name for field in dataclasses.fields(cls)}

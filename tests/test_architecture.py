@@ -19,9 +19,14 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("spec_data", "spec_train")
 FILES = sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
 ROOMS = sorted({f.parent for f in FILES} - {ROOT / package for package in PACKAGES})
-SHARED = ("spec_data.shards", "spec_data.config", "spec_data.devices", "spec_data.__version__")
+SHARED = (
+    *("spec_data.shards", "spec_data.config", "spec_data.keywords", "spec_data.devices"),
+    "spec_data.__version__",
+)
 # Modules that play one and the same part in several rooms may share a name.
 SAME_PART = {
+    "api": "the functions of one package for Python",
+    "results": "what the functions of one package return",
     "config": "the configuration of one kind of draft; the config machinery of both programs",
     "draft": "the class of one kind of draft that the trainer drives",
     "model": "the torch modules of one kind of draft; the model of the target",

@@ -35,11 +35,16 @@ from spec_data.target.model import Target
 from spec_data.verification.findings import Findings, declared_error, stored_tokens
 from spec_data.verification.fresh import LOGIT_TOLERANCE, check_fresh
 
-_SHOWN = 20  # failures that are printed
-
 
 def verify(config: VerifyConfig) -> int:
-    """Run every check and print the findings; return 0 if all checks pass, 1 if any fails.
+    """Run every check, print the findings, return 0 when all pass and 1 when any fails."""
+    findings = examine(config)
+    print(findings.text())
+    return 1 if findings.failures else 0
+
+
+def examine(config: VerifyConfig) -> Findings:
+    """Run every check of a dataset and return the findings.
 
     Raises:
         SpecDataError: the dataset cannot be opened, or `--target` is not a model.
@@ -48,7 +53,7 @@ def verify(config: VerifyConfig) -> int:
     path = None
     if config.target is not None:  # report a wrong name before any work
         path, _ = resolve_model(config.target, dataset.manifest.target.get("revision"))
-    findings = Findings()
+    findings = Findings(data=config.data, fingerprint=dataset.manifest.fingerprint)
     findings.check(lambda: _check_checksums(dataset, findings))
     findings.check(lambda: _check_chunks(dataset, findings))
     if not findings.failures:
@@ -59,17 +64,7 @@ def verify(config: VerifyConfig) -> int:
         findings.check(lambda: _check_logits(dataset, sampled, config.device, findings))
         if path is not None:
             _verify_target(dataset, sampled, path, config, findings)
-    for fact in findings.facts:
-        print(f"ok    {fact}")
-    for failure in findings.failures[:_SHOWN]:
-        print(f"FAIL  {failure}")
-    if len(findings.failures) > _SHOWN:
-        print(f"FAIL  and {len(findings.failures) - _SHOWN} more")
-    if findings.failures:
-        print(f"{config.data}: {len(findings.failures)} failures")
-        return 1
-    print(f"{config.data}: verified, fingerprint {dataset.manifest.fingerprint[:16]}")
-    return 0
+    return findings
 
 
 def _verify_target(

@@ -47,12 +47,33 @@ _UNKNOWN_KWARGS = (
 
 
 def run_eval(config: EvalConfig) -> dict[str, Any]:
-    """Evaluate as `config` says; gives the figures that --json holds.
+    """Evaluate as `config` says, print a table and return the figures that --json holds.
+
+    Raises:
+        As `measure` and `require_sound`.
+    """
+    report = measure(config)
+    print(table(report))
+    require_sound(report)
+    return report
+
+
+def require_sound(report: dict[str, Any]) -> None:
+    """Refuse figures that mean nothing.
+
+    Raises:
+        RunError: greedy decoding with the draft was not what the target alone says, or no prompt
+            could be answered.
+    """
+    _require_answers(report)
+    _require_lossless(report)
+
+
+def measure(config: EvalConfig) -> dict[str, Any]:
+    """Evaluate as `config` says; return the figures that --json holds.
 
     Raises:
         SpecDataError: draft, dataset, target or prompts do not exist or do not fit together.
-        RunError: greedy decoding with the draft was not what the target alone says, or no prompt
-            could be answered.
     """
     _check_outputs(config)
     folder = resolve_draft_dir(config.draft)
@@ -93,9 +114,6 @@ def run_eval(config: EvalConfig) -> dict[str, Any]:
         write_atomically(Path(config.save_responses), lines)
     if config.json:
         write_atomically(Path(config.json), dump_json(report))
-    print(table(report))
-    _require_answers(report)
-    _require_lossless(report)
     return report
 
 

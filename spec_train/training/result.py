@@ -1,9 +1,15 @@
 """Where a run stands, and which of its drafts is the best."""
 
+import json
+import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from spec_train.metrics import shown
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -15,6 +21,22 @@ class FitResult:
     finished: bool
     stopped_by: int | None = None
     best: dict[str, Any] | None = None
+
+    @property
+    def training(self) -> list[dict[str, Any]]:
+        """Every line of metrics.jsonl about training: step, loss, acceptance_length, ..."""
+        return self._lines("train")
+
+    @property
+    def validation(self) -> list[dict[str, Any]]:
+        """Every line of metrics.jsonl about the held-out documents; the last is the newest."""
+        return self._lines("validation")
+
+    def _lines(self, split: str) -> list[dict[str, Any]]:
+        file = self.directory / "metrics.jsonl"
+        text = file.read_text(encoding="utf-8") if file.is_file() else ""
+        lines = [json.loads(line) for line in text.splitlines()]
+        return [line for line in lines if line["split"] == split]
 
     def __str__(self) -> str:
         text = f"{'finished' if self.finished else 'stopped and saved'} at step {self.step}"
@@ -38,3 +60,17 @@ def better(figures: dict[str, Any], best: dict[str, Any]) -> bool:
         return (1.0 if length is None else length), (-math.inf if loss is None else -loss)
 
     return rank(figures) > rank(best)
+
+
+def log_validation(step: int, figures: dict[str, Any], first: bool) -> None:
+    """Log the results of a validation; the `first` one also warns of a missing length."""
+    log.info(
+        "validation at step %d: loss %.4f, acceptance length %s",
+        *(step, figures["loss"], shown(figures["acceptance_length"])),
+    )
+    if first and figures["acceptance_length"] is None:
+        log.warning(
+            "warning: no held-out answer is long enough for a chain of every depth, so there is "
+            "no acceptance length; `best` is the draft with the longest product-limit length, "
+            "then the lowest loss"
+        )

@@ -25,6 +25,7 @@ from spec_train.data.order import SPLIT_RULE, BatchPlan, rank_slice
 from spec_train.data.release import UnitRelease
 from spec_train.data.splits import Splits, make_splits
 from spec_train.data_option import parse_sources
+from spec_train.draft_options import draft_options
 from spec_train.drafts import DRAFTS, Draft, load_draft
 from spec_train.formats.target_facts import TargetFacts, block_count
 from spec_train.head import TargetHead
@@ -55,10 +56,18 @@ def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
     """Fit the draft `draft_name` as `config` and its own `options` say, or go on with that run.
 
     Raises:
-        ConfigError: the run directory holds a run with other settings.
+        DraftError: there is no draft `draft_name`.
+        ConfigError: the run directory holds a run with other settings, or `options` are those of
+            another draft.
         DatasetError, MissingError: the dataset cannot be read. RunError: training failed, here or
         on another rank.
     """
+    expected = draft_options(draft_name)
+    if type(options) is not expected:
+        raise ConfigError(
+            f"{draft_name} takes {expected.__name__}, not {type(options).__name__}: its options "
+            "come from spec_train.draft_options"
+        )
     device = usable_device(config.device)
     with Ranks(device, config.sharding) as ranks, contextlib.ExitStack() as stack:
         if config.follow_keep and not ranks.alone:

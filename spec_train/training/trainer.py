@@ -53,7 +53,7 @@ from spec_train.training.failure import (
 from spec_train.training.optimizer import Masters, learning_rate
 from spec_train.training.rank_loss import LossOnRanks
 from spec_train.training.ranks import Ranks
-from spec_train.training.result import FitResult, better
+from spec_train.training.result import FitResult, better, log_validation
 from spec_train.training.saving import Saver
 from spec_train.training.seeds import place_seed
 from spec_train.training.signals import stop_signals
@@ -106,6 +106,7 @@ class Trainer:
         self._pending_tokens = 0
         self._clock = time.perf_counter(), 0.0  # of that line, and the stream's waiting then
         self._grad_norm = self._lr = 0.0
+        self._validated = "-"  # loss and acceptance length, for the bar
         self._held_step = self._saved_step = -1
         self._signals: list[int] = []
         self._held: dict[str, Tensor] = {}
@@ -285,7 +286,8 @@ class Trainer:
         self._pending, self._pending_tokens, self._clock = {}, 0, (now, waited)
         return (
             f"loss {figures['loss']:.3f}, acceptance length "
-            f"{shown(figures['acceptance_length'], 2)}, {speed:,.0f} tok/s"
+            f"{shown(figures['acceptance_length'], 2)}, {speed:,.0f} tok/s, held out "
+            f"{self._validated}"
         )
 
     # -- validation -------------------------------------------------------------------------------
@@ -299,16 +301,8 @@ class Trainer:
             self.saver.metrics(
                 {"step": self.step, "split": "validation", "tokens": self.tokens, **figures}
             )
-            log.info(
-                "validation at step %d: loss %.4f, acceptance length %s",
-                *(self.step, figures["loss"], shown(figures["acceptance_length"])),
-            )
-            if figures["acceptance_length"] is None and self.best is None:
-                log.warning(
-                    "warning: no held-out answer is long enough for a chain of every depth: there "
-                    "is no acceptance length, and `best` is the draft with the longest "
-                    "product-limit length, then the lowest loss"
-                )
+            log_validation(self.step, figures, first=self.best is None)
+            self._validated = f"{figures['loss']:.3f} and {shown(figures['acceptance_length'], 2)}"
         # without held-out documents the last draft is as good a choice as any
         if self.best is None or not figures or better(figures, self.best):
             kept = ("acceptance_length", "product_limit_length", "loss")

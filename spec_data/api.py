@@ -1,0 +1,200 @@
+"""The functions of spec_data for Python. They are imported as `spec_data.NAME`.
+
+Each takes the options of its command as keyword arguments, with the command's defaults, and does
+what the command does, without printing. Paths are `str` or `Path`. Errors are SpecDataErrors.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from spec_data.generation.run import generate as run_generation
+from spec_data.generation.setup import make_plan, set_up
+from spec_data.keywords import from_keywords, takes_options
+from spec_data.options import GenerateConfig, VerifyConfig
+from spec_data.report import dataset_text, estimate_facts, estimate_text
+from spec_data.results import EstimateResult, GenerateResult, VerifyReport
+from spec_data.shards.errors import ConfigError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.schema import Manifest
+from spec_data.shards.shard import CHECK_EVERY
+from spec_data.verification.run import examine
+
+AnyPath = str | Path
+
+
+def open_dataset(
+    path: AnyPath, columns: str | Sequence[str] | None = None, *, check_every: int = CHECK_EVERY
+) -> HiddenStatesDataset:
+    """Open a dataset directory; documents are read only when they are asked for.
+
+    Args:
+        path: a sealed directory that `generate` wrote.
+        columns: the token columns to read; None: all.
+        check_every: verify the checksum of every n-th chunk that is read, 1 to 255; 1: of all.
+
+    Returns:
+        The dataset. `ds[3]` is a document: a dict of fresh tensors, such as `input_ids` int64 [T]
+        and `hidden.L1` bfloat16 [T, H], and `doc_id`, `source` and `turns`. `ds[0:3]` is one dict
+        with a list per column.
+
+    Raises:
+        MissingError: no such directory, or it is not sealed yet.
+        DatasetError: a damaged or foreign manifest, a truncated shard, an unknown column.
+
+    >>> ds = spec_data.open_dataset("data", columns=["input_ids", "hidden.L2"])
+    >>> len(ds), ds.column_names[-2:]
+    (12, ['input_ids', 'hidden.L2'])
+    >>> ds[0]["hidden.L2"].shape == (len(ds[0]["input_ids"]), ds.manifest.hidden_size)
+    True
+    >>> len(ds[0:3]["input_ids"])
+    3
+    """
+    chosen = [columns] if isinstance(columns, str) else columns
+    return HiddenStatesDataset(path, chosen, check_every)
+
+
+@takes_options(GenerateConfig, without=("dry_run",))
+def generate(
+    target: AnyPath, corpus: AnyPath | Sequence[AnyPath], out: AnyPath, **options: Any
+) -> GenerateResult:
+    """Run a target over a corpus and write a dataset; called again, resume it.
+
+    Args:
+        target: a model directory or a Hub id.
+        corpus: JSONL, Parquet or text files, folders, `datasets` directories or Hub names.
+        out: the dataset directory.
+        options: those of `spec-data generate`, listed below. `layers` may also be a list of ids,
+            and `chat_template_kwargs` a dict.
+
+    Returns:
+        What was written, with the documents that were dropped by reason. `sealed` is False where
+        other workers are not done.
+
+    Raises:
+        OptionError (a ConfigError and a TypeError): an unknown option.
+        ConfigError: a bad value, or a directory that holds data made with other settings.
+        CorpusError, TargetError, MissingError: bad input.
+        RunError: a failed proof, states that are not finite, or not enough disk.
+
+    >>> made = spec_data.generate(
+    ...     "target", "chats.jsonl", "data-2", layers=[0, 2, 4], codec="bf16", limit=5
+    ... )
+    >>> made.sealed, made.documents, made.layers
+    (True, 5, (0, 2, 4))
+    >>> made.dropped
+    {}
+    """
+    given = {"target": target, "corpus": corpus, "out": out, **_without_dry_run(options)}
+    config = from_keywords(GenerateConfig, given, "generate")
+    manifest = run_generation(config)
+    if manifest is None:
+        return GenerateResult(path=Path(config.out), sealed=False)
+    return _generated(Path(config.out), manifest)
+
+
+def _without_dry_run(options: dict[str, Any]) -> dict[str, Any]:
+    if "dry_run" in options:
+        raise ConfigError("dry_run is an option of the command; call spec_data.estimate instead")
+    return options
+
+
+def _generated(path: Path, manifest: Manifest) -> GenerateResult:
+    raw = manifest.raw
+    totals, counts = raw["totals"], raw["documents"]
+    return GenerateResult(
+        path=path,
+        sealed=True,
+        layers=manifest.layers,
+        documents=totals["documents"],
+        tokens=totals["tokens"],
+        supervised_tokens=totals["supervised"],
+        shards=len(manifest.shards),
+        bytes=totals["bytes"],
+        dropped=counts["dropped"],
+        skipped_rows=_skipped(counts),
+        fingerprint=manifest.fingerprint,
+        text=dataset_text(manifest),
+    )
+
+
+def _skipped(counts: dict[str, Any]) -> dict[str, int]:
+    bad = counts.get("bad_rows", 0)
+    return ({"bad": bad} if bad else {}) | counts.get("unrendered", {})
+
+
+@takes_options(GenerateConfig, without=("dry_run",))
+def estimate(
+    target: AnyPath, corpus: AnyPath | Sequence[AnyPath], out: AnyPath, **options: Any
+) -> EstimateResult:
+    """Compute what `generate` would write with the same arguments: tokens, shards, bytes.
+
+    The corpus is read and rendered; no model is loaded and nothing is written.
+
+    Args:
+        target, corpus, out, options: as for `generate`; `out` says which disk is meant.
+
+    Returns:
+        The sizes, and whether the disk has room (`fits`).
+
+    Raises:
+        As `generate`.
+
+    >>> sizes = spec_data.estimate("target", "chats.jsonl", "data-3", layers=[0, 2, 4])
+    >>> sizes.documents, sizes.layers, sizes.fits
+    (12, (0, 2, 4), True)
+    >>> sizes.bytes <= sizes.bytes_needed <= sizes.bytes_free
+    True
+    """
+    given = {"target": target, "corpus": corpus, "out": out, **_without_dry_run(options)}
+    setup = set_up(from_keywords(GenerateConfig, given, "estimate"))
+    plan = make_plan(setup)
+    facts = estimate_facts(setup, plan)
+    counts = vars(plan.counts)
+    return EstimateResult(
+        layers=tuple(facts["layers"]),
+        dropped=counts["dropped"],
+        skipped_rows=_skipped(counts),
+        text=estimate_text(setup, plan),
+        **{name: facts[name] for name in _SIZES},
+    )
+
+
+_SIZES = (
+    *("target", "documents", "tokens", "supervised_tokens", "longest_document", "pack_length"),
+    *("packing_utilisation", "shards", "bytes", "bytes_per_token", "bytes_needed", "bytes_free"),
+    "fits",
+)
+
+
+@takes_options(VerifyConfig, without=("data",))
+def verify(path: AnyPath, target: AnyPath | None = None, **options: Any) -> VerifyReport:
+    """Prove a dataset, from the checksums up to a fresh forward of its target.
+
+    Args:
+        path: the dataset directory.
+        target: also run this model on sampled documents and compare every stored column.
+        options: those of `spec-data verify`, listed below.
+
+    Returns:
+        What was proven and what failed; `ok` is True if nothing failed.
+
+    Raises:
+        SpecDataError: the dataset cannot be opened, or `target` is no model. Damage inside a
+        dataset is no error: it is in `failures`.
+
+    >>> report = spec_data.verify("data", target="target", samples=4)
+    >>> report.ok, report.failures
+    (True, ())
+    """
+    given = {"data": path, "target": target, **options}
+    found = examine(from_keywords(VerifyConfig, given, "verify"))
+    return VerifyReport(
+        path=Path(path),
+        ok=not found.failures,
+        facts=tuple(found.facts),
+        failures=tuple(found.failures),
+        figures=found.figures,
+        fingerprint=found.fingerprint,
+        text=found.text(),
+    )

@@ -1,0 +1,86 @@
+"""What the public functions of spec_data return: frozen values.
+
+`print` shows them as the commands do.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateResult:
+    """What `generate` would write. Sizes are in bytes and exact but for tokens that escape."""
+
+    target: str
+    layers: tuple[int, ...]
+    documents: int
+    tokens: int
+    supervised_tokens: int
+    longest_document: int
+    pack_length: int
+    packing_utilisation: float
+    shards: int
+    bytes: int
+    bytes_per_token: float
+    bytes_needed: int
+    """Bytes of the shards and, about, of the target's embedding and head."""
+    bytes_free: int
+    fits: bool
+    """Whether the disk of `out` has `bytes_needed` left."""
+    dropped: dict[str, int]
+    """Documents that are left out, by reason."""
+    skipped_rows: dict[str, int]
+    """Corpus rows that are left out, by reason; "bad" are those that cannot be read."""
+    text: str = field(repr=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateResult:
+    """A dataset directory after `generate`.
+
+    It is not `sealed` where other workers, or a trainer that deletes what it has used, share it;
+    its counts are 0 then.
+    """
+
+    path: Path
+    sealed: bool
+    layers: tuple[int, ...] = ()
+    documents: int = 0
+    tokens: int = 0
+    supervised_tokens: int = 0
+    shards: int = 0
+    bytes: int = 0
+    """Bytes of all shards."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Documents that were left out, by reason."""
+    skipped_rows: dict[str, int] = field(default_factory=dict)
+    """Corpus rows that were left out, by reason; "bad" are those that cannot be read."""
+    fingerprint: str = ""
+    text: str = field(
+        repr=False, default="not sealed: units of other processes are not done, or used"
+    )
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyReport:
+    """The outcome of `verify`: `ok` if nothing failed."""
+
+    path: Path
+    ok: bool
+    facts: tuple[str, ...]
+    """What was proven, in words."""
+    failures: tuple[str, ...]
+    """What is wrong: shard, row, document and column, in words."""
+    figures: dict[str, dict[str, float]]
+    """Measured differences by name: what was "found" and what is "allowed"."""
+    fingerprint: str
+    text: str = field(repr=False)
+
+    def __str__(self) -> str:
+        return self.text

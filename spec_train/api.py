@@ -1,0 +1,317 @@
+"""The functions of spec_train for Python. They are imported as `spec_train.NAME`.
+
+Each takes the options of its command as keyword arguments, with the command's defaults, and does
+what the command does, without printing. Paths are `str` or `Path`. Errors are SpecDataErrors.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spec_data.devices import DTYPES, usable_device
+from spec_data.keywords import from_keywords, plain_values, takes_options
+from spec_data.shards.errors import ConfigError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.drafts import Draft
+from spec_train.drafts import load_draft as read_draft
+from spec_train.evaluation.on_dataset import check_fit, evaluate_data
+from spec_train.evaluation.report import measure, require_sound, table
+from spec_train.exporting import check_draft, export_draft, report
+from spec_train.options import (
+    EvalConfig,
+    ExportConfig,
+    FitConfig,
+    fit_config,
+    resolve_fit,
+    split_config,
+)
+from spec_train.results import (
+    AcceptanceResult,
+    DecodingResult,
+    EngineFinding,
+    EvalResult,
+    ExportResult,
+)
+from spec_train.training.checkpoint import resolve_draft_dir
+from spec_train.training.result import FitResult
+from spec_train.training.setup import fit as run_fit
+
+AnyPath = str | Path
+
+
+@takes_options(
+    FitConfig, more="    Further options are those of the draft: see spec_train.draft_options."
+)
+def fit(
+    draft: str,
+    data: AnyPath | Sequence[AnyPath],
+    out: AnyPath,
+    *,
+    preset: str | None = None,
+    **options: Any,
+) -> FitResult:
+    """Fit a draft to a dataset; called again with the same arguments, resume the run.
+
+    A bar shows loss, acceptance and the held-out figures; the logger `spec_train` has them at level
+    INFO, and metrics.jsonl in `out` always.
+
+    Args:
+        draft: "eagle", "eagle3", "peagle", "dspark" or "dflash".
+        data: a dataset directory, or several; "DIR:2" shows each of its documents twice per epoch.
+        out: the run directory, with checkpoints, `best` and `last`.
+        preset: settings for a dataset size: "smoke", "5k", "50k" or "500k"; other options replace
+            them one by one.
+        options: those of `spec-train fit` and of the draft, listed below.
+
+    Returns:
+        Where the run stands, its `best` draft, and its figures as lists of dicts: `training` and
+        `validation`.
+
+    Raises:
+        DraftError: an unknown draft, or a bad value of one of its options.
+        OptionError (a ConfigError and a TypeError): an unknown option.
+        ConfigError: a bad value, or a run directory that holds another run.
+        DatasetError, MissingError: the dataset cannot be read.
+        RunError: training failed, such as with a loss that is not finite.
+
+    >>> result = spec_train.fit(
+    ...     "eagle3", "data", "run-2", preset="smoke", steps=4, eval_every=2, seq_len=128,
+    ...     validation=0.2,
+    ... )
+    >>> result.finished, result.step
+    (True, 4)
+    >>> [line["step"] for line in result.validation]
+    [0, 2, 4]
+    >>> result.validation[-1]["loss"] > 0
+    True
+    """
+    given = {"data": data, "out": out, **options} | ({"preset": preset} if preset else {})
+    values = plain_values(fit_config(draft), given, "fit")
+    config = resolve_fit(draft, values, where="fit()")
+    return run_fit(draft, *split_config(draft, config))
+
+
+@takes_options(EvalConfig)
+def evaluate(
+    draft: AnyPath,
+    data: AnyPath | None = None,
+    target: AnyPath | None = None,
+    prompts: AnyPath | None = None,
+    **options: Any,
+) -> EvalResult:
+    """Measure a draft: on a dataset without its target, by real decoding with it, or both.
+
+    Args:
+        draft: a run (its best draft), a checkpoint or a draft directory.
+        data: a dataset to simulate acceptance on.
+        target: a model directory or name, to decode `prompts` with.
+        prompts: a JSONL file of rows with `messages`, `prompt` or `turns`.
+        options: those of `spec-train eval`, listed below.
+
+    Returns:
+        The acceptance length, and all figures of `decoding` and `data`.
+
+    Raises:
+        OptionError (a ConfigError and a TypeError): an unknown option.
+        SpecDataError: draft, dataset, target or prompts do not exist or do not fit together.
+        RunError: greedy decoding with the draft was not what the target alone says, or no prompt
+            could be answered.
+
+    >>> held_out = spec_train.evaluate("run", data="data")
+    >>> held_out.data.split, held_out.acceptance_length >= 1
+    ('validation', True)
+    >>> real = spec_train.evaluate(
+    ...     "run", target="target", prompts="prompts.jsonl", max_new_tokens=8, device="cpu"
+    ... )
+    >>> real.decoding.identical == real.decoding.responses  # greedy decoding is lossless
+    True
+    """
+    given = {"draft": draft, "data": data, "target": target, "prompts": prompts, **options}
+    figures = measure(from_keywords(EvalConfig, given, "evaluate"))
+    require_sound(figures)
+    return _evaluated(figures)
+
+
+def _evaluated(figures: dict[str, Any]) -> EvalResult:
+    decoding = None
+    if "target" in figures:
+        decoding = DecodingResult(
+            accept_rate=tuple(figures["accept_rate"]),
+            **{name: figures[name] for name in _DECODING},
+        )
+    return EvalResult(
+        draft=Path(figures["draft"]),
+        acceptance_length=figures["acceptance_length"],
+        draft_tokens=figures["draft_tokens"],
+        dtype=figures["dtype"],
+        device=figures["device"],
+        warnings=tuple(figures["warnings"]),
+        decoding=decoding,
+        data=_accepted(figures["data"]) if "data" in figures else None,
+        figures=figures,
+        text=table(figures),
+    )
+
+
+_DECODING = (
+    *("target", "acceptance_length", "rounds", "responses", "tokens", "tokens_per_second"),
+    *("plain_tokens_per_second", "speedup", "identical", "ties"),
+)
+
+
+def _accepted(found: dict[str, Any]) -> AcceptanceResult:
+    walk = found["walk"]
+    return AcceptanceResult(
+        path=Path(found["path"]),
+        split=found["split"],
+        documents=found["documents"],
+        supervised_tokens=found["supervised_tokens"],
+        acceptance_length=walk["acceptance_length"],
+        accept_rate=tuple(walk["accept_rate"]),
+        rounds=walk["rounds"],
+        all_slots_length=found["slots"]["acceptance_length"],
+        teacher_forced_length=found["teacher_forced"]["acceptance_length"],
+        on_policy=found["on_policy"],
+        figures=found,
+        text=table({"data": found}),
+    )
+
+
+def simulate_acceptance(
+    draft: AnyPath | Draft,
+    dataset: AnyPath | HiddenStatesDataset,
+    *,
+    split: str = "auto",
+    limit: int = 0,
+    draft_tokens: int = 0,
+) -> AcceptanceResult:
+    """Simulate on stored states how many drafted tokens the target would accept.
+
+    Args:
+        draft: a path as for `evaluate`, or a draft in memory, which is measured on its device, in
+            its dtype and in evaluation mode.
+        dataset: a dataset directory, or one that is open.
+        split: "validation" (what the run of the draft held out), "train", "all"; "auto":
+            "validation" on the dataset that a run was trained on, else "all". A draft in memory
+            belongs to no run: all documents are measured, those it was trained on too.
+        limit: measure the first so many documents only; 0: all.
+        draft_tokens: tokens drafted per round; 0: as many as the draft was trained for.
+
+    Returns:
+        Acceptance length and rates by depth.
+
+    Raises:
+        DraftError, DatasetError: the two do not fit together, or there is nothing to measure.
+        ConfigError: a split that is not known, or more tokens than the draft can draft.
+
+    >>> draft = spec_train.load_draft("run")
+    >>> found = spec_train.simulate_acceptance(draft, "data", limit=4)
+    >>> found.documents, len(found.accept_rate) == draft.depth
+    (4, True)
+    """
+    path = dataset.path if isinstance(dataset, HiddenStatesDataset) else Path(dataset)
+    if isinstance(draft, (str, Path)):
+        options = {"split": split, "limit": limit, "draft_tokens": draft_tokens}
+        given = {"draft": draft, "data": path, **options}
+        config = from_keywords(EvalConfig, given, "simulate_acceptance")
+        return _accepted(measure(config)["data"])
+    depth = draft_tokens or draft.depth
+    if draft.max_depth is not None and depth > draft.max_depth:
+        raise ConfigError(
+            f"draft_tokens = {depth}: this draft can draft {draft.max_depth} tokens per round"
+        )
+    check_fit(draft, HiddenStatesDataset(path))
+    module: Any = draft  # also an nn.Module
+    training = module.training
+    try:
+        module.eval()
+        found = evaluate_data(draft, path, split=split, run=None, depth=depth, limit=limit)
+    finally:
+        module.train(training)
+    return _accepted(found)
+
+
+def load_draft(path: AnyPath, *, device: str = "cpu", dtype: str = "auto") -> Draft:
+    """Read a draft, in evaluation mode, whatever its kind and the program that wrote it.
+
+    Args:
+        path: a run (its best draft), a checkpoint, or a draft directory in any form that `export`
+            writes.
+        device: where to put it: "cpu", "cuda", "cuda:1", "auto".
+        dtype: "fp32", "bf16", "fp16"; "auto": as it is stored.
+
+    Returns:
+        The draft: an `nn.Module` with `config`, `options`, `depth`, `loss`, `drafter`, `chains` and
+        `save_pretrained`.
+
+    Raises:
+        MissingError: neither a draft nor a run. DraftError: a draft that cannot be read.
+        ConfigError: an unknown dtype, or a device that this machine does not have.
+
+    >>> draft = spec_train.load_draft("run", dtype="fp32")
+    >>> draft.name, draft.config.layers
+    ('eagle3', (0, 2, 4))
+    """
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ConfigError(f"dtype = {dtype!r}: choose from auto, {', '.join(DTYPES)}")
+    draft = read_draft(resolve_draft_dir(path)).eval()
+    kind: torch.dtype | None = None if dtype == "auto" else DTYPES[dtype]
+    draft.to(usable_device(device), kind)
+    return draft
+
+
+@takes_options(ExportConfig)
+def export(
+    draft: AnyPath,
+    out: AnyPath | None = None,
+    format: str | None = None,
+    target: AnyPath | None = None,
+    **options: Any,
+) -> ExportResult:
+    """Write a draft in the form that an engine or another trainer reads.
+
+    It is checked before it is written, and read back afterwards: the same draft, bit for bit.
+
+    Args:
+        draft: a run (its best draft), a checkpoint or a draft directory in any form.
+        out: the new directory; None: only check.
+        format: "vllm", "sglang", "speculators", "deepspec" or "hf".
+        target: the draft's target: a directory lets more be checked; formats may name it.
+        options: those of `spec-train export`, listed below.
+
+    Returns:
+        What was written, and what every engine would make of the draft (`findings`).
+
+    Raises:
+        OptionError (a ConfigError and a TypeError): an unknown option.
+        ConfigError: `out` without `format`, or one that exists.
+        DraftError: a draft that cannot be read, or that the format or its engines cannot hold.
+
+    >>> written = spec_train.export("run", "exported", format="vllm", target="target")
+    >>> written.path.name, written.format
+    ('exported', 'vllm')
+    >>> checked = spec_train.export("run")  # nothing is written
+    >>> [finding.level for finding in checked.of("sglang")]
+    ['ok']
+    """
+    given = {"draft": draft, "out": out, "format": format, "target": target, **options}
+    if out is None:
+        given |= {"check": True}
+    config = from_keywords(ExportConfig, given, "export")
+    checked = check_draft(config)
+    written = export_draft(config, checked)
+    tensors = (written or checked.own).tensors
+    return ExportResult(
+        path=None if config.out is None else Path(config.out),
+        format=None if config.out is None else config.format,
+        findings=tuple(
+            EngineFinding(engine=f.engine, level=f.level, text=f.text)
+            for findings in checked.findings.values()
+            for f in findings
+        ),
+        tensors=len(tensors),
+        bytes=sum(value.nbytes for value in tensors.values()),
+        text=report(checked.findings, checked.own),
+    )
