@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from spec_data.shards.errors import DraftError
+from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.schema import Manifest, layer_column
 from spec_train.drafts.targets import special_ids
 from spec_train.formats.draft_files import DraftFiles, check_tensors, read_files, write_files
@@ -145,6 +145,18 @@ class BaseDraft(nn.Module):
         self.config = dataclasses.replace(self.config, origin=origin_of(manifest))
         self.share(head)
         return warnings
+
+    def set_options(self, options: Any) -> None:
+        """Replace the options, for example those that a resumed run may change."""
+        self.options = options
+
+    def set_confidence_threshold(self, threshold: float) -> None:
+        """Refuse a threshold above 0: this draft has no confidence head (see protocol.Draft)."""
+        if threshold:
+            raise ConfigError(
+                f"--confidence-threshold {threshold}: this {self.name} draft has no confidence "
+                "head; leave it out"
+            )
 
     def share(self, head: TargetHead) -> None:
         """Hold the target's frozen weights without a copy: its embedding."""

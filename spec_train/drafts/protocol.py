@@ -1,6 +1,6 @@
 """What the trainer asks of a draft, and nothing more: adding a draft must not touch the trainer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -91,7 +91,25 @@ class Draft(Protocol):
         """Its `DraftConfig`."""
 
     def to(self, *args: Any) -> Any:
-        """As of every nn.Module."""
+        """As in every nn.Module, like the next five."""
+
+    def train(self) -> Any:
+        """Switch to training mode."""
+
+    def eval(self) -> Any:
+        """Switch to evaluation mode."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All parameters, frozen ones too."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All parameters with their names."""
+        ...
+
+    def buffers(self) -> Iterator[Tensor]:
+        """All buffers."""
+        ...
 
     @property
     def state_columns(self) -> tuple[str, ...]:
@@ -142,6 +160,18 @@ class Draft(Protocol):
         """Make a draft read from `where` that of a dataset's target, sharing the frozen weights.
 
         Gives warnings; raises DraftError for a draft of another target.
+        """
+        ...
+
+    def set_options(self, options: Any) -> None:
+        """Replace the options, for example those that a resumed run may change."""
+        ...
+
+    def set_confidence_threshold(self, threshold: float) -> None:
+        """End a round before a draft whose forecast acceptance is below `threshold`; 0: never.
+
+        Raises:
+            ConfigError: the threshold is above 0 and the draft has no confidence head.
         """
         ...
 

@@ -1,14 +1,19 @@
-"""Where a run stands, and which of its drafts is the best."""
+"""The state of a run as `fit` returns it, validation results, and which draft is the best."""
 
+import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spec_train.metrics import shown
+
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class FitResult:
-    """Where a run stands: `finished`, or stopped by signal number `stopped_by` at `step`."""
+    """The state of a run: `finished`, or stopped at `step` by signal number `stopped_by`."""
 
     directory: Path
     step: int
@@ -27,9 +32,9 @@ class FitResult:
 
 
 def better(figures: dict[str, Any], best: dict[str, Any]) -> bool:
-    """Whether a draft has the longer product-limit length, or as long a one and a lower loss.
+    """Return whether `figures` has the longer product-limit length; equal ones compare by loss.
 
-    A `best` that an older release saved is compared by what it has: the length of whole chains.
+    A `best` of an older release has only the acceptance length of whole chains; that is compared.
     """
     name = "product_limit_length" if "product_limit_length" in best else "acceptance_length"
 
@@ -38,3 +43,17 @@ def better(figures: dict[str, Any], best: dict[str, Any]) -> bool:
         return (1.0 if length is None else length), (-math.inf if loss is None else -loss)
 
     return rank(figures) > rank(best)
+
+
+def log_validation(step: int, figures: dict[str, Any], first: bool) -> None:
+    """Log the results of a validation; the `first` one also warns of a missing length."""
+    log.info(
+        "validation at step %d: loss %.4f, acceptance length %s",
+        *(step, figures["loss"], shown(figures["acceptance_length"])),
+    )
+    if first and figures["acceptance_length"] is None:
+        log.warning(
+            "warning: no held-out answer is long enough for a chain of every depth, so there is "
+            "no acceptance length; `best` is the draft with the longest product-limit length, "
+            "then the lowest loss"
+        )

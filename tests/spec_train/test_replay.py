@@ -73,7 +73,7 @@ def test_the_error_names_document_shard_and_state(poisoned):
     name = HiddenStatesDataset(data).doc_ids[victim]
     assert "step 3 (epoch 0, batch 2): the loss is nan" in text
     assert f"{name} in shards/unit-{victim // 10:05d}.arrow" in text
-    assert f"hidden.L1 of {name} at 1 tokens, the first at 1" in text
+    assert f"hidden.L1 of {name} at 1 tokens, first at token 1" in text
     assert f"spec-train replay {failed}" in text
 
 
@@ -100,7 +100,7 @@ def test_a_stored_infinity_is_found_from_what_was_saved_alone(poisoned, tmp_path
     assert bad == [name]
     printed = capsys.readouterr().out
     assert "fc (Linear): 1 of " in printed and f"{name}  " in printed
-    assert "modules with numbers that are not finite, in order" in printed
+    assert "modules with values that are not finite, in order" in printed
 
 
 def test_a_learning_rate_that_is_too_large_shows_in_weights_and_modules(tmp_path, capsys):
@@ -210,7 +210,7 @@ def test_a_full_disk_does_not_hide_the_cause(poisoned, tmp_path, monkeypatch):
 
 def test_what_cannot_be_replayed_says_why(poisoned, tmp_path, monkeypatch):
     data, failed, _, _ = poisoned
-    with pytest.raises(MissingError, match=r"failure\.json: no such file; give a failed-step"):
+    with pytest.raises(MissingError, match=r"failure\.json: no such file; pass a failed-step"):
         replay(data, CPU)
     gone = tmp_path / "gone"
     with pytest.raises(MissingError, match=r"manifest\.json and target/ are enough"):

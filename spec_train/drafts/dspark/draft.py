@@ -79,6 +79,12 @@ class DSparkDraft(DSparkModel):
             rows = head.head_weight[self.draft_ids]
             self.lm_head.weight = torch.nn.Parameter(rows, requires_grad=False)
 
+    def set_confidence_threshold(self, threshold: float) -> None:
+        """End a block before a draft of lower confidence (see protocol.Draft)."""
+        if self.confidence_head is None:
+            super().set_confidence_threshold(threshold)
+        self.confidence_threshold = threshold
+
     @property
     def depth(self) -> int:
         """Drafts of a block."""

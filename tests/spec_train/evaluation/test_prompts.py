@@ -113,7 +113,7 @@ def test_a_bad_row_is_an_error_with_its_line(tmp_path, line, said):
 def test_missing_and_empty_files_and_bad_kwargs(tmp_path):
     with pytest.raises(MissingError, match="no such file"):
         read_prompts(tmp_path / "none.jsonl")
-    with pytest.raises(CorpusError, match="no rows"):
+    with pytest.raises(CorpusError, match="empty; expected"):
         read_prompts(write(tmp_path / "empty.jsonl"))
     with pytest.raises(ConfigError, match="not valid JSON"):
         parse_template_kwargs("{")
@@ -126,8 +126,8 @@ def test_a_chat_without_a_template_and_an_empty_rendering(tmp_path, tokenizer):
     with pytest.raises(CorpusError, match="renders to no tokens"):
         render_text("", tokenizer, prompt.where)
     tokenizer.chat_template = "{{ raise_exception('no system please') }}"
-    with pytest.raises(CorpusError, match=r"p.jsonl:1: the chat template refused.*no system"):
+    with pytest.raises(CorpusError, match=r"p.jsonl:1: the chat template rejects.*no system"):
         render(prompt.messages or (), tokenizer, {}, where=prompt.where)
     tokenizer.chat_template = None
-    with pytest.raises(CorpusError, match=r"p.jsonl:1: a chat, but .* no chat template"):
+    with pytest.raises(CorpusError, match=r"p.jsonl:1: this is a chat, but .* no chat template"):
         opening(prompt, tokenizer)

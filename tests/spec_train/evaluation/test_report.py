@@ -154,7 +154,7 @@ def test_a_run_says_which_documents_were_held_out(workplace, data, tmp_path):
         assert report["data"]["split"] == "validation"
         assert report["data"]["documents"] == len(held_out)
     (run / "run.json").write_text(json.dumps({"identity": {"dataset": known["datasets"][0]}}))
-    with pytest.raises(ConfigError, match=f"by rule None, this release by '{SPLIT_RULE}'"):
+    with pytest.raises(ConfigError, match=f"by rule None, this release uses '{SPLIT_RULE}'"):
         run_eval(EvalConfig(draft=str(run), data=str(data), device="cpu"))
     (run / "run.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"run\.json is damaged"):
@@ -199,5 +199,5 @@ def test_options_that_contradict_each_other(options, said):
 
 
 def test_an_output_that_cannot_be_written_is_said_before_the_work(tmp_path):
-    with pytest.raises(ConfigError, match=r"--json .*: not a file in an existing directory"):
+    with pytest.raises(ConfigError, match=r"--json .*: pass a file name in an existing directory"):
         run_eval(EvalConfig(draft="none", data="none", json=str(tmp_path / "no" / "out.json")))

@@ -184,8 +184,8 @@ def test_a_published_draft_is_read(
         ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding"),
         ({"is_causal": True}, "is_causal"),
         ({"confidence_head_with_markov": False}, "confidence_head_with_markov = False"),
-        ({"mask_token_id": ...}, "lacks mask_token_id"),
-        ({"target_layer_ids": [2, 0]}, "not ascending"),
+        ({"mask_token_id": ...}, "mask_token_id is missing"),
+        ({"target_layer_ids": [2, 0]}, "must be ascending"),
         ({"target_layer_ids": ...}, "target_layer_ids"),
         ({"attention_bias": True}, "attention_bias"),
         ({"draft_vocab_size": 40}, "needs lm_head.weight and d2t"),
@@ -234,7 +234,7 @@ def test_fit_starts_from_every_form(
     after = load_draft(tmp_path / "run" / "last")
     for name, value in load_draft(own).state_dict().items():
         assert torch.equal(value, after.state_dict()[name]), name
-    with pytest.raises(DraftError, match="of the kind dspark"):
+    with pytest.raises(DraftError, match="this is a dspark draft"):
         fit(
             "dflash",
             FitConfig(

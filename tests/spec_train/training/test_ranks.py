@@ -19,7 +19,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts.eagle3.draft import Unroll
 from spec_train.drafts.protocol import DraftLoss
 from spec_train.training import ranks
-from spec_train.training.optimizer import split_like, whole
+from spec_train.training.optimizer import gather_whole, shard_like
 from spec_train.training.rank_loss import LossOnRanks
 from spec_train.training.ranks import Ranks
 from spec_train.training.setup import make_splits
@@ -315,12 +315,12 @@ def test_parameters_that_a_rank_did_not_use_get_the_gradient_of_the_others(tmp_p
                         (loss * own.world_size).backward()
                     losses.append(loss.detach())
                 for p, gradient in zip(draft.trainable_parameters(), expected, strict=True):
-                    close(whole(p.grad), gradient, terms=4)
+                    close(gather_whole(p.grad), gradient, terms=4)
             assert draft.ids.tolist() == [0, 1, 2]
             first = draft.trainable_parameters()[0]
             full = torch.arange(5.0) * 3
-            assert torch.equal(whole(split_like(full, first)), full)
-            assert torch.equal(whole(first.detach()), torch.arange(5.0))
+            assert torch.equal(gather_whole(shard_like(full, first)), full)
+            assert torch.equal(gather_whole(first.detach()), torch.arange(5.0))
 
     assert_all_well(on_ranks(tmp_path / "said", body))
 
@@ -339,8 +339,8 @@ def test_alone_everything_is_as_it_was():
 @pytest.mark.parametrize(
     "environment,said",
     [
-        ({"WORLD_SIZE": "2"}, "no RANK"),
-        ({"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}, "give --sharding"),
+        ({"WORLD_SIZE": "2"}, "RANK or MASTER_ADDR is not set"),
+        ({"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}, "pass --sharding"),
     ],
 )
 def test_a_launcher_that_asks_for_something_else_is_refused(environment, said, monkeypatch):

@@ -170,7 +170,7 @@ def test_a_non_finite_number_on_one_rank_stops_all(config, kind, sharding):
     for end in ended:
         assert "step 3 (epoch 0, batch 2)" in end.text and "rank" not in end.text
         what = "the loss is inf" if kind == "loss" else "the gradient norm is nan"
-        assert f"{what}; nothing of this step was kept. Documents of micro-batch 2 of " in end.text
+        assert f"{what}; the step was not applied. Documents of micro-batch 2 of " in end.text
         named = end.text.split("Documents of ")[1].split(". Their stored states are finite")[0]
         assert all(dataset.doc_ids[row] in named for row in victim)
     assert (Path(config.out) / "last").resolve().name == "checkpoint-00000002"

@@ -221,9 +221,9 @@ def test_masters_are_fp32_and_only_matrices_decay(config):
     captured = []
     original = trainer_module.Trainer.run
 
-    def spy(self):
+    def spy(self, release=None):
         captured.append(self)
-        return original(self)
+        return original(self, release)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer_module.Trainer, "run", spy)

@@ -138,7 +138,7 @@ def test_kill_9_and_the_same_command_give_the_same_run(config, tmp_path):
     again = subprocess.run(
         command(config), env=environment(), check=True, capture_output=True, text=True
     )
-    assert "going on from" in again.stderr
+    assert "resuming from" in again.stderr
     assert_same_run(whole.out, config.out)
 
 
@@ -218,9 +218,9 @@ def test_a_draft_read_from_disk_shares_the_targets_embedding(config, tmp_path, m
     captured = []
     original = Trainer.run
 
-    def spy(self):
+    def spy(self, release=None):
         captured.append(self)
-        return original(self)
+        return original(self, release)
 
     monkeypatch.setattr(Trainer, "run", spy)
     run(change(config, steps=6, save_every=2, eval_every=100))

@@ -149,7 +149,7 @@ def test_greedy_decoding_is_the_targets_own_and_the_walk_over_chains_is_the_deco
 ) -> None:
     draft = drafts[name]
     limit = median_confidence(draft, target, prompts) if threshold else 0.0
-    draft.confidence_threshold = limit
+    draft.set_confidence_threshold(limit)
     head, depth = head_of(target), draft.depth
     total, walked, real, drafted = ServingSums.zero(depth), [], [], set()
     passes, cut = 0, False
@@ -169,7 +169,7 @@ def test_greedy_decoding_is_the_targets_own_and_the_walk_over_chains_is_the_deco
         drafted |= {r.drafted for r in got.rounds}
         passes += got.draft_passes - sum(r.drafted > 0 for r in got.rounds)
         cut |= bool((chains == NOT_DRAFTED).any())
-    draft.confidence_threshold = 0.0
+    draft.set_confidence_threshold(0.0)
     assert cut == threshold
     assert passes == 0  # one forward per round that drafts, whatever it drafts
     walk = total.walk_figures()
