@@ -125,6 +125,16 @@ class TargetSession:
             self._cache.crop(-count)  # negative: the number to remove, in every version
 
 
+@dataclass(frozen=True)
+class Request:
+    """A prompt and the end of its response: after `limit` tokens, or with a token of `stop`."""
+
+    prompt: Sequence[int]  # n token ids
+    sampler: Sampler  # chooses the target's tokens, and the draft's
+    limit: int
+    stop: Collection[int] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Round:
     """One verification. `accepted` of the `drafted` tokens were emitted; `tried` is the number of
@@ -155,15 +165,14 @@ def clock(device: torch.device) -> float:
 
 
 @torch.inference_mode()
-def decode_plain(
-    model: Any, prompt: Sequence[int], sampler: Sampler, limit: int, stop: Collection[int] = ()
-) -> Generation:
-    """Decode up to `limit` tokens with the target alone, one forward per token."""
+def decode_plain(model: Any, request: Request) -> Generation:
+    """Decode with the target alone, one forward per token."""
+    sampler, stop = request.sampler, request.stop
     started = clock(model.device)
     session = TargetSession(model)
-    logits, _ = session.forward(prompt, last_only=True)
+    logits, _ = session.forward(request.prompt, last_only=True)
     tokens = [sampler.first(logits[-1])]
-    while tokens[-1] not in stop and len(tokens) < limit:
+    while tokens[-1] not in stop and len(tokens) < request.limit:
         logits, _ = session.forward(tokens[-1:])
         tokens.append(sampler.first(logits[-1]))
     seconds = clock(model.device) - started
@@ -172,25 +181,22 @@ def decode_plain(
 
 @torch.inference_mode()
 def decode_speculative(
-    model: Any,
-    drafter: Drafter,
-    columns: Sequence[str],
-    prompt: Sequence[int],
-    sampler: Sampler,
-    limit: int,
-    draft_tokens: int,
-    stop: Collection[int] = (),
+    model: Any, drafter: Drafter, columns: Sequence[str], request: Request, draft_tokens: int
 ) -> Generation:
-    """Decode up to `limit` tokens with up to `draft_tokens` drafts per round.
+    """Decode with up to `draft_tokens` drafts per round.
 
     `drafter` must be new; `columns` are the states it reads, the draft's `state_columns`. Near the
     limit a round drafts no more than can still be emitted, which does not change the output.
     """
+    sampler, limit, stop = request.sampler, request.limit, request.stop
     started = clock(model.device)
     session = TargetSession(model, columns)
-    logits, states = session.forward(prompt, last_only=True)
+    logits, states = session.forward(request.prompt, last_only=True)
     tokens = [sampler.first(logits[-1])]
-    known = [*prompt[1:], tokens[0]]  # known[i] is the token one position after states[:, i]
+    known = [
+        *request.prompt[1:],
+        tokens[0],
+    ]  # known[i] is one position after states[:, i]
     rounds: list[Round] = []
     while tokens[-1] not in stop and len(tokens) < limit:
         count = min(draft_tokens, limit - len(tokens) - 1)

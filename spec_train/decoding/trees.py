@@ -6,16 +6,22 @@ a verification the target's cache keeps only the positions of the accepted path.
 Shapes: n nodes of a tree, V target vocabulary, A captured layers times the target's hidden size.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from spec_train.decoding.chains import Generation, Round, TargetSession, clock, until_stop
+from spec_train.decoding.chains import (
+    Generation,
+    Request,
+    Round,
+    TargetSession,
+    clock,
+    until_stop,
+)
 from spec_train.decoding.tree_growth import EMPTY, DraftTree, TreeDrafter, walk
 from spec_train.decoding.tree_masks import TreeMasks
-from spec_train.sampling import Sampler
 
 
 class TreeSession(TargetSession):
@@ -58,23 +64,24 @@ def decode_tree(
     masks: TreeMasks,
     drafter: TreeDrafter,
     columns: Sequence[str],
-    prompt: Sequence[int],
-    sampler: Sampler,
-    limit: int,
+    request: Request,
     depth: int,
-    stop: Collection[int] = (),
 ) -> Generation:
-    """Decode up to `limit` tokens with trees of up to `depth` levels.
+    """Decode with trees of up to `depth` levels.
 
     `drafter` must be new; `columns` are the states it reads, the draft's `state_columns`. Near the
     limit a round drafts no deeper than can still be emitted, which does not change the output. A
     `Round` counts drafted nodes; `tried` counts the depths that had a node to accept.
     """
+    sampler, limit, stop = request.sampler, request.limit, request.stop
     started = clock(model.device)
     session = TreeSession(model, masks, columns)
-    logits, states = session.forward(prompt, last_only=True)
+    logits, states = session.forward(request.prompt, last_only=True)
     tokens = [sampler.first(logits[-1])]
-    known = [*prompt[1:], tokens[0]]  # known[i] is the token one position after states[:, i]
+    known = [
+        *request.prompt[1:],
+        tokens[0],
+    ]  # known[i] is one position after states[:, i]
     rounds: list[Round] = []
     while tokens[-1] not in stop and len(tokens) < limit:
         levels = min(depth, limit - len(tokens) - 1)

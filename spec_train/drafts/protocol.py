@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from spec_data.shards.schema import Manifest
 from spec_train.data.batch import DraftBatch
+from spec_train.formats.draft_files import DraftFiles
 from spec_train.head import TargetHead
 from spec_train.sampling import Sampler
 
@@ -207,6 +208,10 @@ class Draft(Protocol):
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """Parameters for the optimizer, in a fixed order."""
+        ...
+
+    def files(self, dtype: torch.dtype, where: str) -> DraftFiles:
+        """Return config.json and tensors of our checkpoint; `where` is its directory."""
         ...
 
     def save_pretrained(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:

@@ -22,6 +22,7 @@ from spec_data.shards.files import sha256_json
 from spec_train.decoding.chains import (
     Difference,
     Generation,
+    Request,
     check_target,
     decode_plain,
     decode_speculative,
@@ -210,34 +211,19 @@ class Bench:
             TreeDrafter.of(draft, self.head, self._shape)  # raises if the draft has no trees
             self._masks = TreeMasks(model)
 
+    def _request(self, ids: Sequence[int], limit: int, seed: int) -> Request:
+        return Request(ids, make_sampler(self.config.temperature, seed), limit, self.stop)
+
     def _plain(self, ids: Sequence[int], limit: int, seed: int) -> Generation:
-        sampler = make_sampler(self.config.temperature, seed)
-        return decode_plain(self.model, ids, sampler, limit, self.stop)
+        return decode_plain(self.model, self._request(ids, limit, seed))
 
     def _speculative(self, ids: Sequence[int], limit: int, seed: int) -> Generation:
-        sampler = make_sampler(self.config.temperature, seed)
-        if self._masks is not None:
-            return decode_tree(
-                self.model,
-                self._masks,
-                TreeDrafter.of(self.draft, self.head, self._shape),
-                self.draft.state_columns,
-                ids,
-                sampler,
-                limit,
-                self.depth,
-                self.stop,
-            )
-        return decode_speculative(
-            self.model,
-            self.draft.drafter(self.head),
-            self.draft.state_columns,
-            ids,
-            sampler,
-            limit,
-            self.depth,
-            self.stop,
-        )
+        request, columns = self._request(ids, limit, seed), self.draft.state_columns
+        if self._masks is None:
+            drafter = self.draft.drafter(self.head)
+            return decode_speculative(self.model, drafter, columns, request, self.depth)
+        trees = TreeDrafter.of(self.draft, self.head, self._shape)
+        return decode_tree(self.model, self._masks, trees, columns, request, self.depth)
 
     def warm_up(self, ids: Sequence[int]) -> None:
         """Decode both ways once, untimed: the first forwards of a process are slower."""

@@ -9,7 +9,7 @@ import torch
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.order import SPLIT_RULE
-from spec_train.decoding.chains import decode_speculative
+from spec_train.decoding.chains import Request, decode_speculative
 from spec_train.drafts.drafting import ChainDrafter
 from spec_train.drafts.eagle3.draft import serving_chains
 from spec_train.evaluation import on_dataset as evaluate_data
@@ -43,9 +43,8 @@ def test_on_the_targets_own_responses_the_walk_is_the_real_decoding(target, prom
     real, simulated, lengths = [], [], set()
     total = evaluate_data.ServingSums.zero(STEPS)
     for prompt in prompts:
-        got = decode_speculative(
-            target, ChainDrafter(trained, VOCAB), COLUMNS, prompt, Greedy(), LIMIT, STEPS, {STOP}
-        )
+        request = Request(prompt, Greedy(), LIMIT, {STOP})
+        got = decode_speculative(target, ChainDrafter(trained, VOCAB), COLUMNS, request, STEPS)
         document = prompt + got.tokens, [0] * len(prompt) + [1] * len(got.tokens)
         assert document == respond(target, prompt)
         batch = batch_of(target, [document])
@@ -73,9 +72,8 @@ def test_an_untrained_draft_with_a_small_vocabulary_loses_nothing(target, prompt
     total, rounds = evaluate_data.ServingSums.zero(STEPS), []
     for seed, prompt in enumerate(prompts[:6]):
         sampler = make_sampler(temperature, seed)
-        got = decode_speculative(
-            target, ChainDrafter(draft, VOCAB), COLUMNS, prompt, sampler, LIMIT, STEPS, {STOP}
-        )
+        request = Request(prompt, sampler, LIMIT, {STOP})
+        got = decode_speculative(target, ChainDrafter(draft, VOCAB), COLUMNS, request, STEPS)
         assert got.stopped or len(got.tokens) == LIMIT
         document = prompt + got.tokens, [0] * len(prompt) + [1] * len(got.tokens)
         batch = batch_of(target, [document])

@@ -265,7 +265,7 @@ def test_the_preflight_knows_the_engines_rules(
     for engine in ("sglang", "speculators", "deepspec"):
         assert [text[:3] for text in plain[engine]] == ["ok:"], engine
     assert any("needs Triton" in text for text in plain["vllm-cpu"])
-    assert any(text.startswith("warn: draft 4 tokens") for text in plain["llama.cpp"])
+    assert any(text.startswith("warn: pass --draft-max 4") for text in plain["llama.cpp"])
     gated = found("dspark", markov_rank=8, markov_head_type="gated")
     for engine in ("vllm", "llama.cpp"):
         assert any(text.startswith("refuse: gated Markov") for text in gated[engine])
@@ -274,4 +274,4 @@ def test_the_preflight_knows_the_engines_rules(
         assert any(text.startswith("refuse: a reduced vocabulary") for text in reduced[engine])
     flash = found("dflash", layers="0,1")
     assert any("k_norm of layer 0" in text for text in flash["vllm-cpu"])
-    assert any(text.startswith("refuse: in its blocks") for text in flash["deepspec"])
+    assert any(text.startswith("refuse: it drafts from the anchor") for text in flash["deepspec"])
