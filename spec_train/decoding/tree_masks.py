@@ -122,10 +122,10 @@ class TreeMasks:
         expected = torch.stack(
             [
                 run(
-                    [*prompt, *(t for t, on in zip([root, *tree.tokens], row, strict=True) if on)],
+                    [*prompt, *(t for t, on in zip([root, *tree.tokens], path, strict=True) if on)],
                     DynamicCache(),
                 )[-1]
-                for row in seen.tolist()
+                for path in seen.tolist()
             ]
         )
         difference = (found - expected).norm() / expected.std(-1, keepdim=True).expand_as(

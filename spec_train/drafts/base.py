@@ -142,13 +142,17 @@ class BaseDraft(nn.Module):
         whose = str(Path(manifest.where).parent)
         require_same_embedding(self.embed_tokens.weight, head.embed_weight, where, whose)
         warnings = weights_warning(self.config.origin, manifest)
-        self.config = dataclasses.replace(self.config, origin=origin_of(manifest))
+        self.replace_config(origin=origin_of(manifest))
         self.share(head)
         return warnings
 
     def set_options(self, options: Any) -> None:
         """Replace the options, for example those that a resumed run may change."""
         self.options = options
+
+    def replace_config(self, **changes: Any) -> None:
+        """Replace fields of the configuration that do not affect what the draft computes."""
+        self.config = dataclasses.replace(self.config, **changes)
 
     def set_confidence_threshold(self, threshold: float) -> None:
         """Refuse a threshold above 0: this draft has no confidence head (see protocol.Draft)."""

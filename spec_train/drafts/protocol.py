@@ -168,6 +168,10 @@ class Draft(Protocol):
         """Replace the options, for example those that a resumed run may change."""
         ...
 
+    def replace_config(self, **changes: Any) -> None:
+        """Replace fields of the configuration that do not affect what the draft computes."""
+        ...
+
     def set_confidence_threshold(self, threshold: float) -> None:
         """End a round before a draft whose forecast acceptance is below `threshold`; 0: never.
 

@@ -89,7 +89,7 @@ def run_eval(config: EvalConfig) -> dict[str, Any]:
     _warn(warnings, _unmeasured(report))
     report |= _setting(draft, device, depth) | {"options": to_dict(config)}
     if config.save_responses:
-        lines = "".join(json.dumps(row) + "\n" for row in saved)
+        lines = "".join(json.dumps(response) + "\n" for response in saved)
         write_atomically(Path(config.save_responses), lines)
     if config.json:
         write_atomically(Path(config.json), dump_json(report))

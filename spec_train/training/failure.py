@@ -111,25 +111,7 @@ def describe_failure(
         f"the step was not applied. Documents of micro-batch {index + 1} of "
         f"{len(failed.losses)}: {_named(documents)}. {_stored(batch, documents)}"
     )
-    state = {
-        "format": FORMAT,
-        "draft": draft.name,
-        "step": failed.number,
-        "epoch": failed.epoch,
-        "batch": failed.index,
-        "micro_batch": index,
-        "losses": [str(value) for value in failed.losses],  # JSON has no nan
-        "grad_norm": str(failed.grad_norm),
-        "seed": config.seed,
-        "random_seed": failed.random_seed(index, config.seed),
-        "dtype": config.dtype,
-        "config": to_dict(config),
-        "options": to_dict(draft.options),
-        "documents": documents,
-        "dataset": str(Path(dataset.path).absolute()),
-        "fingerprint": dataset.manifest.fingerprint,
-        "head": head_hash(dataset.manifest),
-    }
+    state = _state(failed, index, draft, config, dataset) | {"documents": documents}
 
     def write(folder: Path) -> None:
         saver.draft.save_pretrained(folder, torch.float32)
@@ -144,6 +126,30 @@ def describe_failure(
         f"{message}. Run it again with `spec-train replay {folder}`; check the data with "
         f"`spec-data verify {dataset.path}`; if the data is correct, lower --lr"
     )
+
+
+def _state(
+    failed: FailedStep, index: int, draft: Draft, config: FitConfig, dataset: Documents
+) -> dict[str, Any]:
+    """Return the contents of failure.json for micro-batch `index`, except its documents."""
+    return {
+        "format": FORMAT,
+        "draft": draft.name,
+        "step": failed.number,
+        "epoch": failed.epoch,
+        "batch": failed.index,
+        "micro_batch": index,
+        "losses": [str(value) for value in failed.losses],  # JSON has no nan
+        "grad_norm": str(failed.grad_norm),
+        "seed": config.seed,
+        "random_seed": failed.random_seed(index, config.seed),
+        "dtype": config.dtype,
+        "config": to_dict(config),
+        "options": to_dict(draft.options),
+        "dataset": str(Path(dataset.path).absolute()),
+        "fingerprint": dataset.manifest.fingerprint,
+        "head": head_hash(dataset.manifest),
+    }
 
 
 def head_hash(manifest: Manifest) -> str | None:

@@ -255,7 +255,7 @@ def _make_draft(
             f"--init-from {folder}: this is a {loaded.name} draft; fit it with "
             f"`spec-train fit {loaded.name}`"
         )
-    loaded.config = dataclasses.replace(loaded.config, **_unlearned(loaded.config, fresh.config))
+    loaded.replace_config(**_unlearned(loaded.config, fresh.config))
     ignored = {"dtype": "", "origin": {}}  # facts about the file; `join` checks the target
     old, new = to_dict(loaded.config), to_dict(fresh.config)
     differing = differing_fields(old | ignored, new | ignored)

@@ -250,8 +250,8 @@ class Trainer:
         """Raise on all ranks: one non-finite loss makes the gradient norm non-finite on each."""
         if all(map(math.isfinite, (*losses, self._grad_norm))):
             return
-        rows = [batch.rows for batch in step.batches]
-        own = [part for part in zip(step.numbers, rows, losses, strict=True) if any(part[1])]
+        packs = [batch.rows for batch in step.batches]
+        own = [part for part in zip(step.numbers, packs, losses, strict=True) if any(part[1])]
         found = sorted(part for parts in self.ranks.gather(own) for part in parts)
         self._hold_weights()
         self.ranks.assemble(self._loss)

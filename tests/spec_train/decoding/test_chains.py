@@ -1,4 +1,4 @@
-"""Speculative decoding: the target's own output whatever the draft says, and honest counting."""
+"""Speculative decoding: the output is the target's own for every draft; counts are correct."""
 
 import itertools
 from typing import Any
@@ -43,7 +43,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def append_rows(cache: DraftCache, count: int) -> None:
-    """Drafts without attention only count their rows."""
+    """The cache of a draft without attention only counts positions."""
     cache.append(torch.zeros(1, 1, count, 1), torch.zeros(1, 1, count, 1))
 
 
@@ -87,7 +87,7 @@ class ScriptedDraft:
 
 
 class TableDraft:
-    """A draft that has learnt nothing: fixed random logits per token, part of the vocabulary."""
+    """An untrained draft: fixed random logits per token over a part of the vocabulary."""
 
     def __init__(self, vocab_size: int, draft_ids: list[int], seed: int = 0, scale: float = 2.0):
         generator = torch.Generator().manual_seed(seed)
@@ -122,7 +122,7 @@ def speculate(model: Any, draft: Any, prompt: list[int], **changes: Any) -> Gene
 
 
 def check_counts(generation: Generation, draft_tokens: int, limit: int = 40) -> None:
-    """What must hold of every decoding, greedy or not."""
+    """Check the counts of any decoding, greedy or sampled."""
     so_far = 1
     assert len(generation.tokens) == 1 + sum(r.emitted for r in generation.rounds)
     for number, r in enumerate(generation.rounds):
@@ -159,7 +159,7 @@ def test_greedy_is_plain_greedy_with_rollbacks_of_every_length(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rollback_leaves_no_trace(family):
-    """Logits after any rollback are those of the sequence that is left, far beyond the window."""
+    """Logits after a rollback equal those of the remaining sequence, far beyond the window."""
     model = tiny_model(family)
     sequence = prompt_of(3 * WINDOW)
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Draft trees: how they grow, what a verification keeps of them, and what the target sees."""
+"""Draft trees: how they grow, which nodes are accepted, and what the target sees."""
 
 import itertools
 from typing import Any
@@ -110,7 +110,7 @@ def test_a_tree_holds_the_likeliest_nodes(target, trained, kind: str, shape) -> 
 
 
 class CertainDraft:
-    """Sure of one token after each, so that paths are exactly as likely as their parents."""
+    """Certain of one token after each, so that a path is exactly as likely as its parent."""
 
     draft_ids = torch.arange(20)
 

@@ -1,4 +1,4 @@
-"""Decoding with draft trees: the target's own output whatever the draft says, and more accepted."""
+"""Decoding with draft trees: the target's own output for every draft, and longer acceptance."""
 
 import functools
 import json
@@ -29,7 +29,7 @@ trained_eagle = eagle_tools.trained_eagle
 
 
 class ScriptedTrees:
-    """Random trees that hold a random length of `script`, and checks of what it is given.
+    """Drafts random trees that contain a random length of `script`, and checks its inputs.
 
     Every position must come once, in order, with the known token and the target's states of it.
     """

@@ -1,4 +1,4 @@
-"""`spec-train eval` with the target: real decoding loses nothing, and says what it measured."""
+"""`spec-train eval` with the target: real decoding is lossless, and its report is correct."""
 
 import json
 from typing import Any
@@ -21,7 +21,7 @@ trained, workplace = evaluate_tools.trained, evaluate_tools.workplace
 def test_real_decoding_end_to_end_and_back_from_its_own_responses(
     workplace, target, prompts, tmp_path, capsys
 ):
-    """Decode, keep the responses, make a dataset of them: it predicts what decoding measured."""
+    """Decode, make a dataset of the responses: its walk predicts the measured acceptance."""
     config = config_of(
         workplace, json=str(tmp_path / "out.json"), save_responses=str(tmp_path / "own.jsonl")
     )

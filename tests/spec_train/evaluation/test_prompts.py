@@ -1,4 +1,4 @@
-"""Prompts: which part of a row is asked, rendered by the tokenizer alone, errors by line."""
+"""Prompts: which part of a line is rendered, only by the tokenizer; errors name the line."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`spec-train eval`: acceptance simulated on a dataset is that of real decoding."""
+"""`spec-train eval`: the acceptance simulated on a dataset equals that of real decoding."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ trained, workplace = evaluate_tools.trained, evaluate_tools.workplace
 
 
 def test_on_the_targets_own_responses_the_walk_is_the_real_decoding(target, prompts, trained):
-    """The law: the same rounds, the same tokens, the same acceptance length; no target needed."""
+    """The same rounds, the same tokens, the same acceptance length, without the target."""
     real, simulated, lengths = [], [], set()
     total = evaluate_data.ServingSums.zero(STEPS)
     for prompt in prompts:

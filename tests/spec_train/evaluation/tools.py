@@ -87,7 +87,7 @@ def respond(model: Any, prompt: list[int]) -> tuple[list[int], list[int]]:
 
 def decodes_alike_everywhere(model: Any, prompt: list[int], limit: int) -> bool:
     """Whether no greedy choice of a response is a tie."""
-    tokens = decode_plain(model, prompt, Greedy(), limit).tokens
+    tokens = decode_plain(model, Request(prompt, Greedy(), limit)).tokens
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
     layers = model.config.num_hidden_layers

@@ -1,4 +1,4 @@
-"""DSpark and DFlash in every form: what engines read from it, and that it comes back."""
+"""DSpark and DFlash in every form: what engines read, and that it reads back equal."""
 
 import json
 from pathlib import Path

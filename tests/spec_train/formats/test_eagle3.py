@@ -1,4 +1,4 @@
-"""EAGLE-3 in every form: what engines read from it, and that it comes back bit for bit."""
+"""EAGLE-3 in every form: what engines read, and that it reads back bit for bit."""
 
 import dataclasses
 import json
@@ -154,7 +154,7 @@ def test_keys_shapes_and_embedding(
 
 
 def published(own: Path, folder: Path, prefix: str = "midlayer.", **changes: Any) -> Path:
-    """The draft as others publish it: no section of ours, few fields, no embedding, no t2d."""
+    """The draft as other tools publish it: no section of ours, few fields, no embedding or t2d."""
     raw, tensors = read(own)
     keep = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     keep += ("vocab_size", "draft_vocab_size", "rms_norm_eps", "rope_theta", "architectures")

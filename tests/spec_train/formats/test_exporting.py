@@ -1,4 +1,4 @@
-"""The export command: what it refuses, what it reports, what it leaves behind."""
+"""The export command: what it refuses, what it reports, what it writes."""
 
 import dataclasses
 import json
@@ -97,7 +97,7 @@ def test_what_an_engine_lacks_is_said(
 def test_the_targets_last_layer_is_refused(
     dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, target: Path
 ) -> None:
-    """Layer 3 is the last of 4; the dataset has no such draft, so a config is made to name it."""
+    """Layer 3 is the last of 4; the dataset cannot train such a draft, so its config is edited."""
     draft = build(dataset, head)
     draft.config = dataclasses.replace(draft.config, layers=(0, 1, 3))
     draft.save_pretrained(tmp_path / "own")

@@ -1,4 +1,4 @@
-"""P-EAGLE and EAGLE-1/2 in every form: what engines read from them, and that they come back."""
+"""P-EAGLE and EAGLE-1/2 in every form: what engines read, and that they read back equal."""
 
 import json
 from pathlib import Path

@@ -103,7 +103,7 @@ def _become(
 
 
 def fit_on_ranks(config, world: int = 2, prepare=lambda rank: None, options=OPTIONS):
-    """Run it on several ranks; `prepare(rank)` patches a rank first."""
+    """Run a fit on several ranks; `prepare(rank)` patches each rank first."""
 
     def body(rank: int):
         prepare(rank)
@@ -113,7 +113,7 @@ def fit_on_ranks(config, world: int = 2, prepare=lambda rank: None, options=OPTI
 
 
 def fit_well(config, world: int = 2, prepare=lambda rank: None, options=OPTIONS):
-    """The same; every rank must end without an error."""
+    """Like `fit_on_ranks`; every rank must end without an error."""
     ended = fit_on_ranks(config, world, prepare, options)
     said = "\n".join(f"-- rank {rank}\n{end.text}" for rank, end in enumerate(ended))
     assert [end.code for end in ended] == [0] * world, f"{[e.code for e in ended]}\n{said}"
