@@ -88,4 +88,4 @@ def test_units_are_deleted_by_one_process_alone(source, tmp_path):
     refused = follow_tools.config_of(unsealed, tmp_path / "run", follow_keep=9)
     for end in fit_on_ranks(refused):
         assert end.code in (1, 2)
-        assert "--follow-keep 9 with 2 processes: a unit that one of them deletes" in end.text
+        assert "--follow-keep 9 with 2 processes: one process could delete a unit" in end.text
