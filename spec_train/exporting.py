@@ -1,7 +1,7 @@
 """`spec-train export`: check a draft, write it in another form, read it back and compare.
 
-The draft is read into its class first, so that whatever is written was a whole, consistent draft;
-the files come from what the class saves, never from the directory that was read.
+The draft is first loaded into its class, so only a complete and consistent draft is exported. The
+files are made from what the class saves, never copied from the input directory.
 """
 
 import dataclasses
@@ -9,12 +9,11 @@ import logging
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from spec_data.shards.errors import ConfigError, DraftError, RunError
-from spec_train.drafts import load_draft
+from spec_train.drafts import Draft, load_draft
 from spec_train.formats.draft_files import DraftFiles, write_files
 from spec_train.formats.forms import write_form
 from spec_train.formats.preflight import READERS, preflight, refusals
@@ -30,7 +29,7 @@ log = logging.getLogger(__name__)
 class CheckedDraft:
     """A draft that was read for export, and what every engine would make of it."""
 
-    draft: Any
+    draft: Draft
     own: DraftFiles
     folder: Path
     target: TargetFacts
@@ -38,7 +37,7 @@ class CheckedDraft:
 
 
 def run_export(config: ExportConfig) -> dict[str, list[Finding]]:
-    """Export or check as `config` says, print the report if asked; return findings by engine.
+    """Export or check a draft with `config`, print the report if asked; return findings by engine.
 
     Raises:
         As `check_draft` and `export_draft`.
@@ -58,7 +57,7 @@ def check_draft(config: ExportConfig) -> CheckedDraft:
     """
     target = read_target(config.target) if config.target else TargetFacts()
     folder = resolve_draft_dir(config.draft)
-    draft = load_draft(folder, target)
+    draft: Draft = load_draft(folder, target)
     own = draft.files(_dtype_of(draft), str(folder))
     name = Path(config.out).name if config.out else folder.resolve().name
     found = preflight(Subject(own, target, name, config.format or "vllm"))
@@ -66,12 +65,13 @@ def check_draft(config: ExportConfig) -> CheckedDraft:
 
 
 def export_draft(config: ExportConfig, checked: CheckedDraft) -> DraftFiles | None:
-    """Write a checked draft as `config` says; return what was written, None without a format.
+    """Write a checked draft with `config`; return the written files, None without a format.
 
     Raises:
-        DraftError: the format cannot hold it, or an engine that reads that format would not load
-            it or not read it as it was trained.
-        ConfigError: --out exists. RunError: what was written reads back as another draft.
+        DraftError: the format cannot hold it, or an engine that reads the format would not load it
+            or would compute something else than what was trained.
+        ConfigError: --out exists.
+        RunError: the written files read back as another draft.
     """
     if config.format is None:
         return None
@@ -81,22 +81,22 @@ def export_draft(config: ExportConfig, checked: CheckedDraft) -> DraftFiles | No
     written = write_form(checked.own, config.format, checked.target)
     if config.out is not None:
         _write_once(written, checked.own, Path(config.out), checked.target)
-        _say(checked.findings, config, checked.draft, written)
+        _log_export(checked.findings, config, checked.draft, written)
     return written
 
 
-def _dtype_of(draft: Any) -> torch.dtype:
+def _dtype_of(draft: Draft) -> torch.dtype:
     return next(p.dtype for p in draft.parameters())
 
 
 def _write_once(written: DraftFiles, own: DraftFiles, out: Path, target: TargetFacts) -> None:
-    """Write beside `out`, prove, then rename: no half-written directory has that name."""
+    """Write next to `out`, verify, then rename, so that `out` is never incomplete."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {out}: exists already; name a new directory")
+        raise ConfigError(f"--out {out}: exists already; pass a new directory")
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         write_files(written, temporary)
-        _prove(temporary, own, target)
+        _verify(temporary, own, target)
         if out.exists():
             out.rmdir()
         temporary.rename(out)
@@ -104,10 +104,10 @@ def _write_once(written: DraftFiles, own: DraftFiles, out: Path, target: TargetF
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _prove(folder: Path, own: DraftFiles, target: TargetFacts) -> None:
-    """What was written must read back as the draft it was made of, bit for bit."""
+def _verify(folder: Path, own: DraftFiles, target: TargetFacts) -> None:
+    """Check that the written files read back as the exported draft, bit for bit."""
     embedding = own.tensors.get("embed_tokens.weight")
-    if target.embedding is None:  # a form without it takes the target's, which this one is
+    if target.embedding is None:  # a form without an embedding uses the target's, equal to this
         target = dataclasses.replace(target, embedding=embedding)
     again = load_draft(folder, target)
     back = again.files(_dtype_of(again), str(folder))
@@ -115,8 +115,9 @@ def _prove(folder: Path, own: DraftFiles, target: TargetFacts) -> None:
     wrong += [name for name in back.tensors if name not in own.tensors]
     if wrong or back.config != own.config:
         raise RunError(
-            f"{folder}: what was written reads back as another draft ("
-            f"{', '.join(wrong) or 'its config differs'}); this is a fault of spec-train, report it"
+            f"{folder}: the export reads back as another draft ("
+            f"{', '.join(wrong) or 'its config differs'}); this is a bug in spec-train, please "
+            "report it"
         )
 
 
@@ -125,25 +126,25 @@ def _same(a: torch.Tensor, b: torch.Tensor | None) -> bool:
 
 
 def report(found: dict[str, list[Finding]], own: DraftFiles) -> str:
-    """The findings of every engine as lines, and what the draft is."""
+    """Return lines with the kind of the draft, its layers and the findings of every engine."""
     section = own.config["spec_train"]
     layers = section.get("layers")
-    reads = f"layers {layers} (outputs of blocks)" if layers else "final hidden states"
+    reads = f"layers {layers} (outputs of decoder blocks)" if layers else "final hidden states"
     lines = [f"{own.where}: {section['draft']}, reads {reads}"]
     for findings in found.values():
         lines += [f"  {f.level:<7}{f.engine}: {f.text}" for f in findings]
     return "\n".join(lines)
 
 
-def _say(
-    found: dict[str, list[Finding]], config: ExportConfig, draft: Any, written: DraftFiles
+def _log_export(
+    found: dict[str, list[Finding]], config: ExportConfig, draft: Draft, written: DraftFiles
 ) -> None:
-    """Name what was written, and how to serve it."""
+    """Log what was written, and the warnings of the engines that read the format."""
     engines = () if config.check else ("spec-train", *READERS[config.format or "hf"])
     for finding in (f for engine in engines for f in found[engine] if f.level == "warn"):
         log.warning("warning: %s: %s", finding.engine, finding.text)
     size = sum(value.nbytes for value in written.tensors.values())
     log.info(
-        "%s: %s draft for %s, %d tensors, %.1f MB; read back equal",
+        "%s: %s draft in %s format, %d tensors, %.1f MB; verified by reading it back",
         *(config.out, draft.name, config.format, len(written.tensors), size / 1e6),
     )

@@ -1,9 +1,9 @@
-"""`spec-train replay RUN/failed-step-<n>`: run the loss and gradients of a failed batch again.
+"""`spec-train replay RUN/failed-step-<n>`: compute loss and gradients of a failed batch again.
 
-Batch, weights, options and random numbers are in the directory. The target's head is not (it may
-be larger than all else together): it is read from the dataset, of which manifest.json and target/
-are enough, so the shards need not be on this machine. On the machine and device of the run the
-numbers are those of the run.
+The directory holds batch, weights, options and random seed. It does not hold the target's head,
+which may be larger than all of these: the head is read from the dataset. manifest.json and target/
+of the dataset are enough, so the shards need not be on this machine. On the machine and device of
+the run, the numbers equal those of the run.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from spec_data.shards.follow import WORK, FollowedDataset
 from spec_data.shards.reader import MANIFEST
 from spec_data.shards.schema import Manifest
 from spec_train.data.batch import PLAIN, DraftBatch
-from spec_train.drafts import DRAFTS
+from spec_train.drafts import DRAFTS, Draft
 from spec_train.head import TargetHead
 from spec_train.options import ReplayConfig
 from spec_train.training.failure import (
@@ -47,28 +47,29 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class NonFinite:
-    """A tensor that a module took in or gave out, with the first of its numbers that is none."""
+    """An input or output tensor of a module with values that are not finite."""
 
     module: str
     kind: str  # class of the module
-    what: str  # "output", or "input" where the numbers were lost before the module
+    what: str  # "output", or "input" if the values were not finite before the module
     count: int
     total: int
-    first: list[int]
+    first: list[int]  # index of the first such value
 
     def __str__(self) -> str:
         name = f"{self.module} ({self.kind})" if self.module else self.kind
-        return f"{name}: {self.count:,} of {self.total:,} values of its {self.what}, the first " + (
-            f"at {self.first}"
+        return (
+            f"{name}: {self.count:,} of {self.total:,} values of its {self.what}, first at index "
+            f"{self.first}"
         )
 
 
 def replay(folder: Path, config: ReplayConfig) -> dict[str, Any]:
-    """Run a failed batch again and print what happens; gives the figures that --json holds.
+    """Run a failed batch again and print a report; return the report of --json.
 
     Raises:
-        MissingError, DatasetError, DraftError: the directory or the dataset's head is not there,
-            or not what the run used.
+        MissingError, DatasetError, DraftError: the directory or the dataset's head is absent, or
+            is not the one of the run.
     """
     state, tensors = read_failure(folder)
     device = usable_device(config.device)
@@ -114,15 +115,16 @@ def replay(folder: Path, config: ReplayConfig) -> dict[str, Any]:
 
 
 def read_failure(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """failure.json and the tensors of a failed step's directory.
+    """Read failure.json and the tensors of a failed step's directory.
 
     Raises:
-        MissingError: not such a directory. DraftError: damaged, or of another release.
+        MissingError: it is not such a directory.
+        DraftError: it is damaged, or another release wrote it.
     """
     for name in (FAILURE, BATCH):
         if not (folder / name).is_file():
             raise MissingError(
-                f"{folder / name}: no such file; give a failed-step-<n> directory of a run"
+                f"{folder / name}: no such file; pass a failed-step-<n> directory of a run"
             )
     try:
         state = json.loads((folder / FAILURE).read_text(encoding="utf-8"))
@@ -132,60 +134,62 @@ def read_failure(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if state.get("format") != FORMAT or state.get("draft") not in DRAFTS:
         raise DraftError(
             f"{folder}: written by another release (format {state.get('format')}, draft "
-            f"{state.get('draft')!r}); replay it with that one"
+            f"{state.get('draft')!r}); replay it with that release"
         )
     return state, tensors
 
 
 def read_batch(tensors: dict[str, Tensor], state: dict[str, Any]) -> DraftBatch:
-    """The micro-batch of a failed step, on the CPU."""
+    """Return the micro-batch of a failed step, on the CPU."""
     states = {
         name.removeprefix("states."): values
         for name, values in tensors.items()
         if name.startswith("states.")
     }
     plain = {name: tensors[name] for name in PLAIN}
-    rows: list[list[int]] = [[] for _ in range(len(plain["input_ids"]))]
+    packs: list[list[int]] = [[] for _ in range(len(plain["input_ids"]))]
     for number, document in enumerate(state["documents"]):
-        rows[document["pack"]].append(number)
-    return DraftBatch(**plain, hidden=states, rows=rows, coded={})
+        packs[document["pack"]].append(number)
+    return DraftBatch(**plain, hidden=states, rows=packs, coded={})
 
 
 def _load_head(
     state: dict[str, Any], data: str | None, dtype: torch.dtype, device: torch.device
 ) -> tuple[TargetHead, Manifest]:
-    """The head that the run used, and the manifest it belongs to."""
+    """Return the head that the run used, and the dataset's manifest."""
     path = Path(data if data is not None else state["dataset"])
     if (path / MANIFEST).is_file():
         manifest = Manifest.read(path / MANIFEST)
-    elif (path / WORK / "target.json").is_file():  # still being generated, or never sealed
+    elif (path / WORK / "target.json").is_file():  # still being generated, or not sealed
         manifest = FollowedDataset(path).manifest
     else:
         raise MissingError(
-            f"{path}: the dataset is not there, and the target's head is read from it. Its "
-            "manifest.json and target/ are enough: copy them anywhere and give --data"
+            f"{path}: dataset not found; replay reads the target's head from it. Its "
+            "manifest.json and target/ are enough: copy them to any directory and pass --data"
         )
     if head_hash(manifest) != state["head"]:
         raise DatasetError(
             f"{path}: its target/head.safetensors is not the one that the run used (sha256 "
-            f"{head_hash(manifest)}, not {state['head']}); give --data with the run's own dataset"
+            f"{head_hash(manifest)}, not {state['head']}); pass --data with the run's own dataset"
         )
     return TargetHead.from_dataset(path, dtype, device, manifest), manifest
 
 
 def _load_draft(folder: Path, state: dict[str, Any], head: TargetHead, manifest: Manifest) -> Any:
+    """Read the draft from before the failed step, an nn.Module of the Draft protocol."""
     kind = DRAFTS[state["draft"]]
     draft = kind.from_pretrained(folder)
-    draft.use_options(from_dict(kind.options_class, state["options"], where=str(folder / FAILURE)))
+    options: Any = from_dict(kind.options_class, state["options"], where=str(folder / FAILURE))
+    draft.use_options(options)
     draft.join(head, manifest, str(folder))
     return draft.to(head.head_weight.device).train()
 
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[list[NonFinite]]:
-    """Note, in order, the modules whose output is not finite while the block runs: each once.
+    """Yield a list that collects, in order, the modules with values that are not finite.
 
-    Where a module's input was not finite already, that is what is noted.
+    Each module appears once, with its input if that is not finite, otherwise with its output.
     """
     found: list[NonFinite] = []
     seen: set[str] = set()
@@ -212,7 +216,7 @@ def watched(model: nn.Module) -> Iterator[list[NonFinite]]:
 
 
 def _floats(values: Any) -> Iterator[Tensor]:
-    """The floating-point tensors in nested tuples, lists and dicts."""
+    """Yield the floating-point tensors in nested tuples, lists and dicts."""
     if isinstance(values, Tensor):
         if values.is_floating_point():
             yield values
@@ -225,10 +229,13 @@ def _floats(values: Any) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def document_losses(
-    draft: Any, head: TargetHead, batch: DraftBatch, counts: Tensor, state: dict[str, Any]
+    draft: Draft, head: TargetHead, batch: DraftBatch, counts: Tensor, state: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """The share of every document in the loss, over the counts of the whole step: they add up to
-    the loss of the batch (of a draft that draws random numbers: up to other draws)."""
+    """Return the documents, each with its share of the batch's loss.
+
+    Losses are divided by the counts of the whole step, so the shares add up to the loss of the
+    batch. For a draft that samples slots this holds only approximately: it draws other numbers.
+    """
     device, dtype = head.head_weight.device, head.head_weight.dtype
     table = []
     for document in state["documents"]:
@@ -240,7 +247,7 @@ def document_losses(
 
 
 def one_document(batch: DraftBatch, pack: int, place: int) -> DraftBatch:
-    """The batch of one document alone, B = 1."""
+    """Return a batch with only the document at `place` of `pack`, B = 1."""
     span = (batch.document_ids[pack] == place).nonzero().flatten()
 
     def cut(values: Tensor) -> Tensor:
@@ -253,25 +260,25 @@ def one_document(batch: DraftBatch, pack: int, place: int) -> DraftBatch:
 
 
 def table(report: dict[str, Any], seen: list[NonFinite], parameters: int) -> str:
-    """The report as lines."""
+    """Return the report as lines."""
     lines = [
-        f"step {report['step']}: loss {report['loss']} (then {report['loss_then']}), gradient norm "
-        f"{report['grad_norm']}"
-        + ("" if report["reproduced"] else ": all finite here, so it is not reproduced")
+        f"step {report['step']}: loss {report['loss']} (in the run {report['loss_then']}), "
+        f"gradient norm {report['grad_norm']}"
+        + ("" if report["reproduced"] else ": all values are finite here, so not reproduced")
     ]
     lines += _listed("weights that are not finite", report["weights"])
     lines += _listed(
         "stored states that are not finite",
         [
-            f"{s['column']} of {s['doc_id']} ({s['shard']}) at {s['tokens']} tokens, the first at "
-            f"{s['first']}"
+            f"{s['column']} of {s['doc_id']} ({s['shard']}) at {s['tokens']} tokens, first at "
+            f"token {s['first']}"
             for s in report["states"]
         ],
     )
-    lines += _listed("modules with numbers that are not finite, in order", list(map(str, seen)))
+    lines += _listed("modules with values that are not finite, in order", list(map(str, seen)))
     bad = report["gradients"]
     lines += _listed(f"gradients that are not finite: {len(bad)} of {parameters}", bad)
-    lines.append("loss per document, over the counts of the whole step")
+    lines.append("loss per document, divided by the counts of the whole step")
     lines += [
         f"  {d['doc_id']}  {d['tokens']:>6} tokens  {d['loss']}  {d['shard']}"
         for d in sorted(report["documents"], key=lambda d: -_size(d["loss"]))

@@ -1,6 +1,6 @@
 """Room: speculative decoding with a target and a draft.
 
-Chains, blocks and dynamic trees, each with the verification that keeps the output the target's own.
+Chains, blocks and dynamic trees. Verification guarantees that the output is the target's own.
 
 May import: spec_data.shards, spec_train.drafts, spec_train.head, spec_train.sampling.
 """

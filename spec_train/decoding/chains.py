@@ -1,19 +1,18 @@
 """Speculative decoding with a real target: one sequence, up to K drafted tokens, KV caches.
 
-In: an HF causal LM, a draft's drafter, prompt ids. Out: the response and what happened in every
-round. The output is the target's own, whatever the draft proposes: greedy decoding is equal
-token for token to decoding without a draft, and sampling has the target's distribution exactly
-(see sampling.py).
+Input: an HF causal LM, a draft's drafter, prompt ids. Output: the response and the result of each
+round. The response is the target's own for every draft: greedy decoding equals decoding without a
+draft token for token, and sampling has exactly the target's distribution (see sampling.py).
 
-Counting. A round is one verification forward of the target; the prefill and the token it gives are
-not rounds. A round emits its accepted drafts and the token the target itself adds; what the end of
-the response (stop token or limit) cuts off is not emitted. So tokens = 1 + sum of emitted, and the
-acceptance length, emitted / rounds, is never flattered by tokens that nobody received.
+Counting. A round is one verification forward of the target; the prefill and its token are not a
+round. A round emits its accepted drafts and the token that the target adds. Tokens after the end of
+the response (stop token or limit) are not emitted. So tokens = 1 + sum of emitted, and the
+acceptance length, emitted / rounds, counts only tokens of the response.
 
 Shapes: n prompt tokens, K drafts of a round, V / Vd target / draft vocabulary, A captured layers
-times the target's hidden size. The target's cache keeps every layer at full length, sliding ones
-too: a sliding cache that already dropped old keys cannot be rolled back. That costs memory beyond
-the window and nothing else; models with a running state are refused.
+times the target's hidden size. The target's cache keeps every layer at full length, layers with a
+sliding window too: a cache that already dropped old keys cannot be rolled back. This costs memory
+beyond the window and changes no result. Models with a recurrent state are refused.
 """
 
 import inspect
@@ -35,60 +34,69 @@ _CROPPABLE = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def num_target_layers(model: Any) -> int:
-    """Decoder blocks of an HF model."""
+    """Return the number of decoder blocks of an HF model."""
     return int(model.config.get_text_config().num_hidden_layers)
 
 
 def check_target(model: Any, layers: Iterable[int]) -> None:
-    """Refuse targets whose cache cannot be rolled back and layers whose states HF cannot give.
+    """Refuse a target whose cache cannot be rolled back, and layers that HF does not return.
 
     Raises:
-        TargetError: the model keeps a running state.
-        DraftError: the draft reads a layer that the target lacks, or its last one.
+        TargetError: the model keeps a recurrent state.
+        DraftError: the draft reads the target's last layer, or a layer that the target lacks.
     """
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if getattr(model, "_is_stateful", False) or not kinds <= _CROPPABLE:
         strange = ", ".join(sorted(kinds - _CROPPABLE)) or "a recurrent state"
         raise TargetError(
-            f"{type(model).__name__} has layers with {strange}: rejected drafts cannot be taken "
-            "back out of its cache here. Evaluate against the dataset instead (--data)"
+            f"{type(model).__name__} has layers with {strange}: rejected drafts cannot be removed "
+            "from its cache. Evaluate on the dataset instead (--data)"
         )
     last = num_target_layers(model) - 1
     for layer in layers:
         if layer == last:
             raise DraftError(
-                f"the draft reads layer id {layer}, the last of the target's {last + 1} blocks. "
-                "Transformers gives that layer's states only after the final norm, and serving "
-                f"engines disagree about it too; fit a draft on layers below {last}"
+                f"the draft reads layer id {layer}, the last of the target's {last + 1} decoder "
+                "blocks. Transformers returns that layer's states only after the final norm, and "
+                f"serving engines differ here; fit a draft on layers below {last}"
             )
         if not -1 <= layer < last:
-            raise DraftError(f"the draft reads layer id {layer}; the target has 0 to {last}")
+            raise DraftError(
+                f"the draft reads layer id {layer}; the target has 0 to {last}: use its own target"
+            )
 
 
 class TargetSession:
-    """One sequence in the target: forward appends to its cache, rollback takes tokens back."""
+    """One sequence in the target: `forward` appends to its cache, `rollback` removes tokens."""
 
     def __init__(self, model: Any, columns: Sequence[str] = ()) -> None:
-        """Start empty. With `columns` (as datasets name them), forward also gives their states."""
+        """Start empty. With `columns` (dataset names), `forward` also returns their states."""
         self._model = model
         blocks = num_target_layers(model)
-        # states[k] enters block k, so block k's output is k + 1; the last ones enter the head
+        # HF's states[k] is the input of block k, so the output of block k is states[k + 1]; the
+        # last entry is the input of the head
         place = {layer_column(k): k + 1 for k in range(-1, blocks - 1)} | {FINAL: blocks}
         self._places = [place[name] for name in columns]
-        # A prompt's logits fill [n, V]; models that can give the last row alone are asked to.
+        # a prompt's logits are [n, V]; where the model can, it computes only the last position
         known = inspect.signature(model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
-        # Without a config, every layer's cache is full length (see the module's docstring); the
-        # model still masks by its own windows.
+        # without a config each layer's cache has full length (see the module's docstring); the
+        # model still masks with its own windows
         self._cache = DynamicCache()
 
     def forward(
         self, tokens: Sequence[int] | Tensor, last_only: bool = False, **layout: Any
     ) -> tuple[Tensor, Any]:
-        """Append t tokens: logits [t, V] and states [1, t, A] (None without columns).
+        """Append t tokens (ids, int64 [t]) to the cache.
 
-        With `last_only` the logits may be those of the last token alone, [1, V]. `layout`: the
-        model's arguments for tokens that are no sequence (see tree_masks).
+        Args:
+            tokens: token ids.
+            last_only: the logits may cover the last token only, [1, V].
+            layout: arguments of the model for tokens that form a tree (see tree_masks).
+
+        Returns:
+            Logits [t, V] and states [1, t, A], both in the model's dtype; the states are None
+            without columns.
         """
         device = self._model.device
         ids = torch.as_tensor(tokens, dtype=torch.long, device=device)[None]
@@ -105,21 +113,32 @@ class TargetSession:
         states = output.hidden_states
         if len(states) != num_target_layers(self._model) + 1:
             raise TargetError(
-                f"{type(self._model).__name__} gives {len(states)} hidden states for "
-                f"{num_target_layers(self._model)} blocks: its layers cannot be told apart"
+                f"{type(self._model).__name__} returns {len(states)} hidden states for "
+                f"{num_target_layers(self._model)} decoder blocks, so its layers cannot be "
+                "identified; evaluate on the dataset instead (--data)"
             )
         return output.logits[0], torch.cat([states[k] for k in self._places], dim=-1)
 
     def rollback(self, count: int) -> None:
-        """Take the last `count` tokens back."""
+        """Remove the last `count` tokens from the cache."""
         if count:
             self._cache.crop(-count)  # negative: the number to remove, in every version
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and the end of its response: after `limit` tokens, or with a token of `stop`."""
+
+    prompt: Sequence[int]  # n token ids
+    sampler: Sampler  # chooses the target's tokens, and the draft's
+    limit: int
+    stop: Collection[int] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
     """One verification. `accepted` of the `drafted` tokens were emitted; `tried` is the number of
-    depths whose outcome counted: accepted, plus one when the next draft was rejected."""
+    depths with a result: the accepted ones, plus one if the next draft was rejected."""
 
     drafted: int
     tried: int
@@ -135,26 +154,25 @@ class Generation:
     rounds: list[Round] = field(default_factory=list)
     draft_passes: int = 0  # forwards of the draft
     seconds: float = 0.0
-    stopped: bool = False  # by a stop token, not by the limit
+    stopped: bool = False  # whether a stop token ended it, not the limit
 
 
 def clock(device: torch.device) -> float:
-    """Seconds, when all that the device was given is done."""
+    """Return a time in seconds, after all queued work of the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 @torch.inference_mode()
-def decode_plain(
-    model: Any, prompt: Sequence[int], sampler: Sampler, limit: int, stop: Collection[int] = ()
-) -> Generation:
-    """Decode up to `limit` tokens with the target alone, one forward each."""
+def decode_plain(model: Any, request: Request) -> Generation:
+    """Decode with the target alone, one forward per token."""
+    sampler, stop = request.sampler, request.stop
     started = clock(model.device)
     session = TargetSession(model)
-    logits, _ = session.forward(prompt, last_only=True)
+    logits, _ = session.forward(request.prompt, last_only=True)
     tokens = [sampler.first(logits[-1])]
-    while tokens[-1] not in stop and len(tokens) < limit:
+    while tokens[-1] not in stop and len(tokens) < request.limit:
         logits, _ = session.forward(tokens[-1:])
         tokens.append(sampler.first(logits[-1]))
     seconds = clock(model.device) - started
@@ -163,25 +181,22 @@ def decode_plain(
 
 @torch.inference_mode()
 def decode_speculative(
-    model: Any,
-    drafter: Drafter,
-    columns: Sequence[str],
-    prompt: Sequence[int],
-    sampler: Sampler,
-    limit: int,
-    draft_tokens: int,
-    stop: Collection[int] = (),
+    model: Any, drafter: Drafter, columns: Sequence[str], request: Request, draft_tokens: int
 ) -> Generation:
-    """Decode up to `limit` tokens with up to `draft_tokens` drafts a round.
+    """Decode with up to `draft_tokens` drafts per round.
 
-    `drafter` is fresh; `columns` are the states it reads, the draft's `state_columns`. A round near
-    the limit drafts no more than could still be emitted, which changes no output.
+    `drafter` must be new; `columns` are the states it reads, the draft's `state_columns`. Near the
+    limit a round drafts no more than can still be emitted, which does not change the output.
     """
+    sampler, limit, stop = request.sampler, request.limit, request.stop
     started = clock(model.device)
     session = TargetSession(model, columns)
-    logits, states = session.forward(prompt, last_only=True)
+    logits, states = session.forward(request.prompt, last_only=True)
     tokens = [sampler.first(logits[-1])]
-    known = [*prompt[1:], tokens[0]]  # tokens one position after each of the states
+    known = [
+        *request.prompt[1:],
+        tokens[0],
+    ]  # known[i] is one position after states[:, i]
     rounds: list[Round] = []
     while tokens[-1] not in stop and len(tokens) < limit:
         count = min(draft_tokens, limit - len(tokens) - 1)
@@ -216,7 +231,7 @@ def decode_speculative(
 
 
 def until_stop(tokens: list[int], stop: Collection[int]) -> list[int]:
-    """The tokens up to and including the first stop token."""
+    """Return the tokens up to and including the first stop token."""
     for index, token in enumerate(tokens):
         if token in stop:
             return tokens[: index + 1]
@@ -225,18 +240,18 @@ def until_stop(tokens: list[int], stop: Collection[int]) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The first position at which two greedy responses differ, and what the target says there."""
+    """The first position where two greedy responses differ, and the target's logits there."""
 
     index: int
     plain: int
     speculative: int
     gap: float  # logit of `plain` minus logit of `speculative`, decoding token by token
-    noise: float  # largest change of any logit between two shapes of the same plain forward
-    tolerance: float
+    noise: float  # largest difference of any logit between two plain forwards of other shapes
+    tolerance: float  # largest gap that counts as a tie
 
     @property
     def is_tie(self) -> bool:
-        """Whether the dtype's own noise explains the difference."""
+        """Whether rounding in the model's dtype explains the difference."""
         return abs(self.gap) <= self.tolerance
 
 
@@ -244,17 +259,17 @@ class Difference:
 def examine_difference(
     model: Any, prompt: Sequence[int], plain: Sequence[int], speculative: Sequence[int]
 ) -> Difference | None:
-    """Give the first difference of two greedy responses; None when they are equal.
+    """Return the first difference of two greedy responses; None if they are equal.
 
-    The noise is measured without any draft: the same position computed token by token and in one
-    forward. The tolerance is a few times that, and never more than 64 units of rounding at the
-    size of the logits, so that a wrong cache cannot pass for noise.
+    The noise is measured without a draft: the same position is computed token by token and in one
+    forward. The tolerance is a few times the noise, and at most 64 rounding units at the size of
+    the logits, so that the error of a wrong cache never counts as noise.
     """
     if list(plain) == list(speculative):
         return None
     shared = zip(plain, speculative, strict=False)
     index = next((i for i, (a, b) in enumerate(shared) if a != b), None)
-    if index is None:  # one is the beginning of the other: no arithmetic explains that
+    if index is None:  # one is a prefix of the other: rounding cannot explain that
         index = min(len(plain), len(speculative))
         ends = [list(t[index : index + 1]) or [-1] for t in (plain, speculative)]
         return Difference(

@@ -1,13 +1,13 @@
-"""How a tree of tokens is told to a target: its attention mask, in the form that the model takes.
+"""The attention mask of a tree of tokens, in the form that a target accepts.
 
-A row of a verification forward sees the cached tokens and its own path, each within the layer's
-window; its position is that of its depth. Models take such a mask as one 4-D tensor, or as one per
-layer type where only some layers slide. Which form a model honours is not written anywhere, so it
-is proved before use, on a small tree whose paths are also computed one by one; a model that no form
-is right for is refused. A form without the windows of the model's layers is never tried: a short
-proof would not miss them.
+Each entry of a verification forward sees the cached tokens and its own path, within the layer's
+window; its position follows from its depth. Models take such a mask as one 4-D tensor, or as one
+tensor per layer type if only some layers have a sliding window. Models do not declare which form
+they support, so each form is tested before use, on a small tree whose paths are also computed one
+by one. A model that fails every form is refused. A form without the windows of the model's layers
+is never tested: the small tree is shorter than a window and would pass wrongly.
 
-n nodes of a tree, T tokens cached before them, V vocabulary.
+Shapes: n nodes of a tree, T tokens cached before them, V vocabulary.
 """
 
 from typing import Any
@@ -21,33 +21,33 @@ from spec_train.decoding.tree_growth import ROOT, DraftTree
 
 _WINDOWED, _PLAIN = "sliding_attention", "full_attention"
 _PER_TYPE, _SINGLE = "one mask per layer type", "one mask"
-_PROOF = DraftTree([3, 4, 5, 6, 7], [ROOT, ROOT, 0, 1, 2])  # two branches of different lengths
-_PROOF_PROMPT = [1, 2, 3, 4, 5, 6]
+_TEST_TREE = DraftTree([3, 4, 5, 6, 7], [ROOT, ROOT, 0, 1, 2])  # branches of different lengths
+_TEST_PROMPT = [1, 2, 3, 4, 5, 6]
 
 
 def tree_mask(tree: DraftTree, cached: int, window: int | None) -> Tensor:
-    """What the rows of a verification see: bool [1 + n, cached + 1 + n].
+    """Return what each entry of a verification sees, bool [1 + n, cached + 1 + n].
 
-    Rows and the last columns are the root and the nodes of the tree; the first columns are the
-    tokens cached before, at positions 0, 1, ... A layer with a `window` sees that many positions,
-    its own included.
+    The first dimension and the last 1 + n of the second are the root and the nodes of the tree; the
+    first `cached` of the second are the tokens cached before, at positions 0, 1, ... A layer with a
+    `window` sees that many positions, its own included.
     """
     seen = torch.cat([torch.ones(1 + len(tree.tokens), cached).bool(), tree.ancestry()], dim=1)
     if window is None:
         return seen
     depths = torch.tensor([0, *tree.depths])
-    positions = torch.cat([torch.arange(cached), cached + depths])
+    positions = torch.cat([torch.arange(cached), cached + depths])  # [cached + 1 + n]
     return seen & (cached + depths[:, None] - positions < window)
 
 
 class TreeMasks:
-    """The masks of one target, in the form that was proved for it."""
+    """Builds tree masks for one target, in a form that was tested with it."""
 
     def __init__(self, model: Any) -> None:
         """Find the form.
 
         Raises:
-            TargetError: the model has no form that is right.
+            TargetError: no form works with the model.
         """
         self._device, self._dtype = model.device, model.dtype
         config = model.config.get_text_config()
@@ -56,16 +56,16 @@ class TreeMasks:
         self._window = getattr(config, "sliding_window", None)
         if self._attn not in ("sdpa", "eager"):
             raise TargetError(
-                f"{type(model).__name__} with {self._attn} attention takes no mask of a tree; give "
-                "--attn sdpa or eager, or draft chains (without --tree-tokens)"
+                f"{type(model).__name__} with {self._attn} attention accepts no tree mask; pass "
+                "--attn sdpa or --attn eager, or leave --tree-tokens out to draft chains"
             )
         for form in self._candidates():
             self._form = form
-            if self._proved(model):
+            if self._works(model):
                 return
         raise TargetError(
-            f"{type(model).__name__} does not honour the mask of a tree of tokens in any known "
-            "form; draft chains (without --tree-tokens)"
+            f"{type(model).__name__} ignores or misreads tree masks in every known form; leave "
+            "--tree-tokens out to draft chains"
         )
 
     def _candidates(self) -> list[str]:
@@ -76,7 +76,11 @@ class TreeMasks:
         return per_type if mixed else [*per_type, _SINGLE]
 
     def layout(self, tree: DraftTree, cached: int) -> dict[str, Any]:
-        """Arguments of a verification forward over the root and the nodes of a tree."""
+        """Return the model's arguments for a verification forward over the root and the nodes.
+
+        `attention_mask` [1, 1, 1 + n, cached + 1 + n], bool for sdpa and the model's dtype for
+        eager, or a dict of such masks by layer type; `position_ids` int64 [1, 1 + n].
+        """
         depths = torch.tensor([[0, *tree.depths]], device=self._device)
         mask: Any
         if self._form == _PER_TYPE:
@@ -97,11 +101,11 @@ class TreeMasks:
         return blocked.masked_fill_(~seen, torch.finfo(self._dtype).min)
 
     @torch.inference_mode()
-    def _proved(self, model: Any) -> bool:
-        """Whether the model's logits after every node are those of the node's path alone."""
+    def _works(self, model: Any) -> bool:
+        """Return whether the logits after each node equal those of its path computed alone."""
         vocab = model.get_output_embeddings().weight.shape[0]
-        prompt, root = [i % vocab for i in _PROOF_PROMPT], 8 % vocab
-        tree = DraftTree([i % vocab for i in _PROOF.tokens], _PROOF.parents)
+        prompt, root = [i % vocab for i in _TEST_PROMPT], 8 % vocab
+        tree = DraftTree([i % vocab for i in _TEST_TREE.tokens], _TEST_TREE.parents)
 
         def run(tokens: list[int], cache: Any, **layout: Any) -> Tensor:
             ids = torch.tensor([tokens], device=self._device)
@@ -113,15 +117,15 @@ class TreeMasks:
         try:
             found = run([root, *tree.tokens], cache, **self.layout(tree, len(prompt)))
         except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError):
-            return False  # the model takes no such argument
+            return False  # the model does not accept a mask of this form
         seen = tree.ancestry()
         expected = torch.stack(
             [
                 run(
-                    [*prompt, *(t for t, on in zip([root, *tree.tokens], row, strict=True) if on)],
+                    [*prompt, *(t for t, on in zip([root, *tree.tokens], path, strict=True) if on)],
                     DynamicCache(),
                 )[-1]
-                for row in seen.tolist()
+                for path in seen.tolist()
             ]
         )
         difference = (found - expected).norm() / expected.std(-1, keepdim=True).expand_as(

@@ -1,25 +1,31 @@
-"""Speculative decoding with draft trees: one verification forward per tree, KV caches.
+"""Speculative decoding with draft trees: one verification forward per tree, with KV caches.
 
-As `decode`, of which it shares the target's session and the counting; a tree of one branch is its
-chain. After a verification the target's cache keeps the rows of the accepted path alone.
+Shares the target's session and the counting with `chains`; a tree with one branch is a chain. After
+a verification the target's cache keeps only the positions of the accepted path.
 
 Shapes: n nodes of a tree, V target vocabulary, A captured layers times the target's hidden size.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from spec_train.decoding.chains import Generation, Round, TargetSession, clock, until_stop
+from spec_train.decoding.chains import (
+    Generation,
+    Request,
+    Round,
+    TargetSession,
+    clock,
+    until_stop,
+)
 from spec_train.decoding.tree_growth import EMPTY, DraftTree, TreeDrafter, walk
 from spec_train.decoding.tree_masks import TreeMasks
-from spec_train.sampling import Sampler
 
 
 class TreeSession(TargetSession):
-    """A sequence in the target that can try the branches of a tree at once."""
+    """One sequence in the target; verifies all branches of a tree in one forward."""
 
     def __init__(self, model: Any, masks: TreeMasks, columns: Sequence[str] = ()) -> None:
         """Start empty; see TargetSession."""
@@ -28,19 +34,27 @@ class TreeSession(TargetSession):
         self._before = 0  # tokens cached before the last verification
 
     def verify(self, root: int, tree: DraftTree) -> tuple[Tensor, Any]:
-        """Append the root token and the nodes: logits [1 + n, V] and states [1, 1 + n, A]."""
+        """Append the root token and the nodes to the cache.
+
+        Returns:
+            Logits [1 + n, V] and states [1, 1 + n, A], both in the model's dtype; the states are
+            None without columns.
+        """
         self._before = self._cache.get_seq_length()
         tokens = [root, *tree.tokens]
         return self.forward(tokens, **self._masks.layout(tree, self._before))
 
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keep these rows of the last verification, ascending, and drop its others."""
+    def keep(self, kept: Sequence[int]) -> None:
+        """Keep only the entries `kept` of the last verification, ascending (0: the root).
+
+        DynamicCache can only drop its last positions, so the layers' tensors are replaced.
+        """
         for layer in self._cache.layers:
-            if layer.is_initialized:  # some models' layers share the cache of others
-                kept = torch.tensor(rows, device=layer.keys.device) + self._before
+            if layer.is_initialized:  # in some models several layers share one cache
+                places = torch.tensor(kept, device=layer.keys.device) + self._before  # [k]
                 for name in ("keys", "values"):
-                    whole = getattr(layer, name)
-                    first, last = whole[..., : self._before, :], whole.index_select(-2, kept)
+                    cached = getattr(layer, name)  # [1, heads, T, head_dim]
+                    first, last = cached[..., : self._before, :], cached.index_select(-2, places)
                     setattr(layer, name, torch.cat([first, last], dim=-2))
 
 
@@ -50,31 +64,33 @@ def decode_tree(
     masks: TreeMasks,
     drafter: TreeDrafter,
     columns: Sequence[str],
-    prompt: Sequence[int],
-    sampler: Sampler,
-    limit: int,
+    request: Request,
     depth: int,
-    stop: Collection[int] = (),
 ) -> Generation:
-    """Decode up to `limit` tokens with trees of up to `depth` levels.
+    """Decode with trees of up to `depth` levels.
 
-    `drafter` is fresh; `columns` are the states it reads, the draft's `state_columns`. A round near
-    the limit drafts no deeper than could still be emitted, which changes no output. A `Round`
-    counts drafted nodes; its `tried` depths are those where some node was there to be accepted.
+    `drafter` must be new; `columns` are the states it reads, the draft's `state_columns`. Near the
+    limit a round drafts no deeper than can still be emitted, which does not change the output. A
+    `Round` counts drafted nodes; `tried` counts the depths that had a node to accept.
     """
+    sampler, limit, stop = request.sampler, request.limit, request.stop
     started = clock(model.device)
     session = TreeSession(model, masks, columns)
-    logits, states = session.forward(prompt, last_only=True)
+    logits, states = session.forward(request.prompt, last_only=True)
     tokens = [sampler.first(logits[-1])]
-    known = [*prompt[1:], tokens[0]]  # tokens one position after each of the states
+    known = [
+        *request.prompt[1:],
+        tokens[0],
+    ]  # known[i] is one position after states[:, i]
     rounds: list[Round] = []
     while tokens[-1] not in stop and len(tokens) < limit:
         levels = min(depth, limit - len(tokens) - 1)
         tree = drafter.propose(known, states, levels) if levels else EMPTY
         logits, states = session.verify(tokens[-1], tree)
         kept = walk(tree, logits, sampler)
-        session.keep(kept.rows())
-        known, states = [*(tree.tokens[i] for i in kept.path), kept.chosen], states[:, kept.rows()]
+        session.keep(kept.entries())
+        known = [*(tree.tokens[i] for i in kept.path), kept.chosen]
+        states = states[:, kept.entries()]
         emitted = until_stop(known, stop)
         rounds.append(
             Round(

@@ -7,7 +7,7 @@ B packs, T slots of a pack, S steps or terms of a loss, A width of the states th
 draft, V target vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
@@ -116,6 +116,18 @@ class Draft(Protocol):
 
     def eval(self) -> Self:
         """Switch to evaluation mode."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All parameters, frozen ones too."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All parameters with their names."""
+        ...
+
+    def buffers(self) -> Iterator[Tensor]:
+        """All buffers."""
         ...
 
     # -- settings ---------------------------------------------------------------------------------
@@ -233,12 +245,12 @@ class Draft(Protocol):
 
     # -- files ------------------------------------------------------------------------------------
 
-    def save_pretrained(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write config.json and model.safetensors."""
+    def files(self, dtype: torch.dtype, where: str) -> DraftFiles:
+        """Return config.json and tensors of our checkpoint; `where` is its directory."""
         ...
 
-    def files(self, dtype: torch.dtype, where: str) -> DraftFiles:
-        """Return what `save_pretrained` writes to the directory `where`."""
+    def save_pretrained(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
+        """Write config.json and model.safetensors."""
         ...
 
     @classmethod

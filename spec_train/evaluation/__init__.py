@@ -1,6 +1,6 @@
 """Room: `spec-train eval`: how many drafted tokens are accepted?
 
-On a dataset without the target (simulated), or by real decoding with the target.
+Measured on a dataset without the target (simulated), or by real decoding with the target.
 
 May import: spec_data.config, spec_data.devices, spec_data.shards, spec_train.data,
 spec_train.data_option, spec_train.decoding, spec_train.drafts, spec_train.head, spec_train.metrics,

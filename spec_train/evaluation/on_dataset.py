@@ -1,10 +1,10 @@
 """Acceptance of a draft on a dataset, without its target: teacher-forced and serving-like.
 
-Teacher-forced figures feed the documents' own tokens at every depth, as training does. Serving-like
-ones let the draft go on with its own tokens and states (see serving.py, which also says what is
-knowable in documents that the target did not write). Documents are read whole, never cut.
+Teacher-forced metrics use the documents' own tokens at every depth, as training does. Serving-like
+metrics let the draft continue with its own tokens and states (see walk.py, also for documents that
+the target did not write). Documents are read completely, never cut.
 
-Shapes: T tokens of a pack of documents, S draft depths.
+Shapes: B packs, T tokens of a pack of documents, S draft depths, V vocabulary.
 """
 
 import logging
@@ -38,13 +38,14 @@ _PACK_TOKENS = 2048
 def choose_documents(
     dataset: HiddenStatesDataset, split: str, run: dict[str, Any] | None, limit: int = 0
 ) -> tuple[list[int], str]:
-    """Dataset rows to measure and the split they are, "validation", "train" or "all".
+    """Return the numbers of the documents to measure, and their split.
 
-    `run` is what a run's fit.json and run.json say (see evaluate.read_run), None without a run.
-    Documents without a supervised token that could be drafted are left out.
+    The split is "validation", "train" or "all". `run` holds the facts of a run's fit.json and
+    run.json (see report.read_run), None without a run. Documents without a supervised token that
+    could be drafted are left out.
 
     Raises:
-        ConfigError: a split is asked for and no run says how the documents were split.
+        ConfigError: a split is requested, but no run records how the documents were split.
         DatasetError: no document is left.
     """
     if split == "auto":
@@ -54,23 +55,23 @@ def choose_documents(
     if split != "all":
         if run is None:
             raise ConfigError(
-                f"--split {split}: only a run directory (with fit.json) says which documents were "
-                "held out; give --draft RUN, or --split all"
+                f"--split {split}: only a run directory (with fit.json) records which documents "
+                "were held out; pass --draft RUN, or --split all"
             )
         if run["split_rule"] != SPLIT_RULE:
             raise ConfigError(
                 f"--split {split}: the run held out documents by rule {run['split_rule']!r}, this "
-                f"release by {SPLIT_RULE!r}, so which they were is not known; use --split all"
+                f"release uses {SPLIT_RULE!r} and cannot tell which they were; use --split all"
             )
         usable = select_documents(
             dataset.lengths, dataset.supervised, dataset.first_supervised, run["seq_len"]
         ).usable
-        rows = np.flatnonzero(usable)
+        documents = np.flatnonzero(usable)
         held_out = np.zeros(len(dataset), dtype=bool)
         ids, seed, border = dataset.id_array, run["seed"], run["split_border"]
-        if border is None:  # a run from before it was recorded, on one dataset
-            border = split_border(ids, run["validation"], seed, among=rows)
-        held_out[rows] = below_border(ids, border, seed, among=rows)
+        if border is None:  # an older run did not record it; it had one dataset
+            border = split_border(ids, run["validation"], seed, among=documents)
+        held_out[documents] = below_border(ids, border, seed, among=documents)
         chosen &= held_out if split == "validation" else usable & ~held_out
     found = np.flatnonzero(chosen).tolist()
     if not found:
@@ -82,17 +83,17 @@ def choose_documents(
 
 
 def _fingerprint(dataset: HiddenStatesDataset, run: dict[str, Any]) -> str:
-    """The fingerprint by which a run knew a dataset: while it was made, that of its plan."""
+    """Return the fingerprint that a run recorded: of the generation plan if it used --follow."""
     followed = run.get("follow", False)
     return (FollowedDataset(dataset.path) if followed else dataset).manifest.fingerprint
 
 
 def check_fit(draft: Draft, dataset: HiddenStatesDataset) -> list[str]:
-    """Refuse a dataset of another target; give warnings about one of another version of it.
+    """Refuse a dataset of another target; return warnings about another version of the target.
 
     Raises:
         DraftError: sizes or embeddings differ, or a layer that the draft reads was not captured.
-        DatasetError: there is no teacher for the draft in it.
+        DatasetError: it lacks the supervision that the draft needs.
     """
     manifest, config = dataset.manifest, draft.config
     type(draft).check_data(draft.options, manifest)
@@ -100,7 +101,7 @@ def check_fit(draft: Draft, dataset: HiddenStatesDataset) -> list[str]:
     if missing:
         raise DraftError(
             f"the draft reads layers {list(config.layers)}; {dataset.path} holds "
-            f"{list(manifest.layers)}, without {missing}: generate it with those layers"
+            f"{list(manifest.layers)}, without {missing}: generate the dataset with those layers"
         )
     for name, own, theirs in (
         ("vocabulary", config.vocab_size, manifest.vocab_size),
@@ -108,8 +109,8 @@ def check_fit(draft: Draft, dataset: HiddenStatesDataset) -> list[str]:
     ):
         if own != theirs:
             raise DraftError(
-                f"the draft is for a target of {name} {own}, {dataset.path} has {theirs}: it was "
-                "made from another target"
+                f"the draft is for a target of {name} {own}, {dataset.path} has {theirs}: the "
+                "dataset was made with another target"
             )
     embedding = load_head_tensors(dataset.path)["embed_tokens"]
     require_same_embedding(draft.embed_tokens.weight, embedding, "--draft", str(dataset.path))
@@ -117,10 +118,17 @@ def check_fit(draft: Draft, dataset: HiddenStatesDataset) -> list[str]:
 
 
 def read_pack(
-    dataset: HiddenStatesDataset, rows: Sequence[int], columns: Sequence[str], dtype: torch.dtype
+    dataset: HiddenStatesDataset,
+    documents: Sequence[int],
+    columns: Sequence[str],
+    dtype: torch.dtype,
 ) -> DraftBatch:
-    """One pack of whole documents, B = 1; columns that are not asked for are zero."""
-    lengths = [int(dataset.lengths[row]) for row in rows]
+    """Read one pack of complete documents, B = 1, T the sum of their lengths.
+
+    Hidden states [1, T, H] have `dtype`. `loss_mask` (bool), `input_ids` and `target_argmax`
+    (int64), all [1, T], are zero unless they are among `columns`.
+    """
+    lengths = [int(dataset.lengths[document]) for document in documents]
     width = sum(lengths)
     stored = {c.name: c.width for c in dataset.manifest.columns}
     out: dict[str, Tensor] = {
@@ -133,8 +141,8 @@ def read_pack(
             size = stored[name]
             out[name] = torch.zeros(width if size is None else (width, size), dtype=dtype)
     start = 0
-    for row in rows:
-        start += dataset.read_into(row, out, start)
+    for document in documents:
+        start += dataset.read_into(document, out, start)
     document_ids, position_ids = row_layout([lengths], width)
     return DraftBatch(
         input_ids=out.pop("input_ids")[None],
@@ -144,12 +152,15 @@ def read_pack(
         position_ids=position_ids,
         document_ids=document_ids,
         hidden={name: values[None] for name, values in out.items()},
-        rows=[list(rows)],
+        rows=[list(documents)],
     )
 
 
 def serving_sums(batch: DraftBatch, chains: Tensor) -> ServingSums:
-    """Sums of every document of a batch, given the chains [B, T, S] drafted at its slots."""
+    """Sum over the documents of a batch, given the chains drafted at its slots.
+
+    `chains` are target ids, int64 [B, T, S], as from `Draft.chains`.
+    """
     ids, mask, best, documents = (
         t.cpu().numpy()
         for t in (batch.input_ids, batch.loss_mask, batch.target_argmax, batch.document_ids)
@@ -163,10 +174,10 @@ def serving_sums(batch: DraftBatch, chains: Tensor) -> ServingSums:
     return total
 
 
-def _packs(dataset: HiddenStatesDataset, rows: Sequence[int]) -> Iterator[list[int]]:
-    lengths = [int(dataset.lengths[row]) for row in rows]
+def _packs(dataset: HiddenStatesDataset, documents: Sequence[int]) -> Iterator[list[int]]:
+    lengths = [int(dataset.lengths[document]) for document in documents]
     for pack in pack_documents(lengths, max(_PACK_TOKENS, max(lengths))):
-        yield [rows[i] for i in pack]
+        yield [documents[i] for i in pack]
 
 
 @torch.inference_mode()
@@ -179,20 +190,20 @@ def evaluate_data(
     depth: int,
     limit: int = 0,
 ) -> dict[str, Any]:
-    """Figures of `draft` on the dataset at `path`, on the draft's device and in its dtype.
+    """Return the metrics of `draft` on the dataset at `path`, on the draft's device and dtype.
 
-    The two go together, as `check_fit` says.
+    `check_fit` must have accepted the two before.
     """
     dataset = HiddenStatesDataset(path)
     columns = draft.columns(dataset.manifest.supervision)
     dataset = HiddenStatesDataset(path, columns=columns)
-    rows, split = choose_documents(dataset, split, run, limit)
+    documents, split = choose_documents(dataset, split, run, limit)
     weight = draft.embed_tokens.weight
     head = TargetHead.from_dataset(path, weight.dtype, weight.device)
     teacher_forced: dict[str, Tensor] = {}
     serving = ServingSums.zero(depth)
-    with tqdm(total=len(rows), unit="doc", desc="data", leave=False) as bar:
-        for pack in _packs(dataset, rows):
+    with tqdm(total=len(documents), unit="doc", desc="data", leave=False) as bar:
+        for pack in _packs(dataset, documents):
             batch = read_pack(dataset, pack, columns, weight.dtype).to(weight.device)
             sums = draft.loss(batch, head, draft.slot_counts(batch)).sums
             teacher_forced = add_sums([teacher_forced, sums])
@@ -202,7 +213,7 @@ def evaluate_data(
     return {
         "path": str(path),
         "split": split,
-        "documents": len(rows),
+        "documents": len(documents),
         "supervised_tokens": serving.tokens,
         "on_policy": serving.on_policy / max(serving.tokens, 1),
         "teacher_forced": draft.summarise(teacher_forced),

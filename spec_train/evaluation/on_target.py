@@ -1,10 +1,10 @@
-"""Acceptance and speed of a draft by decoding with its target, and proof that nothing is lost.
+"""Acceptance and speed of a draft by decoding with its target; also checks that output is lossless.
 
-Every prompt is answered twice in the same process by the same model: without and with the draft.
-Speed is the ratio of the two, prefill included. Greedy answers must be equal; where they are not,
-the first differing position is examined, and only what the dtype's own noise explains passes as a
-tie. The draft's embedding and the dataset's tokenizer are compared with the target's first: a draft
-of another target decodes without an error and is never accepted.
+The same model answers every prompt twice in this process: without and with the draft. The speed-up
+is the ratio of the two, prefill included. Greedy answers must be equal. If they differ, the first
+differing position is examined, and a difference counts as a tie only if rounding in the dtype
+explains it. First the draft's embedding and the dataset's tokenizer are compared with the target's:
+a draft of another target decodes without an error, and its tokens are never accepted.
 """
 
 import logging
@@ -22,6 +22,7 @@ from spec_data.shards.files import sha256_json
 from spec_train.decoding.chains import (
     Difference,
     Generation,
+    Request,
     check_target,
     decode_plain,
     decode_speculative,
@@ -44,7 +45,7 @@ _WARM_UP_TOKENS = 8
 
 @dataclass(kw_only=True)
 class Tally:
-    """What all responses add up to. Lists over depths have K entries."""
+    """Counts over all responses. Lists over depths have K entries."""
 
     tried: list[int]
     accepted: list[int]
@@ -83,19 +84,19 @@ class Tally:
 
     @property
     def acceptance_length(self) -> float | None:
-        """Tokens per verification of the target; None before the first."""
+        """Tokens per verification of the target; None before the first verification."""
         return self.emitted / self.rounds if self.rounds else None
 
 
 def load_target(config: EvalConfig, device: torch.device) -> tuple[Any, Any]:
-    """The target and its tokenizer, ready on `device`.
+    """Load the target, in evaluation mode on `device`, and its tokenizer.
 
     Raises:
-        MissingError: no such model. TargetError: it cannot be loaded.
+        MissingError: the model does not exist. TargetError: it cannot be loaded.
     """
     name = str(config.target)
     remote = config.trust_remote_code
-    # On a GPU "auto" is the dtype of the weights; CPUs are slow in half precision.
+    # on a GPU "auto" is the dtype of the weights; half precision is slow on CPUs
     on_gpu = config.dtype == "auto" and device.type == "cuda"
     dtype: Any = "auto" if on_gpu else compute_dtype(config.dtype, device)
     options: dict[str, Any] = {} if config.attn == "auto" else {"attn_implementation": config.attn}
@@ -106,18 +107,21 @@ def load_target(config: EvalConfig, device: torch.device) -> tuple[Any, Any]:
         )
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
-        raise MissingError(f"--target {name}: cannot be found or read: {reason}") from None
+        raise MissingError(
+            f"--target {name}: not found, or not readable: {reason}; pass a model directory or a "
+            "repository name"
+        ) from None
     except (ValueError, KeyError, ImportError) as error:
-        raise TargetError(f"--target {name}: cannot be loaded: {error}") from error
+        raise TargetError(f"--target {name}: transformers cannot load it: {error}") from error
     return model.to(device).eval(), tokenizer
 
 
 @torch.no_grad()
 def check_draft(draft: Draft, model: Any) -> list[str]:
-    """Refuse a target the draft cannot run with; give warnings about one it was not made for.
+    """Refuse a target that the draft cannot run with; return warnings if it was fitted to another.
 
     Raises:
-        DraftError: vocabulary, hidden size or layers do not fit.
+        DraftError: vocabulary, hidden size or layers do not match.
     """
     config = draft.config
     embedding = model.get_input_embeddings().weight
@@ -128,16 +132,16 @@ def check_draft(draft: Draft, model: Any) -> list[str]:
     ):
         if own != theirs:
             raise DraftError(
-                f"the draft is for a target of {name} {own}, --target has {theirs}: it was fitted "
-                "to another target"
+                f"the draft is for a target of {name} {own}, --target has {theirs}: the draft was "
+                "fitted to another target"
             )
     check_target(model, config.layers)
-    own_rows = draft.embed_tokens.weight.float()
-    difference = (own_rows - embedding.to(own_rows.device).float()).norm() / own_rows.norm()
-    if float(difference) > 0.02:  # bf16 rounding is 0.002; another model's rows differ by about 1
+    own_weight = draft.embed_tokens.weight.float()  # [V, H]
+    difference = (own_weight - embedding.to(own_weight.device).float()).norm() / own_weight.norm()
+    if float(difference) > 0.02:  # bf16 rounding is 0.002; another model differs by about 1
         return [
-            f"the draft's embedding differs from the target's by {float(difference):.0%}: it was "
-            "fitted to another target or another version of it; expect low acceptance"
+            f"the draft's embedding differs from the target's by {float(difference):.0%}: the "
+            "draft was fitted to another target or another version of it; expect low acceptance"
         ]
     return []
 
@@ -145,9 +149,9 @@ def check_draft(draft: Draft, model: Any) -> list[str]:
 def check_tokenizer(
     tokenizer: Any, template_kwargs: Mapping[str, Any], trained: Mapping[str, Any]
 ) -> list[str]:
-    """Warnings where prompts are rendered otherwise than the data the draft was trained on.
+    """Return warnings if prompts are rendered differently from the draft's training data.
 
-    `trained` says how that was, as far as it is known (see `evaluate.trained_rendering`).
+    `trained` describes that rendering as far as it is known (see `report.trained_rendering`).
     """
     warnings = []
     template = tokenizer.chat_template
@@ -158,24 +162,24 @@ def check_tokenizer(
     if folder is not None and (folder / "tokenizer_config.json").is_file():
         stored = AutoTokenizer.from_pretrained(folder)
         if stored.get_vocab() != tokenizer.get_vocab():
-            warnings.append("the tokenizer's vocabulary is not that of the training data")
+            warnings.append("the tokenizer's vocabulary differs from that of the training data")
         if same_template is None:
             same_template = stored.chat_template == template
     if same_template is not None and not same_template:
-        warnings.append("the chat template is not that of the training data")
+        warnings.append("the chat template differs from that of the training data")
     recorded = trained.get("chat_template_kwargs")
     if recorded is not None and dict(template_kwargs) != recorded:
         warnings.append(
-            f"--chat-template-kwargs {dict(template_kwargs)}; the training data has {recorded}"
+            f"--chat-template-kwargs {dict(template_kwargs)}; the training data used {recorded}"
         )
     return [w + ": expect lower acceptance" for w in warnings]
 
 
 def stop_ids(model: Any, tokenizer: Any) -> set[int]:
-    """Ids that end a response: the generation config's and the tokenizer's.
+    """Return the ids that end a response, from the generation config and the tokenizer.
 
-    The model config counts only where those name none: its class may carry a default that means
-    another token in this vocabulary.
+    The model config is used only if those name none: the default of its class may be another token
+    in this vocabulary.
     """
     for owners in ((model.generation_config, tokenizer), (model.config.get_text_config(),)):
         values = [getattr(owner, "eos_token_id", None) for owner in owners]
@@ -187,7 +191,7 @@ def stop_ids(model: Any, tokenizer: Any) -> set[int]:
 
 
 class Bench:
-    """Answers prompts with and without the draft and keeps the tally."""
+    """Answers prompts with and without the draft and counts the results."""
 
     def __init__(
         self, draft: Draft, model: Any, tokenizer: Any, config: EvalConfig, depth: int
@@ -204,54 +208,42 @@ class Bench:
         self._shape = TreeShape(nodes=config.tree_tokens, topk=config.tree_topk)
         self._masks: TreeMasks | None = None
         if config.tree_tokens:
-            TreeDrafter.of(draft, self.head, self._shape)  # refuses drafts that grow no trees
+            TreeDrafter.of(draft, self.head, self._shape)  # raises if the draft has no trees
             self._masks = TreeMasks(model)
 
+    def _request(self, ids: Sequence[int], limit: int, seed: int) -> Request:
+        return Request(ids, make_sampler(self.config.temperature, seed), limit, self.stop)
+
     def _plain(self, ids: Sequence[int], limit: int, seed: int) -> Generation:
-        sampler = make_sampler(self.config.temperature, seed)
-        return decode_plain(self.model, ids, sampler, limit, self.stop)
+        return decode_plain(self.model, self._request(ids, limit, seed))
 
     def _speculative(self, ids: Sequence[int], limit: int, seed: int) -> Generation:
-        sampler = make_sampler(self.config.temperature, seed)
-        if self._masks is not None:
-            return decode_tree(
-                self.model,
-                self._masks,
-                TreeDrafter.of(self.draft, self.head, self._shape),
-                self.draft.state_columns,
-                ids,
-                sampler,
-                limit,
-                self.depth,
-                self.stop,
-            )
-        return decode_speculative(
-            self.model,
-            self.draft.drafter(self.head),
-            self.draft.state_columns,
-            ids,
-            sampler,
-            limit,
-            self.depth,
-            self.stop,
-        )
+        request, columns = self._request(ids, limit, seed), self.draft.state_columns
+        if self._masks is None:
+            drafter = self.draft.drafter(self.head)
+            return decode_speculative(self.model, drafter, columns, request, self.depth)
+        trees = TreeDrafter.of(self.draft, self.head, self._shape)
+        return decode_tree(self.model, self._masks, trees, columns, request, self.depth)
 
     def warm_up(self, ids: Sequence[int]) -> None:
-        """Run both ways once, untimed: the first forwards of a process are not its speed."""
+        """Decode both ways once, untimed: the first forwards of a process are slower."""
         self._plain(ids, _WARM_UP_TOKENS, 0)
         self._speculative(ids, _WARM_UP_TOKENS, 0)
 
     def answer(self, ids: list[int], where: str) -> list[int]:
-        """Answer one prompt both ways; gives the response that is to be fed back."""
+        """Answer one prompt both ways; return the response for the next turn of the chat."""
         limit = min(self.config.max_new_tokens, self._context - len(ids))
         if limit < 1:
             self.tally.too_long.append(where)
-            log.warning("%s: %d tokens leave no room to answer; left out", where, len(ids))
+            log.warning(
+                "%s: skipped; its %d tokens leave no room for an answer in the target's context",
+                *(where, len(ids)),
+            )
             return []
         number = self.tally.responses
         seed = self.config.seed + number
         first, second = (self._plain, self._speculative)
-        if number % 2:  # alternate: neither way always runs on a warmer machine
+        if number % 2:  # alternate, so that neither way always runs first
             first, second = second, first
         results = first(ids, limit, seed), second(ids, limit, seed)
         plain, speculative = results[::-1] if number % 2 else results
@@ -276,7 +268,7 @@ class Bench:
             self.tally.differences.append(f"{where}: {_describe(difference)}")
 
     def converse(self, prompt: Prompt, template_kwargs: Mapping[str, Any]) -> None:
-        """Answer a row: one response, or one for each of its turns."""
+        """Answer a prompt: one response, or one for each of its turns."""
         messages = opening(prompt, self.tokenizer)
         if messages is None:
             self.answer(render_text(prompt.text or "", self.tokenizer, prompt.where), prompt.where)
@@ -295,12 +287,12 @@ class Bench:
 def _describe(d: Difference) -> str:
     return (
         f"token {d.index} is {d.speculative} with the draft and {d.plain} without; their logits "
-        f"differ by {d.gap:.3g}, the dtype's noise allows {d.tolerance:.3g}"
+        f"differ by {d.gap:.3g}, rounding in this dtype allows {d.tolerance:.3g}"
     )
 
 
 def figures(tally: Tally, depth: int, temperature: float) -> dict[str, Any]:
-    """The tally as the figures of --json."""
+    """Return the metrics of --json."""
     speed = tally.tokens / tally.seconds if tally.seconds else 0.0
     plain = tally.plain_tokens / tally.plain_seconds if tally.plain_seconds else 0.0
     pairs = zip(tally.accepted, tally.tried, strict=True)
@@ -340,7 +332,7 @@ def evaluate_target(
     depth: int,
     template_kwargs: Mapping[str, Any],
 ) -> tuple[dict[str, Any], list[dict[str, list[int]]]]:
-    """Decode the prompts; gives the figures and the saved responses (greedy, when asked)."""
+    """Decode the prompts; return the metrics, and the responses if --save-responses is set."""
     bench = Bench(draft, model, tokenizer, config, depth)
     bench.warm_up([0])
     with tqdm(prompts, unit="prompt", desc="decode", leave=False) as bar:

@@ -1,10 +1,10 @@
-"""Prompts for decoding: JSONL rows to the token ids that serving would send to the target.
+"""Prompts for decoding: from lines of a JSONL file to the token ids that serving would use.
 
-A row holds `messages` (a chat; trailing assistant answers are dropped), `prompt` (a string, or a
-chat) or `turns` (user messages asked one after the other, each answer fed back, as in MT-bench).
-Chats are rendered by the tokenizer's own template with its generation prompt, and by nothing else:
-a prompt written by hand would differ from serving by a token and cost acceptance silently. A bad
-row is an error with its line, never skipped: a benchmark must not change size unnoticed.
+A line holds `messages` (a chat; trailing assistant answers are dropped), `prompt` (a string, or a
+chat) or `turns` (user messages sent one after the other, with each answer added to the chat, as in
+MT-bench). Chats are rendered only by the tokenizer's own template with its generation prompt: a
+prompt written by hand could differ from serving by a token and silently lower acceptance. A bad
+line raises an error with its number and is never skipped, so a benchmark cannot shrink unnoticed.
 """
 
 import json
@@ -21,7 +21,7 @@ _KINDS = ("messages", "turns", "prompt")
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One row. `where` is file:line; exactly one of `text` and `messages` is not None."""
+    """One prompt. `where` is file:line; exactly one of `text` and `messages` is not None."""
 
     where: str
     text: str | None = None
@@ -31,11 +31,12 @@ class Prompt:
 
 
 def read_prompts(path: Path, limit: int = 0) -> list[Prompt]:
-    """Read the first `limit` rows (0: all) of a JSONL file.
+    """Read the first `limit` prompts (0: all) of a JSONL file.
 
     Raises:
-        MissingError: there is no such file.
-        CorpusError: a line is not a JSON object with messages, prompt or turns; or there is none.
+        MissingError: the file does not exist.
+        CorpusError: a line is not a JSON object with messages, prompt or turns, or the file has
+            no line.
     """
     if not path.is_file():
         raise MissingError(f"--prompts {path}: no such file")
@@ -47,29 +48,31 @@ def read_prompts(path: Path, limit: int = 0) -> list[Prompt]:
             if line.strip():
                 prompts.append(_parse(line, f"{path}:{number}"))
     if not prompts:
-        raise CorpusError(f"--prompts {path}: no rows; expected one JSON object per line")
+        raise CorpusError(f"--prompts {path}: empty; expected one JSON object per line")
     return prompts
 
 
 def _parse(line: bytes, where: str) -> Prompt:
     try:
-        row = json.loads(line)
+        record = json.loads(line)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CorpusError(f"{where}: not valid JSON ({error}); one object per line") from None
-    if not isinstance(row, dict):
-        raise CorpusError(f"{where}: expected a JSON object, found a {type(row).__name__}")
-    kind = next((k for k in _KINDS if row.get(k) is not None), None)
+        raise CorpusError(
+            f"{where}: not valid JSON ({error}); expected one object per line"
+        ) from None
+    if not isinstance(record, dict):
+        raise CorpusError(f"{where}: expected a JSON object, found a {type(record).__name__}")
+    kind = next((k for k in _KINDS if record.get(k) is not None), None)
     if kind is None:
-        found = ", ".join(map(repr, row)) or "no keys"
-        raise CorpusError(f"{where}: a row needs messages, prompt or turns; found {found}")
-    tools = row.get("tools") or ()
+        found = ", ".join(map(repr, record)) or "no keys"
+        raise CorpusError(f"{where}: a line needs messages, prompt or turns; found {found}")
+    tools = record.get("tools") or ()
     if not isinstance(tools, (list, tuple)):
         raise CorpusError(f"{where}: tools must be a list, found a {type(tools).__name__}")
-    value = row[kind]
+    value = record[kind]
     if kind == "prompt" and isinstance(value, str):
         return Prompt(where=where, text=value, tools=tuple(tools))
     if not isinstance(value, list) or not value:
-        raise CorpusError(f"{where}: {kind} must be a list that is not empty, found {value!r}")
+        raise CorpusError(f"{where}: {kind} must be a non-empty list, found {value!r}")
     if kind == "turns":
         return _turns(value, where, tuple(tools))
     return Prompt(where=where, messages=_question(value, where), tools=tuple(tools))
@@ -80,14 +83,14 @@ def _turns(turns: list[Any], where: str, tools: tuple[dict[str, Any], ...]) -> P
         if not isinstance(turn, str):
             kind = type(turn).__name__
             raise CorpusError(
-                f"{where}: turns[{index}] must be a string (a user message), not {kind}"
+                f"{where}: turns[{index}] must be a string (a user message), found a {kind}"
             )
     first = ({"role": "user", "content": turns[0]},)
     return Prompt(where=where, messages=first, follow_ups=tuple(turns[1:]), tools=tools)
 
 
 def _question(messages: list[Any], where: str) -> tuple[Message, ...]:
-    """The chat without its trailing assistant messages: what the target is asked."""
+    """Return the chat without its trailing assistant messages: the input of the target."""
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise CorpusError(f"{where}: messages[{index}] must be an object with a role")
@@ -96,7 +99,10 @@ def _question(messages: list[Any], where: str) -> tuple[Message, ...]:
         end -= 1
     if not end or messages[end - 1]["role"] not in ("user", "tool"):
         last = messages[end - 1]["role"] if end else "nothing"
-        raise CorpusError(f"{where}: before the answer must stand a user message, found {last}")
+        raise CorpusError(
+            f"{where}: the last message before the answer must have the role user or tool, found "
+            f"{last}"
+        )
     return tuple(messages[:end])
 
 
@@ -112,20 +118,20 @@ def parse_template_kwargs(text: str) -> dict[str, Any]:
 
 
 def opening(prompt: Prompt, tokenizer: Any) -> tuple[Message, ...] | None:
-    """The chat to render first; None when the row is raw text.
+    """Return the chat to render first; None if the prompt is raw text.
 
-    A string is one user message where the tokenizer has a chat template, else text to continue.
+    A string is one user message if the tokenizer has a chat template, otherwise text to continue.
 
     Raises:
-        CorpusError: the row is a chat and the tokenizer has no template.
+        CorpusError: the prompt is a chat and the tokenizer has no chat template.
     """
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if prompt.messages is None:
         return ({"role": "user", "content": prompt.text},) if has_template else None
     if not has_template:
         raise CorpusError(
-            f"{prompt.where}: a chat, but the target's tokenizer has no chat template; give rows "
-            "with prompt (raw text), or a tokenizer with a template"
+            f"{prompt.where}: this is a chat, but the target's tokenizer has no chat template; use "
+            "lines with prompt (raw text), or a tokenizer with a template"
         )
     return prompt.messages
 
@@ -137,7 +143,7 @@ def render(
     tools: Sequence[dict[str, Any]] = (),
     where: str = "prompt",
 ) -> list[int]:
-    """Token ids of a chat with the generation prompt added, exactly as serving renders it."""
+    """Return the token ids of a chat with the generation prompt, exactly as serving renders it."""
     try:
         encoded = tokenizer.apply_chat_template(
             [dict(m) for m in messages],
@@ -147,17 +153,17 @@ def render(
             return_dict=True,
             **template_kwargs,
         )
-    except Exception as error:  # templates raise whatever Jinja or their author chose
-        raise CorpusError(f"{where}: the chat template refused the chat: {error}") from error
+    except Exception as error:  # a template can raise any exception
+        raise CorpusError(f"{where}: the chat template rejects this chat: {error}") from error
     return _checked_ids(encoded["input_ids"], where)
 
 
 def render_text(text: str, tokenizer: Any, where: str = "prompt") -> list[int]:
-    """Token ids of raw text, with whatever special tokens the tokenizer adds by default."""
+    """Return the token ids of raw text, with the special tokens that the tokenizer adds."""
     return _checked_ids(tokenizer(text)["input_ids"], where)
 
 
 def _checked_ids(ids: Sequence[int], where: str) -> list[int]:
     if not len(ids):
-        raise CorpusError(f"{where}: renders to no tokens; remove the row")
+        raise CorpusError(f"{where}: renders to no tokens; remove the line")
     return [int(i) for i in ids]

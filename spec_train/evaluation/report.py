@@ -1,9 +1,9 @@
 """`spec-train eval`: measure a draft on a dataset, against its target, or both, and report.
 
-`run_eval` prints a table, writes every figure to --json, and fails (exit code 1) when greedy output
-differed from plain decoding by more than the dtype's noise, or when no prompt was answered. Its
-`acceptance_length` is that of real decoding where a target was given, else that of the serving-like
-walk over the dataset; null where there was nothing to measure.
+`run_eval` prints a table, writes all metrics to --json, and fails (exit code 1) if greedy output
+differs from plain decoding by more than rounding, or if no prompt was answered. Its
+`acceptance_length` comes from real decoding if a target is given, otherwise from the serving-like
+walk over the dataset; it is null if there was nothing to measure.
 """
 
 import json
@@ -41,13 +41,13 @@ log = logging.getLogger(__name__)
 
 _RUN_FIELDS = ("seed", "validation", "seq_len")
 _UNKNOWN_KWARGS = (
-    "neither the draft nor its training data says with which chat template kwargs the data was "
-    "rendered, so prompts are rendered without any; if there were some, give --chat-template-kwargs"
+    "neither the draft nor its training data records the chat template kwargs of the rendering, so "
+    "prompts are rendered without any; if there were some, pass --chat-template-kwargs"
 )
 
 
 def run_eval(config: EvalConfig) -> dict[str, Any]:
-    """Evaluate as `config` says, print a table and return the figures that --json holds.
+    """Evaluate with `config`, print a table, and return the metrics of --json.
 
     Raises:
         As `measure` and `require_sound`.
@@ -59,21 +59,21 @@ def run_eval(config: EvalConfig) -> dict[str, Any]:
 
 
 def require_sound(report: dict[str, Any]) -> None:
-    """Refuse figures that mean nothing.
+    """Refuse metrics that mean nothing.
 
     Raises:
-        RunError: greedy decoding with the draft was not what the target alone says, or no prompt
-            could be answered.
+        RunError: greedy decoding with the draft differs from the target alone, or no prompt could
+            be answered.
     """
     _require_answers(report)
     _require_lossless(report)
 
 
 def measure(config: EvalConfig) -> dict[str, Any]:
-    """Evaluate as `config` says; return the figures that --json holds.
+    """Evaluate with `config`; return the metrics of --json.
 
     Raises:
-        SpecDataError: draft, dataset, target or prompts do not exist or do not fit together.
+        SpecDataError: draft, dataset, target or prompts do not exist or do not match.
     """
     _check_outputs(config)
     folder = resolve_draft_dir(config.draft)
@@ -82,13 +82,13 @@ def measure(config: EvalConfig) -> dict[str, Any]:
     prompts = read_prompts(Path(config.prompts), config.limit) if config.prompts else []
     draft = load_draft(folder).eval()
     warnings: list[str] = []
-    if config.data is not None:  # what does not fit is said before the target is loaded
+    if config.data is not None:  # report a mismatch before the target is loaded
         _warn(warnings, check_fit(draft, HiddenStatesDataset(config.data)))
     _set_threshold(draft, config.confidence_threshold, folder)
     depth = config.draft_tokens or draft.depth
     if draft.max_depth is not None and depth > draft.max_depth:
         raise ConfigError(
-            f"--draft-tokens {depth}: {folder} can draft {draft.max_depth} tokens per round"
+            f"--draft-tokens {depth}: {folder} drafts at most {draft.max_depth} tokens per round"
         )
     report: dict[str, Any] = {
         "acceptance_length": None,
@@ -110,7 +110,7 @@ def measure(config: EvalConfig) -> dict[str, Any]:
     _warn(warnings, _unmeasured(report))
     report |= _setting(draft, device, depth) | {"options": to_dict(config)}
     if config.save_responses:
-        lines = "".join(json.dumps(row) + "\n" for row in saved)
+        lines = "".join(json.dumps(response) + "\n" for response in saved)
         write_atomically(Path(config.save_responses), lines)
     if config.json:
         write_atomically(Path(config.json), dump_json(report))
@@ -138,9 +138,9 @@ def _decode(
     prompts: Sequence[Prompt],
     warnings: list[str],
 ) -> tuple[dict[str, Any], list[dict[str, list[int]]]]:
-    """Load the target, check that everything belongs together, decode; moves the draft to it.
+    """Load the target, check that everything matches, and decode.
 
-    Appends to `warnings`.
+    Moves the draft to the target's device and dtype. Appends to `warnings`.
     """
     model, tokenizer = load_target(config, device)
     _warn(warnings, check_draft(draft, model))
@@ -165,9 +165,9 @@ def _warn(warnings: list[str], found: list[str]) -> None:
 
 
 def trained_rendering(origin: dict[str, Any], run: dict[str, Any] | None) -> dict[str, Any]:
-    """How the training data was rendered, as far as the draft's `origin` or its run says.
+    """Return how the training data was rendered, as far as the draft's `origin` or its run record.
 
-    `chat_template_kwargs`, `chat_template_hash`, and `folder` with the target's tokenizer.
+    Keys: `chat_template_kwargs`, `chat_template_hash`, and `folder` with the target's tokenizer.
     """
     found = dict(origin)
     if run is not None:
@@ -178,22 +178,22 @@ def trained_rendering(origin: dict[str, Any], run: dict[str, Any] | None) -> dic
 
 
 def _check_outputs(config: EvalConfig) -> None:
-    """A path that cannot be written is an error before the work, not after it."""
+    """Raise for an output path that cannot be written before the work starts, not after it."""
     for flag, name in (("--json", config.json), ("--save-responses", config.save_responses)):
         if name is not None and (not Path(name).parent.is_dir() or Path(name).is_dir()):
-            raise ConfigError(f"{flag} {name}: not a file in an existing directory")
+            raise ConfigError(f"{flag} {name}: pass a file name in an existing directory")
 
 
 def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
-    """What is known of the run that made the draft: None for a draft without one.
+    """Read the facts of the run that made the draft; None for a draft without a run.
 
-    Gives the run's seed, validation and seq_len, the path of its `data` (the first of several), the
-    fingerprints of its `datasets`, the `split_rule` and `split_border` that chose its held-out
-    documents (a border of None: not recorded), and the `chat_template_kwargs` that the data was
-    rendered with (None where it cannot be read any more).
+    Keys: the run's `seed`, `validation` and `seq_len`; the path of its `data` (the first of
+    several); the fingerprints of its `datasets`; whether it used `follow`; the `split_rule` and
+    `split_border` of its held-out documents (border None: not recorded); and the
+    `chat_template_kwargs` of its data (None if the data is no longer readable).
 
     Raises:
-        ConfigError: a fit.json that is not one.
+        ConfigError: fit.json or run.json is damaged.
     """
     for place in (given, given.parent, folder.parent):
         if (place / "fit.json").is_file() and (place / "run.json").is_file():
@@ -214,19 +214,19 @@ def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{place}: fit.json or run.json is damaged ({type(error).__name__}: {error}); restore "
-            "it, or copy the draft directory alone to evaluate it without its run"
+            "it, or copy only the draft directory to evaluate it without its run"
         ) from None
     found["chat_template_kwargs"] = None
     try:
         raw = Manifest.read(found["data"] / "manifest.json").raw
         found["chat_template_kwargs"] = raw["tokenizer"].get("chat_template_kwargs")
     except (MissingError, DatasetError):
-        log.info("%s: the training data is gone; its tokenizer is not compared", found["data"])
+        log.info("%s: training data not found; its tokenizer is not compared", found["data"])
     return found
 
 
 def _setting(draft: Draft, device: torch.device, depth: int) -> dict[str, Any]:
-    """Where and how the figures were measured."""
+    """Return the device, dtype, threads and versions of the measurement."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     return {
         "draft_tokens": depth,
@@ -243,17 +243,17 @@ def _setting(draft: Draft, device: torch.device, depth: int) -> dict[str, Any]:
 
 
 def _unmeasured(report: dict[str, Any]) -> list[str]:
-    """Warnings for figures that are null because nothing was there to measure."""
+    """Return warnings for metrics that are null because there was nothing to measure."""
     found = []
     if "target" in report and report["responses"] and not report["rounds"]:
         found.append(
-            "no draft was verified: every response ended with the token that the prompt alone "
-            "gives. Raise --max-new-tokens, or give prompts with longer answers"
+            "no draft was verified: every response ended with its first token, which the prefill "
+            "returns. Raise --max-new-tokens, or use prompts with longer answers"
         )
     if "data" in report and not report["data"]["walk"]["rounds"]:
         found.append(
-            "no round in the dataset: none of the measured documents has a supervised token after "
-            "a known one. Measure more of them, or documents with longer answers"
+            "the walk has no round: no measured document has two supervised tokens in a row after "
+            "its first token. Measure more documents, or documents with longer answers"
         )
     return found
 
@@ -262,7 +262,7 @@ def _require_answers(report: dict[str, Any]) -> None:
     if "target" in report and not report["responses"]:
         raise RunError(
             f"nothing was measured: none of {report['prompts']} prompts leaves room for an answer "
-            "in the target's context; give shorter ones"
+            "in the target's context; use shorter prompts"
         )
 
 
@@ -271,12 +271,12 @@ def _require_lossless(report: dict[str, Any]) -> None:
     if different:
         raise RunError(
             f"greedy decoding with the draft differs from the target alone in {len(different)} of "
-            f"{report['responses']} responses, beyond ties:\n  " + "\n  ".join(different[:5])
+            f"{report['responses']} responses, ties excluded:\n  " + "\n  ".join(different[:5])
         )
 
 
 def table(report: dict[str, Any]) -> str:
-    """The figures as aligned lines: name, value, meaning."""
+    """Return the metrics as aligned lines: name, value, meaning."""
     lines: list[tuple[str, str, str]] = []
     if "target" in report:
         lines += _decoding_lines(report)
@@ -309,7 +309,7 @@ def _decoding_lines(report: dict[str, Any]) -> list[tuple[str, str, str]]:
         (
             "  tokens",
             f"{report['tokens']:,}",
-            f"{report['stopped']:,} responses ended by themselves",
+            f"{report['stopped']:,} responses ended with a stop token",
         ),
         ("  tokens/s", f"{report['tokens_per_second']:.1f}", "with the draft, prefill included"),
         ("  tokens/s plain", f"{report['plain_tokens_per_second']:.1f}", "the target alone"),
@@ -320,7 +320,7 @@ def _decoding_lines(report: dict[str, Any]) -> list[tuple[str, str, str]]:
         meaning = f"responses equal to plain greedy decoding; {report['ties']} ties, {wrong} wrong"
         lines.append(("  lossless", f"{report['identical']}/{report['responses']}", meaning))
     if report["too_long"]:
-        lines.append(("  left out", str(len(report["too_long"])), "prompts that fill the context"))
+        lines.append(("  skipped", str(len(report["too_long"])), "prompts that fill the context"))
     return lines
 
 
@@ -328,7 +328,7 @@ def _drafted(report: dict[str, Any]) -> str:
     depth, nodes = report["draft_tokens"], report["tree_tokens"]
     if not nodes:
         return f"{depth} drafted each"
-    return f"trees of {nodes} drafted tokens, {depth} deep, top {report['tree_topk']} each"
+    return f"trees of {nodes} drafted tokens, depth {depth}, top {report['tree_topk']} per node"
 
 
 def _data_lines(data: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -341,13 +341,14 @@ def _data_lines(data: dict[str, Any]) -> list[tuple[str, str, str]]:
         (
             "  serving-like length",
             shown(walk["acceptance_length"]),
-            f"own tokens and states, {walk['rounds']:,} rounds: predicts real greedy decoding",
+            f"the draft's own tokens and states, {walk['rounds']:,} rounds: predicts real greedy "
+            "decoding",
         ),
         ("  accepted by depth", "", _rates(walk["accept_rate"])),
         (
             "  over all slots",
             shown(slots["acceptance_length"]),
-            f"the same from every supervised token, {slots['rounds']:,} chains",
+            f"the same, with a chain from every supervised token, {slots['rounds']:,} chains",
         ),
         (
             "  teacher-forced length",
@@ -360,7 +361,7 @@ def _data_lines(data: dict[str, Any]) -> list[tuple[str, str, str]]:
             f"{data['on_policy']:.1%}",
             f"of {data['supervised_tokens']:,} tokens are the target's own greedy choice",
         ),
-        ("  censored", f"{walk['censored']:.1%}", "of rounds leave the document, then estimated"),
+        ("  censored", f"{walk['censored']:.1%}", "of rounds leave the document; estimated there"),
     ]
 
 

@@ -1,7 +1,7 @@
-"""Room: the files of drafts, in our form and in those of the engines.
+"""Room: the files of drafts, in our own form and in the forms of engines and trainers.
 
-Everything here is plain dictionaries and tensors, and no draft class is known: `spec_train.drafts`
-reads through this room, `spec_train.exporting` writes through it. One module per kind of draft.
+The code here handles plain dictionaries and tensors and imports no draft class. `spec_train.drafts`
+reads files through this room, `spec_train.exporting` writes them. One module per kind of draft.
 
 May import: spec_data.shards, spec_data.config, spec_train.draft_options.
 """

@@ -1,4 +1,4 @@
-"""A draft as files: config.json and model.safetensors, read, checked and written whole."""
+"""The files of a draft, config.json and model.safetensors: read, check and write them."""
 
 import json
 import os
@@ -18,7 +18,7 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 @dataclass(frozen=True)
 class DraftFiles:
-    """What a draft directory holds, in whatever form; `where` is the directory, for messages."""
+    """The contents of a draft directory, in any form; `where` is its path, for messages."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -36,10 +36,10 @@ class DraftFiles:
 
 
 def read_files(directory: str | Path) -> DraftFiles:
-    """Read a draft directory as it is.
+    """Read a draft directory without conversion.
 
     Raises:
-        MissingError, DraftError: a file is absent or damaged.
+        MissingError: a file is absent. DraftError: a file is damaged.
     """
     folder = Path(directory)
     config = read_config(folder)
@@ -47,7 +47,7 @@ def read_files(directory: str | Path) -> DraftFiles:
 
 
 def write_files(files: DraftFiles, directory: str | Path) -> None:
-    """Write both files, each in one step, the config last. Tensors must be on the CPU."""
+    """Write both files, each atomically, the config last. Tensors must be on the CPU."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{WEIGHTS}.{os.getpid()}.tmp"
@@ -59,28 +59,28 @@ def write_files(files: DraftFiles, directory: str | Path) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a draft directory, as plain values.
+    """Read config.json of a draft directory.
 
     Raises:
-        MissingError, DraftError: absent, or no JSON object.
+        MissingError: it is absent. DraftError: it is not a JSON object.
     """
     path = folder / CONFIG
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise MissingError(f"{path}: no such file; give the directory of a draft") from None
+        raise MissingError(f"{path}: no such file; pass the directory of a draft") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DraftError(f"{path}: not valid JSON ({error})") from None
+        raise DraftError(f"{path}: not valid JSON ({error}); copy the draft again") from None
     if not isinstance(raw, dict):
-        raise DraftError(f"{path}: expected an object, found a {type(raw).__name__}")
+        raise DraftError(f"{path}: expected a JSON object, found a {type(raw).__name__}")
     return raw
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file.
+    """Read all tensors of a safetensors file.
 
     Raises:
-        MissingError, DraftError: absent, or damaged.
+        MissingError: it is absent. DraftError: it is damaged.
     """
     if not path.is_file():
         raise MissingError(f"{path}: no such file; the draft's weights are missing")
@@ -93,7 +93,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def check_tensors(
     tensors: dict[str, Tensor], expected: dict[str, tuple[int, ...]], where: str
 ) -> None:
-    """Raise DraftError unless names and shapes are exactly the `expected` ones."""
+    """Raise DraftError unless names and shapes equal the `expected` ones; lists every fault."""
     faults = [f"missing {name}" for name in expected if name not in tensors]
     faults += [f"unexpected {name}" for name in tensors if name not in expected]
     faults += [
@@ -102,4 +102,4 @@ def check_tensors(
         if name in tensors and tuple(tensors[name].shape) != shape
     ]
     if faults:
-        raise DraftError(f"{where} does not fit its config.json: {'; '.join(faults)}")
+        raise DraftError(f"{where} does not match its config.json: {'; '.join(faults)}")

@@ -1,9 +1,9 @@
-"""DSpark and DFlash in the forms of engines and trainers, to and from our checkpoints.
+"""DSpark and DFlash: convert our checkpoints to and from the forms of engines and trainers.
 
 Engines share the target's embedding and head with a draft over the full vocabulary, so the forms
-for them carry neither: llama.cpp would tie the head to an embedding that it finds alone. Layer ids
-are outputs of blocks in every flat form, inputs in the speculators one. Which slot drafts first is
-always written: what readers take for granted differs.
+for engines contain neither; llama.cpp would tie the head to an embedding without a head. Layer ids
+are outputs of decoder blocks in all flat forms, and inputs in the speculators form. The slot that
+drafts first (`sample_from_anchor`) is always written, because the defaults of readers differ.
 """
 
 from typing import Any
@@ -37,13 +37,13 @@ _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 def to_flat(own: DraftFiles, target: TargetFacts) -> DraftFiles:
-    """For vLLM, SGLang and llama.cpp: our checkpoint without the target's embedding."""
+    """Write for vLLM, SGLang and llama.cpp: our checkpoint without the target's embedding."""
     tensors = {name: value for name, value in own.tensors.items() if name != _EMBEDDING}
     return DraftFiles(own.config, tensors, own.where)
 
 
 def to_speculators(own: DraftFiles, target: TargetFacts) -> DraftFiles:
-    """For the speculators library, and vLLM through it."""
+    """Write for the speculators library, which vLLM reads too."""
     raw = own.config
     published = DFLASH in raw["architectures"]
     fields: dict[str, Any] = {
@@ -74,19 +74,24 @@ def to_speculators(own: DraftFiles, target: TargetFacts) -> DraftFiles:
 
 
 def to_deepspec(own: DraftFiles, target: TargetFacts) -> DraftFiles:
-    """For DeepSpec's trainer, whose class holds copies of the target's embedding and head.
+    """Write for DeepSpec's trainer, whose class holds copies of the target's embedding and head.
 
     Raises:
-        DraftError: a reduced vocabulary, the other block layout, or no target to copy from.
+        DraftError: the vocabulary is reduced, the layout is "mask", or no target is given.
     """
     raw = own.config
     if raw["draft_vocab_size"] != raw["vocab_size"]:
-        raise DraftError(f"{own.where}: DeepSpec's drafts propose from the full vocabulary")
+        raise DraftError(
+            f"{own.where}: DeepSpec supports only the full vocabulary, this draft has a reduced one"
+        )
     if not raw["sample_from_anchor"]:
-        raise DraftError(f"{own.where}: in DeepSpec's blocks the anchor's slot drafts, here not")
+        raise DraftError(
+            f"{own.where}: DeepSpec drafts from the anchor's slot (layout anchor), this draft does "
+            "not (layout mask)"
+        )
     if target.head is None:
         raise DraftError(
-            f"{own.where}: DeepSpec's checkpoints hold a copy of the target's LM head; give "
+            f"{own.where}: DeepSpec's checkpoints hold a copy of the target's LM head; pass "
             "--target with the target's directory"
         )
     head = target.head.detach().to("cpu", own.tensors["fc.weight"].dtype, copy=True)
@@ -94,15 +99,15 @@ def to_deepspec(own: DraftFiles, target: TargetFacts) -> DraftFiles:
 
 
 def from_speculators(flat: DraftFiles, depth: int | None, target: TargetFacts) -> DraftFiles:
-    """Our checkpoint of unwrapped files in the speculators form."""
+    """Convert unwrapped files of the speculators form to our checkpoint."""
     raw = dict(flat.config)
     if "sample_from_anchor" not in raw:
         raise DraftError(
-            f"{flat.config_path}: has no sample_from_anchor, which vLLM then takes for false and "
-            "the speculators library, for DSpark, for true; write the value it was trained with"
+            f"{flat.config_path}: has no sample_from_anchor; vLLM then assumes false and the "
+            "speculators library, for DSpark, true. Add the value that it was trained with"
         )
     if INPUT_KEY not in raw:
-        raise DraftError(f"{flat.config_path}: lacks {INPUT_KEY}")
+        raise DraftError(f"{flat.config_path}: {INPUT_KEY} is missing; add it")
     raw["target_layer_ids"] = from_block_inputs(raw.pop(INPUT_KEY))
     dflash = set(raw.get("architectures") or ()) & set(DFLASH_ARCHITECTURES)
     raw["architectures"] = [DFLASH if dflash else DSPARK]
@@ -110,25 +115,25 @@ def from_speculators(flat: DraftFiles, depth: int | None, target: TargetFacts) -
 
 
 def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> DraftFiles:
-    """Our checkpoint of a flat one, whoever wrote it.
+    """Convert a flat checkpoint of any tool to ours.
 
     Raises:
-        DraftError: it computes something that our block drafts do not, or weights are missing.
+        DraftError: it computes something that our DSpark and DFlash do not, or weights are missing.
     """
     raw = {**files.config, **(files.config.get("dflash_config") or {})}
     dflash = bool(set(raw.get("architectures") or ()) & set(DFLASH_ARCHITECTURES))
-    what = "a block draft"
+    what = "a DSpark or DFlash draft"
     refuse_set(files, what, hidden_act="silu", attention_bias=False, tie_word_embeddings=False)
     refuse_set(files, what, use_sliding_window=False, is_causal=False, norm_before_residual=False)
     if raw.get("causal"):
-        raise DraftError(f"{files.config_path}: causal blocks cannot be represented")
+        raise DraftError(f"{files.config_path}: causal = true is not supported in draft blocks")
     blocks = _needed(files, raw, "num_hidden_layers")
     if set(raw.get("layer_types") or ()) - {"full_attention"}:
-        raise DraftError(f"{files.config_path}: layers with sliding windows are not represented")
+        raise DraftError(f"{files.config_path}: layer_types with sliding windows are not supported")
     layers = tuple(raw.get("target_layer_ids") or raw.get("dspark_target_layer_ids") or ())
     if not layers or list(layers) != sorted(set(layers)):
         raise DraftError(
-            f"{files.config_path}: target_layer_ids {list(layers)} are not ascending and unique"
+            f"{files.config_path}: target_layer_ids {list(layers)} must be ascending and unique"
         )
     shape = shape_of(files)
     config = shape | {
@@ -149,7 +154,8 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
     if config["enable_confidence_head"] and bool(with_markov) != (config["markov_rank"] > 0):
         raise DraftError(
             f"{files.config_path}: confidence_head_with_markov = {with_markov} with markov_rank "
-            f"{config['markov_rank']}: ours reads the Markov embedding whenever there is one"
+            f"{config['markov_rank']} is not supported: our confidence head reads the Markov "
+            "embedding exactly if there is one"
         )
     kind = (raw.get(SECTION) or {}).get("draft") or ("dflash" if dflash else "dspark")
     options = _options(kind, config, layers, raw.get("num_anchors"))
@@ -159,14 +165,14 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
 
 def _needed(files: DraftFiles, raw: dict[str, Any], name: str) -> Any:
     if raw.get(name) is None:
-        raise DraftError(f"{files.config_path}: lacks {name}")
+        raise DraftError(f"{files.config_path}: {name} is missing")
     return raw[name]
 
 
 def _options(
     kind: str, config: dict[str, Any], layers: tuple[int, ...], anchors: int | None
 ) -> dict[str, Any]:
-    """Options that a fresh draft of this shape would have had; the rest are defaults."""
+    """Return the options of a new draft of this shape; unknown ones have their defaults."""
     common: dict[str, Any] = {
         "layers": ",".join(map(str, layers)),
         "draft_vocab_size": config["draft_vocab_size"],
@@ -191,7 +197,7 @@ def _options(
 def _own_tensors(
     files: DraftFiles, config: dict[str, Any], target: TargetFacts
 ) -> dict[str, torch.Tensor]:
-    """Ours hold the embedding always, the head's rows only of a draft vocabulary."""
+    """Return the tensors of our checkpoint: always the embedding, the head only if reduced."""
     tensors = plain_names(files.tensors)
     full = config["draft_vocab_size"] == config["vocab_size"]
     if full:

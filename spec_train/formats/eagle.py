@@ -1,7 +1,7 @@
-"""EAGLE-1/2 in the forms of engines, to and from our checkpoints.
+"""EAGLE-1/2: convert our checkpoints to and from the forms of engines.
 
-Our checkpoint is vLLM's form. SGLang knows the same weights under another name, and always has a
-bias in `fc`, which it leaves at random values when the file has none: it gets zeros.
+Our checkpoint is vLLM's form. SGLang reads the same weights under another architecture name. Its
+`fc` always has a bias, with random values if the file has none, so we write zeros.
 """
 
 import torch
@@ -26,14 +26,14 @@ _BIAS = "fc.bias"
 
 
 def to_sglang(own: DraftFiles, target: TargetFacts) -> DraftFiles:
-    """For SGLang."""
+    """Write for SGLang."""
     weight = own.tensors["fc.weight"]
     tensors = own.tensors | {_BIAS: torch.zeros(weight.shape[0], dtype=weight.dtype)}
     return DraftFiles(own.config | {"architectures": [SGLANG], "bias": True}, tensors, own.where)
 
 
 def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> DraftFiles:
-    """Our checkpoint of a flat one, whoever wrote it.
+    """Convert a flat checkpoint of any tool to ours.
 
     Raises:
         DraftError: it computes something that our EAGLE-1/2 does not, or weights are missing.
@@ -43,10 +43,12 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
     tensors, shape = plain_names(files.tensors), shape_of(files)
     bias = tensors.pop(_BIAS, None)
     if bias is not None and bool(bias.any()):
-        raise DraftError(f"{files.weights_path}: fc has a bias; ours, as vLLM's, has none")
+        raise DraftError(
+            f"{files.weights_path}: fc has a bias, which neither our EAGLE-1/2 nor vLLM's has"
+        )
     if "layers.0.input_layernorm.weight" in tensors:
         raise DraftError(
-            f"{files.weights_path}: the first layer norms its input; that of {what} does not"
+            f"{files.weights_path}: the first layer normalises its input; in {what} it does not"
         )
     tensors = drop_target_head(tensors, files, target)
     tensors = with_target_weights(tensors, files, target, shape["dtype"], ("embed_tokens.weight",))

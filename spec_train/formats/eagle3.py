@@ -1,7 +1,8 @@
-"""EAGLE-3 in the forms of engines and trainers, to and from our checkpoints.
+"""EAGLE-3: convert our checkpoints to and from the forms of engines and trainers.
 
 Our checkpoint is the flat form that vLLM, SGLang and llama.cpp read, with both keys for the layer
-ids. DeepSpec's class norms queries and keys and has no draft vocabulary: it cannot hold our draft.
+ids. DeepSpec's class normalises queries and keys and has no draft vocabulary, so it cannot hold our
+draft.
 """
 
 from spec_data.config import to_dict
@@ -31,12 +32,12 @@ _OURS, _THEIRS = "midlayer.", "layers.0."
 
 
 def to_flat(own: DraftFiles, target: TargetFacts) -> DraftFiles:
-    """For vLLM, SGLang and llama.cpp: our checkpoint is what they read."""
+    """Write for vLLM, SGLang and llama.cpp: they read our checkpoint unchanged."""
     return own
 
 
 def to_speculators(own: DraftFiles, target: TargetFacts) -> DraftFiles:
-    """For the speculators library, and vLLM through it."""
+    """Write for the speculators library, which vLLM reads too."""
     raw = own.config
     config = speculators.wrap(
         raw,
@@ -52,36 +53,39 @@ def to_speculators(own: DraftFiles, target: TargetFacts) -> DraftFiles:
         target_hidden_size=raw["target_hidden_size"],
         **{INPUT_KEY: raw[INPUT_KEY]},
     )
-    # vLLM counts the states here, and takes 3 otherwise.
+    # vLLM reads the number of states here and assumes 3 without it
     config[speculators.LAYER]["num_aux_hidden_states"] = len(raw["spec_train"]["layers"])
     tensors = {name.replace(_OURS, _THEIRS): value for name, value in own.tensors.items()}
     return DraftFiles(config, tensors, own.where)
 
 
 def to_deepspec(own: DraftFiles, target: TargetFacts) -> DraftFiles:
-    """Refuse: DeepSpec's class computes something else.
+    """Refuse: DeepSpec's class computes a different function.
 
     Raises:
         DraftError: always.
     """
     raise DraftError(
-        f"{own.where}: DeepSpec's EAGLE-3 norms queries and keys (q_norm, k_norm), this draft does "
-        "not; no values of those weights make them equal. Use --format hf, vllm or speculators"
+        f"{own.where}: DeepSpec's EAGLE-3 normalises queries and keys (q_norm, k_norm), this draft "
+        "does not, and no values of those weights make the two equal. Use --format hf, vllm or "
+        "speculators"
     )
 
 
 def from_speculators(flat: DraftFiles, depth: int | None, target: TargetFacts) -> DraftFiles:
-    """Our checkpoint of unwrapped files in the speculators form."""
+    """Convert unwrapped files of the speculators form to our checkpoint."""
     if "norm_before_residual" not in flat.config:
         raise DraftError(
-            f"{flat.config_path}: has no norm_before_residual, which vLLM then takes for true and "
-            "the speculators library for false; write the value it was trained with"
+            f"{flat.config_path}: has no norm_before_residual; vLLM then assumes true and the "
+            "speculators library false. Add the value that it was trained with"
         )
     return from_flat(flat, depth, target)
 
 
 def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> DraftFiles:
-    """Our checkpoint of a flat one, whoever wrote it; `depth` is what it drafts, if it says so.
+    """Convert a flat checkpoint of any tool to ours.
+
+    `depth` is the number of tokens it drafts per round, None if unknown.
 
     Raises:
         DraftError: it computes something that our EAGLE-3 does not, or weights are missing.
@@ -92,8 +96,8 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
     refuse_set(files, what, attention_bias=False, mlp_bias=False, tie_word_embeddings=False)
     if any("q_norm" in name for name in files.tensors):
         raise DraftError(
-            f"{files.where}: an EAGLE-3 draft that norms queries and keys (Qwen3's layer); ours "
-            "has no such weights"
+            f"{files.where}: this EAGLE-3 draft normalises queries and keys (Qwen3's layer), which "
+            "is not supported"
         )
     layers, shape = aux_layers(files, target), shape_of(files)
     tensors = plain_names(files.tensors)

@@ -1,7 +1,7 @@
-"""What the flat configs of all drafts share: shapes, rope, token ids, layer ids.
+"""The parts that the flat configs of all drafts share: shapes, rope, token ids, layer ids.
 
-Published files differ in what they leave out. What is absent gets the default of the class that
-reads it (transformers' LlamaConfig for sizes and rope); what cannot be told is refused.
+Published files omit different fields. An absent field gets the default of the class that reads it
+(transformers' LlamaConfig for sizes and rope). A field without a safe default must be present.
 """
 
 import logging
@@ -21,16 +21,16 @@ log = logging.getLogger(__name__)
 
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
-"""Names of the token that stands for unknown ones; vLLM reads the first that it finds."""
+"""Names of the mask token, which replaces unknown tokens; vLLM reads the first one present."""
 SECTION = "spec_train"
 FORM = "form"
-"""In the section: which other form than our checkpoint these files have."""
+"""In the section: the form of these files if they are not our checkpoint."""
 INPUT_KEY = "eagle_aux_hidden_state_layer_ids"
-"""At the top level its ids name the *input* of a block; nested, as SGLang reads it, its output."""
+"""Layer ids: at the top level *inputs* of decoder blocks; nested, as SGLang reads it, outputs."""
 
 
 def shape_of(files: DraftFiles) -> dict[str, Any]:
-    """Sizes, rope, dtype and token ids of a flat config, every default written out.
+    """Return sizes, rope, dtype and token ids of a flat config, with every default filled in.
 
     Raises:
         DraftError: a size is missing.
@@ -39,7 +39,7 @@ def shape_of(files: DraftFiles) -> dict[str, Any]:
     needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     missing = [name for name in needed if not isinstance(raw.get(name), int)]
     if missing:
-        raise DraftError(f"{files.config_path}: lacks {', '.join(missing)}")
+        raise DraftError(f"{files.config_path}: missing {', '.join(missing)}")
     heads = raw["num_attention_heads"]
     limit = raw.get("max_position_embeddings") or 2048
     found = {name: raw[name] for name in needed}
@@ -58,12 +58,12 @@ def shape_of(files: DraftFiles) -> dict[str, Any]:
 
 
 def float_type(tensors: dict[str, Tensor]) -> str:
-    """Name of the weights' dtype; of mixed ones that of `fc.weight`, which the others take."""
+    """Return the name of the weights' dtype; the dtype of `fc.weight` if they are mixed."""
     kinds = {str(value.dtype).removeprefix("torch.") for value in _floats(tensors)}
     chosen = tensors["fc.weight"] if "fc.weight" in tensors else next(_floats(tensors))
     if len(kinds) > 1:
         log.warning(
-            "warning: weights of several types (%s) are read as %s",
+            "warning: the weights have several dtypes (%s); all are read as %s",
             ", ".join(sorted(kinds)),
             str(chosen.dtype).removeprefix("torch."),
         )
@@ -75,14 +75,14 @@ def _floats(tensors: dict[str, Tensor]) -> Any:
 
 
 def aux_layers(files: DraftFiles, target: TargetFacts) -> tuple[int, ...]:
-    """Layer ids (outputs of blocks) of an EAGLE-3 style config.
+    """Return the layer ids (outputs of decoder blocks) of an EAGLE-3 style config.
 
-    The top-level key names inputs of blocks and wins, as in vLLM and llama.cpp; the nested one,
-    which SGLang reads, names outputs. Without either all engines take the inputs of blocks 2, L//2
-    and L-3 of the target's L.
+    The top-level key holds inputs of blocks and has priority, as in vLLM and llama.cpp. The nested
+    key, which SGLang reads, holds outputs. Without either key all engines use the inputs of blocks
+    2, L//2 and L-3 of a target with L blocks.
 
     Raises:
-        DraftError: neither key and L unknown, or ids that no order of concatenation fits.
+        DraftError: both keys are absent and L is unknown, or ids are not ascending and unique.
     """
     raw = files.config
     nested = (raw.get("eagle_config") or {}).get(INPUT_KEY)
@@ -90,8 +90,8 @@ def aux_layers(files: DraftFiles, target: TargetFacts) -> tuple[int, ...]:
         layers = tuple(from_block_inputs(raw[INPUT_KEY]))
         if nested and tuple(nested) != layers:
             log.warning(
-                "warning: %s: %s %s (inputs of blocks) and eagle_config's %s (outputs) name "
-                "different layers; the first counts",
+                "warning: %s: %s %s (inputs of decoder blocks) and %s in eagle_config (outputs) "
+                "are different layers; the first is used",
                 *(files.config_path, INPUT_KEY, raw[INPUT_KEY], nested),
             )
     elif nested:
@@ -100,14 +100,14 @@ def aux_layers(files: DraftFiles, target: TargetFacts) -> tuple[int, ...]:
         layers = eagle3_layers(target.num_layers)
     else:
         raise DraftError(
-            f"{files.config_path}: names no layers, so they follow from the number of the "
-            "target's blocks; say which target with --target DIR"
+            f"{files.config_path}: contains no layer ids; engines then derive them from the "
+            "target's number of decoder blocks. Pass the target with --target DIR"
         )
     if list(layers) != sorted(set(layers)):
         raise DraftError(
             f"{files.config_path}: layers {list(layers)} are not ascending and unique; engines "
-            "disagree on the order in which they concatenate them, so this draft is read right "
-            "by some and wrong by others"
+            "concatenate such layers in different orders, so some engines would read this draft "
+            "incorrectly"
         )
     return layers
 
@@ -115,10 +115,10 @@ def aux_layers(files: DraftFiles, target: TargetFacts) -> tuple[int, ...]:
 def section_of(
     files: DraftFiles, kind: str, layers: tuple[int, ...], options: dict[str, Any]
 ) -> dict[str, Any]:
-    """The `spec_train` section: the file's own if it has one, else that of an unknown origin.
+    """Return the `spec_train` section of the file, or a new one with an unknown origin.
 
     Raises:
-        DraftError: the file's own section names other layers than the keys that engines read.
+        DraftError: the file's section has other layers than the keys that engines read.
     """
     own = files.config.get(SECTION)
     if own is None:
@@ -131,19 +131,18 @@ def section_of(
         }
     if tuple(own.get("layers", ())) != layers:
         raise DraftError(
-            f"{files.config_path}: engines read layers {list(layers)} (outputs of blocks) from it, "
-            f"but it was trained on {own.get('layers')}; it was edited, export it again"
+            f"{files.config_path}: engines read layers {list(layers)} (outputs of decoder blocks) "
+            f"here, but the draft was trained on {own.get('layers')}; the file was edited, export "
+            "the draft again"
         )
     return {name: value for name, value in own.items() if name != FORM}
 
 
 def refuse_set(files: DraftFiles, what: str, **wanted: Any) -> None:
-    """Refuse a config in which a field has another value than the one that `what` computes.
-
-    Fields that are absent or null count as wanted.
+    """Refuse a config with a field that `what` does not support; absent or null is accepted.
 
     Raises:
-        DraftError: names every such field.
+        DraftError: lists every such field and the supported values.
     """
     raw = files.config
     nested = raw.get("eagle_config") or {}
@@ -154,13 +153,13 @@ def refuse_set(files: DraftFiles, what: str, **wanted: Any) -> None:
             faults.append(f"{name} = {found}")
     if faults:
         raise DraftError(
-            f"{files.config_path}: {', '.join(faults)} cannot be represented: {what} here has "
-            + ", ".join(f"{name} = {value}" for name, value in wanted.items())
+            f"{files.config_path}: {', '.join(faults)} cannot be represented: {what} of spec-train "
+            "has " + ", ".join(f"{name} = {value}" for name, value in wanted.items())
         )
 
 
 def plain_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors without the `model.` that some writers put before the names."""
+    """Return the tensors without the prefix `model.` that some tools add to the names."""
     return {name.removeprefix("model."): value for name, value in tensors.items()}
 
 
@@ -171,10 +170,10 @@ def with_target_weights(
     dtype: str,
     names: tuple[str, ...],
 ) -> dict[str, Tensor]:
-    """Add those of the target's weights `names` (embedding, LM head) that the file lacks.
+    """Add the target's weights `names` (embedding, LM head) that the file does not contain.
 
     Raises:
-        DraftError: they are missing here and the target is not at hand.
+        DraftError: a weight is missing and the target is not given.
     """
     found = dict(tensors)
     supply = {"embed_tokens.weight": target.embedding, "lm_head.weight": target.head}
@@ -184,8 +183,8 @@ def with_target_weights(
             continue
         if value is None:
             raise DraftError(
-                f"{files.weights_path}: has no {name} and shares the target's; say which with "
-                "`spec-train export --draft ... --target DIR --format hf --out NEW`, and use NEW"
+                f"{files.weights_path}: has no {name}, because it shares the target's; run "
+                "`spec-train export --draft ... --target DIR --format hf --out NEW` and use NEW"
             )
         found[name] = value.detach().to("cpu", getattr(torch, dtype), copy=True)
     return found
@@ -194,7 +193,10 @@ def with_target_weights(
 def own_vocabulary(
     tensors: dict[str, Tensor], vocab_size: int, draft_vocab_size: int
 ) -> dict[str, Tensor]:
-    """Vocabulary maps as our checkpoints hold them: none over the full vocabulary, else both."""
+    """Return tensors with the vocabulary maps of our checkpoints: none if full, otherwise both.
+
+    `d2t` int64 [Vd] holds offsets (target id = i + d2t[i]), `t2d` bool [V].
+    """
     found = dict(tensors)
     d2t = found.pop("d2t", None)
     t2d = found.pop("t2d", None)
@@ -211,10 +213,10 @@ def own_vocabulary(
 def drop_target_head(
     tensors: dict[str, Tensor], files: DraftFiles, target: TargetFacts
 ) -> dict[str, Tensor]:
-    """Leave out the full LM head of a file: drafts that have none of their own use the target's.
+    """Return tensors without the full LM head: drafts of this kind use the target's head.
 
     Raises:
-        DraftError: it is not the target's.
+        DraftError: the head in the file is not the target's.
     """
     found = dict(tensors)
     head = found.pop("lm_head.weight", None)
@@ -222,12 +224,12 @@ def drop_target_head(
         return found
     if target.head is None:
         log.warning(
-            "warning: %s: lm_head is taken for a copy of the target's; give --target to be sure",
+            "warning: %s: lm_head is assumed to be a copy of the target's; pass --target to check",
             files.weights_path,
         )
     elif not torch.equal(head, target.head.detach().to("cpu", head.dtype)):
         raise DraftError(
             f"{files.weights_path}: its lm_head is not the target's; drafts of this kind use the "
-            "target's own, so this one cannot be represented"
+            "target's head, so this one cannot be represented"
         )
     return found

@@ -1,4 +1,4 @@
-"""Which draft goes into which form, and how it comes back: the two tables of this package."""
+"""The tables of forms: which kind of draft can be written in which form, and how it is read."""
 
 from collections.abc import Callable
 
@@ -9,9 +9,9 @@ from spec_train.formats.flat import FORM, SECTION
 from spec_train.formats.target_facts import TargetFacts
 
 Writer = Callable[[DraftFiles, TargetFacts], DraftFiles]
-"""Our checkpoint and its target -> files of another form."""
+"""(our checkpoint, its target) -> files of another form."""
 Reader = Callable[[DraftFiles, int | None, TargetFacts], DraftFiles]
-"""Flat files, the tokens per round they ask for, their target -> our checkpoint."""
+"""(flat files, tokens per round if known, their target) -> our checkpoint."""
 
 
 def _as_it_is(own: DraftFiles, target: TargetFacts) -> DraftFiles:
@@ -65,16 +65,16 @@ _KINDS: dict[str, tuple[str, ...]] = {
 
 
 def write_form(own: DraftFiles, form: str, target: TargetFacts) -> DraftFiles:
-    """Our checkpoint in the form `form`.
+    """Convert our checkpoint to the form `form`.
 
     Raises:
-        DraftError: there is no such form of this kind of draft.
+        DraftError: this kind of draft has no such form.
     """
     kind = own.config[SECTION]["draft"]
     if (kind, form) not in WRITERS:
         known = [name for other, name in WRITERS if other == kind]
         raise DraftError(
-            f"{own.where}: there is no {form} form of {kind} drafts; there is {', '.join(known)}"
+            f"{own.where}: there is no {form} form of {kind} drafts; use one of {', '.join(known)}"
         )
     files = WRITERS[kind, form](own, target)
     if files is own:
@@ -84,12 +84,12 @@ def write_form(own: DraftFiles, form: str, target: TargetFacts) -> DraftFiles:
 
 
 def own_form(files: DraftFiles, target: TargetFacts) -> DraftFiles:
-    """Files of any known form as our checkpoint; bit for bit what an export was made of.
+    """Convert files of any known form to our checkpoint; the inverse of an export, bit for bit.
 
-    Our own checkpoint is given back as it is; its class checks it.
+    Our own checkpoint is returned unchanged; its class checks it.
 
     Raises:
-        DraftError: an unknown form or kind, or something that cannot be represented.
+        DraftError: the form or kind is unknown, or the draft cannot be represented.
     """
     section = files.config.get(SECTION)
     if isinstance(section, dict) and FORM not in section:
@@ -107,12 +107,12 @@ def own_form(files: DraftFiles, target: TargetFacts) -> DraftFiles:
 
 def _kind_of(files: DraftFiles) -> str:
     names = files.config.get("architectures") or []
-    if peagle.MASK_STATES in files.tensors:  # it goes by EAGLE-3's names too
+    if peagle.MASK_STATES in files.tensors:  # its architecture may have EAGLE-3's name
         return "peagle"
     for kind, known in _KINDS.items():
         if set(names) & set(known):
             return kind
     raise DraftError(
-        f"{files.config_path}: architectures {names} are no draft that can be read here; known: "
+        f"{files.config_path}: architectures {names} are not a known draft; known: "
         f"{', '.join(name for known in _KINDS.values() for name in known)}"
     )

@@ -1,9 +1,9 @@
-"""P-EAGLE in the forms of engines and trainers, to and from our checkpoints.
+"""P-EAGLE: convert our checkpoints to and from the forms of engines and trainers.
 
 Our checkpoint is vLLM's flat form (no other engine drafts in parallel), under a name of EAGLE-3:
-vLLM is told `method: eagle3`, puts "Eagle3" before any other name, and then knows none. The
-speculators library has the other form. The learned states of unknown tokens, `mask_hidden`, come
-before `fc` in both.
+for `method: eagle3` vLLM puts "Eagle3" in front of any other name, and then finds no such class.
+The speculators library has a form of its own. In both, `mask_hidden`, the learned states of unknown
+tokens, is an input of `fc`.
 """
 
 from spec_data.config import to_dict
@@ -30,12 +30,12 @@ ARCHITECTURES = (
     *("PeagleLlamaForCausalLM", "PEagleDraftModel", "PEagleSpeculator"),
     "PeagleQwen3ForCausalLM",
 )
-"""Names that no EAGLE-3 has; the drafts that go by its names are known by their mask states."""
+"""Names that no EAGLE-3 has. Drafts with EAGLE-3's names are recognised by MASK_STATES."""
 MASK_STATES = "mask_hidden"
 
 
 def to_speculators(own: DraftFiles, target: TargetFacts) -> DraftFiles:
-    """For the speculators library, and vLLM through it."""
+    """Write for the speculators library, which vLLM reads too."""
     raw = own.config
     config = speculators.wrap(
         raw,
@@ -52,19 +52,21 @@ def to_speculators(own: DraftFiles, target: TargetFacts) -> DraftFiles:
         target_hidden_size=raw["target_hidden_size"],
         **{INPUT_KEY: raw[INPUT_KEY]},
     )
-    # vLLM takes these two from the layer config alone: without them 3 states, and no norms.
+    # vLLM reads these two only from the layer config; it assumes 3 states and no norms otherwise
     config[speculators.LAYER]["num_aux_hidden_states"] = len(raw["spec_train"]["layers"])
     config[speculators.LAYER]["fc_norm"] = raw["fc_norm"]
     return DraftFiles(config, own.tensors, own.where)
 
 
 def from_speculators(flat: DraftFiles, depth: int | None, target: TargetFacts) -> DraftFiles:
-    """Our checkpoint of unwrapped files in the speculators form."""
+    """Convert unwrapped files of the speculators form to our checkpoint."""
     return from_flat(flat, depth, target)
 
 
 def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> DraftFiles:
-    """Our checkpoint of a flat one, whoever wrote it; `depth` is what it drafts, if it says so.
+    """Convert a flat checkpoint of any tool to ours.
+
+    `depth` is the number of tokens it drafts per round, None if unknown.
 
     Raises:
         DraftError: it computes something that our P-EAGLE does not, or weights are missing.
@@ -81,7 +83,10 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
             f"({', '.join(MASK_KEYS)}) and the tensor {MASK_STATES}"
         )
     if any("q_norm" in name for name in files.tensors):
-        raise DraftError(f"{files.where}: norms queries and keys (Qwen3's layer); ours does not")
+        raise DraftError(
+            f"{files.where}: this P-EAGLE draft normalises queries and keys (Qwen3's layer), which "
+            "is not supported"
+        )
     layers, shape = aux_layers(files, target), shape_of(files)
     full = shape["draft_vocab_size"] == shape["vocab_size"]
     shared = ("embed_tokens.weight", *(("lm_head.weight",) if full else ()))

@@ -1,7 +1,7 @@
-"""The preflight: rules of each engine's release, applied to a draft before it is written.
+"""The preflight: checks a draft against the rules of each engine's release before it is written.
 
-The rules were read in the sources of the releases named here, and those that a CPU can run were
-seen (`tests/engines`). An engine that is not named for a kind of draft does not serve it.
+The rules come from the source code of the releases named in `rules`. Those that a CPU can run were
+also tested (`tests/engines`). An engine that is not listed for a kind of draft cannot serve it.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from spec_train.formats.rules import (
 
 
 def general(subject: Subject) -> Notes:
-    """What holds wherever the draft goes."""
+    """Check what is needed in every engine."""
     notes = Notes(SPEC_TRAIN)
     broken = [
         name
@@ -32,48 +32,51 @@ def general(subject: Subject) -> Notes:
     ]
     notes.refuse(bool(broken), f"weights that are not finite: {', '.join(broken)}")
     layers, count = subject.layers, subject.num_layers
-    notes.refuse(layers != sorted(set(layers)), f"layers {layers} are not ascending and unique")
+    notes.refuse(layers != sorted(set(layers)), f"layers {layers} must be ascending and unique")
     notes.refuse(
         count is not None and bool(layers) and layers[-1] >= count,
-        f"layer {layers[-1:]} of a target with {count} blocks (ids count outputs from 0)",
+        f"layer {layers[-1:]} of a target with {count} decoder blocks (ids are outputs of blocks, "
+        "from 0)",
     )
     notes.warn(
         count is None and bool(layers),
-        "the number of the target's blocks is unknown, so whether its last one is used was not "
-        "checked; give --target DIR",
+        "the target's number of decoder blocks is unknown, so it was not checked whether the draft "
+        "reads the last one; pass --target DIR",
     )
     notes.warn(
         "origin" in subject.config["spec_train"] and not subject.config["spec_train"]["origin"],
-        "the draft does not say which target and chat template it was trained with",
+        "the draft does not record its target and the chat template of its training data",
     )
     own_limit, limit = subject.config["max_position_embeddings"], subject.target.max_positions
     notes.warn(
         limit is not None and own_limit < limit,
-        f"max_position_embeddings {own_limit} is less than the target's {limit}: engines stop "
-        "drafting, or the whole sequence, there",
+        f"max_position_embeddings {own_limit} is less than the target's {limit}: at that length "
+        "engines stop drafting, or end the sequence",
     )
     _embedding(notes, subject)
     return notes
 
 
 def _embedding(notes: Notes, subject: Subject) -> None:
-    """Engines share or replace the embedding: it must be the target's, bit for bit."""
+    """Check that the embedding equals the target's bit for bit: engines share or replace it."""
     own, other = subject.own.tensors.get("embed_tokens.weight"), subject.target.embedding
     if own is None or other is None:
         return
     notes.refuse(
         own.shape != other.shape,
-        f"embed_tokens {list(own.shape)}, the target's has {list(other.shape)}: another target",
+        f"embed_tokens has shape {list(own.shape)}, the target's {list(other.shape)}: the draft "
+        "was fitted to another target",
     )
     if own.shape == other.shape:
         notes.refuse(
             not torch.equal(own, other.to(own.dtype)),
-            "embed_tokens is not the target's: a draft of another target, or a trained embedding",
+            "embed_tokens is not the target's: the draft was fitted to another target, or its "
+            "embedding was trained",
         )
         notes.warn(
             own.dtype != other.dtype,
-            f"embed_tokens is the target's rounded from {other.dtype} to {own.dtype}; engines "
-            "keep it as one more copy instead of sharing",
+            f"embed_tokens is the target's, rounded from {other.dtype} to {own.dtype}; engines "
+            "keep a second copy instead of sharing",
         )
 
 
@@ -108,7 +111,7 @@ CHECKS: dict[str, tuple[tuple[str, Check], ...]] = {
     "dspark": _BLOCK,
     "dflash": _BLOCK,
 }
-"""The engines that have code for a kind of draft."""
+"""The engines that can serve a kind of draft, with their checks."""
 READERS = {
     "vllm": ("vllm",),
     "sglang": ("sglang",),
@@ -116,7 +119,7 @@ READERS = {
     "deepspec": ("deepspec",),
     "hf": (),
 }
-"""Whom a format is for: a refusal of these stops the export."""
+"""The engines that a format is written for: a refusal by one of them stops the export."""
 _NAMES = {
     "vllm": VLLM,
     "vllm-cpu": VLLM_CPU,
@@ -128,19 +131,19 @@ _NAMES = {
 
 
 def preflight(subject: Subject) -> dict[str, list[Finding]]:
-    """Findings by engine, "spec-train" first: what holds everywhere."""
+    """Return the findings by engine; "spec-train", the general checks, comes first."""
     found = {"spec-train": list(general(subject))}
     checks = dict(CHECKS[subject.kind])
     for engine, name in _NAMES.items():
         if engine in checks:
             found[engine] = list(checks[engine](subject))
         else:
-            text = f"has no code for {subject.kind} drafts"
+            text = f"does not support {subject.kind} drafts"
             found[engine] = [Finding(name, REFUSE, text)]
     return found
 
 
 def refusals(found: dict[str, list[Finding]], form: str) -> list[Finding]:
-    """The findings that forbid a format."""
+    """Return the findings that forbid an export in the format `form`."""
     engines = ("spec-train", *READERS[form])
     return [f for engine in engines for f in found[engine] if f.level == REFUSE]

@@ -1,4 +1,4 @@
-"""What a preflight says: whether a draft will load there, and be read as it was trained."""
+"""The findings of a preflight: whether an engine loads a draft and computes what was trained."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ REFUSE, WARN, OK = "refuse", "warn", "ok"
 
 @dataclass(frozen=True)
 class Finding:
-    """One sentence about one engine's release; `refuse` means that it would fail or be wrong."""
+    """One sentence about one engine's release; REFUSE: the draft would fail or be read wrongly."""
 
     engine: str
     level: str
@@ -22,7 +22,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Subject:
-    """A draft in our own form, its target, and the name and form of its directory to be."""
+    """A draft in our own form, its target, and the name and form of its output directory."""
 
     own: DraftFiles
     target: TargetFacts
@@ -41,12 +41,12 @@ class Subject:
 
     @property
     def layers(self) -> list[int]:
-        """Layer ids: outputs of blocks, from 0; none if it reads only the final hidden."""
+        """Layer ids: outputs of decoder blocks, from 0; empty if it reads only the final hidden."""
         return list(self.config[SECTION].get("layers", ()))
 
     @property
     def num_layers(self) -> int | None:
-        """Blocks of the target, if the target or the config says so."""
+        """Decoder blocks of the target; None if neither the target nor the config has them."""
         return self.target.num_layers or self.config.get("num_target_layers")
 
     @property
@@ -56,28 +56,28 @@ class Subject:
 
     @property
     def reduced(self) -> bool:
-        """Whether it proposes from a part of the vocabulary."""
+        """Whether the draft vocabulary is smaller than the target's."""
         return bool(self.config["draft_vocab_size"] < self.config["vocab_size"])
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint has a tensor of that name."""
+        """Return whether the checkpoint has a tensor with this name."""
         return name in self.own.tensors
 
 
 class Notes:
-    """Collects findings of one engine, saying each in one line."""
+    """Collects the findings for one engine."""
 
     def __init__(self, engine: str) -> None:
-        """Start for an engine with its release, as "vLLM 0.33.0"."""
+        """Start for an engine and its release, for example "vLLM 0.33.0"."""
         self._engine = engine
         self._found: list[Finding] = []
 
     def refuse(self, condition: bool, text: str) -> None:
-        """It will fail there, or be read wrongly, if `condition`."""
+        """If `condition`, add a finding that the engine fails or reads the draft wrongly."""
         self._add(condition, REFUSE, text)
 
     def warn(self, condition: bool, text: str) -> None:
-        """It needs care there if `condition`."""
+        """If `condition`, add a finding that needs the user's attention."""
         self._add(condition, WARN, text)
 
     def _add(self, condition: bool, level: str, text: str) -> None:
@@ -85,7 +85,7 @@ class Notes:
             self._found.append(Finding(self._engine, level, text))
 
     def __iter__(self) -> Iterator[Finding]:
-        """The findings, or one that says that there are none."""
+        """Yield the findings; without any, one finding of level OK."""
         if not self._found:
-            yield Finding(self._engine, OK, "loads, and is read as it was trained")
+            yield Finding(self._engine, OK, "loads and computes what was trained")
         yield from self._found

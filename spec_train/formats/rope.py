@@ -1,4 +1,4 @@
-"""The rope settings of a config, in the one form that every reader of this project takes."""
+"""The rope settings of a config, in the one form that this project uses."""
 
 from typing import Any
 
@@ -10,32 +10,32 @@ _LENGTH_AWARE = ("llama3", "yarn", "longrope")  # need original_max_position_emb
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """The rope settings of a target's (text) config, in transformers 5's flat form.
+    """Return the rope settings of a target's (text) config, in transformers 5's flat form.
 
-    Reads `rope_parameters` (flat, or one dict per layer type: the full-attention one counts),
+    Reads `rope_parameters` (flat, or one dict per layer type, of which full_attention is used),
     `rope_scaling`, and the top-level `rope_theta`, `partial_rotary_factor` and
-    `original_max_position_embeddings` of older files. Values are copied, never adjusted.
+    `original_max_position_embeddings` of older files. Values are copied unchanged.
 
     Raises:
-        DraftError: an unknown rope type, or per-layer-type settings without full attention.
+        DraftError: the rope type is unknown, or no layer type is full_attention.
     """
     found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if any(isinstance(value, dict) for value in found.values()):
         if not isinstance(found.get("full_attention"), dict):
             raise DraftError(
-                f"rope_parameters has layer types {sorted(found)} of which none is full_attention; "
-                "a draft attends fully and cannot tell which settings to use"
+                f"rope_parameters has the layer types {sorted(found)} without full_attention; a "
+                "draft uses full attention, so there are no rope settings for it"
             )
         found = dict(found["full_attention"])
     found = {key: value for key, value in found.items() if value is not None}
-    kind = found.pop("type", None)  # the older name; rope_type wins where both are given
+    kind = found.pop("type", None)  # the older name; rope_type has priority
     found.setdefault("rope_type", kind or "default")
     found.setdefault("rope_theta", _first(config, "rope_theta", "rotary_emb_base", default=1e4))
     partial = _first(config, "partial_rotary_factor", "rotary_pct", default=None)
     if partial is not None:
         found.setdefault("partial_rotary_factor", partial)
     if found["rope_type"] in _LENGTH_AWARE:
-        limit = config.get("original_max_position_embeddings")  # Phi-3 keeps it outside
+        limit = config.get("original_max_position_embeddings")  # at the top level in Phi-3
         if limit is not None:
             found["original_max_position_embeddings"] = limit
         found.setdefault("original_max_position_embeddings", config["max_position_embeddings"])

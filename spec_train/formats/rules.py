@@ -1,4 +1,4 @@
-"""The engines and releases that a preflight knows, and the rules that several kinds share."""
+"""The engines and releases of the preflight, and rules that several kinds of draft share."""
 
 from spec_train.formats.preflight_notes import Notes, Subject
 
@@ -12,31 +12,31 @@ _VLLM_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
 
 
 def uses_last(subject: Subject) -> bool:
-    """Whether the draft reads the target's last block, as far as the number of blocks is known."""
+    """Return whether the draft reads the target's last decoder block; False if unknown."""
     count = subject.num_layers
     return count is not None and bool(subject.layers) and subject.layers[-1] == count - 1
 
 
 LAST = "the target's last layer: "
 LAST_VLLM = (
-    LAST + "vLLM gives its output before the final norm, datasets hold it after; fit without it"
+    LAST + "vLLM uses its output before the final norm, datasets hold it after; fit without it"
 )
 
 
 def vllm_name(notes: Notes, subject: Subject, method: str) -> None:
-    """Warn where vLLM would take the directory for a draft of another method."""
+    """Warn if vLLM cannot detect the method from the directory name."""
     known = any(part in subject.name.lower() for part in _VLLM_NAMES)
     notes.warn(
         subject.form == "vllm" and not known,
-        f'the directory name "{subject.name}" does not tell vLLM the method: pass '
+        f'vLLM cannot detect the method from the directory name "{subject.name}": pass '
         f'"method": "{method}" in --speculative-config',
     )
 
 
 def vllm_cpu(subject: Subject) -> Notes:
-    """vLLM's CPU attention knows few head sizes."""
+    """Check the head size, of which vLLM's CPU attention supports only a few."""
     notes = Notes(VLLM_CPU)
     size = subject.config["head_dim"]
     sizes = ", ".join(map(str, CPU_HEAD_SIZES))
-    notes.refuse(size not in CPU_HEAD_SIZES, f"head_dim {size}; its CPU attention has {sizes}")
+    notes.refuse(size not in CPU_HEAD_SIZES, f"head_dim {size}; its CPU attention supports {sizes}")
     return notes

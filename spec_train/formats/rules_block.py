@@ -1,4 +1,4 @@
-"""What engines make of block drafts: DSpark, and DFlash as its published form."""
+"""Rules of engines for block drafts: DSpark, and DFlash in its published form."""
 
 from spec_train.formats.dspark import DFLASH
 from spec_train.formats.preflight_notes import Notes, Subject
@@ -21,19 +21,21 @@ def _is_dflash(subject: Subject) -> bool:
 
 
 def _markov(subject: Subject) -> str | None:
-    """The type of the Markov head, None without one."""
+    """Return the type of the Markov head; None without one."""
     return subject.config["markov_head_type"] if subject.config["markov_rank"] else None
 
 
 def vllm_block(subject: Subject) -> Notes:
-    """Block drafts in vLLM: two methods, one backbone."""
+    """Check block drafts for vLLM, which has two methods for them."""
     notes = Notes(VLLM)
     dflash, markov = _is_dflash(subject), _markov(subject)
-    notes.refuse(markov not in (None, "vanilla"), f"{markov} Markov head: its class has vanilla")
+    notes.refuse(
+        markov not in (None, "vanilla"), f"{markov} Markov head: its class supports only vanilla"
+    )
     notes.warn(
         not dflash and markov is None,
-        "a DSpark draft without a Markov head: it loads, with a head of rank 0; drafting with one "
-        "was not tried. The layout mask is served as DFlash",
+        "a DSpark draft without a Markov head: it loads with a head of rank 0; drafting with such "
+        "a head was not tested. A draft with the layout mask is served as DFlash",
     )
     notes.refuse(uses_last(subject), LAST_VLLM)
     notes.warn(
@@ -45,57 +47,58 @@ def vllm_block(subject: Subject) -> Notes:
 
 
 def vllm_cpu_block(subject: Subject) -> Notes:
-    """Block drafts in vLLM without a GPU."""
+    """Check block drafts for vLLM without a GPU."""
     notes = vllm_cpu(subject)
     dflash = _is_dflash(subject)
-    notes.refuse(not dflash, "DSpark runs on its V2 runner, which needs Triton")
+    notes.refuse(not dflash, "DSpark uses its V2 runner, which needs Triton")
     notes.refuse(
         dflash and subject.blocks > 1,
-        "its CPU kernel gives the context keys of every layer the k_norm of layer 0",
+        "its CPU kernel applies the k_norm of layer 0 to the context keys of every layer",
     )
     return notes
 
 
 def sglang_block(subject: Subject) -> Notes:
-    """Block drafts in SGLang: the target's embedding and head always."""
+    """Check block drafts for SGLang, which always uses the target's embedding and head."""
     notes = Notes(SGLANG)
     notes.refuse(
         subject.reduced,
-        "a reduced vocabulary: it skips lm_head and d2t of the draft and uses the target's head",
+        "a reduced vocabulary: it ignores lm_head and d2t of the draft and uses the target's head",
     )
-    notes.warn(uses_last(subject), LAST + "engines disagree about it; not checked there")
+    notes.warn(uses_last(subject), LAST + "engines treat it differently; not checked for this one")
     return notes
 
 
 def llama_cpp_block(subject: Subject) -> Notes:
-    """Block drafts in llama.cpp, through its converter."""
+    """Check block drafts for llama.cpp, after its converter."""
     notes = Notes(LLAMA_CPP)
     markov = _markov(subject)
-    notes.refuse(markov not in (None, "vanilla"), f"{markov} Markov head: it has vanilla alone")
+    notes.refuse(markov not in (None, "vanilla"), f"{markov} Markov head: it supports only vanilla")
     notes.refuse(uses_last(subject), LAST + "the process aborts")
     size = subject.config["block_size"]
     count = size if subject.config["sample_from_anchor"] else size - 1
     notes.warn(
-        True, f"draft {count} tokens (--draft-max): with fewer it shortens the block it attends to"
+        True, f"pass --draft-max {count}: with fewer drafts it shortens the block it attends to"
     )
     return notes
 
 
 def speculators_block(subject: Subject) -> Notes:
-    """Block drafts in the speculators library."""
+    """Check block drafts for the speculators library."""
     notes = Notes(SPECULATORS)
     notes.refuse(
         subject.config["target_hidden_size"] != subject.config["hidden_size"],
-        "its fc takes states of the draft's own width",
+        "its fc needs target states of the draft's hidden size",
     )
     return notes
 
 
 def deepspec_block(subject: Subject) -> Notes:
-    """Block drafts in DeepSpec."""
+    """Check block drafts for DeepSpec."""
     notes = Notes(DEEPSPEC)
-    notes.refuse(subject.reduced, "a reduced vocabulary: its drafts have the target's head")
+    notes.refuse(subject.reduced, "a reduced vocabulary: its drafts use the target's full head")
     notes.refuse(
-        not subject.config["sample_from_anchor"], "in its blocks the anchor's slot drafts, here not"
+        not subject.config["sample_from_anchor"],
+        "it drafts from the anchor's slot (layout anchor), this draft does not (layout mask)",
     )
     return notes

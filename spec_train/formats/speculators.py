@@ -1,6 +1,6 @@
-"""The envelope of the speculators library (0.9): a layer config inside, an algorithm outside.
+"""The config format of the speculators library (0.9): a layer config inside an algorithm config.
 
-vLLM reads it too, and takes the target from `verifier.name_or_path`.
+vLLM reads it too, and uses `verifier.name_or_path` as the target.
 """
 
 from typing import Any
@@ -24,22 +24,22 @@ _LAYER_KEYS = (
 def wrap(
     flat: dict[str, Any], kind: str, architecture: str, depth: int, target: TargetFacts, **own: Any
 ) -> dict[str, Any]:
-    """Put a flat config into the envelope; `own` are the fields of this kind.
+    """Convert a flat config to the speculators format; `own` are the fields of this kind.
 
     Args:
-        flat: as engines read it; the `spec_train` section is carried along.
+        flat: the config that engines read; its `spec_train` section is copied.
         kind: `speculators_model_type`.
         architecture: class of the library.
         depth: tokens to draft per round.
-        target: its name is written as the verifier's.
+        target: its name becomes the verifier's.
 
     Raises:
         ConfigError: the target has no name.
     """
     if target.name is None:
         raise ConfigError(
-            "the speculators form names the target it belongs to: give --target (a directory, or "
-            "the name under which it will be served)"
+            "the speculators form contains the name of its target: pass --target (a directory, or "
+            "the name under which the target will be served)"
         )
     return {
         TYPE: kind,
@@ -71,16 +71,16 @@ def wrap(
 
 
 def unwrap(files: DraftFiles) -> tuple[str, DraftFiles, int | None]:
-    """The kind, the flat form and the tokens per round of files in the envelope.
+    """Return the kind, the flat form and the tokens per round of files in the speculators format.
 
     Raises:
-        DraftError: there is no layer config.
+        DraftError: the layer config is missing.
     """
     raw = dict(files.config)
     kind = raw.pop(TYPE)
     layer = raw.pop(LAYER, None)
     if not isinstance(layer, dict):
-        raise DraftError(f"{files.config_path}: speculators form without {LAYER}")
+        raise DraftError(f"{files.config_path}: {LAYER} is missing, which speculators files need")
     methods = (raw.pop("speculators_config", None) or {}).get("proposal_methods") or [{}]
     flat = {**layer, **{name: value for name, value in raw.items() if value is not None}}
     return kind, DraftFiles(flat, files.tensors, files.where), methods[0].get("speculative_tokens")

@@ -1,4 +1,4 @@
-"""What a draft's files may leave to its target: number of blocks, embedding, LM head, name."""
+"""Facts that a draft's files may leave to its target: decoder blocks, embedding, LM head, name."""
 
 import json
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _HEAD = ("lm_head.weight",)
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """As much of a target as is at hand; embedding and head are [V, H]."""
+    """The known facts of a target; embedding and head are [V, H] in the target's dtype."""
 
     name: str | None = None
     architectures: tuple[str, ...] = ()
@@ -28,10 +28,10 @@ class TargetFacts:
 
 
 def read_target(name: str) -> TargetFacts:
-    """Facts of a model directory; of any other name, the name alone (nothing is downloaded).
+    """Read the facts of a model directory; for any other name return only the name, no download.
 
     Raises:
-        MissingError, TargetError: a directory without config.json, or with damaged weights.
+        MissingError: the directory or its config.json is absent. TargetError: a file is damaged.
     """
     folder = Path(name)
     if not folder.is_dir():
@@ -44,7 +44,7 @@ def read_target(name: str) -> TargetFacts:
     except FileNotFoundError:
         raise MissingError(f"{path}: no such file; --target takes a model directory") from None
     except ValueError as error:
-        raise TargetError(f"{path}: not valid JSON ({error})") from None
+        raise TargetError(f"{path}: not valid JSON ({error}); copy the model again") from None
     embedding = _find(folder, _EMBEDDING)
     return TargetFacts(
         name=name,
@@ -57,7 +57,7 @@ def read_target(name: str) -> TargetFacts:
 
 
 def block_count(config: dict[str, Any]) -> int | None:
-    """Decoder blocks of a target's config.json, None where it does not say."""
+    """Return the decoder blocks of a target's config.json; None if it has no such field."""
     text = _text(config)
     return text.get("num_hidden_layers") or text.get("n_layer")
 
@@ -72,7 +72,7 @@ def _tied(config: dict[str, Any]) -> bool:
 
 
 def _find(folder: Path, endings: tuple[str, ...]) -> Tensor | None:
-    """The tensor whose name ends so, of one safetensors file or of several with an index."""
+    """Return the tensor whose name has one of the endings, from one or several weight files."""
     index = folder / _INDEX
     if index.is_file():
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -85,7 +85,7 @@ def _find(folder: Path, endings: tuple[str, ...]) -> Tensor | None:
             continue
         try:
             with safe_open(path, "pt") as weights:
-                for name in weights.keys():  # noqa: SIM118 (no mapping)
+                for name in weights.keys():  # noqa: SIM118 (not a mapping)
                     if name.endswith(endings):
                         return weights.get_tensor(name)
         except SafetensorError as error:

@@ -1,6 +1,6 @@
 """Room: `spec-train fit`: one loop for every draft.
 
-Sets a run up, steps it on one or several ranks, and saves and resumes it. No module here names a
+Prepares a run, trains it on one or several ranks, saves it and resumes it. No module here names a
 kind of draft: the loop calls only the Draft protocol.
 
 May import: spec_data.config, spec_data.devices, spec_data.shards, spec_train.data,

@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step."""
+"""Log lines of a run before its first step: dataset, documents, batches, parameters."""
 
 import logging
 from itertools import islice
@@ -11,11 +11,11 @@ from spec_train.training.trainer import Trainer
 log = logging.getLogger(__name__)
 
 FIRST_STEPS = 64
-"""How far the announcement looks into an epoch; planning all of it would delay the first step."""
+"""Batches used to estimate an epoch; packing the whole epoch would delay the first step."""
 
 
 def announce(trainer: Trainer, splits: Splits) -> None:
-    """Say what will be trained on what."""
+    """Log which draft is trained, and on which documents."""
     dataset, config, plan = trainer.dataset, trainer.config, splits.train
     for part in dataset.datasets if isinstance(dataset, Mixture) else (dataset,):
         _announce_dataset(part, trainer.stream.columns)
@@ -32,14 +32,14 @@ def announce(trainer: Trainer, splits: Splits) -> None:
     some = [p for batch in islice(batches, FIRST_STEPS) for p in batch]
     filled = sum(int(plan.lengths[pack].sum()) for pack in some)
     log.info(
-        "an epoch   %s tokens in packs of %d (%.1f %% full): about %s steps of %d packs",
+        "epoch      %s tokens in packs of %d (%.1f %% full): about %s steps of %d packs",
         *(f"{plan.tokens:,}", plan.seq_len, 100 * filled / (len(some) * plan.seq_len)),
         f"{-(-plan.tokens * len(some) // (filled * plan.packs_per_batch)):,}",
         plan.packs_per_batch,
     )
     ranks = trainer.ranks
     log.info(
-        "training   %s parameters, steps %d to %d, learning rate %g, %s on %s%s, into %s",
+        "training   %s parameters, steps %d to %d, learning rate %g, %s on %s%s, output in %s",
         *(
             f"{sum(p.numel() for p in trainer.masters.params):,}",
             trainer.step,
@@ -53,7 +53,7 @@ def announce(trainer: Trainer, splits: Splits) -> None:
 
 
 def _announce_dataset(dataset: Documents, columns: tuple[str, ...]) -> None:
-    """Say what is in a dataset and how much of it is read."""
+    """Log the contents of a dataset and how many bytes of it are read."""
     log.info(
         "dataset    %s: %s documents, %s tokens, %s supervised",
         dataset.path,
@@ -67,10 +67,10 @@ def _announce_dataset(dataset: Documents, columns: tuple[str, ...]) -> None:
 
 
 def _announce_shares(plan: MixedPlan) -> None:
-    """Say how much of the first epoch comes from each dataset."""
-    for share, rows in zip(plan.shares, plan.draw(0), strict=True):
+    """Log the share of each dataset in the first epoch."""
+    for share, documents in zip(plan.shares, plan.draw(0), strict=True):
         log.info(
             "share      %s, weight %g: %s documents and %.1f %% of the tokens of an epoch",
-            *(share.name, float(share.weight), f"{len(rows):,}"),
-            100 * int(plan.lengths[rows].sum()) / max(1, plan.tokens),
+            *(share.name, float(share.weight), f"{len(documents):,}"),
+            100 * int(plan.lengths[documents].sum()) / max(1, plan.tokens),
         )

@@ -1,19 +1,18 @@
 """A run directory: settings, metrics, checkpoints that survive any crash, the best draft.
 
     RUN/fit.json               every option, resolved: `--config RUN/fit.json` repeats the run
-    RUN/run.json               what the run is: draft, dataset, settings that may not change
+    RUN/run.json               the run's identity: draft, dataset, settings that may not change
     RUN/metrics.jsonl          one line per log or validation, append-only
     RUN/checkpoint-00000500/   a draft directory + training_state.safetensors and .json
-    RUN/failed-step-500/       a batch with a loss that was not finite (see `failure`)
-    RUN/last, RUN/best         links to the newest checkpoint and the best draft directory
+    RUN/failed-step-500/       a batch whose loss or gradient was not finite (see `failure`)
+    RUN/last, RUN/best         links to the newest checkpoint and to the best draft directory
 
-A directory is written under a temporary name, synced and renamed; a link is replaced in one step.
-So a kill at any moment leaves the previous state whole, and leftovers are recognised by name.
-training_state.json, written last, holds the hash of every other file. No pickle anywhere.
+A directory is written under a temporary name, synced and renamed. A link is replaced atomically.
+So a kill at any moment leaves the previous state complete, and leftovers are recognised by name.
+training_state.json is written last and holds the hash of every other file. No pickle anywhere.
 """
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -38,13 +38,14 @@ STATE_TENSORS = "training_state.safetensors"
 STATE = "training_state.json"
 STATE_FORMAT = 1
 _TEMPORARY = ".tmp-"
-_LEFTOVER = re.compile(r"\.tmp-|\..*\.tmp$")  # of a write that was killed, even the very first
+_LOCK = ".lock"
+_LEFTOVER = re.compile(r"\.tmp-|\..*\.tmp$")  # left by a killed write
 _CHECKPOINT = re.compile(r"checkpoint-(\d{8,})$")
 
 
 @dataclass
 class Saved:
-    """A checkpoint as read back: `state` is plain JSON, `tensors` everything else."""
+    """A checkpoint read from disk: `state` is plain JSON, `tensors` holds the rest."""
 
     path: Path
     step: int
@@ -53,12 +54,12 @@ class Saved:
 
 
 def resolve_draft_dir(path: str | Path) -> Path:
-    """The draft directory meant by `path`: itself, or for a run directory its best draft.
+    """Return the draft directory for `path`: `path` itself, or the best draft of a run directory.
 
-    A run that has no best draft yet gives its last checkpoint.
+    A run without a best draft falls back to its last checkpoint.
 
     Raises:
-        MissingError: nothing there, or a directory that is neither draft nor run.
+        MissingError: `path` does not exist, or is neither a draft nor a run.
     """
     path = Path(path)
     candidates = [path, path / "best", path / "last", *reversed(_checkpoints(path))]
@@ -66,9 +67,10 @@ def resolve_draft_dir(path: str | Path) -> Path:
         if (candidate / "config.json").is_file() and (candidate / "model.safetensors").is_file():
             return candidate
     if not path.exists():
-        raise MissingError(f"{path}: no such draft directory or run")
+        raise MissingError(f"{path}: no such draft directory or run; check the path")
     raise MissingError(
-        f"{path}: neither a draft (config.json and model.safetensors) nor a run with a checkpoint"
+        f"{path}: neither a draft (config.json and model.safetensors) nor a run with a checkpoint; "
+        "pass the directory that `spec-train fit --out` wrote"
     )
 
 
@@ -84,54 +86,54 @@ def _step_of(checkpoint: Path) -> int:
 
 
 class RunDirectory:
-    """One run's directory, held by one process at a time."""
+    """The directory of one run. A lock file admits one process at a time."""
 
     def __init__(self, path: str | Path, keep: int = 2) -> None:
-        """Take `path` (made if absent), keeping the newest `keep` checkpoints.
+        """Lock `path`, creating it if needed; `save` keeps the newest `keep` checkpoints.
 
         Raises:
-            ConfigError: it holds other things than a run. RunError: another process runs in it.
+            ConfigError: `path` is a file, or a directory with other contents than a run.
+            RunError: another process uses it.
         """
         self.path = Path(path)
         self.keep = keep
         if self.path.exists() and not self.path.is_dir():
-            raise ConfigError(f"--out {self.path}: a file; give a directory")
+            raise ConfigError(f"--out {self.path}: this is a file; pass a directory")
         names = {p.name for p in self.path.iterdir()} if self.path.is_dir() else set()
-        names -= {name for name in names if name == ".lock" or _LEFTOVER.match(name)}
+        names -= {name for name in names if name == _LOCK or _LEFTOVER.match(name)}
         if names and "run.json" not in names:
             raise ConfigError(
-                f"--out {self.path}: not empty and not a run of spec-train; give another directory"
+                f"--out {self.path}: not empty and not a run of spec-train; pass another directory"
             )
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.path / ".lock").open("w")
+        self._lock = FileLock(self.path / _LOCK, thread_local=False)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
+            self._lock.acquire(blocking=False)
+        except Timeout:
             raise RunError(
-                f"--out {self.path}: another spec-train fit is running in it; wait for it or give "
-                "another directory"
+                f"--out {self.path}: another spec-train fit is running here; wait until it ends, "
+                "or pass another directory"
             ) from None
         for leftover in [*self.path.glob(_TEMPORARY + "*"), *self.path.glob(".*.tmp")]:
             _remove(leftover)
 
     def close(self) -> None:
-        """Let go of the directory."""
-        self._lock.close()
+        """Release the lock."""
+        self._lock.release()
 
     # -- settings ---------------------------------------------------------------------------------
 
     def record(
         self, options: dict[str, Any], identity: dict[str, Any], free: Collection[str] = ()
     ) -> dict[str, Any]:
-        """Write fit.json and run.json, or check them; gives the notes kept in run.json.
+        """Write fit.json and run.json, or compare with an existing run.json; return its notes.
 
-        `free`: names that decide nothing, which an older run.json may hold all the same.
+        `free`: fields that are not compared, although an older run.json may hold them.
 
-        A run without any checkpoint has nothing to lose: it begins again with the new settings.
+        A run without a checkpoint has nothing to lose, so it restarts with the new settings.
 
         Raises:
-            ConfigError: the run was started with another identity; names the fields.
+            ConfigError: the run was started with another identity; lists the differing fields.
         """
         file = self.path / "run.json"
         notes: dict[str, Any] = {}
@@ -143,8 +145,8 @@ class RunDirectory:
                 raise ConfigError(
                     f"--out {self.path} holds a run with other settings:\n  "
                     + "\n  ".join(differing)
-                    + "\nGo on with the old ones, or start in another --out (with --init-from "
-                    f"{self.path} to begin with what this run has learned)"
+                    + "\nResume with the old settings, or start in another --out (add --init-from "
+                    f"{self.path} to start from this run's best draft)"
                 )
             notes = {} if differing else old.get("notes", {})
         write_atomically(self.path / "fit.json", dump_json(options))
@@ -152,7 +154,7 @@ class RunDirectory:
         return notes
 
     def note(self, **notes: Any) -> None:
-        """Add facts to run.json that are costly to find out again."""
+        """Add facts to run.json that are expensive to compute again."""
         file = self.path / "run.json"
         run = _read_json(file)
         run["notes"] = {**run.get("notes", {}), **notes}
@@ -161,18 +163,18 @@ class RunDirectory:
     # -- metrics ----------------------------------------------------------------------------------
 
     def append_metrics(self, line: dict[str, Any]) -> None:
-        """Append one line to metrics.jsonl; numbers that are not finite become null."""
+        """Append one line to metrics.jsonl; non-finite numbers become null."""
         clean = {k: None if isinstance(v, float) and v - v != 0 else v for k, v in line.items()}
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(clean, allow_nan=False) + "\n")
 
     def begin(self) -> None:
-        """Clear what an attempt that never saved a checkpoint has left."""
+        """Delete what an attempt without a checkpoint left behind."""
         for stale in [self.path / "best", *self.path.glob("best-*"), self.path / "metrics.jsonl"]:
             _remove(stale)
 
     def truncate_metrics(self, step: int) -> None:
-        """Drop lines past `step` (and a half-written last line)."""
+        """Drop lines after `step`, and a last line that is incomplete."""
         file = self.path / "metrics.jsonl"
         if not file.is_file():
             return
@@ -192,7 +194,7 @@ class RunDirectory:
         tensors: dict[str, Tensor],
         state: dict[str, Any],
     ) -> Path:
-        """Write checkpoint `step`, point `last` at it, and drop the oldest beyond `keep`."""
+        """Write checkpoint `step`, point `last` at it, and delete the oldest beyond `keep`."""
         final = self.path / f"checkpoint-{step:08d}"
 
         def write(folder: Path) -> None:
@@ -203,7 +205,7 @@ class RunDirectory:
             whole = {"format": STATE_FORMAT, "step": step, **state, "files": files}
             (folder / STATE).write_text(dump_json(whole), encoding="utf-8")
 
-        if final.exists():  # only after it was found damaged, or the same step was saved twice
+        if final.exists():  # it was damaged, or this step is saved a second time
             _remove(final)
         self._write_directory(final, write)
         self._link("last", final)
@@ -212,12 +214,12 @@ class RunDirectory:
         return final
 
     def load_newest(self) -> Saved | None:
-        """The newest whole checkpoint, or None where there is none at all.
+        """Return the newest intact checkpoint, or None if there is no checkpoint.
 
-        A damaged one is reported, set aside as `damaged-...`, and the one before it is taken.
+        A damaged checkpoint is logged and renamed to `damaged-...`; then the one before it is read.
 
         Raises:
-            RunError: there are checkpoints, and none is whole.
+            RunError: there are checkpoints, and all are damaged.
         """
         problems = []
         for checkpoint in reversed(_checkpoints(self.path)):
@@ -228,20 +230,20 @@ class RunDirectory:
                 aside = self.path / f"damaged-{checkpoint.name}"
                 _remove(aside)
                 checkpoint.rename(aside)
-                log.warning("%s; kept as %s, trying the one before", error, aside.name)
+                log.warning("%s; renamed to %s, trying the checkpoint before it", error, aside.name)
         damaged = sorted(p.name for p in self.path.glob("damaged-*"))
-        if damaged:  # found now or by an earlier call: never begin again over what was learned
+        if damaged:  # now or in an earlier call: never restart over what was learned
             raise RunError(
-                f"{self.path}: no checkpoint is whole: {'; '.join(problems or damaged)}. Repair "
-                "one and rename it back to checkpoint-<step>; or start in another --out "
-                f"(with --init-from {self.path} to begin with its best draft), or empty this one"
+                f"{self.path}: all checkpoints are damaged: {'; '.join(problems or damaged)}. "
+                "Repair one and rename it back to checkpoint-<step>, or start in another --out "
+                f"(add --init-from {self.path} to start from its best draft), or empty this one"
             )
         return None
 
     def save_best(
         self, step: int, save_draft: Callable[[Path], None], metrics: dict[str, Any]
     ) -> Path:
-        """Replace `best` by the draft as it is now, with the figures that made it so."""
+        """Replace `best` by the current draft; its metrics go to validation.json."""
 
         def write(folder: Path) -> None:
             save_draft(folder)
@@ -249,7 +251,7 @@ class RunDirectory:
                 dump_json({"step": step, **metrics}), encoding="utf-8"
             )
 
-        # a resumed run measures the same step again: never touch what `best` points at
+        # a resumed run may measure the same step again: never overwrite the target of `best`
         final = self.path / f"best-{step:08d}"
         if self._pointed("best") == final.name:
             final = self.path / f"{final.name}-again"
@@ -262,7 +264,7 @@ class RunDirectory:
         return final
 
     def save_failure(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Write failed-step-<step> by `write`, in place of one that an earlier attempt left."""
+        """Write failed-step-<step> with `write`; replace the one of an earlier attempt."""
         final = self.path / f"failed-step-{step}"
         _remove(final)
         self._write_directory(final, write)
@@ -278,7 +280,7 @@ class RunDirectory:
             _remove(folder)
             folder.mkdir()
             write(folder)
-            mode = folder.stat().st_mode & 0o666  # safetensors: files only their owner can read
+            mode = folder.stat().st_mode & 0o666  # safetensors writes files with mode 0600
             for file in folder.iterdir():
                 file.chmod(mode)
                 with file.open("rb") as handle:
@@ -290,12 +292,12 @@ class RunDirectory:
             with contextlib.suppress(OSError):
                 _remove(folder)
             raise RunError(
-                f"{final}: cannot be written ({error}); the checkpoints before it are whole. Free "
-                "some space or repair the disk, then run the same command again"
+                f"{final}: cannot be written ({error}); earlier checkpoints are intact. Free "
+                "some space or repair the disk, then run the same command to resume"
             ) from error
 
     def _link(self, name: str, folder: Path) -> None:
-        """Point the relative link `name` at `folder`, replacing the old one in one step."""
+        """Point the relative link `name` at `folder`; replace the old link atomically."""
         temporary = self.path / f"{_TEMPORARY}link-{name}"
         _remove(temporary)
         temporary.symlink_to(folder.name, target_is_directory=True)
@@ -304,8 +306,8 @@ class RunDirectory:
 
 
 def _remove(path: Path) -> None:
-    """Delete a file, link or directory; a directory goes under a temporary name first, so that a
-    kill on the way never leaves half of one under its own name."""
+    """Delete a file, link or directory. A directory gets a temporary name first, so that a kill
+    meanwhile never leaves an incomplete directory under its own name."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.is_dir():
@@ -319,19 +321,26 @@ def _read_json(file: Path) -> dict[str, Any]:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RunError(
-            f"{file}: cannot be read ({error}); restore it or start another --out"
+            f"{file}: cannot be read ({error}); restore it, or start in another --out"
         ) from None
 
 
 def read_checkpoint(path: Path) -> Saved:
-    """Read and verify one checkpoint; DraftError says what is wrong with it."""
+    """Read a checkpoint and verify its checksums.
+
+    Raises:
+        DraftError: it is damaged. RunError: another release wrote it.
+    """
     try:
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
         for name, digest in state["files"].items():
             if sha256_file(path / name) != digest:
                 raise DraftError(f"{path / name}: damaged (its checksum differs)")
         if state["format"] != STATE_FORMAT:
-            raise RunError(f"{path}: written by another release (format {state['format']})")
+            raise RunError(
+                f"{path}: written by another release (format {state['format']}, this release reads "
+                f"{STATE_FORMAT}); resume with that release, or start in another --out"
+            )
         tensors = load_file(path / STATE_TENSORS)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         if isinstance(error, DraftError):

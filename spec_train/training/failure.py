@@ -1,15 +1,15 @@
-"""What a run leaves behind when a loss or gradient is not finite: enough to see it happen again.
+"""The record of a step whose loss or gradient is not finite; `spec-train replay` runs it again.
 
     RUN/failed-step-<n>/config.json, model.safetensors   the draft before that step, in float32
-    RUN/failed-step-<n>/batch.safetensors                the micro-batch, and the counts that its
-                                                         loss was divided by
-    RUN/failed-step-<n>/failure.json                     where it came from, every option, the seed
-                                                         of its random numbers, the head
+    RUN/failed-step-<n>/batch.safetensors                the micro-batch, and the counts that divide
+                                                         its loss
+    RUN/failed-step-<n>/failure.json                     its documents, every option, the seed of
+                                                         its random numbers, the head's checksum
 
-The directory appears whole or not at all. Buffers of a step are long filled with other documents
-when its loss is read, so the micro-batch is read again; where only the gradient of a whole step was
-not finite, its micro-batches are run again one by one to find the one to blame. Of several ranks
-the first one does so for all, as it writes everything else: a micro-batch is the same anywhere.
+The directory is written completely or not at all. When a step's loss is read, its buffers already
+hold other documents, so the micro-batch is read from the dataset again. If only the gradient of
+the whole step is not finite, its micro-batches run again one by one to find the responsible one.
+With several ranks, rank 0 does this for all: a micro-batch is the same on every rank.
 """
 
 import math
@@ -31,6 +31,7 @@ from spec_train.data.batch import PLAIN, DraftBatch
 from spec_train.data.mixture import Documents
 from spec_train.data.order import Pack
 from spec_train.data.stream import BatchStream
+from spec_train.drafts import Draft
 from spec_train.head import TargetHead
 from spec_train.options import FitConfig
 from spec_train.training.saving import Saver
@@ -44,7 +45,8 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch of a failed step: packs of its epoch before it, what was in it, its loss."""
+    """A micro-batch of a failed step: the number of packs of its epoch before it, its packs, its
+    loss."""
 
     number: int
     packs: list[Pack]
@@ -53,33 +55,33 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class FailedStep:
-    """A step that gave a number that is not finite, on all ranks together."""
+    """A step of all ranks whose loss or gradient norm is not finite."""
 
     number: int  # of the step, from 1
     epoch: int
     index: int  # of the batch in the epoch
     parts: list[MicroBatch]
     grad_norm: float
-    counts: Tensor  # slot counts of the whole step
+    counts: Tensor  # slot counts of the whole step, float64 [S]
 
     @property
     def losses(self) -> list[float]:
-        """Losses of the micro-batches."""
+        """Return the losses of the micro-batches."""
         return [part.loss for part in self.parts]
 
     def random_seed(self, part: int, seed: int) -> int:
-        """Seed of the random numbers of a micro-batch in a run of this `seed`."""
+        """Return the random seed of micro-batch `part` in a run with this `seed`."""
         return place_seed(seed, "train", self.epoch, self.parts[part].number)
 
 
 def arithmetic(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """The autocast of a run in `dtype`; weights stay what they are."""
+    """Return the autocast context of a run in `dtype`; weights keep their dtype."""
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
-def cast_draft(draft: Any, dtype: torch.dtype) -> list[nn.Parameter]:
-    """Make what is trained fp32 masters and what is frozen `dtype`; gives what is trained."""
-    params: list[nn.Parameter] = draft.trainable_parameters()
+def cast_draft(draft: Draft, dtype: torch.dtype) -> list[nn.Parameter]:
+    """Cast trained parameters to fp32 and frozen ones to `dtype`; return the trained ones."""
+    params = draft.trainable_parameters()
     trained = {id(p) for p in params}
     for parameter in draft.parameters():
         parameter.data = parameter.data.to(torch.float32 if id(parameter) in trained else dtype)
@@ -88,15 +90,15 @@ def cast_draft(draft: Any, dtype: torch.dtype) -> list[nn.Parameter]:
 
 def describe_failure(
     failed: FailedStep,
-    draft: Any,
+    draft: Draft,
     head: TargetHead,
     stream: BatchStream,
     config: FitConfig,
     saver: Saver,
 ) -> str:
-    """Save the micro-batch to blame; gives the words of the error that says so.
+    """Save the responsible micro-batch; return the message of the error to raise.
 
-    `draft` and that of the `saver` have the weights of before the step, whole.
+    `draft` and the draft of `saver` hold the complete weights from before the step.
     """
     dataset = stream.dataset
     index = _to_blame(failed, draft, head, stream, config.seed)
@@ -104,12 +106,33 @@ def describe_failure(
     bad = [i for i, value in enumerate(failed.losses) if not math.isfinite(value)]
     what = f"loss is {failed.losses[bad[0]]}" if bad else f"gradient norm is {failed.grad_norm}"
     documents = document_table(batch, dataset)
-    words = (
+    message = (
         f"step {failed.number} (epoch {failed.epoch}, batch {failed.index}): the {what}; "
-        f"nothing of this step was kept. Documents of micro-batch {index + 1} of "
+        f"the step was not applied. Documents of micro-batch {index + 1} of "
         f"{len(failed.losses)}: {_named(documents)}. {_stored(batch, documents)}"
     )
-    state = {
+    state = _state(failed, index, draft, config, dataset) | {"documents": documents}
+
+    def write(folder: Path) -> None:
+        saver.draft.save_pretrained(folder, torch.float32)
+        save_file(_tensors(batch, failed.counts), folder / BATCH)
+        (folder / FAILURE).write_text(dump_json(state), encoding="utf-8")
+
+    try:
+        folder = saver.failure(failed.number, write)
+    except (SpecDataError, OSError) as error:  # report the cause even if the record fails
+        return f"{message}. It could not be saved for `spec-train replay`: {error}"
+    return (
+        f"{message}. Run it again with `spec-train replay {folder}`; check the data with "
+        f"`spec-data verify {dataset.path}`; if the data is correct, lower --lr"
+    )
+
+
+def _state(
+    failed: FailedStep, index: int, draft: Draft, config: FitConfig, dataset: Documents
+) -> dict[str, Any]:
+    """Return the contents of failure.json for micro-batch `index`, except its documents."""
+    return {
         "format": FORMAT,
         "draft": draft.name,
         "step": failed.number,
@@ -123,37 +146,25 @@ def describe_failure(
         "dtype": config.dtype,
         "config": to_dict(config),
         "options": to_dict(draft.options),
-        "documents": documents,
         "dataset": str(Path(dataset.path).absolute()),
         "fingerprint": dataset.manifest.fingerprint,
         "head": head_hash(dataset.manifest),
     }
 
-    def write(folder: Path) -> None:
-        saver.draft.save_pretrained(folder, torch.float32)
-        save_file(_tensors(batch, failed.counts), folder / BATCH)
-        (folder / FAILURE).write_text(dump_json(state), encoding="utf-8")
-
-    try:
-        folder = saver.failure(failed.number, write)
-    except (SpecDataError, OSError) as error:  # the cause matters more than its record
-        return f"{words}. It could not be saved for `spec-train replay`: {error}"
-    return (
-        f"{words}. See it happen with `spec-train replay {folder}`; check the data with `spec-data "
-        f"verify {dataset.path}`; if it is sound, lower --lr"
-    )
-
 
 def head_hash(manifest: Manifest) -> str | None:
-    """The checksum of the target's head in a dataset."""
+    """Return the checksum of the target's head in a dataset; None if none is recorded."""
     record = manifest.raw["files"].get(HEAD_FILE, {})
     return record.get("sha256")
 
 
 def _to_blame(
-    failed: FailedStep, draft: Any, head: TargetHead, stream: BatchStream, seed: int
+    failed: FailedStep, draft: Draft, head: TargetHead, stream: BatchStream, seed: int
 ) -> int:
-    """The first micro-batch whose loss or own gradient is not finite, else of the largest one."""
+    """Return the index of the first micro-batch whose loss or own gradient is not finite.
+
+    If there is none (only the sum overflows), return the one with the largest gradient.
+    """
     for i, loss in enumerate(failed.losses):
         if not math.isfinite(loss):
             return i
@@ -167,8 +178,8 @@ def _to_blame(
     return max(range(len(norms)), key=lambda i: math.inf if norms[i] != norms[i] else norms[i])
 
 
-def gradient_norm(draft: Any, head: TargetHead, batch: DraftBatch, counts: Tensor) -> float:
-    """Norm of the gradient of one micro-batch alone; leaves that gradient in the parameters."""
+def gradient_norm(draft: Draft, head: TargetHead, batch: DraftBatch, counts: Tensor) -> float:
+    """Return the gradient norm of one micro-batch; the gradient stays in the parameters."""
     device, dtype = head.head_weight.device, head.head_weight.dtype
     params = draft.trainable_parameters()
     for parameter in params:
@@ -180,24 +191,28 @@ def gradient_norm(draft: Any, head: TargetHead, batch: DraftBatch, counts: Tenso
 
 
 def document_table(batch: DraftBatch, dataset: Documents) -> list[dict[str, Any]]:
-    """Where every document of a batch comes from and where it lies in it, left to right."""
+    """Return id, shard, tokens and place in the batch of every document, pack by pack."""
     return [
         {
             "pack": b,
             "place": d,
-            "doc_id": dataset.id_array[row].as_py(),
-            "shard": dataset.shard_of(row),
+            "doc_id": dataset.id_array[document].as_py(),
+            "shard": dataset.shard_of(document),
             "tokens": int((batch.document_ids[b] == d).sum()),
         }
         for b, pack in enumerate(batch.rows)
-        for d, row in enumerate(pack)
+        for d, document in enumerate(pack)
     ]
 
 
 def non_finite_states(
     batch: DraftBatch, documents: Sequence[dict[str, Any]]
 ) -> list[tuple[dict[str, Any], str, int, int]]:
-    """Stored states that are not finite: document, column, how many tokens, the first of them."""
+    """Find stored states that are not finite.
+
+    Returns:
+        (document, column, number of tokens, first token) for each document and column with any.
+    """
     found = []
     for document in documents:
         span = batch.document_ids[document["pack"]] == document["place"]
@@ -210,7 +225,7 @@ def non_finite_states(
 
 
 def _named(documents: Sequence[dict[str, Any]]) -> str:
-    """Documents by shard, the first few of them."""
+    """Return the ids of the first few documents, grouped by shard."""
     shards: dict[str, list[str]] = {}
     for document in documents[:_SHOWN]:
         shards.setdefault(document["shard"], []).append(document["doc_id"])
@@ -225,8 +240,8 @@ def _stored(batch: DraftBatch, documents: Sequence[dict[str, Any]]) -> str:
         return "Their stored states are finite"
     document, column, tokens, first = bad[0]
     return (
-        f"Stored states are not finite: {column} of {document['doc_id']} at {tokens} tokens, the "
-        f"first at {first}" + (f", and {len(bad) - 1} more columns" if len(bad) > 1 else "")
+        f"Stored states are not finite: {column} of {document['doc_id']} at {tokens} tokens, first "
+        f"at token {first}" + (f", and {len(bad) - 1} more columns" if len(bad) > 1 else "")
     )
 
 

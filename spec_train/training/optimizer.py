@@ -1,7 +1,12 @@
-"""The fp32 weights that are trained, and their AdamW: whole on a rank, or its share of them.
+"""The trained fp32 weights and their AdamW state, complete on each rank or sharded over the ranks.
 
-In checkpoints both are always whole, by the parameter's name, so that a run goes on with any
-number of ranks and either kind of sharding.
+Checkpoints hold both complete, by parameter name, so that a run can resume with any number of
+ranks and either kind of sharding.
+
+The state is gathered here, not by `torch.distributed.checkpoint.state_dict`: that reads the state
+of an optimizer without steps as one of step 1, gathers all of it into new memory where `moments`
+needs one tensor at a time (the writer reuses its buffers), and still leaves the weights to
+`gather_whole` and `shard_like`.
 """
 
 import math
@@ -12,16 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from spec_train.drafts import Draft
 from spec_train.options import FitConfig
 
 STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class Masters:
-    """What the optimizer of a run sees of its draft."""
+    """The trained parameters of a run's draft and their optimizer."""
 
-    def __init__(self, draft: Any, config: FitConfig) -> None:
-        """Take the trainable parameters of a draft that the ranks have prepared."""
+    def __init__(self, draft: Draft, config: FitConfig) -> None:
+        """Use the trainable parameters of a draft after `Ranks.prepare`."""
         self.params: list[nn.Parameter] = draft.trainable_parameters()
         names = {id(p): name for name, p in draft.named_parameters()}
         self.names = [names[id(p)] for p in self.params]
@@ -40,56 +46,62 @@ class Masters:
         )
 
     def clip(self) -> Tensor:
-        """Limit the norm of the whole step's gradient, a scalar; gives what it was."""
+        """Limit the gradient norm of the step; return the norm before, a float32 scalar."""
         for parameter in self.params:
-            if parameter.grad is None:  # as with several ranks, where an exchange fills it in
+            if parameter.grad is None:  # zero, as after an all-reduce over several ranks
                 parameter.grad = torch.zeros_like(parameter)
-        norm = whole(get_total_norm([p.grad for p in self.params if p.grad is not None]))
+        norm = gather_whole(get_total_norm([p.grad for p in self.params if p.grad is not None]))
         clip_grads_with_norm_(self.params, self._limit, norm)
         return norm
 
     def step(self, lr: float) -> None:
-        """Update the weights with the gradients, and drop those."""
+        """Update the weights at the rate `lr`, then drop the gradients."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights under their names in a checkpoint; every rank goes through all of them."""
+        """Yield complete weights with their checkpoint names; every rank must iterate to the end.
+
+        Gathering a sharded weight is a collective call.
+        """
         for name, parameter in zip(self.names, self.params, strict=True):
-            yield f"master.{name}", whole(parameter)
+            yield f"master.{name}", gather_whole(parameter)
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
-        """The optimizer's tensors, likewise."""
+        """Yield the optimizer's tensors in the same way."""
         for name, parameter in zip(self.names, self.params, strict=True):
             for key, value in self.optimizer.state[parameter].items():
-                yield f"optimizer.{key}.{name}", whole(value)
+                yield f"optimizer.{key}.{name}", gather_whole(value)
 
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor]) -> list[str]:
-        """Take up weights and moments of a checkpoint; gives the names of absent weights."""
+        """Load weights and moments of a checkpoint; return the names of missing weights."""
         lacking = [name for name in self.names if f"master.{name}" not in tensors]
         if lacking:
             return lacking
         for name, parameter in zip(self.names, self.params, strict=True):
-            parameter.copy_(split_like(tensors[f"master.{name}"], parameter))
+            parameter.copy_(shard_like(tensors[f"master.{name}"], parameter))
             for key in STATE_KEYS:
                 value = tensors.get(f"optimizer.{key}.{name}")
                 if value is not None:
-                    kept = split_like(value, parameter) if value.ndim else value
+                    kept = shard_like(value, parameter) if value.ndim else value
                     self.optimizer.state[parameter][key] = kept.to(parameter.device)
         return []
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be split over the ranks; all of them call it."""
+def gather_whole(tensor: Tensor) -> Tensor:
+    """Return the complete tensor of a shard; collective. Other tensors are returned unchanged."""
     gathered: Any = getattr(tensor, "full_tensor", None)  # a DTensor has it
     return tensor if gathered is None else gathered()
 
 
-def split_like(full: Tensor, like: Tensor) -> Tensor:
-    """This rank's share of `full`, which every rank holds, on the device and split as `like`."""
+def shard_like(full: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's shard of `full`, with the device and sharding of `like`.
+
+    Every rank holds `full`.
+    """
     full = full.to(like.device)
     if not hasattr(like, "full_tensor"):
         return full
@@ -100,7 +112,9 @@ def split_like(full: Tensor, like: Tensor) -> Tensor:
 
 
 def learning_rate(step: int, total: int, config: FitConfig) -> float:
-    """Rate of step 0..total-1: linear warm-up, then a cosine that ends at min_lr_ratio * lr."""
+    """Return the rate of step 0..total-1: linear warm-up, then a cosine to min_lr_ratio * lr."""
+    # Not transformers' cosine schedule with a minimum: it starts at rate 0 and ends one step later,
+    # and with shifted arguments its warm-up rounds differently. A resumed run must keep its rates.
     peak = config.lr or 0.0
     warm = math.ceil(config.warmup_ratio * total)
     if step < warm:

@@ -1,39 +1,49 @@
-"""A draft's loss as the module that data parallelism wraps and sharding splits."""
+"""A draft's loss as an nn.Module, which distributed wrappers need."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from spec_train.data.batch import DraftBatch
+from spec_train.drafts import Draft
+from spec_train.head import TargetHead
+
 
 class LossOnRanks(nn.Module):
-    """`draft.loss` as the `forward` that distributed wrappers need."""
+    """A module whose `forward` is `draft.loss`."""
 
-    def __init__(self, draft: Any) -> None:
-        """Hold the draft as the only submodule."""
+    def __init__(self, draft: Draft) -> None:
+        """Register the draft as the only submodule."""
         super().__init__()
         self.draft = draft
 
     def forward(
-        self, batch: Any, head: Any, counts: Tensor, earlier: list[Tensor] | None = None
+        self,
+        batch: DraftBatch,
+        head: TargetHead,
+        counts: Tensor,
+        earlier: list[Tensor] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a micro-batch and its sums (plain, so that wrappers find the tensors).
+        """Return the loss of a micro-batch, a scalar, and its sums (see `DraftLoss`).
 
-        `earlier`, in the last micro-batch of a rank among several: the losses before. The loss is
-        then connected to every parameter, so that each takes part in the exchange whether or not
-        this rank's packs used it; and if any of the losses is not finite, so is every gradient,
-        and all ranks refuse the step at the same place.
+        A plain tuple, because wrappers look for tensors in the result.
+
+        `earlier` holds the previous losses of this rank in the step; it is passed with the last
+        micro-batch when there are several ranks. The loss is then connected to every parameter, so
+        that each parameter joins the all-reduce even if this rank's packs did not use it. If any
+        loss is not finite, every gradient is non-finite too, and all ranks refuse the step.
         """
         result = self.draft.loss(batch, head, counts)
         if earlier is None:
             return result.loss, result.sums
-        told = torch.stack([*earlier, result.loss.detach()]).sum()
-        connected = _Connected.apply(result.loss, told * 0, *self.draft.trainable_parameters())
+        total = torch.stack([*earlier, result.loss.detach()]).sum()
+        connected = _Connected.apply(result.loss, total * 0, *self.draft.trainable_parameters())
         return connected, result.sums
 
 
 class _Connected(torch.autograd.Function):
-    """The first argument; every parameter gets the gradient `zero` (nan where a loss is)."""
+    """Return the loss; give every parameter the gradient `zero` (nan if a loss is not finite)."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, zero: Tensor, *params: Tensor) -> Tensor:

@@ -1,17 +1,17 @@
-"""The processes of one run: who they are, what they add up, and how they end together.
+"""The processes (ranks) of one run: sums over them, messages between them, and a common end.
 
-One process needs none of this: every method is then the identity. Several are started by `torchrun`
-or `accelerate launch`, one per device. Tensors go through torch.distributed (NCCL on GPUs, Gloo on
-CPUs); words (settings, errors, waiting for each other) go through the launcher's key-value store,
-because a rank that has failed takes part in no collective any more. The first error of any rank is
-put there, and whoever waits looks for it; a rank stuck inside a collective is ended by a watching
-thread. So an error anywhere ends every rank with that rank's message, and nothing hangs.
+A single process needs none of this: every method then returns its input. `torchrun` or
+`accelerate launch` starts several ranks, one per device. Tensors go through torch.distributed (NCCL
+on GPUs, Gloo on CPUs). Messages (settings, errors, barriers) go through the launcher's key-value
+store, because a failed rank no longer joins collectives. The first error of any rank is written to
+the store, and waiting ranks look for it there. A watch thread ends a rank that is blocked inside a
+collective. So an error on one rank ends all ranks with the message of that rank, and none hangs.
 
-Data-parallel wrapping is accelerate's. Sharding is torch's `fully_shard` of the whole draft as one
-unit: drafts call their submodules' methods and weights directly, so all weights are gathered when
-the loss is entered; accelerate would shard norm and head as modules of their own, whose `forward`
-nobody calls, and offers no sharding on CPUs, where it could be tested. What wraps or shards is
-imported where it is used: it takes a second, which one process need not wait.
+Data-parallel wrapping uses accelerate. Sharding uses torch's `fully_shard` on the whole draft as
+one module: drafts use methods and weights of their submodules directly, so all weights must be
+gathered when the loss is entered. accelerate would shard norm and head as separate modules, whose
+`forward` is never called, and it has no sharding on CPUs, where the tests run. Modules that wrap or
+shard are imported where they are used: the import takes a second, which a single process saves.
 """
 
 import contextlib
@@ -35,36 +35,36 @@ from spec_data.shards.errors import ConfigError, RunError, SpecDataError
 POLL_SECONDS = 0.02
 WATCH_SECONDS = 1.0
 GRACE_SECONDS = 10.0
-"""How long a rank may take to end by itself after another one failed."""
+"""How long a rank may take to end by itself after another rank failed."""
 WAIT_SECONDS = 1800.0
-"""How long to wait for a rank that says nothing, not even an error: as torch.distributed does."""
+"""How long to wait for a silent rank, one without value or error; as torch.distributed does."""
 _ERROR, _LEFT, _STOP = "error", "left", "stop"
 
 
 class PeerError(RunError):
-    """Another rank failed; the message is its own."""
+    """Another rank failed; carries the message of that rank."""
 
 
 class Ranks:
-    """This process among those of the run; a context manager around everything they do together.
+    """The ranks of a run as seen by this process; a context manager around all their common work.
 
-    Leaving it without an error waits for all ranks, so that none ends while rank 0 still writes.
+    A normal exit waits for all ranks, so that none ends while rank 0 still writes.
     """
 
     def __init__(self, device: str | torch.device = "cpu", sharding: str = "ddp") -> None:
-        """Join the ranks that the launcher announced in the environment, if any.
+        """Join the ranks that the launcher announces in the environment, if any.
 
-        `device` is --device: with several ranks on GPUs each takes its own. `sharding`: "ddp"
-        keeps the draft whole on every rank, "fsdp2" splits weights, gradients and optimizer.
+        `device` is --device; each of several ranks on GPUs uses a GPU of its own. `sharding`: "ddp"
+        keeps a complete draft on every rank, "fsdp2" shards weights, gradients and optimizer.
 
         Raises:
-            ConfigError: the launcher's settings and these contradict each other.
+            ConfigError: the launcher's settings contradict the options of the run.
         """
         self.rank, self.world_size = 0, int(os.environ.get("WORLD_SIZE", "1"))
         self.sharding = sharding
         self.device = torch.device(device)
         self._store: Any = None
-        self._words = 0  # exchanges of words so far: the same number on every rank
+        self._messages = 0  # exchanges of messages so far: the same number on every rank
         self._ended = threading.Event()
         if self.world_size > 1:
             self._join()
@@ -73,19 +73,19 @@ class Ranks:
         for other in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
             if os.environ.get(f"ACCELERATE_USE_{other}", "false").lower() == "true":
                 raise ConfigError(
-                    f"accelerate's configuration asks for {other}: spec-train decides that itself; "
-                    "launch with a plain multi-process configuration and give --sharding"
+                    f"accelerate's configuration enables {other}, which spec-train does not use; "
+                    "launch with a plain multi-process configuration and pass --sharding"
                 )
         if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
             raise ConfigError(
-                f"WORLD_SIZE is {self.world_size} but there is no RANK or MASTER_ADDR: unset it, "
-                "or start with `torchrun --nproc-per-node N -m spec_train ...`"
+                f"WORLD_SIZE is {self.world_size}, but RANK or MASTER_ADDR is not set; unset "
+                "WORLD_SIZE, or start with `torchrun --nproc-per-node N -m spec_train ...`"
             )
         if self.device.type == "cuda":
             if self.device.index is not None:
                 raise ConfigError(
-                    f"--device {self.device} with {self.world_size} processes: each takes its own "
-                    "GPU; give --device cuda, and choose GPUs with CUDA_VISIBLE_DEVICES"
+                    f"--device {self.device} with {self.world_size} processes: each process uses "
+                    "its own GPU; pass --device cuda, and choose GPUs with CUDA_VISIBLE_DEVICES"
                 )
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(self.device)
@@ -96,17 +96,17 @@ class Ranks:
             rank=self.rank,
             world_size=self.world_size,
         )
-        self._store = dist.PrefixStore("words", store)
+        self._store = dist.PrefixStore("messages", store)
         if not self.is_main:
             for package in ("spec_data", "spec_train"):
                 logging.getLogger(package).setLevel(logging.ERROR)
-        # its own connection: a call that waits on the first one would block it
-        watched = dist.PrefixStore("words", store.clone())
+        # a second connection: a waiting call on the first one would block the watch thread
+        watched = dist.PrefixStore("messages", store.clone())
         threading.Thread(target=self._watch, args=(watched,), name="watch", daemon=True).start()
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes files, logs and bars."""
+        """Whether this rank writes files, logs and progress bars."""
         return self.rank == 0
 
     @property
@@ -121,7 +121,7 @@ class Ranks:
     # -- ending together --------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        """Begin what the ranks do together."""
+        """Start the common work of the ranks."""
         return self
 
     def __exit__(
@@ -130,35 +130,35 @@ class Ranks:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Wait for the others; after an error, tell them, or raise what they have told."""
+        """Wait for the other ranks; after an error, publish it or raise the published one."""
         if self.alone:
             return
         try:
             if error is None:
                 self.gather(None)
             else:
-                self._tell(error)
+                self._report(error)
         finally:
             self._ended.set()
-            with contextlib.suppress(dist.DistError):  # gone with whoever held it
+            with contextlib.suppress(dist.DistError):  # the process that held the store has ended
                 self._leave_store()
             if error is None:
                 dist.destroy_process_group()
 
-    def _tell(self, error: BaseException) -> None:
-        """Publish the error, or raise the one that was there first: its consequence is this one."""
+    def _report(self, error: BaseException) -> None:
+        """Publish the error. If one was published earlier, raise that one: it is the cause."""
         if isinstance(error, PeerError):
             return
         try:
             first = self._publish(error)
         except dist.DistError:
-            return  # the store is gone: whoever held it has failed too
+            return  # the store is gone: the process that held it has failed too
         mine = first.startswith(f"rank {self.rank}: ")
-        if not mine and first.partition(": ")[2] != _in_words(error):  # not found by all together
+        if not mine and first.partition(": ")[2] != _describe(error):  # not the same on all ranks
             raise PeerError(first) from error
 
     def _leave_store(self) -> None:
-        """Use the store no more. It may live in rank 0, which therefore leaves last."""
+        """Stop using the store. Rank 0 may host it and therefore leaves last."""
         if not self.is_main:
             self._store.add(_LEFT, 1)
             return
@@ -167,22 +167,22 @@ class Ranks:
             time.sleep(POLL_SECONDS)
 
     def _publish(self, error: BaseException) -> str:
-        """Make `error` the run's error unless there is one; gives the one that counts."""
-        text = f"rank {self.rank}: {_in_words(error)}"
+        """Make `error` the run's error unless another one is published; return the run's error."""
+        text = f"rank {self.rank}: {_describe(error)}"
         return self._store.compare_set(_ERROR, "", text).decode()
 
-    def _raise_told(self) -> None:
-        """Raise the error of another rank, if there is one."""
+    def _raise_published(self) -> None:
+        """Raise the error that another rank published, if any."""
         if self._store.check([_ERROR]):
             raise PeerError(self._store.get(_ERROR).decode())
 
     def _watch(self, store: Any) -> None:
-        """Body of the thread: end this process if another failed and this one cannot know."""
+        """Body of the watch thread: end this process if another rank failed and this one hangs."""
         while not self._ended.wait(WATCH_SECONDS):
             try:
                 text = store.get(_ERROR).decode() if store.check([_ERROR]) else None
             except dist.DistError as error:
-                text = f"the process that holds the ranks together is gone ({error})"
+                text = f"lost the connection to the launcher's key-value store ({error})"
             if text is None:
                 continue
             if not self._ended.wait(GRACE_SECONDS):
@@ -190,41 +190,45 @@ class Ranks:
                 os._exit(1)
             return
 
-    # -- words ------------------------------------------------------------------------------------
+    # -- messages ---------------------------------------------------------------------------------
 
     def gather(self, value: Any) -> list[Any]:
-        """The JSON values of all ranks, by rank; waits for the last of them.
+        """Return the JSON values of all ranks, by rank; waits until each rank has sent its value.
 
         Raises:
-            PeerError: another rank has failed, here or anywhere.
+            PeerError: another rank has failed.
+            RunError: a rank did not respond for WAIT_SECONDS.
         """
         if self.alone:
             return [value]
-        self._words += 1
-        names = [f"{self._words}/{rank}" for rank in range(self.world_size)]
+        self._messages += 1
+        names = [f"{self._messages}/{rank}" for rank in range(self.world_size)]
         self._store.set(names[self.rank], json.dumps(value))
         until = time.monotonic() + WAIT_SECONDS
         while not self._store.check(names):
-            self._raise_told()
+            self._raise_published()
             if time.monotonic() > until:
-                late = [r for r, name in enumerate(names) if not self._store.check([name])]
-                raise RunError(f"no word of rank {late} in {WAIT_SECONDS / 60:.0f} minutes")
+                late = [str(r) for r, name in enumerate(names) if not self._store.check([name])]
+                raise RunError(
+                    f"rank {', '.join(late)} did not respond for {WAIT_SECONDS / 60:.0f} minutes; "
+                    "check its log, then run the same command to resume"
+                )
             time.sleep(POLL_SECONDS)
         return [json.loads(self._store.get(name)) for name in names]
 
     def call_stop(self) -> None:
-        """Say that this rank was told to stop, to those that wait for data and not for it."""
+        """Announce that this rank must stop, for ranks that wait for data."""
         if not self.alone:
             self._store.set(_STOP, str(self.rank))
 
     def stop_called(self) -> bool:
-        """Whether any rank has said so; the stop itself is agreed on with `agree`."""
+        """Return whether any rank announced a stop; the stop itself is decided by `agree`."""
         return not self.alone and self._store.check([_STOP])
 
     # -- tensors ----------------------------------------------------------------------------------
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum of a tensor over the ranks, on its own device; all ranks call it, same shape."""
+        """Return the sum of a tensor over the ranks, on its device; collective, same shape."""
         if self.alone:
             return values
         total = values.to(self.device, copy=True)
@@ -232,7 +236,7 @@ class Ranks:
         return total.to(values.device)
 
     def sum_all(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Sums of float64 tensors over the ranks in one exchange; same names and shapes."""
+        """Return sums of float64 tensors over the ranks; one all-reduce, same names and shapes."""
         if self.alone or not values:
             return values
         names = sorted(values)
@@ -247,11 +251,11 @@ class Ranks:
         error: Exception | None = None,
         stopping: Callable[[], object] = lambda: False,
     ) -> tuple[Tensor, bool]:
-        """Add up `counts` [S] over the ranks; also, whether any of them was told to stop.
+        """Return `counts` float64 [S] summed over the ranks, and whether any rank must stop.
 
-        A rank that cannot do the step gives its `error` and zeros: it is raised there, and a
-        PeerError with its message on the others, at the same step. One whose `stopping` turns true
-        while the others are awaited says so to them: they may be waiting for data.
+        A rank that cannot do the step passes its `error` and zeros. The error is raised on that
+        rank, and a PeerError with its message on the others, at the same step. If `stopping`
+        returns true while this rank waits, it announces the stop: others may be waiting for data.
         """
         if self.alone:
             if error is not None:
@@ -266,27 +270,27 @@ class Ranks:
         if error is not None:
             raise error
         if failures:
-            self._raise_told()
+            self._raise_published()
         return total[:-2].to(counts.device), stops > 0
 
     def _await(self, work: Any, stopping: Callable[[], object]) -> None:
-        """Wait in Python, where signals arrive, and not inside the collective."""
+        """Wait in Python, where signals are handled, and not inside the collective."""
         pause, called = 5e-5, False
         while not work.is_completed():
             if not called and stopping():
                 self.call_stop()
                 called = True
             time.sleep(pause)
-            pause = min(2 * pause, 1e-3)  # of every step: a GPU would be idle for longer
+            pause = min(2 * pause, 1e-3)  # a longer pause would leave a GPU idle in every step
         work.wait()
 
     # -- the draft --------------------------------------------------------------------------------
 
     def prepare(self, module: nn.Module) -> nn.Module:
-        """Wrap the module whose `forward` is the loss; all ranks go on with rank 0's weights.
+        """Wrap the module whose `forward` is the loss; all ranks receive rank 0's weights.
 
-        Its parameters are replaced by their shards under "fsdp2": ask for them after this. Frozen
-        ones stay whole, for they are shared with the target's head.
+        "fsdp2" replaces trained parameters by their shards, so collect parameters after this call.
+        Frozen parameters stay complete, because the target's head uses the same tensors.
         """
         if self.alone:
             return module
@@ -302,10 +306,11 @@ class Ranks:
         return cast(nn.Module, fully_shard(module, mesh=mesh, ignored_params=frozen))
 
     def _replicate(self, module: nn.Module) -> nn.Module:
-        """Wrap for data parallelism, through accelerate; arithmetic and accumulation are ours.
+        """Wrap for data parallelism with accelerate; autocast and accumulation stay in `Trainer`.
 
-        No search for unused parameters: `LossOnRanks` gives each a gradient in every step. Buffers
-        never change, and an exchange of them would wait for ranks with fewer micro-batches.
+        No search for unused parameters: `LossOnRanks` gives each parameter a gradient in every
+        step. No broadcast of buffers: they never change, and ranks with fewer micro-batches would
+        not take part in it.
         """
         from accelerate import Accelerator, DistributedDataParallelKwargs
 
@@ -314,15 +319,15 @@ class Ranks:
         )
         cpu = self.device.type == "cpu"
         accelerator = Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[options])
-        with warnings.catch_warnings():  # torch renames broadcast_buffers; accelerate does not yet
+        with warnings.catch_warnings():  # torch renamed broadcast_buffers, accelerate did not yet
             warnings.simplefilter("ignore", FutureWarning)
             return accelerator.prepare_model(module, device_placement=False)
 
     @contextlib.contextmanager
     def gradients(self, module: Any, last: bool) -> Iterator[None]:
-        """Around forward and backward of a micro-batch: gradients are added up in the last one.
+        """Wrap forward and backward of a micro-batch; only the last one reduces gradients.
 
-        Ranks may have different numbers of micro-batches, so the others exchange nothing at all.
+        Earlier micro-batches communicate nothing, because ranks may have different numbers of them.
         """
         if self._sharded:
             module.set_requires_gradient_sync(last)
@@ -334,16 +339,16 @@ class Ranks:
         yield
 
     def assemble(self, module: Any) -> None:
-        """Make the weights of all ranks whole on each of them, for a last look at them."""
+        """Gather the complete weights on every rank, to inspect them after a failure."""
         if self._sharded:
             module.unshard()
 
     def release(self, module: Any) -> None:
-        """Give back the memory of weights gathered for a forward without a backward."""
+        """Free weights that were gathered for a forward pass without a backward pass."""
         if self._sharded:
             module.reshard()
 
 
-def _in_words(error: BaseException) -> str:
-    """An error's message, with its kind where it is not one of ours."""
+def _describe(error: BaseException) -> str:
+    """Return the message of an error, after its class name if it is not a SpecDataError."""
     return str(error) if isinstance(error, SpecDataError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Where a run stands, and which of its drafts is the best."""
+"""The state of a run as `fit` returns it, validation results, and which draft is the best."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FitResult:
-    """Where a run stands: `finished`, or stopped by signal number `stopped_by` at `step`."""
+    """The state of a run: `finished`, or stopped at `step` by signal number `stopped_by`."""
 
     directory: Path
     step: int
@@ -49,9 +49,9 @@ class FitResult:
 
 
 def better(figures: dict[str, Any], best: dict[str, Any]) -> bool:
-    """Whether a draft has the longer product-limit length, or as long a one and a lower loss.
+    """Return whether `figures` has the longer product-limit length; equal ones compare by loss.
 
-    A `best` that an older release saved is compared by what it has: the length of whole chains.
+    A `best` of an older release has only the acceptance length of whole chains; that is compared.
     """
     name = "product_limit_length" if "product_limit_length" in best else "acceptance_length"
 

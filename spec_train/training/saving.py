@@ -1,13 +1,12 @@
-"""What a run writes, off the path of its steps.
+"""Writing checkpoints, drafts and metrics in a thread, while training continues.
 
-Weights and optimizer are copied to the host once, into buffers that are used again for every save,
-and one thread hashes, writes and renames; the run goes on meanwhile. The next copy waits for the
-writes before it. What goes wrong in the thread is raised at the next step, and `close` waits, so
-the end of a run, a stop and an error all leave whole checkpoints. A kill loses at most the one in
-the making: the directory is the same as with saving in place.
+Weights and optimizer state are copied to the host, into buffers that every save reuses. One thread
+hashes, writes and renames. The next copy waits for earlier writes. An error in the thread is raised
+at the next step, and `close` waits for the thread; so checkpoints are complete after the end of a
+run, a stop and an error. A kill loses at most the checkpoint that is being written.
 
-The draft that the thread writes is a copy on the host too, with the weights put together where
-ranks hold shards: so a draft needs to know nothing of threads or shards.
+The thread writes a host copy of the draft with complete weights, so the code of a draft needs no
+knowledge of threads or shards.
 """
 
 import contextlib
@@ -23,14 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from spec_data.shards.errors import RunError
+from spec_train.drafts import Draft
 from spec_train.training.checkpoint import RunDirectory
 from spec_train.training.tracking import Tracking
 
 log = logging.getLogger(__name__)
 
 
-def host_copy(draft: Any) -> Any:
-    """A copy of a draft on the host; frozen weights that are there already are shared with it."""
+def host_copy(draft: Draft) -> Draft:
+    """Return a copy of a draft on the host; it shares frozen weights that are there already."""
     tensors: dict[int, Any] = {}
     for tensor in itertools.chain(draft.parameters(), draft.buffers()):
         if isinstance(tensor, nn.Parameter) and not tensor.requires_grad and tensor.is_cpu:
@@ -47,23 +47,23 @@ def host_copy(draft: Any) -> Any:
 
 
 def _host_buffer(like: Tensor) -> Tensor:
-    """Memory on the host for a tensor; page-locked, so that a GPU copies into it at full speed."""
+    """Allocate host memory for a tensor; page-locked for a GPU tensor, which copies faster."""
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
 
 
 class Saver:
-    """Writes of one run; without a directory (on every rank but 0) it writes nothing."""
+    """Writes the files of one run; without a directory (on every rank except 0) nothing."""
 
     def __init__(
         self,
         directory: RunDirectory | None,
-        draft: Any,
+        draft: Draft,
         dtype: torch.dtype,
         tracking: Tracking | None = None,
     ) -> None:
-        """Save into `directory` the `draft`, whole and with its weights in `dtype`."""
+        """Save `draft` into `directory`, complete and with its weights in `dtype`."""
         self.directory = directory
-        self.draft: Any = None  # on the host, whole, with the weights that are held
+        self.draft: Draft = draft  # with a directory: a complete copy on the host
         self._tracking = tracking
         self._dtype = dtype
         self._host: dict[str, Tensor] = {}
@@ -74,12 +74,12 @@ class Saver:
             self._host = {f"master.{n}": p.data for n, p in self.draft.named_parameters()}
 
     def hold(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Copy tensors to the host, over what an earlier call with the same names has copied.
+        """Copy tensors to the host; overwrites the copies of an earlier call with the same names.
 
         "master.<name>" is also the weight of that name in the draft that is written.
         """
         held, copying = {}, False
-        for name, tensor in tensors:  # to the end on every rank: shards are put together here
+        for name, tensor in tensors:  # every rank iterates to the end: this gathers shards
             if self.directory is None:
                 continue
             if name not in self._host:
@@ -98,7 +98,7 @@ class Saver:
         state: dict[str, Any],
         then: Callable[[], None] = lambda: None,
     ) -> None:
-        """Write checkpoint `step` of what is held; call `then` once it is safely there."""
+        """Write checkpoint `step` from held tensors; call `then` once it is on disk."""
         directory = self.directory
         if directory is None:
             return
@@ -110,35 +110,35 @@ class Saver:
         self._submit(write)
 
     def best(self, step: int, figures: dict[str, Any]) -> None:
-        """Write the draft as it is held as the best one."""
+        """Write the held weights as the best draft."""
         if self.directory is not None:
             self._submit(self.directory.save_best, step, self._save_draft, figures)
 
     def failure(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Write the directory of a failed step at once; the run ends with it."""
+        """Write the directory of a failed step at once, without the thread; the run then ends."""
         if self.directory is None:
-            raise RunError(f"step {step} failed in a run without a directory")
+            raise RunError(f"step {step} failed; this rank has no directory to record it in")
         return self.directory.save_failure(step, write)
 
     def metrics(self, line: dict[str, Any]) -> None:
-        """Append a line to metrics.jsonl, and show it where else it is wanted."""
+        """Append a line to metrics.jsonl and send it to the trackers."""
         if self.directory is not None:
             self.directory.append_metrics(line)
         if self._tracking is not None:
             self._tracking.line(line)
 
     def check(self) -> None:
-        """Raise what a write has raised."""
+        """Raise the error of a finished write, if any."""
         while self._writes and self._writes[0].done():
             self._writes.pop(0).result()
 
     def wait(self) -> None:
-        """Wait until everything is written, and raise what that has raised."""
+        """Wait until everything is written; raise the error of a write, if any."""
         while self._writes:
             self._writes.pop(0).result()
 
     def close(self) -> None:
-        """Wait for the writes; for use after an error, when one more would hide it."""
+        """Wait for the writes and ignore their errors, which would hide the first one."""
         with contextlib.suppress(BaseException):
             self.wait()
         self._writer.shutdown()
@@ -149,5 +149,5 @@ class Saver:
         self._writes.append(self._writer.submit(write, *arguments))
 
     def _save_draft(self, folder: Path) -> None:
-        """Write the draft directory in the target's dtype: frozen weights come back bit for bit."""
+        """Write the draft in the target's dtype, so that frozen weights keep their bits."""
         self.draft.save_pretrained(folder, self._dtype)

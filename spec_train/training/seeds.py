@@ -1,12 +1,13 @@
-"""Random numbers of a run: a function of the place they are drawn at, not of what was drawn before.
+"""Random seeds of a run. A seed depends on the micro-batch's place, not on earlier draws.
 
-So no state of a generator is kept, and a micro-batch draws the same wherever it is computed.
+So no generator state is saved, and a micro-batch draws the same numbers on any rank.
 """
 
 import hashlib
 
 
 def place_seed(seed: int, kind: str, epoch: int, number: int) -> int:
-    """Seed of a micro-batch: `number` packs of the epoch of a split (`kind`) come before it."""
+    """Return the seed of a micro-batch of the split `kind` with `number` packs before it in the
+    epoch."""
     text = repr((seed, kind, epoch, number)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1

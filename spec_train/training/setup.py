@@ -1,7 +1,7 @@
-"""From options to a run: which documents, which draft, which steps; new or resumed.
+"""Prepare a run from its options, new or resumed: documents, draft, number of steps.
 
-Everything here happens once, before the first step; `trainer` has the loop. Nothing opens the
-target: its config, embeddings and head are part of the dataset.
+Everything here happens once, before the first step; the loop is in `trainer`. The target is never
+opened: its config, embeddings and head are part of the dataset.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from spec_data.shards.follow import FollowedDataset
 from spec_train.data.following import FollowingPlan
 from spec_train.data.mixture import Documents, Mixture, open_documents
 from spec_train.data.order import SPLIT_RULE, BatchPlan, rank_slice
-from spec_train.data.release import UnitRelease
+from spec_train.data.release import KeepAll, UnitRelease
 from spec_train.data.splits import Splits, make_splits
 from spec_train.data_option import parse_sources
 from spec_train.draft_options import draft_options
@@ -39,28 +39,27 @@ from spec_train.training.trainer import Trainer
 log = logging.getLogger(__name__)
 
 DEFAULT_EPOCHS = 3
-FORMERLY_HELD = ("gradient_checkpointing",)  # the identity of older runs may name it
+FORMERLY_HELD = ("gradient_checkpointing",)  # the identity of older runs may contain it
 MAY_CHANGE = (
-    "preset",  # what it set may not
+    "preset",  # a bundle: the options it sets are still compared
     *("data", "out", "device", "log_every", "eval_every", "save_every", "keep", "track"),
-    *("follow", "follow_timeout", "follow_keep"),  # the order says how far they may not
-    *("batch_size", "accumulation"),  # their product with the processes may not: packs_per_step
+    *("follow", "follow_timeout", "follow_keep"),  # their effect on the order is compared instead
+    *("batch_size", "accumulation"),  # packs_per_step, their product with the ranks, is compared
     "sharding",
     *FORMERLY_HELD,
 )
-"""Options a resumed run may change: they decide where things are, how often they are written, and
-what memory holds."""
+"""Options that a resumed run may change: locations, how often files are written, memory use."""
 
 
 def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
-    """Fit the draft `draft_name` as `config` and its own `options` say, or go on with that run.
+    """Fit the draft `draft_name` with `config` and its own `options`, or resume that run.
 
     Raises:
         DraftError: there is no draft `draft_name`.
         ConfigError: the run directory holds a run with other settings, or `options` are those of
             another draft.
-        DatasetError, MissingError: the dataset cannot be read. RunError: training failed, here or
-        on another rank.
+        DatasetError, MissingError: the dataset cannot be read.
+        RunError: training failed, on this rank or on another one.
     """
     expected = draft_options(draft_name)
     if type(options) is not expected:
@@ -72,9 +71,9 @@ def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
     with Ranks(device, config.sharding) as ranks, contextlib.ExitStack() as stack:
         if config.follow_keep and not ranks.alone:
             raise ConfigError(
-                f"--follow-keep {config.follow_keep} with {ranks.world_size} processes: a unit "
-                "that one of them deletes may still be read by another; use one process, or "
-                "--follow alone"
+                f"--follow-keep {config.follow_keep} with {ranks.world_size} processes: one "
+                "process could delete a unit while another still reads it; use one process, or "
+                "--follow without --follow-keep"
             )
         dataset = open_data(config)
         DRAFTS[draft_name].check_data(options, dataset.manifest)
@@ -94,7 +93,7 @@ def _fit(
     run: RunDirectory | None,
     ranks: Ranks,
 ) -> FitResult:
-    """One rank's part; `run` is the first one's."""
+    """Run one rank; `run` is None on every rank except rank 0."""
     splits = make_splits(dataset, config, ranks.world_size)
     total, saved = 0, None
     if run is not None:
@@ -113,18 +112,17 @@ def _fit(
     dtype = compute_dtype(config.dtype, ranks.device)
     head = TargetHead.from_dataset(dataset.path, dtype, ranks.device, dataset.manifest)
     draft = _make_draft(draft_name, config, options, dataset, splits, head, saved, ranks)
-    ranks.gather(None)  # whoever could not come so far has said why
-    trainer = Trainer(
-        draft, head, config, dataset, splits.train, splits.validation, run, total, ranks
-    )
+    ranks.gather(None)  # raises if another rank failed before this point
+    trainer = Trainer(draft, head, config, dataset, splits, total, run, ranks)
+    release = KeepAll()
     if isinstance(dataset, FollowedDataset):
-        _follow(trainer, dataset, splits)
+        release = _follow(config, dataset, splits)
     if saved is not None:
         trainer.restore(saved)
     if run is not None:
         run.begin() if saved is None else run.truncate_metrics(saved.step)
         announce(trainer, splits)
-    return trainer.run()
+    return trainer.run(release)
 
 
 def _record(
@@ -136,7 +134,7 @@ def _record(
     splits: Splits,
     world_size: int,
 ) -> int:
-    """Write what the run is, or check that it is still the same; gives its steps in all."""
+    """Write the run's identity, or check that it has not changed; return the total of steps."""
     identity = {
         "draft": draft_name,
         **_identity(dataset),
@@ -153,28 +151,32 @@ def _record(
 
 
 def open_data(config: FitConfig) -> Documents:
-    """Open what a run trains on: one dataset, several, or one in the making."""
+    """Open the data of a run: one dataset, several, or one that is still being generated."""
     if config.follow:
         return FollowedDataset(parse_sources(config.data)[0].path, config.follow_timeout)
     return open_documents(parse_sources(config.data))
 
 
-def _follow(trainer: Trainer, dataset: FollowedDataset, splits: Splits) -> None:
-    """Prepare a run on a dataset in the making: what is measured must be there first."""
-    keep = trainer.config.follow_keep
-    if keep and isinstance(splits.train, FollowingPlan):
-        trainer.release = UnitRelease(dataset, splits.train, splits.validation, keep)
+def _follow(config: FitConfig, dataset: FollowedDataset, splits: Splits) -> KeepAll:
+    """Wait for the validation documents of a dataset that is still being generated.
+
+    Return what deletes used units under --follow-keep.
+    """
+    release = KeepAll()
+    if config.follow_keep and isinstance(splits.train, FollowingPlan):
+        release = UnitRelease(dataset, splits.train, splits.validation, config.follow_keep)
     log.info(
-        "following  %d units in windows of %s; measured documents are of the first %d",
+        "following  %d units in windows of %s; validation documents are in the first %d units",
         len(dataset.planned.units) - 1,
-        f"{trainer.config.window_tokens:,} tokens",
+        f"{config.window_tokens:,} tokens",
         len({dataset.unit_of(row) for row in splits.validation.rows.tolist()}),
     )
     dataset.wait_for(splits.validation.rows.tolist(), threading.Event())
+    return release
 
 
 def _identity(dataset: Documents) -> dict[str, Any]:
-    """What a run may not change about its data: the datasets themselves and their weights."""
+    """Return what identifies the run's data: fingerprints of the datasets and their weights."""
     if not isinstance(dataset, Mixture):
         return {"dataset": dataset.manifest.fingerprint}
     return {
@@ -184,11 +186,11 @@ def _identity(dataset: Documents) -> dict[str, Any]:
 
 
 def resolve_config(config: FitConfig, dataset: Documents) -> FitConfig:
-    """Replace every automatic option by its value, so that fit.json alone repeats the run."""
+    """Replace each automatic option by its value, so that fit.json alone repeats the run."""
     device = usable_device(config.device)
     return dataclasses.replace(
         config,
-        data=tuple(  # fit.json is read from anywhere
+        data=tuple(  # absolute: fit.json may be read from any working directory
             str(dataclasses.replace(source, path=source.path.absolute()))
             for source in parse_sources(config.data)
         ),
@@ -202,19 +204,22 @@ def resolve_config(config: FitConfig, dataset: Documents) -> FitConfig:
 def count_supervised_tokens(
     dataset: Documents, plan: BatchPlan, ranks: Ranks | None = None
 ) -> Tensor:
-    """How often each token id is a supervised token of the plan's documents, int64 [V].
+    """Count how often each token id is a supervised token of the documents in `plan`.
 
-    Of several datasets: of what an epoch of them shows on average, times a common factor. Reads
-    ids and masks only, one document at a time; each of several ranks its part of them.
+    With several datasets, each document counts as often as an epoch repeats it on average, times
+    a common factor. Only ids and masks are read, one document at a time. Each rank reads its part.
+
+    Returns:
+        Counts over all ranks, int64 [V].
     """
     ranks = ranks or Ranks()
     counts = np.zeros(dataset.manifest.vocab_size, dtype=np.int64)
     ids = torch.zeros(plan.seq_len, dtype=torch.int64)
     mask = torch.zeros(plan.seq_len, dtype=torch.bool)
     out = {"input_ids": ids, "loss_mask": mask}
-    shown = list(zip(plan.rows.tolist(), plan.repeats().tolist(), strict=True))
-    for row, times in rank_slice(shown, ranks.rank, ranks.world_size):
-        tokens = dataset.read_into(row, out, 0, int(plan.lengths[row]))
+    repeats = list(zip(plan.rows.tolist(), plan.repeats().tolist(), strict=True))
+    for document, times in rank_slice(repeats, ranks.rank, ranks.world_size):
+        tokens = dataset.read_into(document, out, 0, int(plan.lengths[document]))
         np.add.at(counts, ids[:tokens][mask[:tokens]].numpy(), times)
     return ranks.sum(torch.from_numpy(counts))
 
@@ -236,11 +241,11 @@ def _make_draft(
     saved: Saved | None,
     ranks: Ranks,
 ) -> Draft:
-    """The draft to train: of the checkpoint, of --init-from, or fresh."""
+    """Return the draft to train: from the checkpoint, from --init-from, or new."""
     kind = DRAFTS[name]
-    if saved is not None:  # its vocabulary too comes from there: no data is read for it
+    if saved is not None:  # the checkpoint also holds the vocabulary, so no data is read
         draft = kind.from_pretrained(saved.path)
-        draft.use_options(options)  # those that may change
+        draft.use_options(options)  # a few of them may change when a run resumes
         draft.join(head, dataset.manifest, str(saved.path))
         return draft
     fresh = kind.build(
@@ -256,17 +261,18 @@ def _make_draft(
     loaded = load_draft(folder, _target_facts(dataset, head))
     if loaded.name != name:
         raise DraftError(
-            f"--init-from {folder}: a draft of the kind {loaded.name}; fit it with "
+            f"--init-from {folder}: this is a {loaded.name} draft; fit it with "
             f"`spec-train fit {loaded.name}`"
         )
     loaded.update_config(**_unlearned(loaded.config, fresh.config))
-    ignored = {"dtype": "", "origin": {}}  # of the file alone; compared below
+    ignored = {"dtype": "", "origin": {}}  # facts about the file; `join` checks the target
     old, new = to_dict(loaded.config), to_dict(fresh.config)
     differing = differing_fields(old | ignored, new | ignored)
     if differing:
         raise DraftError(
-            f"--init-from {folder}: a draft of another shape or target:\n  "
+            f"--init-from {folder}: the draft has another shape or target than this run:\n  "
             + "\n  ".join(differing)
+            + "\nUse the options of that draft, or leave --init-from out"
         )
     for warning in loaded.join(head, dataset.manifest, f"--init-from {folder}"):
         log.warning("warning: %s", warning)
@@ -275,7 +281,7 @@ def _make_draft(
 
 
 def _unlearned(own: Any, fresh: Any) -> dict[str, Any]:
-    """What decides nothing that a draft computes, and published files lack or shorten."""
+    """Return fields that do not affect the draft's output and that published files may lack."""
     found = {"token_ids": fresh.token_ids}
     if own.rope_parameters["rope_type"] in ("default", "linear", "llama3"):
         found["max_position_embeddings"] = fresh.max_position_embeddings
@@ -283,7 +289,7 @@ def _unlearned(own: Any, fresh: Any) -> dict[str, Any]:
 
 
 def _target_facts(dataset: Documents, head: TargetHead) -> TargetFacts:
-    """What a foreign draft may leave to the dataset's target."""
+    """Return what a draft of another tool may leave to its target."""
     return TargetFacts(
         num_layers=block_count(dataset.target_config()),
         embedding=head.embed_weight,

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a request to finish the step and save."""
+"""SIGTERM and Ctrl-C ask the run to finish the current step and save."""
 
 import contextlib
 import logging
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Collect SIGTERM and SIGINT in a list; a second Ctrl-C interrupts at once."""
+    """Yield a list that receives SIGTERM and SIGINT; a second Ctrl-C interrupts at once."""
     caught: list[int] = []
 
     def handle(number: int, frame: Any) -> None:
@@ -21,7 +21,7 @@ def stop_signals() -> Iterator[list[int]]:
         log.warning("signal %d: finishing this step, then saving", number)
 
     old: dict[int, Any] = {}
-    with contextlib.suppress(ValueError):  # only the main thread may
+    with contextlib.suppress(ValueError):  # only the main thread may set handlers
         for stop in (signal.SIGTERM, signal.SIGINT):
             old[stop] = signal.signal(stop, handle)
     try:

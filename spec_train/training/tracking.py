@@ -1,6 +1,6 @@
-"""The figures of a run, shown elsewhere too: in TensorBoard, wandb and what accelerate knows.
+"""The metrics of a run in TensorBoard, wandb and the other trackers of accelerate.
 
-`metrics.jsonl` has every figure whatever happens here; trackers get the numbers of the same lines.
+`metrics.jsonl` always has every metric; trackers receive the numbers of the same lines.
 """
 
 import logging
@@ -22,7 +22,7 @@ class Tracking:
         """Start the trackers of a comma-separated list, for the run in `folder`.
 
         Raises:
-            ConfigError: an unknown tracker, or one whose package is not installed.
+            ConfigError: a tracker is unknown, or its package is not installed.
         """
         from accelerate import Accelerator
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
@@ -41,10 +41,10 @@ class Tracking:
         )
         run = {"wandb": {"name": folder.name, "dir": str(folder)}}
         self._accelerator.init_trackers(PROJECT, init_kwargs=run)
-        log.info("figures also go to %s", ", ".join(wanted))
+        log.info("metrics also go to %s", ", ".join(wanted))
 
     def line(self, line: dict[str, Any]) -> None:
-        """Show a line of metrics: its numbers, as <split>/<name>."""
+        """Send the numbers of a line of metrics, named <split>/<name>."""
         numbers = {
             f"{line['split']}/{name}": value
             for name, value in line.items()
@@ -53,6 +53,6 @@ class Tracking:
         self._accelerator.log(numbers, step=line["step"])
 
     def close(self) -> None:
-        """Let the trackers finish."""
+        """Finish all trackers."""
         for tracker in self._accelerator.trackers:
             tracker.finish()

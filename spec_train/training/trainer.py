@@ -1,16 +1,16 @@
-"""The training loop: fit any draft that keeps the Draft protocol to a dataset, without its target.
+"""The training loop: fit any draft of the Draft protocol to a dataset, without its target.
 
-One optimizer step = one global batch of the plan, dealt out in micro-batches to the ranks. The
-supervised slots of all of them are counted first, and every micro-batch's loss is divided by that
-one count, so k micro-batches on any number of ranks give the gradient of one batch. Weights and
-optimizer are fp32 masters; bf16 is the arithmetic of the forward alone. A run is a function of its
-settings: order, validation split, initial weights, random numbers and learning rate follow from
-them, and a resumed run equals an uninterrupted one bit for bit on the CPU.
+One optimizer step uses one global batch, split into micro-batches that are distributed over the
+ranks. The supervised slots of the whole batch are counted first, and the loss of each micro-batch
+is divided by that count. So k micro-batches on any number of ranks produce the gradient of one
+batch. Weights and optimizer state are fp32; bf16 is used only in the forward pass. The settings of
+a run determine its order, validation split, initial weights, random numbers and learning rate, so
+a resumed run equals an uninterrupted one bit for bit on the CPU.
 
-Random numbers are a function of the micro-batch's place (seed, epoch, packs before it), so no state
-of a generator is kept, and what else draws numbers, or where, does not matter.
+Random numbers depend only on the micro-batch's place (seed, epoch, packs before it). No generator
+state is saved, and other code that draws random numbers has no effect.
 
-What every rank does here, it does in the same order; only `Saver` knows who writes.
+Every rank executes the same calls in the same order. `Saver` writes files on rank 0 only.
 """
 
 import contextlib
@@ -22,7 +22,6 @@ import signal
 import sys
 import time
 from collections.abc import Generator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,9 @@ from spec_train.data.batch import padding_batch
 from spec_train.data.mixture import Documents
 from spec_train.data.order import BatchPlan
 from spec_train.data.release import KeepAll
+from spec_train.data.splits import Splits
 from spec_train.data.stream import BatchStream, BufferOptions, Step
+from spec_train.drafts import Draft
 from spec_train.head import TargetHead
 from spec_train.metrics import Sums, add_sums, shown, summarise_parts
 from spec_train.options import FitConfig
@@ -63,34 +64,33 @@ log = logging.getLogger(__name__)
 
 
 class Trainer:
-    """One run in memory: draft, optimizer, stream, figures so far."""
+    """One run in memory: draft, optimizer, stream, and the metrics so far."""
 
     def __init__(
         self,
-        draft: Any,
+        draft: Draft,
         head: TargetHead,
         config: FitConfig,
         dataset: Documents,
-        train: BatchPlan,
-        validation: BatchPlan,
-        run: RunDirectory | None,
+        splits: Splits,
         total: int,
+        run: RunDirectory | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """Make a run of `total` steps at step 0. `config` is resolved: nothing in it is auto.
+        """Prepare a run of `total` steps at step 0. `config` is resolved: no option is "auto".
 
-        The draft moves to the rank's device: fp32 masters of what is trained, what is frozen in
-        the dtype of the arithmetic. `run` is None on every rank but the first.
+        The draft moves to the rank's device. Trained parameters become fp32, frozen ones get the
+        dtype of the forward pass. `run` is None on every rank except rank 0.
         """
         self.head, self.config, self.dataset = head, config, dataset
         self.ranks = ranks or Ranks(config.device)
-        self.validation_plan = validation
+        self.validation_plan = splits.validation
         self.total, self.step, self.tokens = total, 0, 0
         self.best: dict[str, Any] | None = None
-        self.release = KeepAll()
+        self._release = KeepAll()
         self.device = self.ranks.device
         self.dtype = compute_dtype(config.dtype, self.device)
-        self.draft: Any = draft.to(self.device)
+        self.draft: Draft = draft.to(self.device)
         cast_draft(self.draft, self.dtype)
         with safe_open(dataset.target_dir / "head.safetensors", "pt") as file:
             dtype = file.get_slice("embed_tokens")[:1].dtype
@@ -100,17 +100,17 @@ class Trainer:
         self.saver = Saver(run, self.draft, dtype, tracking)
         self._loss = self.ranks.prepare(LossOnRanks(self.draft))
         self.masters = Masters(self.draft, config)
-        self.stream = self._make_stream(train)
-        self._held_out = self._make_stream(validation)
-        self._pending: Sums = {}  # figures since the last line of metrics
+        self.stream = self._make_stream(splits.train)
+        self._held_out = self._make_stream(splits.validation)
+        self._pending: Sums = {}  # sums since the last line of metrics
         self._pending_tokens = 0
-        self._clock = time.perf_counter(), 0.0  # of that line, and the stream's waiting then
+        self._clock = time.perf_counter(), 0.0  # time of that line, and `stream.waited` then
         self._grad_norm = self._lr = 0.0
         self._validated = "-"  # loss and acceptance length, for the bar
         self._held_step = self._saved_step = -1
         self._signals: list[int] = []
         self._held: dict[str, Tensor] = {}
-        self._counts = torch.zeros(0)  # slot counts of the step in use, over all ranks
+        self._counts = torch.zeros(0)  # slot counts of the current step, over all ranks
 
     def _make_stream(self, plan: BatchPlan) -> BatchStream:
         on_gpu = self.device.type == "cuda"
@@ -128,10 +128,13 @@ class Trainer:
 
     # -- the loop ---------------------------------------------------------------------------------
 
-    def run(self) -> FitResult:
-        """Train to the last step, or until any rank gets SIGTERM or Ctrl-C, and save."""
-        left = self.total - self.step
-        steps = self.stream.take(left, lambda: bool(self._signals) or self.ranks.stop_called())
+    def run(self, release: KeepAll | None = None) -> FitResult:
+        """Train to the last step, or until any rank receives SIGTERM or Ctrl-C, and save.
+
+        `release` deletes units of a followed dataset once a checkpoint is beyond them.
+        """
+        self._release = release or self._release
+        steps = self.stream.take(self.total - self.step, self._stopping)
         bar = tqdm(
             total=self.total,
             initial=self.step,
@@ -162,7 +165,7 @@ class Trainer:
                     bar.set_postfix_str(self._log(step), refresh=False)
                 if self._due(self.config.eval_every):
                     self.validate()
-                unneeded = self.release.due(step.index + 1)
+                unneeded = self._release.due(step.index + 1)
                 if self._due(self.config.save_every) or unneeded:
                     self.save()
                 bar.update()
@@ -176,11 +179,10 @@ class Trainer:
         return result
 
     def _next_step(self, steps: Generator[Step, None, None]) -> Step | None:
-        """The next step and its slot counts; None when any rank was told to stop.
+        """Return the next step and set its slot counts; return None if any rank must stop.
 
-        One that is told so while it waits for data, or for another rank that does, has no part of
-        the step, so none does it.
-        What the reader or the writer has raised is raised on all ranks.
+        A rank stopped while waiting for data has no micro-batches, so all ranks skip this step.
+        An error of the reader or of the writer is raised on all ranks.
         """
         try:
             self.saver.check()
@@ -198,14 +200,14 @@ class Trainer:
             self.stream.untake(step)
         return None if stopped else step
 
+    def _stopping(self) -> bool:
+        return bool(self._signals) or self.ranks.stop_called()
+
     def _no_counts(self) -> Tensor:
         return self.draft.slot_counts(padding_batch(self.device))
 
     def _due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.total
-
-    def _arithmetic(self) -> AbstractContextManager[Any]:
-        return arithmetic(self.device, self.dtype)
 
     def _train_step(self, step: Step) -> None:
         losses: list[Tensor] = []
@@ -216,7 +218,7 @@ class Trainer:
             last = i == len(step.batches) - 1
             with self.ranks.gradients(self._loss, last):
                 earlier = losses if last and not self.ranks.alone else None
-                with self._arithmetic():
+                with arithmetic(self.device, self.dtype):
                     loss, sums = self._loss(batch, self.head, self._counts, earlier)
                 (loss * self.ranks.world_size).backward()  # the ranks' gradients are averaged
             losses.append(loss.detach())
@@ -231,11 +233,14 @@ class Trainer:
         self.step += 1
 
     def _seed(self, kind: str, step: Step, i: int) -> None:
-        """Let the random numbers that follow be those of micro-batch i, whoever computes it."""
+        """Seed torch for micro-batch i: the same numbers on any rank."""
         torch.manual_seed(place_seed(self.config.seed, kind, step.epoch, step.numbers[i]))
 
     def _slot_counts(self, kind: str, step: Step) -> Tensor:
-        """Denominators of this rank's part of the step; drawn as its losses will be."""
+        """Return the loss denominators of this rank's micro-batches, float64 [S].
+
+        Seeded like the losses, so that a draft that samples slots counts the slots it will use.
+        """
         parts = []
         for i, batch in enumerate(step.batches):
             self._seed(kind, step, i)
@@ -243,27 +248,27 @@ class Trainer:
         return torch.stack(parts).sum(0)
 
     def _refuse_non_finite(self, step: Step, losses: list[float]) -> None:
-        """Raise on all ranks: a loss that is not finite makes the norm so on each of them."""
+        """Raise on all ranks: one non-finite loss makes the gradient norm non-finite on each."""
         if all(map(math.isfinite, (*losses, self._grad_norm))):
             return
-        rows = [batch.rows for batch in step.batches]
-        own = [part for part in zip(step.numbers, rows, losses, strict=True) if any(part[1])]
+        packs = [batch.rows for batch in step.batches]
+        own = [part for part in zip(step.numbers, packs, losses, strict=True) if any(part[1])]
         found = sorted(part for parts in self.ranks.gather(own) for part in parts)
         self._hold_weights()
         self.ranks.assemble(self._loss)
-        said = None
+        message = None
         if self.saver.directory is not None:
             parts = [MicroBatch(*part) for part in found]
             failed = FailedStep(
                 self.step + 1, step.epoch, step.index, parts, self._grad_norm, self._counts
             )
-            said = describe_failure(
+            message = describe_failure(
                 failed, self.draft, self.head, self.stream, self.config, self.saver
             )
-        raise RunError(self.ranks.gather(said)[0])
+        raise RunError(self.ranks.gather(message)[0])
 
     def _log(self, step: Step) -> str:
-        """Write a line of metrics over the steps since the last one; gives it in short."""
+        """Write a line of metrics for the steps since the last one; return a short form."""
         sums, tokens = self._figures()
         now, waited = time.perf_counter(), self.stream.waited
         seconds = max(1e-9, now - self._clock[0])
@@ -293,7 +298,7 @@ class Trainer:
     # -- validation -------------------------------------------------------------------------------
 
     def validate(self) -> None:
-        """Measure the held-out documents; keep the draft if none before did better."""
+        """Measure the held-out documents; save the draft as `best` if it is the best so far."""
         started = time.perf_counter()
         figures: dict[str, Any] = {}
         if len(self.validation_plan.rows):
@@ -303,27 +308,26 @@ class Trainer:
             )
             log_validation(self.step, figures, first=self.best is None)
             self._validated = f"{figures['loss']:.3f} and {shown(figures['acceptance_length'], 2)}"
-        # without held-out documents the last draft is as good a choice as any
+        # without held-out documents the newest draft counts as the best
         if self.best is None or not figures or better(figures, self.best):
             kept = ("acceptance_length", "product_limit_length", "loss")
             self.best = {"step": self.step} | {name: figures.get(name) for name in kept}
             self._hold_weights()
             self.saver.best(self.step, figures)
-        # validation is no part of training speed
+        # the training speed excludes validation
         self._clock = self._clock[0] + time.perf_counter() - started, self._clock[1]
 
     @torch.no_grad()
     def _held_out_sums(self) -> dict[str, Sums]:
-        """Sums over the parts of the validation split: always the same batches and random
-        numbers."""
+        """Return sums by part of the validation split; batches and random numbers never vary."""
         total: dict[str, Sums] = {}
         plan = self.validation_plan
         self._held_out.load_state_dict(plan.state(0, 0))
         self.draft.eval()
         steps = self._held_out.take(len(plan.batches(0)))
-        with contextlib.closing(steps), self._arithmetic():
+        with contextlib.closing(steps), arithmetic(self.device, self.dtype):
             for step in steps:
-                counts = self._slot_counts("validation", step)  # of the loss, which nobody looks at
+                counts = self._slot_counts("validation", step)  # for the unused loss
                 part = plan.part_of(step.index)
                 for i, batch in enumerate(step.batches):
                     self._seed("validation", step, i)
@@ -337,7 +341,7 @@ class Trainer:
     # -- state ------------------------------------------------------------------------------------
 
     def _figures(self) -> tuple[Sums, int]:
-        """Sums and tokens of all ranks since the last line of metrics, on every rank."""
+        """Return sums and tokens of all ranks since the last line of metrics, on every rank."""
         tokens = torch.tensor(self._pending_tokens, dtype=torch.float64)
         return self.ranks.sum_all(self._pending), int(self.ranks.sum(tokens))
 
@@ -345,21 +349,21 @@ class Trainer:
         """Copy the weights of this step to the host, once, for the writer."""
         if self._held_step == self.step:
             return
-        self.saver.wait()  # what is held is still being written
+        self.saver.wait()  # the writer may still read the host buffers
         self._held = self.saver.hold(self.masters.weights())
         self._held_step = self.step
 
     def save(self) -> None:
-        """Write a checkpoint of this very step, unless there is one."""
+        """Write a checkpoint of this step unless it exists already."""
         if self._saved_step == self.step:
             return
         self._hold_weights()
         sums, tokens = self._figures()
-        mine = 1 if self.ranks.is_main else 0  # from here on in rank 0's, as after a resume
+        mine = 1 if self.ranks.is_main else 0  # rank 0 holds the total now, as after a resume
         self._pending = {name: value * mine for name, value in sums.items()}
         self._pending_tokens = tokens * mine
         pending = ((f"pending.{name}", value) for name, value in sums.items())
-        # no write still needs what this overwrites: the weights have waited for all of them
+        # safe to overwrite: `_hold_weights` waited for all writes
         held = self.saver.hold(itertools.chain(pending, self.masters.moments()))
         state = {
             "tokens": self.tokens,
@@ -367,20 +371,20 @@ class Trainer:
             "best": self.best,
             "stream": self.stream.state_dict(),
         }
-        used = self.release.take(self.stream.batches_done)
-        then = functools.partial(self.release.delete, used)
+        used = self._release.take(self.stream.batches_done)
+        then = functools.partial(self._release.delete, used)
         self.saver.checkpoint(self.step, self._held | held, state, then)
         self._saved_step = self.step
 
     def restore(self, saved: Saved) -> None:
-        """Take up a checkpoint: weights, optimizer, stream, figures.
+        """Load a checkpoint: weights, optimizer, stream position, metrics.
 
-        One of a release that kept states of generators is as good: they are not looked at.
+        Checkpoints of older releases also hold random generator states; these are ignored.
         """
         tensors, state = saved.tensors, saved.state
         self.stream.load_state_dict(state["stream"])
         if lacking := self.masters.load(tensors):
-            raise DraftError(f"{saved.path}: no weights for {', '.join(lacking)}")
+            raise DraftError(f"{saved.path}: weights are missing: {', '.join(lacking)}")
         mine = 1 if self.ranks.is_main else 0
         self._pending = {
             name.removeprefix("pending."): value.to(self.device) * mine
@@ -390,4 +394,4 @@ class Trainer:
         self._pending_tokens, self.tokens = state["pending_tokens"] * mine, state["tokens"]
         self.best, self.step = state["best"], saved.step
         self._saved_step = saved.step
-        log.info("going on from %s", saved.path)
+        log.info("resuming from %s", saved.path)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from spec_train.decoding.chains import decode_plain, decode_speculative
+from spec_train.decoding.chains import Request, decode_plain, decode_speculative
 from spec_train.draft_options import DRAFT_OPTIONS
 from spec_train.drafts import load_draft
 from spec_train.head import TargetHead
@@ -64,7 +64,7 @@ def make_dataset(model: Any, prompts: list[list[int]], folder: Path, **changes: 
     """A dataset of the target's greedy answers."""
     documents = []
     for prompt in prompts:
-        answer = decode_plain(model, prompt, Greedy(), TOKENS).tokens
+        answer = decode_plain(model, Request(prompt, Greedy(), TOKENS)).tokens
         mask = [0] * len(prompt) + [1] * len(answer)
         turns = [("user", 0, len(prompt)), ("assistant", len(prompt), len(mask))]
         documents.append(([*prompt, *answer], mask, turns))
@@ -98,7 +98,8 @@ def our_counts(model: Any, draft: Path, prompt: list[int], depth: int) -> dict[s
     loaded = load_draft(draft).eval().float()
     drafter = loaded.drafter(TargetHead.from_model(model))
     past = TOKENS + 2 * depth + 2
-    done = decode_speculative(model, drafter, loaded.state_columns, prompt, Greedy(), past, depth)
+    request = Request(prompt, Greedy(), past)
+    done = decode_speculative(model, drafter, loaded.state_columns, request, depth)
     total, rounds = 1, []
     for one in done.rounds:
         if total >= TOKENS:

@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from spec_train.decoding.chains import decode_plain, decode_speculative
+from spec_train.decoding.chains import Request, decode_plain, decode_speculative
 from spec_train.drafts import load_draft
 from spec_train.formats.target_facts import read_target
 from spec_train.head import TargetHead
@@ -128,10 +128,9 @@ def test_dflash(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             pad_token_id=0,
         )[0, len(prompt) :].tolist()
         drafter = Recorder(ours.drafter(TargetHead.from_model(model)))
-        done = decode_speculative(
-            model, drafter, ours.state_columns, prompt, Greedy(), TOKENS + 10, 4
-        )
-        assert answer == decode_plain(model, prompt, Greedy(), TOKENS).tokens
+        request = Request(prompt, Greedy(), TOKENS + 10)
+        done = decode_speculative(model, drafter, ours.state_columns, request, 4)
+        assert answer == decode_plain(model, Request(prompt, Greedy(), TOKENS)).tokens
         assert len(theirs) > 5 and theirs == drafter.seen[: len(theirs)]
         accepted += sum(one.accepted for one in done.rounds)
         rounds += len(done.rounds)

@@ -66,7 +66,7 @@ def test_prompts_are_rendered_as_the_data_was_wherever_eval_runs(place, tmp_path
         report = decode(place, draft)
         assert (report["chat_template_kwargs"], report["warnings"]) == (KWARGS, [])
     (warning,) = decode(place, tmp_path / "alone", chat_template_kwargs="{}")["warnings"]
-    assert "--chat-template-kwargs {}; the training data has {'enable_thinking'" in warning
+    assert "--chat-template-kwargs {}; the training data used {'enable_thinking'" in warning
     template = place / "target" / "chat_template.jinja"
     text = template.read_text()
     template.write_text("Once upon a time " + text)
@@ -74,7 +74,7 @@ def test_prompts_are_rendered_as_the_data_was_wherever_eval_runs(place, tmp_path
         (warning,) = decode(place, tmp_path / "alone")["warnings"]
     finally:
         template.write_text(text)
-    assert "the chat template is not that of the training data" in warning
+    assert "the chat template differs from that of the training data" in warning
 
 
 def forget_origin(draft: Path) -> None:

@@ -1,4 +1,4 @@
-"""Laws of failure: what stopped a run is named and saved whole, and happens again from that."""
+"""Failed steps: the responsible batch is named and saved, and replay reproduces the failure."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ def config_of(data: Path, out: Path, **changes) -> FitConfig:
 
 
 def step_of(data: Path, row: int, config: FitConfig) -> int:
-    """The step, from 1, in which a training document comes first."""
+    """Return the step, from 1, in which a training document is used first."""
     plan = make_splits(HiddenStatesDataset(data), config).train
     return next(i for i, batch in enumerate(plan.batches(0), 1) if any(row in p for p in batch))
 
@@ -44,8 +44,8 @@ def training_row(data: Path, config: FitConfig, step: int) -> int:
 
 @pytest.fixture(scope="module")
 def poisoned(tmp_path_factory):
-    """A dataset with one infinite number in the states of one document, a run that met it in its
-    third step, and what it said."""
+    """A dataset with one infinite value in the states of one document, a run that failed on it in
+    step 3, and its message."""
     folder = tmp_path_factory.mktemp("poisoned")
     sound = factory.tiny_dataset(folder / "sound", n_docs=60)
     config = config_of(sound, folder / "run")
@@ -73,12 +73,12 @@ def test_the_error_names_document_shard_and_state(poisoned):
     name = HiddenStatesDataset(data).doc_ids[victim]
     assert "step 3 (epoch 0, batch 2): the loss is nan" in text
     assert f"{name} in shards/unit-{victim // 10:05d}.arrow" in text
-    assert f"hidden.L1 of {name} at 1 tokens, the first at 1" in text
+    assert f"hidden.L1 of {name} at 1 tokens, first at token 1" in text
     assert f"spec-train replay {failed}" in text
 
 
 def test_a_stored_infinity_is_found_from_what_was_saved_alone(poisoned, tmp_path, capsys):
-    """The shards are gone, and everything else is in another place."""
+    """The shards are deleted, and everything else was moved."""
     data, failed, victim, _ = poisoned
     shutil.copytree(failed, tmp_path / "failed")
     shutil.copytree(data / "target", tmp_path / "head" / "target")
@@ -100,7 +100,7 @@ def test_a_stored_infinity_is_found_from_what_was_saved_alone(poisoned, tmp_path
     assert bad == [name]
     printed = capsys.readouterr().out
     assert "fc (Linear): 1 of " in printed and f"{name}  " in printed
-    assert "modules with numbers that are not finite, in order" in printed
+    assert "modules with values that are not finite, in order" in printed
 
 
 def test_a_learning_rate_that_is_too_large_shows_in_weights_and_modules(tmp_path, capsys):
@@ -120,8 +120,8 @@ def test_a_learning_rate_that_is_too_large_shows_in_weights_and_modules(tmp_path
 
 @pytest.fixture
 def gradient_failure(tmp_path, monkeypatch):
-    """A run whose loss stays finite while the gradient of one micro-batch is not; the draft draws
-    random numbers. Gives the directory and the loss of that micro-batch then."""
+    """A run whose loss stays finite while the gradient of one micro-batch does not; the draft draws
+    random numbers. Returns the directory and the loss of that micro-batch in the run."""
     data = factory.tiny_dataset(tmp_path / "data", n_docs=40)
     config = config_of(data, tmp_path / "run")
     victim = make_splits(HiddenStatesDataset(data), config).train.batches(0)[1][2]
@@ -152,7 +152,7 @@ def test_of_a_gradient_that_is_not_finite_the_micro_batch_to_blame_is_saved(grad
 
 
 def test_losses_of_documents_add_up_to_that_of_the_batch(poisoned, tmp_path, monkeypatch):
-    """On a sound batch, saved by force."""
+    """On a correct batch, which the test forces to be saved."""
     data = poisoned[0].parent / "sound"
     original = DRAFTS["eagle3"].loss
     calls = []
@@ -210,7 +210,7 @@ def test_a_full_disk_does_not_hide_the_cause(poisoned, tmp_path, monkeypatch):
 
 def test_what_cannot_be_replayed_says_why(poisoned, tmp_path, monkeypatch):
     data, failed, _, _ = poisoned
-    with pytest.raises(MissingError, match=r"failure\.json: no such file; give a failed-step"):
+    with pytest.raises(MissingError, match=r"failure\.json: no such file; pass a failed-step"):
         replay(data, CPU)
     gone = tmp_path / "gone"
     with pytest.raises(MissingError, match=r"manifest\.json and target/ are enough"):

@@ -89,7 +89,7 @@ def test_killed_and_resumed_beside_generation(source, reference, tmp_path):
     generator = start_generate(made(source, data), tmp_path / "gate")
     _, error = fitting.communicate(timeout=200)
     generator.communicate(timeout=100)
-    assert fitting.returncode == 0 and "going on from" in error, error
+    assert fitting.returncode == 0 and "resuming from" in error, error
     assert_same_run(out, reference)
 
 

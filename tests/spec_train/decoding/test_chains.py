@@ -1,4 +1,4 @@
-"""Speculative decoding: the target's own output whatever the draft says, and honest counting."""
+"""Speculative decoding: the output is the target's own for every draft; counts are correct."""
 
 import itertools
 from typing import Any
@@ -12,6 +12,7 @@ from spec_data.shards.schema import layer_column
 from spec_train.decoding.chains import (
     Difference,
     Generation,
+    Request,
     TargetSession,
     check_target,
     decode_plain,
@@ -42,7 +43,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def append_rows(cache: DraftCache, count: int) -> None:
-    """Drafts without attention only count their rows."""
+    """The cache of a draft without attention only counts positions."""
     cache.append(torch.zeros(1, 1, count, 1), torch.zeros(1, 1, count, 1))
 
 
@@ -86,7 +87,7 @@ class ScriptedDraft:
 
 
 class TableDraft:
-    """A draft that has learnt nothing: fixed random logits per token, part of the vocabulary."""
+    """An untrained draft: fixed random logits per token over a part of the vocabulary."""
 
     def __init__(self, vocab_size: int, draft_ids: list[int], seed: int = 0, scale: float = 2.0):
         generator = torch.Generator().manual_seed(seed)
@@ -112,13 +113,16 @@ def states(model: Any, ids: list[int]) -> torch.Tensor:
 
 
 def speculate(model: Any, draft: Any, prompt: list[int], **changes: Any) -> Generation:
-    settings: dict[str, Any] = dict(sampler=Greedy(), limit=40, draft_tokens=5, columns=COLUMNS)
+    settings: dict[str, Any] = (
+        dict(sampler=Greedy(), limit=40, draft_tokens=5, columns=COLUMNS) | changes
+    )
     drafter = ChainDrafter(draft, VOCAB)
-    return decode_speculative(model, drafter, prompt=prompt, **settings | changes)
+    columns, draft_tokens = settings.pop("columns"), settings.pop("draft_tokens")
+    return decode_speculative(model, drafter, columns, Request(prompt, **settings), draft_tokens)
 
 
 def check_counts(generation: Generation, draft_tokens: int, limit: int = 40) -> None:
-    """What must hold of every decoding, greedy or not."""
+    """Check the counts of any decoding, greedy or sampled."""
     so_far = 1
     assert len(generation.tokens) == 1 + sum(r.emitted for r in generation.rounds)
     for number, r in enumerate(generation.rounds):
@@ -137,7 +141,7 @@ def test_greedy_is_plain_greedy_with_rollbacks_of_every_length(family):
     check_target(model, LAYERS)
     prompt = prompt_of(2 * WINDOW + 3, seed=7)
     assert decodes_alike_everywhere(model, prompt, 40)
-    plain = decode_plain(model, prompt, Greedy(), 40)
+    plain = decode_plain(model, Request(prompt, Greedy(), 40))
     script = [*prompt, *plain.tokens]
     lengths = set()
     for seed, error_rate in enumerate((0.0, 0.15, 0.5, 1.0)):
@@ -155,7 +159,7 @@ def test_greedy_is_plain_greedy_with_rollbacks_of_every_length(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rollback_leaves_no_trace(family):
-    """Logits after any rollback are those of the sequence that is left, far beyond the window."""
+    """Logits after a rollback equal those of the remaining sequence, far beyond the window."""
     model = tiny_model(family)
     sequence = prompt_of(3 * WINDOW)
     with torch.inference_mode():
@@ -175,7 +179,7 @@ def test_rollback_leaves_no_trace(family):
 def test_perfect_and_useless_drafts_have_the_lengths_of_the_definition():
     model = tiny_model("llama")
     prompt = prompt_of(5)
-    script = [*prompt, *decode_plain(model, prompt, Greedy(), 31).tokens]
+    script = [*prompt, *decode_plain(model, Request(prompt, Greedy(), 31)).tokens]
     perfect = speculate(
         model, ScriptedDraft(script, states(model, script), 0.0, 0), prompt, limit=31
     )
@@ -191,12 +195,12 @@ def test_perfect_and_useless_drafts_have_the_lengths_of_the_definition():
 def test_a_stop_token_ends_the_response_wherever_the_round_puts_it(error_rate):
     model = tiny_model("llama")
     prompt = prompt_of(5)
-    full = decode_plain(model, prompt, Greedy(), 40).tokens
+    full = decode_plain(model, Request(prompt, Greedy(), 40)).tokens
     script = [*prompt, *full]
     aux = states(model, script)
     for stop in dict.fromkeys(full):
         want = full[: full.index(stop) + 1]
-        assert decode_plain(model, prompt, Greedy(), 40, {stop}).tokens == want
+        assert decode_plain(model, Request(prompt, Greedy(), 40, {stop})).tokens == want
         draft = ScriptedDraft(script, aux, error_rate, seed=stop)
         got = speculate(model, draft, prompt, stop={stop})
         assert got.tokens == want
@@ -207,7 +211,7 @@ def test_a_stop_token_ends_the_response_wherever_the_round_puts_it(error_rate):
 def test_the_limit_is_never_passed():
     model = tiny_model("llama")
     prompt = prompt_of(5)
-    full = decode_plain(model, prompt, Greedy(), 20).tokens
+    full = decode_plain(model, Request(prompt, Greedy(), 20)).tokens
     script = [*prompt, *full]
     draft = ScriptedDraft(script, states(model, script), 0.3, 1)
     for limit in range(1, 21):
@@ -224,7 +228,7 @@ def test_the_last_layer_a_missing_layer_and_a_running_state_are_refused():
     with pytest.raises(DraftError, match="layer id 7; the target has 0 to 5"):
         check_target(model, (7,))
     for family in LEAKY:
-        with pytest.raises(TargetError, match="rejected drafts cannot be taken back out"):
+        with pytest.raises(TargetError, match="rejected drafts cannot be removed"):
             check_target(tiny_model(family), (0,))
 
 
@@ -317,11 +321,8 @@ def test_sampling_has_the_targets_distribution():
             model,
             ChainDrafter(draft, 5),
             ("hidden.L0",),
-            prompt,
-            make_sampler(temperature, seed),
-            limit,
+            Request(prompt, make_sampler(temperature, seed), limit, {0}),
             3,
-            {0},
         )
         check_counts(got, 3, limit)
         counts[tuple(got.tokens)] += 1
@@ -350,7 +351,7 @@ def test_the_same_seed_gives_the_same_sample():
 def test_a_difference_is_a_tie_only_within_the_targets_own_noise():
     model = tiny_model("llama")
     prompt = prompt_of(6)
-    plain = decode_plain(model, prompt, Greedy(), 12).tokens
+    plain = decode_plain(model, Request(prompt, Greedy(), 12)).tokens
     assert examine_difference(model, prompt, plain, plain) is None
     wrong = [*plain[:5], (plain[5] + 1) % VOCAB, *plain[6:]]
     found = examine_difference(model, prompt, plain, wrong)

@@ -1,4 +1,4 @@
-"""Draft trees: how they grow, what a verification keeps of them, and what the target sees."""
+"""Draft trees: how they grow, which nodes are accepted, and what the target sees."""
 
 import itertools
 from typing import Any
@@ -110,7 +110,7 @@ def test_a_tree_holds_the_likeliest_nodes(target, trained, kind: str, shape) -> 
 
 
 class CertainDraft:
-    """Sure of one token after each, so that paths are exactly as likely as their parents."""
+    """Certain of one token after each, so that a path is exactly as likely as its parent."""
 
     draft_ids = torch.arange(20)
 
@@ -135,14 +135,14 @@ def test_of_equally_likely_nodes_parents_are_kept_first(nodes: int) -> None:
     assert set(paths(tree)) >= set(certain[:nodes])
 
 
-def test_drafts_that_grow_no_trees_are_refused(target) -> None:
+def test_drafts_that_cannot_grow_trees_are_refused(target) -> None:
     class Parallel:
         name = "parallel"
 
         def drafter(self, head: Any) -> object:
             return object()
 
-    with pytest.raises(ConfigError, match=r"--tree-tokens: .*parallel.* drafts several at once"):
+    with pytest.raises(ConfigError, match=r"--tree-tokens: .*parallel.* proposes several"):
         TreeDrafter.of(Parallel(), TargetHead.from_model(target), TreeShape(nodes=8, topk=2))  # type: ignore[arg-type]
 
 
@@ -166,7 +166,7 @@ def logits_of(best: list[int], vocab: int = 3) -> Tensor:
 def test_greedy_follows_the_targets_choices(best, path, chosen: int, tried: int) -> None:
     found = walk(TREE, logits_of(best), Greedy())
     assert (found.path, found.chosen, found.tried) == (path, chosen, tried)
-    assert found.rows() == [0, *(node + 1 for node in path)]
+    assert found.entries() == [0, *(node + 1 for node in path)]
 
 
 def test_without_a_tree_the_target_chooses_alone() -> None:
@@ -288,7 +288,7 @@ def _logits(model: Any, sequence: list[int], tree: DraftTree, masks: TreeMasks) 
     return session.verify(sequence[-1], tree)[0]
 
 
-def test_models_that_cannot_be_told_a_tree_are_refused(monkeypatch) -> None:
+def test_models_that_ignore_tree_masks_are_refused(monkeypatch) -> None:
     model = tiny_model("llama")
     original = type(model).forward
 
@@ -297,11 +297,11 @@ def test_models_that_cannot_be_told_a_tree_are_refused(monkeypatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(type(model), "forward", deaf)
-        with pytest.raises(TargetError, match="does not honour the mask of a tree"):
+        with pytest.raises(TargetError, match="ignores or misreads tree masks"):
             TreeMasks(model)
     TreeMasks(model)
     model.config.layer_types = ["chunked_attention"] * 6
-    with pytest.raises(TargetError, match="in any known form"):
+    with pytest.raises(TargetError, match="in every known form"):
         TreeMasks(model)
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(TargetError, match=r"flash_attention_2 .*--attn sdpa"):

@@ -1,4 +1,4 @@
-"""Decoding with draft trees: the target's own output whatever the draft says, and more accepted."""
+"""Decoding with draft trees: the target's own output for every draft, and longer acceptance."""
 
 import functools
 import json
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spec_data.shards.errors import ConfigError
-from spec_train.decoding.chains import Generation, decode_plain, decode_speculative
+from spec_train.decoding.chains import Generation, Request, decode_plain, decode_speculative
 from spec_train.decoding.tree_growth import ROOT, DraftTree, TreeDrafter, TreeShape
 from spec_train.decoding.tree_masks import TreeMasks
 from spec_train.decoding.trees import decode_tree
@@ -29,7 +29,7 @@ trained_eagle = eagle_tools.trained_eagle
 
 
 class ScriptedTrees:
-    """Random trees that hold a random length of `script`, and checks of what it is given.
+    """Drafts random trees that contain a random length of `script`, and checks its inputs.
 
     Every position must come once, in order, with the known token and the target's states of it.
     """
@@ -93,13 +93,13 @@ def test_greedy_is_plain_greedy_with_branches_and_paths_of_every_length(family: 
     masks = TreeMasks(model)
     prompt = prompt_of(2 * WINDOW + 3, seed=7)
     assert decodes_alike_everywhere(model, prompt, 48)
-    plain = decode_plain(model, prompt, Greedy(), 48)
+    plain = decode_plain(model, Request(prompt, Greedy(), 48))
     script = [*prompt, *plain.tokens]
     aux = states(model, script)
     lengths, branchy = set(), set()
     for seed in range(4):
         drafter = ScriptedTrees(script, aux, seed)
-        got = decode_tree(model, masks, drafter, COLUMNS, prompt, Greedy(), 48, 4)  # type: ignore[arg-type]
+        got = decode_tree(model, masks, drafter, COLUMNS, Request(prompt, Greedy(), 48), 4)  # type: ignore[arg-type]
         assert got.tokens == plain.tokens
         check_counts(got, 4, 48)
         lengths |= {r.accepted for r in got.rounds}
@@ -115,14 +115,15 @@ def grow(model: Any, draft: Any, prompt: list[int], nodes: int = 24, topk: int =
     settings: dict[str, Any] = {"sampler": Greedy(), "limit": LIMIT, "depth": 4} | changes
     shape = TreeShape(nodes=nodes, topk=topk)
     drafter = TreeDrafter.of(draft, TargetHead.from_model(model), shape)
-    return decode_tree(model, masks_of(model), drafter, draft.state_columns, prompt, **settings)
+    depth, request = settings.pop("depth"), Request(prompt, **settings)
+    return decode_tree(model, masks_of(model), drafter, draft.state_columns, request, depth)
 
 
 def chain(model: Any, draft: Any, prompt: list[int], depth: int = 4, **changes: Any) -> Generation:
     settings: dict[str, Any] = {"sampler": Greedy(), "limit": LIMIT} | changes
     drafter = draft.drafter(TargetHead.from_model(model))
     columns = draft.state_columns
-    return decode_speculative(model, drafter, columns, prompt, draft_tokens=depth, **settings)
+    return decode_speculative(model, drafter, columns, Request(prompt, **settings), depth)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
@@ -146,7 +147,9 @@ def test_trees_are_lossless_and_accept_more_than_chains(
     for decode in (chain, grow):
         got = [decode(target, draft, prompt) for prompt in prompts]
         for prompt, generation in zip(prompts, got, strict=True):
-            assert generation.tokens == decode_plain(target, prompt, Greedy(), LIMIT).tokens
+            assert (
+                generation.tokens == decode_plain(target, Request(prompt, Greedy(), LIMIT)).tokens
+            )
             check_counts(generation, 4, LIMIT)
         rounds = [r for generation in got for r in generation.rounds]
         lengths.append(sum(r.emitted for r in rounds) / len(rounds))
@@ -160,7 +163,7 @@ def test_sampling_is_plain_sampling_with_the_same_seed(
     """Token for token: one random number chooses each token, with trees and without."""
     accepted = 0
     for seed, prompt in enumerate(prompts[:6]):
-        plain = decode_plain(target, prompt, make_sampler(temperature, seed), LIMIT)
+        plain = decode_plain(target, Request(prompt, make_sampler(temperature, seed), LIMIT))
         got = grow(target, trained_eagle, prompt, sampler=make_sampler(temperature, seed))
         assert got.tokens == plain.tokens
         accepted += sum(r.accepted for r in got.rounds)
@@ -169,7 +172,7 @@ def test_sampling_is_plain_sampling_with_the_same_seed(
 
 def test_stop_tokens_and_limits_are_kept(target, prompts, trained_eagle) -> None:
     prompt = prompts[9]
-    full = decode_plain(target, prompt, Greedy(), LIMIT).tokens
+    full = decode_plain(target, Request(prompt, Greedy(), LIMIT)).tokens
     for stop in dict.fromkeys(full):
         want = full[: full.index(stop) + 1]
         got = grow(target, trained_eagle, prompt, stop={stop})
@@ -196,7 +199,7 @@ def test_eval_decodes_with_trees(workplace, capsys) -> None:
         report["draft_passes"] <= 4 * report["rounds"] < report["drafted"] <= 20 * report["rounds"]
     )
     assert json.loads((workplace / "tree.json").read_text())["options"]["tree_tokens"] == 20
-    assert "trees of 20 drafted tokens, 4 deep, top 4 each" in shown
+    assert "trees of 20 drafted tokens, depth 4, top 4 per node" in shown
     assert "4 drafted each" in chains_shown
     assert f"{report['draft_passes']:,} passes of the draft" in shown
 

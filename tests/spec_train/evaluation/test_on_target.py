@@ -1,4 +1,4 @@
-"""`spec-train eval` with the target: real decoding loses nothing, and says what it measured."""
+"""`spec-train eval` with the target: real decoding is lossless, and its report is correct."""
 
 import json
 from typing import Any
@@ -21,7 +21,7 @@ trained, workplace = evaluate_tools.trained, evaluate_tools.workplace
 def test_real_decoding_end_to_end_and_back_from_its_own_responses(
     workplace, target, prompts, tmp_path, capsys
 ):
-    """Decode, keep the responses, make a dataset of them: it predicts what decoding measured."""
+    """Decode, make a dataset of the responses: its walk predicts the measured acceptance."""
     config = config_of(
         workplace, json=str(tmp_path / "out.json"), save_responses=str(tmp_path / "own.jsonl")
     )
@@ -120,7 +120,7 @@ def test_nothing_measured_is_an_error_or_null_and_never_a_length_of_one(
     assert report["data"]["slots"]["acceptance_length"] is None
     assert report["data"]["teacher_forced"]["acceptance_length"] is None
     (warning,) = report["warnings"]
-    assert "no round in the dataset" in warning
+    assert "the walk has no round" in warning
 
 
 def test_a_draft_of_another_target_is_refused_or_warned_about(workplace, tmp_path, target):
@@ -136,7 +136,7 @@ def test_a_draft_of_another_target_is_refused_or_warned_about(workplace, tmp_pat
     for name, said in (
         ("narrow", "target of hidden size 32, --target has 16"),
         ("wide", "target of vocabulary 64, --target has 80"),
-        ("shallow", "layer id 2, the last of the target's 3 blocks"),
+        ("shallow", "layer id 2, the last of the target's 3 decoder blocks"),
     ):
         with pytest.raises(DraftError, match=said):
             run_eval(config_of(workplace, target=str(tmp_path / name)))
@@ -156,9 +156,9 @@ def test_prompts_rendered_unlike_the_training_data_are_warned_about(workplace, t
     tokenizer.save_pretrained(tmp_path / "target")
     assert evaluate_target.check_tokenizer(tokenizer, same, trained) == []
     (warning,) = evaluate_target.check_tokenizer(tokenizer, {}, trained)
-    assert "--chat-template-kwargs {}; the training data has {'enable_thinking': False}" in warning
+    assert "--chat-template-kwargs {}; the training data used {'enable_thinking': False}" in warning
     tokenizer.chat_template = "Once upon a time " + TEMPLATE
     tokenizer.add_tokens(["brand-new"])
     first, second = evaluate_target.check_tokenizer(tokenizer, same, trained)
-    assert "vocabulary is not that" in first and "chat template is not that" in second
+    assert "vocabulary differs" in first and "chat template differs" in second
     assert evaluate_target.check_tokenizer(tokenizer, {}, trained_rendering({}, None)) == []

@@ -1,4 +1,4 @@
-"""Prompts: which part of a row is asked, rendered by the tokenizer alone, errors by line."""
+"""Prompts: which part of a line is rendered, only by the tokenizer; errors name the line."""
 
 import json
 from pathlib import Path
@@ -94,12 +94,12 @@ def test_limit_counts_rows_and_blank_lines_are_no_rows(tmp_path):
         ("{", "not valid JSON"),
         ("[1]", "expected a JSON object"),
         ('{"text": "a"}', "needs messages, prompt or turns; found 'text'"),
-        ('{"messages": []}', "not empty"),
+        ('{"messages": []}', "non-empty list"),
         ('{"messages": [{"content": "a"}]}', "messages\\[0\\] must be an object with a role"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "found nothing"),
         ('{"messages": [{"role": "system", "content": "a"}]}', "found system"),
         ('{"turns": ["a", 1]}', "turns\\[1\\] must be a string"),
-        ('{"prompt": 3}', "prompt must be a list"),
+        ('{"prompt": 3}', "prompt must be a non-empty list"),
         ('{"prompt": "a", "tools": 3}', "tools must be a list"),
     ],
 )
@@ -113,7 +113,7 @@ def test_a_bad_row_is_an_error_with_its_line(tmp_path, line, said):
 def test_missing_and_empty_files_and_bad_kwargs(tmp_path):
     with pytest.raises(MissingError, match="no such file"):
         read_prompts(tmp_path / "none.jsonl")
-    with pytest.raises(CorpusError, match="no rows"):
+    with pytest.raises(CorpusError, match="empty; expected"):
         read_prompts(write(tmp_path / "empty.jsonl"))
     with pytest.raises(ConfigError, match="not valid JSON"):
         parse_template_kwargs("{")
@@ -126,8 +126,8 @@ def test_a_chat_without_a_template_and_an_empty_rendering(tmp_path, tokenizer):
     with pytest.raises(CorpusError, match="renders to no tokens"):
         render_text("", tokenizer, prompt.where)
     tokenizer.chat_template = "{{ raise_exception('no system please') }}"
-    with pytest.raises(CorpusError, match=r"p.jsonl:1: the chat template refused.*no system"):
+    with pytest.raises(CorpusError, match=r"p.jsonl:1: the chat template rejects.*no system"):
         render(prompt.messages or (), tokenizer, {}, where=prompt.where)
     tokenizer.chat_template = None
-    with pytest.raises(CorpusError, match=r"p.jsonl:1: a chat, but .* no chat template"):
+    with pytest.raises(CorpusError, match=r"p.jsonl:1: this is a chat, but .* no chat template"):
         opening(prompt, tokenizer)

@@ -1,4 +1,4 @@
-"""`spec-train eval`: acceptance simulated on a dataset is that of real decoding."""
+"""`spec-train eval`: the acceptance simulated on a dataset equals that of real decoding."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.order import SPLIT_RULE
-from spec_train.decoding.chains import decode_speculative
+from spec_train.decoding.chains import Request, decode_speculative
 from spec_train.drafts.drafting import ChainDrafter
 from spec_train.drafts.eagle3.draft import serving_chains
 from spec_train.evaluation import on_dataset as evaluate_data
@@ -39,13 +39,12 @@ trained, workplace = evaluate_tools.trained, evaluate_tools.workplace
 
 
 def test_on_the_targets_own_responses_the_walk_is_the_real_decoding(target, prompts, trained):
-    """The law: the same rounds, the same tokens, the same acceptance length; no target needed."""
+    """The same rounds, the same tokens, the same acceptance length, without the target."""
     real, simulated, lengths = [], [], set()
     total = evaluate_data.ServingSums.zero(STEPS)
     for prompt in prompts:
-        got = decode_speculative(
-            target, ChainDrafter(trained, VOCAB), COLUMNS, prompt, Greedy(), LIMIT, STEPS, {STOP}
-        )
+        request = Request(prompt, Greedy(), LIMIT, {STOP})
+        got = decode_speculative(target, ChainDrafter(trained, VOCAB), COLUMNS, request, STEPS)
         document = prompt + got.tokens, [0] * len(prompt) + [1] * len(got.tokens)
         assert document == respond(target, prompt)
         batch = batch_of(target, [document])
@@ -73,9 +72,8 @@ def test_an_untrained_draft_with_a_small_vocabulary_loses_nothing(target, prompt
     total, rounds = evaluate_data.ServingSums.zero(STEPS), []
     for seed, prompt in enumerate(prompts[:6]):
         sampler = make_sampler(temperature, seed)
-        got = decode_speculative(
-            target, ChainDrafter(draft, VOCAB), COLUMNS, prompt, sampler, LIMIT, STEPS, {STOP}
-        )
+        request = Request(prompt, sampler, LIMIT, {STOP})
+        got = decode_speculative(target, ChainDrafter(draft, VOCAB), COLUMNS, request, STEPS)
         assert got.stopped or len(got.tokens) == LIMIT
         document = prompt + got.tokens, [0] * len(prompt) + [1] * len(got.tokens)
         batch = batch_of(target, [document])
@@ -154,7 +152,7 @@ def test_a_run_says_which_documents_were_held_out(workplace, data, tmp_path):
         assert report["data"]["split"] == "validation"
         assert report["data"]["documents"] == len(held_out)
     (run / "run.json").write_text(json.dumps({"identity": {"dataset": known["datasets"][0]}}))
-    with pytest.raises(ConfigError, match=f"by rule None, this release by '{SPLIT_RULE}'"):
+    with pytest.raises(ConfigError, match=f"by rule None, this release uses '{SPLIT_RULE}'"):
         run_eval(EvalConfig(draft=str(run), data=str(data), device="cpu"))
     (run / "run.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"run\.json is damaged"):
@@ -199,5 +197,5 @@ def test_options_that_contradict_each_other(options, said):
 
 
 def test_an_output_that_cannot_be_written_is_said_before_the_work(tmp_path):
-    with pytest.raises(ConfigError, match=r"--json .*: not a file in an existing directory"):
+    with pytest.raises(ConfigError, match=r"--json .*: pass a file name in an existing directory"):
         run_eval(EvalConfig(draft="none", data="none", json=str(tmp_path / "no" / "out.json")))

@@ -13,7 +13,7 @@ from spec_train.evaluation.walk import (
 
 
 def random_document(seed: int, on_policy: float, hit: float, length: int = 30, depths: int = 4):
-    """A document in which tokens are the target's choice, and drafts right, at the given rates."""
+    """A random document; tokens are the target's choice, and drafts correct, at the given rates."""
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, 9, length)
     best = np.append(ids[1:], 0)
@@ -59,7 +59,7 @@ def test_chains_are_judged_as_the_definition_says(seed):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_walk_emits_every_supervised_token_of_an_on_policy_document_once(seed):
-    """Each span but its first token, which the prefill gives; rounds end where they should."""
+    """All of each span except its first token, which comes from the prefill."""
     drafted, ids, best, mask = random_document(seed, on_policy=1.0, hit=0.7)
     outcomes = judge_chains(drafted, ids, best, mask)
     spans = supervised_spans(mask)
@@ -100,7 +100,7 @@ def test_a_chain_that_leaves_the_document_is_neither_hit_nor_miss_beyond():
 
 
 def test_product_limit_estimate_by_hand():
-    """Four rounds: one stops at once, one at depth 2, one goes all the way, one is lost after 1."""
+    """Four rounds: one fails at depth 1, one at depth 2, one never, one is censored after 1."""
     sums = ServingSums.zero(3)
     sums.walk_risk, sums.walk_hits = np.array([4, 2, 1]), np.array([3, 1, 1])
     sums.walk_censored = np.array([1, 0, 0])

@@ -17,7 +17,7 @@ from spec_data.shards.head_spec import HeadSpec
 from spec_data.shards.packing import row_layout
 from spec_data.shards.schema import layer_column
 from spec_train.data.batch import DraftBatch
-from spec_train.decoding.chains import decode_plain
+from spec_train.decoding.chains import Request, decode_plain
 from spec_train.draft_options import Eagle3Options
 from spec_train.drafts.eagle3.config import Eagle3Config
 from spec_train.drafts.eagle3.draft import Eagle3Draft
@@ -81,13 +81,13 @@ def make_draft(model: Any, draft_vocab: int = VOCAB) -> Eagle3Draft:
 
 
 def respond(model: Any, prompt: list[int]) -> tuple[list[int], list[int]]:
-    response = decode_plain(model, prompt, Greedy(), LIMIT, {STOP}).tokens
+    response = decode_plain(model, Request(prompt, Greedy(), LIMIT, {STOP})).tokens
     return prompt + response, [0] * len(prompt) + [1] * len(response)
 
 
 def decodes_alike_everywhere(model: Any, prompt: list[int], limit: int) -> bool:
     """Whether no greedy choice of a response is a tie."""
-    tokens = decode_plain(model, prompt, Greedy(), limit).tokens
+    tokens = decode_plain(model, Request(prompt, Greedy(), limit)).tokens
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
     layers = model.config.num_hidden_layers

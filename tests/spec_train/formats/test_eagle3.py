@@ -1,4 +1,4 @@
-"""EAGLE-3 in every form: what engines read from it, and that it comes back bit for bit."""
+"""EAGLE-3 in every form: what engines read, and that it reads back bit for bit."""
 
 import json
 from pathlib import Path
@@ -153,7 +153,7 @@ def test_keys_shapes_and_embedding(
 
 
 def published(own: Path, folder: Path, prefix: str = "midlayer.", **changes: Any) -> Path:
-    """The draft as others publish it: no section of ours, few fields, no embedding, no t2d."""
+    """The draft as other tools publish it: no section of ours, few fields, no embedding or t2d."""
     raw, tensors = read(own)
     keep = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     keep += ("vocab_size", "draft_vocab_size", "rms_norm_eps", "rope_theta", "architectures")
@@ -208,7 +208,7 @@ def test_layers_of_published_drafts_follow_the_key_that_names_them(
     folder = published(saved(dataset, head, tmp_path / "own"), tmp_path / "theirs", **keys)
     assert load_draft(folder, facts(head, blocks)).config.layers == layers
     if blocks:
-        with pytest.raises(DraftError, match="names no layers"):
+        with pytest.raises(DraftError, match="contains no layer ids"):
             load_draft(folder, facts(head))
 
 
@@ -223,7 +223,7 @@ def test_layers_of_published_drafts_follow_the_key_that_names_them(
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings"),
         ({"eagle_aux_hidden_state_layer_ids": [3, 1, 2]}, "not ascending"),
-        ({"hidden_size": ...}, "lacks hidden_size"),
+        ({"hidden_size": ...}, "missing hidden_size"),
         ({"architectures": ["MedusaModel"]}, "MedusaModel"),
     ],
 )
@@ -249,7 +249,7 @@ def test_speculators_drafts_must_say_where_they_norm(
     path = out / "config.json"
     raw = json.loads(path.read_text())
     path.write_text(json.dumps({k: v for k, v in raw.items() if k != "norm_before_residual"}))
-    with pytest.raises(DraftError, match=r"vLLM then takes for true"):
+    with pytest.raises(DraftError, match=r"vLLM then assumes true"):
         load_draft(out)
     path.write_text(json.dumps(raw | {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}))
     with pytest.raises(DraftError, match=r"read layers \[0, 1, 3\].*trained on \[0, 1, 2\]"):
@@ -263,6 +263,6 @@ def test_deepspec_cannot_hold_it(
     dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
 ) -> None:
     own = saved(dataset, head, tmp_path / "own")
-    with pytest.raises(DraftError, match="norms queries and keys"):
+    with pytest.raises(DraftError, match="normalises queries and keys"):
         export(own, "deepspec", tmp_path / "out")
     assert not (tmp_path / "out").exists()

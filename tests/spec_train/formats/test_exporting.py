@@ -1,4 +1,4 @@
-"""The export command: what it refuses, what it reports, what it leaves behind."""
+"""The export command: what it refuses, what it reports, what it writes."""
 
 import json
 import shutil
@@ -60,7 +60,7 @@ def test_a_plain_draft_is_fine_everywhere_but_in_deepspec(own: Path, target: Pat
     found = findings(own, target=str(target))
     assert found["vllm"][0][0] == "warn"  # the directory is called "own"
     for engine in ("sglang", "llama.cpp", "speculators"):
-        assert found[engine] == [("ok", "loads, and is read as it was trained")]
+        assert found[engine] == [("ok", "loads and computes what was trained")]
     (level, text), *_ = found["vllm-cpu"]
     assert level == "refuse" and text.startswith("head_dim 8;")
     assert found["deepspec"][0][0] == "refuse"
@@ -75,7 +75,7 @@ def test_a_plain_draft_is_fine_everywhere_but_in_deepspec(own: Path, target: Pat
         ({"layers": "0,2"}, "sglang", "warn", "2 aux states"),
         ({"fc_norm": True}, "llama.cpp", "refuse", "fc_norm"),
         ({"norm_output": True}, "llama.cpp", "refuse", "norm_output"),
-        ({"norm_output": True}, "sglang", "warn", "older ones ignore"),
+        ({"norm_output": True}, "sglang", "warn", "earlier ones silently ignore"),
     ],
 )
 def test_what_an_engine_lacks_is_said(
@@ -96,7 +96,7 @@ def test_what_an_engine_lacks_is_said(
 def test_the_targets_last_layer_is_refused(
     dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, target: Path
 ) -> None:
-    """Layer 3 is the last of 4; the dataset has no such draft, so a config is made to name it."""
+    """Layer 3 is the last of 4; the dataset cannot train such a draft, so its config is edited."""
     draft = build(dataset, head)
     draft.update_config(layers=(0, 1, 3))
     draft.save_pretrained(tmp_path / "own")
@@ -108,9 +108,9 @@ def test_the_targets_last_layer_is_refused(
     draft.update_config(layers=(0, 1, 4))
     draft.save_pretrained(tmp_path / "beyond")
     found = findings(tmp_path / "beyond", target=str(target))
-    assert any("a target with 4 blocks" in text for _, text in found["spec-train"])
+    assert any("a target with 4 decoder blocks" in text for _, text in found["spec-train"])
     unknown = findings(tmp_path / "own")["spec-train"]
-    assert any(level == "warn" and "give --target" in text for level, text in unknown)
+    assert any(level == "warn" and "pass --target" in text for level, text in unknown)
 
 
 def test_the_embedding_must_be_the_targets_bit_for_bit(own: Path, target: Path) -> None:
@@ -175,7 +175,7 @@ def test_only_weights_and_config_are_written(own: Path, tmp_path: Path) -> None:
 
 
 def test_speculators_needs_a_name_for_the_target(own: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="give --target"):
+    with pytest.raises(ConfigError, match="pass --target"):
         export(own, "speculators", tmp_path / "out")
     with pytest.raises(MissingError, match="no such directory"):
         export(own, "speculators", tmp_path / "out", "/nowhere/at/all")

@@ -1,4 +1,4 @@
-"""P-EAGLE and EAGLE-1/2 in every form: what engines read from them, and that they come back."""
+"""P-EAGLE and EAGLE-1/2 in every form: what engines read, and that they read back equal."""
 
 import json
 from pathlib import Path
@@ -111,7 +111,7 @@ def test_forms_without_such_a_draft_are_refused(
     options: dict[str, Any],
 ) -> None:
     own = saved(dataset, head, tmp_path / "own", kind, **options)
-    with pytest.raises(DraftError, match=f"has no code for {kind} drafts"):
+    with pytest.raises(DraftError, match=f"does not support {kind} drafts"):
         export(own, form, tmp_path / form, target)
 
 
@@ -128,7 +128,7 @@ def test_vllm_reads_a_peagle_draft_as_it_was_trained(
     assert seen["fc_norm"] is True and seen["num_hidden_layers"] == 2
     if form == "vllm":
         assert raw["ptd_token_id"] == 5 and raw["norm_before_residual"] is False
-        assert raw["architectures"] == ["Eagle3LlamaForCausalLM"]  # see exports/peagle.py
+        assert raw["architectures"] == ["Eagle3LlamaForCausalLM"]  # see formats/peagle.py
     else:
         assert seen["num_aux_hidden_states"] == 2
         (method,) = raw["speculators_config"]["proposal_methods"]
@@ -138,7 +138,7 @@ def test_vllm_reads_a_peagle_draft_as_it_was_trained(
 def test_a_published_peagle_draft_is_read_by_its_mask_states(
     dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
 ) -> None:
-    """It goes by the name of an EAGLE-3, and its mask states come in several shapes."""
+    """It has the architecture name of an EAGLE-3, and its mask states come in several shapes."""
     own = saved(dataset, head, tmp_path / "own", "peagle", **PEAGLE)
     raw, tensors = read(own)
     raw = {k: v for k, v in raw.items() if k not in ("spec_train", "mask_token_id", "eagle_config")}
@@ -183,7 +183,7 @@ def test_a_published_eagle_draft_is_read(
         assert torch.equal(value, again.state_dict()[name]), name
     for change, message in (
         ({"fc.bias": torch.ones(32)}, "fc has a bias"),
-        ({"layers.0.input_layernorm.weight": torch.ones(32)}, "norms its input"),
+        ({"layers.0.input_layernorm.weight": torch.ones(32)}, "normalises its input"),
         ({"lm_head.weight": torch.ones(64, 32)}, "lm_head is not the target's"),
     ):
         with pytest.raises(DraftError, match=message):

@@ -1,4 +1,4 @@
-"""What engines make of a config's layer ids, written from their sources, not from the exporter.
+"""How engines read the layer ids of a config, written from their sources, not from the exporter.
 
 Each reader gives the indices into transformers' `hidden_states` (k = input of block k) of the
 states that the engine feeds the draft, in the order in which it concatenates them.
@@ -16,7 +16,7 @@ from spec_train.options import ExportConfig
 
 
 def vllm_states(config: dict[str, Any], blocks: int) -> list[int]:
-    """vLLM, both runners: the envelope is opened first; ids are sorted."""
+    """vLLM, both runners: the speculators config is unwrapped first; ids are sorted."""
     if "speculators_model_type" in config:
         config = config["transformer_layer_config"] | {
             key: config[key] for key in ("eagle_aux_hidden_state_layer_ids",) if key in config
@@ -32,7 +32,7 @@ def llama_cpp_states(config: dict[str, Any], blocks: int) -> list[int]:
 
 
 def sglang_states(config: dict[str, Any], blocks: int) -> list[int]:
-    """SGLang: the nested key, whose ids are outputs of blocks."""
+    """SGLang: the nested key, whose ids are outputs of decoder blocks."""
     ids = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
     return [k + 1 for k in ids] if ids else [2, blocks // 2, blocks - 3]
 
@@ -45,7 +45,7 @@ ENGINES: dict[str, Callable[[dict[str, Any], int], list[int]]] = {
 
 
 def export(draft: Path, form: str, out: Path, target: Path | str | None = None) -> Path:
-    """Run the export; gives `out`."""
+    """Run the export; return `out`."""
     run_export(
         ExportConfig(
             draft=str(draft), format=form, out=str(out), target=str(target) if target else None
@@ -55,7 +55,7 @@ def export(draft: Path, form: str, out: Path, target: Path | str | None = None) 
 
 
 def same_draft(a: Path, b: Path) -> bool:
-    """Whether two directories, in whatever forms, are one draft: config, options, every bit."""
+    """Whether two directories, in any forms, hold the same draft: config, options, every bit."""
     one, other = load_draft(a), load_draft(b)
     if (one.config, one.options) != (other.config, other.options):
         return False

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState
 
 from spec_data.config import run_cli
 from tests.spec_train.training.tools import OPTIONS, run
@@ -77,6 +78,8 @@ def _become(
 ) -> None:
     """In the child: take the environment of a rank, run, and end without pytest's clean-up."""
     code = 99
+    # an Accelerator of an earlier test would make this one believe that it is alone
+    AcceleratorState._reset_state(reset_partial_state=True)
     torch.set_num_threads(1)  # a fork has none of its parent's OpenMP threads and waits for them
     try:
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -103,7 +106,7 @@ def _become(
 
 
 def fit_on_ranks(config, world: int = 2, prepare=lambda rank: None, options=OPTIONS):
-    """Run it on several ranks; `prepare(rank)` patches a rank first."""
+    """Run a fit on several ranks; `prepare(rank)` patches each rank first."""
 
     def body(rank: int):
         prepare(rank)
@@ -113,7 +116,7 @@ def fit_on_ranks(config, world: int = 2, prepare=lambda rank: None, options=OPTI
 
 
 def fit_well(config, world: int = 2, prepare=lambda rank: None, options=OPTIONS):
-    """The same; every rank must end without an error."""
+    """Like `fit_on_ranks`; every rank must end without an error."""
     ended = fit_on_ranks(config, world, prepare, options)
     said = "\n".join(f"-- rank {rank}\n{end.text}" for rank, end in enumerate(ended))
     assert [end.code for end in ended] == [0] * world, f"{[e.code for e in ended]}\n{said}"

@@ -1,4 +1,4 @@
-"""Whatever happens and whenever, a run directory holds whole checkpoints and one best draft."""
+"""A run directory holds complete checkpoints and one best draft, after any crash."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def run(tmp_path):
 
 
 def reopen(run: RunDirectory) -> RunDirectory:
-    """What the next process sees (the fixture closes the same object)."""
+    """Open the run as the next process would (the fixture closes the same object)."""
     run.close()
     run.__init__(run.path, run.keep)
     return run
@@ -99,7 +99,7 @@ def test_a_kill_while_saving_leaves_the_previous_state(run, where, monkeypatch):
 
 
 def test_kill_9_at_random_moments(tmp_path):
-    """A child saves without pause; whatever it leaves behind is whole and goes on."""
+    """A child saves without a pause; what it leaves behind is complete and can be resumed."""
     rng = random.Random(0)
     seen = set()
     for _ in range(12):
@@ -162,16 +162,16 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(run, damage,
 
 
 def test_no_whole_checkpoint_is_an_error_not_a_fresh_start(run):
-    """However often it is tried: what was measured and learned stays."""
+    """Repeated attempts also keep the metrics and checkpoints."""
     run.append_metrics({"step": 1})
     run.save_best(1, save_draft_of(1), {"acceptance_length": 2.0})
     DAMAGE["truncated"](save(run, 1))
     for _ in range(3):
-        with pytest.raises(RunError, match=r"no checkpoint is whole.*checkpoint-00000001"):
+        with pytest.raises(RunError, match=r"all checkpoints are damaged.*checkpoint-00000001"):
             run.load_newest()
         run = reopen(run)
     run.path.joinpath("damaged-checkpoint-00000001").rename(run.path / "checkpoint-00000001")
-    with pytest.raises(RunError, match=r"no checkpoint is whole.*checksum differs"):
+    with pytest.raises(RunError, match=r"all checkpoints are damaged.*checksum differs"):
         run.load_newest()
     save(run, 2)
     assert run.load_newest().step == 2
@@ -229,7 +229,7 @@ def test_changed_settings_are_refused_and_named(run):
 
 
 def test_settings_may_change_until_something_was_learned(run):
-    """As after a first attempt with a mistyped option."""
+    """For example after a first attempt with a mistyped option."""
     run.note(total_steps=12)
     run.append_metrics({"step": 0})
     run.save_best(0, save_draft_of(0), {})
@@ -252,7 +252,7 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path):
     with pytest.raises(ConfigError, match="not empty and not a run"):
         RunDirectory(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
-    with pytest.raises(ConfigError, match="a file"):
+    with pytest.raises(ConfigError, match="this is a file"):
         RunDirectory(tmp_path / "thesis.tex")
 
 

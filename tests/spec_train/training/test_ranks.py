@@ -1,4 +1,4 @@
-"""Laws of several processes: their step is that of one."""
+"""Several processes: their optimizer step equals the step of one process."""
 
 import contextlib
 import itertools
@@ -19,7 +19,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts.eagle3.draft import Unroll
 from spec_train.drafts.protocol import DraftLoss
 from spec_train.training import ranks
-from spec_train.training.optimizer import split_like, whole
+from spec_train.training.optimizer import gather_whole, shard_like
 from spec_train.training.rank_loss import LossOnRanks
 from spec_train.training.ranks import Ranks
 from spec_train.training.setup import make_splits
@@ -56,7 +56,7 @@ def patience(monkeypatch):
 
 @pytest.fixture
 def gentle(config):
-    """A learning rate at which rounding does not grow."""
+    """A low learning rate, so that rounding differences do not grow."""
     return change(config, batch_size=4, accumulation=1, lr=1e-4, steps=10)
 
 
@@ -67,8 +67,8 @@ def gentle(config):
 def test_any_number_of_ranks_and_micro_batches_is_one_batch(
     gentle, tmp_path, world, size, count, sharding
 ):
-    """Over the border of an epoch, whose last batch some ranks have no part in; figures, held-out
-    ones too, are those of one process."""
+    """Crosses the end of an epoch, whose last batch has no micro-batch for some ranks. Metrics of
+    training and validation equal those of one process."""
     packs = world * size * count
     splits = make_splits(HiddenStatesDataset(gentle.data), gentle)
     assert len(splits.train.batches(0)) < gentle.steps
@@ -84,7 +84,7 @@ def test_any_number_of_ranks_and_micro_batches_is_one_batch(
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
 def test_a_rank_without_a_batch_takes_part(tmp_path, config, sharding):
-    """Every step of an epoch of one pack, and the validation of one: rank 1 never has any."""
+    """Each epoch has one pack, and so has validation: rank 1 never has a micro-batch."""
     data = tiny_dataset(tmp_path / "few", n_docs=2, seed=3)
     few = change(config, data=str(data), steps=4, batch_size=1, accumulation=1, seq_len=96)
     few = change(few, validation=0.5, lr=1e-4)
@@ -128,7 +128,7 @@ def test_bf16_is_the_arithmetic_on_every_rank(gentle, tmp_path, sharding):
 
 
 def test_random_numbers_do_not_depend_on_the_ranks(gentle, tmp_path, monkeypatch):
-    """Of drafts that sample: they follow from the micro-batch, whoever computes it."""
+    """A draft that samples draws the same numbers for a micro-batch on any rank."""
     make_noisy(monkeypatch)
     alone = change(gentle, out=str(tmp_path / "alone"), batch_size=2, accumulation=2)
     run(alone)
@@ -157,7 +157,7 @@ def stop_at(step: int, rank: int):
 
 @pytest.mark.parametrize("before,after", [("ddp", 1), ("fsdp2", 1), ("ddp", "fsdp2"), (1, "fsdp2")])
 def test_a_run_goes_on_with_another_number_of_ranks(gentle, tmp_path, before, after):
-    """Stopped by a signal that reached one rank only, between two lines of metrics."""
+    """The signal reaches only one rank, between two lines of metrics."""
     whole_run = change(gentle, out=str(tmp_path / "whole"))
     run(whole_run)
     for kind in (before, after):
@@ -197,7 +197,7 @@ def test_another_number_of_packs_is_refused_on_all_ranks(gentle):
 
 @pytest.mark.long
 def test_torchrun_runs_it_and_its_sigterm_saves(config, tmp_path):
-    """The real launcher; the same run goes on in one process, and is the uninterrupted one."""
+    """With the real launcher; one process resumes the run and equals the uninterrupted run."""
     config = change(config, steps=60, lr=1e-4, save_every=10, eval_every=30, log_every=7)
     whole_run = change(config, out=str(tmp_path / "whole"), batch_size=4, accumulation=1)
     run(whole_run)
@@ -251,7 +251,7 @@ def test_words_and_sums_of_all_ranks(tmp_path):
 
 @pytest.mark.parametrize("failing", [None, 0, 1])
 def test_the_rank_that_holds_the_store_leaves_last(tmp_path, failing):
-    """As started without an agent."""
+    """The store lives in rank 0 if the launcher has no agent."""
 
     def body(rank):
         with Ranks() as own:
@@ -287,7 +287,7 @@ class Moody(nn.Module):
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
 def test_parameters_that_a_rank_did_not_use_get_the_gradient_of_the_others(tmp_path, sharding):
-    """And one that nobody used a zero; with other numbers of micro-batches on each rank."""
+    """A parameter that no rank used gets zero; ranks have different numbers of micro-batches."""
     batches = [[0, 1, 0], [0]]
     alone = Moody()
     for batch in itertools.chain(*batches):
@@ -315,12 +315,12 @@ def test_parameters_that_a_rank_did_not_use_get_the_gradient_of_the_others(tmp_p
                         (loss * own.world_size).backward()
                     losses.append(loss.detach())
                 for p, gradient in zip(draft.trainable_parameters(), expected, strict=True):
-                    close(whole(p.grad), gradient, terms=4)
+                    close(gather_whole(p.grad), gradient, terms=4)
             assert draft.ids.tolist() == [0, 1, 2]
             first = draft.trainable_parameters()[0]
             full = torch.arange(5.0) * 3
-            assert torch.equal(whole(split_like(full, first)), full)
-            assert torch.equal(whole(first.detach()), torch.arange(5.0))
+            assert torch.equal(gather_whole(shard_like(full, first)), full)
+            assert torch.equal(gather_whole(first.detach()), torch.arange(5.0))
 
     assert_all_well(on_ranks(tmp_path / "said", body))
 
@@ -339,8 +339,8 @@ def test_alone_everything_is_as_it_was():
 @pytest.mark.parametrize(
     "environment,said",
     [
-        ({"WORLD_SIZE": "2"}, "no RANK"),
-        ({"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}, "give --sharding"),
+        ({"WORLD_SIZE": "2"}, "RANK or MASTER_ADDR is not set"),
+        ({"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}, "pass --sharding"),
     ],
 )
 def test_a_launcher_that_asks_for_something_else_is_refused(environment, said, monkeypatch):

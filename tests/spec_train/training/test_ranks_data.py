@@ -1,4 +1,4 @@
-"""Laws of several processes on several datasets, and beside generation."""
+"""Several processes on several datasets, and during generation."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ def patience(monkeypatch):
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
 def test_a_mixture_on_two_ranks_is_that_on_one(place, tmp_path, sharding, monkeypatch):
-    """Its weights, the parts of its validation, and the random numbers of both."""
+    """Weights, validation per dataset and random numbers are equal."""
     make_noisy(monkeypatch)
     one = test_mixture.config_of(
         place, tmp_path / "one", "a:0.5", "b:2", batch_size=2, accumulation=2, lr=1e-4
@@ -52,7 +52,7 @@ def test_two_ranks_wait_for_generation(source, tmp_path):
 
 @pytest.mark.parametrize("waiting", [{0}, {1}, {0, 1}])
 def test_one_rank_is_told_to_stop_while_data_is_awaited(config, tmp_path, waiting):
-    """By itself, by both, or by the other, which gets no signal."""
+    """The signal reaches rank 0, rank 1 or both while data is awaited."""
     config = change(config, accumulation=1, lr=1e-4, eval_every=100, save_every=100)
     whole = change(config, out=str(tmp_path / "whole"), accumulation=2)
     run(whole)
@@ -88,4 +88,4 @@ def test_units_are_deleted_by_one_process_alone(source, tmp_path):
     refused = follow_tools.config_of(unsealed, tmp_path / "run", follow_keep=9)
     for end in fit_on_ranks(refused):
         assert end.code in (1, 2)
-        assert "--follow-keep 9 with 2 processes: a unit that one of them deletes" in end.text
+        assert "--follow-keep 9 with 2 processes: one process could delete a unit" in end.text

@@ -1,4 +1,4 @@
-"""However one process of a run fails, all of them end, and say why."""
+"""When one process of a run fails, all processes end with its error message."""
 
 import os
 import signal
@@ -114,7 +114,7 @@ def test_an_error_on_one_rank_ends_all_with_its_message(config, prepare, failed,
 
 
 def test_a_killed_rank_ends_the_others(config):
-    """It can say nothing: theirs is the message."""
+    """A killed rank cannot send a message, so the other ranks report it."""
     original = Trainer._train_step
 
     def prepare(rank):
@@ -131,7 +131,7 @@ def test_a_killed_rank_ends_the_others(config):
 
 
 def test_a_rank_that_hears_of_nothing_is_ended_too(tmp_path, monkeypatch):
-    """As in a collective on GPUs, where the death of another rank is not noticed."""
+    """As in a collective on GPUs, which does not notice that another rank has ended."""
     monkeypatch.setattr(ranks, "GRACE_SECONDS", 0.4)
 
     def body(rank):
@@ -170,7 +170,7 @@ def test_a_non_finite_number_on_one_rank_stops_all(config, kind, sharding):
     for end in ended:
         assert "step 3 (epoch 0, batch 2)" in end.text and "rank" not in end.text
         what = "the loss is inf" if kind == "loss" else "the gradient norm is nan"
-        assert f"{what}; nothing of this step was kept. Documents of micro-batch 2 of " in end.text
+        assert f"{what}; the step was not applied. Documents of micro-batch 2 of " in end.text
         named = end.text.split("Documents of ")[1].split(". Their stored states are finite")[0]
         assert all(dataset.doc_ids[row] in named for row in victim)
     assert (Path(config.out) / "last").resolve().name == "checkpoint-00000002"

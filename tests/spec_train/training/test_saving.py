@@ -1,4 +1,4 @@
-"""Saving off the steps' path: what is written is what was there, whole, and errors are not lost."""
+"""Saving in a thread: files hold the state at the save, are complete, and no error is lost."""
 
 import json
 import os
@@ -25,7 +25,7 @@ data, config = trainer_tools.data, trainer_tools.config
 
 
 class Draft(nn.Module):
-    """As small as a draft can be: one weight, one frozen one, a map."""
+    """The smallest draft: one weight, one frozen weight, one buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def directory(tmp_path):
 
 
 def save(saver: Saver, draft: Draft, step: int, best: bool = False) -> None:
-    """What the trainer does at a step; the weights change right after it."""
+    """Save as the trainer does at a step; the weights change directly after it."""
     saver.wait()
     with torch.no_grad():
         draft.w.fill_(step)
@@ -69,7 +69,7 @@ def test_the_copy_is_the_draft_and_shares_what_is_frozen():
 
 
 def test_what_is_written_is_what_was_held(directory, monkeypatch):
-    """While the writer is slow and the weights go on; a second save waits, in the same memory."""
+    """The writer is slow, the weights change meanwhile; a second save waits and reuses memory."""
     gate, original = threading.Event(), checkpoint.save_file
 
     def slow(tensors, file):
@@ -135,7 +135,7 @@ def test_a_failed_save_stops_the_run_at_the_next_step(config, monkeypatch):
 
 
 def test_kill_9_at_random_moments_of_a_save_in_the_background(tmp_path):
-    """A child trains and saves without pause; whatever it leaves behind is whole and goes on."""
+    """A child trains and saves without a pause; what it leaves behind can be resumed."""
     rng = random.Random(1)
     seen = set()
     for _ in range(12):
@@ -189,7 +189,7 @@ def test_a_rank_without_a_directory_goes_through_all_and_writes_nothing():
 
 
 def test_old_checkpoints_with_states_of_generators_are_read(config):
-    """As releases wrote them that drew numbers in a row."""
+    """Older releases saved the states of random generators."""
     config = change(config, steps=6, save_every=3, keep=9)
     run(config)
     wanted = masters(config.out)

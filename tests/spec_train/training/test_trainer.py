@@ -1,4 +1,4 @@
-"""Laws of training: what a run is a function of, and what it is not."""
+"""Training: what determines the result of a run, and what does not change it."""
 
 import dataclasses
 import itertools
@@ -39,7 +39,7 @@ data, config = trainer_tools.data, trainer_tools.config
 
 
 def learnable_dataset(path: Path) -> Path:
-    """A dataset with something to learn: every token decides the next one."""
+    """A dataset that can be learned: each token determines the next one."""
     model = tiny_llama(vocab=24, hidden=32, seed=1)
     documents = []
     for ids, mask, turns in random_documents(80, 24, seed=2, shortest=20):
@@ -57,7 +57,7 @@ def learnable_dataset(path: Path) -> Path:
 
 
 def test_training_teaches(tmp_path):
-    """On held-out documents, against the untrained draft."""
+    """Compares validation metrics with those of the untrained draft."""
     data = learnable_dataset(tmp_path / "set")
     config = FitConfig(
         data=str(data), out=str(tmp_path / "run"), steps=120, seq_len=80, validation=0.2,
@@ -177,7 +177,7 @@ def test_no_steps_write_the_untrained_draft(config):
 
 
 def test_the_saved_embedding_is_the_targets_bit_for_bit(config):
-    """In the dtype in which the dataset has it, whatever the target's config.json says."""
+    """In the dtype of the dataset's head, even if the target's config.json has another."""
     run(change(config, steps=1))
     own = load_file(Path(config.out) / "last" / "model.safetensors")["embed_tokens.weight"]
     target = load_file(Path(config.data) / "target" / "head.safetensors")["embed_tokens"]
@@ -221,9 +221,9 @@ def test_masters_are_fp32_and_only_matrices_decay(config):
     captured = []
     original = trainer_module.Trainer.run
 
-    def spy(self):
+    def spy(self, release=None):
         captured.append(self)
-        return original(self)
+        return original(self, release)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer_module.Trainer, "run", spy)
@@ -253,7 +253,7 @@ def test_without_validation_the_last_draft_is_the_best(config):
 
 
 def test_on_short_answers_the_best_draft_is_a_trained_one(tmp_path, config, caplog):
-    """No answer is as long as a chain, and no draft of so short a run is ever accepted."""
+    """Every answer is shorter than a chain, and so short a run has no accepted draft."""
     documents = [(list(range(i, i + 8)), [0] * 5 + [1] * 3, [("user", 0, 5)]) for i in range(40)]
     data = tiny_dataset(tmp_path / "short", documents=documents)
     result = run(change(config, data=str(data)), dataclasses.replace(OPTIONS, ttt_steps=5))
@@ -272,7 +272,7 @@ def test_on_short_answers_the_best_draft_is_a_trained_one(tmp_path, config, capl
 def test_of_drafts_accepted_equally_far_the_one_with_the_lower_loss_is_best(
     config, monkeypatch, lengths
 ):
-    """A lower loss never makes up for a shorter acceptance."""
+    """A longer acceptance wins over a lower loss."""
     figures = iter(
         {"acceptance_length": 2.0, "product_limit_length": length, "loss": loss}
         for length, loss in zip(lengths, [3.0, 2.0, 1.0], strict=True)
@@ -310,7 +310,7 @@ assert "transformers.modeling_utils" not in sys.modules
 
 
 def test_fit_never_opens_the_target(config, tmp_path):
-    """Neither its weights (there are none: the dataset is all there is) nor its model class."""
+    """Not its weights (only the dataset exists) and not its model class."""
     shutil.copytree(config.data, tmp_path / "only" / "set")
     config = change(config, data=str(tmp_path / "only" / "set"), steps=3)
     arguments = [sys.executable, "-c", TARGET_FREE, *command(config)[3:]]

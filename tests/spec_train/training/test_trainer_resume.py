@@ -1,4 +1,4 @@
-"""Laws of going on: a run stopped, repeated or changed, and a run that begins from a draft."""
+"""Resuming: runs that are stopped, repeated or changed, and runs that start from a draft."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ data, config = trainer_tools.data, trainer_tools.config
 
 
 def assert_same_run(a: str | Path, b: str | Path) -> None:
-    """Every byte of the last checkpoint and the best draft, and every figure."""
+    """Return every byte of the last checkpoint and the best draft, and all metrics."""
     for part in ("last", "best"):
         names = sorted(p.name for p in (Path(a) / part).iterdir())
         assert names == sorted(p.name for p in (Path(b) / part).iterdir())
@@ -64,7 +64,7 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(config, tmp_path, st
 
 
 def stop_after(steps: int, monkeypatch):
-    """SIGTERM in the last of so many steps."""
+    """Send SIGTERM in the last of these steps."""
     original = Trainer._train_step
 
     def signalled(self, step):
@@ -77,7 +77,7 @@ def stop_after(steps: int, monkeypatch):
 
 @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "older"])
 def test_a_run_may_go_on_with_activations_recomputed(config, tmp_path, recorded, monkeypatch):
-    """For want of memory. Runs of before the option, and of when it was held to, go on as well."""
+    """For example to save memory. Runs of older releases without the option resume too."""
     run(change(config, out=str(tmp_path / "whole")))
     with monkeypatch.context() as patch:
         stop_after(5, patch)
@@ -138,7 +138,7 @@ def test_kill_9_and_the_same_command_give_the_same_run(config, tmp_path):
     again = subprocess.run(
         command(config), env=environment(), check=True, capture_output=True, text=True
     )
-    assert "going on from" in again.stderr
+    assert "resuming from" in again.stderr
     assert_same_run(whole.out, config.out)
 
 
@@ -205,7 +205,7 @@ def test_init_from_another_shape_is_refused(config, tmp_path):
 
 
 def test_init_from_a_draft_of_another_target_is_refused(config, tmp_path):
-    """All shapes agree; the embedding would have stayed the other target's."""
+    """All shapes are equal, but the embedding is the other target's."""
     run(change(config, steps=1))
     data = tiny_dataset(tmp_path / "other", n_docs=60, seed=7)
     other = change(config, data=str(data), out=str(tmp_path / "more"), init_from=config.out)
@@ -214,13 +214,13 @@ def test_init_from_a_draft_of_another_target_is_refused(config, tmp_path):
 
 
 def test_a_draft_read_from_disk_shares_the_targets_embedding(config, tmp_path, monkeypatch):
-    """Of --init-from and of a checkpoint; what it was read with took no memory of its own."""
+    """For --init-from and for a checkpoint: the embedding takes no extra memory."""
     captured = []
     original = Trainer.run
 
-    def spy(self):
+    def spy(self, release=None):
         captured.append(self)
-        return original(self)
+        return original(self, release)
 
     monkeypatch.setattr(Trainer, "run", spy)
     run(change(config, steps=6, save_every=2, eval_every=100))

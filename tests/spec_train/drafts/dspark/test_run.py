@@ -82,7 +82,7 @@ def test_fit_and_eval_end_to_end(name, more, data, workplace, tmp_path, capsys) 
     assert report["data"]["teacher_forced"]["tau"] >= 1
     assert main([*common, *real, "--temperature", "0.8", "--limit", "2"]) == 0
     assert main([*common, *real, "--draft-tokens", "9"]) == 2
-    assert f"can draft {draft.depth} tokens per round" in capsys.readouterr().err
+    assert f"drafts at most {draft.depth} tokens per round" in capsys.readouterr().err
     threshold = ["--confidence-threshold", "0.9"]
     if name == "dflash":
         assert main([*common, *real, *threshold]) == 2
@@ -123,4 +123,4 @@ def test_a_run_begins_from_a_draft_of_the_same_shape_only(data, tmp_path, capsys
     assert fit("dspark", data, tmp_path / "wide", "--markov-rank", "8", *begin) == 2
     assert "markov_rank: 4 -> 8" in capsys.readouterr().err
     assert fit("dflash", data, tmp_path / "flash", *begin) == 2
-    assert "a draft of the kind dspark" in capsys.readouterr().err
+    assert "this is a dspark draft" in capsys.readouterr().err

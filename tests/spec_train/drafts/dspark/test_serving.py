@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from spec_train.decoding.chains import decode_speculative
+from spec_train.decoding.chains import Request, decode_speculative
 from spec_train.draft_options import DFlashOptions, DSparkOptions
 from spec_train.drafts import DRAFTS
 from spec_train.drafts.dspark.draft import DSparkConfig, DSparkDraft
@@ -154,9 +154,8 @@ def test_greedy_decoding_is_the_targets_own_and_the_walk_over_chains_is_the_deco
     total, walked, real, drafted = ServingSums.zero(depth), [], [], set()
     passes, cut = 0, False
     for prompt in prompts[:9]:
-        got = decode_speculative(
-            target, draft.drafter(head), COLUMNS, prompt, Greedy(), LIMIT, depth, {STOP}
-        )
+        request = Request(prompt, Greedy(), LIMIT, {STOP})
+        got = decode_speculative(target, draft.drafter(head), COLUMNS, request, depth)
         response = got.tokens
         document = prompt + response, [0] * len(prompt) + [1] * len(response)
         assert document == respond(target, prompt)
@@ -272,7 +271,8 @@ def test_sampling_has_the_targets_distribution(threshold) -> None:
     for seed in range(samples):
         drafter = BlockDrafter(draft, head, threshold)
         sampler = make_sampler(temperature, seed)
-        got = decode_speculative(model, drafter, ("hidden.L0",), prompt, sampler, limit, 3)
+        request = Request(prompt, sampler, limit)
+        got = decode_speculative(model, drafter, ("hidden.L0",), request, 3)
         counts[tuple(got.tokens)] += 1
         for r in got.rounds:
             accepted += r.accepted

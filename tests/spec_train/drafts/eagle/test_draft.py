@@ -17,7 +17,7 @@ from spec_data.shards.errors import DatasetError, DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from spec_train.cli import main
-from spec_train.decoding.chains import decode_plain, decode_speculative
+from spec_train.decoding.chains import Request, decode_plain, decode_speculative
 from spec_train.draft_options import EagleOptions
 from spec_train.drafts import load_draft
 from spec_train.drafts.eagle.draft import EagleDraft, eagle_loss
@@ -291,9 +291,10 @@ def test_a_run_begins_from_another_and_refuses_another_shape(config, data, tmp_p
 
 
 def speculate(model: Any, draft: EagleDraft, prompt: list[int], **changes: Any) -> Any:
-    settings: dict[str, Any] = dict(sampler=Greedy(), limit=LIMIT, draft_tokens=4)
+    settings: dict[str, Any] = dict(sampler=Greedy(), limit=LIMIT, draft_tokens=4) | changes
     drafter = draft.drafter(TargetHead.from_model(model))
-    return decode_speculative(model, drafter, draft.state_columns, prompt, **(settings | changes))
+    draft_tokens, request = settings.pop("draft_tokens"), Request(prompt, **settings)
+    return decode_speculative(model, drafter, draft.state_columns, request, draft_tokens)
 
 
 def test_real_decoding_is_lossless_and_is_what_the_dataset_predicts(
@@ -303,7 +304,7 @@ def test_real_decoding_is_lossless_and_is_what_the_dataset_predicts(
     emitted = rounds = 0
     predicted, real = [], []
     for prompt in prompts[8:]:
-        plain = decode_plain(target, prompt, Greedy(), LIMIT)
+        plain = decode_plain(target, Request(prompt, Greedy(), LIMIT))
         got = speculate(target, trained_eagle, prompt)
         assert got.tokens == plain.tokens
         check_counts(got, 4, LIMIT)
@@ -327,7 +328,7 @@ def test_decoding_is_lossless_with_heads_and_windows_of_all_kinds(family: str) -
     model = tiny_model(family)
     draft = make_eagle(model, FAMILY_VOCAB, num_layers=2)
     prompt = torch.randint(FAMILY_VOCAB, (9,), generator=torch.Generator().manual_seed(0)).tolist()
-    plain = decode_plain(model, prompt, Greedy(), LIMIT)
+    plain = decode_plain(model, Request(prompt, Greedy(), LIMIT))
     assert speculate(model, draft, prompt, draft_tokens=3).tokens == plain.tokens
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.packing import shift_left
-from spec_train.decoding.chains import decode_speculative
+from spec_train.decoding.chains import Request, decode_speculative
 from spec_train.drafts.frames import Frame
 from spec_train.drafts.peagle import serving as peagle_serving
 from spec_train.drafts.peagle.draft import PeagleDraft
@@ -170,9 +170,8 @@ def test_greedy_decoding_loses_nothing_and_is_what_the_dataset_says(
     head, total, walked, real = head_of(target), ServingSums.zero(DEPTHS), [], []
     lengths = set()
     for prompt in prompts:
-        got = decode_speculative(
-            target, trained.drafter(head), COLUMNS, prompt, Greedy(), LIMIT, DEPTHS, {STOP}
-        )
+        request = Request(prompt, Greedy(), LIMIT, {STOP})
+        got = decode_speculative(target, trained.drafter(head), COLUMNS, request, DEPTHS)
         document = prompt + got.tokens, [0] * len(prompt) + [1] * len(got.tokens)
         assert document == respond(target, prompt)
         assert got.draft_passes == sum(r.drafted > 0 for r in got.rounds)
@@ -200,9 +199,8 @@ def test_sampling_has_the_targets_distribution(
     counts, accepted = torch.zeros(2, VOCAB, dtype=torch.float64), 0
     for seed in range(samples):
         sampler = make_sampler(temperature, seed)
-        got = decode_speculative(
-            target, draft.drafter(head), COLUMNS, prompt, sampler, 3, DEPTHS, set()
-        )
+        request = Request(prompt, sampler, 3)
+        got = decode_speculative(target, draft.drafter(head), COLUMNS, request, DEPTHS)
         for place in range(2):
             counts[place, got.tokens[place]] += 1
         accepted += sum(r.accepted for r in got.rounds)
