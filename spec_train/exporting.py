@@ -5,6 +5,7 @@ the files come from what the class saves, never from the directory that was read
 """
 
 import dataclasses
+import json
 import logging
 import os
 import shutil
@@ -26,13 +27,35 @@ from spec_train.training.checkpoint import resolve_draft_dir
 log = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckedDraft:
+    """A draft that was read for export, and what every engine would make of it."""
+
+    draft: Any
+    own: DraftFiles
+    folder: Path
+    target: TargetFacts
+    findings: dict[str, list[Finding]]
+
+
 def run_export(config: ExportConfig) -> dict[str, list[Finding]]:
-    """Export or check as `config` says; gives the findings by engine.
+    """Export or check as `config` says, print the report if asked; return findings by engine.
 
     Raises:
-        SpecDataError: the draft cannot be read, the format cannot hold it, or who reads that
-            format would not load it or not read it as it was trained.
-        RunError: what was written reads back as another draft.
+        As `check_draft` and `export_draft`.
+    """
+    checked = check_draft(config)
+    if config.check:
+        print(report(checked.findings, checked.own))
+    export_draft(config, checked)
+    return checked.findings
+
+
+def check_draft(config: ExportConfig) -> CheckedDraft:
+    """Read the draft of `config` and check it for every engine.
+
+    Raises:
+        SpecDataError: the draft or the target cannot be read.
     """
     target = read_target(config.target) if config.target else TargetFacts()
     folder = resolve_draft_dir(config.draft)
@@ -40,18 +63,47 @@ def run_export(config: ExportConfig) -> dict[str, list[Finding]]:
     own = draft.files(_dtype_of(draft), str(folder))
     name = Path(config.out).name if config.out else folder.resolve().name
     found = preflight(Subject(own, target, name, config.format or "vllm"))
-    if config.check:
-        print(report(found, own))
+    return CheckedDraft(draft=draft, own=own, folder=folder, target=target, findings=found)
+
+
+def export_draft(config: ExportConfig, checked: CheckedDraft) -> DraftFiles | None:
+    """Write a checked draft as `config` says; return what was written, None without a format.
+
+    Raises:
+        DraftError: the format cannot hold it, or an engine that reads that format would not load
+            it or not read it as it was trained.
+        ConfigError: --out exists. RunError: what was written reads back as another draft.
+    """
     if config.format is None:
-        return found
-    if refused := refusals(found, config.format):
+        return None
+    if refused := refusals(checked.findings, config.format):
         lines = "\n  ".join(f"{finding.engine}: {finding.text}" for finding in refused)
-        raise DraftError(f"{folder} cannot be exported as {config.format}:\n  {lines}")
-    written = write_form(own, config.format, target)
+        raise DraftError(f"{checked.folder} cannot be exported as {config.format}:\n  {lines}")
+    written = write_form(checked.own, config.format, checked.target)
     if config.out is not None:
-        _write_once(written, own, Path(config.out), target)
-        _say(found, config, draft, written)
-    return found
+        _write_once(written, checked.own, Path(config.out), checked.target)
+        _say(checked.findings, config, checked.draft, written)
+    return written
+
+
+def command_after(config: ExportConfig, checked: CheckedDraft) -> list[str]:
+    """The command that an export or a check leads to: one that serves, writes or checks."""
+    if config.out is None:
+        forms = ("vllm", "sglang", "speculators")
+        fitting = [form for form in forms if not refusals(checked.findings, form)]
+        form = config.format or (fitting[0] if fitting else "hf")
+        out = f"{config.draft.rstrip('/')}-{form}"
+        target = ["--target", config.target] if config.target else []
+        words = ["--draft", config.draft, "--format", form, "--out", out, *target]
+        return ["spec-train", "export", *words]
+    if config.format not in ("vllm", "speculators"):
+        return ["spec-train", "export", "--draft", config.out, "--check"]
+    draft = checked.draft
+    how: dict[str, Any] = {"model": config.out, "num_speculative_tokens": draft.depth}
+    how["method"] = "eagle3" if draft.name == "peagle" else draft.name
+    if draft.name == "peagle":
+        how["parallel_drafting"] = True
+    return ["vllm", "serve", config.target or "TARGET", "--speculative-config", json.dumps(how)]
 
 
 def _dtype_of(draft: Any) -> torch.dtype:

@@ -13,13 +13,18 @@ from spec_data.shards.errors import SpecDataError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import FINAL, SUPERVISED, predicts_supervised
 
+_SHOWN = 20
+
 
 @dataclass
 class Findings:
     """The results of the checks: failures, and one fact per check without a failure."""
 
+    data: str = ""
+    fingerprint: str = ""
     failures: list[str] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
+    figures: dict[str, dict[str, float]] = field(default_factory=dict)
     _failures_before: int = 0
 
     def check(self, check: Callable[[], None]) -> None:
@@ -38,6 +43,34 @@ class Findings:
         """Add what the current check has proven, unless it has a failure."""
         if len(self.failures) == self._failures_before:
             self.facts.append(fact)
+
+    def measured(self, name: str, found: float, allowed: float) -> str:
+        """Keep a figure and its bound; return both in words."""
+        self.figures[name] = {"found": found, "allowed": allowed}
+        return f"{found:.1e} (allowed {allowed:.1e})"
+
+    def text(self) -> str:
+        """Describe every fact, the first failures and the verdict, one line each."""
+        lines = [f"ok    {fact}" for fact in self.facts]
+        lines += [f"FAIL  {failure}" for failure in self.failures[:_SHOWN]]
+        if len(self.failures) > _SHOWN:
+            lines.append(f"FAIL  and {len(self.failures) - _SHOWN} more")
+        if self.failures:
+            lines.append(f"{self.data}: {len(self.failures)} failures")
+        else:
+            lines.append(f"{self.data}: verified, fingerprint {self.fingerprint[:16]}")
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values: the verdict, the facts, the failures, the figures with bounds."""
+        return {
+            "data": self.data,
+            "verified": not self.failures,
+            "fingerprint": self.fingerprint,
+            "facts": self.facts,
+            "failures": self.failures,
+            "figures": self.figures,
+        }
 
 
 def stored_tokens(dataset: HiddenStatesDataset, name: str, row: dict[str, Any]) -> Tensor:

@@ -35,11 +35,16 @@ from spec_data.target.model import Target
 from spec_data.verification.findings import Findings, declared_error, stored_tokens
 from spec_data.verification.fresh import LOGIT_TOLERANCE, check_fresh
 
-_SHOWN = 20  # failures that are printed
-
 
 def verify(config: VerifyConfig) -> int:
-    """Run every check and print the findings; return 0 if all checks pass, 1 if any fails.
+    """Run every check, print the findings, return 0 when all pass and 1 when any fails."""
+    findings = examine(config)
+    print(findings.text())
+    return 1 if findings.failures else 0
+
+
+def examine(config: VerifyConfig) -> Findings:
+    """Run every check of a dataset and return the findings.
 
     Raises:
         SpecDataError: the dataset cannot be opened, or `--target` is not a model.
@@ -48,7 +53,7 @@ def verify(config: VerifyConfig) -> int:
     path = None
     if config.target is not None:  # report a wrong name before any work
         path, _ = resolve_model(config.target, dataset.manifest.target.get("revision"))
-    findings = Findings()
+    findings = Findings(data=config.data, fingerprint=dataset.manifest.fingerprint)
     findings.check(lambda: _check_checksums(dataset, findings))
     findings.check(lambda: _check_chunks(dataset, findings))
     if not findings.failures:
@@ -59,17 +64,7 @@ def verify(config: VerifyConfig) -> int:
         findings.check(lambda: _check_logits(dataset, sampled, config.device, findings))
         if path is not None:
             _verify_target(dataset, sampled, path, config, findings)
-    for fact in findings.facts:
-        print(f"ok    {fact}")
-    for failure in findings.failures[:_SHOWN]:
-        print(f"FAIL  {failure}")
-    if len(findings.failures) > _SHOWN:
-        print(f"FAIL  and {len(findings.failures) - _SHOWN} more")
-    if findings.failures:
-        print(f"{config.data}: {len(findings.failures)} failures")
-        return 1
-    print(f"{config.data}: verified, fingerprint {dataset.manifest.fingerprint[:16]}")
-    return 0
+    return findings
 
 
 def _verify_target(
@@ -117,7 +112,7 @@ def _check_checksums(dataset: HiddenStatesDataset, findings: Findings) -> None:
     manifest = dataset.manifest
     expected = {r.file: r.sha256 for r in manifest.shards}
     expected |= {name: record["sha256"] for name, record in manifest.raw["files"].items()}
-    for name in progress(expected, desc="checksums", unit=" files", leave=False):
+    for name in progress(expected, desc="checksums", unit="files", leave=False):
         file = dataset.path / name
         found = sha256_file(file) if file.is_file() else "missing"
         if found != expected[name]:
@@ -135,7 +130,8 @@ def _check_checksums(dataset: HiddenStatesDataset, findings: Findings) -> None:
 def _check_chunks(dataset: HiddenStatesDataset, findings: Findings) -> None:
     """Check every field of every document; continue after a shard that cannot be read."""
     _ = dataset.lengths  # the index has the names of the documents
-    for number in progress(range(len(dataset.manifest.shards)), desc="chunks", leave=False):
+    shards = range(len(dataset.manifest.shards))
+    for number in progress(shards, desc="chunks", unit="shards", leave=False):
         try:
             shard = dataset.shard(number)
             for row, field in shard.damage():
@@ -165,7 +161,7 @@ def _check_codecs(dataset: HiddenStatesDataset, findings: Findings) -> None:
 def _check_documents(dataset: HiddenStatesDataset, findings: Findings) -> None:
     """Check index, mask, turns, token ids and the states of every token of every document."""
     vocab = dataset.manifest.vocab_size
-    bar = progress(total=int(dataset.lengths.sum()), desc="states", unit=" tok", leave=False)
+    bar = progress(total=int(dataset.lengths.sum()), desc="states", unit="tok", leave=False)
     with bar:
         for index, row, where in _rows(dataset):
             mask, ids = row["loss_mask"], row["input_ids"]
@@ -255,8 +251,8 @@ def _check_logits(
                 f"{float(error.max()):.1e} of the largest logit (allowed {allowed:.0e})"
             )
     findings.passed(
-        f"logits of {len(sampled)} documents agree with argmax and logsumexp: they differ by at "
-        f"most {worst:.1e} of the largest logit"
+        f"logits of {len(sampled)} documents agree with argmax and logsumexp; relative to the "
+        f"largest logit, they differ by at most {findings.measured('logits', worst, allowed)}"
     )
 
 
