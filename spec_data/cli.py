@@ -1,76 +1,165 @@
 """The spec-data commands: parse, call, print. Heavy imports wait until a command runs."""
 
 import argparse
-import logging
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import spec_data
-from spec_data.config import add_options, join_values, resolve, run_cli
+from spec_data.config import add_options, as_flags, join_values, resolve
+from spec_data.console import (
+    Parser,
+    add_common_options,
+    add_completion_option,
+    run_cli,
+    say_next,
+    use_colour,
+)
 from spec_data.options import GenerateConfig, InspectConfig, SealConfig, VerifyConfig
+from spec_data.shards.errors import ConfigError, RunError
 
+_RAW = argparse.RawDescriptionHelpFormatter
 _DESCRIPTION = """\
 Run a target model over a corpus once and keep what its drafts need to learn in a small Arrow
 dataset that proves itself. Train on it with spec-train; the target is not needed again.
 """
 _EXAMPLES = """\
-examples:
+examples, in the order in which they are run:
   spec-data estimate --target Qwen/Qwen3-8B --corpus chats.jsonl --out data/qwen3-8b
   spec-data generate --target Qwen/Qwen3-8B --corpus chats.jsonl --out data/qwen3-8b
-  spec-data generate ... --workers 0/4          (and 1/4, 2/4, 3/4, then)
-  spec-data seal --out data/qwen3-8b
   spec-data verify data/qwen3-8b --target Qwen/Qwen3-8B --samples 32
   spec-data inspect data/qwen3-8b --doc 0
+
+Every command prints the next one. spec-data COMMAND --help explains all options of a command.
 """
+_ESTIMATE = """\
+Read and render the corpus and print what `generate` would write: documents, tokens, shards and
+the exact bytes. No model is loaded. Exit code 1 where the disk is too small."""
+_GENERATE = """\
+Run the target over the corpus and write a dataset. Stop it whenever you like: Ctrl-C and SIGTERM
+lose at most the shard in work, and the same command resumes. A resumed run writes the same bytes
+as an uninterrupted one."""
+_GENERATE_EXAMPLES = """\
+examples:
+  spec-data generate --target Qwen/Qwen3-8B --corpus chats.jsonl --out data/qwen3-8b
+  spec-data generate --target MODEL --corpus chats.jsonl --out DIR --workers 0/4
+      one of four workers; run 1/4, 2/4 and 3/4 as well, then: spec-data seal --out DIR
+  spec-data generate --config generate.yaml --limit 100
+      options from a file; those on the command line replace them"""
+_SEAL = """\
+Check every shard and write the index and the manifest that make a directory a dataset. Only
+needed after --workers; a single `generate` seals its dataset itself."""
+_INSPECT = """\
+Print what is inside a dataset, or one document with its supervised tokens marked."""
+_VERIFY = """\
+Prove a dataset: checksums of every file and document, consistent masks, finite states, logits
+computed again from the stored states, and with --target a fresh forward of sampled documents.
+Each line states what was found and the bound that it must keep. Exit code 1 if a check fails."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "spec-data", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=raw
+    """Build the whole command line."""
+    parser = Parser(
+        "spec-data",
+        usage="spec-data COMMAND [options]",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=_RAW,
     )
-    parser.add_argument("--version", action="version", version=spec_data.__version__)
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, config, text, positional in (
-        ("estimate", GenerateConfig, "plan only: exact bytes, tokens, shards, free space", None),
-        ("generate", GenerateConfig, "make a dataset; run again to go on after a stop", None),
-        ("seal", SealConfig, "finish a dataset whose --workers are all done", None),
-        ("inspect", InspectConfig, "say what is inside a dataset, or show one document", "data"),
-        (
-            "verify",
-            VerifyConfig,
-            "prove a dataset: checksums, states, logits, a fresh forward",
-            "data",
-        ),
+    version = f"%(prog)s {spec_data.__version__}"
+    parser.add_argument("--version", action="version", version=version, help="print the version")
+    add_completion_option(parser)
+    add_common_options(parser, top=True)
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", title="commands", prog=parser.prog
+    )
+    required = "--target MODEL --corpus SRC [SRC ...] --out DIR"
+    for name, config, usage, text, description, epilog in (
+        ("estimate", GenerateConfig, required, "print sizes, run nothing", _ESTIMATE, ""),
+        ("generate", GenerateConfig, required, "write a dataset", _GENERATE, _GENERATE_EXAMPLES),
+        ("seal", SealConfig, "--out DIR", "finish the dataset of several workers", _SEAL, ""),
+        ("inspect", InspectConfig, "DIR", "print what is inside a dataset", _INSPECT, ""),
+        ("verify", VerifyConfig, "DIR [--target MODEL]", "prove a dataset", _VERIFY, ""),
     ):
-        command = commands.add_parser(name, help=text, description=text.capitalize() + ".")
-        if positional:
-            command.add_argument("positional", nargs="?", metavar="DIR", help="same as --data")
+        command = commands.add_parser(
+            name,
+            usage=f"spec-data {name} {usage} [options]",
+            help=text,
+            description=description,
+            epilog=epilog,
+            formatter_class=_RAW,
+        )
+        if "data" in config.__dataclass_fields__:
+            command.add_argument("positional", nargs="?", metavar="DIR", help="same as --data DIR")
         add_options(command, config)
-        command.add_argument("--debug", action="store_true", help="show tracebacks")
+        if name in _JSON:
+            _add_json(command)
+        add_common_options(command)
     return parser
 
 
+_JSON = ("estimate", "inspect", "verify")
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write the result as JSON to FILE; without FILE, print JSON instead of text "
+        "(default: text only)",
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of `spec-data`; gives the exit code."""
+    """Run `spec-data` and return its exit code."""
     args = build_parser().parse_args(join_values(arguments))
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    for noisy in ("httpx", "transformers", "datasets"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
-    if getattr(args, "positional", None):
-        args.data = args.positional
-    return run_cli(lambda: _COMMANDS[args.command](args), args.debug)
+    _sort_out_directory(args)
+    stopped = (lambda: _kept(args)) if args.command == "generate" else None
+    return run_cli(lambda: _COMMANDS[args.command](args), args, stopped)
+
+
+def _sort_out_directory(args: argparse.Namespace) -> None:
+    """Set --data from the bare DIR; in `--json DIR` the directory is no file to write."""
+    if not hasattr(args, "positional"):
+        return
+    if args.json and args.positional is None and args.data is None and Path(args.json).is_dir():
+        args.positional, args.json = args.json, "-"
+    args.data = args.positional or args.data
+
+
+def _show(args: argparse.Namespace, text: str, facts: Callable[[], dict[str, Any]]) -> None:
+    """Print a result as text or JSON, and write it to the file of --json."""
+    wanted = getattr(args, "json", None)
+    found = json.dumps(facts(), indent=2, ensure_ascii=False, default=str) if wanted else ""
+    print(found if wanted == "-" else text)
+    if wanted and wanted != "-":
+        try:
+            Path(wanted).write_text(found + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json {wanted}: {error.strerror}") from None
 
 
 def _estimate(args: argparse.Namespace) -> int:
-    from spec_data.generation.setup import make_plan, set_up
-    from spec_data.report import estimate_text
-
     config = resolve(GenerateConfig, args)
+    from spec_data.generation.setup import make_plan, set_up
+    from spec_data.progress import size
+    from spec_data.report import disk_space, estimate_facts, estimate_text
+
     setup = set_up(config)
-    print(estimate_text(setup, make_plan(setup)))
+    plan = make_plan(setup)
+    _show(args, estimate_text(setup, plan), lambda: estimate_facts(setup, plan))
+    needed, free = disk_space(setup, plan)
+    if needed > free:
+        raise RunError(
+            f"the dataset does not fit: it needs {size(needed)}, and the disk of {config.out} has "
+            f"{size(free)} free: {size(needed - free)} too little. Free some space, lower --limit "
+            "or --max-length, or capture fewer --layers"
+        )
+    say_next("spec-data", "generate", *as_flags(config))
     return 0
 
 
@@ -84,38 +173,67 @@ def _generate(args: argparse.Namespace) -> int:
     manifest = generate(config)
     if manifest is not None:
         print(dataset_text(manifest))
-        print(f"\nprove it:  spec-data verify {config.out}")
+        say_next("spec-data", "verify", config.out, "--target", config.target)
     return 0
 
 
-def _seal(args: argparse.Namespace) -> int:
-    from pathlib import Path
+def _kept(args: argparse.Namespace) -> str:
+    """Say what an interrupted `generate` keeps and how it is resumed."""
+    import shlex
 
+    config = resolve(GenerateConfig, args)
+    if "spec_data.generation.run" not in sys.modules:
+        kept = "nothing was captured yet"
+    else:
+        from spec_data.report import kept_text
+
+        kept = kept_text(Path(config.out))
+    command = shlex.join(["spec-data", "generate", *as_flags(config)])
+    return f"stopped: {kept}\nresume:  {command}"
+
+
+def _seal(args: argparse.Namespace) -> int:
+    config = resolve(SealConfig, args)
     from spec_data.generation.run import seal_directory
     from spec_data.report import dataset_text
 
-    print(dataset_text(seal_directory(Path(resolve(SealConfig, args).out))))
+    print(dataset_text(seal_directory(Path(config.out))))
+    say_next("spec-data", "verify", config.out)
     return 0
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from spec_data.report import dataset_text, document_text
+    config = resolve(InspectConfig, args)
+    from spec_data.report import dataset_facts, dataset_text, document_facts, document_text
     from spec_data.shards.reader import HiddenStatesDataset
 
-    config = resolve(InspectConfig, args)
     dataset = HiddenStatesDataset(config.data)
     if config.doc is None:
-        print(dataset_text(dataset.manifest))
+        _show(args, dataset_text(dataset.manifest), lambda: dataset_facts(dataset))
+        say_next("spec-data", "inspect", config.data, "--doc", "0")
     else:
-        colour = config.color == "always" or (config.color == "auto" and sys.stdout.isatty())
-        print(document_text(dataset, config.doc, colour))
+        document = document_facts(dataset, config.doc)
+        _show(args, document_text(document, use_colour(config.color)), lambda: document)
+        _say_fit(config.data)
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from spec_data.verification.run import verify
+    config = resolve(VerifyConfig, args)
+    from spec_data.verification.run import examine
 
-    return verify(resolve(VerifyConfig, args))
+    findings = examine(config)
+    _show(args, findings.text(), findings.to_json)
+    if findings.failures:
+        return 1
+    _say_fit(config.data)
+    return 0
+
+
+def _say_fit(data: str) -> None:
+    """Name the command that trains on a dataset, into a run directory beside it."""
+    run = f"{data.rstrip('/')}-eagle3"
+    say_next("spec-train", "fit", "eagle3", "--data", data, "--out", run)
 
 
 _COMMANDS = {

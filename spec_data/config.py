@@ -1,7 +1,7 @@
 """Typed, frozen configs and the command line made from them.
 
-A command's options *are* the fields of one frozen dataclass: `option()` gives a field its help
-text, `add_options` turns the fields into argparse flags, `resolve` merges (defaults < --config
+A command's options *are* the fields of one frozen dataclass: `option()` states a field's help text
+and group, `add_options` turns the fields into argparse flags, `resolve` merges (defaults < --config
 file < flags) and rejects unknown keys. Nothing here imports torch, so `--help` is instant.
 """
 
@@ -17,20 +17,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from spec_data.shards.errors import ConfigError, MissingError, SpecDataError
+from spec_data.console import nearest
+from spec_data.shards.errors import ConfigError, MissingError
 
 T = TypeVar("T")
 
 
 def option(
-    default: Any = dataclasses.MISSING, *, help: str, choices: tuple = (), metavar: str = ""
+    default: Any = dataclasses.MISSING,
+    *,
+    help: str,
+    group: str = "",
+    choices: tuple = (),
+    metavar: str = "",
 ):
     """A dataclass field that is also a command-line option.
 
     `default` missing makes the option required. Tuples become repeatable options that also take
-    several values (`--corpus a b --corpus c`).
+    several values (`--corpus a b --corpus c`). `group` is the heading it has in --help.
     """
-    metadata = {"help": help, "choices": choices, "metavar": metavar}
+    metadata = {"help": help, "group": group, "choices": choices, "metavar": metavar}
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -47,17 +53,26 @@ def _scalar(annotation: Any) -> tuple[type, bool]:
 
 
 def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
-    """Add one flag per field of the config dataclass `cls`, plus `--config FILE`."""
-    parser.add_argument("--config", metavar="FILE", help="TOML or JSON file with these options")
+    """Add one flag per field of the dataclass `cls`, under its group, and `--config FILE`."""
     hints = typing.get_type_hints(cls)
+    own = getattr(cls, "option_group", "")  # of fields that name no group
+    groups: dict[str, argparse._ArgumentGroup | argparse.ArgumentParser] = {"": parser}
+    for name in dict.fromkeys(f.metadata["group"] or own for f in dataclasses.fields(cls)):
+        groups.setdefault(name, parser.add_argument_group(name))
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="read options from this file (.toml, .json, .yaml or .yml), one key per option, such "
+        "as max-length; an option on the command line replaces the file's (default: none)",
+    )
     for field in dataclasses.fields(cls):
         kind, many = _scalar(hints[field.name])
         required = field.default is dataclasses.MISSING
         default = None if required else field.default
-        note = "required" if required else f"default: {_shown(default)}"
+        note = "" if required else f" (default: {_shown(default)})"
         flag = "--" + field.name.replace("_", "-")
         kwargs: dict[str, Any] = {
-            "help": f"{field.metadata['help']} ({note})".replace("%", "%%"),
+            "help": f"{field.metadata['help']}{note}".replace("%", "%%"),
             "default": None,
         }
         if kind is bool:
@@ -70,7 +85,7 @@ def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
                 kwargs["metavar"] = None
             if many:
                 kwargs.update(nargs="+", action="extend")
-        parser.add_argument(flag, **kwargs)
+        groups[field.metadata["group"] or own].add_argument(flag, **kwargs)
 
 
 def join_values(arguments: Sequence[str] | None = None) -> list[str]:
@@ -107,17 +122,54 @@ def resolve(cls: type[T], namespace: argparse.Namespace) -> T:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Read a flat TOML or JSON table; dashes in keys count as underscores."""
+    """Read a flat TOML, JSON or YAML table; dashes in keys count as underscores.
+
+    Raises:
+        MissingError: no such file.
+        ConfigError: another suffix, a file that cannot be parsed, or no table.
+    """
     if not path.is_file():
         raise MissingError(f"--config {path}: no such file")
+    if path.suffix not in _PARSERS:
+        raise ConfigError(
+            f"--config {path}: the name must end in {', '.join(_PARSERS)}; found "
+            f"{path.suffix or 'no suffix'}"
+        )
     try:
-        text = path.read_text(encoding="utf-8")
-        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (json.JSONDecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: not valid {path.suffix or 'TOML'}: {error}") from None
+        table = _PARSERS[path.suffix](path.read_text(encoding="utf-8"))
+    except ValueError as error:  # of all three parsers, and of the decoding
+        raise ConfigError(
+            f"--config {path}: not valid {path.suffix[1:].upper()}: {error}"
+        ) from None
     if not isinstance(table, dict):
-        raise ConfigError(f"--config {path}: expected a table of options, found a {type(table)}")
-    return {key.replace("-", "_"): value for key, value in table.items()}
+        raise ConfigError(
+            f"--config {path}: expected a table of options (key: value), found a "
+            f"{type(table).__name__}"
+        )
+    return {str(key).replace("-", "_"): value for key, value in table.items()}
+
+
+def _parse_yaml(text: str) -> Any:
+    """Parse YAML without its tags; 1e-4 is a number, as in YAML 1.2, JSON and TOML."""
+    import yaml  # only here: no other call needs it
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    number = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    try:
+        return yaml.load(text, Loader)  # a SafeLoader: no object is ever constructed
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+_PARSERS: dict[str, typing.Callable[[str], Any]] = {
+    ".toml": tomllib.loads,
+    ".json": json.loads,
+    ".yaml": _parse_yaml,
+    ".yml": _parse_yaml,
+}
 
 
 def from_dict(cls: type[T], values: dict[str, Any], where: str = "config") -> T:
@@ -125,8 +177,10 @@ def from_dict(cls: type[T], values: dict[str, Any], where: str = "config") -> T:
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(set(values) - set(fields))
     if unknown:
+        near = [f"did you mean {n}? " for n in [nearest(unknown[0], list(fields))] if n]
         raise ConfigError(
-            f"unknown option {', '.join(unknown)} in {where}; known: {', '.join(sorted(fields))}"
+            f"unknown option {', '.join(unknown)} in {where}; {''.join(near)}"
+            f"known: {', '.join(sorted(fields))}"
         )
     missing = [
         "--" + n.replace("_", "-")
@@ -164,6 +218,24 @@ def _one(name: str, value: Any, kind: type, field: dataclasses.Field, where: str
     return value
 
 
+def as_flags(config: Any) -> list[str]:
+    """Write a config as command-line words: every option that differs from its default."""
+    words: list[str] = []
+    for field in dataclasses.fields(config):
+        value, flag = getattr(config, field.name), "--" + field.name.replace("_", "-")
+        if value is None or (field.default is not dataclasses.MISSING and value == field.default):
+            continue
+        if isinstance(value, bool):
+            words.append(flag if value else "--no-" + flag[2:])
+        elif isinstance(value, (tuple, list)):
+            words += [flag, *map(str, value)]
+        elif str(value).startswith("-"):
+            words.append(f"{flag}={value}")
+        else:
+            words += [flag, str(value)]
+    return words
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """The config as JSON-ready plain values (tuples become lists)."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
@@ -174,30 +246,3 @@ def differing_fields(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     absent = "(absent)"
     pairs = {n: (old.get(n, absent), new.get(n, absent)) for n in sorted(set(old) | set(new))}
     return [f"{n}: {a!r} -> {b!r}" for n, (a, b) in pairs.items() if a != b]
-
-
-def run_cli(main: typing.Callable[[], int | None], debug: bool) -> int:
-    """Call `main`, turning the errors a user can cause into one message and an exit code."""
-    try:
-        return main() or 0
-    except SpecDataError as error:
-        if debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        return 141
-    except OSError as error:
-        if debug:
-            raise
-        print(f"error: {error} (run again with --debug for the traceback)", file=sys.stderr)
-        return 1
-    except Exception as error:
-        if debug:
-            raise
-        kind = type(error).__name__
-        print(f"error: {kind}: {error} (run again with --debug for the traceback)", file=sys.stderr)
-        return 1

@@ -6,25 +6,19 @@ and docstring, and builds the class with `from_keywords`.
 """
 
 import dataclasses
-import difflib
 import inspect
 import json
 import os
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from spec_data.config import from_dict
+from spec_data.console import nearest
 from spec_data.shards.errors import OptionError
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean NAME?" for the known name that `name` is most like, or nothing."""
-    found = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {found[0]}?" if found else ""
 
 
 def from_keywords(cls: type[T], given: Mapping[str, Any], function: str) -> T:
@@ -50,8 +44,9 @@ def plain_values(
     names = [f.name for f in dataclasses.fields(cls) if f.name not in without]
     for name in given:
         if name not in names:
-            near = nearest(name, names) or f"; its options: {', '.join(sorted(names))}"
-            raise OptionError(f"{function}() has no option {name!r}{near}")
+            near = nearest(name, names)
+            advice = f"did you mean {near}?" if near else f"its options: {', '.join(sorted(names))}"
+            raise OptionError(f"{function}() has no option {name!r}; {advice}")
     hints = typing.get_type_hints(cls)
     return {name: _plain(value, _takes_several(hints[name])) for name, value in given.items()}
 

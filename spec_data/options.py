@@ -32,68 +32,112 @@ def _at_least(least: int, **values: int) -> None:
             raise ConfigError(f"--{flag} {value}: expected {least} or more")
 
 
+_REQUIRED = "required"
+_CAPTURE = "what is captured"
+_DOCUMENTS = "documents"
+_RUNNING = "how the target runs"
+_SHARDS = "shards and workers"
+_CHECKS = "what is checked"
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
     """Options of `generate` and `estimate`."""
 
-    target: str = option(help="the target: a model directory or a Hub id", metavar="MODEL")
+    target: str = option(
+        help="the target model: a local directory or a Hugging Face Hub id",
+        group=_REQUIRED,
+        metavar="MODEL",
+    )
     corpus: tuple[str, ...] = option(
-        help="where conversations come from: JSONL, Parquet or text files, a folder of them, a "
-        "`datasets` directory, or a Hub dataset name; may be given several times",
+        help="the conversations: a JSONL, JSON, Parquet or text file, a directory of such files, a "
+        "directory saved by `datasets`, or a Hub dataset (NAME, NAME:CONFIG, NAME@SPLIT); several "
+        "are read in the order given",
+        group=_REQUIRED,
         metavar="SRC",
     )
-    out: str = option(help="the dataset directory to make", metavar="DIR")
+    out: str = option(
+        help="the dataset directory to write; the same command resumes an interrupted run in it",
+        group=_REQUIRED,
+        metavar="DIR",
+    )
     layers: str = option(
         "auto",
-        help="layer ids to capture, e.g. 1,3,5: id k is the output of decoder block k, from 0; "
-        "-1 (as in -1,3,5) is the embedding output; auto is the EAGLE-3 recipe 1, L/2-1, L-4; "
-        "spread:N takes N, evenly spread from block 1 to L-2, as block drafts like them",
+        help="layer ids to capture, such as 1,3,5. Id k is the output of decoder block k, counted "
+        "from 0; -1 is the embedding output. auto takes the EAGLE-3 recipe 1, L/2-1, L-4 of L "
+        "blocks; spread:N takes N evenly spaced blocks from 1 to L-2, for DSpark and DFlash",
+        group=_CAPTURE,
         metavar="IDS",
     )
     max_length: int = option(
         2048,
-        help="cut documents to this many tokens, or to the target's context where that is shorter "
-        "(counted, never silent)",
+        help="cut documents to this many tokens, or to the target's context where that is shorter; "
+        "cut documents are counted. Raise it for long conversations: memory grows with it",
+        group=_DOCUMENTS,
         metavar="N",
     )
     pack_length: int = option(
         0,
-        help="tokens per packed row; 0 takes the longest document, at least 512",
+        help="tokens per packed row of the target's batch; 0 takes the length of the longest "
+        "document, at least 512. Rarely worth a change",
+        group=_RUNNING,
         metavar="N",
     )
-    batch_tokens: int = option(8192, help="tokens per target forward", metavar="N")
-    limit: int = option(0, help="read at most this many corpus rows; 0 reads all", metavar="N")
+    batch_tokens: int = option(
+        8192,
+        help="tokens per forward of the target. Raise it on a GPU with free memory for more "
+        "speed, lower it when memory runs out",
+        group=_RUNNING,
+        metavar="N",
+    )
+    limit: int = option(
+        0,
+        help="read at most this many corpus rows; 0 reads all. Use a small one for a first try",
+        group=_DOCUMENTS,
+        metavar="N",
+    )
     supervision: str = option(
         "final-hidden",
-        help="what the teacher is rebuilt from: final-hidden (exact and small), topk:K (K exact "
-        "logits beside the logsumexp), or logits (full and large)",
+        help="what the teacher's distribution is rebuilt from: final-hidden (exact and small), "
+        "topk:K (K exact logits and the logsumexp) or logits (all of them, very large). Change it "
+        "only where the target's head cannot be rebuilt, or for another trainer",
+        group=_CAPTURE,
         metavar="KIND",
     )
     codec: str = option(
         "lm4c",
-        help="how states are stored: bf16 (exact), int8c (0.5x the bytes), lm6c (0.38x), lm4c "
-        "(0.25x), fp8 (0.5x); or by kind, e.g. aux=lm4c,final=int8c. The error is measured before "
-        "the first shard, and one beyond the codec's bound stops the run",
+        help="how states are stored: bf16 (exact), int8c or fp8 (half of its bytes), lm6c (0.38), "
+        "lm4c (0.25); or per kind, such as aux=lm4c,final=int8c. The error is measured before the "
+        "first shard, and an error above the codec's bound stops the run: take int8c then",
+        group=_CAPTURE,
         metavar="NAME",
     )
     final: str = option(
         "all",
-        help="keep hidden.final at all tokens, or only where the next token is supervised: enough "
-        "for EAGLE-3 as it is served, not for drafts that learn the states themselves",
+        help="tokens at which hidden.final is stored. supervised stores it only where the next "
+        "token is supervised: smaller, and enough for EAGLE-3 as it is served, but not for drafts "
+        "that learn the states themselves (EAGLE-1/2)",
+        group=_CAPTURE,
         choices=("all", "supervised"),
     )
     keep_tails: bool = option(
-        False, help="keep what follows a document's last supervised token; no draft learns from it"
+        False,
+        help="keep the tokens after a document's last supervised token. No draft learns from them",
+        group=_DOCUMENTS,
     )
     mask: str = option(
         "assistant",
-        help="which tokens are supervised: every assistant turn, the last one, or all tokens",
+        help="supervised tokens: those of every assistant turn, of the last one, or all tokens "
+        "(for plain text)",
+        group=_DOCUMENTS,
         choices=("assistant", "last-turn", "all"),
     )
     packing: str = option(
         "auto",
-        help="how documents share a row: auto proves the family's mask and falls back to one "
-        "document per row; rows forces that",
+        help="how documents share a row. auto proves that packed states equal unpacked ones, and "
+        "uses one document per row where no mask passes; rows skips packing (slower); the other "
+        "names ask for one mask and stop the run if it fails the proof",
+        group=_RUNNING,
         choices=(
             "auto",
             "rows",
@@ -105,38 +149,68 @@ class GenerateConfig:
     )
     dtype: str = option(
         "auto",
-        help="dtype to run the target in; auto is the checkpoint's",
+        help="dtype in which the target runs; auto is the checkpoint's own. Take the one that "
+        "the target is served in",
+        group=_RUNNING,
         choices=("auto", "bfloat16", "float16", "float32"),
     )
-    device: str = option("auto", help="where to run the target: auto, cpu, cuda, cuda:1, ...")
+    device: str = option(
+        "auto",
+        help="device of the target: auto (a GPU where there is one), cpu, cuda, cuda:1, ...",
+        group=_RUNNING,
+    )
     attn: str = option(
         "auto",
-        help="attention implementation: auto, sdpa, eager, flash_attention_2",
+        help="attention implementation of transformers: auto, sdpa, eager, flash_attention_2",
+        group=_RUNNING,
         metavar="NAME",
     )
-    revision: str | None = option(None, help="revision of a Hub target", metavar="REV")
+    revision: str | None = option(
+        None,
+        help="branch, tag or commit of a target on the Hub; not given: its main branch",
+        group=_RUNNING,
+        metavar="REV",
+    )
     workers: str = option(
         "0/1",
-        help="be worker i of n (from 0): run every command i/n, on one machine or many that share "
-        "the directory, then `spec-data seal`",
+        help="I/N makes this process worker I of N, counted from 0. Run all N commands, on one "
+        "machine or on several that share the directory, then `spec-data seal`",
+        group=_SHARDS,
         metavar="I/N",
     )
     on_bad_row: str = option(
         "skip",
-        help="skip counts bad corpus rows and fails past 1 %; fail stops at the first",
+        help="what a corpus row that cannot be read does: skip counts it and stops the run above "
+        "1 %; fail stops at the first",
+        group=_DOCUMENTS,
         choices=("skip", "fail"),
     )
-    max_shard_size: str = option("500MB", help="payload of one shard (a unit of resume)")
+    max_shard_size: str = option(
+        "500MB",
+        help="size of one shard. A shard is also what a resumed run repeats at most, and what "
+        "workers share out: lower it for a small dataset on many workers",
+        group=_SHARDS,
+        metavar="SIZE",
+    )
     chat_template_kwargs: str = option(
         "{}",
-        help='JSON passed to the chat template, e.g. {"enable_thinking": false}',
+        help='JSON object of arguments for the chat template, such as {"enable_thinking": false}',
+        group=_DOCUMENTS,
         metavar="JSON",
     )
     on_policy: bool = option(
-        False, help="the responses were sampled from this very target; recorded in the manifest"
+        False,
+        help="record that this very target sampled the responses. It changes nothing else",
+        group=_DOCUMENTS,
     )
-    trust_remote_code: bool = option(False, help="run the model repository's own Python code")
-    dry_run: bool = option(False, help="plan and print sizes, run nothing (same as estimate)")
+    trust_remote_code: bool = option(
+        False,
+        help="run Python code that comes with the model; only for authors you trust",
+        group=_RUNNING,
+    )
+    dry_run: bool = option(
+        False, help="plan and print sizes, then stop, as `estimate` does", group=_SHARDS
+    )
 
     def __post_init__(self) -> None:
         _at_least(1, batch_tokens=self.batch_tokens)
@@ -205,16 +279,30 @@ class GenerateConfig:
 class SealConfig:
     """Options of `seal`."""
 
-    out: str = option(help="the dataset directory whose workers are done", metavar="DIR")
+    out: str = option(
+        help="the dataset directory whose workers are all done", group=_REQUIRED, metavar="DIR"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectConfig:
     """Options of `inspect`."""
 
-    data: str = option(help="the dataset directory", metavar="DIR")
-    doc: int | None = option(None, help="print this document's tokens (row number)", metavar="N")
-    color: str = option("auto", help="colour the tokens", choices=("auto", "always", "never"))
+    data: str = option(
+        help="the dataset directory; may be given without --data", group=_REQUIRED, metavar="DIR"
+    )
+    doc: int | None = option(
+        None,
+        help="print the text of this document with its supervised tokens marked; counted from 0",
+        group="what is shown",
+        metavar="N",
+    )
+    color: str = option(
+        "auto",
+        help="mark the tokens of --doc by colour. auto: on a terminal, unless NO_COLOR is set",
+        group="what is shown",
+        choices=("auto", "always", "never"),
+    )
 
     def __post_init__(self) -> None:
         if self.doc is not None:
@@ -225,16 +313,32 @@ class InspectConfig:
 class VerifyConfig:
     """Options of `verify`."""
 
-    data: str = option(help="the dataset directory", metavar="DIR")
+    data: str = option(
+        help="the dataset directory; may be given without --data", group=_REQUIRED, metavar="DIR"
+    )
     target: str | None = option(
-        None, help="also run this target afresh on sampled documents", metavar="MODEL"
+        None,
+        help="also run this target on the sampled documents and compare every stored column: the "
+        "strongest check, and the only one that loads a model",
+        group=_CHECKS,
+        metavar="MODEL",
     )
     samples: int = option(
-        16, help="documents to sample for the re-derivations, at least one", metavar="N"
+        16,
+        help="documents whose logits, and with --target whose states, are computed again. Raise it "
+        "for more certainty",
+        group=_CHECKS,
+        metavar="N",
     )
-    seed: int = option(0, help="which documents are sampled", metavar="N")
-    device: str = option("auto", help="where to compute: auto, cpu, cuda")
-    trust_remote_code: bool = option(False, help="run the model repository's own Python code")
+    seed: int = option(0, help="decides which documents are sampled", group=_CHECKS, metavar="N")
+    device: str = option(
+        "auto", help="device to compute on: auto, cpu, cuda, cuda:1, ...", group=_RUNNING
+    )
+    trust_remote_code: bool = option(
+        False,
+        help="run Python code that comes with the model; only for authors you trust",
+        group=_RUNNING,
+    )
 
     def __post_init__(self) -> None:
         _at_least(1, samples=self.samples)  # nothing re-derived is nothing verified

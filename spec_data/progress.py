@@ -1,13 +1,142 @@
-"""Progress bars: rate and ETA on a terminal, a line every ten seconds in a log."""
+"""Progress of long work: a bar on a terminal or in a notebook, one line every ten seconds in a log.
 
+Both programs make their bars with `progress`. On a terminal the bar is redrawn in place and always
+fits the width. Elsewhere no bar is drawn; what it would show is logged, so that a log file never
+holds carriage returns. The lines also reach the file of --log-file. No torch here.
+"""
+
+import logging
+import math
 import sys
+import time
 from collections.abc import Iterable
 from typing import Any
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
+
+logger = logging.getLogger(__name__)
+
+LINE_SECONDS = 10.0
+"""Seconds between two lines about one bar in a log."""
+
+_REDRAW_SECONDS = 0.2
+_SCALED_UNITS = ("tok", "B")
+_WITH_TOTAL = (
+    "{desc}: {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} "
+    "[{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
+)
+_WITHOUT_TOTAL = "{desc}: {n_fmt}{unit} [{elapsed}, {rate_noinv_fmt}{postfix}]"
+_IN_NOTEBOOK = any("notebook" in kind.__module__ for kind in tqdm.__mro__)
+_quiet = False
+_lines_wanted = False
 
 
-def progress(iterable: Iterable | None = None, **options: Any) -> tqdm:
-    """A tqdm bar on stderr with scaled units."""
-    every = 0.2 if sys.stderr.isatty() else 10.0
-    return tqdm(iterable, unit_scale=True, mininterval=every, **options)
+def size(count: float) -> str:
+    """Format a number of bytes for people, such as 1.50 GB or 12.30 MB."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.2f} {unit}"
+        count /= 1000
+    return f"{count:,.2f} TB"
+
+
+def live() -> bool:
+    """Tell whether bars can be redrawn in place here: on a terminal or in a notebook."""
+    return _IN_NOTEBOOK or (hasattr(sys.stderr, "isatty") and sys.stderr.isatty())
+
+
+def set_up_progress(quiet: bool = False, lines: bool = False) -> None:
+    """Draw no bars from now on (`quiet`); log lines beside bars that are drawn (`lines`)."""
+    global _quiet, _lines_wanted
+    _quiet, _lines_wanted = quiet, lines
+
+
+class _Nowhere:
+    """A text stream that keeps nothing."""
+
+    encoding = "utf-8"
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+class Bar(tqdm):
+    """A tqdm bar that never exceeds the terminal's width and reports to the log as well."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        logged = _lines_wanted or isinstance(options.get("file"), _Nowhere)
+        self._next_line = time.monotonic() + LINE_SECONDS if logged else math.inf
+        self._logged = logged
+        super().__init__(*args, **options)
+
+    @staticmethod
+    def format_meter(n: Any, total: Any, elapsed: Any, ncols: Any = None, **options: Any) -> str:
+        """Format the bar; drop the last parts of the postfix where the line would be too long."""
+        known = bool(total) and n <= total
+        options |= {"n": n, "total": total if known else None, "elapsed": elapsed}
+        options["bar_format"] = _WITH_TOTAL if known else _WITHOUT_TOTAL
+        parts = (options.pop("postfix", None) or "").split(", ")
+        while parts:
+            options["postfix"] = ", ".join(parts)
+            bare = options | {"bar_format": options["bar_format"].replace("{bar}", "")}
+            parts.pop()
+            if not ncols or len(tqdm.format_meter(**bare)) < ncols:
+                break
+        return tqdm.format_meter(ncols=ncols, **options)
+
+    def display(self, *args: Any, **options: Any) -> Any:
+        """Redraw the bar, and log a line where the last one is ten seconds old."""
+        shown = super().display(*args, **options)
+        now = time.monotonic()
+        if now >= self._next_line:
+            self._next_line = now + LINE_SECONDS
+            logger.info("%s", self.line())
+        return shown
+
+    def close(self) -> None:
+        """End the bar; a bar that stays on the screen leaves its last line in the log too."""
+        if not self.disable and self.leave is not False and self._logged:
+            self._next_line = math.inf
+            logger.info("%s", self.line())
+        super().close()
+
+    def line(self) -> str:
+        """Describe the progress in one plain line."""
+        facts = self.format_dict
+        unit, n, total, elapsed = facts["unit"], facts["n"], facts["total"], facts["elapsed"]
+        rate = (n - facts["initial"]) / elapsed if elapsed > 0 else 0.0
+        if total and n <= total:
+            parts = [f"{n:,} of {total:,}{unit} ({n / total:.0%})"]
+        else:
+            parts = [f"{n:,}{unit}"]
+        parts += [f"{rate:,.{0 if rate >= 10 else 2}f}{unit}/s"]
+        parts += [f"{tqdm.format_interval(elapsed)} elapsed"]
+        if total and rate > 0 and n < total:
+            parts += [f"{tqdm.format_interval((total - n) / rate)} left"]
+        return f"{facts['prefix']}: {', '.join([*parts, *filter(None, [facts['postfix']])])}"
+
+
+def progress(
+    iterable: Iterable | None = None, *, desc: str, unit: str = "steps", **options: Any
+) -> Bar:
+    """Return a bar named `desc` that counts `unit`s (plural); `options` are those of tqdm."""
+    drawn = live() and not _quiet
+    return Bar(
+        iterable,
+        desc=desc,
+        unit=f" {unit}",
+        unit_scale=unit in _SCALED_UNITS,
+        mininterval=_REDRAW_SECONDS if drawn else 1.0,
+        dynamic_ncols=drawn,
+        file=sys.stderr if drawn else _Nowhere(),
+        **options,
+    )
+
+
+def close_bars() -> None:
+    """Close every open bar, so that what is printed next begins on a line of its own."""
+    for bar in list(getattr(Bar, "_instances", ())):
+        bar.close()

@@ -1,13 +1,17 @@
 """What the commands print: sizes, counts and documents as plain aligned text."""
 
+import json
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from spec_data.generation.plan import Plan
+from spec_data.generation.run import finished_unit
 from spec_data.generation.setup import Setup, load_tokenizer
+from spec_data.progress import size
 from spec_data.shards.errors import DatasetError
+from spec_data.shards.follow import WORK
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import SUPERVISED, Column, Manifest
 
@@ -32,15 +36,6 @@ def facts(rows: Iterable[tuple[str, str]]) -> str:
     rows = list(rows)
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
-
-
-def size(count: float) -> str:
-    """Bytes for people: 1.5 GB."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.2f} {unit}"
-        count /= 1000
-    return f"{count:,.2f} TB"
 
 
 def column_rows(columns: Sequence[Column], tokens: int, sparse_tokens: int) -> str:
@@ -91,13 +86,18 @@ def counts_text(counts: dict[str, Any]) -> str:
         *((f"  {k}", f"{v:,}") for k, v in counts["rendering"].items()),
         ("documents rendered", f"{counts['rendered']:,}"),
         *((f"  dropped: {k}", f"{v:,}") for k, v in counts["dropped"].items()),
-        (f"  cut at the maximal length (-{counts['tokens_cut']:,} tokens)", f"{counts['cut']:,}"),
+        (f"  cut at the maximal length{_tokens_cut(counts)}", f"{counts['cut']:,}"),
         ("  tail tokens trimmed", f"{counts.get('tail_tokens_trimmed', 0):,}"),
         ("documents kept", f"{counts['rendered'] - sum(counts['dropped'].values()):,}"),
     ]
     examples = counts.get("unrendered_examples", {})
     shown = [f"not rendered ({reason}): {found[0]}" for reason, found in examples.items()]
     return "\n".join([table(lines), *shown])
+
+
+def _tokens_cut(counts: dict[str, Any]) -> str:
+    """How many tokens the cuts took, where there were any."""
+    return f" ({counts['tokens_cut']:,} tokens less)" if counts["tokens_cut"] else ""
 
 
 def disk_space(setup: Setup, plan: Plan) -> tuple[int, int]:
@@ -144,7 +144,7 @@ def _column_facts(column: Column) -> dict[str, Any]:
 def estimate_text(setup: Setup, plan: Plan) -> str:
     """What generate would write, to the byte (lossy columns: but for tokens that escape)."""
     total = _shard_bytes(setup, plan)
-    _, free = disk_space(setup, plan)
+    needed, free = disk_space(setup, plan)
     lines = [
         ("target", f"{setup.target['name']} ({setup.target['num_layers']} blocks)"),
         ("layers (output of block k, from 0)", ", ".join(map(str, setup.layers))),
@@ -157,7 +157,8 @@ def estimate_text(setup: Setup, plan: Plan) -> str:
         ("shards", f"{len(plan.units):,}"),
         ("bytes per token", f"{total / plan.tokens:,.1f}"),
         ("bytes of all shards", f"{total:,} ({size(total)}){_escape_note(setup)}"),
-        ("free on this disk", size(free) + ("" if free > total else "  NOT ENOUGH")),
+        ("with the target's embedding and head, about", size(needed)),
+        ("free on this disk", size(free) + ("" if needed <= free else "  NOT ENOUGH")),
     ]
     sources = "\n".join(f"  {_source_text(s)}" for s in plan.corpus)
     return "\n\n".join(
@@ -224,31 +225,86 @@ def _packing_text(packing: dict[str, Any]) -> str:
     proof = packing["differences"].get(form)
     proven = f"differs from unpacked by {proof:.1e} (allowed {packing['tolerance']:.1e})"
     if form in ("rows", "single"):
-        return f"one document per row: {', '.join(packing['differences'])} tried"
+        tried = [name for name in packing["differences"] if name != form]
+        return "one document per row" + (f"; not isolated: {', '.join(tried)}" if tried else "")
     return f"{form}, {packing['utilisation']:.1%} full, {proven}"
 
 
-def document_text(dataset: HiddenStatesDataset, index: int, colour: bool) -> str:
-    """A document's text with the supervised tokens marked (green, or between « and »)."""
+def dataset_facts(dataset: HiddenStatesDataset) -> dict[str, Any]:
+    """Return what is inside a sealed dataset as plain values (--json)."""
+    manifest = dataset.manifest
+    raw = manifest.raw
+    return {
+        "path": str(dataset.path),
+        "target": raw["target"],
+        "layers": list(manifest.layers),
+        "supervision": manifest.supervision,
+        "final": manifest.final,
+        "policy": raw["policy"],
+        "shards": len(manifest.shards),
+        **raw["totals"],
+        "columns": raw["columns"],
+        "packing": raw["packing"],
+        "counts": raw["documents"],
+        "fingerprint": manifest.fingerprint,
+    }
+
+
+def document_facts(dataset: HiddenStatesDataset, index: int) -> dict[str, Any]:
+    """Return one document as plain values; `pieces` are its text, supervised and not, in order.
+
+    Raises:
+        DatasetError: no such document.
+    """
     if not 0 <= index < len(dataset):
         raise DatasetError(f"--doc {index}: the dataset has documents 0 to {len(dataset) - 1}")
     row = dataset[index]
     tokenizer = load_tokenizer(dataset.target_dir)
-    head = (
-        f"document {index}  {row['doc_id']}  {row['source']}  {len(row['input_ids'])} tokens, "
-        f"{int(row['loss_mask'].sum())} supervised"
-    )
-    turns = "  ".join(f"{t['role']} [{t['start']}:{t['end']}]" for t in row["turns"])
-    pieces, mask = [], row["loss_mask"].tolist()
-    ids = row["input_ids"].tolist()
-    start = 0
+    ids, mask = row["input_ids"].tolist(), row["loss_mask"].tolist()
+    pieces, start = [], 0
     for stop in range(1, len(ids) + 1):
         if stop < len(ids) and mask[stop] == mask[start]:
             continue
         text = tokenizer.decode(ids[start:stop], skip_special_tokens=False)
-        if colour:
-            pieces.append(f"{_SUPERVISED if mask[start] else _PLAIN}{text}{_RESET}")
-        else:
-            pieces.append(f"«{text}»" if mask[start] else text)
+        pieces.append({"supervised": bool(mask[start]), "text": text})
         start = stop
-    return f"{head}\n{turns}\n\n{''.join(pieces)}"
+    return {
+        "document": index,
+        "doc_id": row["doc_id"],
+        "source": row["source"],
+        "tokens": len(ids),
+        "supervised_tokens": int(sum(mask)),
+        "turns": row["turns"],
+        "pieces": pieces,
+    }
+
+
+def document_text(document: dict[str, Any], colour: bool) -> str:
+    """The text of `document_facts` with supervised tokens marked (green, or between « and »)."""
+    head = (
+        f"document {document['document']}  {document['doc_id']}  {document['source']}  "
+        f"{document['tokens']} tokens, {document['supervised_tokens']} supervised"
+    )
+    turns = "  ".join(f"{t['role']} [{t['start']}:{t['end']}]" for t in document["turns"])
+    shown = []
+    for piece in document["pieces"]:
+        text, supervised = piece["text"], piece["supervised"]
+        if colour:
+            shown.append(f"{_SUPERVISED if supervised else _PLAIN}{text}{_RESET}")
+        else:
+            shown.append(f"«{text}»" if supervised else text)
+    return f"{head}\n{turns}\n\n{''.join(shown)}"
+
+
+def kept_text(out: Path) -> str:
+    """Say how much of an interrupted run is on disk: units, tokens, bytes."""
+    plan = out / WORK / "plan.json"
+    if not plan.is_file():
+        return "nothing was captured yet"
+    count = len(json.loads(plan.read_text(encoding="utf-8"))["units"])
+    done = [unit for unit in (finished_unit(out, u) for u in range(count)) if unit is not None]
+    tokens, written = (sum(getattr(u.record, n) for u in done) for n in ("tokens", "bytes"))
+    return (
+        f"{len(done)} of {count} units are done and kept ({tokens:,} tokens, {size(written)}) "
+        f"in {out}"
+    )

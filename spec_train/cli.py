@@ -3,24 +3,26 @@ needs them, so that --help costs nothing."""
 
 import argparse
 import dataclasses
-import logging
-import sys
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from spec_data import __version__
-from spec_data.config import (
-    add_options,
-    join_values,
-    read_config_file,
-    resolve,
+from spec_data.config import add_options, join_values, read_config_file, resolve
+from spec_data.console import (
+    Parser,
+    add_common_options,
+    add_completion_option,
     run_cli,
+    say_next,
 )
+from spec_train.data_option import parse_sources
 from spec_train.draft_options import DRAFT_OPTIONS
 from spec_train.options import (
     EvalConfig,
     ExportConfig,
+    FitConfig,
     ReplayConfig,
     fit_config,
     resolve_fit,
@@ -29,15 +31,24 @@ from spec_train.options import (
 from spec_train.presets import preset_help
 
 _RAW = argparse.RawDescriptionHelpFormatter
-FIT_HELP = """\
-Fit a draft to a dataset made by `spec-data generate`. The target is never opened: its embeddings
-and head are part of the dataset. RUN gets fit.json (every option, resolved), metrics.jsonl,
-checkpoint-<step>/ directories that resume, and two links: `best` (the draft with the longest
-simulated acceptance on held-out documents) and `last`. Both are Hugging Face directories that
-inference engines load.
+_DESCRIPTION = "Fit speculative-decoding drafts on stored hidden states, without the target."
+_EXAMPLES = """\
+examples, in the order in which they are run:
+  spec-train fit eagle3 --data DATA --out RUN
+  spec-train eval --draft RUN --data DATA
+  spec-train export --draft RUN --format vllm --out DIR --target MODEL
 
-Stop it whenever you like: Ctrl-C or SIGTERM finishes the step and saves; after a crash the newest
-whole checkpoint counts. The same command goes on from there, in the middle of an epoch."""
+Every command prints the next one. spec-train COMMAND --help explains all options of a command,
+spec-train fit DRAFT --help those of one kind of draft."""
+FIT_HELP = """\
+Train a draft on a dataset that `spec-data generate` has written. The target is never opened: its
+embeddings and head are part of the dataset. RUN receives fit.json (every option, resolved),
+metrics.jsonl, checkpoint-<step>/ directories to resume from, and two links: `best` (the draft with
+the longest simulated acceptance length on held-out documents) and `last`. Both are Hugging Face
+directories that inference engines load.
+
+Stop it whenever you like: Ctrl-C and SIGTERM finish the step and save. After a crash, the newest
+whole checkpoint counts. The same command resumes, even in the middle of an epoch."""
 
 FIT_EXAMPLES = """\
 examples:
@@ -47,13 +58,13 @@ examples:
   spec-train fit {draft} --data OWN:2 CHATS CODE:0.25 --out RUN
       three datasets of one target: each document of OWN twice per epoch, of CODE every 4th time
   spec-train fit {draft} --data DATA --out RUN --follow
-      beside `spec-data generate --out DATA`: begins with the first units, waits for the others
+      beside `spec-data generate --out DATA`: starts with the first units, waits for the others
   spec-train fit {draft} --data DATA --out RUN --steps 2000 --batch-size 2 --accumulation 4
       a step of 8 packs, two at a time in memory; the result is that of one batch of 8
   spec-train fit {draft} --config RUN/fit.json --out AGAIN
       the same run once more, bit for bit on a CPU; with --epochs 1, a shorter one
   spec-train fit {draft} --data NEW --out MORE --init-from RUN
-      begin with what RUN has learned
+      start with what RUN has learned
   torchrun --nproc-per-node 8 -m spec_train fit {draft} --data DATA --out RUN --batch-size 1
       on 8 GPUs: a step of 8 packs; --sharding fsdp2 splits weights and optimizer among them
   spec-train fit {draft} --data DATA --out ZERO --steps 0
@@ -61,7 +72,7 @@ examples:
 
 EVAL_HELP = """\
 Measure a draft: on stored states (--data, no target needed), or by real speculative decoding
-against the target (--target and --prompts), which also checks that greedy output is the target's
+with the target (--target and --prompts), which also checks that greedy output equals the target's
 own."""
 
 EVAL_EXAMPLES = """\
@@ -73,12 +84,12 @@ examples:
 RUN stands for its best draft; name RUN/last or RUN/checkpoint-<step> for another."""
 
 EXPORT_HELP = """\
-Write a draft in the form that an engine or another trainer reads, or only say what each of them
-would make of it. Every export is checked before it is written (will it load there, and be read as
-it was trained?) and read back afterwards: it must be the same draft, bit for bit.
+Write a draft in the form that an engine or another trainer reads, or only report what each of them
+would make of it. Every export is checked before it is written (does the engine load it, and read
+it as it was trained?) and read back afterwards: it must be the same draft, bit for bit.
 
-The formats are read too, whoever wrote them: `--draft` here, and `--init-from` of `spec-train fit`.
-What a form or an engine cannot represent is refused in words."""
+These forms can also be read, from any trainer: by --draft here, and by --init-from of
+`spec-train fit`. What a form or an engine cannot represent is refused with the reason."""
 
 EXPORT_EXAMPLES = """\
 examples:
@@ -92,9 +103,9 @@ examples:
 
 REPLAY_HELP = """\
 Run a batch that stopped a run again: a loss or gradient was not finite, and `spec-train fit` saved
-the batch with the draft of that moment as RUN/failed-step-<n>. Says which stored states, weights,
-modules and gradients are not finite, the first ones first, and what every document adds to the
-loss. Works on any machine; of the dataset only the target's head is read."""
+the batch with the draft of that moment as RUN/failed-step-<n>. Reports which stored states,
+weights, modules and gradients are not finite, the first ones first, and what every document adds to
+the loss. Works on any machine; of the dataset only the target's head is read."""
 
 REPLAY_EXAMPLES = """\
 examples:
@@ -103,74 +114,91 @@ examples:
       COPY holds manifest.json and target/ of the dataset"""
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> argparse.ArgumentParser:
+    """Build the whole command line."""
+    parser = Parser(
         prog="spec-train",
-        description="Fit speculative-decoding drafts on stored hidden states, without the target.",
-        epilog="spec-train fit eagle3 --data DATA --out RUN\n"
-        "spec-train eval --draft RUN --data DATA\n"
-        "spec-train export --draft RUN --format vllm --out DIR",
+        usage="spec-train COMMAND [options]",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
         formatter_class=_RAW,
     )
-    parser.add_argument("--version", action="version", version=f"spec-train {__version__}")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
-    metavar = "{fit,eval,export,replay}"
-    commands = parser.add_subparsers(dest="command", required=True, metavar=metavar)
+    version = f"%(prog)s {__version__}"
+    parser.add_argument("--version", action="version", version=version, help="print the version")
+    add_completion_option(parser)
+    add_common_options(parser, top=True)
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", title="commands", prog=parser.prog
+    )
     fit = commands.add_parser(
-        "fit", help="train a draft", description=FIT_HELP, formatter_class=_RAW
+        "fit",
+        usage="spec-train fit DRAFT --data DIR --out RUN [options]",
+        help="train a draft",
+        description=FIT_HELP,
+        epilog="The options depend on the kind of draft: spec-train fit DRAFT --help",
+        formatter_class=_RAW,
     )
-    drafts = fit.add_subparsers(dest="draft", required=True, metavar="DRAFT")
+    drafts = fit.add_subparsers(
+        dest="draft", required=True, metavar="DRAFT", title="drafts", prog=fit.prog
+    )
     for name, options in DRAFT_OPTIONS.items():
-        leaf = drafts.add_parser(
-            name,
-            help=(options.__doc__ or "").splitlines()[0],
-            description=FIT_HELP,
-            epilog=FIT_EXAMPLES.format(draft=name)
-            + "\n\n"
-            + preset_help([field.name for field in dataclasses.fields(fit_config(name))]),
-            formatter_class=_RAW,
-        )
-        add_options(leaf, fit_config(name))
-        leaf.set_defaults(run=_fit)
-        _add_debug(leaf)
-    evaluate = commands.add_parser(
-        "eval",
-        help="measure a draft",
-        description=EVAL_HELP,
-        epilog=EVAL_EXAMPLES,
-        formatter_class=_RAW,
-    )
-    add_options(evaluate, EvalConfig)
-    evaluate.set_defaults(run=_eval)
-    _add_debug(evaluate)
-    export = commands.add_parser(
-        "export",
-        help="write a draft for an engine, or check it for all",
-        description=EXPORT_HELP,
-        epilog=EXPORT_EXAMPLES,
-        formatter_class=_RAW,
-    )
-    add_options(export, ExportConfig)
-    export.set_defaults(run=_export)
-    _add_debug(export)
-    again = commands.add_parser(
-        "replay",
-        help="run a batch that failed again",
-        description=REPLAY_HELP,
-        epilog=REPLAY_EXAMPLES,
-        formatter_class=_RAW,
-    )
-    again.add_argument("failed", metavar="RUN/failed-step-N", help="what the failed run left")
-    add_options(again, ReplayConfig)
-    again.set_defaults(run=_replay)
-    _add_debug(again)
+        _add_fit(drafts, name, options)
+    _add_command(
+        commands, "eval", EvalConfig, _eval, "measure a draft", EVAL_HELP, EVAL_EXAMPLES,
+        "--draft RUN --data DIR",
+    )  # fmt: skip
+    _add_command(
+        commands, "export", ExportConfig, _export, "write a draft for an engine, or check it",
+        EXPORT_HELP, EXPORT_EXAMPLES, "--draft RUN --format NAME --out DIR [--target MODEL]",
+    )  # fmt: skip
+    again = _add_command(
+        commands, "replay", ReplayConfig, _replay, "run a failed batch again", REPLAY_HELP,
+        REPLAY_EXAMPLES, "RUN/failed-step-N",
+    )  # fmt: skip
+    again.add_argument("failed", metavar="RUN/failed-step-N", help="what the failed run saved")
     return parser
 
 
-def _add_debug(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+def _add_fit(drafts: Any, name: str, options: type) -> None:
+    """Add `fit NAME`, with the options of every draft and of this one."""
+    joined = fit_config(name)
+    leaf = drafts.add_parser(
+        name,
+        usage=f"spec-train fit {name} --data DIR --out RUN [options]",
+        help=(options.__doc__ or "").splitlines()[0],
+        description=FIT_HELP,
+        epilog=FIT_EXAMPLES.format(draft=name)
+        + "\n\n"
+        + preset_help([field.name for field in dataclasses.fields(joined)]),
+        formatter_class=_RAW,
     )
+    add_options(leaf, joined)
+    leaf.set_defaults(run=_fit)
+    add_common_options(leaf)
+
+
+def _add_command(
+    commands: Any,
+    name: str,
+    config: type,
+    run: Callable[[argparse.Namespace], int],
+    text: str,
+    description: str,
+    epilog: str,
+    usage: str,
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        usage=f"spec-train {name} {usage} [options]",
+        help=text,
+        description=description,
+        epilog=epilog,
+        formatter_class=_RAW,
+    )
+    add_options(parser, config)
+    parser.set_defaults(run=run)
+    add_common_options(parser)
+    return parser
 
 
 def _resolve_fit(arguments: argparse.Namespace) -> Any:
@@ -188,9 +216,23 @@ def _fit(arguments: argparse.Namespace) -> int:
     from spec_train.training.setup import fit
 
     result = fit(arguments.draft, config, options)
+    if os.environ.get("RANK", "0") == "0":
+        _say_after_fit(arguments.draft, config, result.stopped_by is not None)
     if result.stopped_by is not None:
         return 128 + result.stopped_by
     return 0
+
+
+def _say_after_fit(draft: str, config: FitConfig, stopped: bool) -> None:
+    """Name the command that resumes a stopped run, or that measures a finished one."""
+    if not stopped:
+        data = str(parse_sources(config.data)[0].path)
+        say_next("spec-train", "eval", "--draft", config.out, "--data", data)
+        return
+    ranks = os.environ.get("LOCAL_WORLD_SIZE")
+    start = ["torchrun", "--nproc-per-node", ranks, "-m", "spec_train"] if ranks else ["spec-train"]
+    file = str(Path(config.out) / "fit.json")
+    say_next(*start, "fit", draft, "--config", file, label="resume")
 
 
 def _eval(arguments: argparse.Namespace) -> int:
@@ -198,14 +240,20 @@ def _eval(arguments: argparse.Namespace) -> int:
     from spec_train.evaluation.report import run_eval
 
     run_eval(config)
+    target = ["--target", config.target] if config.target else []
+    say_next("spec-train", "export", "--draft", config.draft, "--check", *target)
     return 0
 
 
 def _export(arguments: argparse.Namespace) -> int:
     config = resolve(ExportConfig, arguments)
-    from spec_train.exporting import run_export
+    from spec_train.exporting import check_draft, command_after, export_draft, report
 
-    run_export(config)
+    checked = check_draft(config)
+    if config.check:
+        print(report(checked.findings, checked.own))
+    export_draft(config, checked)
+    say_next(*command_after(config, checked))
     return 0
 
 
@@ -213,16 +261,20 @@ def _replay(arguments: argparse.Namespace) -> int:
     config = resolve(ReplayConfig, arguments)
     from spec_train.replay import replay
 
-    replay(Path(arguments.failed), config)
+    report = replay(Path(arguments.failed), config)
+    if report["states"]:  # the stored data itself is broken
+        say_next("spec-data", "verify", config.data or report["dataset"])
+    else:
+        file = str(Path(arguments.failed).parent / "fit.json")
+        say_next("spec-train", "fit", report["draft"], "--config", file, label="resume")
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `spec-train`; gives the exit code."""
-    arguments = _parser().parse_args(join_values(argv))
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    """Run `spec-train` and return its exit code."""
+    arguments = build_parser().parse_args(join_values(argv))
     run: Callable[[argparse.Namespace], int] = arguments.run
-    return run_cli(lambda: run(arguments), arguments.debug)
+    return run_cli(lambda: run(arguments), arguments)
 
 
 if __name__ == "__main__":

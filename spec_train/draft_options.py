@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from spec_data.config import option
-from spec_data.keywords import nearest
+from spec_data.console import nearest
 from spec_data.shards.errors import DraftError
 from spec_data.shards.layer_ids import chosen_layers
 
@@ -14,14 +14,20 @@ from spec_data.shards.layer_ids import chosen_layers
 class AuxOptions:
     """What drafts over captured layers share."""
 
-    layers: str = option("auto", help="layer ids to draft from, as 1,3,5; auto = all captured")
+    layers: str = option(
+        "auto",
+        help="layer ids that the draft reads, such as 1,3,5; auto reads every captured layer",
+        metavar="IDS",
+    )
     draft_vocab_size: int = option(
-        32000, help="most frequent supervised tokens the draft can propose; 0 = all"
+        32000,
+        help="the draft can propose this many tokens, the most frequent supervised ones; 0 = all. "
+        "Fewer are faster; raise it for many languages",
     )
     gradient_checkpointing: bool = option(
         False,
-        help="recompute every layer (every unroll step of EAGLE-3) in the backward pass: less "
-        "memory, up to a third more work",
+        help="compute every layer (of EAGLE-3: every unroll step) again in the backward pass: less "
+        "memory, up to a third slower",
     )
 
     def layer_ids(self, captured: tuple[int, ...]) -> tuple[int, ...]:
@@ -33,26 +39,38 @@ class AuxOptions:
 class Eagle3Options(AuxOptions):
     """Options of the EAGLE-3 draft (arXiv 2503.01840)."""
 
-    ttt_steps: int = option(7, help="unroll steps of the training-time test = drafted depth")
-    step_decay: float = option(0.8, help="weight of unroll step s is step_decay ** s")
+    ttt_steps: int = option(
+        7,
+        help="unroll steps of the training-time test, and tokens drafted per round. Memory and "
+        "time grow with it; 3 to 7 are common",
+    )
+    step_decay: float = option(
+        0.8, help="the loss of unroll step s, counted from 0, has the weight step_decay ** s"
+    )
     loss: str = option(
         "ce",
-        help="loss of a slot: cross-entropy with the target's distribution, or the acceptance "
-        "losses of arXiv 2602.23881",
+        help="loss of a slot. ce: cross-entropy with the target's distribution; alpha and lambda: "
+        "the acceptance losses of arXiv 2602.23881",
         choices=("ce", "alpha", "lambda"),
     )
-    lambda_scale: float = option(1.0, help="scale of the cross-entropy's share in loss lambda")
-    lambda_decay: float = option(3.0, help="decay of that share with the acceptance")
+    lambda_scale: float = option(
+        1.0, help="with --loss lambda: scale of the cross-entropy's share, 0 to 1"
+    )
+    lambda_decay: float = option(
+        3.0, help="with --loss lambda: how fast that share falls as acceptance rises"
+    )
     slots: str = option(
         "serving",
-        help="which slots count: serving = known and drafted token supervised, "
-        "shifted = known token alone",
+        help="slots that have a loss. serving: known and drafted token are supervised, as when "
+        "serving; shifted: the known token alone, as some other trainers do",
         choices=("serving", "shifted"),
     )
-    fc_norm: bool = option(False, help="norm every captured layer before fc (EAGLE-3.1)")
-    norm_output: bool = option(False, help="feed back the normed output (EAGLE-3.1)")
+    fc_norm: bool = option(False, help="normalise every captured layer before fc (EAGLE-3.1)")
+    norm_output: bool = option(False, help="feed the normalised output back (EAGLE-3.1)")
     head_init: str = option(
-        "target", help="start of the draft's LM head", choices=("target", "random")
+        "target",
+        help="initial LM head of the draft: the target's rows, or random",
+        choices=("target", "random"),
     )
 
     def __post_init__(self) -> None:
@@ -73,7 +91,7 @@ class Eagle3Options(AuxOptions):
 class EagleOptions:
     """Options of the EAGLE-1/2 draft (arXiv 2401.15077, 2406.16858)."""
 
-    num_layers: int = option(1, help="decoder layers of the draft")
+    num_layers: int = option(1, help="decoder layers of the draft; 1 as published")
     regression_weight: float = option(
         1.0, help="weight of the smooth L1 distance from the target's next final hidden state"
     )
@@ -81,21 +99,21 @@ class EagleOptions:
         0.1, help="weight of the cross-entropy with the target's distribution, through its head"
     )
     noise: float = option(
-        0.1, help="half width of the uniform noise on the input states, in training alone"
+        0.1, help="half width of the uniform noise on the input states, only in training"
     )
     noise_scale: str = option(
         "fixed",
-        help="fixed = --noise as it is, length = times 512 / tokens of the document",
+        help="fixed: --noise as it is; length: times 512 / tokens of the document",
         choices=("fixed", "length"),
     )
     slots: str = option(
         "serving",
-        help="which slots count: serving = known and drafted token supervised, "
-        "shifted = known token alone",
+        help="slots that have a loss. serving: known and drafted token are supervised, as when "
+        "serving; shifted: the known token alone, as some other trainers do",
         choices=("serving", "shifted"),
     )
     depth: int = option(
-        5, help="tokens drafted per round, in validation too; training looks one token ahead"
+        5, help="tokens drafted per round, also in validation; training looks one token ahead"
     )
 
     def __post_init__(self) -> None:
@@ -115,31 +133,38 @@ class EagleOptions:
 class PeagleOptions(AuxOptions):
     """Options of the P-EAGLE draft (arXiv 2602.01469): all tokens of a round in one forward."""
 
-    depths: int = option(8, help="tokens drafted by one forward")
-    draft_layers: int = option(4, help="decoder layers of the draft")
-    cod_ratio: float = option(
-        0.7, help="conditional drop sampling: depth d keeps a share cod_ratio ** d of the slots"
+    depths: int = option(8, help="tokens drafted by one forward; time and memory grow with it")
+    draft_layers: int = option(
+        4, help="decoder layers of the draft; fewer are faster and accept less"
     )
-    cod_floor: float = option(0.2, help="smallest share of the slots that a depth keeps")
+    cod_ratio: float = option(
+        0.7,
+        help="conditional drop sampling: depth d keeps a share cod_ratio ** d of the slots. Lower "
+        "it when memory runs out",
+    )
+    cod_floor: float = option(0.2, help="smallest share of the slots that any depth keeps")
     mask_token_id: int = option(
         -1,
-        help="token that stands for the unknown ones at depth 1 and deeper; -1 = one that text "
-        "does not use",
+        help="token that stands for the unknown ones at depth 1 and deeper; -1 chooses one that "
+        "text does not use",
+        metavar="ID",
     )
     segments: int = option(
         1,
-        help="parts of a row that are trained one after another: the same gradient, less memory; "
-        "what comes before a part in its documents is computed again for it",
+        help="train a row in so many parts, one after another: the same gradient with less memory, "
+        "slower, because a part's documents are computed again up to its start",
     )
     slots: str = option(
         "serving",
-        help="which slots count: serving = known and drafted token supervised, "
-        "shifted = known token alone",
+        help="slots that have a loss. serving: known and drafted token are supervised, as when "
+        "serving; shifted: the known token alone, as some other trainers do",
         choices=("serving", "shifted"),
     )
-    fc_norm: bool = option(False, help="norm every captured layer before fc (EAGLE-3.1)")
+    fc_norm: bool = option(False, help="normalise every captured layer before fc (EAGLE-3.1)")
     head_init: str = option(
-        "target", help="start of the draft's LM head", choices=("target", "random")
+        "target",
+        help="initial LM head of the draft: the target's rows, or random",
+        choices=("target", "random"),
     )
 
     def __post_init__(self) -> None:
@@ -167,30 +192,36 @@ class BlockOptions(AuxOptions):
     """What DSpark and DFlash share: drafts that propose a whole block in one forward."""
 
     draft_vocab_size: int = option(
-        0, help="most frequent supervised tokens the draft can propose; 0 = all"
+        0, help="the draft can propose this many tokens, the most frequent ones; 0 = all"
     )
-    num_draft_layers: int = option(5, help="decoder layers of the draft")
+    num_draft_layers: int = option(
+        5, help="decoder layers of the draft; fewer are faster and accept less"
+    )
     block_size: int = option(7, help="slots of a block: the anchor token, then mask tokens")
     layout: str = option(
         "anchor",
-        help="anchor = every slot drafts the token after its own; mask = the mask slots draft "
-        "their own tokens, the anchor's slot none",
+        help="anchor: every slot drafts the token after its own; mask: the mask slots draft their "
+        "own tokens, the anchor's slot none",
         choices=("anchor", "mask"),
     )
     mask_token_id: int = option(
         -1,
-        help="token of the slots after the anchor; -1 = one that the target's tokenizer leaves "
-        "unused, else a reserved, padding or unseen one",
+        help="token of the slots after the anchor; -1 chooses one that the target's tokenizer "
+        "leaves unused, else a reserved, padding or unseen one",
         metavar="ID",
     )
-    num_anchors: int = option(512, help="blocks sampled per pack in a step, at most")
+    num_anchors: int = option(
+        512, help="most blocks sampled per pack in a step. Lower it when memory runs out"
+    )
     loss_decay_gamma: float = option(
-        4.0, help="weight of the d-th draft of a block is exp(-d / gamma), d from 0; 0 = all 1"
+        4.0,
+        help="the d-th draft of a block, counted from 0, has the weight exp(-d / gamma); 0 weighs "
+        "all alike",
     )
     ce_target: str = option(
         "tokens",
-        help="what the cross-entropy is taken with: the document's tokens (as published), or the "
-        "teacher's distribution",
+        help="cross-entropy with the document's tokens (as published), or with the teacher's "
+        "distribution",
         choices=("tokens", "teacher"),
     )
     ce_weight: float = option(0.1, help="weight of the cross-entropy")
@@ -223,12 +254,14 @@ class DSparkOptions(BlockOptions):
     """Options of the DSpark draft (DeepSpec): a block draft with Markov and confidence heads."""
 
     confidence_weight: float = option(
-        1.0, help="weight of the confidence head's loss; 0 = no confidence head"
+        1.0, help="weight of the confidence head's loss; 0 leaves the head out"
     )
-    markov_rank: int = option(256, help="rank of the previous token's bias; 0 = no Markov head")
+    markov_rank: int = option(
+        256, help="rank of the Markov head, a bias by the previous token; 0 leaves it out"
+    )
     markov_head_type: str = option(
         "vanilla",
-        help="form of that bias; vLLM and llama.cpp serve vanilla alone",
+        help="form of the Markov head; vLLM and llama.cpp serve only vanilla",
         choices=("vanilla", "gated", "rnn"),
     )
 
@@ -251,12 +284,14 @@ class DFlashOptions(BlockOptions):
     block_size: int = option(16, help="slots of a block: the anchor token, then mask tokens")
     layout: str = option(
         "mask",
-        help="mask = the mask slots draft their own tokens, the anchor's slot none (what engines "
-        "serve as DFlash); anchor = every slot drafts the token after its own (served as DSpark)",
+        help="mask: the mask slots draft their own tokens, the anchor's slot none (what engines "
+        "serve as DFlash); anchor: every slot drafts the token after its own (served as DSpark)",
         choices=("mask", "anchor"),
     )
     loss_decay_gamma: float = option(
-        7.0, help="weight of the d-th draft of a block is exp(-d / gamma), d from 0; 0 = all 1"
+        7.0,
+        help="the d-th draft of a block, counted from 0, has the weight exp(-d / gamma); 0 weighs "
+        "all alike",
     )
     ce_weight: float = option(1.0, help="weight of the cross-entropy")
     l1_weight: float = option(0.0, help="weight of the L1 distance to the target's distribution")
@@ -278,6 +313,8 @@ def draft_options(name: str) -> type:
         DraftError: there is no draft of that name.
     """
     if name not in DRAFT_OPTIONS:
-        near = nearest(name, DRAFT_OPTIONS)
-        raise DraftError(f"unknown draft {name!r}; known: {', '.join(sorted(DRAFT_OPTIONS))}{near}")
+        near = nearest(name, list(DRAFT_OPTIONS))
+        advice = f"; did you mean {near}?" if near else ""
+        known = ", ".join(sorted(DRAFT_OPTIONS))
+        raise DraftError(f"unknown draft {name!r}; known: {known}{advice}")
     return DRAFT_OPTIONS[name]

@@ -5,10 +5,12 @@ files are made from what the class saves, never copied from the input directory.
 """
 
 import dataclasses
+import json
 import logging
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -83,6 +85,26 @@ def export_draft(config: ExportConfig, checked: CheckedDraft) -> DraftFiles | No
         _write_once(written, checked.own, Path(config.out), checked.target)
         _log_export(checked.findings, config, checked.draft, written)
     return written
+
+
+def command_after(config: ExportConfig, checked: CheckedDraft) -> list[str]:
+    """The command that an export or a check leads to: one that serves, writes or checks."""
+    if config.out is None:
+        forms = ("vllm", "sglang", "speculators")
+        fitting = [form for form in forms if not refusals(checked.findings, form)]
+        form = config.format or (fitting[0] if fitting else "hf")
+        out = f"{config.draft.rstrip('/')}-{form}"
+        target = ["--target", config.target] if config.target else []
+        words = ["--draft", config.draft, "--format", form, "--out", out, *target]
+        return ["spec-train", "export", *words]
+    if config.format not in ("vllm", "speculators"):
+        return ["spec-train", "export", "--draft", config.out, "--check"]
+    draft = checked.draft
+    how: dict[str, Any] = {"model": config.out, "num_speculative_tokens": draft.depth}
+    how["method"] = "eagle3" if draft.name == "peagle" else draft.name
+    if draft.name == "peagle":
+        how["parallel_drafting"] = True
+    return ["vllm", "serve", config.target or "TARGET", "--speculative-config", json.dumps(how)]
 
 
 def _dtype_of(draft: Draft) -> torch.dtype:

@@ -13,169 +13,22 @@ from typing import Any, TypeVar
 
 from spec_data.config import from_dict, option
 from spec_data.shards.errors import ConfigError
-from spec_train.data_option import parse_sources
 from spec_train.draft_options import draft_options
-from spec_train.presets import PRESETS, apply_preset
+from spec_train.fit_options import (
+    DATA,
+    FILES,
+    REQUIRED,
+    RUNNING,
+    FitConfig,
+    at_least,
+    share,
+)
+from spec_train.presets import apply_preset
 
 T = TypeVar("T")
 
 LEAST_TEMPERATURE = 1e-6
 """Below this, logits divided by the temperature may overflow, and sampling is greedy anyway."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitConfig:
-    """Options of `spec-train fit` that every draft shares."""
-
-    data: str | tuple[str, ...] = option(
-        help="dataset directory made by `spec-data generate`; several are mixed, and DIR:2 or "
-        "DIR:0.25 shows each of its documents twice or every fourth time per epoch",
-        metavar="DIR[:WEIGHT]",
-    )
-    follow: bool = option(
-        False,
-        help="train while `spec-data generate` still writes --data: units are used in their order "
-        "as they appear, shuffled inside windows of --window-tokens",
-    )
-    follow_timeout: float = option(
-        3600.0, help="seconds that --follow waits for a unit before it gives up", metavar="SECONDS"
-    )
-    follow_keep: int = option(
-        0,
-        help="with --follow, where the disk is short: keep at most so many units, DELETING each "
-        "after it was used for all --epochs; generation waits meanwhile, and the directory never "
-        "becomes a dataset. 0 deletes nothing",
-        metavar="N",
-    )
-    out: str = option(
-        help="run directory; the same command again goes on where it stopped", metavar="RUN"
-    )
-    preset: str | None = option(
-        None,
-        help="settings for a dataset of about so many documents, listed below; other flags go over "
-        "them",
-        choices=tuple(PRESETS),
-    )
-    steps: int | None = option(
-        None, help="optimizer steps in all; 0 writes the untrained draft", metavar="N"
-    )
-    epochs: int | None = option(
-        None, help="passes over the training split, instead of --steps; 3 if neither is given"
-    )
-    batch_size: int = option(4, help="packs per micro-batch: lower it when memory runs out")
-    accumulation: int = option(
-        1,
-        help="micro-batches per optimizer step and process; the step is that of one big batch of "
-        "--batch-size x --accumulation x processes packs",
-    )
-    sharding: str = option(
-        "ddp",
-        help="with several processes. ddp: each holds the whole draft; fsdp2: weights, gradients "
-        "and optimizer are split among them",
-        choices=("ddp", "fsdp2"),
-    )
-    seq_len: int = option(2048, help="tokens per pack; longer documents are cut to it, and counted")
-    lr: float | None = option(
-        None,
-        help="peak learning rate; not given: 1e-4 at hidden size 4096 (the EAGLE-3 recipe), "
-        "growing with 1/(hidden size) to at most 4e-3 for small drafts",
-    )
-    warmup_ratio: float = option(0.02, help="share of the steps that warm up linearly")
-    min_lr_ratio: float = option(0.05, help="where the cosine ends, as a share of --lr")
-    weight_decay: float = option(0.0, help="AdamW decay of matrices; never of norms and biases")
-    clip: float = option(0.5, help="largest gradient norm; 0 turns clipping off")
-    seed: int = option(0, help="decides initial weights, order and validation split")
-    validation: float = option(
-        0.02, help="share of documents held out, chosen by a hash of the document id"
-    )
-    validation_documents: int = option(
-        512, help="at most so many held-out documents are measured each time; 0 = all"
-    )
-    window_tokens: int = option(
-        4_194_304, help="documents are shuffled inside windows of so many tokens"
-    )
-    dtype: str = option(
-        "auto",
-        help="arithmetic; weights and optimizer are fp32 always. auto: bf16 on a GPU, else fp32",
-        choices=("auto", "fp32", "bf16"),
-    )
-    device: str = option("auto", help="cpu, cuda, cuda:1 ...; auto: a GPU where there is one")
-    init_from: str | None = option(
-        None,
-        help="start from the weights of this draft: a run, a checkpoint, or a draft directory in "
-        "any form that `spec-train export` writes, whoever trained it",
-    )
-    log_every: int = option(10, help="steps between lines of metrics.jsonl")
-    eval_every: int = option(500, help="steps between validations (also before the first step)")
-    save_every: int = option(500, help="steps between checkpoints")
-    keep: int = option(2, help="checkpoints kept, besides the best draft")
-    track: str | None = option(
-        None,
-        help="show the figures elsewhere too: tensorboard (into RUN), wandb, or what else "
-        "accelerate knows, several with commas; metrics.jsonl has them always",
-        metavar="NAMES",
-    )
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.data, str) and len(self.data) == 1:
-            object.__setattr__(self, "data", self.data[0])
-        self._require_preset()
-        if self.steps is not None and self.epochs is not None:
-            raise ConfigError(
-                f"--steps {self.steps} and --epochs {self.epochs}: give one or the other"
-            )
-        if self.follow and (
-            not isinstance(self.data, str) or parse_sources(self.data)[0].weight != 1
-        ):
-            raise ConfigError("--follow takes one --data without a weight")
-        if self.follow_keep and (not self.follow or self.steps is not None):
-            raise ConfigError(
-                f"--follow-keep {self.follow_keep}: needs --follow, and --epochs rather than "
-                "--steps: they say when a unit was used often enough"
-            )
-        _at_least(self, 0, "follow_keep", "follow_timeout")
-        _at_least(self, 0, "steps", "clip", "weight_decay", "validation_documents", "seed")
-        _at_least(self, 1, "epochs", "batch_size", "accumulation", "window_tokens", "keep")
-        _at_least(self, 1, "log_every", "eval_every", "save_every")
-        _at_least(self, 4, "seq_len")
-        _share(self, "warmup_ratio", "min_lr_ratio", "validation")
-        if self.lr is not None and not 0 < self.lr < math.inf:
-            raise ConfigError(f"--lr {self.lr}: a learning rate is above 0")
-
-    def _require_preset(self) -> None:
-        """Refuse a preset that was named and not applied: it would have no effect."""
-        if self.preset not in PRESETS:
-            return
-        defaults = {f.name: f.default for f in dataclasses.fields(FitConfig)}
-        names = [name for name in PRESETS[self.preset].values if name in defaults]
-        if all(getattr(self, name) == defaults[name] for name in names):
-            raise ConfigError(
-                f"preset {self.preset!r} has no effect: every option that it sets has its default. "
-                "A preset is applied by `spec-train fit --preset`, spec_train.fit(..., preset=...) "
-                "and spec_train.options.resolve_fit, not by FitConfig itself"
-            )
-
-    def packs_per_step(self, world_size: int = 1) -> int:
-        """Packs of one optimizer step of `world_size` processes, whatever the micro-batch size."""
-        return self.batch_size * self.accumulation * world_size
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _at_least(config: Any, least: int, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not value >= least:
-            raise ConfigError(f"{_flag(name)} {value}: expected at least {least}")
-
-
-def _share(config: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not 0 <= value < 1:
-            raise ConfigError(f"{_flag(name)} {value}: expected a share from 0 to below 1")
 
 
 @functools.cache
@@ -190,6 +43,7 @@ def fit_config(draft: str) -> type:
         "Fit" + options.__name__,
         [],
         bases=(options, FitConfig),
+        namespace={"option_group": f"the draft ({draft})"},
         frozen=True,
         kw_only=True,
     )
@@ -236,72 +90,121 @@ def default_lr(hidden_size: int) -> float:
     return float(f"{min(4e-3, 1e-4 * 4096 / hidden_size):.1e}")
 
 
+_MEASURED = "what is measured"
+_DECODING = "decoding"
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """Options of `spec-train eval`: a draft against a dataset, against its target, or both."""
 
-    draft: str = option(help="draft directory, checkpoint or run (its best draft)", metavar="DIR")
+    draft: str = option(
+        help="the draft: a run (its best draft), a checkpoint or a draft directory",
+        group=REQUIRED,
+        metavar="DIR",
+    )
     data: str | None = option(
-        None, help="dataset to simulate acceptance on, without the target", metavar="DIR"
+        None,
+        help="dataset on which acceptance is simulated, without the target. The quick check",
+        group=_MEASURED,
+        metavar="DIR",
     )
     split: str = option(
         "auto",
-        help="documents of --data: those the run of this draft held out (validation), the others, "
-        "or all. auto: validation on the dataset it was trained on, else all",
+        help="documents of --data: those that the draft's run held out (validation), the others "
+        "(train), or all. auto: validation on the dataset it was trained on, else all",
+        group=_MEASURED,
         choices=("auto", "validation", "train", "all"),
     )
     target: str | None = option(
-        None, help="model directory or name, to decode with for real", metavar="MODEL"
+        None,
+        help="model directory or Hub id to decode with for real, together with --prompts. The "
+        "figure to trust before serving",
+        group=_MEASURED,
+        metavar="MODEL",
     )
     prompts: str | None = option(
-        None, help="JSONL rows with messages, prompt or turns, for --target", metavar="FILE"
-    )
-    json: str | None = option(None, help="write every figure to this file", metavar="FILE")
-    save_responses: str | None = option(
         None,
-        help="write the greedy responses as input_ids and loss_mask, a corpus for `spec-data "
-        "generate` in the target's own words",
+        help="JSONL file for --target; rows have messages, prompt or turns",
+        group=_MEASURED,
         metavar="FILE",
     )
-    temperature: float = option(0.0, help="0 decodes greedily; above 0 samples, losslessly too")
-    max_new_tokens: int = option(256, help="tokens of a response at most")
-    limit: int = option(0, help="first N prompts and first N documents only; 0 = all", metavar="N")
+    json: str | None = option(
+        None, help="write every figure to this file", group=FILES, metavar="FILE"
+    )
+    save_responses: str | None = option(
+        None,
+        help="write the greedy responses as input_ids and loss_mask: a corpus for `spec-data "
+        "generate` in the target's own words",
+        group=FILES,
+        metavar="FILE",
+    )
+    temperature: float = option(
+        0.0,
+        help="0 decodes greedily; above 0 samples, also without changing the target's distribution",
+        group=_DECODING,
+    )
+    max_new_tokens: int = option(256, help="longest response, in tokens", group=_DECODING)
+    limit: int = option(
+        0,
+        help="use only the first N prompts and the first N documents; 0 = all",
+        group=_MEASURED,
+        metavar="N",
+    )
     draft_tokens: int = option(
-        0, help="tokens drafted per round; 0 = the unroll steps the draft was trained with"
+        0,
+        help="tokens drafted per round; 0 = as many as the draft was trained for. Try fewer where "
+        "the last depths are rarely accepted",
+        group=_DECODING,
     )
     confidence_threshold: float = option(
         0.0,
-        help="end a round's drafts before the first whose confidence is below this, of drafts "
+        help="end a round's drafts before the first one whose confidence is below P, for drafts "
         "that forecast it (DSpark); 0 = off",
+        group=_DECODING,
         metavar="P",
     )
     tree_tokens: int = option(
         0,
         help="decode with dynamic trees (EAGLE-2) of so many drafted tokens, --draft-tokens deep, "
         "instead of chains; 0 = chains. EAGLE-2 and EAGLE-3 use 60",
+        group=_DECODING,
         metavar="N",
     )
     tree_topk: int = option(
-        10, help="likeliest nodes expanded per level of a tree, and children of each", metavar="K"
+        10,
+        help="with --tree-tokens: nodes expanded per level, and children of each",
+        group=_DECODING,
+        metavar="K",
     )
-    seed: int = option(0, help="decides the samples when --temperature is above 0")
+    seed: int = option(0, help="decides the samples when --temperature is above 0", group=_DECODING)
     dtype: str = option(
         "auto",
-        help="of target and draft. auto: the target's own on a GPU, else fp32, in which greedy "
-        "decoding can be proven lossless",
+        help="dtype of target and draft. auto: the target's own on a GPU, else fp32, in which "
+        "greedy decoding can be proven lossless",
+        group=RUNNING,
         choices=("auto", "fp32", "bf16", "fp16"),
     )
-    device: str = option("auto", help="cpu, cuda, cuda:1 ...; auto: a GPU where there is one")
+    device: str = option(
+        "auto", help="cpu, cuda, cuda:1, ...; auto: a GPU where there is one", group=RUNNING
+    )
     attn: str = option(
-        "auto", help="the target's attention implementation (eager, sdpa, flash_attention_2 ...)"
+        "auto",
+        help="the target's attention implementation (eager, sdpa, flash_attention_2, ...)",
+        group=RUNNING,
     )
     chat_template_kwargs: str | None = option(
         None,
         help='JSON object for the chat template, such as {"enable_thinking": false}; not given: '
         "as the training data was rendered, where that is known",
+        group=_DECODING,
         metavar="JSON",
     )
-    trust_remote_code: bool = option(False, help="run model code that comes with the target")
+    trust_remote_code: bool = option(
+        False,
+        help="run Python code that comes with the target; only for authors you trust",
+        group=RUNNING,
+    )
 
     def __post_init__(self) -> None:
         if self.data is None and self.target is None:
@@ -318,14 +221,14 @@ class EvalConfig:
                 f"--temperature {self.temperature}: expected 0 (greedy) or at least "
                 f"{LEAST_TEMPERATURE:g}"
             )
-        _share(self, "confidence_threshold")
+        share(self, "confidence_threshold")
         if self.tree_tokens and self.target is None:
             raise ConfigError(
                 "--tree-tokens decodes for real: it needs --target and --prompts (a dataset tells "
                 "nothing about branches that were not taken)"
             )
-        _at_least(self, 0, "limit", "draft_tokens", "seed", "tree_tokens")
-        _at_least(self, 1, "max_new_tokens", "tree_topk")
+        at_least(self, 0, "limit", "draft_tokens", "seed", "tree_tokens")
+        at_least(self, 1, "max_new_tokens", "tree_topk")
 
 
 FORMATS = ("vllm", "sglang", "speculators", "deepspec", "hf")
@@ -336,24 +239,31 @@ class ExportConfig:
     """Options of `spec-train export`: a draft in the form of an engine or another trainer."""
 
     draft: str = option(
-        help="draft directory, checkpoint or run (its best draft), in any of the formats",
+        help="the draft: a run (its best draft), a checkpoint or a draft directory, in any form",
+        group=REQUIRED,
         metavar="DIR",
     )
     format: str | None = option(
         None,
-        help="whom it is for: vllm and sglang (also llama.cpp's converter) read flat directories, "
-        "speculators its own envelope, deepspec its classes; hf is spec-train's own checkpoint",
+        help="form to write: vllm and sglang (also for llama.cpp's converter) are flat "
+        "directories, speculators has its own layout, deepspec its classes; hf is spec-train's own",
+        group="what is written",
         choices=FORMATS,
     )
-    out: str | None = option(None, help="new directory to write", metavar="DIR")
+    out: str | None = option(
+        None, help="new directory to write", group="what is written", metavar="DIR"
+    )
     target: str | None = option(
         None,
         help="the draft's target: a directory lets its embedding, layers and lengths be checked; "
-        "its name is written where a format names the target",
+        "its name is written where a form names the target",
+        group="what is written",
         metavar="MODEL",
     )
     check: bool = option(
-        False, help="report what every engine would make of the draft; without --out, only that"
+        False,
+        help="report what every engine would make of the draft; without --out, only that",
+        group="what is checked",
     )
 
     def __post_init__(self) -> None:
@@ -369,9 +279,16 @@ class ReplayConfig:
 
     data: str | None = option(
         None,
-        help="the run's dataset, where it is not in its old place; manifest.json and target/ of it "
-        "are enough",
+        help="the run's dataset, where it has moved; its manifest.json and target/ are enough. Not "
+        "given: the path that the run used",
+        group=DATA,
         metavar="DIR",
     )
-    device: str = option("auto", help="cpu, cuda, cuda:1 ...; auto: a GPU where there is one")
-    json: str | None = option(None, help="write every figure to this file", metavar="FILE")
+    device: str = option(
+        "auto",
+        help="cpu, cuda, cuda:1, ...; auto: a GPU where there is one. Compare cpu with the GPU",
+        group=RUNNING,
+    )
+    json: str | None = option(
+        None, help="write every figure to this file", group=FILES, metavar="FILE"
+    )

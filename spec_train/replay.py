@@ -97,6 +97,8 @@ def replay(folder: Path, config: ReplayConfig) -> dict[str, Any]:
         for document, column, count, first in non_finite_states(batch, state["documents"])
     ]
     report = {
+        "draft": state["draft"],
+        "dataset": state["dataset"],
         "step": state["step"],
         "loss": str(loss),
         "loss_then": state["losses"][state["micro_batch"]],

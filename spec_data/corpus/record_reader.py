@@ -106,14 +106,14 @@ class CorpusReader:
         self.reports: list[SourceReport] = []
         self.refused: Counter[str] = Counter()
         self.refused_examples: dict[str, list[str]] = {}
-        self._sources = [s for name in sources for s in resolve(str(name), split, self.notes)]
+        self.sources = [s for name in sources for s in resolve(str(name), split, self.notes)]
         for note in self.notes:
             logger.warning("%s", note)
 
     def __iter__(self) -> Iterator[Record]:
         self.reports, self.refused, self.refused_examples = [], Counter(), {}
         left = self.limit
-        for source in self._sources:
+        for source in self.sources:
             report = SourceReport(
                 source=source.name, path=source.path, kind=source.kind, licence=source.licence
             )

@@ -76,6 +76,7 @@ class Source:
     kind: str
     rows: Callable[[Digest], Generator[Row]]
     arrow: bool = False
+    count: Callable[[], int] | None = None  # the number of rows, where it is stored
     licence: str | None = None
 
 
@@ -172,6 +173,7 @@ def _file_source(name: str, path: Path, root: Path) -> Source:
         kind=kind,
         rows=lambda digest: reader(name, path, digest),
         arrow=kind == "parquet",
+        count=(lambda: pq.read_metadata(path).num_rows) if kind == "parquet" else None,
         licence=_licence(path.parent) or _licence(root),
     )
 
@@ -329,6 +331,7 @@ def _saved_dataset(name: str, path: Path, split: str) -> Source:
         kind="hf dataset directory",
         rows=rows,
         arrow=True,
+        count=lambda: datasets.load_from_disk(str(path)).num_rows,
         licence=licence,
     )
 
@@ -361,7 +364,15 @@ def _hub_dataset(name: str, hub: str, config: str | None, split: str) -> Source:
         yield from _dataset_rows(name, dataset)
 
     licence = dataset.info.license or None
-    return Source(name=name, path=name, kind="hf dataset", rows=rows, arrow=True, licence=licence)
+    return Source(
+        name=name,
+        path=name,
+        kind="hf dataset",
+        rows=rows,
+        arrow=True,
+        count=lambda: dataset.num_rows,
+        licence=licence,
+    )
 
 
 def _dataset_rows(name: str, dataset: datasets.Dataset) -> Generator[Row]:

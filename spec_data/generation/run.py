@@ -33,7 +33,7 @@ from spec_data.generation.replan import check_still_planned, discard_unused_plan
 from spec_data.generation.setup import Setup, changed_settings, make_plan, refuse_changes, set_up
 from spec_data.generation.target_files import manifest_draft, save_target_files
 from spec_data.options import GenerateConfig
-from spec_data.progress import progress
+from spec_data.progress import progress, size
 from spec_data.shards.codec_tables import TABLES, load_tables
 from spec_data.shards.errors import DatasetError, MissingError, RunError
 from spec_data.shards.files import dump_json, unit_name, write_atomically, write_once
@@ -84,7 +84,7 @@ def generate(config: GenerateConfig) -> Manifest | None:
         manifest = Manifest.read(out / MANIFEST)
         refuse_changes(changed_settings(setup, manifest.raw["settings"]), out)
         shutil.rmtree(out / WORK, ignore_errors=True)  # left if killed after the manifest
-        logger.info("%s is complete, nothing to do (check it with spec-data verify)", out)
+        logger.info("%s is complete already: nothing to do", out)
         return manifest
     plan = find_plan(setup, out)
     index, workers = config.worker
@@ -252,7 +252,7 @@ def run_units(setup: Setup, plan: Plan, out: Path, mine: list[int], todo: list[i
         columns=setup.columns, form=form, batch_tokens=config.batch_tokens, tables=tables
     )
     total, left = plan.unit_set_tokens(mine), plan.unit_set_tokens(todo)
-    bar = progress(total=total, initial=total - left, desc="capture", unit=" tok")
+    bar = progress(total=total, initial=total - left, desc="capture", unit="tok")
     pending: Future | None = None
     written = 0
     with bar, ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer") as writer:
@@ -262,9 +262,10 @@ def run_units(setup: Setup, plan: Plan, out: Path, mine: list[int], todo: list[i
             if pending is not None:
                 written += pending.result()
             pending = writer.submit(finish_unit, out, unit, captured, setup.columns)
-            bar.set_postfix_str(f"shard {number}/{len(todo)}, {written / 1e9:.2f} GB written")
+            bar.set_postfix_str(f"shard {number}/{len(todo)}, {size(written)}")
         if pending is not None:
-            pending.result()
+            written += pending.result()
+            bar.set_postfix_str(f"shard {len(todo)}/{len(todo)}, {size(written)}")
 
 
 def finish_unit(out: Path, unit: int, captured: CapturedUnit, columns: tuple[Column, ...]) -> int:
@@ -300,7 +301,7 @@ def prove_target(setup: Setup, plan: Plan, target: Target, out: Path) -> dict[st
         head_error = prove_head(target, documents)
     proof = prove_isolation(target, documents, plan.pack_length, setup.config.packing)
     level = logging.INFO if "rows" not in proof.form else logging.WARNING
-    logger.log(level, "packing: %s (differences %s)", proof.form, proof.differences)
+    logger.log(level, "packing: %s", proof)
     save_target_files(setup, target, out / "target")
     codec, errors = calibrate(setup, plan, target, proof.form, out)
     draft = manifest_draft(setup, plan, target, proof, head_error, codec, errors)

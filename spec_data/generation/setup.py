@@ -21,6 +21,7 @@ import spec_data
 from spec_data.config import differing_fields
 from spec_data.corpus.chat import Renderer, RenderError
 from spec_data.corpus.record_reader import CorpusReader, SourceReport
+from spec_data.corpus.row_counts import expected_rows
 from spec_data.corpus.sources import corpus_directory
 from spec_data.devices import device_type
 from spec_data.generation.plan import Plan, PlanBuilder
@@ -224,7 +225,8 @@ def make_plan(setup: Setup) -> Plan:
         vocab_size=setup.vocab_size,
     )
     builder = PlanBuilder(config.max_length, config.keep_tails)
-    for record in progress(reader, desc="render", unit=" rows"):
+    rows = expected_rows(reader.sources, reader.limit)
+    for record in progress(reader, desc="render", unit="rows", total=rows):
         try:
             documents = renderer.render(record)
         except RenderError as error:
@@ -302,7 +304,8 @@ def changed_settings(setup: Setup, saved: dict[str, Any]) -> list[str]:
     The corpus is read again, but not rendered, so that its hash can be compared.
     """
     reader = corpus_reader(setup.config)
-    for _ in reader:
+    rows = expected_rows(reader.sources, reader.limit)
+    for _ in progress(reader, desc="compare the corpus", unit="rows", total=rows, leave=False):
         pass
     new = settings(setup, reader.reports)
     if [s["sha256"] for s in saved["corpus"]] == [s["sha256"] for s in new["corpus"]]:

@@ -81,6 +81,20 @@ class IsolationProof:
         """Return plain values for the manifest."""
         return asdict(self)
 
+    def __str__(self) -> str:
+        """The outcome in words: the form, what it differs by, and the forms that failed."""
+        found = self.differences[self.form]
+        packed = self.form not in (ROWS, SINGLE)
+        text = f"{self.form} (several documents per row)" if packed else "one document per row"
+        if not isinstance(found, str):
+            text += (
+                f"; states differ from documents run alone by at most {found:.1e} "
+                f"(allowed {self.tolerance:.1e})"
+            )
+        failed = {name: v for name, v in self.differences.items() if name != self.form}
+        words = [f"{n}: {v if isinstance(v, str) else f'{v:.1e}'}" for n, v in failed.items()]
+        return text + (f"; failed the proof: {', '.join(words)}" if words else "")
+
 
 def proof_documents(lengths: Sequence[int], pack_length: int, budget: int = 4096) -> list[int]:
     """Return the indices of the documents to prove with, ascending; at most 64.

@@ -26,8 +26,9 @@ def check_fresh(
 
     `sampled` are indices into the dataset; failures and the result go to `findings`.
     """
-    worst_state = worst_logit = 0.0
-    for index in progress(sampled, desc="fresh forward", unit=" docs", leave=False):
+    worst_state, worst_logit = (0.0, 1.0), 0.0
+    dtype = dataset.manifest.target["dtype"]
+    for index in progress(sampled, desc="fresh forward", unit="docs", leave=False):
         document = dataset[index]
         ids = document["input_ids"].numpy()  # [T]
         offsets = np.array([0, len(ids)])
@@ -36,18 +37,25 @@ def check_fresh(
         where = f"document {index}"
         for name, value in fresh.items():
             if name.startswith("hidden."):
-                error = _compare_states(dataset, document, name, value.cpu(), where, findings)
-                worst_state = max(worst_state, error)
+                found = _compare_states(dataset, document, name, value.cpu(), where, findings)
+                worst_state = max(worst_state, found, key=lambda pair: pair[0] / pair[1])
         _, logits = target.capture(
             batch.input_ids, batch.document_ids, batch.position_ids, None, full_logits=True
         )
         if logits is not None:
             error = _compare_logits(dataset, document, logits[0].float().cpu(), where, findings)
             worst_logit = max(worst_logit, error)
+    states = findings.measured("fresh states", *worst_state)
+    logits_found = findings.measured("fresh logits", worst_logit, logit_tolerance(dtype))
     findings.passed(
-        f"fresh forward of {len(sampled)} documents: states differ by at most {worst_state:.1e}, "
-        f"logit columns by {worst_logit:.1e} of the largest logit"
+        f"fresh forward of {len(sampled)} documents: states differ by at most {states}, logit "
+        f"columns, relative to the largest logit, by {logits_found}"
     )
+
+
+def logit_tolerance(dtype: str) -> float:
+    """Return the largest believable difference of logits, relative to the largest one."""
+    return LOGIT_TOLERANCE.get(dtype, 4e-2)
 
 
 def _compare_states(
@@ -57,11 +65,11 @@ def _compare_states(
     fresh: Tensor,
     where: str,
     findings: Findings,
-) -> float:
-    """Return the relative difference of a column [T, H] from `fresh` [T, H], averaged over tokens.
+) -> tuple[float, float]:
+    """Return the relative difference of a column from `fresh`, both [T, H], and its bound.
 
-    One token in a hundred may differ by much, because rounding can select another expert; more
-    such tokens are a failure.
+    The difference is averaged over tokens. One token in a hundred may differ by much, because
+    rounding can select another expert; more such tokens are a failure.
     """
     kept = stored_tokens(dataset, name, document)  # bool [T], n of them True
     a, b = document[name][kept].float(), fresh[kept].float()  # [n, H]
@@ -81,7 +89,7 @@ def _compare_states(
             f"forward by more than {5 * allowed:.0e} (first: token "
             f"{int(kept.nonzero()[far.nonzero()[0]])})"
         )
-    return mean
+    return mean, allowed
 
 
 def _compare_logits(
@@ -105,7 +113,7 @@ def _compare_logits(
         errors["topk_ids / topk_logits"] = torch.maximum(pairs, best)
     if "logits" in document:
         errors["logits"] = (logits - document["logits"].float()).abs().amax(-1)
-    allowed = LOGIT_TOLERANCE.get(dataset.manifest.target["dtype"], 4e-2)
+    allowed = logit_tolerance(dataset.manifest.target["dtype"])
     worst = 0.0
     for name, error in errors.items():
         relative = error / scale

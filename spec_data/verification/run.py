@@ -112,7 +112,7 @@ def _check_checksums(dataset: HiddenStatesDataset, findings: Findings) -> None:
     manifest = dataset.manifest
     expected = {r.file: r.sha256 for r in manifest.shards}
     expected |= {name: record["sha256"] for name, record in manifest.raw["files"].items()}
-    for name in progress(expected, desc="checksums", unit=" files", leave=False):
+    for name in progress(expected, desc="checksums", unit="files", leave=False):
         file = dataset.path / name
         found = sha256_file(file) if file.is_file() else "missing"
         if found != expected[name]:
@@ -130,7 +130,8 @@ def _check_checksums(dataset: HiddenStatesDataset, findings: Findings) -> None:
 def _check_chunks(dataset: HiddenStatesDataset, findings: Findings) -> None:
     """Check every field of every document; continue after a shard that cannot be read."""
     _ = dataset.lengths  # the index has the names of the documents
-    for number in progress(range(len(dataset.manifest.shards)), desc="chunks", leave=False):
+    shards = range(len(dataset.manifest.shards))
+    for number in progress(shards, desc="chunks", unit="shards", leave=False):
         try:
             shard = dataset.shard(number)
             for row, field in shard.damage():
@@ -160,7 +161,7 @@ def _check_codecs(dataset: HiddenStatesDataset, findings: Findings) -> None:
 def _check_documents(dataset: HiddenStatesDataset, findings: Findings) -> None:
     """Check index, mask, turns, token ids and the states of every token of every document."""
     vocab = dataset.manifest.vocab_size
-    bar = progress(total=int(dataset.lengths.sum()), desc="states", unit=" tok", leave=False)
+    bar = progress(total=int(dataset.lengths.sum()), desc="states", unit="tok", leave=False)
     with bar:
         for index, row, where in _rows(dataset):
             mask, ids = row["loss_mask"], row["input_ids"]
@@ -250,8 +251,8 @@ def _check_logits(
                 f"{float(error.max()):.1e} of the largest logit (allowed {allowed:.0e})"
             )
     findings.passed(
-        f"logits of {len(sampled)} documents agree with argmax and logsumexp: they differ by at "
-        f"most {worst:.1e} of the largest logit"
+        f"logits of {len(sampled)} documents agree with argmax and logsumexp; relative to the "
+        f"largest logit, they differ by at most {findings.measured('logits', worst, allowed)}"
     )
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from spec_data.progress import progress
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError
 from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.packing import pack_documents, row_layout
@@ -202,14 +202,15 @@ def evaluate_data(
     head = TargetHead.from_dataset(path, weight.dtype, weight.device)
     teacher_forced: dict[str, Tensor] = {}
     serving = ServingSums.zero(depth)
-    with tqdm(total=len(documents), unit="doc", desc="data", leave=False) as bar:
+    with progress(total=len(documents), unit="documents", desc="data", leave=False) as bar:
         for pack in _packs(dataset, documents):
             batch = read_pack(dataset, pack, columns, weight.dtype).to(weight.device)
             sums = draft.loss(batch, head, draft.slot_counts(batch)).sums
             teacher_forced = add_sums([teacher_forced, sums])
             serving += serving_sums(batch, draft.chains(batch, head, depth))
             bar.update(len(pack))
-            bar.set_postfix(acceptance=shown(serving.walk_figures().acceptance_length))
+            length = shown(serving.walk_figures().acceptance_length)
+            bar.set_postfix_str(f"acceptance {length}", refresh=False)
     return {
         "path": str(path),
         "split": split,

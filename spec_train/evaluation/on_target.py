@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spec_data.devices import compute_dtype
+from spec_data.progress import progress
 from spec_data.shards.errors import DraftError, MissingError, TargetError
 from spec_data.shards.files import sha256_json
 from spec_train.decoding.chains import (
@@ -335,10 +335,11 @@ def evaluate_target(
     """Decode the prompts; return the metrics, and the responses if --save-responses is set."""
     bench = Bench(draft, model, tokenizer, config, depth)
     bench.warm_up([0])
-    with tqdm(prompts, unit="prompt", desc="decode", leave=False) as bar:
+    with progress(prompts, unit="prompts", desc="decode", leave=False) as bar:
         for prompt in bar:
             bench.converse(prompt, template_kwargs)
-            bar.set_postfix(acceptance=shown(bench.tally.acceptance_length))
+            length = shown(bench.tally.acceptance_length)
+            bar.set_postfix_str(f"acceptance {length}", refresh=False)
     result = {"prompts": len(prompts), **figures(bench.tally, depth, config.temperature)}
     result["tree_tokens"] = config.tree_tokens
     result["tree_topk"] = config.tree_topk if config.tree_tokens else None

@@ -19,7 +19,6 @@ import itertools
 import logging
 import math
 import signal
-import sys
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -28,10 +27,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from spec_data.devices import compute_dtype
+from spec_data.progress import progress
 from spec_data.shards.errors import DraftError, RunError
 from spec_train.data.batch import padding_batch
 from spec_train.data.mixture import Documents
@@ -105,7 +103,7 @@ class Trainer:
         self._pending: Sums = {}  # sums since the last line of metrics
         self._pending_tokens = 0
         self._clock = time.perf_counter(), 0.0  # time of that line, and `stream.waited` then
-        self._grad_norm = self._lr = 0.0
+        self._grad_norm = self._lr = self._step_loss = 0.0
         self._validated = "-"  # loss and acceptance length, for the bar
         self._held_step = self._saved_step = -1
         self._signals: list[int] = []
@@ -135,20 +133,14 @@ class Trainer:
         """
         self._release = release or self._release
         steps = self.stream.take(self.total - self.step, self._stopping)
-        bar = tqdm(
-            total=self.total,
-            initial=self.step,
-            unit="step",
-            mininterval=0.5 if sys.stderr.isatty() else 15,
-            dynamic_ncols=True,
-            disable=not self.ranks.is_main,
+        bar = progress(
+            total=self.total, initial=self.step, desc="fit", disable=not self.ranks.is_main
         )
         with (
             contextlib.closing(self.saver),
             stop_signals() as self._signals,
             contextlib.closing(steps),
             bar,
-            logging_redirect_tqdm(),
         ):
             if self.step == 0:
                 self.validate()
@@ -161,6 +153,8 @@ class Trainer:
                     self.save()
                     break
                 self._train_step(step)
+                if self.step < self.config.log_every:  # later the mean since the last line is shown
+                    bar.set_postfix_str(f"loss {self._step_loss:.3f}", refresh=False)
                 if self._due(self.config.log_every):
                     bar.set_postfix_str(self._log(step), refresh=False)
                 if self._due(self.config.eval_every):
@@ -175,7 +169,7 @@ class Trainer:
         result = FitResult(Path(self.config.out), self.step, finished, stopped_by, self.best)
         log.info("%s: %s", result.directory, result)
         if stopped_by is not None:
-            log.info("the same command goes on from here")
+            log.info("the same command resumes the run")
         return result
 
     def _next_step(self, steps: Generator[Step, None, None]) -> Step | None:
@@ -231,6 +225,7 @@ class Trainer:
         self._lr = learning_rate(self.step, self.total, self.config)
         self.masters.step(self._lr)
         self.step += 1
+        self._step_loss = sum(values) * self.ranks.world_size  # as this rank estimates it
 
     def _seed(self, kind: str, step: Step, i: int) -> None:
         """Seed torch for micro-batch i: the same numbers on any rank."""
@@ -290,9 +285,8 @@ class Trainer:
         )
         self._pending, self._pending_tokens, self._clock = {}, 0, (now, waited)
         return (
-            f"loss {figures['loss']:.3f}, acceptance length "
-            f"{shown(figures['acceptance_length'], 2)}, {speed:,.0f} tok/s, held out "
-            f"{self._validated}"
+            f"loss {figures['loss']:.3f}, acceptance {shown(figures['acceptance_length'], 2)}, "
+            f"{speed:,.0f} tok/s, held out {self._validated}"
         )
 
     # -- validation -------------------------------------------------------------------------------

@@ -95,6 +95,39 @@ def test_files_that_are_not_configs(tmp_path):
         parsed("--config", str(file))
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.toml", 'name = "n"\nmany = ["x", "y"]\nrate = 1e-4\nflag = true'),
+        ("run.json", '{"name": "n", "many": ["x", "y"], "rate": 1e-4, "flag": true}'),
+        ("run.yaml", "name: n\nmany: [x, y]\nrate: 1e-4\nflag: true"),
+        ("run.yml", "name: n\nmany:\n  - x\n  - y\nrate: 0.0001\nflag: yes"),
+    ],
+)
+def test_config_files_of_every_format_say_the_same(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    expected = Sample(name="n", many=("x", "y"), rate=1e-4, flag=True)
+    assert parsed("--config", str(tmp_path / name)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("run.ini", "name = n", r"must end in .toml, .json, .yaml, .yml; found .ini"),
+        ("run", "name = n", "found no suffix"),
+        ("run.yaml", "name: [", "not valid YAML"),
+        ("run.yaml", "name: !!python/object/apply:os.system [ls]", "not valid YAML"),
+        ("run.yaml", "- a\n- b", r"expected a table of options \(key: value\), found a list"),
+        ("run.json", "{", "not valid JSON"),
+        ("run.toml", 'name = "n"\ncuont = 1', "unknown option cuont in .*did you mean count?"),
+    ],
+)
+def test_config_files_that_cannot_be_used_say_why(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        parsed("--config", str(tmp_path / name))
+
+
 def test_differences_are_named():
     old, new = {"a": 1, "b": [1]}, {"a": 1, "b": [2], "c": None}
     assert differing_fields(old, new) == ["b: [1] -> [2]", "c: '(absent)' -> None"]

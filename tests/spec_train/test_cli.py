@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_train.cli import main
+from spec_train.cli import build_parser, main
 from spec_train.draft_options import DRAFT_OPTIONS
 from spec_train.options import FitConfig, default_lr, fit_config
 from tests.factory import tiny_dataset
@@ -105,7 +107,8 @@ def test_unknown_keys_of_a_config_file_are_refused(data, tmp_path, capsys):
     file = tmp_path / "run.toml"
     file.write_text("learning-rate = 1e-3\n")
     assert main(flags(data, tmp_path / "run", "--config", str(file))) == 2
-    assert "unknown option learning_rate" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "unknown option learning_rate" in error and "did you mean lr?" in error
 
 
 def test_debug_raises(data, tmp_path):
@@ -175,5 +178,94 @@ def test_a_signal_saves_and_exits_with_its_code(data, tmp_path, number):
     process.send_signal(number)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 128 + number, error
-    assert "stopped and saved at step" in error and "same command goes on" in error
+    assert "stopped and saved at step" in error and "\r" not in error
     assert len(list(out.glob("checkpoint-*"))) == 1
+    resume = next_command(error, "resume")
+    assert resume == ["spec-train", "fit", "eagle3", "--config", str(out / "fit.json")]
+    done = int(next(out.glob("checkpoint-*")).name.partition("-")[2])
+    table = json.loads((out / "fit.json").read_text())
+    assert build_parser().parse_args(resume[1:]).draft == "eagle3" and table["steps"] > done
+
+
+def next_command(text: str, label: str = "next") -> list[str]:
+    """The words of the command that a text ends with."""
+    found = re.search(rf"^{label}:  (.*)$", text, re.MULTILINE)
+    assert found, text
+    return shlex.split(found[1])
+
+
+class Recorded:
+    """A bar that keeps what it would show."""
+
+    def __init__(self, iterable=None, **options):
+        self.iterable, self.options, self.step, self.shown = iterable, options, 0, {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def update(self, count=1):
+        self.step += count
+
+    def set_postfix_str(self, text, refresh=True):
+        self.shown[self.step + 1] = text
+
+
+def test_the_bar_shows_a_loss_from_the_first_step(data, tmp_path, monkeypatch):
+    bars = []
+    monkeypatch.setattr(
+        "spec_train.training.trainer.progress",
+        lambda *a, **options: bars.append(Recorded(*a, **options)) or bars[-1],
+    )
+    assert main(flags(data, tmp_path / "run", "--steps", "12", "--accumulation", "2")) == 0
+    (bar,) = bars
+    assert list(bar.shown) == [*range(1, 11), 12]
+    assert all(re.fullmatch(r"loss \d+\.\d{3}", bar.shown[step]) for step in range(1, 10))
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    (mean, _) = [row["loss"] for row in rows if row["split"] == "train"]
+    early = [float(bar.shown[step].split()[1]) for step in range(1, 10)]
+    assert min(early) - 0.3 < mean < max(early) + 0.3  # the loss of metrics.jsonl, not a part of it
+    assert re.search(r"^loss \d.*, acceptance [\d.-]+, [\d,]+ tok/s", bar.shown[10])
+
+
+def test_every_command_names_the_next_one_and_it_runs(data, tmp_path, capsys):
+    run, out = tmp_path / "run", tmp_path / "run-hf"
+    assert main(flags(data, run)) == 0
+    command = next_command(capsys.readouterr().err)
+    assert command == ["spec-train", "eval", "--draft", str(run), "--data", str(data)]
+    assert main(command[1:]) == 0
+    command = next_command(capsys.readouterr().err)
+    assert command == ["spec-train", "export", "--draft", str(run), "--check"]
+    assert main(command[1:]) == 0
+    command = next_command(capsys.readouterr().err)
+    assert command[:5] == ["spec-train", "export", "--draft", str(run), "--format"]
+    assert main(["export", "--draft", str(run), "--format", "hf", "--out", str(out)]) == 0
+    command = next_command(capsys.readouterr().err)
+    assert command == ["spec-train", "export", "--draft", str(out), "--check"]
+    assert main(command[1:]) == 0
+
+
+def test_a_yaml_file_configures_a_run(data, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"data: {data}\nout: {tmp_path / 'run'}\nsteps: 0\nlr: 2e-3\nseq-len: 48\n")
+    assert main(["fit", "eagle3", "--config", str(file)]) == 0
+    assert json.loads((tmp_path / "run" / "fit.json").read_text())["lr"] == 0.002
+
+
+def test_the_command_after_an_export_serves_the_draft():
+    from types import SimpleNamespace
+
+    from spec_train.exporting import command_after
+    from spec_train.options import ExportConfig
+
+    for kind, method, more in (("eagle3", "eagle3", {}), ("dflash", "dflash", {}),
+                               ("peagle", "eagle3", {"parallel_drafting": True})):  # fmt: skip
+        checked = SimpleNamespace(draft=SimpleNamespace(name=kind, depth=5), findings={})
+        config = ExportConfig(draft="R", format="vllm", out="O", target="T")
+        *words, how = command_after(config, checked)
+        assert words == ["vllm", "serve", "T", "--speculative-config"]
+        expected = {"model": "O", "num_speculative_tokens": 5, "method": method}
+        assert json.loads(how) == expected | more

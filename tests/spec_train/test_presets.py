@@ -1,4 +1,4 @@
-"""Laws of presets: they set what they say, flags go over them, and fit.json needs none of it."""
+"""Laws of presets: they set what they say, flags replace them, and fit.json needs none of it."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from spec_train.cli import _parser, _resolve_fit, main
+from spec_train.cli import _resolve_fit, build_parser, main
 from spec_train.draft_options import DRAFT_OPTIONS
 from spec_train.options import FitConfig, fit_config
 from spec_train.presets import PRESETS
@@ -16,7 +16,7 @@ from tests.spec_train.training.tools import environment
 
 
 def resolved(*flags: str):
-    return _resolve_fit(_parser().parse_args(["fit", "eagle3", "--out", "run", *flags]))
+    return _resolve_fit(build_parser().parse_args(["fit", "eagle3", "--out", "run", *flags]))
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 
-from spec_data.config import run_cli
+from spec_data.console import run_cli
 from tests.spec_train.training.tools import OPTIONS, run
 
 LIMIT_SECONDS = 240
@@ -88,7 +89,7 @@ def _become(
         sys.stdout = os.fdopen(1, "w")
         sys.stderr = os.fdopen(2, "w")
         faulthandler.enable(sys.stderr)
-        logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
+        logging.getLogger().handlers.clear()  # those of pytest
         os.environ.update(
             RANK=str(rank),
             LOCAL_RANK=str(rank),
@@ -99,7 +100,8 @@ def _become(
             TORCHELASTIC_USE_AGENT_STORE=str(agent),
             TORCHELASTIC_RESTART_COUNT="0",
         )
-        code = run_cli(lambda: body(rank) and None, debug=False)
+        plain = Namespace(quiet=False, log_file=None, debug=False)
+        code = run_cli(lambda: body(rank) and None, plain)
         sys.stderr.flush()
     finally:
         os._exit(code)

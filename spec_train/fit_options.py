@@ -1,0 +1,239 @@
+"""The options of `spec-train fit` that every draft shares. No torch here: `--help` is instant."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from spec_data.config import option
+from spec_data.shards.errors import ConfigError
+from spec_train.data_option import parse_sources
+from spec_train.presets import PRESETS
+
+REQUIRED = "required"
+LENGTH = "how long, how large"
+LEARNING = "learning"
+DATA = "data and order"
+RUNNING = "where it runs"
+FOLLOW = "training while the dataset is generated"
+FILES = "files and figures"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitConfig:
+    """Options of `spec-train fit` that every draft shares."""
+
+    data: str | tuple[str, ...] = option(
+        help="dataset directory that `spec-data generate` has written. Several are mixed: DIR:2 "
+        "shows each document twice per epoch, DIR:0.25 every fourth time",
+        group=REQUIRED,
+        metavar="DIR[:WEIGHT]",
+    )
+    follow: bool = option(
+        False,
+        help="train while `spec-data generate` still writes --data: units are used in their order "
+        "as they appear, shuffled inside windows of --window-tokens",
+        group=FOLLOW,
+    )
+    follow_timeout: float = option(
+        3600.0,
+        help="with --follow: stop with an error after waiting so many seconds for one unit",
+        group=FOLLOW,
+        metavar="SECONDS",
+    )
+    follow_keep: int = option(
+        0,
+        help="with --follow, for a small disk: keep at most N units on disk. Each is DELETED after "
+        "its last epoch; generation pauses meanwhile; the directory cannot be sealed. 0 deletes "
+        "nothing",
+        group=FOLLOW,
+        metavar="N",
+    )
+    out: str = option(
+        help="run directory; the same command resumes an interrupted run in it",
+        group=REQUIRED,
+        metavar="RUN",
+    )
+    preset: str | None = option(
+        None,
+        help="settings for a dataset of about so many documents, listed below; other flags replace "
+        "them. Start with smoke, to see within a minute that everything works",
+        group=LENGTH,
+        choices=tuple(PRESETS),
+    )
+    steps: int | None = option(
+        None,
+        help="optimizer steps in all; 0 writes the untrained draft. Not given: --epochs decides",
+        group=LENGTH,
+        metavar="N",
+    )
+    epochs: int | None = option(
+        None,
+        help="passes over the training documents, instead of --steps; 3 if neither is given",
+        group=LENGTH,
+    )
+    batch_size: int = option(
+        4,
+        help="packs per micro-batch. Halve it and double --accumulation when memory runs out: the "
+        "result is the same",
+        group=LENGTH,
+    )
+    accumulation: int = option(
+        1,
+        help="micro-batches per optimizer step and process. A step sees --batch-size x "
+        "--accumulation x processes packs",
+        group=LENGTH,
+    )
+    sharding: str = option(
+        "ddp",
+        help="with several processes. ddp: each holds the whole draft, the faster choice; fsdp2: "
+        "weights, gradients and optimizer are split among them, for drafts that do not fit one GPU",
+        group=RUNNING,
+        choices=("ddp", "fsdp2"),
+    )
+    seq_len: int = option(
+        2048,
+        help="tokens per pack; longer documents are cut to it, and counted. Set it to the "
+        "--max-length of the dataset to lose nothing; memory grows with it",
+        group=LENGTH,
+    )
+    lr: float | None = option(
+        None,
+        help="peak learning rate. Not given: 1e-4 at hidden size 4096 (the EAGLE-3 recipe), "
+        "growing with 1/(hidden size) to at most 4e-3 for small drafts. Lower it if the loss jumps",
+        group=LEARNING,
+    )
+    warmup_ratio: float = option(
+        0.02, help="share of the steps in which the rate rises linearly to --lr", group=LEARNING
+    )
+    min_lr_ratio: float = option(
+        0.05, help="rate at the end of the cosine, as a share of --lr", group=LEARNING
+    )
+    weight_decay: float = option(
+        0.0, help="AdamW decay of matrices; never of norms and biases", group=LEARNING
+    )
+    clip: float = option(
+        0.5, help="largest gradient norm of a step; 0 turns clipping off", group=LEARNING
+    )
+    seed: int = option(
+        0,
+        help="decides the initial weights, the order and the validation split; the same seed "
+        "repeats a run",
+        group=DATA,
+    )
+    validation: float = option(
+        0.02,
+        help="share of the documents held out for validation, chosen by a hash of the document id. "
+        "Raise it for small datasets",
+        group=DATA,
+    )
+    validation_documents: int = option(
+        512,
+        help="measure at most so many held-out documents at each validation; 0 = all. Lower it "
+        "where validation takes long",
+        group=DATA,
+    )
+    window_tokens: int = option(
+        4_194_304,
+        help="documents are shuffled inside windows of so many tokens: a larger window mixes "
+        "better, a smaller one reads the disk in longer runs",
+        group=DATA,
+    )
+    dtype: str = option(
+        "auto",
+        help="dtype of the arithmetic; weights and optimizer are always fp32. auto: bf16 on a GPU, "
+        "fp32 elsewhere",
+        group=RUNNING,
+        choices=("auto", "fp32", "bf16"),
+    )
+    device: str = option(
+        "auto", help="cpu, cuda, cuda:1, ...; auto: a GPU where there is one", group=RUNNING
+    )
+    init_from: str | None = option(
+        None,
+        help="start from the weights of this draft: a run, a checkpoint, or a draft directory in "
+        "any form that `spec-train export` writes, from any trainer. Not given: random weights, or "
+        "the target's where a draft says so",
+        group=LEARNING,
+        metavar="DIR",
+    )
+    log_every: int = option(10, help="steps between lines of metrics.jsonl", group=FILES)
+    eval_every: int = option(
+        500, help="steps between validations (one also before the first step)", group=FILES
+    )
+    save_every: int = option(
+        500,
+        help="steps between checkpoints. Lower it where runs are often interrupted without SIGTERM",
+        group=FILES,
+    )
+    keep: int = option(2, help="checkpoints that stay on disk, besides the best draft", group=FILES)
+    track: str | None = option(
+        None,
+        help="also send the figures to tensorboard (into RUN), wandb, or another tracker of "
+        "accelerate; several with commas. metrics.jsonl always has them",
+        group=FILES,
+        metavar="NAMES",
+    )
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.data, str) and len(self.data) == 1:
+            object.__setattr__(self, "data", self.data[0])
+        self._require_preset()
+        if self.steps is not None and self.epochs is not None:
+            raise ConfigError(
+                f"--steps {self.steps} and --epochs {self.epochs}: give one or the other"
+            )
+        if self.follow and (
+            not isinstance(self.data, str) or parse_sources(self.data)[0].weight != 1
+        ):
+            raise ConfigError("--follow takes one --data without a weight")
+        if self.follow_keep and (not self.follow or self.steps is not None):
+            raise ConfigError(
+                f"--follow-keep {self.follow_keep}: needs --follow, and --epochs rather than "
+                "--steps: they say when a unit was used often enough"
+            )
+        at_least(self, 0, "follow_keep", "follow_timeout")
+        at_least(self, 0, "steps", "clip", "weight_decay", "validation_documents", "seed")
+        at_least(self, 1, "epochs", "batch_size", "accumulation", "window_tokens", "keep")
+        at_least(self, 1, "log_every", "eval_every", "save_every")
+        at_least(self, 4, "seq_len")
+        share(self, "warmup_ratio", "min_lr_ratio", "validation")
+        if self.lr is not None and not 0 < self.lr < math.inf:
+            raise ConfigError(f"--lr {self.lr}: a learning rate is above 0")
+
+    def _require_preset(self) -> None:
+        """Refuse a preset that was named and not applied: it would have no effect."""
+        if self.preset not in PRESETS:
+            return
+        defaults = {f.name: f.default for f in dataclasses.fields(FitConfig)}
+        names = [name for name in PRESETS[self.preset].values if name in defaults]
+        if all(getattr(self, name) == defaults[name] for name in names):
+            raise ConfigError(
+                f"preset {self.preset!r} has no effect: every option that it sets has its default. "
+                "A preset is applied by `spec-train fit --preset`, spec_train.fit(..., preset=...) "
+                "and spec_train.options.resolve_fit, not by FitConfig itself"
+            )
+
+    def packs_per_step(self, world_size: int = 1) -> int:
+        """Packs of one optimizer step of `world_size` processes, whatever the micro-batch size."""
+        return self.batch_size * self.accumulation * world_size
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def at_least(config: Any, least: int, *names: str) -> None:
+    """Refuse the named options of `config` below `least`; None is accepted."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value >= least:
+            raise ConfigError(f"{_flag(name)} {value}: expected at least {least}")
+
+
+def share(config: Any, *names: str) -> None:
+    """Refuse the named options of `config` that are no share from 0 to below 1."""
+    for name in names:
+        value = getattr(config, name)
+        if not 0 <= value < 1:
+            raise ConfigError(f"{_flag(name)} {value}: expected a share from 0 to below 1")

@@ -1,0 +1,228 @@
+"""Commands as a user runs them: results, errors, signals, and the command to run next."""
+
+import json
+import logging
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from spec_data import cli
+from spec_data.config import as_flags, resolve
+from spec_data.console import run_cli
+from spec_data.options import GenerateConfig
+from spec_data.report import kept_text
+from spec_train import cli as train_cli
+from tests.spec_data.runs import options, run, save_target, start_cli, write_corpus
+from tests.terminal_tools import environment
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return save_target(tmp_path_factory.mktemp("target") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "chats.jsonl", 40)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory, target, corpus):
+    out = tmp_path_factory.mktemp("data") / "set"
+    run(target, corpus, out)
+    return out
+
+
+def words(target: Path, corpus: Path, out: Path, **changes) -> list[str]:
+    return as_flags(GenerateConfig(**options(target, corpus, out, **changes)))
+
+
+def next_command(text: str, label: str = "next") -> list[str]:
+    """The words of the command that a text ends with."""
+    found = re.search(rf"^{label}:  (.*)$", text, re.MULTILINE)
+    assert found, text
+    return shlex.split(found[1])
+
+
+# -- errors and signals -----------------------------------------------------------------------
+
+PLAIN = {"quiet": False, "debug": False, "log_file": None}
+
+
+def test_no_traceback_without_debug(capsys):
+    def broken():
+        raise KeyError("x")
+
+    assert run_cli(broken, Namespace(**PLAIN)) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: KeyError: 'x' (run again with --debug") and "File" not in error
+    with pytest.raises(KeyError):
+        run_cli(broken, Namespace(**PLAIN | {"debug": True}))
+
+
+def test_debug_counts_before_and_after_the_command(tmp_path):
+    for line in (["--debug", "inspect", str(tmp_path)], ["inspect", str(tmp_path), "--debug"]):
+        with pytest.raises(FileNotFoundError):
+            cli.main(line)
+
+
+def test_a_log_file_that_cannot_be_written_is_named(tmp_path, capsys):
+    assert cli.main(["inspect", "x", "--log-file", str(tmp_path / "no" / "log")]) == 2
+    assert "--log-file" in capsys.readouterr().err
+
+
+def test_logging_is_as_before_after_a_command(capsys):
+    root = logging.getLogger()
+    before = (root.level, list(root.handlers))
+    cli.main(["inspect", "/nowhere"])
+    assert (root.level, list(root.handlers)) == before
+    assert capsys.readouterr().err.count("error: ") == 1
+
+
+def test_ctrl_c_is_130_and_sigterm_143(capsys):
+    def stopped():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert run_cli(stopped, Namespace(**PLAIN), lambda: "stopped: two units kept") == 143
+    assert "stopped: two units kept" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    assert run_cli(interrupted, Namespace(**PLAIN)) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_a_closed_pipe_is_silent(data):
+    command = f"{sys.executable} -m spec_data inspect {data} | head -n 1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", command], env=environment(PYTHONUNBUFFERED="1"), capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert "BrokenPipe" not in done.stderr and "Traceback" not in done.stderr
+    assert done.stdout.splitlines()[-1] in ("0", "141")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_generate_says_what_it_keeps_and_resumes(
+    tmp_path, target, corpus, data, number, capsys
+):
+    out = tmp_path / "set"
+    given = options(target, corpus, out, batch_tokens=16, max_shard_size="20KB")
+    process = start_cli(given)
+    while process.poll() is None and not list(out.glob(".generate/unit-*.json")):
+        time.sleep(0.01)
+    process.send_signal(number)
+    error = process.communicate(timeout=120)[1].decode()
+    assert process.returncode == 128 + number, error
+    assert "Traceback" not in error and "\r" not in error
+    kept = re.search(
+        r"^stopped: (\d+) of (\d+) units are done and kept \(([\d,]+) tokens", error, re.M
+    )
+    assert kept and 1 <= int(kept[1]) < int(kept[2]), error
+    assert int(kept[1]) == len(list(out.glob(".generate/unit-*.json")))
+    program, *resume = next_command(error, "resume")
+    assert program == "spec-data" and cli.main(resume) == 0
+    assert next_command(capsys.readouterr().err)[:2] == ["spec-data", "verify"]
+
+
+def test_a_generate_stopped_before_its_plan_keeps_nothing(tmp_path):
+    assert kept_text(tmp_path) == "nothing was captured yet"
+
+
+# -- results ----------------------------------------------------------------------------------
+
+
+def test_estimate_names_generate_and_prints_json(tmp_path, target, corpus, capsys):
+    given = words(target, corpus, tmp_path / "set")
+    assert cli.main(["estimate", *given]) == 0
+    shown = capsys.readouterr()
+    assert next_command(shown.err) == ["spec-data", "generate", *given]
+    assert cli.main(["estimate", *given, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["fits"] and f"{facts['tokens']:,}" in shown.out
+    assert facts["bytes"] < facts["bytes_needed"] < facts["bytes_free"]
+
+
+def test_estimate_that_does_not_fit_is_an_error(tmp_path, target, corpus, capsys, monkeypatch):
+    given = words(target, corpus, tmp_path / "set")
+    cli.main(["estimate", *given, "--json"])
+    needed = json.loads(capsys.readouterr().out)["bytes_needed"]
+    usage = Namespace(total=needed, used=0, free=needed - 25_000)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    assert cli.main(["estimate", *given, "--json", str(tmp_path / "e.json")]) == 1
+    shown = capsys.readouterr()
+    assert "NOT ENOUGH" in shown.out and "25.00 kB too little" in shown.err
+    assert "next:" not in shown.err
+    assert json.loads((tmp_path / "e.json").read_text())["fits"] is False
+
+
+def test_inspect_as_json_and_its_next_command(data, capsys):
+    assert cli.main(["inspect", str(data)]) == 0
+    shown = capsys.readouterr()
+    command = next_command(shown.err)
+    assert command == ["spec-data", "inspect", str(data), "--doc", "0"]
+    assert cli.main([*command[1:]]) == 0
+    document = capsys.readouterr()
+    assert "«" in document.out and "\033[" not in document.out
+    assert next_command(document.err)[:3] == ["spec-train", "fit", "eagle3"]
+    for line in (["--json", str(data)], [str(data), "--json"]):
+        assert cli.main(["inspect", *line]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert facts["documents"] == 40 and facts["layers"] == [0, 2, 4]
+    assert cli.main(["inspect", str(data), "--doc", "3", "--json"]) == 0
+    one = json.loads(capsys.readouterr().out)
+    assert one["document"] == 3 and any(piece["supervised"] for piece in one["pieces"])
+
+
+def test_verify_prints_bounds_beside_what_it_found(data, target, tmp_path, capsys):
+    file = tmp_path / "verify.json"
+    line = ["verify", str(data), "--target", str(target), "--device", "cpu", "--samples", "3"]
+    assert cli.main([*line, "--json", str(file)]) == 0
+    shown = capsys.readouterr()
+    pair = r"\d\.\de[-+]\d\d \(allowed \d\.\de[-+]\d\d\)"
+    assert re.search(rf"logits of 3 documents.*differ by at most {pair}", shown.out)
+    assert re.search(rf"states differ by at most {pair}, logit columns.* by {pair}", shown.out)
+    facts = json.loads(file.read_text())
+    assert facts["verified"] and facts["failures"] == []
+    for figure in facts["figures"].values():
+        assert 0 <= figure["found"] <= figure["allowed"] and math.isfinite(figure["allowed"])
+    assert set(facts["figures"]) == {"logits", "fresh states", "fresh logits"}
+    program, *rest = next_command(shown.err)
+    assert program == "spec-train"
+    assert train_cli.build_parser().parse_args(rest).data == [str(data)]
+
+
+def test_a_failed_verify_is_json_too_and_names_no_next_command(data, tmp_path, capsys):
+    broken = tmp_path / "set"
+    shutil.copytree(data, broken)
+    shard = next((broken / "shards").iterdir())
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(bytes(content))
+    assert cli.main(["verify", str(broken), "--device", "cpu", "--json"]) == 1
+    shown = capsys.readouterr()
+    facts = json.loads(shown.out)
+    assert not facts["verified"] and facts["failures"] and "next:" not in shown.err
+
+
+def test_flags_of_a_config_build_it_again():
+    config = GenerateConfig(
+        target="t", corpus=("a b", "c"), out="o", layers="-1,3", on_policy=True, limit=3,
+    )  # fmt: skip
+    args = cli.build_parser().parse_args(["generate", *as_flags(config)])
+    assert resolve(GenerateConfig, args) == config
+    assert "--codec" not in as_flags(config)  # it has its default

@@ -1,0 +1,316 @@
+"""The terminal: bars, logs, errors, signals and the next command, as a user meets them."""
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from spec_data import cli, console, progress
+from spec_data.console import nearest, use_colour
+from spec_data.corpus.record_reader import CorpusReader
+from spec_data.corpus.row_counts import expected_rows
+from spec_data.generation.plan import DocumentCounts
+from spec_data.report import counts_text
+from spec_data.target.proofs import IsolationProof
+from spec_train import cli as train_cli
+from tests.terminal_tools import COLUMNS, drawings, environment, flag_table, on_terminal, screen
+
+BARS = """
+import logging, sys, time
+from argparse import Namespace
+from spec_data import console, progress
+progress.LINE_SECONDS = 0.3
+
+def work():
+    with progress.progress(total=140, desc="fit", unit="steps", leave=True) as bar:
+        for step in range(14):
+            time.sleep(0.1)
+            bar.update(10)
+            bar.set_postfix_str("loss 3.122, acceptance 1.52, 8,200 tok/s, held out 3.1 and 1.5")
+            if step == 6:
+                logging.getLogger("spec_data.x").info("a line in the middle")
+    print("the result")
+    for _ in progress.progress(range(3), desc="broken", unit="rows"):
+        time.sleep(0.25)
+        raise OSError("no such disk")
+
+sys.exit(console.run_cli(work, Namespace(quiet=QUIET, debug=False, log_file=LOG)))
+"""
+
+
+def bars(quiet: bool = False, log: Path | None = None) -> str:
+    return BARS.replace("QUIET", str(quiet)).replace("LOG", repr(str(log) if log else None))
+
+
+# -- bars -------------------------------------------------------------------------------------
+
+
+def test_bars_on_a_terminal_fit_it_and_let_lines_pass():
+    code, raw = on_terminal("-c", bars())
+    assert code == 1
+    drawn = [d for d in drawings(raw) if d.startswith("fit:")]
+    assert len(drawn) > 5
+    assert all(len(line) <= COLUMNS for line in drawn)
+    for line in drawn[1:]:  # whole at the end: no figure is cut off
+        assert re.search(
+            r"\d steps/s(, loss 3\.122(, acceptance 1\.52(, 8,200 tok/s)?)?)?\]$", line
+        )
+    assert any("loss 3.122, acceptance 1.52]" in line for line in drawn)
+    lines = screen(raw)
+    assert "a line in the middle" in lines  # alone on its line
+    assert "the result" in lines
+    assert any(line.startswith("error: no such disk") for line in lines)
+    assert not any(line.startswith("fit: ") and " of " in line for line in lines)  # no log line
+
+
+def test_a_log_has_readable_lines_and_no_carriage_return(tmp_path):
+    log = tmp_path / "run.log"
+    done = subprocess.run(
+        [sys.executable, "-c", bars(log=log)], env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 1 and done.stdout == "the result\n"
+    assert "\r" not in done.stderr
+    found = [line for line in done.stderr.splitlines() if line.startswith("fit: ")]
+    assert 3 <= len(found) <= 6  # 1.4 seconds, a line every 0.3, and the last one
+    line = r"fit: [\d,]+ of 140 steps \(\d+%\), [\d,]+ steps/s, 00:0\d elapsed"
+    assert all(re.match(line, text) for text in found)
+    assert re.search(r"00:0\d left, loss 3.122, acceptance 1.52", found[0])
+    assert "140 of 140 steps (100%)" in found[-1]
+    kept = log.read_text()
+    assert "\r" not in kept and kept.count("fit: ") == len(found)
+    assert re.search(r"^\d{4}-\d\d-\d\d .* ERROR error: no such disk", kept, re.MULTILINE)
+
+
+def test_ten_seconds_between_lines_and_small_sizes_in_their_unit():
+    assert progress.LINE_SECONDS == 10
+    assert [progress.size(n) for n in (7, 1234, 5_055_464, 2.5e9)] == [
+        "7 bytes", "1.23 kB", "5.06 MB", "2.50 GB",
+    ]  # fmt: skip
+
+
+def test_quiet_draws_and_logs_nothing_but_results_and_errors(tmp_path):
+    log = tmp_path / "run.log"
+    code, raw = on_terminal("-c", bars(quiet=True, log=log))
+    assert code == 1
+    shown = [line for line in screen(raw) if line]
+    assert shown[0] == "the result" and shown[1].startswith("error: no such disk")
+    assert len(shown) == 2
+    assert "a line in the middle" in log.read_text() and "fit: 140 of" in log.read_text()
+
+
+def test_bars_are_those_of_notebooks_too():
+    from tqdm.auto import tqdm
+
+    bar = progress.progress(range(2), desc="x")
+    assert isinstance(bar, tqdm)
+    bar.close()
+    for package in ("spec_data", "spec_train"):
+        for file in (Path(cli.__file__).parent.parent / package).rglob("*.py"):
+            text = file.read_text()
+            assert "tqdm" not in text or file.name in ("progress.py", "console.py"), file
+
+
+# -- totals -----------------------------------------------------------------------------------
+
+
+def test_the_corpus_has_a_total_before_it_is_read(tmp_path, monkeypatch):
+    import gzip
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [{"text": f"row {i} " + random.randbytes(300).hex()} for i in range(2000)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "a.jsonl").write_text(lines + "\n")
+    with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
+        file.write(lines)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "c.parquet")
+    (tmp_path / "d.txt").write_text("one document")
+    (tmp_path / "e.json").write_text(json.dumps(rows))
+
+    def expected(*names: str, limit: int | None = None) -> int | None:
+        return expected_rows(CorpusReader([str(tmp_path / n) for n in names]).sources, limit)
+
+    assert expected("a.jsonl", "b.jsonl.gz", "c.parquet", "d.txt") == 6001
+    assert expected("a.jsonl", limit=64) == 64
+    assert expected("a.jsonl", "e.json") is None  # a JSON list is not counted
+    assert expected("a.jsonl", "e.json", limit=1000) == 1000
+    monkeypatch.setattr("spec_data.corpus.row_counts._SAMPLE", 400_000)
+    for name in ("a.jsonl", "b.jsonl.gz"):
+        assert abs((expected(name) or 0) - 2000) < 200
+
+
+# -- words ------------------------------------------------------------------------------------
+
+
+def test_no_cut_is_no_minus_zero():
+    counts = vars(DocumentCounts(rows=3, rendered=3))
+    assert "-0" not in counts_text(counts)
+    assert "(12 tokens less)" in counts_text(counts | {"cut": 1, "tokens_cut": 12})
+
+
+def test_the_packing_proof_is_a_sentence():
+    proof = IsolationProof(
+        form="block-causal", tolerance=0.03, noise=0.001,
+        differences={"mask-per-layer-type": "the family does not take it", "block-causal": 4e-3},
+    )  # fmt: skip
+    assert str(proof) == (
+        "block-causal (several documents per row); states differ from documents run alone by at "
+        "most 4.0e-03 (allowed 3.0e-02); failed the proof: mask-per-layer-type: the family does "
+        "not take it"
+    )
+    rows = IsolationProof(form="rows", tolerance=0.03, noise=0.0, differences={"x": 1.0, "rows": 0})
+    assert str(rows).startswith("one document per row; states differ")
+    assert "{" not in str(proof) + str(rows)
+
+
+@pytest.mark.parametrize(
+    ("variables", "terminal", "choice", "expected"),
+    [
+        ({}, True, "auto", True),
+        ({}, False, "auto", False),
+        ({"NO_COLOR": "1"}, True, "auto", False),
+        ({"TERM": "dumb"}, True, "auto", False),
+        ({"NO_COLOR": "1"}, False, "always", True),
+        ({}, True, "never", False),
+    ],
+)
+def test_colour_only_where_it_is_wanted(monkeypatch, variables, terminal, choice, expected):
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    stream = Namespace(isatty=lambda: terminal)
+    assert use_colour(choice, stream) is expected  # type: ignore[arg-type]
+
+
+# -- parsing ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("program", "line", "expected", "usage"),
+    [
+        ("data", "generate --layrs 1", "unknown option --layrs; did you mean --layers?",
+         "usage: spec-data generate --target MODEL"),
+        ("data", "generate --model x", "did you mean --target?", "usage: spec-data generate"),
+        ("data", "estimate --batch-size=4", "unknown option --batch-size; did you mean "
+         "--batch-tokens?", "usage: spec-data estimate"),
+        ("data", "verfy x", "did you mean verify?", "usage: spec-data COMMAND"),
+        ("data", "verify x y", "unexpected: y", "usage: spec-data verify DIR"),
+        ("data", "generate --codec bf16 --qqqqqq 1", "unknown option --qqqqqq\n",
+         "usage: spec-data generate"),
+        ("train", "fit eagle3 --learning-rate 1", "did you mean --lr?",
+         "usage: spec-train fit eagle3 --data DIR"),
+        ("train", "fit eagle3 --learning-rate 1 --max-steps 2",
+         "unknown option --learning-rate; did you mean --lr?; unknown option --max-steps; did you "
+         "mean --steps?", "usage: spec-train fit eagle3"),
+        ("train", "fit eagel", "did you mean eagle?", "usage: spec-train fit DRAFT"),
+        ("train", "eval --model x", "did you mean --target?", "usage: spec-train eval"),
+    ],
+)  # fmt: skip
+def test_unknown_words_are_answered_with_the_nearest(capsys, program, line, expected, usage):
+    main = cli.main if program == "data" else train_cli.main
+    with pytest.raises(SystemExit) as stop:
+        main(line.split())
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert expected in error and error.startswith(usage)
+    assert re.search(r"^All options: spec-(data|train)( \w+)* --help$", error, re.MULTILINE)
+
+
+def test_synonyms_name_options_that_exist():
+    known = set(
+        flag_table(cli.build_parser()).split() + flag_table(train_cli.build_parser()).split()
+    )
+    for word, options_meant in console.SYNONYMS.items():
+        assert any(f"--{name}" in known for name in options_meant), word
+    assert nearest("--zzz", ["--lr"]) is None
+
+
+def test_versions_are_alike(capsys):
+    for name, main in (("spec-data", cli.main), ("spec-train", train_cli.main)):
+        with pytest.raises(SystemExit):
+            main(["--version"])
+        assert re.fullmatch(rf"{name} \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_python_m_starts_both_programs():
+    for package in ("spec_data", "spec_train"):
+        done = subprocess.run(
+            [sys.executable, "-m", package, "--version"],
+            env=environment(), capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.stdout.startswith(package.replace("_", "-") + " "), done.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_scripts_know_every_command(capsys, shell, tmp_path):
+    for name, main in (("spec-data", cli.main), ("spec-train", train_cli.main)):
+        with pytest.raises(SystemExit) as stop:
+            main(["--print-completion", shell])
+        script = capsys.readouterr().out
+        assert stop.value.code == 0 and name in script
+        for word in ("verify", "--codec") if name == "spec-data" else ("eval", "--ttt-steps"):
+            assert word in script.replace("\\", "") or word.lstrip("-") in script
+        if shell == "bash":
+            (tmp_path / name).write_text(script)
+            function = re.findall(r"^complete .*-F (\w+) ", script, re.MULTILINE)[0]
+            line = "fit eagle3 --ttt" if name == "spec-train" else "verify --samp"
+            typed = " ".join([name, *line.split()])
+            asked = (
+                f"source {tmp_path / name}; COMP_WORDS=({typed}); "
+                f"COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); {function}; echo ${{COMPREPLY[@]}}"
+            )
+            done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True)
+            assert done.stdout.split() == [
+                "--ttt-steps" if name == "spec-train" else "--samples"
+            ], done.stderr
+
+
+@pytest.mark.parametrize("program", ["spec_data", "spec_train"])
+def test_flags_change_only_on_purpose(program):
+    """After a wanted change: SPEC_WRITE_FLAGS=1 python -m pytest -k flags_change writes it."""
+    parser = (cli if program == "spec_data" else train_cli).build_parser()
+    file = Path(__file__).parent.parent / program / "flags.txt"
+    found = flag_table(parser) + "\n"
+    if os.environ.get("SPEC_WRITE_FLAGS"):
+        file.write_text(found)
+    assert found == file.read_text()
+
+
+# -- help -------------------------------------------------------------------------------------
+
+
+def test_every_option_has_a_group_and_says_its_default():
+    from spec_train.draft_options import DRAFT_OPTIONS
+
+    for parser in (cli.build_parser(), train_cli.build_parser()):
+        for name, text in help_texts(parser):
+            assert "output and errors:" in text, name
+    text = dict(help_texts(cli.build_parser()))["generate"]
+    for heading in ("required:", "what is captured:", "documents:", "how the target runs:"):
+        assert heading in text
+    fits = dict(help_texts(train_cli.build_parser()))
+    for draft in DRAFT_OPTIONS:
+        flat = " ".join(fits[f"fit {draft}"].split())
+        assert f"the draft ({draft}):" in flat
+        options_only = flat[flat.index("options:") : flat.index("examples:")]
+        flags = re.findall(r" (--[a-z-]+)(?: [A-Z{][^ ]*)* ", options_only)
+        assert options_only.count("(default: ") >= len(set(flags)) - 12  # without -h, required ones
+
+
+def help_texts(parser, name=""):
+    """(command, help) of every leaf command of a program."""
+    import argparse
+
+    children = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    if not children:
+        yield name, parser.format_help()
+    for key, child in (item for a in children for item in a.choices.items()):
+        yield from help_texts(child, f"{name} {key}".strip())
