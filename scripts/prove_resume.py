@@ -1,12 +1,12 @@
-"""A run that is killed and goes on, beside one that is not: do they end with the same figures?
+"""Prove resuming: a run that is killed several times must end with the metrics of one that is not.
 
     python scripts/prove_resume.py --data DIR --out DIR --steps 1000 --kills 3
 
-Both train at the same time, one thread per process. The second one is killed (SIGKILL) at random
-moments and started again with the same command; after the last kill but one it goes on as two
-processes with half the micro-batch each, after the last one as one again. Until the two processes
-every figure must be the same to the last bit. After them sums are added up in another order, and
-training amplifies rounding: the script prints by how much, and fails beyond --tolerance.
+Both runs train at the same time, one thread per process. The second one is killed (SIGKILL) at random
+moments and resumed with the same command. After the last kill but one it resumes as two processes with
+half the micro-batch each, after the last one as one process. Before the two processes every metric must
+be equal to the last bit. Afterwards sums have another order, and training amplifies rounding: the
+script prints by how much, and fails beyond --tolerance.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main() -> None:
     if args.kills < 2:
         parser.error("--kills: at least 2, one before the two processes and one of them")
     if args.out.exists():
-        parser.error(f"--out {args.out} exists: give a new directory")
+        parser.error(f"--out {args.out} exists; pass a new directory")
     args.out.mkdir(parents=True)
     start = time.monotonic()
     whole = launch(args, "whole", 1)
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def launch(args: argparse.Namespace, name: str, processes: int) -> subprocess.Popen[bytes]:
-    """Start `spec-train fit`; with two processes each takes half of the packs."""
+    """Start `spec-train fit`; each of two processes trains half of the packs."""
     python = [sys.executable, "-m"]
     if processes > 1:
         torchrun = ("torch.distributed.run", "--nproc-per-node", str(processes), "--standalone")
@@ -80,7 +80,7 @@ def launch(args: argparse.Namespace, name: str, processes: int) -> subprocess.Po
 
 
 def kill_and_resume(args: argparse.Namespace) -> int:
-    """Kill and start again until the run is done; gives the step at which two processes began."""
+    """Kill and resume until the run is finished; return the step at which two processes began."""
     draw, run = random.Random(args.seed), args.out / "killed"
     parts = [args.steps * (i + draw.random()) / (args.kills + 1) for i in range(args.kills)]
     exact_until = args.steps
@@ -94,7 +94,9 @@ def kill_and_resume(args: argparse.Namespace) -> int:
         time.sleep(draw.uniform(0, 5))  # in a step, while saving, while measuring
         if process.poll() is not None:
             raise SystemExit(f"ended before it was killed: see {args.out / 'killed.log'}")
-        with contextlib.suppress(psutil.NoSuchProcess):  # ended by itself this very moment
+        with contextlib.suppress(
+            psutil.NoSuchProcess
+        ):  # the process ended by itself at this moment
             for child in psutil.Process(process.pid).children(recursive=True):
                 child.kill()  # torchrun's processes are in sessions of their own
         process.kill()
@@ -107,7 +109,7 @@ def kill_and_resume(args: argparse.Namespace) -> int:
 
 
 def figures(run: Path) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl without what depends on the clock; the last may be half written."""
+    """Return the lines of metrics.jsonl without those of the clock; the last line may be incomplete."""
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     parsed = [json.loads(line) for line in lines if line.endswith("\n")]
@@ -115,19 +117,19 @@ def figures(run: Path) -> list[dict[str, Any]]:
 
 
 def last_step(run: Path) -> int:
-    """Step of the last line of metrics.jsonl."""
+    """Return the step of the last line of metrics.jsonl."""
     lines = figures(run)
     return lines[-1]["step"] if lines else -1
 
 
 def saved_step(run: Path) -> int:
-    """Step of the last whole checkpoint, 0 before the first."""
+    """Return the step of the last complete checkpoint, 0 before the first."""
     last = run / "last"
     return int(last.resolve().name.rpartition("-")[2]) if last.exists() else 0
 
 
 def compare(one: Path, two: Path, exact_until: int, tolerance: float) -> int:
-    """Print how far the runs are apart; 1 if too far."""
+    """Print how far the runs differ; return 1 if too far."""
     a, b = figures(one), figures(two)
     if [(x["step"], x["split"]) for x in a] != [(x["step"], x["split"]) for x in b]:
         print("the runs did not log the same steps")
@@ -145,7 +147,7 @@ def compare(one: Path, two: Path, exact_until: int, tolerance: float) -> int:
         parts = []
         for key in ("loss", "acceptance_length"):
             if x[key] is None or y[key] is None:
-                raise SystemExit(f"step {x['step']}: no held-out {key}; give more documents")
+                raise SystemExit(f"step {x['step']}: no held-out {key}; use more documents")
             off = abs(y[key] / x[key] - 1)
             parts.append(f"{key} {x[key]:.6f} {y[key]:.6f} ({off:.1e})")
             worst = max(worst, off)

@@ -1,16 +1,16 @@
-"""What each codec costs and saves on a given target and corpus; with --fit, what a draft thinks.
+"""What each codec costs and saves on a target and corpus; with --fit, also in acceptance.
 
-Datasets are made by the real `spec-data generate`, one per codec, and kept in --out (run it again
-and it goes on). Errors are those of the manifests. Speeds are of this process, one column, in
-bf16-equivalent GB per CPU-second: what a codec takes in or gives out.
+`spec-data generate` makes one dataset per codec in --out; run the script again to resume. Errors come
+from the manifests. Speeds are measured in this process on one column, in GB of bf16 states encoded or
+decoded per CPU-second.
 
     python scripts/bench/codec_costs.py --target MODEL --corpus FILE --out DIR [--limit 300]
     python scripts/bench/codec_costs.py ... --fit SEEDS STEPS [--prompts FILE --decode 40]
 
-CODECS are what --codec takes; "/supervised" behind one adds --final supervised. With --fit every
+CODECS are values of --codec; the suffix "/supervised" adds --final supervised. With --fit every
 codec and seed trains an EAGLE-3 draft through `spec-train fit`; all drafts are then measured on the
-*exact* dataset's held-out documents (they are the same documents in every dataset), and on prompts
-if given. Differences to bf16 are paired by seed, with 95 % t-confidence intervals.
+held-out documents of the *exact* dataset (every dataset holds out the same ones), and on prompts if
+there are any. Differences to bf16 are paired by seed, with 95 % t-confidence intervals.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def arguments() -> argparse.Namespace:
 
 
 def make_dataset(args: argparse.Namespace, name: str) -> tuple[Path, Manifest]:
-    """The dataset of a codec; nothing is done when it is there already."""
+    """Generate the dataset of a codec, unless it exists already."""
     codec, _, final = name.partition("/")
     out = Path(args.out) / "data" / folder_name(name)
     manifest = generate(
@@ -82,12 +82,12 @@ def make_dataset(args: argparse.Namespace, name: str) -> tuple[Path, Manifest]:
 
 
 def folder_name(name: str) -> str:
-    """A codec's name as a folder."""
+    """Return the folder name of a codec."""
     return name.replace("=", "-").replace(",", "+").replace("/", "+")
 
 
 def cpu_rate(work: Callable[[], object], nbytes: int) -> float:
-    """GB per CPU-second, the best of several rounds after a warm-up."""
+    """Return GB per CPU-second: the best of several rounds after a warm-up."""
     work()
     best = math.inf
     for _ in range(7):
@@ -98,7 +98,7 @@ def cpu_rate(work: Callable[[], object], nbytes: int) -> float:
 
 
 def speeds(codec: str, states: torch.Tensor) -> tuple[float, float]:
-    """Encode and decode rate of states, bfloat16 [N, H], on one thread."""
+    """Return the rates of encoding and decoding states, bfloat16 [N, H], on one thread."""
     out, nbytes = torch.empty_like(states), states.nbytes
     if codec == EXACT:
         coder = CODECS[EXACT]
@@ -116,7 +116,7 @@ def speeds(codec: str, states: torch.Tensor) -> tuple[float, float]:
 
 
 def some_states(dataset: HiddenStatesDataset, column: str) -> torch.Tensor:
-    """About 4,096 tokens of a column."""
+    """Return about 4,096 tokens of a column."""
     parts, total = [], 0
     for index in range(len(dataset)):
         parts.append(dataset[index][column])
@@ -127,7 +127,7 @@ def some_states(dataset: HiddenStatesDataset, column: str) -> torch.Tensor:
 
 
 def codec_table(datasets: dict[str, tuple[Path, Manifest]]) -> str:
-    """One line per dataset and kind of column."""
+    """Print one line per dataset and kind of column."""
     head = ("codec", "columns", "bits/el", "error", "worst ch.", "teacher KL", "x limit")
     rows: list[tuple] = [(*head, "enc GB/cpu-s", "dec GB/cpu-s", "bytes/token", "x bf16")]
     exact = HiddenStatesDataset(datasets[EXACT][0])
@@ -177,7 +177,7 @@ def error_figures(columns: list[dict]) -> tuple[str, ...]:
 def train_and_measure(
     args: argparse.Namespace, name: str, data: Path, exact: Path, seed: int, steps: int
 ) -> dict[str, float]:
-    """Figures of one draft on exact data; kept in a file beside its run."""
+    """Train a draft and measure it on exact data; the metrics are kept in a file beside its run."""
     run = Path(args.out) / "runs" / f"{folder_name(name)}-{steps}-{seed}"
     held_out, decoded = run.with_suffix(".data.json"), run.with_suffix(".decode.json")
     if not held_out.is_file():

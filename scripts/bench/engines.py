@@ -1,11 +1,11 @@
-"""The drafts of `drafts.py` in real engines: are as many tokens drafted and accepted as by us?
+"""The drafts of `drafts.py` in real engines: do they draft and accept as many tokens as our decoder?
 
     bash scripts/engines_env.sh
     .venv-engines/bin/python scripts/bench/engines.py --target MODEL --prompts FILE --out DIR
 
 Every draft in DIR (made by `drafts.py`) is exported to DIR/NAME-vllm and served by vLLM on the
-CPU, greedy, in float32, a prompt at a time. Verification repairs wrong drafts, so equal answers
-prove nothing; counts of drafted and accepted tokens do. Block drafts that begin at their anchor are
+CPU, greedy, in float32, one prompt at a time. Verification corrects wrong drafts, so equal answers
+prove nothing; equal counts of drafted and accepted tokens do. Block drafts that begin at their anchor are
 loaded by vLLM's DSpark class and not served: its runner for that needs a GPU (DFlash's published
 layout is served in the tests). The speculators library loads all but EAGLE-1/2,
 every tensor in its place. `pytest -m engines` proves more of each, on small random targets.
@@ -41,7 +41,7 @@ SERVED: dict[str, dict[str, Any]] = {
 }
 LOADED = {"dflash": {"method": "dspark"}, "dspark": {"method": "dspark"}}
 ROOM = 256  # tokens of prompt and answer that serve_vllm.py gives a request
-ANSWER = 64  # of which the answer takes fewer
+ANSWER = 64  # the answer needs fewer
 
 
 def main() -> None:
@@ -96,14 +96,14 @@ def main() -> None:
 
 
 def exported(draft: Path, form: str, args: argparse.Namespace) -> Path:
-    """The draft in a form, written anew."""
+    """Export the draft to a form, replacing an older export."""
     out = args.out / f"{draft.parent.name}-{form}"
     shutil.rmtree(out, ignore_errors=True)
     return export(draft, form, out, args.target)
 
 
 def check_sums(sums: dict[str, float], tensors: dict[str, torch.Tensor]) -> None:
-    """Every weight of vLLM's class that the file has under its own name must be the file's."""
+    """Check that every weight of vLLM's class with a name of the file equals the file's."""
     own = {name: sums[f"model.{name}"] for name in tensors if f"model.{name}" in sums}
     if len(own) < 8:
         raise SystemExit(f"vLLM's class has only {sorted(own)} of the file's tensors")
@@ -113,7 +113,7 @@ def check_sums(sums: dict[str, float], tensors: dict[str, torch.Tensor]) -> None
 
 
 def in_speculators(name: str, draft: Path, args: argparse.Namespace) -> str:
-    """Load the draft with the speculators library, if that has such drafts."""
+    """Load the draft with the speculators library, if the library knows its kind."""
     if name == "eagle":
         return "-"
     shared = {"embed_tokens.weight", "lm_head.weight"} if name in LOADED else set()
@@ -121,7 +121,7 @@ def in_speculators(name: str, draft: Path, args: argparse.Namespace) -> str:
 
 
 def length(counts: list[dict[str, Any]]) -> float:
-    """Acceptance length: tokens per round."""
+    """Return the acceptance length: tokens per round."""
     return 1 + sum(c["accepted"] for c in counts) / sum(c["rounds"] for c in counts)
 
 

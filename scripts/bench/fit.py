@@ -7,9 +7,9 @@ One row of T tokens is one document, its last 60 % supervised; forward, loss and
 micro-batch in float32. "eager": the same loss with T x T scores and all logits
 (`fit_eager.py`). "recomputed": ours with --gradient-checkpointing, as a share of ours. The
 first line is the plain loops of the tests in float64 on the CPU (`fit_reference.py`). Losses
-must agree within 1e-5. Each measurement is a process of its own, so that its peak is its own;
-tokens/s are per CPU-second, the best of three; peak is resident memory above what weights and batch
-take. A dash: it did not finish, for want of memory.
+must agree within 1e-5. Each measurement runs in a process of its own, because a peak of memory is per
+process. tokens/s are per CPU-second, the best of three. Peak is resident memory above weights and
+batch. A dash means that memory did not suffice.
 """
 
 import argparse
@@ -44,8 +44,8 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 256, 8, 4, 32, 32768
 LAYERS = (1, 4, 6)
 SUPERVISED = 0.6
 FREQUENT = 4096
-ROUNDS, ENOUGH = 3, 20  # repetitions, unless they take more than so many seconds
-PLAIN, WARM = 32, 16  # tokens that plain loops can bear, and those of a first, unmeasured step
+ROUNDS, ENOUGH = 3, 20  # repetitions, and the seconds after which no further one starts
+PLAIN, WARM = 32, 16  # most tokens for the plain loops, and tokens of the unmeasured first step
 
 
 def main() -> None:
@@ -90,7 +90,7 @@ def rows(name: str, vocab: int, args: argparse.Namespace) -> None:
 def compare(
     name: str, way: str, length: int, vocab: int, args: argparse.Namespace
 ) -> dict[str, float] | None:
-    """Print a line: ours against the other ways, whose losses must be the same; gives ours."""
+    """Print a line that compares our step with the others, whose losses must be equal; return ours."""
     ours = measured(name, "ours", length, vocab, args)
     if ours is None:
         print(f"{length:>6} did not finish")
@@ -114,14 +114,14 @@ def compare(
 
 
 def shares(one: dict[str, float] | None, other: dict[str, float] | None) -> str:
-    """Speed and memory of one as multiples of the other's."""
+    """Return speed and memory of one as multiples of the other's."""
     if one is None or other is None:
         return f"{'-':>7} {'-':>7}"
     return f"{one['speed'] / other['speed']:>6.2f}x {one['peak'] / other['peak']:>6.2f}x"
 
 
 def check(name: str, length: int, ours: dict[str, float], other: dict[str, float] | None) -> None:
-    """Refuse to compare what is not the same loss."""
+    """Refuse a comparison of unequal losses."""
     if other is not None and abs(other["loss"] - ours["loss"]) > 1e-5 * abs(ours["loss"]):
         raise SystemExit(f"{name} at T = {length}: {other['loss']}, but ours is {ours['loss']}")
 
@@ -134,10 +134,10 @@ def recomputes(name: str) -> bool:
 def measured(
     name: str, way: str, length: int, vocab: int, args: argparse.Namespace
 ) -> dict[str, float] | None:
-    """One cell in a process of its own; None when memory did not suffice."""
+    """Measure one cell in a process of its own; return None when memory did not suffice."""
     command = [sys.executable, __file__, "--device", args.device, "--threads", str(args.threads)]
     command += ["--cell", name, way, str(length), str(vocab)]
-    # large tensors go back to the system when they are freed, so that the peak is of live ones
+    # freed large tensors return to the system, so that the peak counts live ones only
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": str(args.threads)}
     limit = int(args.memory_limit * 2**30)
     done = subprocess.run(
@@ -158,7 +158,7 @@ def measured(
 
 
 def cell(name: str, way: str, length: int, vocab: int, device: str) -> dict[str, float]:
-    """Speed and peak of `ROUNDS` steps, after one that loads what torch loads late."""
+    """Return speed and peak of `ROUNDS` steps, after an unmeasured one for torch's lazy loading."""
     device = "cpu" if way == "reference" else device
     if way != "reference":
         steps(way, name, [x.to(device) for x in problem(name, WARM, vocab)], device, 1)
@@ -184,7 +184,7 @@ def steps(
         loss_of = lambda: draft.loss(batch, head, draft.slot_counts(batch)).loss  # noqa: E731
     seconds = []
     for _ in range(rounds):
-        torch.manual_seed(0)  # drafts that sample draw the same
+        torch.manual_seed(0)  # drafts that sample draw the same numbers
         start = clock(device)
         loss = loss_of()
         loss.backward()
@@ -230,7 +230,7 @@ def problem(name: str, length: int, vocab: int) -> tuple[Any, TargetHead, DraftB
 
     spec = HeadSpec(vocab_size=VOCAB, hidden_size=HIDDEN, tied=False)
     rows = draw(VOCAB, HIDDEN, scale=0.1)
-    rows[FREQUENT:] *= 0.5  # frequent tokens are what targets choose: draft vocabularies hold them
+    rows[FREQUENT:] *= 0.5  # targets choose frequent tokens, which draft vocabularies contain
     head = TargetHead(spec, draw(VOCAB, HIDDEN, scale=0.02), rows)
     final = draw(1, length, HIDDEN)
     choice = torch.cat([head.logits(part).argmax(-1) for part in final.split(256, 1)], 1)

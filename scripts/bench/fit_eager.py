@@ -1,7 +1,7 @@
 """Training losses written straightforwardly: all slots, T x T scores, all logits in float32.
 
-Baselines for `fit.py`: each takes the very draft, batch and head that the trainer takes and gives
-the same loss (asserted there), with nothing chunked or skipped.
+Baselines for `fit.py`: each receives the draft, batch and head of the trainer and returns the same
+loss (asserted there). Nothing is chunked or skipped.
 """
 
 from collections.abc import Callable

@@ -18,7 +18,7 @@ from tests.spec_train.drafts.peagle import reference as reference_peagle
 
 
 def reference_loss(name: str, draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:
-    """Loss of draft `name` with a graph back to copies of its weights; draws as the draft does."""
+    """Return the loss of draft `name`, with a graph to copies of its weights and the draft's own draws."""
     state = {
         key: value.clone().requires_grad_(value.is_floating_point())
         for key, value in draft.checkpoint_tensors(torch.float64).items()
@@ -27,19 +27,19 @@ def reference_loss(name: str, draft: Any, batch: DraftBatch, head: TargetHead) -
 
 
 def tokens_of(batch: DraftBatch) -> dict[str, Any]:
-    """The row's ids and loss mask."""
+    """Return the row's ids and loss mask."""
     return {"x": batch.input_ids[0].tolist(), "m": batch.loss_mask[0].int().tolist()}
 
 
 def aux_document(kind: Any, draft: Any, batch: DraftBatch, head: TargetHead) -> Any:
-    """The row as a document with aux states and the target's logits."""
+    """Return the row as a document with aux states and the target's logits."""
     states = batch.aux(draft.config.layers)[0].double()
     logits = head.logits(batch.hidden[FINAL][0]).double()
     return kind(**tokens_of(batch), aux=states, z=logits)
 
 
 def shape_of(draft: Any) -> dict[str, Any]:
-    """What every reference's configuration asks for."""
+    """Return the fields that every reference's configuration needs."""
     config = draft.config
     return {
         "heads": config.num_attention_heads,

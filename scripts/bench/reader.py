@@ -9,8 +9,8 @@
 
 Passes are interleaved and quick ones repeated, files are in the page cache, figures are medians,
 and ratios are medians of the ratios inside a round. Processor time includes child processes;
-everything runs with one torch thread. GB are bf16 payload delivered: a GB that a layout pads or
-widens counts once.
+everything runs with one torch thread. GB are bf16 payload delivered; padding and widening do not
+count.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def header() -> str:
 
 @contextlib.contextmanager
 def folder(given: Path | None) -> Iterator[Path]:
-    """A folder for the data, removed afterwards unless it was given."""
+    """Yield a folder for the data; a temporary one is removed afterwards."""
     if given is not None:
         given.mkdir(parents=True, exist_ok=True)
         yield given
@@ -111,7 +111,7 @@ def folder(given: Path | None) -> Iterator[Path]:
 
 
 def synthetic(path: Path, args: argparse.Namespace, times: float = 1) -> Path:
-    """The dataset that the options describe, `times` as large."""
+    """Return the dataset that the options describe, `times` as large."""
     if path.exists():
         return path
     tokens = args.size * times * 1e9 / (8 * args.hidden)
@@ -154,7 +154,7 @@ def bench_passes(work: Path, args: argparse.Namespace) -> None:
 
 
 def repeats_of(one: Pass) -> int:
-    """How often a pass is run at a time: quick ones for about a third of a second."""
+    """Return how often a pass runs in a row: quick ones for about a third of a second."""
     one.run()
     start = time.perf_counter()
     one.run()

@@ -1,7 +1,7 @@
 """The ways hidden states are read in this field, as passes over the same documents.
 
-A `Pass` delivers every document of `rows` once: all but the DataLoader ones into a reused buffer of
-packs, which is what a collator has to do with them. `torch.save` is the format of other tools and
+A `Pass` delivers every document of `rows` once. All passes but those of a DataLoader copy it into a
+reused buffer of packs, as a collator must. `torch.save` is the format of other tools and
 is used nowhere else in this project; files are read with `weights_only=True`.
 """
 
@@ -31,7 +31,7 @@ FLOOR, OURS, OTHER, DATALOADER = "floor", "ours", "other", "DataLoader"
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """One line of the table: `run` reads the first `share` of the packs and gives the tokens."""
+    """One line of the table: `run` reads the first `share` of the packs and returns the tokens."""
 
     name: str
     kind: str
@@ -41,7 +41,7 @@ class Pass:
 
 
 def kind(column: Column) -> torch.dtype:
-    """What a trainer holds a column in: states in bf16 whatever codec they are stored with."""
+    """Return the dtype that a trainer uses for a column: bf16 for states of any codec."""
     return torch.bfloat16 if column.name.startswith("hidden.") else column.coder.logical
 
 
@@ -68,11 +68,11 @@ class Corpus:
         )
 
     def some(self, share: float) -> list[list[int]]:
-        """The first `share` of the packs."""
+        """Return the first `share` of the packs."""
         return self.packs[: max(self.batch, int(len(self.packs) * share))]
 
     def slots(self) -> dict[str, Tensor]:
-        """A buffer of one batch of packs, in the dtypes of a trainer."""
+        """Return a buffer for one batch of packs, in the dtypes of a trainer."""
         count = self.seq_len * self.batch
         return {
             c.name: torch.zeros((count, c.width) if c.width else count, dtype=kind(c))
@@ -80,7 +80,7 @@ class Corpus:
         }
 
     def document(self, row: int) -> dict[str, Tensor]:
-        """A document as other tools store it: aux states side by side, the final ones apart."""
+        """Return a document as other tools store it: aux states concatenated, final states separate."""
         item = self.dataset[row]
         count = int(self.lengths[row])
         aux = [c for c in self.columns if c.startswith("hidden.") and c != FINAL]
@@ -94,7 +94,7 @@ class Corpus:
         return {name: value[:count].contiguous() for name, value in values.items()}
 
     def spans(self, packs: list[list[int]]) -> Iterator[tuple[int, int, int]]:
-        """`(row, tokens, first slot)` of every document, a batch of packs after the other."""
+        """Yield `(row, tokens, first slot)` of every document, batch by batch."""
         for number, pack in enumerate(packs):
             start = number % self.batch * self.seq_len
             for row in pack:
@@ -139,7 +139,7 @@ def floors(corpus: Corpus, work: Path) -> Iterator[Pass]:
 
 
 def fill_packs(rows: list[int], corpus: Corpus) -> list[list[int]]:
-    """Documents in this very order, a new pack whenever the next one does not fit."""
+    """Fill packs in this order; a document that does not fit starts a new pack."""
     packs: list[list[int]] = [[]]
     room = corpus.seq_len
     for row in rows:
@@ -217,7 +217,7 @@ def ours(corpus: Corpus) -> Iterator[Pass]:
 
 
 def others(corpus: Corpus, work: Path, share: float) -> Iterator[Pass]:
-    """Per-document files and padded shards, copied into a reused buffer; slow ones read a share."""
+    """Per-document files and padded shards, copied into a reused buffer; slow ones read a part."""
     slots = corpus.slots()
     aux = sum(c.width or 0 for n, c in corpus.columns.items() if n.startswith("hidden."))
     aux -= corpus.columns[FINAL].width or 0 if FINAL in corpus.columns else 0
@@ -259,7 +259,7 @@ Layout = tuple[Callable[[int], dict[str, Tensor]], float]
 
 
 def padded_safetensors(corpus: Corpus, folder: Path) -> Layout:
-    """One file per 64 documents, every tensor padded to the longest pack; reads the real part."""
+    """One file per 64 documents, every tensor padded to the longest pack; only real tokens are read."""
     folder.mkdir()
     rows = corpus.plan.rows.tolist()
     files, tokens = [], corpus.tokens
@@ -333,7 +333,7 @@ class _Documents(Dataset):
 
 
 def concatenate(documents: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Collate by concatenation, 16-bit payloads brought back from what `datasets` makes of them."""
+    """Collate by concatenation; restore 16-bit payloads that `datasets` has widened."""
     out = {}
     for name in documents[0]:
         whole = torch.cat([document[name] for document in documents])

@@ -1,8 +1,8 @@
 """Start to first batch, and memory, each measured in a process of its own.
 
-`first_batch` opens a dataset as `spec-train fit` does: select, split, plan, read one step. A
-per-document layout has to list and stat its files and read every length before it can pack; that
-is `first_batch_of_files`. Imports are not counted, for either.
+`first_batch` opens a dataset as `spec-train fit` does: select, split, plan, read one step.
+`first_batch_of_files` does the same for one file per document: list and stat the files, and read every
+length before packing. Imports are not counted.
 """
 
 import argparse
@@ -30,13 +30,13 @@ SEQ_LEN, PACKS = 2048, 4
 
 
 def cpu_seconds() -> float:
-    """Of this process and the children it has waited for."""
-    whose = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
-    return sum(sum(resource.getrusage(who)[:2]) for who in whose)
+    """Return CPU-seconds of this process and of its finished children."""
+    processes = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
+    return sum(sum(resource.getrusage(process)[:2]) for process in processes)
 
 
 def anonymous_bytes() -> int:
-    """Resident memory that is no file's: what a process really takes."""
+    """Return resident memory that no file backs, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) * 1024
@@ -44,7 +44,7 @@ def anonymous_bytes() -> int:
 
 
 def storage_reads() -> int:
-    """Bytes that this process made the kernel fetch from disk, read-ahead included."""
+    """Return the bytes that the kernel fetched from disk for this process, read-ahead included."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
@@ -60,12 +60,12 @@ def evict(folder: Path) -> None:
 
 
 def columns_of(dataset: HiddenStatesDataset) -> list[str]:
-    """What a draft reads."""
+    """Return the columns that a draft reads."""
     return [c for c in dataset.columns if c.startswith(("hidden.", "target_"))]
 
 
 def make_stream(path: Path) -> BatchStream:
-    """Everything that `fit` does with a dataset before it reads a batch."""
+    """Do what `fit` does with a dataset before it reads a batch."""
     dataset = HiddenStatesDataset(path)
     config = FitConfig(data=str(path), out="none", seq_len=SEQ_LEN, batch_size=PACKS)
     plan = make_splits(dataset, config).train
@@ -100,7 +100,7 @@ def first_batch_of_files(path: Path) -> dict[str, Any]:
 
 
 def peak_memory(path: Path) -> dict[str, Any]:
-    """The most anonymous memory over an epoch, above what the imports took."""
+    """Return the peak of anonymous memory over an epoch, above that of the imports."""
     before = anonymous_bytes()
     stream = make_stream(path)
     peak = 0

@@ -1,7 +1,7 @@
 """Sealed datasets of random states for benchmarks: no target is run, everything else is real.
 
-Lengths are log-normal, as those of chat corpora. The states are noise of the size of hidden states,
-and the head is random, so `spec-train fit` runs on such a dataset, but there is nothing to learn.
+Lengths are log-normal, like those of chat corpora. States are noise of the size of hidden states, and
+the head is random: `spec-train fit` runs on such a dataset but has nothing to learn.
 """
 
 import json
@@ -28,7 +28,7 @@ SHARD_TOKENS = 1 << 14
 
 
 def log_normal_lengths(count: int, mean: float, longest: int, seed: int = 0) -> np.ndarray:
-    """Lengths of `count` documents with about this mean, at least 2 and at most `longest`."""
+    """Return lengths of `count` documents with about this mean, from 2 to `longest`."""
     spread = 0.7
     rng = np.random.default_rng(seed)
     lengths = np.exp(rng.normal(np.log(mean) - spread**2 / 2, spread, count))
@@ -45,7 +45,7 @@ def synthetic_dataset(
     shard_tokens: int = SHARD_TOKENS,
     seed: int = 0,
 ) -> Path:
-    """Write and seal a dataset of documents with these `lengths`; gives `path`."""
+    """Write and seal a dataset of documents with these `lengths`; return `path`."""
     (path / "shards").mkdir(parents=True)
     columns = token_columns(layers, hidden, "final-hidden", vocab)
     noise = _noise(columns, shard_tokens + int(lengths.max()), seed)
