@@ -2,11 +2,11 @@
 
     python scripts/prove_resume.py --data DIR --out DIR --steps 1000 --kills 3
 
-Both runs train at the same time, one thread per process. The second one is killed (SIGKILL) at random
-moments and resumed with the same command. After the last kill but one it resumes as two processes with
-half the micro-batch each, after the last one as one process. Before the two processes every metric must
-be equal to the last bit. Afterwards sums have another order, and training amplifies rounding: the
-script prints by how much, and fails beyond --tolerance.
+Both runs train at the same time, one thread per process. The second one is killed (SIGKILL) at
+random moments and resumed with the same command. After the last kill but one it resumes as two
+processes with half the micro-batch each, after the last one as one process. Before the two
+processes every metric must be equal to the last bit. Afterwards sums have another order, and
+training amplifies rounding: the script prints by how much, and fails beyond --tolerance.
 """
 
 import argparse
@@ -94,9 +94,7 @@ def kill_and_resume(args: argparse.Namespace) -> int:
         time.sleep(draw.uniform(0, 5))  # in a step, while saving, while measuring
         if process.poll() is not None:
             raise SystemExit(f"ended before it was killed: see {args.out / 'killed.log'}")
-        with contextlib.suppress(
-            psutil.NoSuchProcess
-        ):  # the process ended by itself at this moment
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself just now
             for child in psutil.Process(process.pid).children(recursive=True):
                 child.kill()  # torchrun's processes are in sessions of their own
         process.kill()
@@ -109,7 +107,7 @@ def kill_and_resume(args: argparse.Namespace) -> int:
 
 
 def figures(run: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl without those of the clock; the last line may be incomplete."""
+    """Return metrics.jsonl without the clock's metrics; the last line may be incomplete."""
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     parsed = [json.loads(line) for line in lines if line.endswith("\n")]

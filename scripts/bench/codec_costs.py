@@ -1,8 +1,8 @@
 """What each codec costs and saves on a target and corpus; with --fit, also in acceptance.
 
-`spec-data generate` makes one dataset per codec in --out; run the script again to resume. Errors come
-from the manifests. Speeds are measured in this process on one column, in GB of bf16 states encoded or
-decoded per CPU-second.
+`spec-data generate` makes one dataset per codec in --out; run the script again to resume. Errors
+come from the manifests. Speeds are measured in this process on one column, in GB of bf16 states
+encoded or decoded per CPU-second.
 
     python scripts/bench/codec_costs.py --target MODEL --corpus FILE --out DIR [--limit 300]
     python scripts/bench/codec_costs.py ... --fit SEEDS STEPS [--prompts FILE --decode 40]

@@ -2,8 +2,8 @@
 
     python scripts/bench/drafts.py --target MODEL --corpus FILE --prompts FILE --out DIR
 
-`spec-data generate` makes one dataset (layers spread over the depth) unless --out has it. Each draft
-trains for --steps steps of --seq-len tokens through `spec-train fit`, and is measured by
+`spec-data generate` makes one dataset (layers spread over the depth) unless --out has it. Each
+draft trains for --steps steps of --seq-len tokens through `spec-train fit`, and is measured by
 `spec-train eval` on the held-out documents and on prompts, greedy and at temperature 1. Everything
 is kept in --out; run the script again to resume. tokens/s are those of training on this machine.
 """

@@ -1,14 +1,14 @@
-"""The drafts of `drafts.py` in real engines: do they draft and accept as many tokens as our decoder?
+"""The drafts of `drafts.py` in real engines: do these draft and accept as many tokens as we?
 
     bash scripts/engines_env.sh
     .venv-engines/bin/python scripts/bench/engines.py --target MODEL --prompts FILE --out DIR
 
-Every draft in DIR (made by `drafts.py`) is exported to DIR/NAME-vllm and served by vLLM on the
-CPU, greedy, in float32, one prompt at a time. Verification corrects wrong drafts, so equal answers
-prove nothing; equal counts of drafted and accepted tokens do. Block drafts that begin at their anchor are
+Every draft in DIR (made by `drafts.py`) is exported to DIR/NAME-vllm and served by vLLM on the CPU,
+greedy, in float32, one prompt at a time. Verification corrects wrong drafts, so equal answers prove
+nothing; equal counts of drafted and accepted tokens do. Block drafts that begin at their anchor are
 loaded by vLLM's DSpark class and not served: its runner for that needs a GPU (DFlash's published
-layout is served in the tests). The speculators library loads all but EAGLE-1/2,
-every tensor in its place. `pytest -m engines` proves more of each, on small random targets.
+layout is served in the tests). The speculators library loads all but EAGLE-1/2, every tensor in its
+place. `pytest -m engines` proves more of each, on small random targets.
 """
 
 import argparse

@@ -4,12 +4,12 @@
     python scripts/bench/fit.py --drafts eagle3 --lengths 1024 2048 --vocabs 4096
 
 One row of T tokens is one document, its last 60 % supervised; forward, loss and backward of one
-micro-batch in float32. "eager": the same loss with T x T scores and all logits
-(`fit_eager.py`). "recomputed": ours with --gradient-checkpointing, as a share of ours. The
-first line is the plain loops of the tests in float64 on the CPU (`fit_reference.py`). Losses
-must agree within 1e-5. Each measurement runs in a process of its own, because a peak of memory is per
-process. tokens/s are per CPU-second, the best of three. Peak is resident memory above weights and
-batch. A dash means that memory did not suffice.
+micro-batch in float32. "eager": the same loss with T x T scores and all logits (`fit_eager.py`).
+"recomputed": ours with --gradient-checkpointing, as a share of ours. The first line is the plain
+loops of the tests in float64 on the CPU (`fit_reference.py`). Losses must agree within 1e-5. Each
+measurement runs in a process of its own, because a peak of memory is per process. tokens/s are per
+CPU-second, the best of three. Peak is resident memory above weights and batch. A dash means that
+memory did not suffice.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def rows(name: str, vocab: int, args: argparse.Namespace) -> None:
 def compare(
     name: str, way: str, length: int, vocab: int, args: argparse.Namespace
 ) -> dict[str, float] | None:
-    """Print a line that compares our step with the others, whose losses must be equal; return ours."""
+    """Print a line that compares our step with others of the same loss; return ours."""
     ours = measured(name, "ours", length, vocab, args)
     if ours is None:
         print(f"{length:>6} did not finish")

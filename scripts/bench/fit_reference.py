@@ -18,7 +18,7 @@ from tests.spec_train.drafts.peagle import reference as reference_peagle
 
 
 def reference_loss(name: str, draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:
-    """Return the loss of draft `name`, with a graph to copies of its weights and the draft's own draws."""
+    """Return the loss of draft `name` with a graph to copies of its weights; same draws."""
     state = {
         key: value.clone().requires_grad_(value.is_floating_point())
         for key, value in draft.checkpoint_tensors(torch.float64).items()

@@ -80,7 +80,7 @@ class Corpus:
         }
 
     def document(self, row: int) -> dict[str, Tensor]:
-        """Return a document as other tools store it: aux states concatenated, final states separate."""
+        """Return a document as other tools store it: aux states concatenated, final ones apart."""
         item = self.dataset[row]
         count = int(self.lengths[row])
         aux = [c for c in self.columns if c.startswith("hidden.") and c != FINAL]
@@ -259,7 +259,7 @@ Layout = tuple[Callable[[int], dict[str, Tensor]], float]
 
 
 def padded_safetensors(corpus: Corpus, folder: Path) -> Layout:
-    """One file per 64 documents, every tensor padded to the longest pack; only real tokens are read."""
+    """One file per 64 documents, tensors padded to the longest pack; only real tokens are read."""
     folder.mkdir()
     rows = corpus.plan.rows.tolist()
     files, tokens = [], corpus.tokens

@@ -1,8 +1,8 @@
 """Start to first batch, and memory, each measured in a process of its own.
 
 `first_batch` opens a dataset as `spec-train fit` does: select, split, plan, read one step.
-`first_batch_of_files` does the same for one file per document: list and stat the files, and read every
-length before packing. Imports are not counted.
+`first_batch_of_files` does the same for one file per document: list and stat the files, and read
+every length before packing. Imports are not counted.
 """
 
 import argparse

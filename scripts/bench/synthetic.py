@@ -1,7 +1,7 @@
 """Sealed datasets of random states for benchmarks: no target is run, everything else is real.
 
-Lengths are log-normal, like those of chat corpora. States are noise of the size of hidden states, and
-the head is random: `spec-train fit` runs on such a dataset but has nothing to learn.
+Lengths are log-normal, like those of chat corpora. States are noise of the size of hidden states,
+and the head is random: `spec-train fit` runs on such a dataset but has nothing to learn.
 """
 
 import json
