@@ -91,12 +91,13 @@ class BlockDrafter:
         for d in range(min(count, config.depth)):
             logits, confidence = walk.advance(token)
             # The decision depends on earlier tokens only, not on the draw: sampling stays lossless.
-            if d and self._ends(confidence):
+            if self._ends(confidence):
                 break
             token, q = sampler.draft(logits, draft.draft_ids, config.vocab_size)
             drafted.append(token)
             distributions.append(q)
-        return torch.stack(drafted), distributions
+        ids = torch.stack(drafted) if drafted else block.new_empty(0)  # 0: the first one is unsure
+        return ids, distributions
 
     def _ends(self, confidence: Tensor | None) -> bool:
         """Whether the block ends before a draft of this confidence, [] or None."""
@@ -130,7 +131,7 @@ def block_chains(
         alive, chain = torch.ones_like(token, dtype=torch.bool), []
         for d in range(depth):
             logits, confidence = walk.advance(token)  # [B, N, Vd], [B, N]
-            if d and threshold and confidence is not None:
+            if threshold and confidence is not None:
                 alive = alive & (confidence >= threshold)
             token = draft.draft_ids[logits.argmax(-1)]
             chain.append(torch.where(alive, token, NOT_DRAFTED))
