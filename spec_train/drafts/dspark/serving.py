@@ -88,7 +88,7 @@ class BlockDrafter:
         self.passes += 1
         walk = BlockWalk(draft, self._head, y[0, config.first :])
         token, drafted, distributions = block[0, 0], [], []
-        for d in range(min(count, config.depth)):
+        for _ in range(min(count, config.depth)):
             logits, confidence = walk.advance(token)
             # The decision depends on earlier tokens only, not on the draw: sampling stays lossless.
             if self._ends(confidence):
@@ -129,7 +129,7 @@ def block_chains(
         y = block_states(draft, context, ids, documents, positions, blocks)  # [B, N, D, H]
         walk, token = BlockWalk(draft, head, y), ids.gather(1, chosen)
         alive, chain = torch.ones_like(token, dtype=torch.bool), []
-        for d in range(depth):
+        for _ in range(depth):
             logits, confidence = walk.advance(token)  # [B, N, Vd], [B, N]
             if threshold and confidence is not None:
                 alive = alive & (confidence >= threshold)
