@@ -33,9 +33,14 @@ from spec_train.sampling import Sampler
 _CROPPABLE = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
+def decoder_config(model: Any) -> Any:
+    """Return the configuration of an HF model's decoder (multimodal models nest it)."""
+    return model.config.get_text_config(decoder=True)
+
+
 def num_target_layers(model: Any) -> int:
     """Return the number of decoder blocks of an HF model."""
-    return int(model.config.get_text_config().num_hidden_layers)
+    return int(decoder_config(model).num_hidden_layers)
 
 
 def check_target(model: Any, layers: Iterable[int]) -> None:
@@ -45,7 +50,7 @@ def check_target(model: Any, layers: Iterable[int]) -> None:
         TargetError: the model keeps a recurrent state.
         DraftError: the draft reads the target's last layer, or a layer that the target lacks.
     """
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    kinds = set(getattr(decoder_config(model), "layer_types", None) or ())
     if getattr(model, "_is_stateful", False) or not kinds <= _CROPPABLE:
         strange = ", ".join(sorted(kinds - _CROPPABLE)) or "a recurrent state"
         raise TargetError(

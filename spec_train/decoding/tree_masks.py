@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from spec_data.shards.errors import TargetError
+from spec_train.decoding.chains import decoder_config
 from spec_train.decoding.tree_growth import ROOT, DraftTree
 
 _WINDOWED, _PLAIN = "sliding_attention", "full_attention"
@@ -50,7 +51,7 @@ class TreeMasks:
             TargetError: no form works with the model.
         """
         self._device, self._dtype = model.device, model.dtype
-        config = model.config.get_text_config()
+        config = decoder_config(model)
         self._attn = config._attn_implementation
         self._types = set(getattr(config, "layer_types", None) or ())
         self._window = getattr(config, "sliding_window", None)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from spec_data.shards.errors import DraftError
 from spec_train.drafts.base import DatasetFacts
-from spec_train.drafts.targets import text_config
+from spec_train.formats.target_facts import text_config
 
 log = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from spec_data.shards.errors import DraftError
 from spec_train.drafts.layers import LayerSizes
 from spec_train.formats.flat import TOKEN_KEYS
 from spec_train.formats.rope import rope_parameters
+from spec_train.formats.target_facts import text_config
 
 log = logging.getLogger(__name__)
 
@@ -186,12 +187,6 @@ def target_architectures(config: dict[str, Any]) -> list[str]:
     """Return `architectures` of a target's config.json; empty if the key is missing."""
     names = config.get("architectures")
     return [str(name) for name in names] if isinstance(names, list) else []
-
-
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the language model's part of a target's config (multimodal targets nest it)."""
-    nested = config.get("text_config")
-    return nested if isinstance(nested, dict) else config
 
 
 def target_dtype(config: dict[str, Any]) -> str | None:

@@ -26,6 +26,7 @@ from spec_train.decoding.chains import (
     check_target,
     decode_plain,
     decode_speculative,
+    decoder_config,
     examine_difference,
 )
 from spec_train.decoding.tree_growth import TreeDrafter, TreeShape
@@ -181,7 +182,7 @@ def stop_ids(model: Any, tokenizer: Any) -> set[int]:
     The model config is used only if those name none: the default of its class may be another token
     in this vocabulary.
     """
-    for owners in ((model.generation_config, tokenizer), (model.config.get_text_config(),)):
+    for owners in ((model.generation_config, tokenizer), (decoder_config(model),)):
         values = [getattr(owner, "eos_token_id", None) for owner in owners]
         lists = [v if isinstance(v, (list, tuple)) else [v] for v in values]
         found = {int(i) for ids in lists for i in ids if i is not None}
@@ -203,8 +204,7 @@ class Bench:
         self.stop = stop_ids(model, tokenizer)
         self.tally = Tally(tried=[0] * depth, accepted=[0] * depth)
         self.saved: list[dict[str, list[int]]] = []
-        text = model.config.get_text_config()
-        self._context = getattr(text, "max_position_embeddings", None) or 1 << 62
+        self._context = getattr(decoder_config(model), "max_position_embeddings", None) or 1 << 62
         self._shape = TreeShape(nodes=config.tree_tokens, topk=config.tree_topk)
         self._masks: TreeMasks | None = None
         if config.tree_tokens:

@@ -50,7 +50,7 @@ def read_target(name: str) -> TargetFacts:
         name=name,
         architectures=tuple(config.get("architectures") or ()),
         num_layers=block_count(config),
-        max_positions=_text(config).get("max_position_embeddings"),
+        max_positions=text_config(config).get("max_position_embeddings"),
         embedding=embedding,
         head=embedding if _tied(config) else _find(folder, _HEAD),
     )
@@ -58,17 +58,18 @@ def read_target(name: str) -> TargetFacts:
 
 def block_count(config: dict[str, Any]) -> int | None:
     """Return the decoder blocks of a target's config.json; None if it has no such field."""
-    text = _text(config)
+    text = text_config(config)
     return text.get("num_hidden_layers") or text.get("n_layer")
 
 
-def _text(config: dict[str, Any]) -> dict[str, Any]:
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the language model's part of a target's config.json (multimodal targets nest it)."""
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else config
 
 
 def _tied(config: dict[str, Any]) -> bool:
-    return any(table.get("tie_word_embeddings") for table in (config, _text(config)))
+    return any(table.get("tie_word_embeddings") for table in (config, text_config(config)))
 
 
 def _find(folder: Path, endings: tuple[str, ...]) -> Tensor | None:
