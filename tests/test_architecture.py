@@ -7,9 +7,9 @@ paragraph is the rule: these tests read it.
 
 import ast
 import re
+import resource
 import subprocess
 import sys
-import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -216,11 +216,12 @@ def test_help_is_instant(arguments):
         "heavy = (heavy | {'tqdm', 'yaml', 'shtab'}) & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    best = 9.0
+    best = 9.0  # seconds of processor time, which other work on the machine hardly changes
     for _ in range(3):
-        start = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run([sys.executable, "-c", program, *rest], capture_output=True)
-        best = min(best, time.perf_counter() - start)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        best = min(best, sum(after[:2]) - sum(before[:2]))
         assert done.returncode == 0, done.stderr.decode()
         assert b"--help" in done.stdout
-    assert best < 2, f"{best:.2f} s even at its best"  # a bound for loaded machines
+    assert best < 0.3, f"{best:.2f} s of processor time even at its best"
