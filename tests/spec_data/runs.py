@@ -59,10 +59,24 @@ def run(target: Path, corpus: Path, out: Path, **changes):
     return generate(GenerateConfig(**options(target, corpus, out, **changes)))
 
 
-def start_cli(given: dict) -> subprocess.Popen:
-    """Start generate in another process."""
-    program = "import sys; from spec_data.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", program, "generate"]
+PAUSED = """
+import os, sys, time
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # as the program sets it before its imports
+from spec_data.cli import main
+from spec_data.generation import run
+capture, held = run.capture_unit, int(sys.argv.pop(1))
+def paused(target, plan, unit, *args, **kwargs):
+    while unit >= held:
+        time.sleep(0.01)
+    return capture(target, plan, unit, *args, **kwargs)
+run.capture_unit = paused
+sys.exit(main())
+"""
+
+
+def start_cli(given: dict, held: int = 1 << 30) -> subprocess.Popen:
+    """Start generate in another process; it waits forever before unit `held`."""
+    command = [sys.executable, "-c", PAUSED, str(held), "generate"]
     for name, value in given.items():
         values = value if isinstance(value, tuple) else (value,)
         command += ["--" + name.replace("_", "-"), *map(str, values)]

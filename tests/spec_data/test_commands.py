@@ -122,7 +122,7 @@ def test_a_stopped_generate_says_what_it_keeps_and_resumes(
 ):
     out = tmp_path / "set"
     given = options(target, corpus, out, batch_tokens=16, max_shard_size="20KB")
-    process = start_cli(given)
+    process = start_cli(given, held=3)
     while process.poll() is None and not list(out.glob(".generate/unit-*.json")):
         time.sleep(0.01)
     process.send_signal(number)

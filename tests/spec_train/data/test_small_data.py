@@ -101,10 +101,10 @@ def test_exactly_the_kept_teachers_are_read(small):
 
 def test_slots_that_need_more_are_refused_in_words(whole, small):
     build(whole, slots="shifted")
-    with pytest.raises(DraftError, match=r"--slots shifted needs hidden\.final .* --final all"):
+    with pytest.raises(DraftError, match=r"--slots shifted also needs hidden\.final .* --final all"):
         build(small, slots="shifted")
     draft, _ = build(whole, slots="shifted")
-    with pytest.raises(DraftError, match=r"--slots shifted needs hidden\.final"):
+    with pytest.raises(DraftError, match=r"--slots shifted also needs hidden\.final"):
         check_fit(draft, small)
 
 
@@ -166,7 +166,7 @@ def test_fit_and_eval_run_on_logits(logits, tmp_path):
 
 def test_topk_is_refused_before_anything_is_made(target, corpus, tmp_path, whole):
     run(target, corpus, tmp_path / "data", supervision="topk:8")
-    said = r"--supervision topk:8 keeps too few logits .* --supervision final-hidden"
+    said = r"--supervision topk:8 keeps too few logits: .* --supervision final-hidden"
     with pytest.raises(DatasetError, match=said):
         fit("eagle3", fit_config_of(tmp_path / "data", tmp_path / "run"), Eagle3Options(**DRAFT))
     assert not (tmp_path / "run").exists()
