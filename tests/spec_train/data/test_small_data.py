@@ -101,7 +101,9 @@ def test_exactly_the_kept_teachers_are_read(small):
 
 def test_slots_that_need_more_are_refused_in_words(whole, small):
     build(whole, slots="shifted")
-    with pytest.raises(DraftError, match=r"--slots shifted also needs hidden\.final .* --final all"):
+    with pytest.raises(
+        DraftError, match=r"--slots shifted also needs hidden\.final .* --final all"
+    ):
         build(small, slots="shifted")
     draft, _ = build(whole, slots="shifted")
     with pytest.raises(DraftError, match=r"--slots shifted also needs hidden\.final"):
