@@ -60,7 +60,8 @@ def run(target: Path, corpus: Path, out: Path, **changes):
 
 
 PAUSED = """
-import os, sys, time
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # as the program sets it before its imports
 from spec_data.cli import main
 from spec_data.generation import run
