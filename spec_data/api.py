@@ -41,6 +41,7 @@ def open_dataset(
     Raises:
         MissingError: no such directory, or it is not sealed yet.
         DatasetError: a damaged or foreign manifest, a truncated shard, an unknown column.
+        ConfigError: `check_every` is outside 1 to 255.
 
     >>> ds = spec_data.open_dataset("data", columns=["input_ids", "hidden.L2"])
     >>> len(ds), ds.column_names[-2:]

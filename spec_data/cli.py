@@ -1,6 +1,7 @@
 """The spec-data commands: parse, call, print. Heavy imports wait until a command runs."""
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -119,7 +120,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(join_values(arguments))
     _sort_out_directory(args)
     stopped = (lambda: _kept(args)) if args.command == "generate" else None
-    return run_cli(lambda: _COMMANDS[args.command](args), args, stopped)
+    return run_cli(lambda: _run(args), args, stopped)
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Run the command, after checking that the file of --json can be written where it is named."""
+    file = getattr(args, "json", None)
+    if file and file != "-" and (not Path(file).parent.is_dir() or Path(file).is_dir()):
+        raise ConfigError(f"--json {file}: pass a file name in an existing directory")
+    return _COMMANDS[args.command](args)
 
 
 def _sort_out_directory(args: argparse.Namespace) -> None:
@@ -159,7 +168,7 @@ def _estimate(args: argparse.Namespace) -> int:
             f"{size(free)} free: {size(needed - free)} too little. Free some space, lower --limit "
             "or --max-length, or capture fewer --layers"
         )
-    say_next("spec-data", "generate", *as_flags(config))
+    say_next("spec-data", "generate", *as_flags(dataclasses.replace(config, dry_run=False)))
     return 0
 
 

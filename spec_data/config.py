@@ -211,7 +211,12 @@ def _one(name: str, value: Any, kind: type, field: dataclasses.Field, where: str
     if kind is float and isinstance(value, int) and exact:
         value = float(value)
     if not isinstance(value, kind) or not exact:
-        raise ConfigError(f"{name} = {value!r} in {where}: expected {kind.__name__}")
+        text = " ".join(repr(value).split())  # of an object, such as a model, the beginning
+        found = text if len(text) <= 100 else f"{text[:100]}..."
+        wanted = kind.__name__
+        if kind is str and isinstance(value, list):
+            wanted = f'the text "{",".join(map(str, value))}"'
+        raise ConfigError(f"{name} = {found} in {where}: expected {wanted}")
     choices = field.metadata.get("choices")
     if choices and value not in choices:
         raise ConfigError(f"{name} = {value!r} in {where}: choose from {', '.join(choices)}")

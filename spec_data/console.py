@@ -88,7 +88,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, raised where the main thread stands: what handles Ctrl-C handles it too."""
+    """SIGTERM as an exception in the main thread: code that handles Ctrl-C handles it too."""
 
 
 # -- parsing ----------------------------------------------------------------------------------

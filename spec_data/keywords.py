@@ -35,7 +35,7 @@ def plain_values(
 ) -> dict[str, Any]:
     """Return keyword arguments as the plain values that a config file would hold.
 
-    Paths become texts. For an option that is one text, a list becomes a text with commas (layers)
+    Paths become texts, and numbers of numpy or torch those of Python. For an option that is one text, a list becomes a text with commas (layers)
     and a mapping becomes JSON (chat_template_kwargs). `without` are fields that are no keywords.
 
     Raises:
@@ -64,6 +64,8 @@ def _plain(value: Any, several: bool) -> Any:
     if isinstance(value, (list, tuple, range)):
         items = [_plain(item, False) for item in value]
         return items if several else ",".join(map(str, items))
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()  # a number of numpy or torch
     return value
 
 

@@ -66,8 +66,8 @@ def fit(
         options: those of `spec-train fit` and of the draft, listed below.
 
     Returns:
-        Where the run stands, its `best` draft, and its figures as lists of dicts: `training` and
-        `validation`.
+        The step that the run has reached, its `best` draft, and its figures as lists of dicts:
+        `training` and `validation`.
 
     Raises:
         DraftError: an unknown draft, or a bad value of one of its options.
@@ -212,10 +212,11 @@ def simulate_acceptance(
     (4, True)
     """
     path = dataset.path if isinstance(dataset, HiddenStatesDataset) else Path(dataset)
+    stored = isinstance(draft, (str, Path))
+    given = {"draft": draft if stored else "(in memory)", "data": path, "split": split}
+    given |= {"limit": limit, "draft_tokens": draft_tokens}
+    config = from_keywords(EvalConfig, given, "simulate_acceptance")
     if isinstance(draft, (str, Path)):
-        options = {"split": split, "limit": limit, "draft_tokens": draft_tokens}
-        given = {"draft": draft, "data": path, **options}
-        config = from_keywords(EvalConfig, given, "simulate_acceptance")
         return _accepted(measure(config)["data"])
     depth = draft_tokens or draft.depth
     if draft.max_depth is not None and depth > draft.max_depth:
@@ -234,7 +235,7 @@ def simulate_acceptance(
 
 
 def load_draft(path: AnyPath, *, device: str = "cpu", dtype: str = "auto") -> Draft:
-    """Read a draft, in evaluation mode, whatever its kind and the program that wrote it.
+    """Read a draft of any kind, from any program, in evaluation mode.
 
     Args:
         path: a run (its best draft), a checkpoint, or a draft directory in any form that `export`

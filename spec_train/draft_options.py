@@ -313,7 +313,7 @@ def draft_options(name: str) -> type:
         DraftError: there is no draft of that name.
     """
     if name not in DRAFT_OPTIONS:
-        near = nearest(name, list(DRAFT_OPTIONS))
+        near = nearest(str(name), list(DRAFT_OPTIONS))
         advice = f"; did you mean {near}?" if near else ""
         known = ", ".join(sorted(DRAFT_OPTIONS))
         raise DraftError(f"unknown draft {name!r}; known: {known}{advice}")

@@ -215,7 +215,7 @@ class FitConfig:
             )
 
     def packs_per_step(self, world_size: int = 1) -> int:
-        """Packs of one optimizer step of `world_size` processes, whatever the micro-batch size."""
+        """Return the number of packs of one optimizer step of `world_size` processes."""
         return self.batch_size * self.accumulation * world_size
 
 

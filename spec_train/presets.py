@@ -113,14 +113,15 @@ def apply_preset(
 
     A preset named by a flag (not in the file) overrides the file, because it was typed for this
     run. A preset sets only options in `names`, those that the draft has. A source that sets --steps
-    or --epochs removes both from the sources that it overrides.
+    or --epochs removes both from the sources that it overrides; None sets neither.
     """
     preset = flags.get("preset", table.get("preset"))
     found = PRESETS[preset].values if preset in PRESETS else {}
     values = {name: value for name, value in found.items() if name in names}
     layers = [table, values] if "preset" in flags else [values, table]
     merged: dict[str, Any] = {}
-    for layer in (*layers, flags):
+    for source in (*layers, flags):
+        layer = {k: v for k, v in source.items() if k not in HOW_LONG or v is not None}
         if layer.keys() & HOW_LONG:
             merged = {name: value for name, value in merged.items() if name not in HOW_LONG}
         merged |= layer

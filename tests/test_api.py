@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -208,6 +209,21 @@ def test_python_values_become_the_texts_of_the_command():
     assert config.layers == "1,3,5" and config.template_kwargs == {"enable_thinking": False}
     one = from_keywords(GenerateConfig, given | {"corpus": "b"}, "generate")
     assert one.corpus == ("b",)
+    numbers = {"limit": np.int64(3), "max_length": torch.tensor(64)}
+    config = from_keywords(GenerateConfig, given | numbers, "generate")
+    assert (config.limit, config.max_length) == (3, 64) and type(config.limit) is int
+
+
+def test_a_wrong_value_is_shown_in_one_line(here):
+    draft = spec_train.load_draft("run")
+    with pytest.raises(ConfigError, match=r"draft = Eagle3Draft\(.{,90}\.\.\. in evaluate\(\): exp"):
+        spec_train.evaluate(draft, data="data")
+
+
+@pytest.mark.parametrize("every", [0, 256, -1])
+def test_checksums_are_checked_at_a_possible_rate(here, every):
+    with pytest.raises(ConfigError, match=f"check_every = {every}: expected 1 .* to 255"):
+        spec_data.open_dataset("data", check_every=every)
 
 
 # --- spec_data ---
@@ -332,6 +348,8 @@ def test_a_preset_that_nothing_applied_is_refused(preset):
 
 
 def test_wrong_drafts_and_options_are_errors_in_words(here, tmp_path):
+    with pytest.raises(DraftError, match="unknown draft None; known"):
+        spec_train.fit(None, "data", tmp_path / "run")  # type: ignore[arg-type]
     with pytest.raises(DraftError, match=r"unknown draft 'eagle4'; known: .*eagle3.*did you mean"):
         spec_train.fit("eagle4", "data", tmp_path / "no")
     config = FitConfig(data="data", out=str(tmp_path / "no"), steps=1)
@@ -376,6 +394,21 @@ def test_simulation_leaves_the_draft_as_it_was(here):
     peagle_like = spec_train.load_draft("run")
     with pytest.raises(ConfigError, match="only a run directory"):
         spec_train.simulate_acceptance(peagle_like, "data", split="validation")
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["path", "draft"])
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"split": "test"}, "split = 'test' .*choose from auto, validation, train, all"),
+        ({"limit": -1}, "limit -1: expected at least 0"),
+        ({"draft_tokens": -1}, "draft-tokens -1: expected at least 0"),
+    ],
+)
+def test_simulation_refuses_the_same_values_of_a_path_and_of_a_draft(here, stored, wrong, message):
+    draft = "run" if stored else spec_train.load_draft("run")
+    with pytest.raises(ConfigError, match=message):
+        spec_train.simulate_acceptance(draft, "data", **wrong)
 
 
 def test_evaluate_returns_the_figures_of_the_command(here, tmp_path, capsys):

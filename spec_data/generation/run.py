@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
+from spec_data.devices import usable_device
 from spec_data.generation.calibrate import calibrate
 from spec_data.generation.capture import CapturedUnit, CaptureSettings, capture_unit
 from spec_data.generation.plan import PLAN_COLUMNS, Plan, load_plan, read_settings, save_plan
@@ -162,7 +163,7 @@ def find_plan(setup: Setup, out: Path) -> Plan:
     A plan with other settings is replaced if nothing was captured with it.
 
     Raises:
-        ConfigError: `out` holds data made with other settings.
+        ConfigError: `out` holds data made with other settings, or --device is not usable here.
         DatasetError: `out` holds other files, or a damaged plan.
     """
     work = out / WORK
@@ -183,6 +184,7 @@ def find_plan(setup: Setup, out: Path) -> Plan:
             f"{out} is not empty and not a directory of spec-data; choose another --out (nothing "
             "was changed)"
         )
+    usable_device(setup.config.device)  # before the corpus is rendered, which may take long
     plan = make_plan(setup)
     work.mkdir(parents=True, exist_ok=True)
     save_plan(work, plan)

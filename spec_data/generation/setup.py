@@ -73,7 +73,7 @@ def set_up(config: GenerateConfig) -> Setup:
     """Resolve a target and tokenizer without loading any weights.
 
     Raises:
-        ConfigError: --out lies in the corpus, or more top logits than the vocabulary has.
+        ConfigError: --out is a file or lies in the corpus, or more top logits than the vocabulary has.
         MissingError, TargetError: the model does not exist, or does not have these layers.
     """
     _check_out(config)
@@ -107,11 +107,13 @@ def set_up(config: GenerateConfig) -> Setup:
 
 
 def _check_out(config: GenerateConfig) -> None:
-    """Check that --out is outside the corpus; a resumed run would read its own files as corpus.
+    """Check that --out is no file, and outside the corpus: its files would be read as corpus.
 
     Raises:
-        ConfigError: it is inside.
+        ConfigError: it is a file, or inside the corpus.
     """
+    if Path(config.out).exists() and not Path(config.out).is_dir():
+        raise ConfigError(f"--out {config.out}: this is a file; pass a directory")
     for directory in filter(None, map(corpus_directory, config.corpus)):
         if Path(config.out).resolve().is_relative_to(directory.resolve()):
             raise ConfigError(

@@ -25,7 +25,7 @@ from spec_data.shards.checksums import numbers
 from spec_data.shards.codec_tables import TABLES, load_tables
 from spec_data.shards.coded import CodedRows, decode_rows, runs
 from spec_data.shards.document_access import DocumentAccess
-from spec_data.shards.errors import DatasetError, MissingError
+from spec_data.shards.errors import ConfigError, DatasetError, MissingError
 from spec_data.shards.lossy import Tables
 from spec_data.shards.schema import Column, Manifest
 from spec_data.shards.shard import CHECK_EVERY, IndexRows, Place, Shard
@@ -60,7 +60,10 @@ class HiddenStatesDataset(DocumentAccess):
             MissingError: no such directory, the dataset is not sealed, or a shard is missing.
             DatasetError: the manifest is damaged or foreign, a shard is truncated, or a column is
                 unknown.
+            ConfigError: `check_every` is outside 1 to 255.
         """
+        if not 1 <= check_every <= 255:
+            raise ConfigError(f"check_every = {check_every}: expected 1 (every chunk) to 255")
         self.path = Path(path)
         if not self.path.is_dir():
             raise MissingError(f"{self.path}: no such dataset directory")

@@ -104,7 +104,7 @@ class Trainer:
         self._pending_tokens = 0
         self._clock = time.perf_counter(), 0.0  # time of that line, and `stream.waited` then
         self._grad_norm = self._lr = self._step_loss = 0.0
-        self._validated = "-"  # loss and acceptance length, for the bar
+        self._trained, self._validated = "", "-"  # loss and acceptance length, for the bar
         self._held_step = self._saved_step = -1
         self._signals: list[int] = []
         self._held: dict[str, Tensor] = {}
@@ -156,9 +156,11 @@ class Trainer:
                 if self.step < self.config.log_every:  # later the mean since the last line is shown
                     bar.set_postfix_str(f"loss {self._step_loss:.3f}", refresh=False)
                 if self._due(self.config.log_every):
-                    bar.set_postfix_str(self._log(step), refresh=False)
+                    self._log(step)
+                    bar.set_postfix_str(self._shown(), refresh=False)
                 if self._due(self.config.eval_every):
                     self.validate()
+                    bar.set_postfix_str(self._shown(), refresh=False)
                 unneeded = self._release.due(step.index + 1)
                 if self._due(self.config.save_every) or unneeded:
                     self.save()
@@ -262,8 +264,8 @@ class Trainer:
             )
         raise RunError(self.ranks.gather(message)[0])
 
-    def _log(self, step: Step) -> str:
-        """Write a line of metrics for the steps since the last one; return a short form."""
+    def _log(self, step: Step) -> None:
+        """Write a line of metrics for the steps since the last one."""
         sums, tokens = self._figures()
         now, waited = time.perf_counter(), self.stream.waited
         seconds = max(1e-9, now - self._clock[0])
@@ -284,10 +286,14 @@ class Trainer:
             }
         )
         self._pending, self._pending_tokens, self._clock = {}, 0, (now, waited)
-        return (
+        self._trained = (
             f"loss {figures['loss']:.3f}, acceptance {shown(figures['acceptance_length'], 2)}, "
-            f"{speed:,.0f} tok/s, held out {self._validated}"
+            f"{speed:,.0f} tok/s, "
         )
+
+    def _shown(self) -> str:
+        """Return the newest metrics of training and validation for the bar."""
+        return f"{self._trained}held out {self._validated}"
 
     # -- validation -------------------------------------------------------------------------------
 

@@ -219,6 +219,36 @@ def test_a_failed_verify_is_json_too_and_names_no_next_command(data, tmp_path, c
     assert not facts["verified"] and facts["failures"] and "next:" not in shown.err
 
 
+def test_after_a_dry_run_the_next_command_generates(target, corpus, tmp_path, capsys):
+    given = words(target, corpus, tmp_path / "set")
+    assert cli.main(["generate", *given, "--dry-run"]) == 0
+    assert next_command(capsys.readouterr().err) == ["spec-data", "generate", *given]
+
+
+def test_a_json_file_that_cannot_be_written_is_named_before_the_work(data, tmp_path, capsys):
+    for file in (tmp_path / "no" / "x.json", tmp_path):
+        assert cli.main(["verify", str(data), "--json", str(file)]) == 2
+        shown = capsys.readouterr()
+        assert f"--json {file}: pass a file name in an existing directory" in shown.err
+        assert shown.out == ""
+
+
+def test_a_device_that_is_not_there_is_named_before_the_corpus_is_rendered(
+    target, corpus, tmp_path, capsys
+):
+    given = words(target, corpus, tmp_path / "set", device="cuda:99")
+    assert cli.main(["generate", *given]) == 2
+    error = capsys.readouterr().err
+    assert "--device cuda:99: not usable on this machine" in error and "render" not in error
+    assert not (tmp_path / "set").exists()
+
+
+def test_an_out_that_is_a_file_is_named(target, corpus, tmp_path, capsys):
+    (tmp_path / "set").write_text("")
+    assert cli.main(["generate", *words(target, corpus, tmp_path / "set")]) == 2
+    assert f"--out {tmp_path / 'set'}: this is a file" in capsys.readouterr().err
+
+
 def test_flags_of_a_config_build_it_again():
     config = GenerateConfig(
         target="t", corpus=("a b", "c"), out="o", layers="-1,3", on_policy=True, limit=3,

@@ -63,6 +63,7 @@ def test_a_saved_config_is_the_same_config(tmp_path):
         ({"name": "n", "flag": 1}, "expected bool"),
         ({"name": "n", "count": True}, "expected int"),
         ({"name": "n", "kind": "c"}, "choose from a, b"),
+        ({"name": [1, 3]}, 'name = \\[1, 3\\] in here: expected the text "1,3"'),
         ({"name": None}, "name = null in here: expected str"),
         ({"name": "n", "count": None}, "count = null in here: expected int"),
         ({"name": "n", "many": None}, "many = null in here"),

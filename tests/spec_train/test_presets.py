@@ -9,7 +9,7 @@ import pytest
 
 from spec_train.cli import _resolve_fit, build_parser, main
 from spec_train.draft_options import DRAFT_OPTIONS
-from spec_train.options import FitConfig, fit_config
+from spec_train.options import FitConfig, fit_config, resolve_fit
 from spec_train.presets import PRESETS
 from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.spec_train.training.tools import environment
@@ -44,6 +44,13 @@ def test_flags_go_over_a_preset_and_how_long_replaces_both(tmp_path):
     assert config.accumulation == PRESETS["5k"].values["accumulation"]
     config = resolved("--data", "d", "--preset", "smoke", "--epochs", "2")
     assert (config.steps, config.epochs) == (None, 2)
+
+
+def test_how_long_as_none_leaves_a_preset_alone():
+    given = {"data": "d", "out": "o", "preset": "5k", "steps": None, "epochs": None}
+    assert resolve_fit("eagle3", given).epochs == PRESETS["5k"].values["epochs"]
+    config = resolve_fit("eagle3", given | {"steps": 7})
+    assert (config.steps, config.epochs) == (7, None)
 
 
 def test_a_file_goes_over_its_own_preset_and_under_one_that_is_typed(tmp_path):
