@@ -247,13 +247,9 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 def _export(arguments: argparse.Namespace) -> int:
     config = resolve(ExportConfig, arguments)
-    from spec_train.exporting import check_draft, command_after, export_draft, report
+    from spec_train.exporting import command_after, run_export
 
-    checked = check_draft(config)
-    if config.check:
-        print(report(checked.findings, checked.own))
-    export_draft(config, checked)
-    say_next(*command_after(config, checked))
+    say_next(*command_after(config, run_export(config)))
     return 0
 
 

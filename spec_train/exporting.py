@@ -38,8 +38,8 @@ class CheckedDraft:
     findings: dict[str, list[Finding]]
 
 
-def run_export(config: ExportConfig) -> dict[str, list[Finding]]:
-    """Export or check a draft with `config`, print the report if asked; return findings by engine.
+def run_export(config: ExportConfig) -> CheckedDraft:
+    """Export or check a draft with `config`, print the report if asked; return what was checked.
 
     Raises:
         As `check_draft` and `export_draft`.
@@ -48,7 +48,7 @@ def run_export(config: ExportConfig) -> dict[str, list[Finding]]:
     if config.check:
         print(report(checked.findings, checked.own))
     export_draft(config, checked)
-    return checked.findings
+    return checked
 
 
 def check_draft(config: ExportConfig) -> CheckedDraft:

@@ -4,6 +4,7 @@ Only progress bars use it, so an estimate is enough, and anything unexpected is 
 """
 
 import gzip
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def _rows(source: Source) -> int | None:
         if source.kind == "text":
             return 1
         return _lines(Path(source.path)) if source.kind == "jsonl" else None
-    except (OSError, ValueError, EOFError):
+    except (OSError, ValueError, EOFError, zlib.error):
         return None  # reading the rows says what is wrong
 
 

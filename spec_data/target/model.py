@@ -53,7 +53,9 @@ def load_model(
 
     Raises:
         TargetError: not a decoder-only causal LM that this transformers release can load.
+        ConfigError: the device is not usable here.
     """
+    place = usable_device(device)  # before the weights are read
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
         if getattr(config, "is_encoder_decoder", False):
@@ -66,7 +68,7 @@ def load_model(
         )
     except (ValueError, KeyError, OSError, ImportError) as error:
         raise TargetError(f"cannot load {path} as a causal language model: {error}") from None
-    return model.eval().requires_grad_(False).to(usable_device(device))
+    return model.eval().requires_grad_(False).to(place)
 
 
 def describe_head(model: Any) -> HeadSpec:

@@ -141,6 +141,8 @@ def test_the_corpus_has_a_total_before_it_is_read(tmp_path, monkeypatch):
     assert expected("a.jsonl", limit=64) == 64
     assert expected("a.jsonl", "e.json") is None  # a JSON list is not counted
     assert expected("a.jsonl", "e.json", limit=1000) == 1000
+    (tmp_path / "f.jsonl.gz").write_bytes(b"\x1f\x8b\x08" + bytes(7) + b"\xff" * 64)
+    assert expected("f.jsonl.gz") is None  # damaged: reading the rows says so
     monkeypatch.setattr("spec_data.corpus.row_counts._SAMPLE", 400_000)
     for name in ("a.jsonl", "b.jsonl.gz"):
         assert abs((expected(name) or 0) - 2000) < 200

@@ -256,9 +256,10 @@ def test_the_preflight_knows_the_engines_rules(
         own = saved(
             dataset, head, tmp_path / f"{kind}{len(list(tmp_path.iterdir()))}", kind, **changes
         )
-        some = run_export(ExportConfig(draft=str(own), check=True, target=str(target)))
+        checked = run_export(ExportConfig(draft=str(own), check=True, target=str(target)))
         return {
-            engine: [f"{f.level}: {f.text}" for f in findings] for engine, findings in some.items()
+            engine: [f"{f.level}: {f.text}" for f in findings]
+            for engine, findings in checked.findings.items()
         }
 
     plain = found("dspark", markov_rank=8)

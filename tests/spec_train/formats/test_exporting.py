@@ -44,7 +44,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def findings(folder: Path, **options: Any) -> dict[str, list[tuple[str, str]]]:
     """Level and text of every finding, by engine."""
-    found = run_export(ExportConfig(draft=str(folder), check=True, **options))
+    found = run_export(ExportConfig(draft=str(folder), check=True, **options)).findings
     return {engine: [(f.level, f.text) for f in some] for engine, some in found.items()}
 
 

@@ -163,7 +163,7 @@ def test_sglang_gets_the_bias_that_it_would_make_up(
     assert torch.equal(tensors["fc.bias"], torch.zeros(32))
     raw, tensors = read(export(own, "vllm", tmp_path / "vllm", target))
     assert raw["architectures"] == ["EagleLlamaForCausalLM"] and "fc.bias" not in tensors
-    found = run_export(ExportConfig(draft=str(own), check=True))
+    found = run_export(ExportConfig(draft=str(own), check=True)).findings
     assert "--format sglang" in found["sglang"][0].text
     assert found["llama.cpp"][0].level == "refuse"
 
