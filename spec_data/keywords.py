@@ -35,8 +35,9 @@ def plain_values(
 ) -> dict[str, Any]:
     """Return keyword arguments as the plain values that a config file would hold.
 
-    Paths become texts, and numbers of numpy or torch those of Python. For an option that is one text, a list becomes a text with commas (layers)
-    and a mapping becomes JSON (chat_template_kwargs). `without` are fields that are no keywords.
+    Paths become texts, and numbers of numpy or torch become those of Python. For an option that is
+    one text, a list becomes a text with commas (layers) and a mapping becomes JSON
+    (chat_template_kwargs). `without` are fields that are no keywords.
 
     Raises:
         OptionError: a keyword that `cls` does not have.

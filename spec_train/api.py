@@ -213,8 +213,10 @@ def simulate_acceptance(
     """
     path = dataset.path if isinstance(dataset, HiddenStatesDataset) else Path(dataset)
     stored = isinstance(draft, (str, Path))
-    given = {"draft": draft if stored else "(in memory)", "data": path, "split": split}
-    given |= {"limit": limit, "draft_tokens": draft_tokens}
+    given = {
+        "draft": draft if stored else "(in memory)",
+        **{"data": path, "split": split, "limit": limit, "draft_tokens": draft_tokens},
+    }
     config = from_keywords(EvalConfig, given, "simulate_acceptance")
     if isinstance(draft, (str, Path)):
         return _accepted(measure(config)["data"])

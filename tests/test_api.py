@@ -216,7 +216,9 @@ def test_python_values_become_the_texts_of_the_command():
 
 def test_a_wrong_value_is_shown_in_one_line(here):
     draft = spec_train.load_draft("run")
-    with pytest.raises(ConfigError, match=r"draft = Eagle3Draft\(.{,90}\.\.\. in evaluate\(\): exp"):
+    with pytest.raises(
+        ConfigError, match=r"draft = Eagle3Draft\(.{,90}\.\.\. in evaluate\(\): exp"
+    ):
         spec_train.evaluate(draft, data="data")
 
 

@@ -73,7 +73,8 @@ def set_up(config: GenerateConfig) -> Setup:
     """Resolve a target and tokenizer without loading any weights.
 
     Raises:
-        ConfigError: --out is a file or lies in the corpus, or more top logits than the vocabulary has.
+        ConfigError: --out is a file or lies in the corpus, or --supervision asks for more logits
+            than the vocabulary has.
         MissingError, TargetError: the model does not exist, or does not have these layers.
     """
     _check_out(config)

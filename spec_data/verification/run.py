@@ -36,19 +36,14 @@ from spec_data.verification.findings import Findings, declared_error, stored_tok
 from spec_data.verification.fresh import LOGIT_TOLERANCE, check_fresh
 
 
-def verify(config: VerifyConfig) -> int:
-    """Run every check, print the findings, return 0 when all pass and 1 when any fails."""
-    findings = examine(config)
-    print(findings.text())
-    return 1 if findings.failures else 0
-
-
 def examine(config: VerifyConfig) -> Findings:
     """Run every check of a dataset and return the findings.
 
     Raises:
-        SpecDataError: the dataset cannot be opened, or `--target` is not a model.
+        SpecDataError: the dataset cannot be opened, `--target` is not a model, or `--device` is not
+            usable here.
     """
+    usable_device(config.device)  # before any work
     dataset = HiddenStatesDataset(config.data)
     path = None
     if config.target is not None:  # report a wrong name before any work

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from spec_data.generation.run import generate
-from spec_data.options import GenerateConfig
+from spec_data.options import GenerateConfig, VerifyConfig
+from spec_data.verification.run import examine
 from tests.families import tiny_model
 from tests.spec_data.corpus.templates import tokenizer
 
@@ -57,6 +58,13 @@ def options(target: Path, corpus: Path, out: Path, **changes) -> dict:
 def run(target: Path, corpus: Path, out: Path, **changes):
     """Generate in this process and return the manifest."""
     return generate(GenerateConfig(**options(target, corpus, out, **changes)))
+
+
+def verify(config: VerifyConfig) -> int:
+    """Run every check and print the findings; return 0 if all pass, else 1."""
+    findings = examine(config)
+    print(findings.text())
+    return 1 if findings.failures else 0
 
 
 PAUSED = """

@@ -243,6 +243,12 @@ def test_a_device_that_is_not_there_is_named_before_the_corpus_is_rendered(
     assert not (tmp_path / "set").exists()
 
 
+def test_verify_on_a_device_that_is_not_there_is_no_failure_of_the_data(data, capsys):
+    assert cli.main(["verify", str(data), "--device", "cuda:99"]) == 2
+    shown = capsys.readouterr()
+    assert "error: --device cuda:99: not usable" in shown.err and "FAIL" not in shown.out
+
+
 def test_an_out_that_is_a_file_is_named(target, corpus, tmp_path, capsys):
     (tmp_path / "set").write_text("")
     assert cli.main(["generate", *words(target, corpus, tmp_path / "set")]) == 2

@@ -20,8 +20,7 @@ from spec_data.report import dataset_text, estimate_text
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.lossy import LOSSY
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.verification.run import verify
-from tests.spec_data.runs import digests, options, run, save_target, start_cli, write_corpus
+from tests.spec_data.runs import digests, options, run, save_target, start_cli, verify, write_corpus
 from tests.spec_data.shards import codec_tools
 from tests.spec_data.shards.codec_tools import MIXED
 from tests.tolerance import close, network

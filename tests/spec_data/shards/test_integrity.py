@@ -17,8 +17,8 @@ from spec_data.options import VerifyConfig
 from spec_data.shards import shard as shard_module
 from spec_data.shards.errors import DatasetError, MissingError, SpecDataError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.verification.run import verify
 from tests.factory import tiny_dataset
+from tests.spec_data.runs import verify
 from tests.spec_data.shards import codec_tools, integrity_tools
 from tests.spec_data.shards.integrity_tools import (
     change_manifest,

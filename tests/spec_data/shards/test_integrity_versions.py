@@ -8,7 +8,7 @@ import pytest
 from spec_data.options import VerifyConfig
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.verification.run import verify
+from tests.spec_data.runs import verify
 from tests.spec_data.shards import integrity_tools
 from tests.spec_data.shards.integrity_tools import (
     change_manifest,

@@ -15,8 +15,7 @@ from spec_data.shards.checksums import CHECKSUMS, chunk_checksums, row_checksums
 from spec_data.shards.files import sha256_file, unit_name
 from spec_data.shards.schema import fingerprint
 from spec_data.shards.seal import file_records
-from spec_data.verification.run import verify
-from tests.spec_data.runs import run, save_target, write_corpus
+from tests.spec_data.runs import run, save_target, verify, write_corpus
 
 
 @pytest.fixture(scope="module")
