@@ -225,6 +225,9 @@ def _fit(arguments: argparse.Namespace) -> int:
 
 def _say_after_fit(draft: str, config: FitConfig, stopped: bool) -> None:
     """Name the command that resumes a stopped run, or that measures a finished one."""
+    if not stopped and config.follow_keep:  # its units are deleted: there is no data to measure on
+        say_next("spec-train", "export", "--draft", config.out, "--check")
+        return
     if not stopped:
         data = str(parse_sources(config.data)[0].path)
         say_next("spec-train", "eval", "--draft", config.out, "--data", data)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import os
 import re
 import shlex
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_train.cli import build_parser, main
+from spec_train.cli import _say_after_fit, build_parser, main
 from spec_train.draft_options import DRAFT_OPTIONS
 from spec_train.options import FitConfig, default_lr, fit_config
 from tests.factory import tiny_dataset
@@ -246,6 +247,16 @@ def test_every_command_names_the_next_one_and_it_runs(data, tmp_path, capsys):
     command = next_command(capsys.readouterr().err)
     assert command == ["spec-train", "export", "--draft", str(out), "--check"]
     assert main(command[1:]) == 0
+
+
+def test_after_units_were_deleted_the_next_command_needs_no_data(caplog):
+    config = FitConfig(data="d", out="run", epochs=1, follow=True, follow_keep=4)
+    with caplog.at_level(logging.INFO):
+        _say_after_fit("eagle3", config, stopped=False)
+        _say_after_fit("eagle3", config, stopped=True)
+    assert "next:  spec-train export --draft run --check" in caplog.text
+    assert "eval" not in caplog.text
+    assert "resume:  spec-train fit eagle3 --config run/fit.json" in caplog.text
 
 
 def test_a_yaml_file_configures_a_run(data, tmp_path):
