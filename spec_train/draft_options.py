@@ -2,12 +2,36 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from spec_data.config import option
 from spec_data.console import nearest
 from spec_data.shards.errors import DraftError
 from spec_data.shards.layer_ids import chosen_layers
+
+
+def slots_option() -> Any:
+    """Return the option of drafts that can be compared with other trainers."""
+    return option(
+        "serving",
+        help="slots that have a loss. serving: known and drafted token are supervised, as when "
+        "serving; shifted: the known token alone, as some other trainers do",
+        choices=("serving", "shifted"),
+    )
+
+
+def head_init_option() -> Any:
+    """Return the option of drafts with an LM head of their own."""
+    return option(
+        "target",
+        help="initial LM head of the draft: the target's rows, or random",
+        choices=("target", "random"),
+    )
+
+
+def fc_norm_option() -> Any:
+    """Return the option of drafts that project captured layers with `fc`."""
+    return option(False, help="normalise every captured layer before fc (EAGLE-3.1)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,19 +83,10 @@ class Eagle3Options(AuxOptions):
     lambda_decay: float = option(
         3.0, help="with --loss lambda: how fast that share falls as acceptance rises"
     )
-    slots: str = option(
-        "serving",
-        help="slots that have a loss. serving: known and drafted token are supervised, as when "
-        "serving; shifted: the known token alone, as some other trainers do",
-        choices=("serving", "shifted"),
-    )
-    fc_norm: bool = option(False, help="normalise every captured layer before fc (EAGLE-3.1)")
+    slots: str = slots_option()
+    fc_norm: bool = fc_norm_option()
     norm_output: bool = option(False, help="feed the normalised output back (EAGLE-3.1)")
-    head_init: str = option(
-        "target",
-        help="initial LM head of the draft: the target's rows, or random",
-        choices=("target", "random"),
-    )
+    head_init: str = head_init_option()
 
     def __post_init__(self) -> None:
         """Reject values outside their range."""
@@ -106,12 +121,7 @@ class EagleOptions:
         help="fixed: --noise as it is; length: times 512 / tokens of the document",
         choices=("fixed", "length"),
     )
-    slots: str = option(
-        "serving",
-        help="slots that have a loss. serving: known and drafted token are supervised, as when "
-        "serving; shifted: the known token alone, as some other trainers do",
-        choices=("serving", "shifted"),
-    )
+    slots: str = slots_option()
     depth: int = option(
         5, help="tokens drafted per round, also in validation; training looks one token ahead"
     )
@@ -154,18 +164,9 @@ class PeagleOptions(AuxOptions):
         help="train a row in so many parts, one after another: the same gradient with less memory, "
         "slower, because a part's documents are computed again up to its start",
     )
-    slots: str = option(
-        "serving",
-        help="slots that have a loss. serving: known and drafted token are supervised, as when "
-        "serving; shifted: the known token alone, as some other trainers do",
-        choices=("serving", "shifted"),
-    )
-    fc_norm: bool = option(False, help="normalise every captured layer before fc (EAGLE-3.1)")
-    head_init: str = option(
-        "target",
-        help="initial LM head of the draft: the target's rows, or random",
-        choices=("target", "random"),
-    )
+    slots: str = slots_option()
+    fc_norm: bool = fc_norm_option()
+    head_init: str = head_init_option()
 
     def __post_init__(self) -> None:
         """Reject values outside their range."""

@@ -1,9 +1,8 @@
-"""The Python functions: cheap to import, the commands' defaults and results, errors in words."""
+"""The Python functions: cheap to import, the commands' defaults; those of spec_data in detail."""
 
 import dataclasses
 import doctest
 import inspect
-import json
 import logging
 import re
 import subprocess
@@ -20,13 +19,9 @@ import spec_train
 import spec_train.api
 from spec_data.keywords import from_keywords
 from spec_data.options import GenerateConfig, VerifyConfig
-from spec_data.shards.errors import ConfigError, DraftError, MissingError, OptionError, RunError
-from spec_train.cli import main as train_main
-from spec_train.draft_options import DRAFT_OPTIONS, Eagle3Options, PeagleOptions
-from spec_train.options import EvalConfig, ExportConfig, FitConfig, resolve_fit, split_config
-from spec_train.presets import PRESETS
-from spec_train.training.setup import fit as run_fit
-from tests.api_workspace import FIT, make_workspace
+from spec_data.shards.errors import ConfigError, MissingError, OptionError
+from spec_train.options import EvalConfig, ExportConfig, FitConfig
+from tests.api_workspace import make_workspace
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = (spec_data, spec_train)
@@ -285,178 +280,3 @@ def test_damage_is_in_the_report_of_verify(here, tmp_path):
     assert "FAIL" in str(report)
     with pytest.raises(MissingError, match="no such dataset"):
         spec_data.verify(tmp_path / "nothing")
-
-
-# --- spec_train ---
-
-
-def test_fit_shows_its_validation_without_configured_logging(here, tmp_path):
-    program = (
-        "import spec_train, json\n"
-        f"result = spec_train.fit('eagle3', 'data', {str(tmp_path / 'run')!r}, **{FIT!r})\n"
-        "print(json.dumps([line['step'] for line in result.validation]))\n"
-        "print(result)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    steps, shown = done.stdout.splitlines()[-2:]
-    assert json.loads(steps) == [0, 2, 4]
-    assert shown.startswith("finished at step 4; best draft: step ")
-
-
-def test_fit_logs_its_validation_and_returns_it(here, tmp_path, caplog):
-    with caplog.at_level(logging.INFO, logger="spec_train"):
-        result = spec_train.fit("eagle3", Path("data"), tmp_path / "run", **FIT)
-    lines = [m for m in caplog.messages if m.startswith("validation at step ")]
-    assert len(lines) == len(result.validation) == 3
-    for text, line in zip(lines, result.validation, strict=True):
-        assert f"loss {line['loss']:.4f}" in text
-    assert result.finished and result.step == 4 and result.best["step"] in (0, 2, 4)
-    assert result.training[-1]["step"] == 4 and "tokens_per_second" in result.training[-1]
-    again = spec_train.fit("eagle3", "data", tmp_path / "run", **FIT)
-    assert again.finished and again.validation == result.validation
-
-
-def test_fit_is_the_command(here, tmp_path):
-    result = spec_train.fit("eagle3", "data", tmp_path / "a", **FIT)
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in FIT.items()]
-    out = str(tmp_path / "b")
-    assert train_main(["fit", "eagle3", "--data", "data", "--out", out, *flags]) == 0
-    tables = [json.loads((tmp_path / name / "fit.json").read_text()) for name in "ab"]
-    assert tables[0] | {"out": out} == tables[1]
-    other = dataclasses.replace(result, directory=tmp_path / "b")
-    assert result.validation == other.validation
-
-
-def test_a_preset_is_applied_and_options_replace_it(here, tmp_path):
-    spec_train.fit("eagle3", "data", tmp_path / "run", preset="smoke", steps=1, device="cpu")
-    table = json.loads((tmp_path / "run" / "fit.json").read_text())
-    smoke = PRESETS["smoke"].values
-    assert table["steps"] == 1 and table["preset"] == "smoke"
-    for name in ("ttt_steps", "seq_len", "batch_size", "log_every", "validation_documents"):
-        assert table[name] == smoke[name], name
-    with pytest.raises(ConfigError, match="choose from smoke, 5k, 50k, 500k"):
-        spec_train.fit("eagle3", "data", tmp_path / "no", preset="tiny")
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_that_nothing_applied_is_refused(preset):
-    with pytest.raises(ConfigError, match=f"preset '{preset}' has no effect"):
-        FitConfig(data="d", out="o", preset=preset)
-    joined = resolve_fit("eagle3", {"data": "d", "out": "o", "preset": preset})
-    config, options = split_config("eagle3", joined)
-    assert config.preset == preset and options.ttt_steps == PRESETS[preset].values["ttt_steps"]
-    assert dataclasses.replace(config, device="cpu").preset == preset
-
-
-def test_wrong_drafts_and_options_are_errors_in_words(here, tmp_path):
-    with pytest.raises(DraftError, match="unknown draft None; known"):
-        spec_train.fit(None, "data", tmp_path / "run")  # type: ignore[arg-type]
-    with pytest.raises(DraftError, match=r"unknown draft 'eagle4'; known: .*eagle3.*did you mean"):
-        spec_train.fit("eagle4", "data", tmp_path / "no")
-    config = FitConfig(data="data", out=str(tmp_path / "no"), steps=1)
-    with pytest.raises(DraftError, match="unknown draft 'eagle4'"):
-        run_fit("eagle4", config, Eagle3Options())
-    with pytest.raises(ConfigError, match="eagle3 takes Eagle3Options, not PeagleOptions"):
-        run_fit("eagle3", config, PeagleOptions())
-    with pytest.raises(DraftError, match="ttt_steps = 0"):
-        spec_train.fit("eagle3", "data", tmp_path / "no", ttt_steps=0)
-    assert not (tmp_path / "no").exists()
-
-
-@pytest.mark.parametrize("kind", DRAFT_OPTIONS)
-def test_every_draft_is_fitted_loaded_and_simulated(kind, here, tmp_path):
-    small = {
-        "eagle": {"depth": 2},
-        "eagle3": {"ttt_steps": 2},
-        "peagle": {"depths": 2, "draft_layers": 1},
-        "dspark": {"block_size": 2, "num_draft_layers": 1, "mask_token_id": 3},
-        "dflash": {"block_size": 3, "num_draft_layers": 1, "mask_token_id": 3},
-    }[kind]
-    shared = {k: v for k, v in FIT.items() if k not in ("ttt_steps", "draft_vocab_size")}
-    result = spec_train.fit(kind, "data", tmp_path / "run", **shared | small | {"steps": 1})
-    draft = spec_train.load_draft(result.directory)
-    assert draft.name == kind and not draft.training
-    open_data = spec_data.open_dataset("data")
-    found = spec_train.simulate_acceptance(draft, open_data, limit=5)
-    assert found.split == "all" and found.documents == 5 and found.acceptance_length >= 1
-    by_path = spec_train.simulate_acceptance(result.directory, "data", split="all", limit=5)
-    assert by_path.figures["documents"] == 5 and by_path.accept_rate == found.accept_rate
-    held_out = spec_train.simulate_acceptance(tmp_path / "run", Path("data"))
-    assert held_out.split == "validation"
-    assert "serving-like length" in str(held_out)
-
-
-def test_simulation_leaves_the_draft_as_it_was(here):
-    draft = spec_train.load_draft("run").train()
-    before = {name: value.clone() for name, value in draft.state_dict().items()}
-    spec_train.simulate_acceptance(draft, "data", limit=3)
-    assert draft.training
-    assert all(torch.equal(before[name], value) for name, value in draft.state_dict().items())
-    peagle_like = spec_train.load_draft("run")
-    with pytest.raises(ConfigError, match="only a run directory"):
-        spec_train.simulate_acceptance(peagle_like, "data", split="validation")
-
-
-@pytest.mark.parametrize("stored", [True, False], ids=["path", "draft"])
-@pytest.mark.parametrize(
-    "wrong, message",
-    [
-        ({"split": "test"}, "split = 'test' .*choose from auto, validation, train, all"),
-        ({"limit": -1}, "limit -1: expected at least 0"),
-        ({"draft_tokens": -1}, "draft-tokens -1: expected at least 0"),
-    ],
-)
-def test_simulation_refuses_the_same_values_of_a_path_and_of_a_draft(here, stored, wrong, message):
-    draft = "run" if stored else spec_train.load_draft("run")
-    with pytest.raises(ConfigError, match=message):
-        spec_train.simulate_acceptance(draft, "data", **wrong)
-
-
-def test_evaluate_returns_the_figures_of_the_command(here, tmp_path, capsys):
-    both = spec_train.evaluate(
-        "run", "data", "target", "prompts.jsonl", max_new_tokens=6, device="cpu", limit=2,
-        json=tmp_path / "figures.json",
-    )  # fmt: skip
-    assert capsys.readouterr().out == "", "functions print nothing"
-    stored = json.loads((tmp_path / "figures.json").read_text())
-    assert both.figures == stored and both.acceptance_length == stored["acceptance_length"]
-    assert both.decoding.acceptance_length == both.acceptance_length
-    assert both.decoding.identical == both.decoding.responses == 2
-    assert both.data.documents == stored["data"]["documents"] and both.draft_tokens == 2
-    text = str(both)
-    assert "real decoding" in text and "serving-like length" in text
-    with pytest.raises(ConfigError, match="nothing to evaluate on"):
-        spec_train.evaluate("run")
-    with pytest.raises(RunError, match="nothing was measured"):
-        Path(tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "so " * 400}) + "\n")
-        spec_train.evaluate("run", target="target", prompts=tmp_path / "long.jsonl", device="cpu")
-
-
-def test_export_writes_and_checks(here, tmp_path, capsys):
-    written = spec_train.export(Path("run"), tmp_path / "out", "vllm", Path("target"))
-    assert written.path == tmp_path / "out" and written.format == "vllm"
-    assert (written.path / "config.json").is_file() and written.tensors > 5 and written.bytes > 0
-    checked = spec_train.export("run")
-    assert checked.path is None and checked.format is None and "eagle3" in str(checked)
-    for engine in ("vllm", "sglang", "speculators", "spec-train"):
-        assert checked.of(engine), f"no word about {engine}"
-    assert checked.of("other") == ()
-    with pytest.raises(ConfigError, match="exists already"):
-        spec_train.export("run", tmp_path / "out", "vllm")
-    with pytest.raises(ConfigError, match="needs --format"):
-        spec_train.export("run", tmp_path / "other")
-    back = spec_train.load_draft(written.path)
-    assert back.config.layers == spec_train.load_draft("run").config.layers
-    assert capsys.readouterr().out == "", "functions print nothing"
-
-
-def test_drafts_are_loaded_where_and_as_asked(here):
-    stored = spec_train.load_draft("run")
-    assert stored.embed_tokens.weight.dtype == getattr(torch, stored.config.dtype)
-    half = spec_train.load_draft(Path("run"), dtype="bf16")
-    assert half.embed_tokens.weight.dtype == torch.bfloat16 and not half.training
-    with pytest.raises(ConfigError, match="choose from auto"):
-        spec_train.load_draft("run", dtype="int3")
-    with pytest.raises(MissingError, match="no such draft"):
-        spec_train.load_draft("nothing")
