@@ -13,7 +13,7 @@ of two such results has twice this bound:
   epsilon of float32: name that dtype.
 - `terms` is the number of roundings one after the other on the longest path from the inputs to the
   result. The lengths of sums in sequence add up, as do the layers of a network. A product of
-  matrices in bfloat16 sums in float32: it is one rounding of bfloat16, whatever its length. A mean
+  matrices in bfloat16 sums in float32, so it is one rounding of bfloat16 at any length. A mean
   over N slots with errors of their own has terms / N.
 - The magnitude is the sum of the absolute values of the terms, not the result: they may cancel.
   Entries of one tensor are sums of like terms, so its largest absolute value is the default. For a

@@ -33,7 +33,7 @@ TREE = DraftTree([1, 2, 0, 2, 1, 1], [ROOT, ROOT, 0, 0, 1, 2])
 def slow_tree(
     draft: Any, known: list[int], states: Tensor, depth: int, shape: TreeShape
 ) -> tuple[set[tuple[int, ...]], dict[tuple[int, ...], float]]:
-    """The paths of a tree, the rows of every one computed anew, one by one; all scores."""
+    """Compute every path of a tree from the start, one by one, with all scores."""
 
     def children(path: tuple[int, ...]) -> dict[int, float]:
         cache = draft.cache_class()
