@@ -203,7 +203,7 @@ def _kept(args: argparse.Namespace) -> str:
 
 def _seal(args: argparse.Namespace) -> int:
     config = resolve(SealConfig, args)
-    from spec_data.generation.run import seal_directory
+    from spec_data.generation.sealing import seal_directory
     from spec_data.report import dataset_text
 
     print(dataset_text(seal_directory(Path(config.out))))

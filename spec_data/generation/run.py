@@ -19,7 +19,6 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,43 +27,27 @@ from filelock import FileLock, Timeout
 
 from spec_data.devices import usable_device
 from spec_data.generation.calibrate import calibrate
-from spec_data.generation.capture import CapturedUnit, CaptureSettings, capture_unit
-from spec_data.generation.plan import PLAN_COLUMNS, Plan, load_plan, read_settings, save_plan
+from spec_data.generation.capture import CaptureSettings, capture_unit
+from spec_data.generation.plan import Plan, load_plan, read_settings, save_plan
 from spec_data.generation.replan import check_still_planned, discard_unused_plan, half_discarded
+from spec_data.generation.sealing import seal_directory
 from spec_data.generation.setup import Setup, changed_settings, make_plan, refuse_changes, set_up
 from spec_data.generation.target_files import manifest_draft, save_target_files
+from spec_data.generation.unit_records import SHARDS, finish_unit, finished_unit
 from spec_data.options import GenerateConfig
 from spec_data.progress import progress, size
 from spec_data.shards.codec_tables import TABLES, load_tables
-from spec_data.shards.errors import DatasetError, MissingError, RunError
-from spec_data.shards.files import dump_json, unit_name, write_atomically, write_once
-from spec_data.shards.follow import LEFT_OUT, WORK, used_marker
+from spec_data.shards.errors import DatasetError, RunError
+from spec_data.shards.files import dump_json, unit_name, write_once
+from spec_data.shards.follow import WORK
 from spec_data.shards.reader import MANIFEST
-from spec_data.shards.reclaim import seal_lock, units_to_keep, wait_for_room
-from spec_data.shards.schema import Column, Manifest, ShardRecord
-from spec_data.shards.seal import check_shard, file_records, seal, target_file_names
-from spec_data.shards.writer import write_shard
+from spec_data.shards.reclaim import units_to_keep, wait_for_room
+from spec_data.shards.schema import Manifest
+from spec_data.shards.seal import file_records, target_file_names
 from spec_data.target.model import Target
 from spec_data.target.proofs import proof_documents, prove_head, prove_isolation
 
 logger = logging.getLogger(__name__)
-
-SHARDS = "shards"
-
-
-@dataclass(frozen=True, kw_only=True)
-class FinishedUnit:
-    """The record of a finished unit, as unit-00000.json holds it.
-
-    Attributes:
-        record: size and checksum of the shard.
-        dropped: number of documents that were left out, by reason.
-        left_out: their indices in the unit.
-    """
-
-    record: ShardRecord
-    dropped: dict[str, int]
-    left_out: list[int]
 
 
 def generate(config: GenerateConfig) -> Manifest | None:
@@ -207,27 +190,6 @@ def check_free_space(out: Path, needed: int) -> None:
         )
 
 
-def finished_unit(out: Path, unit: int) -> FinishedUnit | None:
-    """Return the record of a finished unit, or None.
-
-    A unit is finished if its shard is on disk, or was deleted after use.
-    """
-    file = out / WORK / f"{unit_name(unit)}.json"
-    if not file.is_file():
-        return None
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-        record = ShardRecord(**raw["record"])
-    except (ValueError, TypeError, KeyError):
-        return None  # not a record of this program: the unit is captured again
-    shard = out / record.file
-    there = shard.is_file() and shard.stat().st_size == record.bytes
-    if not there and not used_marker(out, unit).is_file():
-        return None
-    left_out = raw.get("left_out", [])
-    return FinishedUnit(record=record, dropped=raw["dropped"], left_out=left_out)
-
-
 def run_units(setup: Setup, plan: Plan, out: Path, mine: list[int], todo: list[int]) -> None:
     """Load the target, prove it, and capture the units `todo`; writing overlaps capture.
 
@@ -270,18 +232,6 @@ def run_units(setup: Setup, plan: Plan, out: Path, mine: list[int], todo: list[i
             bar.set_postfix_str(f"shard {len(todo)}/{len(todo)}, {size(written)}")
 
 
-def finish_unit(out: Path, unit: int, captured: CapturedUnit, columns: tuple[Column, ...]) -> int:
-    """Write the shard of a unit, then its record; return the bytes written."""
-    record = write_shard(out / SHARDS / f"{unit_name(unit)}.arrow", captured.data, columns)
-    finished = {
-        "record": asdict(record),
-        "dropped": captured.dropped,
-        "left_out": captured.left_out,
-    }
-    write_atomically(out / WORK / f"{unit_name(unit)}.json", dump_json(finished))
-    return record.bytes
-
-
 def prove_target(setup: Setup, plan: Plan, target: Target, out: Path) -> dict[str, Any]:
     """Prove head and packing, make the codec tables, and save the files of the target, once.
 
@@ -310,91 +260,3 @@ def prove_target(setup: Setup, plan: Plan, target: Target, out: Path) -> dict[st
     draft["files"] = file_records(out, target_file_names(out))
     write_once(file, dump_json(draft))
     return json.loads(file.read_text(encoding="utf-8"))
-
-
-def seal_directory(out: Path, checked: set[int] | None = None) -> Manifest:
-    """Check every unit and turn the directory into a dataset.
-
-    The checksums of shards in `checked` (units that this process wrote) are not computed again.
-
-    Raises:
-        MissingError: there is no plan, or units are not finished.
-        DatasetError: a shard is not the one that was written.
-        RunError: units of this directory are deleted after use (`--follow-keep`).
-    """
-    if (out / MANIFEST).is_file():
-        shutil.rmtree(out / WORK, ignore_errors=True)
-        return Manifest.read(out / MANIFEST)
-    work = out / WORK
-    if not (work / "plan.json").is_file():
-        raise MissingError(f"{out}: no plan here; run `spec-data generate` first")
-    with seal_lock(work):
-        if units_to_keep(out):
-            raise RunError(
-                f"{out}: there is no dataset to seal, because `spec-train fit --follow-keep` "
-                "deletes the units after use"
-            )
-        return _seal(out, work, checked)
-
-
-def _seal(out: Path, work: Path, checked: set[int] | None) -> Manifest:
-    """Do the work of `seal_directory` while its lock is held."""
-    plan = load_plan(work)
-    units = {u: finished_unit(out, u) for u in range(len(plan.units))}
-    left = [u for u, finished in units.items() if finished is None]
-    if left or not (work / "target.json").is_file():
-        raise MissingError(
-            f"{out}: {len(left)} of {len(units)} units are not finished (first: {left[:3]}); run "
-            "`spec-data generate` with the same options, or start the missing --workers"
-        )
-    draft = json.loads((work / "target.json").read_text(encoding="utf-8"))
-    records, dropped = [], dict(draft["documents"]["dropped"])
-    for unit, finished in sorted(units.items()):
-        if finished is None:
-            continue
-        if unit not in (checked or ()):
-            check_shard(out, finished.record)
-        if finished.record.rows:
-            records.append(finished.record)
-        for reason, count in finished.dropped.items():
-            dropped[reason] = dropped.get(reason, 0) + count
-    draft["documents"]["dropped"] = dict(sorted(dropped.items()))
-    draft["documents"]["stored"] = sum(r.rows for r in records)
-    save_left_out(out, plan, {u: f.left_out for u, f in units.items() if f}, draft)
-    manifest = seal(out, draft, records)
-    check_counts(manifest)
-    for leftover in out.rglob(".*.tmp"):  # of runs that were killed while writing
-        leftover.unlink()
-    shutil.rmtree(work)
-    return manifest
-
-
-def check_counts(manifest: Manifest) -> None:
-    """Check that rendered documents == stored documents + documents counted as dropped.
-
-    Raises:
-        RunError: they differ.
-    """
-    counts = manifest.raw["documents"]
-    if counts["rendered"] != counts["stored"] + sum(counts["dropped"].values()):
-        raise RunError(f"documents do not add up: {counts}; this is a bug, please report it")
-
-
-def save_left_out(
-    out: Path, plan: Plan, places: dict[int, list[int]], draft: dict[str, Any]
-) -> None:
-    """Write ids and masks of the documents that were left out, and record them in the draft.
-
-    `places` maps a unit to the indices, in that unit, of its left out documents. Nothing is written
-    if there are none.
-    """
-    # (unit, index of the document in the plan)
-    found = [
-        (unit, plan.units[unit][0] + place) for unit in sorted(places) for place in places[unit]
-    ]
-    if not found:
-        return
-    documents = [document for _, document in found]
-    write_shard(out / LEFT_OUT, plan.documents.select(documents, PLAN_COLUMNS), PLAN_COLUMNS)
-    draft["left_out"] = {"places": documents, "units": [unit for unit, _ in found]}
-    draft["files"] = {**draft["files"], **file_records(out, [LEFT_OUT])}

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import spec_data.generation.calibrate as calibrate_module
 from spec_data.generation.calibrate import sample_documents
-from spec_data.generation.run import seal_directory
+from spec_data.generation.sealing import seal_directory
 from spec_data.generation.setup import make_plan, set_up
 from spec_data.options import GenerateConfig, VerifyConfig
 from spec_data.report import dataset_text, estimate_text

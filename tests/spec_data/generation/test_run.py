@@ -10,8 +10,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-import spec_data.generation.run as generate_module
-from spec_data.generation.run import check_free_space, seal_directory
+import spec_data.generation.sealing as sealing_module
+import spec_data.generation.unit_records as unit_records
+from spec_data.generation.run import check_free_space
+from spec_data.generation.sealing import seal_directory
 from spec_data.generation.setup import make_plan, set_up
 from spec_data.options import GenerateConfig
 from spec_data.shards.errors import (
@@ -152,7 +154,7 @@ def test_a_crash_while_sealing_is_finished_by_the_same_command(
     def crash(*_):
         raise OSError("no power")
 
-    monkeypatch.setattr(generate_module, "check_counts", crash)
+    monkeypatch.setattr(sealing_module, "check_counts", crash)
     with pytest.raises(OSError, match="no power"):
         run(target, corpus, out)
     monkeypatch.undo()
@@ -311,7 +313,7 @@ def test_a_full_disk_is_found_before_the_run_and_survived_during_it(
     with pytest.raises(RunError, match="bytes are still to be written"):
         check_free_space(tmp_path, 1 << 60)
     out = tmp_path / "data"
-    real = generate_module.write_shard
+    real = unit_records.write_shard
     calls = []
 
     def full(path, unit, columns):
@@ -320,7 +322,7 @@ def test_a_full_disk_is_found_before_the_run_and_survived_during_it(
             raise OSError(28, "No space left on device", str(path))
         return real(path, unit, columns)
 
-    monkeypatch.setattr(generate_module, "write_shard", full)
+    monkeypatch.setattr(unit_records, "write_shard", full)
     with pytest.raises(RunError, match="the disk is full; finished shards are safe"):
         run(target, corpus, out)
     assert len(list((out / "shards").iterdir())) == 2

@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from spec_data.generation.run import generate, seal_directory
+from spec_data.generation.run import generate
+from spec_data.generation.sealing import seal_directory
 from spec_data.options import GenerateConfig
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.follow import WORK, FollowedDataset

@@ -1,0 +1,104 @@
+"""Turn a directory whose units are all finished into a dataset."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from spec_data.generation.plan import PLAN_COLUMNS, Plan, load_plan
+from spec_data.generation.unit_records import finished_unit
+from spec_data.shards.errors import MissingError, RunError
+from spec_data.shards.follow import LEFT_OUT, WORK
+from spec_data.shards.reader import MANIFEST
+from spec_data.shards.reclaim import seal_lock, units_to_keep
+from spec_data.shards.schema import Manifest
+from spec_data.shards.seal import check_shard, file_records, seal
+from spec_data.shards.writer import write_shard
+
+
+def seal_directory(out: Path, checked: set[int] | None = None) -> Manifest:
+    """Check every unit and turn the directory into a dataset.
+
+    The checksums of shards in `checked` (units that this process wrote) are not computed again.
+
+    Raises:
+        MissingError: there is no plan, or units are not finished.
+        DatasetError: a shard is not the one that was written.
+        RunError: units of this directory are deleted after use (`--follow-keep`).
+    """
+    if (out / MANIFEST).is_file():
+        shutil.rmtree(out / WORK, ignore_errors=True)
+        return Manifest.read(out / MANIFEST)
+    work = out / WORK
+    if not (work / "plan.json").is_file():
+        raise MissingError(f"{out}: no plan here; run `spec-data generate` first")
+    with seal_lock(work):
+        if units_to_keep(out):
+            raise RunError(
+                f"{out}: there is no dataset to seal, because `spec-train fit --follow-keep` "
+                "deletes the units after use"
+            )
+        return _seal(out, work, checked)
+
+
+def _seal(out: Path, work: Path, checked: set[int] | None) -> Manifest:
+    """Do the work of `seal_directory` while its lock is held."""
+    plan = load_plan(work)
+    units = {u: finished_unit(out, u) for u in range(len(plan.units))}
+    left = [u for u, finished in units.items() if finished is None]
+    if left or not (work / "target.json").is_file():
+        raise MissingError(
+            f"{out}: {len(left)} of {len(units)} units are not finished (first: {left[:3]}); run "
+            "`spec-data generate` with the same options, or start the missing --workers"
+        )
+    draft = json.loads((work / "target.json").read_text(encoding="utf-8"))
+    records, dropped = [], dict(draft["documents"]["dropped"])
+    for unit, finished in sorted(units.items()):
+        if finished is None:
+            continue
+        if unit not in (checked or ()):
+            check_shard(out, finished.record)
+        if finished.record.rows:
+            records.append(finished.record)
+        for reason, count in finished.dropped.items():
+            dropped[reason] = dropped.get(reason, 0) + count
+    draft["documents"]["dropped"] = dict(sorted(dropped.items()))
+    draft["documents"]["stored"] = sum(r.rows for r in records)
+    save_left_out(out, plan, {u: f.left_out for u, f in units.items() if f}, draft)
+    manifest = seal(out, draft, records)
+    check_counts(manifest)
+    for leftover in out.rglob(".*.tmp"):  # of runs that were killed while writing
+        leftover.unlink()
+    shutil.rmtree(work)
+    return manifest
+
+
+def check_counts(manifest: Manifest) -> None:
+    """Check that rendered documents == stored documents + documents counted as dropped.
+
+    Raises:
+        RunError: they differ.
+    """
+    counts = manifest.raw["documents"]
+    if counts["rendered"] != counts["stored"] + sum(counts["dropped"].values()):
+        raise RunError(f"documents do not add up: {counts}; this is a bug, please report it")
+
+
+def save_left_out(
+    out: Path, plan: Plan, places: dict[int, list[int]], draft: dict[str, Any]
+) -> None:
+    """Write ids and masks of the documents that were left out, and record them in the draft.
+
+    `places` maps a unit to the indices, in that unit, of its left out documents. Nothing is written
+    if there are none.
+    """
+    # (unit, index of the document in the plan)
+    found = [
+        (unit, plan.units[unit][0] + place) for unit in sorted(places) for place in places[unit]
+    ]
+    if not found:
+        return
+    documents = [document for _, document in found]
+    write_shard(out / LEFT_OUT, plan.documents.select(documents, PLAN_COLUMNS), PLAN_COLUMNS)
+    draft["left_out"] = {"places": documents, "units": [unit for unit, _ in found]}
+    draft["files"] = {**draft["files"], **file_records(out, [LEFT_OUT])}

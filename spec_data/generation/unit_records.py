@@ -1,0 +1,65 @@
+"""Write finished units, and read the records that say which units are finished.
+
+A unit is finished when its record, .generate/unit-00000.json, exists. The record is written after
+the shard, both atomically.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from spec_data.generation.capture import CapturedUnit
+from spec_data.shards.files import dump_json, unit_name, write_atomically
+from spec_data.shards.follow import WORK, used_marker
+from spec_data.shards.schema import Column, ShardRecord
+from spec_data.shards.writer import write_shard
+
+SHARDS = "shards"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedUnit:
+    """The record of a finished unit, as unit-00000.json holds it.
+
+    Attributes:
+        record: size and checksum of the shard.
+        dropped: number of documents that were left out, by reason.
+        left_out: their indices in the unit.
+    """
+
+    record: ShardRecord
+    dropped: dict[str, int]
+    left_out: list[int]
+
+
+def finished_unit(out: Path, unit: int) -> FinishedUnit | None:
+    """Return the record of a finished unit, or None.
+
+    A unit is finished if its shard is on disk, or was deleted after use.
+    """
+    file = out / WORK / f"{unit_name(unit)}.json"
+    if not file.is_file():
+        return None
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        record = ShardRecord(**raw["record"])
+    except (ValueError, TypeError, KeyError):
+        return None  # not a record of this program: the unit is captured again
+    shard = out / record.file
+    there = shard.is_file() and shard.stat().st_size == record.bytes
+    if not there and not used_marker(out, unit).is_file():
+        return None
+    left_out = raw.get("left_out", [])
+    return FinishedUnit(record=record, dropped=raw["dropped"], left_out=left_out)
+
+
+def finish_unit(out: Path, unit: int, captured: CapturedUnit, columns: tuple[Column, ...]) -> int:
+    """Write the shard of a unit, then its record; return the bytes written."""
+    record = write_shard(out / SHARDS / f"{unit_name(unit)}.arrow", captured.data, columns)
+    finished = {
+        "record": asdict(record),
+        "dropped": captured.dropped,
+        "left_out": captured.left_out,
+    }
+    write_atomically(out / WORK / f"{unit_name(unit)}.json", dump_json(finished))
+    return record.bytes
