@@ -30,13 +30,16 @@ def option(
     group: str = "",
     choices: tuple = (),
     metavar: str = "",
+    numbers: bool = False,
 ):
     """A dataclass field that is also a command-line option.
 
     `default` missing makes the option required. Tuples become repeatable options that also take
-    several values (`--corpus a b --corpus c`). `group` is the heading it has in --help.
+    several values (`--corpus a b --corpus c`). `group` is the heading it has in --help. `numbers`
+    lets config files and Python write a text option as a number (`max-bad-rows: 5`).
     """
-    metadata = {"help": help, "group": group, "choices": choices, "metavar": metavar}
+    metadata: dict[str, Any] = {"help": help, "group": group, "choices": choices}
+    metadata |= {"metavar": metavar, "numbers": numbers}
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -210,6 +213,8 @@ def _one(name: str, value: Any, kind: type, field: dataclasses.Field, where: str
     exact = isinstance(value, bool) == (kind is bool)
     if kind is float and isinstance(value, int) and exact:
         value = float(value)
+    if field.metadata.get("numbers") and type(value) in (int, float):
+        value = str(value)
     if not isinstance(value, kind) or not exact:
         text = " ".join(repr(value).split())  # of an object, such as a model, the beginning
         found = text if len(text) <= 100 else f"{text[:100]}..."

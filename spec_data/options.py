@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spec_data.config import option
+from spec_data.corpus.bad_rows import BadRowLimit, parse_limit
 from spec_data.shards.errors import ConfigError
 
 HIDDEN_CODECS = ("bf16", "int8c", "lm6c", "lm4c", "fp8")
@@ -180,10 +181,18 @@ class GenerateConfig:
     )
     on_bad_row: str = option(
         "skip",
-        help="what a corpus row that cannot be read does: skip counts it and stops the run above "
-        "1 %; fail stops at the first",
+        help="what a corpus row that cannot be read does: skip counts it and leaves it out, up to "
+        "--max-bad-rows; fail stops the run at the first",
         group=_DOCUMENTS,
         choices=("skip", "fail"),
+    )
+    max_bad_rows: str = option(
+        "auto",
+        help="stop if more rows of a --corpus are bad: a count such as 5, or a share such as 1% or "
+        "0.01. auto is 1 %; below 1,000 rows it is 10 rows, but not more than 10 %",
+        group=_DOCUMENTS,
+        metavar="N|SHARE",
+        numbers=True,
     )
     max_shard_size: str = option(
         "500MB",
@@ -228,7 +237,7 @@ class GenerateConfig:
             )
         if parse_size(self.max_shard_size) < 1:
             raise ConfigError(f"--max-shard-size {self.max_shard_size}: a shard needs some bytes")
-        _ = self.worker, self.template_kwargs, self.codecs
+        _ = self.worker, self.template_kwargs, self.codecs, self.bad_row_limit
         if self.final != "all" and self.supervision != "final-hidden":
             raise ConfigError(
                 f"--final {self.final} is about hidden.final, which --supervision "
@@ -242,6 +251,11 @@ class GenerateConfig:
         if not found or not int(found[1]) < int(found[2]):
             raise ConfigError(f"--workers {self.workers!r}: expected i/n with i from 0 to n-1")
         return int(found[1]), int(found[2])
+
+    @property
+    def bad_row_limit(self) -> BadRowLimit:
+        """How many bad rows --max-bad-rows allows."""
+        return parse_limit(self.max_bad_rows)
 
     @property
     def codecs(self) -> dict[str, str]:

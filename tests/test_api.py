@@ -252,7 +252,7 @@ def test_what_is_left_out_is_counted_by_reason(here, tmp_path):
     rows = Path("chats.jsonl").read_text().splitlines()
     corpus = tmp_path / "chats.jsonl"
     corpus.write_text("\n".join([*rows[:4], rows[0], "{not json"] * 40) + "\n" + rows[5] + "\n")
-    with pytest.raises(spec_data.SpecDataError):  # a sixth of the rows is bad: over 1 %
+    with pytest.raises(spec_data.SpecDataError):  # a sixth of the rows is bad
         spec_data.estimate("target", corpus, tmp_path / "no", layers="0,2,4")
     corpus.write_text("\n".join([*rows[:4], rows[0]]) + "\n")
     made = spec_data.generate("target", corpus, tmp_path / "new", layers=[0, 2, 4], device="cpu")

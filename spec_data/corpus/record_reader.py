@@ -8,13 +8,11 @@ document, is read whole. Formats are recognised row by row (`records.py`); the r
 most frequent format and counts the others.
 
 Bad rows. `on_bad_row="fail"` stops at the first one. `"skip"` logs and counts each, and stops when
-more than 1 % of a file's rows are bad: at the end of the file, or as soon as more than 100 rows are
-bad. Only the share counts: one bad row in a file of fewer than 100 rows is more than 1 % and stops
-the run. If one bad row were allowed in every small file, a corpus of many small files could lose
-any part of itself silently; and a small file is quickly repaired.
+a source as the user named it (a file, or a directory as a whole) has more bad rows than
+`max_bad_rows` allows; `bad_rows.py` has the rule. A warning names a file without any good row.
 
 Some records turn out to be broken only when they are rendered. `refuse` counts them: a broken
-record counts towards the 1 %, a record with nothing to learn from does not.
+record counts as a bad row, a record with nothing to learn from does not.
 
 The dataset stores the names of sources, and the examples of bad rows, without the directories of
 this machine. Messages name files as the user wrote them.
@@ -31,6 +29,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from spec_data.corpus.bad_rows import AUTO, EXAMPLES, BadRowLimit, BadRows, printable
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.records import BadRow, Record, parse_row
 from spec_data.corpus.sources import Digest, Source, resolve
@@ -39,10 +38,6 @@ from spec_data.shards.errors import ConfigError, CorpusError
 __all__ = ["CorpusReader", "Record", "SourceReport"]
 
 logger = logging.getLogger(__name__)
-
-_BAD_SHARE = 100  # one bad row in this many is allowed
-_BAD_EARLY = 100  # with more bad rows than this, the share is checked before the end of the file
-_EXAMPLES = 5  # bad rows that are logged and stored, per file or reason
 
 
 @dataclass(kw_only=True)
@@ -72,10 +67,11 @@ class CorpusReader:
 
     Args:
         sources: files, directories, or Hub dataset names (`name`, `name:config`, `name@split`).
-        on_bad_row: "skip" (count, and stop above 1 %) or "fail" (stop at the first).
+        on_bad_row: "skip" (count, and stop above `max_bad_rows`) or "fail" (stop at the first).
         limit: stop after this many records over all sources; later sources are not opened.
         split: the split to read, unless the source has an `@split`. In a plain directory, files
             whose path names another split (`test-00000.parquet`) are left out with a warning.
+        max_bad_rows: how many rows of each of `sources` may be bad.
 
     Attributes:
         notes: the files of directories that were left out, and why.
@@ -93,6 +89,7 @@ class CorpusReader:
         on_bad_row: Literal["skip", "fail"] = "skip",
         limit: int | None = None,
         split: str = "train",
+        max_bad_rows: BadRowLimit = AUTO,
     ) -> None:
         if not sources:
             raise ConfigError("no corpus: name a file, a directory or a dataset")
@@ -106,29 +103,36 @@ class CorpusReader:
         self.reports: list[SourceReport] = []
         self.refused: Counter[str] = Counter()
         self.refused_examples: dict[str, list[str]] = {}
-        self.sources = [s for name in sources for s in resolve(str(name), split, self.notes)]
+        self._max_bad_rows = max_bad_rows
+        self._resolved = [(str(n), resolve(str(n), split, self.notes)) for n in sources]
+        self.sources = [source for _, found in self._resolved for source in found]
+        self._bad = BadRows("")  # of the source that is being read
         for note in self.notes:
             logger.warning("%s", note)
 
     def __iter__(self) -> Iterator[Record]:
         self.reports, self.refused, self.refused_examples = [], Counter(), {}
         left = self.limit
-        for source in self.sources:
-            report = SourceReport(
-                source=source.name, path=source.path, kind=source.kind, licence=source.licence
-            )
-            self.reports.append(report)
-            for record in self._read(source, report, left):
-                yield record
-                left = None if left is None else left - 1
-            logger.info("%s", report)
+        for name, sources in self._resolved:
+            self._bad = BadRows(name, self._max_bad_rows, self.on_bad_row == "fail")
+            for source in sources:
+                for record in self._read(source, left):
+                    yield record
+                    left = None if left is None else left - 1
+                if left == 0:
+                    break
+            self._bad.check()
             if left == 0:
                 break
         if not any(report.formats for report in self.reports):
             raise CorpusError(f"no usable row in {', '.join(r.path for r in self.reports)}")
 
-    def _read(self, source: Source, report: SourceReport, left: int | None) -> Iterator[Record]:
-        """Yield at most `left` records of a source, then complete its report."""
+    def _read(self, source: Source, left: int | None) -> Iterator[Record]:
+        """Yield at most `left` records of a source, and complete its report."""
+        report = SourceReport(
+            source=source.name, path=source.path, kind=source.kind, licence=source.licence
+        )
+        self.reports.append(report)
         digest = Digest()
         with closing(source.rows(digest)) as stream:  # stays open until the rest is hashed
             for where, row in stream:
@@ -138,14 +142,17 @@ class CorpusReader:
                 yield record
                 if report.rows - report.bad == left:
                     break
-            _check_share(report)
             report.sha256 = digest.finish()
+        logger.info("%s", report)
+        if report.bad and not report.formats:
+            logger.warning("warning: %s: every row of this file is bad", report.path)
 
     def _recognised(
         self, source: Source, report: SourceReport, where: str, row: Any
     ) -> Record | None:
         """Count one row; return its record, or None if the row is bad."""
         report.rows += 1
+        self._bad.read += 1
         try:
             if isinstance(row, BadRow):
                 raise row
@@ -153,8 +160,8 @@ class CorpusReader:
         except BadRow as reason:
             report.bad += 1
             self._broken(report, f"{where}: {reason}")
-            if report.bad <= _EXAMPLES:
-                logger.warning("bad row skipped: %s: %s", where, reason)
+            if report.bad <= EXAMPLES:
+                logger.warning("bad row skipped: %s", printable(f"{where}: {reason}"))
             return None
         report.formats[kind] = report.formats.get(kind, 0) + 1
         report.format = max(report.formats, key=lambda name: report.formats[name])
@@ -171,35 +178,19 @@ class CorpusReader:
         if error.broken:
             report.unrendered += 1
             self._broken(report, str(error))
-        if self.refused[error.reason] <= _EXAMPLES:
+        if self.refused[error.reason] <= EXAMPLES:
             examples = self.refused_examples.setdefault(error.reason, [])
             examples.append(_portable(report, str(error)))
             level = logging.WARNING if error.broken else logging.INFO
-            logger.log(level, "row left out (%s): %s", error.reason, error)
+            logger.log(level, "row left out (%s): %s", error.reason, printable(str(error)))
 
     def _broken(self, report: SourceReport, message: str) -> None:
-        """Store an example of a bad row; raise if too many rows are bad."""
-        if self.on_bad_row == "fail":
-            raise CorpusError(f"{message}\nfix the row, or skip bad rows with --on-bad-row skip")
-        if len(report.bad_examples) < _EXAMPLES:
+        """Count a bad row and store an example of it; raise if too many rows are bad."""
+        if len(report.bad_examples) < EXAMPLES:
             report.bad_examples.append(_portable(report, message))
-        if report.bad + report.unrendered > _BAD_EARLY:
-            _check_share(report)
+        self._bad.add(message)
 
 
 def _portable(report: SourceReport, message: str) -> str:
     """Return a message about a row without the directories of this machine."""
-    return report.source + message.removeprefix(report.path)
-
-
-def _check_share(report: SourceReport) -> None:
-    """Raise a CorpusError if more than 1 % of the rows read so far are bad."""
-    bad = report.bad + report.unrendered
-    if bad * _BAD_SHARE <= report.rows:
-        return
-    examples = "\n  ".join(report.bad_examples)
-    raise CorpusError(
-        f"{report.path}: {bad} of {report.rows} rows are bad, more than 1 %:\n  {examples}"
-        "\nfix or remove these rows, convert the file to a known format, or use a chat template "
-        "that accepts them"
-    )
+    return printable(report.source + message.removeprefix(report.path))

@@ -257,7 +257,12 @@ def make_plan(setup: Setup) -> Plan:
 def corpus_reader(config: GenerateConfig) -> CorpusReader:
     """Return the reader of the sources of a config."""
     bad: Literal["skip", "fail"] = "fail" if config.on_bad_row == "fail" else "skip"
-    return CorpusReader(config.corpus, on_bad_row=bad, limit=config.limit or None)
+    return CorpusReader(
+        config.corpus,
+        on_bad_row=bad,
+        limit=config.limit or None,
+        max_bad_rows=config.bad_row_limit,
+    )
 
 
 def corpus_entry(report: SourceReport) -> dict[str, Any]:

@@ -1,0 +1,142 @@
+"""How many bad rows a run accepts (`--max-bad-rows`), and what is stored and logged of each.
+
+One `BadRows` counts the rows of one corpus source as the user named it: a file, a directory or a
+dataset. A directory is counted as a whole, because a directory of text files has one row per file.
+
+    limit = parse_limit("1%")
+    rows = BadRows("chats.jsonl", limit)
+    for ...:
+        rows.read += 1
+        rows.add("chats.jsonl:7: not valid JSON")     # raises where the run must stop at once
+    rows.check()                                      # at the end: raises where too many are bad
+
+The default, "auto", allows 1 % of the rows. In sources below 1,000 rows, 1 % would be a few rows or
+none, so auto allows up to 10 bad rows there, if they are not more than 10 %.
+"""
+
+import re
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from spec_data.shards.errors import ConfigError, CorpusError
+
+EXAMPLES = 5  # bad rows that are logged and stored, per file or reason
+_AUTO_SHARE = Fraction(1, 100)
+_AUTO_ROWS, _AUTO_SMALL = 10, Fraction(1, 10)
+_EARLY = 100  # with more bad rows than this, the run stops as soon as most rows are bad
+_LONGEST = 400  # characters of a message about a row; rows can hold text of any length
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class BadRowLimit:
+    """The value of --max-bad-rows: a share of the rows, a count, or (neither) auto."""
+
+    text: str
+    share: Fraction | None = None
+    count: int | None = None
+
+    def allowed(self, rows: int) -> int:
+        """Return how many of `rows` rows may be bad."""
+        if self.count is not None:
+            return self.count
+        if self.share is not None:
+            return int(self.share * rows)
+        return max(int(_AUTO_SHARE * rows), min(_AUTO_ROWS, int(_AUTO_SMALL * rows)))
+
+
+def parse_limit(text: str, flag: str = "--max-bad-rows") -> BadRowLimit:
+    """Return the limit that a text means: auto, a count (5), or a share (1% or 0.01).
+
+    Raises:
+        ConfigError: the text is none of these, or a share above 1.
+    """
+    plain = text.strip().lower().replace(" ", "")
+    if plain == "auto":
+        return BadRowLimit(plain)
+    if re.fullmatch(r"\d+", plain):
+        return BadRowLimit(plain, count=int(plain[:18]))
+    number = re.fullmatch(r"(\d+\.?\d*|\.\d+)(e-\d{1,2})?(%?)", plain)
+    share = Fraction(number[1] + (number[2] or "")) / (100 if number[3] else 1) if number else 2
+    if share > 1:
+        raise ConfigError(
+            f"{flag} {text!r}: expected a count of rows such as 5, a share such as 1% or 0.01, or "
+            "auto"
+        )
+    return BadRowLimit(plain, share=Fraction(share))
+
+
+AUTO = BadRowLimit("auto")
+
+
+@dataclass
+class BadRows:
+    """The bad rows of one source, and the decision whether the run goes on.
+
+    Attributes:
+        source: the source as the user wrote it.
+        limit: how many rows may be bad.
+        fail: stop at the first bad row (`--on-bad-row fail`).
+        read: rows read so far, good and bad; the caller counts them.
+        bad: bad rows so far.
+        examples: messages about the first few.
+    """
+
+    source: str
+    limit: BadRowLimit = AUTO
+    fail: bool = False
+    read: int = 0
+    bad: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def add(self, message: str) -> None:
+        """Count one bad row; `message` has its place and the reason.
+
+        Raises:
+            CorpusError: `fail` is set, or most rows so far are bad and more than the limit allows.
+        """
+        message = printable(message)
+        if self.fail:
+            raise CorpusError(f"{message}\nfix the row, or skip bad rows with --on-bad-row skip")
+        self.bad += 1
+        if len(self.examples) < EXAMPLES:
+            self.examples.append(message)
+        if self.bad > _EARLY and self.bad * 2 > self.read:
+            self._check("100%", " so far, and reading stops here")
+
+    def check(self) -> None:
+        """Check the limit after the last row of the source.
+
+        Raises:
+            CorpusError: more rows are bad than the limit allows.
+        """
+        self._check(str(self.bad), "")
+
+    def _check(self, enough: str, moment: str) -> None:
+        allowed = self.limit.allowed(self.read)
+        if self.bad <= allowed:
+            return
+        examples = "\n  ".join(self.examples)
+        raise CorpusError(
+            f"{printable(self.source)}: {self.bad} of {self.read} rows are bad{moment}; "
+            f"--max-bad-rows {self.limit.text} allows {allowed}:\n  {examples}\nTo go on without "
+            f"the bad rows, add --max-bad-rows {enough}. To use them, fix the rows, convert the "
+            "file to a known format, or use a chat template that accepts them"
+        )
+
+
+def printable(message: str) -> str:
+    """Return a message that UTF-8, a terminal and a manifest can hold.
+
+    Half surrogate pairs and control characters are written as escapes, and the middle of a long
+    message is left out: a message can quote any text of a row.
+    """
+    if len(message) > _LONGEST:
+        half = _LONGEST // 2
+        message = f"{message[:half]} ... {message[-half:]}"
+    return _UNPRINTABLE.sub(lambda found: _escape(found[0]), message)
+
+
+def _escape(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
