@@ -14,24 +14,25 @@ from spec_data.keywords import from_keywords, takes_options
 from spec_data.options import GenerateConfig, VerifyConfig
 from spec_data.report import dataset_text, estimate_facts, estimate_text
 from spec_data.results import EstimateResult, GenerateResult, VerifyReport
+from spec_data.shards.checking import FIRST
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
-from spec_data.shards.shard import CHECK_EVERY
 from spec_data.verification.run import examine
 
 AnyPath = str | Path
 
 
 def open_dataset(
-    path: AnyPath, columns: str | Sequence[str] | None = None, *, check_every: int = CHECK_EVERY
+    path: AnyPath, columns: str | Sequence[str] | None = None, *, check: str = FIRST
 ) -> HiddenStatesDataset:
     """Open a dataset directory; documents are read only when they are asked for.
 
     Args:
         path: a sealed directory that `generate` wrote.
         columns: the token columns to read; None: all.
-        check_every: verify the checksum of every n-th chunk that is read, 1 to 255; 1: of all.
+        check: when data are compared with their checksums: "first" (before their first use in this
+            process, and 1 read in 64 afterwards), "always", "sample" (1 read in 16) or "never".
 
     Returns:
         The dataset. `ds[3]` is a document: a dict of fresh tensors, such as `input_ids` int64 [T]
@@ -41,7 +42,7 @@ def open_dataset(
     Raises:
         MissingError: no such directory, or it is not sealed yet.
         DatasetError: a damaged or foreign manifest, a truncated shard, an unknown column.
-        ConfigError: `check_every` is outside 1 to 255.
+        ConfigError: an unknown `check`.
 
     >>> ds = spec_data.open_dataset("data", columns=["input_ids", "hidden.L2"])
     >>> len(ds), ds.column_names[-2:]
@@ -52,7 +53,7 @@ def open_dataset(
     3
     """
     chosen = [columns] if isinstance(columns, str) else columns
-    return HiddenStatesDataset(path, chosen, check_every)
+    return HiddenStatesDataset(path, chosen, check)
 
 
 @takes_options(GenerateConfig, without=("dry_run",))

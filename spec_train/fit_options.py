@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spec_data.config import option
+from spec_data.shards.checking import CHECK_HELP, CHECKS, FIRST
 from spec_data.shards.errors import ConfigError
 from spec_train.data_option import parse_sources
 from spec_train.presets import PRESETS
@@ -138,6 +139,12 @@ class FitConfig:
         help="documents are shuffled inside windows of so many tokens: a larger window mixes "
         "better, a smaller one reads the disk in longer runs",
         group=DATA,
+    )
+    check: str = option(
+        FIRST,
+        help=CHECK_HELP,
+        group=DATA,
+        choices=CHECKS,
     )
     dtype: str = option(
         "auto",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from spec_data.config import from_dict, option
+from spec_data.shards.checking import CHECK_HELP, CHECKS, FIRST
 from spec_data.shards.errors import ConfigError
 from spec_train.draft_options import draft_options
 from spec_train.fit_options import (
@@ -115,6 +116,12 @@ class EvalConfig:
         "(train), or all. auto: validation on the dataset it was trained on, else all",
         group=_MEASURED,
         choices=("auto", "validation", "train", "all"),
+    )
+    check: str = option(
+        FIRST,
+        help=f"with --data: {CHECK_HELP}",
+        group=RUNNING,
+        choices=CHECKS,
     )
     target: str | None = option(
         None,

@@ -217,10 +217,10 @@ def test_a_wrong_value_is_shown_in_one_line(here):
         spec_train.evaluate(draft, data="data")
 
 
-@pytest.mark.parametrize("every", [0, 256, -1])
-def test_checksums_are_checked_at_a_possible_rate(here, every):
-    with pytest.raises(ConfigError, match=f"check_every = {every}: expected 1 .* to 255"):
-        spec_data.open_dataset("data", check_every=every)
+@pytest.mark.parametrize("check", ["sometimes", 16, None])
+def test_an_unknown_way_to_check_is_refused(here, check):
+    with pytest.raises(ConfigError, match=rf"check = {check!r}: expected one of first, always"):
+        spec_data.open_dataset("data", check=check)
 
 
 # --- spec_data ---

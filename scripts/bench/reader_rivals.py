@@ -175,7 +175,7 @@ def ours(corpus: Corpus) -> Iterator[Pass]:
             part.result()
         return corpus.tokens
 
-    thorough = HiddenStatesDataset(corpus.dataset.path, check_every=1)
+    thorough = HiddenStatesDataset(corpus.dataset.path, check="always")
 
     def checked() -> int:
         read(thorough, corpus.packs, buffers[0])

@@ -25,13 +25,14 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from spec_data.shards.checking import FIRST, known_policy
 from spec_data.shards.coded import CodedRows
 from spec_data.shards.errors import DatasetError, MissingError, RunError
 from spec_data.shards.files import sha256_file, sha256_json, unit_name
 from spec_data.shards.planned import Planned, PlanTokens, merged
 from spec_data.shards.reader import INDEX, MANIFEST, HiddenStatesDataset, checked_file
 from spec_data.shards.schema import Manifest, ShardRecord
-from spec_data.shards.shard import CHECK_EVERY, IndexRows, Shard
+from spec_data.shards.shard import IndexRows, Shard
 
 WORK = ".generate"
 LEFT_OUT = "left_out.arrow"
@@ -52,16 +53,19 @@ class FollowedDataset(HiddenStatesDataset):
     `wait_for`.
     """
 
-    def __init__(self, path: str | Path, timeout: float = 3600.0) -> None:
+    def __init__(self, path: str | Path, timeout: float = 3600.0, check: str = FIRST) -> None:
         """Open `path` and wait until its plan and target exist.
 
-        `timeout` (seconds) limits this wait, and later the wait for any one unit.
+        `timeout` (seconds) limits this wait, and later the wait for any one unit. `check` is as for
+        HiddenStatesDataset; besides, the SHA-256 of each unit is checked before its first use.
 
         Raises:
             MissingError: `path` is not a dataset, and none is being generated there.
             RunError: the plan or the target did not appear in time.
             DatasetError: the plan is damaged.
+            ConfigError: an unknown `check`.
         """
+        self._check = known_policy(check)
         self.path = Path(path)
         self.timeout = timeout
         if not (self.path / WORK).is_dir() and not (self.path / MANIFEST).is_file():
@@ -82,7 +86,6 @@ class FollowedDataset(HiddenStatesDataset):
             self.planned = self._from_plan()
         self.manifest = self._view(raw)
         self._columns = {c.name: c for c in self.manifest.columns}
-        self._check_every = CHECK_EVERY
         self._shards = {}
 
     def _sealed(self) -> Manifest | None:
@@ -256,7 +259,7 @@ class FollowedDataset(HiddenStatesDataset):
         if out:
             log.warning("warning: unit %d: %d planned documents were left out", unit, len(out))
         index = self._planned_rows(unit, out)
-        self._shards[unit] = Shard(self.path, self.manifest, record, index, self._check_every)
+        self._shards[unit] = Shard(self.path, self.manifest, record, index, self._check)
 
     def _planned_rows(self, unit: int, out: list[int]) -> IndexRows:
         """Return the plan's facts on the documents that a unit holds, without left-out ones.

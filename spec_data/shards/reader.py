@@ -21,14 +21,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
+from spec_data.shards.checking import FIRST, known_policy
 from spec_data.shards.checksums import numbers
 from spec_data.shards.codec_tables import TABLES, load_tables
 from spec_data.shards.coded import CodedRows, decode_rows, runs
 from spec_data.shards.document_access import DocumentAccess
-from spec_data.shards.errors import ConfigError, DatasetError, MissingError
+from spec_data.shards.errors import DatasetError, MissingError
 from spec_data.shards.lossy import Tables
 from spec_data.shards.schema import Column, Manifest
-from spec_data.shards.shard import CHECK_EVERY, IndexRows, Place, Shard
+from spec_data.shards.shard import IndexRows, Place, Shard
 
 MANIFEST = "manifest.json"
 INDEX = "index.arrow"
@@ -49,21 +50,20 @@ class HiddenStatesDataset(DocumentAccess):
         self,
         path: str | Path,
         columns: Sequence[str] | None = None,
-        check_every: int = CHECK_EVERY,
+        check: str = FIRST,
     ) -> None:
         """Open `path`; `columns` projects the token columns (default: all).
 
-        Chunks are compared with their checksums when they are read; of vector columns only every
-        `check_every`-th chunk (1 to 255; 1: all of them).
+        `check` says when chunks are compared with their checksums: "first" (before their first use
+        in this process, and 1 read in 64 afterwards), "always", "sample" (1 read in 16) or "never".
 
         Raises:
             MissingError: no such directory, the dataset is not sealed, or a shard is missing.
             DatasetError: the manifest is damaged or foreign, a shard is truncated, or a column is
                 unknown.
-            ConfigError: `check_every` is outside 1 to 255.
+            ConfigError: `check` is not one of these.
         """
-        if not 1 <= check_every <= 255:
-            raise ConfigError(f"check_every = {check_every}: expected 1 (every chunk) to 255")
+        self._check = known_policy(check)
         self.path = Path(path)
         if not self.path.is_dir():
             raise MissingError(f"{self.path}: no such dataset directory")
@@ -84,7 +84,6 @@ class HiddenStatesDataset(DocumentAccess):
             )
         wanted = columns if columns is not None else tuple(known)
         self._columns: dict[str, Column] = {name: known[name] for name in wanted}
-        self._check_every = check_every
         self._shards: dict[int, Shard] = {}
 
     @property
@@ -294,7 +293,7 @@ class HiddenStatesDataset(DocumentAccess):
             index = IndexRows(
                 rows.start, self.id_array[rows], self.lengths[rows], kept, self._checksums
             )
-            self._shards[number] = Shard(self.path, self.manifest, record, index, self._check_every)
+            self._shards[number] = Shard(self.path, self.manifest, record, index, self._check)
         return self._shards[number]
 
 

@@ -1,10 +1,9 @@
 """One mapped shard, checked against the manifest and the index.
 
 Metadata, checksums, offsets and schema are checked when they are first used. The bytes of a chunk
-are checked when they are read. Columns with one number per token (ids, mask, scales) are always
-checked, because this costs little beside the states. Of the vector columns of a document, every
-`check_every`-th reading is checked, in turn: one epoch checks that share of all states, and later
-epochs check the others.
+are checked when they are read, before the caller has them; `checking.py` decides which reads.
+Shards of format 1.0 have no checksums of chunks: the SHA-256 of the whole file is checked instead,
+when it is mapped.
 """
 
 import bisect
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from spec_data.shards.checking import ChunkChecks
 from spec_data.shards.checksums import (
     checksum,
     chunk_checksums,
@@ -28,10 +28,9 @@ from spec_data.shards.checksums import (
 )
 from spec_data.shards.coded import StoredRows
 from spec_data.shards.errors import DatasetError
+from spec_data.shards.files import sha256_file
 from spec_data.shards.schema import Column, Manifest, ShardRecord, predicts_supervised
 
-CHECK_EVERY = 16
-"""One in so many vector chunks is checked when it is read: 2 to 3 % of the time of a bf16 copy."""
 _MASK = Column(name="loss_mask", codec="bool8")
 _TEXTS = ("doc_id", "source", "turns")
 _NO_ROWS = np.zeros(0, np.int32)
@@ -54,12 +53,11 @@ class IndexRows:
 
 
 class Place(NamedTuple):
-    """A row of a shard: its record batch, its number in it, and the counter that selects checks."""
+    """A row of a shard: its record batch, and its number in it."""
 
     row: int
     batch: int
     local: int
-    turn: int
 
 
 class Shard:
@@ -71,9 +69,11 @@ class Shard:
         manifest: Manifest,
         record: ShardRecord,
         index: IndexRows,
-        check_every: int,
+        check: str,
     ) -> None:
         """Map the shard that `record` describes, in the dataset directory `path`.
+
+        `check` is one of checking.CHECKS.
 
         Raises:
             DatasetError: the shard is damaged, of another dataset, or another shard under its name.
@@ -103,15 +103,25 @@ class Shard:
             )
         self.index, self._manifest = index, manifest
         self._fields = {name: number for number, name in enumerate(expected.names)}
+        self._checks = ChunkChecks(check, self.record.rows, len(expected))
+        if self._checks.whole and not manifest.has_checksums:
+            self._check_file()
         self._checksums = []
         if manifest.has_checksums:
             self._checksums = [stored_checksums(batch) for batch in self.batches]
         if index.checksums is None:
             self._check_documents()
-        self._every = check_every
-        self._turns = bytearray(self.record.rows)  # 0: never read; then 1 to `check_every`, cyclic
+        self._placed = bytearray(self.record.rows)  # 1: the row is the one that the index has
         self._views: dict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = {}
         self._readable: set[int] = set()  # record batches whose texts are checked
+
+    def _check_file(self) -> None:
+        """Compare the whole file with the manifest: what format 1.0 has instead of checksums."""
+        if sha256_file(self.file) != self.record.sha256:
+            raise DatasetError(
+                f"{self.file}: damaged or replaced: its SHA-256 is not the manifest's; copy this "
+                "shard again"
+            )
 
     def _check_documents(self) -> None:
         """Check that every row is the document that the index has here, by ids."""
@@ -131,13 +141,12 @@ class Shard:
                 )
 
     def place(self, row: int) -> Place:
-        """Return where to read a row; each call counts as one more reading of the document."""
+        """Return where to read a row, whose checksums are compared with the index once."""
         batch = bisect.bisect_right(self.starts, row) - 1
-        last = self._turns[row]
-        if last == 0:
+        if not self._placed[row]:
             self._check_row(row, batch)
-        self._turns[row] = last % self._every + 1
-        return Place(row, batch, row - self.starts[batch], last + self.index.first + row)
+            self._placed[row] = 1
+        return Place(row, batch, row - self.starts[batch])
 
     def _check_row(self, row: int, batch: int) -> None:
         """Check that a row's checksums are those that the index has here."""
@@ -202,8 +211,7 @@ class Shard:
             DatasetError: damage, named by row and column.
         """
         found = self._part(column, place)
-        if column.width is None or (place.turn + self._fields[column.name]) % self._every == 0:
-            self._check(column.name, place, found)
+        self._check(column.name, place, found)
         return found
 
     def stored(self, column: Column, place: Place) -> StoredRows:
@@ -224,14 +232,16 @@ class Shard:
         return stored
 
     def _check(self, field: str, place: Place, chunk: np.ndarray | bytes) -> None:
-        """Compare a chunk with its checksum; shards of format 1.0 have none."""
-        if not self._checksums:
+        """Compare a chunk with its checksum if this read is due; format 1.0 has no checksums."""
+        number = self._fields[field]
+        if not self._checksums or not self._checks.due(place.row, number):
             return
-        if self._checksums[place.batch][place.local, self._fields[field]] != checksum(chunk):
+        if self._checksums[place.batch][place.local, number] != checksum(chunk):
             raise DatasetError(
                 f"{self.where(place.row)}, column {field}: damaged: its bytes do not match "
                 "their checksum; copy this shard again (`spec-data verify` lists all damage)"
             )
+        self._checks.done(place.row, number)
 
     def _check_lossy(self, column: Column, row: int, stored: StoredRows) -> None:
         """Refuse values that would decode to garbage, even if their checksum matches."""

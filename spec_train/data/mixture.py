@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from spec_data.config import differing_fields
+from spec_data.shards.checking import FIRST
 from spec_data.shards.coded import CodedRows
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.lossy import Tables
@@ -151,14 +152,16 @@ class Mixture:
         return dataset.read_into(row, out, start, length)
 
 
-def open_documents(sources: Sequence[Source]) -> HiddenStatesDataset | Mixture:
+def open_documents(sources: Sequence[Source], check: str = FIRST) -> HiddenStatesDataset | Mixture:
     """Open what a run trains on; one dataset of weight 1 is returned as it is.
+
+    `check` is as for HiddenStatesDataset.
 
     Raises:
         MissingError, DatasetError: a dataset cannot be read, or its target or supervision is not
             that of the first.
     """
-    datasets = tuple(HiddenStatesDataset(source.path) for source in sources)
+    datasets = tuple(HiddenStatesDataset(source.path, check=check) for source in sources)
     if len(sources) == 1 and sources[0].weight == 1:
         return datasets[0]
     for other in datasets[1:]:

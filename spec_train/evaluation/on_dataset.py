@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from spec_data.progress import progress
+from spec_data.shards.checking import FIRST
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError
 from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.packing import pack_documents, row_layout
@@ -189,14 +190,15 @@ def evaluate_data(
     run: dict[str, Any] | None,
     depth: int,
     limit: int = 0,
+    check: str = FIRST,
 ) -> dict[str, Any]:
     """Return the metrics of `draft` on the dataset at `path`, on the draft's device and dtype.
 
-    `check_fit` must have accepted the two before.
+    `check_fit` must have accepted the two before. `check` is as for HiddenStatesDataset.
     """
     dataset = HiddenStatesDataset(path)
     columns = draft.columns(dataset.manifest.supervision)
-    dataset = HiddenStatesDataset(path, columns=columns)
+    dataset = HiddenStatesDataset(path, columns, check)
     documents, split = choose_documents(dataset, split, run, limit)
     weight = draft.embed_tokens.weight
     head = TargetHead.from_dataset(path, weight.dtype, weight.device)

@@ -103,7 +103,13 @@ def measure(config: EvalConfig) -> dict[str, Any]:
         draft.to(device, compute_dtype(config.dtype, device))
     if config.data is not None:
         report["data"] = evaluate_data(
-            draft, Path(config.data), split=config.split, run=run, depth=depth, limit=config.limit
+            draft,
+            Path(config.data),
+            split=config.split,
+            run=run,
+            depth=depth,
+            limit=config.limit,
+            check=config.check,
         )
         if config.target is None:
             report["acceptance_length"] = report["data"]["walk"]["acceptance_length"]

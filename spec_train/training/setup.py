@@ -43,6 +43,7 @@ FORMERLY_HELD = ("gradient_checkpointing",)  # the identity of older runs may co
 MAY_CHANGE = (
     "preset",  # a bundle: the options it sets are still compared
     *("data", "out", "device", "log_every", "eval_every", "save_every", "keep", "track"),
+    "check",  # decides when damage is found, not what is learnt
     *("follow", "follow_timeout", "follow_keep"),  # their effect on the order is compared instead
     *("batch_size", "accumulation"),  # packs_per_step, their product with the ranks, is compared
     "sharding",
@@ -153,8 +154,10 @@ def _record(
 def open_data(config: FitConfig) -> Documents:
     """Open the data of a run: one dataset, several, or one that is still being generated."""
     if config.follow:
-        return FollowedDataset(parse_sources(config.data)[0].path, config.follow_timeout)
-    return open_documents(parse_sources(config.data))
+        return FollowedDataset(
+            parse_sources(config.data)[0].path, config.follow_timeout, config.check
+        )
+    return open_documents(parse_sources(config.data), config.check)
 
 
 def _follow(config: FitConfig, dataset: FollowedDataset, splits: Splits) -> KeepAll:

@@ -40,8 +40,8 @@ def shard_file(data: Path, number: int) -> Path:
     return data / "shards" / f"unit-{number:05d}.arrow"
 
 
-def read_all(data: Path, check_every: int = 1) -> list[dict]:
-    dataset = HiddenStatesDataset(data, check_every=check_every)
+def read_all(data: Path, check: str = "first") -> list[dict]:
+    dataset = HiddenStatesDataset(data, check=check)
     return [dataset[i] for i in range(len(dataset))]
 
 

@@ -75,4 +75,17 @@ def test_swapped_shards_of_the_first_format_are_named_by_their_documents(data, s
         (batch,) = pa.ipc.open_stream(raw)
         flip(files[0], batch.column("doc_id").buffers()[2].address - raw.address + 32 * 2 + 31)
     with pytest.raises(DatasetError, match=rf"row {0 if swap else 2} .*column doc_id: not the doc"):
-        HiddenStatesDataset(data)[0]
+        HiddenStatesDataset(data, check="never")[0]
+
+
+def test_shards_of_the_first_format_are_checked_whole_before_their_first_use(data):
+    """They have no checksums of chunks; a bit of a state would pass every other check."""
+    to_first_format(data)
+    place = (data / "shards" / "unit-00001.arrow").stat().st_size // 2
+    flip(shard_file(data, 1), place)
+    dataset = HiddenStatesDataset(data)
+    dataset[0]
+    for _ in range(2):  # not only the first time
+        with pytest.raises(DatasetError, match=r"unit-00001\.arrow: damaged or replaced: its SHA-"):
+            dataset[4]
+    assert HiddenStatesDataset(data, check="never")[4]["source"] == "tiny"
