@@ -240,7 +240,7 @@ def console_logging(quiet: bool, log_file: str | None, debug: bool) -> Iterator[
     handlers: list[logging.Handler] = [console]
     if log_file is not None:
         try:
-            file = logging.FileHandler(log_file, encoding="utf-8")
+            file = logging.FileHandler(log_file, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             raise ConfigError(f"--log-file {log_file}: {error.strerror}") from None
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

@@ -194,6 +194,15 @@ class GenerateConfig:
         metavar="N|SHARE",
         numbers=True,
     )
+    max_row_bytes: str = option(
+        "8MB",
+        help="a corpus row of more bytes (a JSON line or element, a text file, a Parquet row; "
+        "decompressed) is a bad row, skipped without being held in memory. Tokenising a row takes "
+        "up to 250 times its bytes: raise it with care",
+        group=_DOCUMENTS,
+        metavar="SIZE",
+        numbers=True,
+    )
     max_shard_size: str = option(
         "500MB",
         help="size of one shard. A shard is also what a resumed run repeats at most, and what "
@@ -237,6 +246,8 @@ class GenerateConfig:
             )
         if parse_size(self.max_shard_size) < 1:
             raise ConfigError(f"--max-shard-size {self.max_shard_size}: a shard needs some bytes")
+        if parse_size(self.max_row_bytes) < 1:
+            raise ConfigError(f"--max-row-bytes {self.max_row_bytes}: a row needs some bytes")
         _ = self.worker, self.template_kwargs, self.codecs, self.bad_row_limit
         if self.final != "all" and self.supervision != "final-hidden":
             raise ConfigError(

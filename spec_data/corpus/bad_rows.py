@@ -28,6 +28,23 @@ _LONGEST = 400  # characters of a message about a row; rows can hold text of any
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
+class BadRow(ValueError):
+    """A row cannot be used. The message has the reason; the reader adds the place."""
+
+
+class UnforeseenRow(BadRow):
+    """A row that raised an exception that no check foresees; the message has its type.
+
+    The run goes on without the row. The cause is logged with its traceback at level DEBUG, because
+    it may be an error of this program.
+    """
+
+
+def too_long(size: int, limit: int) -> BadRow:
+    """Return the bad row that stands for one of `size` bytes, above the limit."""
+    return BadRow(f"{size:,} bytes, more than the {limit:,} of --max-row-bytes")
+
+
 @dataclass(frozen=True)
 class BadRowLimit:
     """The value of --max-bad-rows: a share of the rows, a count, or (neither) auto."""

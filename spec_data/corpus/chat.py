@@ -123,19 +123,28 @@ class Renderer:
         """Return the documents of one record: one, or one per assistant turn.
 
         Raises:
-            RenderError: the record cannot be rendered; nothing is counted for it.
+            RenderError: the record cannot be rendered; nothing is counted for it. Any other
+                exception is one with the reason "unforeseen".
         """
-        if record.messages is not None:
-            result = self._conversation(record)
-        elif record.input_ids is not None:
-            result = _Result("input_ids", [self._given(record)])
-        else:
-            result = _Result("text", [self._text(record)])
+        try:
+            result = self._rendered(record)
+        except (RenderError, MemoryError):
+            raise
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+            raise render_error(record, "unforeseen", message) from error
         self.method = result.method
         self.methods[result.method] += 1
         self.counts += result.counts
         self.dropped += result.dropped
         return result.documents
+
+    def _rendered(self, record: Record) -> "_Result":
+        if record.messages is not None:
+            return self._conversation(record)
+        if record.input_ids is not None:
+            return _Result("input_ids", [self._given(record)])
+        return _Result("text", [self._text(record)])
 
     # --- conversations ---
 

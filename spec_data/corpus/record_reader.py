@@ -3,9 +3,9 @@
 `CorpusReader` yields one `Record` per good row in a fixed order: sources as given, the files of a
 directory sorted by path, rows as stored. It keeps one `SourceReport` per file or dataset, and
 rows == records + bad rows always holds. Files are streamed: memory holds one row (JSONL), one
-element (a JSON list) or one row group (Parquet), never a file. Only a `.txt` file, which is one
-document, is read whole. Formats are recognised row by row (`records.py`); the report names the
-most frequent format and counts the others.
+element (a JSON list) or one row group (Parquet), never a file, and no row of more than
+`max_row_bytes`. A `.txt` file is one row. Formats are recognised row by row (`records.py`); the
+report names the most frequent format and counts the others.
 
 Bad rows. `on_bad_row="fail"` stops at the first one. `"skip"` logs and counts each, and stops when
 a source as the user named it (a file, or a directory as a whole) has more bad rows than
@@ -29,10 +29,19 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from spec_data.corpus.bad_rows import AUTO, EXAMPLES, BadRowLimit, BadRows, printable
+from spec_data.corpus.bad_rows import (
+    AUTO,
+    EXAMPLES,
+    BadRow,
+    BadRowLimit,
+    BadRows,
+    UnforeseenRow,
+    printable,
+)
 from spec_data.corpus.documents import RenderError
-from spec_data.corpus.records import BadRow, Record, parse_row
-from spec_data.corpus.sources import Digest, Source, resolve
+from spec_data.corpus.file_rows import Digest
+from spec_data.corpus.records import Record, parse_row
+from spec_data.corpus.sources import MAX_ROW_BYTES, Source, resolve
 from spec_data.shards.errors import ConfigError, CorpusError
 
 __all__ = ["CorpusReader", "Record", "SourceReport"]
@@ -72,11 +81,13 @@ class CorpusReader:
         split: the split to read, unless the source has an `@split`. In a plain directory, files
             whose path names another split (`test-00000.parquet`) are left out with a warning.
         max_bad_rows: how many rows of each of `sources` may be bad.
+        max_row_bytes: a row of more bytes is a bad row, and is never held in memory.
 
     Attributes:
         notes: the files of directories that were left out, and why.
         reports: one per source that was opened.
         refused: records without a document, by reason; `refused_examples` has the first of each.
+        unforeseen: bad rows that raised an exception which no check foresees, by its class.
 
     Raises:
         MissingError, CorpusError, ConfigError: at once for sources that cannot be opened; during
@@ -90,6 +101,7 @@ class CorpusReader:
         limit: int | None = None,
         split: str = "train",
         max_bad_rows: BadRowLimit = AUTO,
+        max_row_bytes: int = MAX_ROW_BYTES,
     ) -> None:
         if not sources:
             raise ConfigError("no corpus: name a file, a directory or a dataset")
@@ -103,8 +115,11 @@ class CorpusReader:
         self.reports: list[SourceReport] = []
         self.refused: Counter[str] = Counter()
         self.refused_examples: dict[str, list[str]] = {}
+        self.unforeseen: Counter[str] = Counter()
         self._max_bad_rows = max_bad_rows
-        self._resolved = [(str(n), resolve(str(n), split, self.notes)) for n in sources]
+        self._resolved = [
+            (str(name), resolve(str(name), split, self.notes, max_row_bytes)) for name in sources
+        ]
         self.sources = [source for _, found in self._resolved for source in found]
         self._bad = BadRows("")  # of the source that is being read
         for note in self.notes:
@@ -112,6 +127,7 @@ class CorpusReader:
 
     def __iter__(self) -> Iterator[Record]:
         self.reports, self.refused, self.refused_examples = [], Counter(), {}
+        self.unforeseen = Counter()
         left = self.limit
         for name, sources in self._resolved:
             self._bad = BadRows(name, self._max_bad_rows, self.on_bad_row == "fail")
@@ -159,6 +175,9 @@ class CorpusReader:
             kind, record = parse_row(row, source=source.name, where=where, arrow=source.arrow)
         except BadRow as reason:
             report.bad += 1
+            if isinstance(reason, UnforeseenRow):
+                self.unforeseen[type(reason.__cause__).__name__] += 1
+                logger.debug("%s", printable(where), exc_info=reason)
             self._broken(report, f"{where}: {reason}")
             if report.bad <= EXAMPLES:
                 logger.warning("bad row skipped: %s", printable(f"{where}: {reason}"))

@@ -21,6 +21,15 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from spec_data.corpus.bad_rows import BadRow, UnforeseenRow
+from spec_data.corpus.json_values import (
+    check_depth,
+    check_text,
+    is_text,
+    json_problem,
+    parse_json,
+)
+
 FORMATS = ("messages", "conversations", "prompt+completion", "instruction", "input_ids", "text")
 _NEEDS = {name: tuple(name.split("+")) for name in FORMATS} | {
     "instruction": ("instruction", "output")
@@ -40,10 +49,6 @@ _ROLES = {role: role for role in ("system", "developer", "user", "assistant", "t
     "observation": "tool",
 }
 _TEXT_PARTS = ("text", "input_text", "output_text")
-
-
-class BadRow(ValueError):
-    """A row cannot be used. The message has the reason; the reader adds the place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +87,23 @@ def parse_row(row: Any, *, source: str, where: str, arrow: bool = False) -> tupl
         arrow: the row comes from an Arrow table, where a null inside a struct means "no such key".
 
     Raises:
-        BadRow: the row has no known format, or is broken.
+        BadRow: the row has no known format, or is broken. Any other exception is an UnforeseenRow.
     """
+    try:
+        return _parsed_row(row, source, where, arrow)
+    except (BadRow, MemoryError):
+        raise
+    except Exception as error:
+        raise UnforeseenRow(f"{type(error).__name__}: {error}") from error
+
+
+def _parsed_row(row: Any, source: str, where: str, arrow: bool) -> tuple[str, Record]:
     if not isinstance(row, dict):
         raise BadRow(f"expected an object with named columns, found {_kind(row)}")
+    if not all(is_text(str(column)) for column in row):
+        raise BadRow("the name of a column has half of a surrogate pair, which is no character")
+    for column in COLUMNS:
+        check_depth(row.get(column), column)
     kind = recognise(row)
     if kind is None:
         found = ", ".join(sorted(k for k, v in row.items() if v is not None)) or "none"
@@ -102,13 +120,16 @@ def parse_row(row: Any, *, source: str, where: str, arrow: bool = False) -> tupl
         if mask is not None:
             mask = [int(v) for v in _integers(row, "loss_mask", (int, bool))]
         return kind, Record(source=source, where=where, input_ids=ids, loss_mask=mask)
-    return kind, Record(
+    record = Record(
         source=source,
         where=where,
         messages=_with_system(_conversation(kind, row), row.get("system")),
         tools=_tools(row.get("tools")),
         template_kwargs=_template_kwargs(row.get("chat_template_kwargs")),
     )
+    for name in ("messages", "tools", "template_kwargs"):
+        check_text(getattr(record, name), name)
+    return kind, record
 
 
 def _conversation(kind: str, row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -132,13 +153,15 @@ def _side(value: Any, column: str, role: str) -> list[dict[str, Any]]:
 
 def _alpaca(row: dict[str, Any]) -> list[dict[str, Any]]:
     instruction = _text(row["instruction"], "instruction")
-    extra = _text(row.get("input") or "", "input")
+    extra = _text("" if row.get("input") is None else row["input"], "input")
     question = "\n\n".join(part for part in (instruction, extra) if part)
     if not question:
         raise BadRow("instruction and input are both empty")
-    pairs = [*(row.get("history") or []), (question, row["output"])]
+    history = row.get("history") or []
+    if not isinstance(history, list):
+        raise BadRow(f"history is {_kind(history)}, not a list of [question, answer] pairs")
     messages = []
-    for pair in pairs:
+    for pair in [*history, (question, row["output"])]:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise BadRow("history is not a list of [question, answer] pairs")
         messages.append({"role": "user", "content": _text(pair[0], "history question")})
@@ -205,9 +228,13 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(arguments, str):
         return call
     try:
-        return {**call, "arguments": json.loads(arguments)}
+        parsed = json.loads(arguments)
     except json.JSONDecodeError:
         return call  # not JSON: some templates print the string unchanged
+    except (RecursionError, ValueError) as error:
+        raise BadRow(f"tool call arguments: {json_problem(error)}") from None
+    check_depth(parsed, "tool call arguments")
+    return {**call, "arguments": parsed}
 
 
 def _with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:
@@ -237,9 +264,11 @@ def _from_json(value: Any, column: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value) if value.strip() else None
-    except (json.JSONDecodeError, RecursionError) as error:
+        parsed = parse_json(value) if value.strip() else None
+    except BadRow as error:
         raise BadRow(f"{column} is a string but not JSON: {error}") from None
+    check_depth(parsed, column)
+    return parsed
 
 
 def _given_text(value: Any) -> str:
@@ -261,10 +290,8 @@ def _integers(row: dict[str, Any], column: str, kinds: tuple[type, ...]) -> list
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise BadRow(f"{name} is {_kind(value)}, not text")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        raise BadRow(f"{name} has half of a surrogate pair, which is no character") from None
+    if not is_text(value):
+        raise BadRow(f"{name} has half of a surrogate pair, which is no character")
     return value
 
 
@@ -278,4 +305,5 @@ def _without_none(value: Any) -> Any:
 
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
-    return "null" if value is None else names.get(type(value), "a number")
+    names |= {int: "a number", float: "a number", bytes: "bytes"}
+    return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")

@@ -262,6 +262,7 @@ def corpus_reader(config: GenerateConfig) -> CorpusReader:
         on_bad_row=bad,
         limit=config.limit or None,
         max_bad_rows=config.bad_row_limit,
+        max_row_bytes=parse_size(config.max_row_bytes),
     )
 
 
@@ -292,6 +293,7 @@ def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
         "batch_tokens": config.batch_tokens,
         "packing": config.packing,
         "limit": config.limit,
+        "max_row_bytes": parse_size(config.max_row_bytes),
         "dtype": config.dtype,
         "attn": config.attn,
         "device": device_type(config.device),
@@ -318,7 +320,8 @@ def changed_settings(setup: Setup, saved: dict[str, Any]) -> list[str]:
     new = settings(setup, reader.reports)
     if [s["sha256"] for s in saved["corpus"]] == [s["sha256"] for s in new["corpus"]]:
         new["corpus"] = saved["corpus"]  # the same bytes under other names
-    return differing_fields(saved, new)
+    without = {"max_row_bytes": new["max_row_bytes"]}  # older runs did not record it
+    return differing_fields(without | saved, new)
 
 
 def refuse_changes(changed: list[str], where: Path) -> None:

@@ -49,7 +49,9 @@ def test_elements_of_a_json_list_are_what_json_returns(tmp_path, monkeypatch, ch
     """Integers of any size, floats, NaN, and halves of surrogate pairs (which the reader refuses
     as rows) must survive: a parser that replaces them would change the corpus silently."""
     monkeypatch.setattr(json_list, "_CHUNK", chunk)
-    found = [element for _, element in json_list.list_elements(io.StringIO(VALUES), "a.json")]
+    found = [
+        element for _, element in json_list.list_elements(io.StringIO(VALUES), "a.json", 1 << 20)
+    ]
     assert repr(found) == repr(json.loads(VALUES))  # repr: NaN != NaN, and 7 is not 7.0
     path = tmp_path / "a.json"
     path.write_text(json.dumps(rows(300))[:-1] + "," + VALUES[1:])

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from spec_data.corpus.records import BadRow, Record, parse_row
+from spec_data.corpus.bad_rows import BadRow
+from spec_data.corpus.records import Record, parse_row
 
 QA = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 FORMATS = [

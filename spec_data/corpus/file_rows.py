@@ -1,0 +1,162 @@
+"""Stream the rows of JSONL, JSON and text files, plain or gzip, in bounded memory.
+
+A row of more bytes than `limit` (--max-row-bytes) is never held: its end is searched for in chunks,
+and the row is a `BadRow`. The limit counts decompressed bytes. Every function yields (where, row).
+"""
+
+import gzip
+import hashlib
+import io
+import zlib
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from spec_data.corpus.bad_rows import BadRow, too_long
+from spec_data.corpus.json_list import list_elements
+from spec_data.corpus.json_values import parse_json
+from spec_data.shards.errors import CorpusError
+
+_CHUNK = 1 << 20  # bytes
+_BOM = b"\xef\xbb\xbf"
+
+Row = tuple[str, Any]  # (where, the parsed row, or a BadRow in its place)
+
+
+class Digest:
+    """The hash of a source, known once its rows were read."""
+
+    def __init__(self) -> None:
+        self._compute: Callable[[], str | None] = lambda: None
+
+    def set_source(self, compute: Callable[[], str | None]) -> None:
+        """Set the function that returns the hash: of the bytes read so far and the rest, or of
+        the stored file."""
+        self._compute = compute
+
+    def finish(self) -> str | None:
+        """Return the hash of the whole source, or None before any row was asked for."""
+        return self._compute()
+
+
+class _HashedFile(io.RawIOBase):
+    """A file that hashes what is read from it; `finish` reads and hashes the rest."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb", buffering=0)
+        self._hash = hashlib.sha256()
+        self._whole = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        n = self._file.readinto(buffer) or 0
+        self._hash.update(memoryview(buffer)[:n])
+        return n
+
+    def finish(self) -> str:
+        """Hash the rest of the file, close it, and return the digest."""
+        if not self._whole:
+            while self.read(_CHUNK):
+                pass
+            self._whole = True
+            self.close()
+        return self._hash.hexdigest()
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+@contextmanager
+def _opened(name: str, path: Path, digest: Digest) -> Iterator[IO[bytes]]:
+    """Open a file for its decompressed bytes; the bytes on disk are hashed as they are read."""
+    try:
+        raw = _HashedFile(path)
+    except OSError as error:
+        raise CorpusError(f"{name}: cannot be opened: {error.strerror}") from None
+    digest.set_source(raw.finish)
+    buffered = io.BufferedReader(raw, _CHUNK)
+    try:
+        if path.suffix == ".gz":
+            with gzip.GzipFile(fileobj=buffered) as file:
+                yield file  # type: ignore[misc]
+        else:
+            yield buffered
+        raw.finish()
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise CorpusError(f"{name}: not a complete gzip file: {error}") from None
+    except OSError as error:
+        raise CorpusError(f"{name}: cannot be read: {error}") from None
+    finally:
+        buffered.close()
+
+
+def first_character(path: Path) -> bytes:
+    """Return the first byte of a file that is no blank; empty if the first 256 bytes are blank."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            return file.read(256).removeprefix(_BOM).lstrip()[:1]
+    except (OSError, EOFError, zlib.error):
+        return b""  # reading the rows reports what is wrong with the file
+
+
+def json_lines(name: str, path: Path, digest: Digest, limit: int) -> Generator[Row]:
+    """Yield one row per line that is not blank."""
+    with _opened(name, path, digest) as file:
+        for number, line in _lines(file, limit):
+            if isinstance(line, BadRow) or line.strip():
+                yield f"{name}:{number}", _parsed(line)
+
+
+def _lines(file: IO[bytes], limit: int) -> Iterator[tuple[int, bytes | BadRow]]:
+    """Yield (number from 1, line without its end), or a BadRow for a longer line than `limit`."""
+    number = 0
+    while line := file.readline(limit + 1):
+        number += 1
+        if len(line) > limit and not line.endswith(b"\n"):
+            size = len(line)
+            while rest := file.readline(_CHUNK):
+                size += len(rest.removesuffix(b"\n"))
+                if rest.endswith(b"\n"):
+                    break
+            yield number, too_long(size, limit)
+        else:
+            yield number, line.removeprefix(_BOM) if number == 1 else line
+
+
+def _parsed(line: bytes | BadRow) -> Any:
+    try:
+        return line if isinstance(line, BadRow) else parse_json(line)
+    except BadRow as reason:
+        return reason
+
+
+def json_list(name: str, path: Path, digest: Digest, limit: int) -> Generator[Row]:
+    """Yield one row per element of a file that holds a single list."""
+    with _opened(name, path, digest) as file:
+        stream = io.TextIOWrapper(file, encoding="utf-8-sig")
+        try:
+            for line, element in list_elements(stream, name, limit):
+                yield f"{name}:{line}", element
+            stream.detach()
+        except UnicodeDecodeError as error:
+            raise CorpusError(f"{name}: not UTF-8: {error}") from None
+
+
+def whole_text(name: str, path: Path, digest: Digest, limit: int) -> Generator[Row]:
+    """Yield the whole file as one row."""
+    with _opened(name, path, digest) as file:
+        content = file.read(limit + 1)
+        size = len(content)
+        while rest := file.read(_CHUNK):
+            size += len(rest)
+    if size > limit:
+        yield f"{name}:1", too_long(size, limit)
+        return
+    try:
+        yield f"{name}:1", {"text": content.decode("utf-8-sig")}
+    except UnicodeDecodeError as error:
+        yield f"{name}:1", BadRow(f"not UTF-8: {error}")

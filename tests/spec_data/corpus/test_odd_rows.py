@@ -1,0 +1,325 @@
+"""Rows and files that once ended a run: each is one counted bad row, in bounded memory."""
+
+import gzip
+import json
+import os
+import re
+import tracemalloc
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from spec_data.corpus import file_rows, json_list
+from spec_data.corpus.bad_rows import parse_limit
+from spec_data.corpus.chat import Renderer
+from spec_data.corpus.documents import RenderError
+from spec_data.corpus.json_values import MAX_DEPTH
+from spec_data.corpus.record_reader import CorpusReader
+from spec_data.corpus.records import parse_row
+from spec_data.shards.errors import CorpusError
+from tests.spec_data.corpus.reading import pair, read, rows, sha, write_jsonl
+from tests.spec_data.corpus.templates import tokenizer
+
+ALL = parse_limit("100%")
+DEEP = "[" * 5000 + "]" * 5000
+QA = json.dumps(pair(0))
+
+
+def called(arguments):
+    call = {"function": {"name": "f", "arguments": arguments}}
+    return {"messages": [pair(0)[0], {"role": "assistant", "tool_calls": [call]}]}
+
+
+ODD = [  # (row as it is in the file, the reason)
+    ('{"text": "a", "n": ' + "7" * 4301 + "}", "more than 4,300 digits"),
+    ('{"text": ' + DEEP + "}", "nested more than 100 levels"),
+    (json.dumps(called(DEEP)), "tool call arguments: nested more than 100 levels"),
+    (json.dumps(called("[" * 300 + "]" * 300)), "tool call arguments is nested more than 100"),
+    (json.dumps(called('{"n": ' + "7" * 4301 + "}")), "arguments: an integer has more than 4,300"),
+    (json.dumps(called('{"\\ud800": 1}')), "a key in messages has half of a surrogate pair"),
+    ('{"messages": ' + "[" * 500 + "]" * 500 + "}", "messages is nested more than 100 levels"),
+    (json.dumps({"instruction": "q", "output": "a", "history": 5}), "history is a number, not a"),
+    (json.dumps({"instruction": "q", "output": "a", "history": {"a": 1}}), "history is an object"),
+    (json.dumps({"instruction": "q", "output": "a", "input": 5}), "input is a number, not text"),
+    ('{"text": "a", "\\udc80": 1}', "name of a column has half of a surrogate pair"),
+    ('{"\\ud800": 1}', "name of a column has half of a surrogate pair"),
+    ('{"messages": ' + QA + ', "tools": [{"\\ud800": 1}]}', "a key in tools has half of a surr"),
+    ('{"messages": ' + QA + ', "tools": [{"a": ["\\ud800"]}]}', "tools has half of a surrogate"),
+    ('{"messages": ' + QA + ', "chat_template_kwargs": "{\\"\\\\udfff\\": 1}"}', "template_kwargs"),
+    ('{"what\\u001b[2J": 1}', r"no known columns \(found: what\\x1b\[2J"),
+    ('{"' + "k" * 9000 + '": 1}', "no known columns"),
+]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_each_is_one_bad_row_among_good_ones(tmp_path, name):
+    """With its place and reason, as a line and as an element of a list; the good rows stay."""
+    path, lines = tmp_path / name, []
+    for i, (row, _) in enumerate(ODD):
+        lines += [json.dumps(rows(1, i)[0]), row]
+    good = [r["messages"] for r in rows(len(ODD))]
+    text = "\n".join(lines) + "\n" if name == "a.jsonl" else "[" + ",\n".join(lines) + "]"
+    path.write_text(text)
+    records, (report,) = read(path, max_bad_rows=ALL)
+    assert [r.messages for r in records] == good
+    assert (report.bad, report.sha256) == (len(ODD), sha(path))
+    json.dumps(report.bad_examples, ensure_ascii=False).encode()  # as the manifest stores them
+    for row, reason in ODD:
+        path.write_text(row if name == "a.jsonl" else f"[{row}]")
+        reader = CorpusReader([str(path)], max_bad_rows=ALL)
+        with pytest.raises(CorpusError, match="no usable row"):
+            list(reader)
+        (found,) = reader.reports[0].bad_examples
+        assert found.startswith(f"{name}:1: ") and len(found) < 450
+        assert re.search(reason, found), (reason, found)
+        assert not reader.unforeseen
+
+
+def test_what_no_check_foresees_is_a_bad_row_and_named_with_its_type(tmp_path, monkeypatch):
+    def broken(row):
+        if row.get("text") == "bomb":
+            raise ZeroDivisionError("by a row")
+        return "text"
+
+    monkeypatch.setattr("spec_data.corpus.records.recognise", broken)
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, [{"text": "good"}] * 20 + [{"text": "bomb"}])
+    reader = CorpusReader([str(path)])
+    assert len(list(reader)) == 20
+    assert reader.unforeseen == {"ZeroDivisionError": 1}
+    assert reader.reports[0].bad_examples == ["a.jsonl:21: ZeroDivisionError: by a row"]
+
+    def no_memory(row):
+        raise MemoryError
+
+    monkeypatch.setattr("spec_data.corpus.records.recognise", no_memory)
+    with pytest.raises(MemoryError):  # says nothing about the row
+        list(reader)
+
+
+def test_what_no_check_foresees_in_a_render_is_a_broken_record(monkeypatch):
+    renderer = Renderer(tokenizer("chatml"))
+    _, record = parse_row({"messages": pair(0)}, source="s", where="s:1")
+
+    def deep(*_):
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(renderer, "_conversation", deep)
+    with pytest.raises(RenderError, match="s:1: RecursionError: too deep") as caught:
+        renderer.render(record)
+    assert caught.value.broken
+
+
+def test_the_deepest_row_that_is_accepted_is_rendered(tmp_path):
+    """The limit is far enough below Python's own that templates can print what passes it."""
+    value: list = []
+    for _ in range(MAX_DEPTH - 4):
+        value = [value]
+    path = tmp_path / "a.jsonl"
+    tool = {"type": "function", "function": {"name": "f", "parameters": value}}
+    write_jsonl(path, [{"messages": pair(0), "tools": [tool]}])
+    (record,), _ = read(path)
+    tok = tokenizer("chatml")
+    tok.chat_template = "{{ tools | tojson }}" + tok.chat_template
+    assert Renderer(tok).render(record)
+
+
+# --- names ---
+
+
+def test_file_names_that_are_not_utf8_have_a_name_that_a_dataset_can_hold(tmp_path, caplog):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    bad = os.fsdecode(os.fsencode(folder) + b"/caf\xe9.jsonl")
+    write_jsonl(bad, [*rows(30), "{cut"])
+    write_jsonl(os.fsdecode(os.fsencode(folder) + b"/caf\xe9-test.jsonl"), rows(1))
+    for name in (folder, bad):
+        records, (report,) = read(name)
+        assert len(records) == 30 and report.source == r"caf\xe9.jsonl"
+        assert report.bad_examples[0].startswith(r"caf\xe9.jsonl:31: not valid JSON")
+        "".join([records[0].source, records[0].where, str(report), caplog.text]).encode()
+    saved = os.fsdecode(os.fsencode(tmp_path) + b"/sav\xe9d")
+    datasets.Dataset.from_list(rows(2)).save_to_disk(tmp_path / "saved")
+    (tmp_path / "saved").rename(saved)
+    with pytest.raises(
+        CorpusError, match=r"sav\\xe9d: datasets cannot open it: UnicodeEncodeError"
+    ):
+        read(saved)  # the library takes no such path: one bad row
+    table = os.fsdecode(os.fsencode(tmp_path) + b"/t\xe9.parquet")
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "t.parquet")
+    (tmp_path / "t.parquet").rename(table)
+    assert read(table)[1][0].source == r"t\xe9.parquet"
+
+
+# --- long rows ---
+
+
+@pytest.mark.parametrize("end", ["\n", ""])
+@pytest.mark.parametrize("size", [99, 100, 101, 5000])
+def test_a_line_over_the_limit_is_skipped_to_its_end(tmp_path, monkeypatch, size, end):
+    monkeypatch.setattr(file_rows, "_CHUNK", 64)
+    path = tmp_path / "a.jsonl"
+    line = json.dumps({"text": "x" * (size - 12)})
+    assert len(line) == size
+    path.write_text('{"text": "a"}\n' + line + "\n" + '{"text": "b"}\n' + line + end)
+    records, (report,) = read(path, max_row_bytes=100, max_bad_rows=ALL)
+    long = size > 100
+    assert [r.where.rpartition(":")[2] for r in records] == (
+        ["1", "3"] if long else ["1", "2", "3", "4"]
+    )
+    assert (report.bad, report.sha256) == (2 * long, sha(path))
+    if long:
+        assert f"a.jsonl:2: {size:,} bytes, more than the 100 of" in report.bad_examples[0]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
+@pytest.mark.parametrize(
+    "element",
+    [
+        '{"text": "' + r"\"}],é\\" * 40 + '"}',
+        json.dumps({"text": "a", "b": [["]"] * 30, {"c": "}"}]}),
+        '"' + "x" * 200 + '"',
+        "7" * 5000,
+        "[" * 3000 + "]" * 3000,
+    ],
+)
+def test_an_element_over_the_limit_is_skipped_to_its_end(tmp_path, monkeypatch, chunk, element):
+    monkeypatch.setattr(json_list, "_CHUNK", chunk)
+    path = tmp_path / "a.json"
+    path.write_text('[{"text": "a"},\n' + element + ',\n{"text": "b"}\n, ' + element + "]")
+    records, (report,) = read(path, max_row_bytes=150, max_bad_rows=ALL)
+    assert [(r.text, r.where) for r in records] == [("a", f"{path}:1"), ("b", f"{path}:3")]
+    assert (report.bad, report.sha256) == (2, sha(path))
+    path.write_text('[{"text": "a"},\n' + element[:-1])
+    with pytest.raises(CorpusError, match=r"a\.json:2: "):
+        read(path, max_row_bytes=150, max_bad_rows=ALL)
+
+
+def test_a_syntax_error_is_found_before_a_long_rest(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('[{"text": "a"},\n{"text": },' + '{"text": "b"},' * 500 + "1]")
+    with pytest.raises(CorpusError, match=r"a\.json:2: not valid JSON: Expecting value"):
+        read(path, max_row_bytes=100)
+
+
+def bomb(path, opening, closing, size):
+    """Write a gz file whose only row has `size` bytes; it is a thousandth of that on disk."""
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(opening)
+        for _ in range(size >> 20):
+            file.write(b"x" * (1 << 20))
+        file.write(closing)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "opening", "closing"),
+    [
+        ("a.jsonl.gz", b'{"text": "', b'"}\n{"text": "good"}\n'),
+        ("a.json.gz", b'[{"text": "', b'"}, {"text": "good"}]'),
+        ("a.txt.gz", b"", b""),
+    ],
+)
+def test_a_row_of_a_small_archive_is_never_held(tmp_path, name, opening, closing):
+    size, limit = 48 << 20, 1 << 20
+    path = bomb(tmp_path / name, opening, closing, size)
+    assert path.stat().st_size < size / 100
+    tracemalloc.start()
+    try:
+        reader = CorpusReader([str(path)], max_row_bytes=limit, max_bad_rows=ALL)
+        try:
+            records = list(reader)
+        except CorpusError as error:
+            assert "no usable row" in str(error) and name == "a.txt.gz"
+            records = []
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 12 * limit, f"{peak:,} bytes"
+    assert [r.text for r in records] == ([] if name == "a.txt.gz" else ["good"])
+    assert (
+        f"{size + len(opening) + (2 if opening else 0) - opening.count(b'['):,} bytes"
+        in (reader.reports[0].bad_examples[0])
+    )
+
+
+def test_a_huge_parquet_cell_never_becomes_python_objects(tmp_path):
+    path = tmp_path / "a.parquet"
+    texts = ["good", "x" * (48 << 20), "better"]
+    pq.write_table(pa.table({"text": texts}), path, compression="zstd")
+    del texts
+    tracemalloc.start()
+    try:
+        records, (report,) = read(path, max_row_bytes=1 << 20, max_bad_rows=ALL)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert [r.text for r in records] == ["good", "better"]
+    assert "row 1: 50,331,6" in report.bad_examples[0] and peak < 8 << 20
+
+
+def test_rows_that_arrow_cannot_convert_are_bad_rows(tmp_path):
+    path = tmp_path / "a.parquet"
+    text = pa.array([b"good", b"\xff", b"fine"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": text}), path)
+    records, (report,) = read(path, max_bad_rows=ALL)
+    assert [r.text for r in records] == ["good", "fine"] and report.bad == 1
+    pq.write_table(pa.table({"text": pa.array([b"bytes"])}), path)
+    reader = CorpusReader([str(path)], max_bad_rows=ALL)
+    with pytest.raises(CorpusError, match="no usable row"):
+        list(reader)
+    assert "text is bytes, not text" in reader.reports[0].bad_examples[0]
+
+
+# --- directories of datasets ---
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("dataset_info.json", "{broken"),
+        ("dataset_info.json", "[1]"),
+        ("dataset_info.json", '{"features": 5}'),
+        ("dataset_info.json", '{"features": {"text": {"_type": "Nonsense"}}}'),
+        ("dataset_info.json", b"\xff\xfe"),
+        ("state.json", "{"),
+        ("state.json", "{}"),
+        ("state.json", '{"_data_files": [{"filename": "gone.arrow"}]}'),
+        ("state.json", '{"_data_files": [{"filename": 5}]}'),
+        ("dataset_info.json", None),
+    ],
+)
+def test_a_broken_dataset_directory_is_one_bad_row(tmp_path, file, content):
+    datasets.Dataset.from_list(rows(5)).save_to_disk(tmp_path / "saved")
+    if content is None:
+        (tmp_path / "saved" / file).unlink()
+    elif isinstance(content, bytes):
+        (tmp_path / "saved" / file).write_bytes(content)
+    else:
+        (tmp_path / "saved" / file).write_text(content)
+    with pytest.raises(CorpusError, match=r"saved: 1 of 1 rows are bad(.|\n)*--max-bad-rows 1"):
+        read(tmp_path / "saved")
+    write_jsonl(tmp_path / "more.jsonl", rows(3))
+    records, (broken, _) = read(
+        tmp_path / "saved", tmp_path / "more.jsonl", max_bad_rows=parse_limit("1")
+    )
+    assert len(records) == 3 and broken.bad == 1 and broken.source == "saved"
+
+
+@pytest.mark.parametrize("content", ["{", "{}", '{"splits": "train"}', '{"splits": [5]}'])
+def test_a_broken_dataset_dict_is_one_bad_row(tmp_path, content):
+    datasets.DatasetDict(train=datasets.Dataset.from_list(rows(2))).save_to_disk(tmp_path / "two")
+    (tmp_path / "two" / "dataset_dict.json").write_text(content)
+    with pytest.raises(CorpusError, match=r"two: 1 of 1 rows are bad(.|\n)*dataset_dict\.json"):
+        read(tmp_path / "two")
+
+
+def test_files_that_cannot_be_opened_are_named(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, rows(1))
+    reader = CorpusReader([str(path)])
+    path.unlink()
+    with pytest.raises(CorpusError, match=r"a\.jsonl: cannot be opened: No such file"):
+        list(reader)
