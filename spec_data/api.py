@@ -196,6 +196,7 @@ def verify(path: AnyPath, target: AnyPath | None = None, **options: Any) -> Veri
         ok=not found.failures,
         facts=tuple(found.facts),
         failures=tuple(found.failures),
+        warnings=tuple(found.warnings),
         figures=found.figures,
         fingerprint=found.fingerprint,
         text=found.text(),

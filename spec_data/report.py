@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.generation.plan import Plan
-from spec_data.generation.setup import Setup, load_tokenizer
+from spec_data.generation.setup import Setup
 from spec_data.generation.unit_records import finished_unit
+from spec_data.models.reading import load_tokenizer
 from spec_data.progress import size
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.follow import WORK

@@ -77,6 +77,8 @@ class VerifyReport:
     """What was proven, in words."""
     failures: tuple[str, ...]
     """What is wrong: shard, row, document and column, in words."""
+    warnings: tuple[str, ...]
+    """What needs attention although the dataset is sound: another tokenizer of the target."""
     figures: dict[str, dict[str, float]]
     """Measured differences by name: what was "found" and what is "allowed"."""
     fingerprint: str

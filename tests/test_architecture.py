@@ -24,6 +24,7 @@ SHARED = (
     "spec_data.config",
     "spec_data.console",  # one behaviour on the terminal
     "spec_data.devices",
+    "spec_data.models",  # one way to find, identify and load a target
     "spec_data.keywords",  # one way from keyword arguments to options
     "spec_data.progress",  # one kind of bar
     "spec_data.__version__",

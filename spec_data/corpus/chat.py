@@ -47,6 +47,7 @@ from spec_data.corpus.documents import Document, RenderError, Turn, loss_mask_fr
 from spec_data.corpus.records import Record
 from spec_data.corpus.template import RESERVED, Chat, render_error
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.identity import kwargs_text
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,8 @@ class Renderer:
     Attributes:
         method: how the last record was rendered; `methods` counts records by method.
         counts: "trailing messages left out", "turns without an end-of-turn token".
+        kwargs_used: documents by the template kwargs that rendered them, a record's own included,
+            as JSON text.
         dropped: documents that were left out of records with other documents, by reason. A record
             without any document raises instead and is not counted here.
 
@@ -104,6 +107,7 @@ class Renderer:
         self.methods: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
         self.dropped: Counter[str] = Counter()
+        self.kwargs_used: Counter[str] = Counter()
         self._added = set(getattr(tokenizer, "added_tokens_decoder", {}))
         self._blank: dict[int, bool] = {}
         self.eot_token_ids = frozenset(eot_token_ids) | self._find_end_tokens()
@@ -137,6 +141,9 @@ class Renderer:
         self.methods[result.method] += 1
         self.counts += result.counts
         self.dropped += result.dropped
+        if record.messages is not None:
+            kwargs = kwargs_text({**self.template_kwargs, **record.template_kwargs})
+            self.kwargs_used[kwargs] += len(result.documents)
         return result.documents
 
     def _rendered(self, record: Record) -> "_Result":

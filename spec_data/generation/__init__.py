@@ -7,6 +7,6 @@ directory into a dataset. The bytes of a unit depend on the plan alone.
 "Plan" means one thing here: every document, tokenised, in order, cut into units (class `Plan`,
 files plan.json and plan.arrow). A pack is a row of the target's batch with several documents.
 
-May import: spec_data.shards, spec_data.corpus, spec_data.target, spec_data.config,
-spec_data.options, spec_data.devices, spec_data.progress.
+May import: spec_data.shards, spec_data.corpus, spec_data.models, spec_data.target,
+spec_data.config, spec_data.options, spec_data.devices, spec_data.progress.
 """

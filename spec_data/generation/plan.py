@@ -21,6 +21,7 @@ import pyarrow as pa
 from spec_data.corpus.documents import Document, cut_document
 from spec_data.shards.errors import CorpusError, DatasetError
 from spec_data.shards.files import dump_json, sha256_file, sha256_json, write_atomically
+from spec_data.shards.identity import count_kwargs
 from spec_data.shards.packing import pack_documents
 from spec_data.shards.schema import Column, predicts_supervised
 from spec_data.shards.writer import UnitData, shard_bytes, write_shard
@@ -41,6 +42,7 @@ class DocumentCounts:
         cut: documents that were cut to the maximum length; tokens_cut: tokens lost by it.
         tail_tokens_trimmed: tokens after the last supervised token that were removed.
         rendering: rows by the method that proved their turns, and counts of what was left out.
+        kwargs_used: chats by the template kwargs that rendered them (see shards.identity).
     """
 
     rows: int = 0
@@ -53,6 +55,7 @@ class DocumentCounts:
     tokens_cut: int = 0
     tail_tokens_trimmed: int = 0
     rendering: dict[str, int] = field(default_factory=dict)
+    kwargs_used: dict[str, int] | None = None  # of a plan of an older release
 
 
 @dataclass
@@ -189,6 +192,7 @@ class PlanBuilder:
         unrendered: Mapping[str, int],
         unrendered_examples: Mapping[str, list[str]],
         rendering: Mapping[str, int],
+        kwargs_used: Mapping[str, int],
         dropped: Mapping[str, int],
     ) -> None:
         """Store the counts of reading and rendering; see `DocumentCounts`.
@@ -200,6 +204,7 @@ class PlanBuilder:
         self.counts.unrendered = dict(sorted(unrendered.items()))
         self.counts.unrendered_examples = dict(sorted(unrendered_examples.items()))
         self.counts.rendering = dict(rendering)
+        self.counts.kwargs_used = count_kwargs(kwargs_used)
         self.counts.rendered += sum(dropped.values())
         self._dropped.update(dropped)
 

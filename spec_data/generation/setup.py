@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 import spec_data
 from spec_data.config import differing_fields
@@ -25,13 +25,14 @@ from spec_data.corpus.row_counts import expected_rows
 from spec_data.corpus.sources import corpus_directory
 from spec_data.devices import device_type
 from spec_data.generation.plan import Plan, PlanBuilder
+from spec_data.models.identify import identify, target_table, tokenizer_table
+from spec_data.models.reading import load_config, load_tokenizer, text_config
+from spec_data.models.resolve import resolve_model
 from spec_data.options import GenerateConfig, parse_size
 from spec_data.progress import progress
-from spec_data.shards.errors import ConfigError, TargetError
+from spec_data.shards.errors import ConfigError
 from spec_data.shards.layer_ids import parse_layers
 from spec_data.shards.schema import FORMAT_VERSION, Column, token_columns
-from spec_data.target.hooks import text_config
-from spec_data.target.identity import resolve_model, target_identity, tokenizer_identity
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class Setup:
     Attributes:
         config: the options, with --max-length limited to the context of the target.
         target, tokenizer_id: the manifest's `target` and `tokenizer`.
+        identity: the manifest's `identity`, without what is known after rendering and loading.
         layers: layer ids, ascending.
     """
 
@@ -52,6 +54,7 @@ class Setup:
     tokenizer: PreTrainedTokenizerBase
     target: dict[str, Any]
     tokenizer_id: dict[str, Any]
+    identity: dict[str, Any]
     layers: tuple[int, ...]
     columns: tuple[Column, ...]
     vocab_size: int
@@ -80,9 +83,15 @@ def set_up(config: GenerateConfig) -> Setup:
     _check_out(config)
     model_dir, commit = resolve_model(config.target, config.revision)
     model_config = load_config(model_dir, config.trust_remote_code)
-    target = target_identity(config.target, model_dir, commit, model_config)
-    layers = parse_layers(config.layers, target["num_layers"])
+    layers = parse_layers(config.layers, text_config(model_config).num_hidden_layers)
     tokenizer = load_tokenizer(model_dir, config.trust_remote_code)
+    identity = identify(
+        model_dir,
+        config=model_config,
+        tokenizer=tokenizer,
+        template_kwargs=config.template_kwargs,
+    )
+    target = target_table(config.target, model_dir, commit, model_config, identity)
     vocab_size = text_config(model_config).vocab_size
     _check_supervision(config.supervision, vocab_size)
     config = _within_context(config, model_config)
@@ -92,7 +101,8 @@ def set_up(config: GenerateConfig) -> Setup:
         model_config=model_config,
         tokenizer=tokenizer,
         target=target,
-        tokenizer_id=tokenizer_identity(tokenizer, config.template_kwargs),
+        tokenizer_id=tokenizer_table(tokenizer, identity),
+        identity=identity,
         layers=layers,
         columns=token_columns(
             layers,
@@ -160,44 +170,6 @@ def _context_length(text: Any) -> int:
     return max(getattr(text, "max_position_embeddings", None) or 0, int(scaled))
 
 
-def load_config(directory: Path, trust: bool = False) -> Any:
-    """Return the configuration of a model directory, with the defaults of its family.
-
-    Raises:
-        TargetError: transformers does not know the family, or it is not a decoder-only text model.
-    """
-    try:
-        config = AutoConfig.from_pretrained(str(directory), trust_remote_code=trust)
-    except (ValueError, OSError, KeyError, ImportError) as error:
-        raise TargetError(
-            f"{directory / 'config.json'}: transformers cannot load it: {error}"
-        ) from None
-    text = text_config(config)
-    lacking = [
-        name
-        for name in ("num_hidden_layers", "hidden_size", "vocab_size")
-        if not getattr(text, name, None)
-    ]
-    if lacking or getattr(config, "is_encoder_decoder", False):
-        why = f"it has no {', '.join(lacking)}" if lacking else "it is an encoder-decoder model"
-        raise TargetError(
-            f"{directory / 'config.json'}: {why}; drafts need a decoder-only language model"
-        )
-    return config
-
-
-def load_tokenizer(directory: Path, trust: bool = False) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model directory.
-
-    Raises:
-        TargetError: transformers cannot load one from there.
-    """
-    try:
-        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust)
-    except (ValueError, OSError, KeyError, ImportError) as error:
-        raise TargetError(f"{directory}: no usable tokenizer ({error})") from None
-
-
 def end_token_ids(directory: Path) -> list[int]:
     """Return the token ids that end generation, from generation_config.json or config.json."""
     for name in ("generation_config.json", "config.json"):
@@ -243,6 +215,7 @@ def make_plan(setup: Setup) -> Plan:
         unrendered=reader.refused,
         unrendered_examples=reader.refused_examples,
         rendering=renderer.methods + renderer.counts,
+        kwargs_used=renderer.kwargs_used,
         dropped=renderer.dropped,
     )
     return builder.build(

@@ -91,6 +91,7 @@ def manifest_draft(
     """
     counts = asdict(plan.counts)
     counts["read"] = counts.pop("rows")
+    kwargs_used = counts.pop("kwargs_used")
     dtype = str(target.dtype).removeprefix("torch.")
     return {
         "format": FORMAT,
@@ -98,6 +99,9 @@ def manifest_draft(
         "settings": plan.settings,
         "target": setup.target | {"dtype": dtype, "attn": target.attn},
         "tokenizer": setup.tokenizer_id,
+        "identity": setup.identity
+        | {"dtype": dtype}
+        | ({} if kwargs_used is None else {"template_kwargs_used": kwargs_used}),
         "corpus": plan.corpus,
         "mask": setup.config.mask,
         "layers": list(setup.layers),

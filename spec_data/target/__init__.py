@@ -1,8 +1,8 @@
 """Room: everything that touches the target model.
 
-Loads the model, finds its decoder blocks and its head, captures states with forward hooks, and
+Finds its decoder blocks and its head, captures states with forward hooks, and
 builds the attention masks that keep packed documents apart. Before anything is stored it proves
 that the masks isolate documents and that the head is described correctly.
 
-May import: spec_data.shards, spec_data.devices.
+May import: spec_data.models, spec_data.shards.
 """

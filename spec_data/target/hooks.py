@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from spec_data.models.reading import text_config
 from spec_data.shards.errors import TargetError
 from spec_data.shards.layer_ids import EMBEDDING, check_layers
 
@@ -27,14 +28,6 @@ _LAYER_PATHS = (
     "backbone.layers",
     "layers",
 )
-
-
-def text_config(config: Any) -> Any:
-    """Return the configuration of the decoder: the nested one of multimodal models, else `config`.
-
-    The only definition in this package; `config` is a transformers configuration.
-    """
-    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:

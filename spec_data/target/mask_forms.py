@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spec_data.models.reading import text_config
 from spec_data.shards.packing import block_causal_mask
-from spec_data.target.hooks import text_config
 
 ROWS = "rows"
 SINGLE = "single"

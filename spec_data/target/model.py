@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from spec_data.devices import DTYPES, usable_device
+from spec_data.models.loading import load_model
+from spec_data.models.reading import text_config
 from spec_data.shards import packing
 from spec_data.shards.errors import TargetError
 from spec_data.shards.head_spec import HeadSpec, apply_head
@@ -27,7 +27,6 @@ from spec_data.target.hooks import (
     check_captured,
     decoder_layers,
     output_head,
-    text_config,
 )
 from spec_data.target.mask_forms import ROWS, SINGLE, mask_forms, packed_mask
 from spec_data.target.proofs import prove_isolation
@@ -37,38 +36,6 @@ from spec_data.target.target_batch import TargetBatch, document_starts
 # keep a GPU busy.
 _LOGIT_BYTES = {"cpu": 8 << 20}
 _LOGIT_BYTES_OF_DEVICES = 256 << 20
-
-
-def load_model(
-    path: str, *, dtype: str = "auto", device: str = "auto", attn: str = "auto", trust: bool = False
-) -> Any:
-    """Load a causal LM in evaluation mode, without gradients, on `device`.
-
-    Args:
-        path: a local model directory or a Hub id.
-        dtype: a name such as "bfloat16"; "auto" is the dtype of the checkpoint.
-        device: "auto", "cpu", "cuda", ...
-        attn: the attention implementation; "auto" is sdpa, or what the family supports.
-        trust: run the code that comes with the model (`trust_remote_code`).
-
-    Raises:
-        TargetError: not a decoder-only causal LM that this transformers release can load.
-        ConfigError: the device is not usable here.
-    """
-    place = usable_device(device)  # before the weights are read
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-        if getattr(config, "is_encoder_decoder", False):
-            raise TargetError(f"{path}: an encoder-decoder model; drafts need a decoder-only model")
-        model = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype="auto" if dtype == "auto" else DTYPES[dtype],
-            attn_implementation=None if attn == "auto" else attn,
-            trust_remote_code=trust,
-        )
-    except (ValueError, KeyError, OSError, ImportError) as error:
-        raise TargetError(f"cannot load {path} as a causal language model: {error}") from None
-    return model.eval().requires_grad_(False).to(place)
 
 
 def describe_head(model: Any) -> HeadSpec:

@@ -18,12 +18,13 @@ _SHOWN = 20
 
 @dataclass
 class Findings:
-    """The results of the checks: failures, and one fact per check without a failure."""
+    """The results of the checks: failures, warnings, one fact per check without a failure."""
 
     data: str = ""
     fingerprint: str = ""
     failures: list[str] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     figures: dict[str, dict[str, float]] = field(default_factory=dict)
     _failures_before: int = 0
 
@@ -39,6 +40,10 @@ class Findings:
         """Add a failure."""
         self.failures.append(message)
 
+    def warn(self, message: str) -> None:
+        """Add what needs attention, although the dataset is sound."""
+        self.warnings.append(message)
+
     def passed(self, fact: str) -> None:
         """Add what the current check has proven, unless it has a failure."""
         if len(self.failures) == self._failures_before:
@@ -52,6 +57,7 @@ class Findings:
     def text(self) -> str:
         """Describe every fact, the first failures and the verdict, one line each."""
         lines = [f"ok    {fact}" for fact in self.facts]
+        lines += [f"warn  {warning}" for warning in self.warnings]
         lines += [f"FAIL  {failure}" for failure in self.failures[:_SHOWN]]
         if len(self.failures) > _SHOWN:
             lines.append(f"FAIL  and {len(self.failures) - _SHOWN} more")
@@ -68,6 +74,7 @@ class Findings:
             "verified": not self.failures,
             "fingerprint": self.fingerprint,
             "facts": self.facts,
+            "warnings": self.warnings,
             "failures": self.failures,
             "figures": self.figures,
         }

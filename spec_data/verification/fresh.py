@@ -1,15 +1,20 @@
-"""Compare every stored column with a fresh forward of sampled documents, one per forward.
+"""Compare a dataset with its target: its identity, then its states with a fresh forward.
 
 Shapes: T tokens of the document, H hidden size, K top logits, V vocabulary size.
 """
+
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from spec_data.generation.capture import forward_batches, forward_columns
+from spec_data.models.identify import identify_files
 from spec_data.progress import progress
+from spec_data.shards.identity import compare, identity_of
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.schema import Manifest
 from spec_data.target.mask_forms import SINGLE
 from spec_data.target.model import Target
 from spec_data.verification.findings import Findings, declared_error, stored_tokens
@@ -17,6 +22,31 @@ from spec_data.verification.findings import Findings, declared_error, stored_tok
 # Largest plausible rounding difference between two kernels, relative, by the dtype of capture.
 STATE_TOLERANCE = {"float32": 6e-3, "float16": 1e-2, "bfloat16": 5e-2}
 LOGIT_TOLERANCE = {"float32": 2e-2, "float16": 2e-2, "bfloat16": 4e-2}
+
+
+def check_identity(manifest: Manifest, path: Path, trust: bool, findings: Findings) -> None:
+    """Compare the model in `path` with the target that the manifest records, fact by fact.
+
+    What decides the states is a failure. Another tokenizer or chat template is a warning: the
+    dataset is sound, but an engine would serve other prompts.
+    """
+    facts, problems = identify_files(path, trust)
+    found = compare(
+        identity_of(manifest),
+        facts,
+        of_recorded="the dataset was captured with",
+        of_found="this target has",
+        states=True,
+    )
+    for line in found.refused:
+        findings.fail(f"{path}: {line}")
+    for line in found.warned:
+        findings.warn(f"{path}: {line}")
+    for problem in problems:
+        findings.warn(f"not compared: {problem}")
+    if found.not_compared:
+        findings.warn(f"not compared, because only one side tells it: {found.not_compared}")
+    findings.passed("the given target is the one that was captured (weights and config)")
 
 
 def check_fresh(

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from spec_data.devices import usable_device
+from spec_data.models.resolve import local_directory, resolve_model
 from spec_data.options import VerifyConfig
 from spec_data.progress import progress
 from spec_data.shards.codec_tables import TABLES, error_text
@@ -30,10 +31,9 @@ from spec_data.shards.files import sha256_file
 from spec_data.shards.head_spec import apply_head
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import FINAL
-from spec_data.target.identity import config_hash, resolve_model, weights_hash
 from spec_data.target.model import Target
 from spec_data.verification.findings import Findings, declared_error, stored_tokens
-from spec_data.verification.fresh import LOGIT_TOLERANCE, check_fresh
+from spec_data.verification.fresh import LOGIT_TOLERANCE, check_fresh, check_identity
 
 
 def examine(config: VerifyConfig) -> Findings:
@@ -47,7 +47,9 @@ def examine(config: VerifyConfig) -> Findings:
     dataset = HiddenStatesDataset(config.data)
     path = None
     if config.target is not None:  # report a wrong name before any work
-        path, _ = resolve_model(config.target, dataset.manifest.target.get("revision"))
+        local = local_directory(config.target) is not None
+        revision = None if local else dataset.manifest.target.get("revision")
+        path, _ = resolve_model(config.target, revision)
     findings = Findings(data=config.data, fingerprint=dataset.manifest.fingerprint)
     findings.check(lambda: _check_checksums(dataset, findings))
     findings.check(lambda: _check_chunks(dataset, findings))
@@ -71,7 +73,8 @@ def _verify_target(
 ) -> None:
     """Check the identity of the target in `path`, then run the fresh forward."""
     recorded = dataset.manifest.target
-    findings.check(lambda: _check_identity(recorded, path, findings))
+    trust = config.trust_remote_code
+    findings.check(lambda: check_identity(dataset.manifest, path, trust, findings))
     if findings.failures:
         return
     target = Target.from_pretrained(
@@ -80,20 +83,9 @@ def _verify_target(
         dtype=recorded["dtype"],
         device=config.device,
         attn=recorded["attn"],
-        trust_remote_code=config.trust_remote_code,
+        trust_remote_code=trust,
     )
     findings.check(lambda: check_fresh(dataset, sampled, target, findings))
-
-
-def _check_identity(recorded: dict[str, Any], path: Path, findings: Findings) -> None:
-    """Check that the model in `path` is the target that the manifest recorded."""
-    for name, found in (("config_hash", config_hash(path)), ("weights_hash", weights_hash(path))):
-        if recorded.get(name) not in (None, found):
-            raise DatasetError(
-                f"{path}: its {name.replace('_', ' ')} is not that of the dataset's target "
-                f"({recorded['name']}): this is another model, revision or quantisation"
-            )
-    findings.passed("the given target is the one that was captured (config and weights)")
 
 
 def sample_documents(count: int, samples: int, seed: int) -> list[int]:

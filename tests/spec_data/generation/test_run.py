@@ -356,7 +356,7 @@ def test_damaged_unit_records_are_made_again(reference, target, corpus, tmp_path
 
 
 def test_missing_targets_and_layers_are_errors(target, corpus, tmp_path):
-    with pytest.raises(MissingError, match="not a directory here"):
+    with pytest.raises(MissingError, match="no such directory"):
         run(tmp_path / "nothing", corpus, tmp_path / "data")
     (tmp_path / "empty").mkdir()
     with pytest.raises(MissingError, match=r"config\.json"):

@@ -182,9 +182,8 @@ def test_another_target_is_refused(data, target, tmp_path, capsys):
     model = AutoModelForCausalLM.from_pretrained(target)
     model.model.norm.weight.data *= 1.01
     model.save_pretrained(other)
-    assert "weights hash is not that of the dataset's target" in failures(
-        data, capsys, target=str(other)
-    )
+    out = failures(data, capsys, target=str(other))
+    assert f"FAIL  {other}: weights_hash: the dataset was captured with sha256:" in out
 
 
 def test_exit_codes_of_the_command(data, capsys):

@@ -1,0 +1,192 @@
+"""Make the identity of a target and its prompts: every fact that decides states and token ids.
+
+`spec_data.shards.identity` describes the table of facts and compares two of them. The tables
+`target` and `tokenizer` of a manifest are made from the same facts.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from spec_data.models.reading import load_config, load_tokenizer, text_config
+from spec_data.models.weight_files import weights_hash
+from spec_data.shards.errors import SpecDataError, TargetError
+from spec_data.shards.files import sha256_json
+
+_VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
+_VOLATILE_TOKENIZER = {"version", "truncation", "padding"}
+
+# Fields of the decoder's config that change its states. A field that a family lacks is left out.
+_DECIDING = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "layer_types"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias", "mlp_bias"),
+    *("hidden_act", "hidden_activation", "rms_norm_eps", "layer_norm_eps", "sliding_window"),
+    *("max_position_embeddings", "original_max_position_embeddings", "tie_word_embeddings"),
+    *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier"),
+    *("attention_multiplier", "num_experts", "num_local_experts", "num_experts_per_tok"),
+    *("norm_topk_prob", "routed_scaling_factor"),
+)
+
+
+def identify(
+    directory: Path,
+    *,
+    config: Any,
+    tokenizer: Any,
+    template_kwargs: dict[str, Any] | None = None,
+    dtype: str | None = None,
+) -> dict[str, Any]:
+    """Return the identity of the target in a directory, without loading its weights.
+
+    Args:
+        directory: the model directory; its weights and its config.json are hashed.
+        config: the transformers configuration of the target.
+        tokenizer: its tokenizer, with its chat template.
+        template_kwargs: of every prompt; None: not known.
+        dtype: in which the target runs; None: not known.
+
+    Raises:
+        TargetError: config.json is damaged, or there are no complete safetensors files.
+        MissingError: a weight file is absent.
+    """
+    facts = {
+        "weights_hash": weights_hash(directory),
+        **_config_facts(directory, config),
+        **_tokenizer_facts(tokenizer),
+    }
+    if template_kwargs is not None:
+        facts["chat_template_kwargs"] = template_kwargs
+    return _plain(facts | ({"dtype": dtype} if dtype else {}))
+
+
+def identify_files(directory: Path, trust: bool = False) -> tuple[dict[str, Any], list[str]]:
+    """Return the identity of a directory as far as its files allow, and what could not be read.
+
+    A copy in the Hub's cache often lacks the weights; a target may come without a tokenizer.
+    """
+    facts: dict[str, Any] = {}
+    problems = []
+    for part in (
+        lambda: {"weights_hash": weights_hash(directory)},
+        lambda: _config_facts(directory, load_config(directory, trust)),
+        lambda: _tokenizer_facts(load_tokenizer(directory, trust)),
+    ):
+        try:
+            facts |= _plain(part())
+        except SpecDataError as error:
+            problems.append(str(error).strip().splitlines()[0])
+    return facts, problems
+
+
+def target_table(
+    name: str, directory: Path, commit: str | None, config: Any, facts: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the manifest's `target`.
+
+    Args:
+        name: the target as the user wrote it; a local path is stored as its last part only.
+        directory: the resolved model directory.
+        commit: the Hub commit, None for a local directory.
+        config: the transformers configuration of the target.
+        facts: its identity.
+    """
+    text = text_config(config)
+    return {
+        "name": name if commit else directory.resolve().name,
+        "revision": commit,
+        "architectures": facts["architectures"],
+        "model_type": config.model_type,
+        "num_layers": text.num_hidden_layers,
+        "hidden_size": text.hidden_size,
+        "quantization": facts["quantization"],
+        "config_hash": facts["config_hash"],
+        "weights_hash": facts["weights_hash"],
+    }
+
+
+def tokenizer_table(tokenizer: Any, facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the manifest's `tokenizer`: hashes of tokenizer and chat template, and the kwargs."""
+    return {
+        "hash": facts["tokenizer_hash"],
+        "chat_template_hash": facts["chat_template_hash"],
+        "chat_template_kwargs": facts["chat_template_kwargs"],
+        "size": len(tokenizer),
+    }
+
+
+def config_hash(directory: Path) -> str:
+    """Return the hash of config.json without the fields that change when a model is saved again."""
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TargetError(f"{directory / 'config.json'}: not valid JSON: {error}") from None
+    return sha256_json({k: v for k, v in config.items() if k not in _VOLATILE})
+
+
+def _plain(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return facts as they are read back from JSON: lists for tuples, texts for other objects."""
+    plain: dict[str, Any] = json.loads(json.dumps(facts, default=str))
+    return plain
+
+
+def _config_facts(directory: Path, config: Any) -> dict[str, Any]:
+    """Return the hash of config.json, and by name the fields that decide the states."""
+    text = text_config(config)
+    quantization: Any = getattr(config, "quantization_config", None)
+    facts = {
+        "architectures": list(config.architectures or []),
+        "config_hash": config_hash(directory),
+        "quantization": quantization.to_dict()
+        if hasattr(quantization, "to_dict")
+        else quantization,
+    }
+    for name in _DECIDING:
+        if hasattr(text, name):
+            facts[f"config.{name}"] = getattr(text, name)
+    return facts | _flat("rope", getattr(text, "rope_parameters", None) or {})
+
+
+def _flat(prefix: str, table: dict[str, Any]) -> dict[str, Any]:
+    """Return a nested table as one level, with dots in the names."""
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        if isinstance(value, dict):
+            found |= _flat(f"{prefix}.{name}", value)
+        else:
+            found[f"{prefix}.{name}"] = value
+    return found
+
+
+def _tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
+    """Return the hash of the whole tokenizer, those of its parts, and that of the template.
+
+    The parts of tokenizer.json (normaliser, pre-tokeniser, vocabulary with merges, added tokens,
+    post-processor) are hashed one by one, so that the one that differs can be named.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    parts: dict[str, Any] = {}
+    if backend is None:
+        whole = tokenizer.get_vocab()
+    else:
+        whole = json.loads(backend.to_str())
+        for volatile in ("truncation", "padding"):
+            whole.pop(volatile, None)
+        for name in sorted(whole.keys() - _VOLATILE_TOKENIZER):
+            parts[f"tokenizer.{name}"] = _part(whole[name])
+    for name in ("bos_token", "eos_token"):
+        parts[f"tokenizer.{name}"] = getattr(tokenizer, name, None)
+    template = tokenizer.chat_template
+    return {
+        "tokenizer_hash": sha256_json(whole),
+        **parts,
+        "chat_template_hash": sha256_json(template) if template else None,
+    }
+
+
+def _part(value: Any) -> str | None:
+    """Return the type of a tokenizer's part, where it has one, and the start of its hash."""
+    if value is None:
+        return None
+    kind = value.get("type") if isinstance(value, dict) else None
+    return f"{kind or type(value).__name__} {sha256_json(value).removeprefix('sha256:')[:12]}"

@@ -1,0 +1,122 @@
+"""Load a target completely or not at all: every tensor comes from its safetensors files.
+
+transformers fills a missing tensor with random numbers and logs it, and decides by itself whether
+the head is tied to the embedding. Both change the states without an error, so both are refused.
+"""
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from spec_data.devices import DTYPES, usable_device
+from spec_data.models.reading import text_config
+from spec_data.models.resolve import resolve_model
+from spec_data.models.weight_files import weight_files
+from spec_data.shards.errors import TargetError
+
+log = logging.getLogger(__name__)
+
+_SHOWN = 5  # tensor names in a message
+
+
+def load_model(
+    path: str,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str = "auto",
+    attn: str = "auto",
+    trust: bool = False,
+) -> Any:
+    """Load a causal LM in evaluation mode, without gradients, on `device`.
+
+    Args:
+        path: a local model directory or a Hub id.
+        dtype: a dtype or its name, such as "bfloat16"; "auto" is the dtype of the checkpoint.
+        device: "auto", "cpu", "cuda", ...
+        attn: the attention implementation; "auto" is sdpa, or what the family supports.
+        trust: run the code that comes with the model (`trust_remote_code`).
+
+    Raises:
+        MissingError: there is no such model.
+        TargetError: not a decoder-only causal LM that this transformers release can load, weights
+            that are damaged or incomplete, or a head that contradicts the config.
+        ConfigError: the device is not usable here.
+    """
+    place = usable_device(device)  # before the weights are read
+    directory, _ = resolve_model(path)
+    weight_files(directory)
+    known: Any = dtype if dtype == "auto" else DTYPES.get(str(dtype), dtype)
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust)
+        if getattr(config, "is_encoder_decoder", False):
+            raise TargetError(f"{path}: an encoder-decoder model; drafts need a decoder-only model")
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=known,
+            attn_implementation=None if attn == "auto" else attn,
+            trust_remote_code=trust,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+        )
+    except (ValueError, KeyError, OSError, ImportError, SafetensorError) as error:
+        raise TargetError(f"cannot load {path} as a causal language model: {error}") from None
+    _check_complete(path, info)
+    _check_tied(path, model)
+    return model.eval().requires_grad_(False).to(place)
+
+
+def _check_complete(path: str, info: dict[str, Any]) -> None:
+    """Refuse a model of which a tensor was not loaded; warn about tensors that it does not have."""
+    missing, unexpected = info.get("missing_keys") or (), info.get("unexpected_keys") or ()
+    if missing:
+        raise TargetError(
+            f"{path}: its weight files lack {_names(missing)}, which config.json asks for; "
+            "transformers would fill them with random numbers. Copy the model again, or correct "
+            "config.json (tie_word_embeddings, num_hidden_layers)"
+        )
+    wrong = sorted(str(key[0]) for key in info.get("mismatched_keys") or ())
+    if wrong:
+        raise TargetError(
+            f"{path}: {_names(wrong)} in its weight files has another shape than config.json "
+            "describes; use the config.json of these weights"
+        )
+    if unexpected:
+        log.warning(
+            "warning: %s: its weight files also hold %s, which the model of config.json does not "
+            "have; they are not used",
+            *(path, _names(unexpected)),
+        )
+
+
+def _check_tied(path: str, model: Any) -> None:
+    """Refuse a head that is tied against the config, or untied against it."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or embedding is None:
+        return
+    asked = any(
+        getattr(config, "tie_word_embeddings", False)
+        for config in (model.config, text_config(model.config))
+    )
+    if asked == (head.weight is embedding.weight):
+        return
+    if asked:
+        raise TargetError(
+            f"{path}: config.json has tie_word_embeddings true, but the weight files hold a head "
+            "that differs from the embedding; set it to false if that head is right, or remove "
+            "the head from the files"
+        )
+    raise TargetError(
+        f"{path}: config.json has tie_word_embeddings false, but transformers tied the head to the "
+        "embedding; set it to true if the model has no head of its own, or copy the model again"
+    )
+
+
+def _names(keys: Iterable[str]) -> str:
+    names = sorted(keys)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

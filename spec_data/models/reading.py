@@ -1,0 +1,54 @@
+"""Read the configuration and the tokenizer of a model directory, without its weights."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+
+from spec_data.shards.errors import TargetError
+
+
+def text_config(config: Any) -> Any:
+    """Return the configuration of the decoder: the nested one of multimodal models, else `config`.
+
+    The only definition in this package; `config` is a transformers configuration.
+    """
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def load_config(directory: Path, trust: bool = False) -> Any:
+    """Return the configuration of a model directory, with the defaults of its family.
+
+    Raises:
+        TargetError: transformers does not know the family, or it is not a decoder-only text model.
+    """
+    try:
+        config = AutoConfig.from_pretrained(str(directory), trust_remote_code=trust)
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        raise TargetError(
+            f"{directory / 'config.json'}: transformers cannot load it: {error}"
+        ) from None
+    text = text_config(config)
+    lacking = [
+        name
+        for name in ("num_hidden_layers", "hidden_size", "vocab_size")
+        if not getattr(text, name, None)
+    ]
+    if lacking or getattr(config, "is_encoder_decoder", False):
+        why = f"it has no {', '.join(lacking)}" if lacking else "it is an encoder-decoder model"
+        raise TargetError(
+            f"{directory / 'config.json'}: {why}; drafts need a decoder-only language model"
+        )
+    return config
+
+
+def load_tokenizer(directory: Path, trust: bool = False) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model directory.
+
+    Raises:
+        TargetError: transformers cannot load one from there.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust)
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        raise TargetError(f"{directory}: no usable tokenizer ({error})") from None

@@ -1,0 +1,69 @@
+"""Find the directory of a model: one on this machine, one of the Hub, or one of its local cache."""
+
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from spec_data.shards.errors import ConfigError, MissingError
+
+_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
+
+
+def resolve_model(name: str, revision: str | None = None) -> tuple[Path, str | None]:
+    """Return the local directory of a model directory or Hub id, and the Hub commit (or None).
+
+    Raises:
+        MissingError: `name` is no model directory, and neither the Hub nor its local cache has it.
+        ConfigError: a `revision` of a local directory.
+    """
+    path = local_directory(name)
+    if path is not None:
+        if revision is not None:
+            raise ConfigError(
+                f"--revision {revision}: --target {name} is a directory on this machine and has no "
+                "revisions; leave --revision out, or pass the model's Hub id"
+            )
+        return path, None
+    try:
+        snapshot = snapshot_download(name, revision=revision, allow_patterns=_FILES)
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise MissingError(
+            f"--target {name}: not a directory here, and not available from the Hub: {reason}"
+        ) from None
+    return Path(snapshot), Path(snapshot).name
+
+
+def local_directory(name: str) -> Path | None:
+    """Return the model directory `name`, or None if the name can only be a Hub id.
+
+    Raises:
+        MissingError: `name` is empty, is a path at which nothing is, or has no config.json.
+    """
+    if not name.strip():
+        raise MissingError("--target is empty; pass a model directory or a Hub id")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise MissingError(
+                f"--target {path}: no config.json in it, so this is not a model directory"
+            )
+        return path
+    if path.exists():
+        raise MissingError(f"--target {name}: this is a file; pass the model's directory")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise MissingError(f"--target {name}: no such directory")
+    return None
+
+
+def cached_model(name: str) -> Path | None:
+    """Return the directory of a Hub id in the local cache, without any download; None if absent.
+
+    Files other than config.json may be missing there.
+    """
+    try:
+        path = Path(snapshot_download(name, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError, OSError):
+        return None
+    return path if (path / "config.json").is_file() else None

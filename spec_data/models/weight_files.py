@@ -1,0 +1,108 @@
+"""The weight files of a model directory: only safetensors, complete, and hashed.
+
+Other files (`pytorch_model.bin`) are never loaded, because they are not hashed: a dataset could be
+captured from a model that its manifest does not name.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from spec_data.shards.errors import MissingError, TargetError
+
+_INDEX = "model.safetensors.index.json"
+_FULL_HASH_BYTES = 4 << 30
+_SAMPLE, _SAMPLES = 1 << 16, 256  # bytes per block, blocks per file
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files of a model directory, sorted; each is checked to be complete.
+
+    Raises:
+        TargetError: there is none, or a file is damaged or shorter than its header says.
+        MissingError: a file that the index names is absent.
+    """
+    found = set(directory.glob("*.safetensors"))
+    for name in _indexed(directory):
+        if not (directory / name).is_file():
+            raise MissingError(
+                f"{directory / name}: no such file, but {_INDEX} names it; copy or download the "
+                "model again"
+            )
+        found.add(directory / name)
+    if not found:
+        raise TargetError(f"{directory}: no .safetensors weights{_advice(directory)}")
+    for file in sorted(found):
+        tensor_names(file)
+    return sorted(found)
+
+
+def _indexed(directory: Path) -> set[str]:
+    index = directory / _INDEX
+    if not index.is_file():
+        return set()
+    try:
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TargetError(
+            f"{index}: damaged ({type(error).__name__}: {error}); copy the model again"
+        ) from None
+
+
+def _advice(directory: Path) -> str:
+    others = sorted(p.name for p in directory.glob("*.bin")) or sorted(
+        p.name for p in directory.glob("*.pt*")
+    )
+    if not others:
+        return "; copy or download the model again"
+    return (
+        f", only {', '.join(others[:3])}, which spec-data does not load; convert them: load the "
+        "model with transformers and call save_pretrained on it"
+    )
+
+
+def tensor_names(file: Path) -> list[str]:
+    """Return the names of the tensors of a safetensors file; only its header is read.
+
+    Raises:
+        TargetError: the file is truncated or damaged.
+    """
+    try:
+        with safe_open(file, "pt") as weights:
+            return list(weights.keys())
+    except (SafetensorError, OSError) as error:
+        raise TargetError(
+            f"{file}: truncated or damaged ({file.stat().st_size:,} bytes; {error}); copy or "
+            "download this file again"
+        ) from None
+
+
+def weights_hash(directory: Path) -> str:
+    """Return the hash of the safetensors files of a model directory.
+
+    Up to 4 GB the whole files are hashed ("sha256:..."), above that 256 blocks of 64 KiB of each
+    file ("sampled-sha256:..."). A sampled hash covers the header, name and size of each file, so
+    renamed, re-sharded or re-quantised weights never count as the same.
+
+    Raises:
+        TargetError: there are no safetensors files, or one is damaged.
+        MissingError: a file that the index names is absent.
+    """
+    files = weight_files(directory)
+    sampled = sum(f.stat().st_size for f in files) > _FULL_HASH_BYTES
+    digest: Any = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(directory).as_posix()}:{size}\n".encode())
+        with file.open("rb") as stream:
+            if not sampled:
+                while block := stream.read(1 << 22):
+                    digest.update(block)
+                continue
+            for index in range(_SAMPLES):
+                stream.seek(index * max(size - _SAMPLE, 0) // (_SAMPLES - 1))
+                digest.update(stream.read(_SAMPLE))
+    return ("sampled-sha256:" if sampled else "sha256:") + digest.hexdigest()

@@ -1,0 +1,255 @@
+"""The identity of a target and its prompts, as manifests and drafts record it; its comparison.
+
+An identity is a flat table of named facts:
+
+    weights_hash, config_hash, architectures, quantization, dtype
+    config.NAME           a field of the decoder's config that changes its states
+    rope.NAME             its rope settings, with the layer type before the name where they differ
+    tokenizer_hash        of the whole tokenizer.json; tokenizer.NAME: of its parts
+    chat_template_hash, chat_template_kwargs
+    template_kwargs_used  the kwargs that documents were rendered with, those of their own rows
+                          included: JSON text -> number of documents
+    dataset_fingerprint   only in drafts
+
+A fact without an entry is unknown: older releases recorded fewer. `compare` is the only comparison.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from spec_data.shards.errors import DatasetError
+from spec_data.shards.schema import Manifest
+
+REFUSE, WARN = "refuse", "warn"
+OTHERS = "others"  # in template_kwargs_used: documents whose kwargs are not listed
+_KEPT = 16  # different kwargs that are listed; rows may have any number
+
+_STATES = ("weights_hash", "config_hash", "architectures", "quantization", "config.", "rope.")
+_COARSE = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}  # bits of a mantissa
+_PROMPTS = ("chat_template_kwargs", "template_kwargs_used")
+_NOT_OF_A_TARGET = {*_PROMPTS, "dataset_fingerprint", "head", "dtype"}
+_SPECIAL = ("tokenizer.bos_token", "tokenizer.eos_token")  # not in tokenizer.json
+_HASHED = {"config_hash": ("config.", "rope."), "tokenizer_hash": ("tokenizer.",)}
+_MEANING = {
+    "weights_hash": "other weights (fine-tuned, rounded, another version), or the same weights in "
+    "other files",
+    "config_hash": "config.json differs in a field that is not compared by name",
+    "quantization": "rounded weights choose other tokens, and their hash cannot be compared",
+    "dtype": "it rounds more coarsely",
+    "tokenizer_hash": "text becomes other token ids",
+    "tokenizer.pre_tokenizer": "text is split into other pieces before it becomes token ids",
+    "tokenizer.normalizer": "text is changed in another way before it becomes token ids",
+    "tokenizer.model": "another vocabulary, or other merges",
+    "tokenizer.added_tokens": "other special tokens",
+    "chat_template_hash": "the chat template renders other prompts",
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One fact in which two identities differ; `text` is a line for the user."""
+
+    name: str
+    severity: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What differs, and the names of the facts that only one of the two identities has."""
+
+    differences: tuple[Difference, ...]
+    unknown: tuple[str, ...]
+
+    @property
+    def texts(self) -> list[str]:
+        """A line for each difference."""
+        return [d.text for d in self.differences]
+
+    @property
+    def refused(self) -> list[str]:
+        """A line for each difference that forbids what was asked for."""
+        return [d.text for d in self.differences if d.severity == REFUSE]
+
+    @property
+    def warned(self) -> list[str]:
+        """A line for each difference that only needs attention."""
+        return [d.text for d in self.differences if d.severity == WARN]
+
+    @property
+    def not_compared(self) -> str:
+        """The facts that could not be compared, in words; empty if there are none."""
+        groups = dict.fromkeys(_group(name) for name in self.unknown)
+        return ", ".join(groups)
+
+
+def identity_of(manifest: Manifest) -> dict[str, Any]:
+    """Return the identity that a dataset records; of older datasets, the facts that they have.
+
+    Raises:
+        DatasetError: the manifest's identity is not a table.
+    """
+    own = manifest.raw.get("identity", {})
+    if not isinstance(own, dict):
+        raise DatasetError(
+            f"{manifest.where}: its identity is a {type(own).__name__}, not a table; restore it"
+        )
+    target, tokenizer = manifest.target, manifest.raw["tokenizer"]
+    names = ("weights_hash", "config_hash", "architectures", "quantization", "dtype")
+    found = {name: target[name] for name in names if name in target}
+    if "hash" in tokenizer:
+        found["tokenizer_hash"] = tokenizer["hash"]
+    for name in ("chat_template_hash", "chat_template_kwargs"):
+        if name in tokenizer:
+            found[name] = tokenizer[name]
+    return found | own
+
+
+def count_kwargs(counts: Mapping[str, int]) -> dict[str, int]:
+    """Return `template_kwargs_used` of kwargs as JSON text, with the rarest joined as OTHERS."""
+    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    rest = sum(count for _, count in ranked[_KEPT:])
+    return dict(ranked[:_KEPT]) | ({OTHERS: rest} if rest else {})
+
+
+def kwargs_text(kwargs: Mapping[str, Any]) -> str:
+    """Return template kwargs as the JSON text under which documents are counted."""
+    return json.dumps(kwargs, sort_keys=True, ensure_ascii=False, default=str)
+
+
+def usual_kwargs(identity: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the template kwargs of most documents, or None if they are not recorded."""
+    used = {k: n for k, n in (identity.get("template_kwargs_used") or {}).items() if k != OTHERS}
+    if used:
+        found: dict[str, Any] = json.loads(max(used, key=lambda text: used[text]))
+        return found
+    return identity.get("chat_template_kwargs")
+
+
+def compare(
+    recorded: Mapping[str, Any],
+    found: Mapping[str, Any],
+    *,
+    of_recorded: str,
+    of_found: str,
+    states: bool = False,
+) -> Comparison:
+    """Compare two identities fact by fact.
+
+    Args:
+        recorded: what a draft or a dataset was made with.
+        found: what it is used with now.
+        of_recorded: the subject and verb of the first, such as "the draft was fitted with".
+        of_found: the same of the second, such as "this target has".
+        states: the states of both are compared or mixed, so a fact that decides states refuses.
+            Otherwise every difference is a warning: people serve fine-tuned targets on purpose.
+    """
+    differing = {
+        name: (recorded.get(name), found.get(name))
+        for name in sorted(recorded.keys() | found.keys())
+        if _known(name, recorded) and _known(name, found) and _differs(name, recorded, found)
+    }
+    differing = {n: pair for n, pair in differing.items() if not _explained(n, differing)}
+    lines = []
+    for name, (ours, theirs) in differing.items():
+        text = f"{_shown_name(name)}: {of_recorded} {_shown(ours)}, {of_found} {_shown(theirs)}"
+        meaning = _MEANING.get(name)
+        severity = REFUSE if states and name.startswith(_STATES) else WARN
+        lines.append(Difference(name, severity, f"{text}: {meaning}" if meaning else text))
+    lines += _kwargs_difference(recorded, found, of_recorded, of_found)
+    unknown = [
+        name
+        for name in sorted(recorded.keys() ^ found.keys())
+        if name not in _NOT_OF_A_TARGET
+        and not (_known(name, recorded) and _known(name, found))
+        and not _same_file(name, recorded, found)
+    ]
+    return Comparison(tuple(lines), tuple(unknown))
+
+
+def _known(name: str, identity: Mapping[str, Any]) -> bool:
+    """Whether an identity tells a fact; a rope setting or tokenizer part may be absent from it."""
+    if name in identity:
+        return True
+    group = name.partition(".")[0] + "."
+    return group in ("rope.", "tokenizer.") and any(other.startswith(group) for other in identity)
+
+
+def _differs(name: str, recorded: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
+    if name in _PROMPTS or name in ("dataset_fingerprint", "head"):
+        return False  # kwargs are compared as sets; the others do not describe a target
+    ours, theirs = recorded.get(name), found.get(name)
+    if name == "dtype":
+        return _COARSE.get(str(theirs), 0) < _COARSE.get(str(ours), 0)
+    return bool(ours != theirs) and not _same_file(name, recorded, found)
+
+
+def _same_file(name: str, recorded: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
+    """Whether a fact comes from a file that is the same in both.
+
+    Its value may differ all the same: releases of transformers have other defaults.
+    """
+    for whole, parts in _HASHED.items():
+        if name.startswith(parts) and name not in _SPECIAL:
+            return whole in recorded and bool(recorded[whole] == found.get(whole))
+    return False
+
+
+def _explained(name: str, differing: Mapping[str, Any]) -> bool:
+    """Whether another difference that is listed says the same, and more clearly."""
+    if name in _HASHED:
+        named = {*differing} - {*_SPECIAL}
+        return any(other.startswith(_HASHED[name]) for other in named)
+    return name == "weights_hash" and "quantization" in differing
+
+
+def _kwargs_difference(
+    recorded: Mapping[str, Any], found: Mapping[str, Any], of_recorded: str, of_found: str
+) -> list[Difference]:
+    """Compare the kwargs that documents or prompts were rendered with, rows' own included."""
+    ours, theirs = _kwargs_used(recorded), _kwargs_used(found)
+    if not ours or not theirs or OTHERS in ours:
+        return []
+    other = [text for text in theirs if text not in ours]
+    if not other:
+        return []
+    name = "chat_template_kwargs"
+    text = f"{name}: {of_recorded} {_listed(ours)}, {of_found} {_listed(other)}"
+    return [Difference(name, WARN, f"{text}: prompts are rendered in another way")]
+
+
+def _kwargs_used(identity: Mapping[str, Any]) -> list[str]:
+    used = identity.get("template_kwargs_used")
+    if used is None and "chat_template_kwargs" in identity:
+        used = [kwargs_text(identity["chat_template_kwargs"] or {})]
+    return list(used or ())
+
+
+def _listed(texts: Iterable[str]) -> str:
+    texts = list(texts)
+    return " or ".join(texts[:3]) + (f" or {len(texts) - 3} others" if len(texts) > 3 else "")
+
+
+def _group(name: str) -> str:
+    """Return the word for a fact that could not be compared."""
+    words = {"config.": "config fields", "rope.": "rope", "tokenizer": "tokenizer"}
+    return next((word for prefix, word in words.items() if name.startswith(prefix)), name)
+
+
+def _shown_name(name: str) -> str:
+    return name.removeprefix("config.").removeprefix("rope.")
+
+
+def _shown(value: Any) -> str:
+    """Return a value for a message: text in quotes, hashes and lists shortened."""
+    if value is None:
+        return "none"
+    if isinstance(value, str):
+        kind, colon, digest = value.rpartition(":")
+        if len(digest) == 64:  # a sha256
+            return f"{kind}{colon}{digest[:12]}"
+        return repr(value)
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"

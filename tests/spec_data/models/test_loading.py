@@ -1,0 +1,136 @@
+"""A target is loaded completely, from safetensors alone, with the head that its config names."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from spec_data.models.loading import load_model
+from spec_data.models.weight_files import weight_files, weights_hash
+from spec_data.shards.errors import MissingError, TargetError
+from tests.families import tiny_model
+
+WEIGHTS = "model.safetensors"
+
+
+def saved(folder: Path, family: str = "llama") -> Path:
+    tiny_model(family).save_pretrained(folder)
+    return folder
+
+
+def rewrite(folder: Path, **changes) -> None:
+    """Change tensors of the weights: None removes one."""
+    tensors = load_file(folder / WEIGHTS)
+    for name, value in changes.items():
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name] = value.contiguous()
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def set_config(folder: Path, **changes) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def load(folder: Path):
+    return load_model(str(folder), device="cpu")
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(TargetError) as caught:
+        load(folder)
+    return str(caught.value)
+
+
+def test_a_missing_tensor_is_refused_by_name_and_not_filled_with_random_numbers(tmp_path):
+    folder = saved(tmp_path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    rewrite(folder, **{name: None})
+    assert f"its weight files lack {name}" in refusal(folder)
+
+
+def test_an_untied_config_without_a_head_in_the_files_is_refused(tmp_path):
+    folder = saved(tmp_path)
+    rewrite(folder, **{"lm_head.weight": None})
+    assert "lack lm_head.weight" in refusal(folder)
+    tied = saved(tmp_path / "tied", "qwen3")
+    load(tied)
+    set_config(tied, tie_word_embeddings=False)
+    assert "lack lm_head.weight" in refusal(tied)
+
+
+def test_a_tied_config_with_another_head_in_the_files_is_refused(tmp_path):
+    folder = saved(tmp_path, "qwen3")
+    embedding = load_file(folder / WEIGHTS)["model.embed_tokens.weight"]
+    rewrite(folder, **{"lm_head.weight": embedding.clone()})
+    load(folder)  # the same head, stored twice
+    rewrite(folder, **{"lm_head.weight": 2 * embedding})
+    assert "tie_word_embeddings true" in refusal(folder)
+
+
+def test_tensors_of_another_shape_and_tensors_that_are_not_used_are_named(tmp_path, caplog):
+    folder = saved(tmp_path)
+    rewrite(folder, **{"model.layers.6.extra.weight": torch.ones(3)})
+    load(folder)
+    assert "model.layers.6.extra.weight" in caplog.text
+    rewrite(folder, **{"model.norm.weight": torch.ones(7)})
+    assert "model.norm.weight in its weight files has another shape" in refusal(folder)
+
+
+@pytest.mark.parametrize("length", [0, 4, 5000, -1])
+def test_a_truncated_file_of_weights_is_named(tmp_path, length):
+    folder = saved(tmp_path)
+    file = folder / WEIGHTS
+    file.write_bytes(file.read_bytes()[:length])
+    assert f"{file}: truncated or damaged" in refusal(folder)
+    with pytest.raises(TargetError, match=WEIGHTS):
+        weights_hash(folder)
+
+
+def test_a_damaged_part_of_several_is_named_and_an_absent_one_too(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path, max_shard_size="60KB")
+    parts = sorted(tmp_path.glob("*.safetensors"))
+    assert len(parts) > 1
+    whole = parts[1].read_bytes()
+    parts[1].write_bytes(whole[:-10])
+    assert f"{parts[1]}: truncated or damaged" in refusal(tmp_path)
+    parts[1].unlink()
+    with pytest.raises(MissingError, match=parts[1].name):
+        load(tmp_path)
+    parts[1].write_bytes(whole)
+    load(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(index.read_text()[:-20])
+    assert f"{index}: damaged" in refusal(tmp_path)
+
+
+def test_weights_in_a_folder_of_the_index_are_hashed(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path, max_shard_size="60KB")
+    index = tmp_path / "model.safetensors.index.json"
+    (tmp_path / "parts").mkdir()
+    for file in tmp_path.glob("*.safetensors"):
+        file.rename(tmp_path / "parts" / file.name)
+    table = json.loads(index.read_text())
+    table["weight_map"] = {name: f"parts/{file}" for name, file in table["weight_map"].items()}
+    index.write_text(json.dumps(table))
+    before, (first, *_) = weights_hash(tmp_path), weight_files(tmp_path)
+    tensors = load_file(first)
+    save_file({name: value + 1 for name, value in tensors.items()}, first)
+    assert weights_hash(tmp_path) != before
+
+
+def test_a_bin_file_is_never_loaded(tmp_path):
+    folder = saved(tmp_path)
+    other = tiny_model("llama", seed=1).state_dict()
+    torch.save(other, folder / "pytorch_model.bin")
+    loaded = load(folder).state_dict()["model.norm.weight"]
+    assert torch.equal(loaded, load_file(folder / WEIGHTS)["model.norm.weight"])
+    (folder / WEIGHTS).rename(folder / "consolidated.safetensors")
+    assert "no file named model.safetensors" in refusal(folder)  # hashed, but not the one loaded
+    (folder / "consolidated.safetensors").unlink()
+    message = refusal(folder)
+    assert "only pytorch_model.bin" in message and "convert" in message

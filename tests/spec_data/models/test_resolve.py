@@ -1,0 +1,49 @@
+"""The name of a model: a directory, a Hub id, or words about what is wrong with it."""
+
+import pytest
+
+from spec_data.models.resolve import cached_model, local_directory, resolve_model
+from spec_data.shards.errors import ConfigError, MissingError
+
+
+@pytest.mark.parametrize("name", ["", "  "])
+def test_an_empty_name_is_refused(name):
+    with pytest.raises(MissingError, match="--target is empty"):
+        resolve_model(name)
+
+
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "../nowhere", "a/b/c"])
+def test_a_path_without_a_directory_is_not_looked_up_on_the_hub(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MissingError, match=f"--target {name}: no such directory"):
+        resolve_model(name)
+
+
+def test_a_file_and_a_directory_without_a_config_are_no_models(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(MissingError, match="this is a file"):
+        resolve_model(str(tmp_path / "model.safetensors"))
+    with pytest.raises(MissingError, match=r"no config\.json"):
+        resolve_model(str(tmp_path))
+
+
+def test_a_revision_of_a_local_directory_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve_model(str(tmp_path)) == (tmp_path, None)
+    with pytest.raises(ConfigError, match=r"--revision main: .* has no revisions"):
+        resolve_model(str(tmp_path), "main")
+
+
+def test_a_hub_id_is_found_in_the_local_cache_or_not_at_all(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert local_directory("some/model") is None
+    assert cached_model("some/model") is None
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "models--some--model"
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    assert cached_model("some/model") is None  # nothing is in it
+    (snapshot / "config.json").write_text("{}")
+    assert cached_model("some/model") == snapshot

@@ -1,0 +1,116 @@
+"""verify --target names each fact in which the given target is not the captured one."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from spec_data.options import VerifyConfig
+from spec_data.shards.errors import TargetError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.schema import fingerprint
+from spec_data.verification.run import examine
+from tests.spec_data.runs import run, save_target, write_corpus
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("verify")
+    save_target(folder / "target")
+    lines = write_corpus(folder / "c.jsonl", 6).read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    for row in rows[:4]:
+        row["chat_template_kwargs"] = {"enable_thinking": False}
+    (folder / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run(folder / "target", folder / "c.jsonl", folder / "data")
+    return folder
+
+
+@pytest.fixture
+def target(place, tmp_path) -> Path:
+    """A copy of the captured target, to be changed."""
+    shutil.copytree(place / "target", tmp_path / "changed")
+    return tmp_path / "changed"
+
+
+def verified(place: Path, target: Path):
+    return examine(
+        VerifyConfig(data=str(place / "data"), target=str(target), samples=2, device="cpu")
+    )
+
+
+def edit(file: Path, **changes) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def round_to_3_bits(file: Path) -> None:
+    tensors = {}
+    for name, value in load_file(file).items():
+        step = value.abs().amax() / 3
+        tensors[name] = (value / step).round() * step
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def test_the_manifest_has_the_identity_and_the_kwargs_of_rows(place, target):
+    identity = HiddenStatesDataset(place / "data").manifest.raw["identity"]
+    assert identity["rope.rope_type"] == "default"
+    assert identity["tokenizer.pre_tokenizer"].startswith("Sequence ")
+    assert identity["template_kwargs_used"] == {'{"enable_thinking": false}': 4, "{}": 2}
+    found = verified(place, target)
+    assert (found.failures, found.warnings) == ([], [])
+
+
+def test_another_target_is_a_failure_that_names_the_fact(place, target):
+    edit(target / "config.json", rope_parameters={
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+        "original_max_position_embeddings": 256,
+    })  # fmt: skip
+    round_to_3_bits(target / "model.safetensors")
+    text = "\n".join(verified(place, target).failures)
+    assert (
+        "rope_type: the dataset was captured with 'default', this target has 'yarn'" in text
+        and "factor: the dataset was captured with none, this target has 4.0" in text
+        and "weights_hash: the dataset was captured with sha256:" in text
+        and "config_hash" not in text
+    )
+
+
+def test_another_tokenizer_or_template_is_a_warning_that_names_the_fact(place, target):
+    edit(target / "tokenizer.json", pre_tokenizer={"type": "WhitespaceSplit"})
+    template = target / "chat_template.jinja"
+    template.write_text("Once upon a time " + template.read_text())
+    found = verified(place, target)
+    assert found.failures == []
+    template_line, tokenizer_line = found.warnings
+    assert "chat_template_hash: the dataset was captured with" in template_line
+    assert "tokenizer.pre_tokenizer: the dataset was captured with 'Sequence " in tokenizer_line
+    assert "warn  " in found.text() and found.to_json()["warnings"] == found.warnings
+
+
+def test_datasets_of_older_releases_are_compared_as_far_as_they_tell(place, target, tmp_path):
+    shutil.copytree(place / "data", tmp_path / "old")
+    file = tmp_path / "old" / "manifest.json"
+    raw = json.loads(file.read_text())
+    del raw["identity"], raw["tokenizer"]["chat_template_hash"]
+    file.write_text(json.dumps(raw | {"fingerprint": fingerprint(raw)}))
+    (tmp_path / "data").symlink_to(tmp_path / "old")
+    found = verified(tmp_path, target)
+    assert found.failures == []
+    (line,) = found.warnings
+    assert line.endswith("only one side tells it: chat_template_hash, tokenizer")
+    round_to_3_bits(target / "model.safetensors")
+    assert "weights_hash: " in verified(tmp_path, target).failures[0]
+
+
+def test_a_truncated_file_of_the_target_is_named(place, target):
+    file = target / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(TargetError, match=r"model\.safetensors: truncated or damaged"):
+        verified(place, target)
+    torch.save({}, target / "pytorch_model.bin")
+    file.unlink()
+    with pytest.raises(TargetError, match=r"only pytorch_model\.bin"):
+        verified(place, target)
