@@ -10,7 +10,7 @@ Python objects and tokens would take. Every function yields (where, row); `where
 import hashlib
 import json
 import os
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,17 @@ def parquet(name: str, path: Path, digest: Digest, limit: int) -> Generator[Row]
     digest.set_source(lambda: sha256_file(path))
     try:
         with pa.OSFile(os.fsencode(path)) as raw, pq.ParquetFile(raw) as file:
-            columns = [c for c in file.schema_arrow.names if c in COLUMNS]
+            columns = _known_columns(file.schema_arrow.names, digest)
             batches = file.iter_batches(batch_size=_batch_rows(file.metadata), columns=columns)
             yield from _numbered(name, batches, limit)
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
         raise CorpusError(f"{name}: not a readable Parquet file: {error}") from error
+
+
+def _known_columns(names: Sequence[str], digest: Digest) -> list[str]:
+    """Return the columns to read; the others are named in the digest."""
+    digest.unread_columns = [name for name in names if name not in COLUMNS]
+    return [name for name in names if name in COLUMNS]
 
 
 def _batch_rows(metadata: pq.FileMetaData) -> int:
@@ -47,10 +53,12 @@ def _batch_rows(metadata: pq.FileMetaData) -> int:
     return max(1, min(_ROWS_PER_BATCH, _BATCH_BYTES // max(1, average)))
 
 
-def dataset_rows(name: str, dataset: datasets.Dataset, limit: int) -> Generator[Row]:
+def dataset_rows(
+    name: str, dataset: datasets.Dataset, digest: Digest, limit: int
+) -> Generator[Row]:
     """Yield the known columns of each row of a dataset."""
     try:
-        known = dataset.select_columns([c for c in dataset.column_names if c in COLUMNS])
+        known = dataset.select_columns(_known_columns(dataset.column_names, digest))
         tables = known.with_format("arrow").iter(batch_size=_ROWS_PER_BATCH)
         yield from _numbered(name, tables, limit)
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
@@ -128,7 +136,7 @@ def saved_rows(name: str, path: Path, digest: Digest, limit: int) -> Generator[R
         yield name, BadRow(f"datasets cannot open it: {type(error).__name__}: {error}")
         return
     digest.set_source(lambda: _saved_hash(path, files))
-    yield from dataset_rows(name, dataset, limit)
+    yield from dataset_rows(name, dataset, digest, limit)
 
 
 def _data_files(path: Path) -> list[str]:

@@ -19,10 +19,15 @@ that does not continue its own prompt is never stored; it is an "unprovable-boun
 
 Every choice below follows what serving generates:
 - A turn starts directly after the generation prompt; an empty think block in the prompt belongs to
-  the prompt. The turn ends with its end-of-turn token, which is the first one in the run of
-  end-of-turn and blank tokens that closes through_k. What follows (a newline, Phi-3's end-of-text)
-  is not supervised. Some templates close no turn (in GLM the next header ends it); then the next
-  token of the whole is the end if it is among `eot_token_ids`. Turns without an end are counted.
+  the prompt. The turn ends with its end-of-turn token: the first token that ends generation, even
+  in the middle of the content, or else the first one in the run of end-of-turn and blank tokens
+  that closes through_k. What follows (a newline, Phi-3's end-of-text) is not supervised.
+- Some templates close no turn (in GLM the next header ends it); then the next token of the whole is
+  the end if it is among `eot_token_ids`. To the last turn of a document the token is appended that
+  would follow if the user asked on, or else the first one of the generation config. Turns without
+  an end are counted.
+- An answer of `weight` 0, and an empty one (no content, reasoning or tool call), is context: no
+  data for a draft. Such answers are counted. Other weights count as 1.
 - `{% generation %}` tags ("generation tags") select the turns that are supervised, and where in the
   turn supervision starts. The check above and the end of the turn stay the same, so the end-of-turn
   token is supervised even where the tags leave it out. A gap between two tagged pieces of one
@@ -31,10 +36,11 @@ Every choice below follows what serving generates:
   context. Consecutive assistant messages are separate turns, if the template allows them.
 - Messages after the last assistant turn answer nothing; they are left out and counted.
 - The policy "all" marks every token of every document, so turn by turn it repeats prompts.
-- Text and `input_ids` rows are supervised as a whole, or by their own loss mask.
+- Text and `input_ids` rows are supervised as a whole, or by their own loss mask. A text that begins
+  with the token that the tokenizer puts first is refused, because serving never sends it twice.
+- What the template leaves out of a conversation (`left_out.py`) is counted by kind.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,12 +50,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spec_data.corpus.documents import Document, RenderError, Turn, loss_mask_from_turns
+from spec_data.corpus.left_out import answer_of, reasoning_of
 from spec_data.corpus.records import Record
-from spec_data.corpus.template import RESERVED, Chat, render_error
-from spec_data.shards.errors import ConfigError
+from spec_data.corpus.template import SECONDS, Chat, Template, render_error
+from spec_data.shards.errors import CorpusError
 from spec_data.shards.identity import kwargs_text
-
-logger = logging.getLogger(__name__)
 
 __all__ = ["Document", "RenderError", "Renderer", "Turn", "loss_mask_from_turns"]
 
@@ -70,21 +75,23 @@ class Renderer:
             (every token).
         template_kwargs: passed to the template (`enable_thinking`, ...); those of a record override
             them.
-        eot_token_ids: end-of-turn tokens in addition to those found in the tokenizer and its
-            template: pass `generation_config.eos_token_id`.
+        eot_token_ids: the tokens that end generation: pass `generation_config.eos_token_id`. The
+            tokenizer's and the template's end-of-turn tokens are added to them.
         vocab_size: vocabulary size of the target; token ids of `input_ids` rows must be below it.
             Default: the size of the tokenizer.
+        seconds: how long one render of the template may take.
 
     Attributes:
         method: how the last record was rendered; `methods` counts records by method.
-        counts: "trailing messages left out", "turns without an end-of-turn token".
+        left_out: what the template left out of the last record, by kind ("developer messages").
+        counts: messages and turns that were left out, cut or completed, by what happened to them.
         kwargs_used: documents by the template kwargs that rendered them, a record's own included,
             as JSON text.
         dropped: documents that were left out of records with other documents, by reason. A record
             without any document raises instead and is not counted here.
 
     Raises:
-        ConfigError: an unknown `mask`, or a template kwarg that cannot be set.
+        ConfigError: an unknown `mask`, or a template kwarg that cannot be set or is not read.
     """
 
     def __init__(
@@ -95,33 +102,26 @@ class Renderer:
         template_kwargs: dict[str, Any] | None = None,
         eot_token_ids: Sequence[int] = (),
         vocab_size: int | None = None,
+        seconds: float = SECONDS,
     ) -> None:
         loss_mask_from_turns(0, (), mask)
-        if reserved := RESERVED & set(template_kwargs or {}):
-            raise ConfigError(f"template kwargs: {', '.join(sorted(reserved))} cannot be set here")
         self.tokenizer = tokenizer
         self.mask = mask
-        self.template_kwargs = dict(template_kwargs or {})
+        self.template = Template(tokenizer, template_kwargs, seconds)
+        self.template.warn_of_the_date()
         self.vocab_size = vocab_size or len(tokenizer)
         self.method: str | None = None
         self.methods: Counter[str] = Counter()
+        self.left_out: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
         self.dropped: Counter[str] = Counter()
         self.kwargs_used: Counter[str] = Counter()
         self._added = set(getattr(tokenizer, "added_tokens_decoder", {}))
         self._blank: dict[int, bool] = {}
-        self.eot_token_ids = frozenset(eot_token_ids) | self._find_end_tokens()
-        if self.clock_dependent:
-            logger.warning(
-                "the chat template prints today's date, so documents rendered on another day "
-                "differ; set a fixed date with the template kwarg date_string"
-            )
-
-    @property
-    def clock_dependent(self) -> bool:
-        """Whether the template prints today's date, so that documents depend on the day."""
-        template = self.tokenizer.chat_template
-        return "strftime_now" in str(template) and "date_string" not in self.template_kwargs
+        own = tokenizer.eos_token_id
+        self._generation_ends = [*eot_token_ids]
+        self._stops = frozenset([*eot_token_ids, *([] if own is None else [own])])
+        self.eot_token_ids = self._stops | self._find_end_tokens()
 
     def render(self, record: Record) -> list[Document]:
         """Return the documents of one record: one, or one per assistant turn.
@@ -132,17 +132,20 @@ class Renderer:
         """
         try:
             result = self._rendered(record)
-        except (RenderError, MemoryError):
+        except (CorpusError, MemoryError):
             raise
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
             raise render_error(record, "unforeseen", message) from error
+        self.left_out = +result.left_out
+        for kind, count in self.left_out.items():
+            result.counts[f"left out by the template: {kind}"] = count
         self.method = result.method
         self.methods[result.method] += 1
-        self.counts += result.counts
+        self.counts.update(+result.counts)
         self.dropped += result.dropped
         if record.messages is not None:
-            kwargs = kwargs_text({**self.template_kwargs, **record.template_kwargs})
+            kwargs = kwargs_text({**self.template.kwargs, **record.template_kwargs})
             self.kwargs_used[kwargs] += len(result.documents)
         return result.documents
 
@@ -160,16 +163,19 @@ class Renderer:
         answers = [i for i, m in enumerate(messages) if m.get("role") == "assistant" and i > 0]
         if not answers:
             raise render_error(record, "no-assistant-turn", "no assistant message answers anything")
-        chat = Chat(self.tokenizer, record, messages, self.template_kwargs)
+        chat = self.template.chat(record, messages)
         result = _Result("generation tags" if chat.tagged else "prefix boundaries")
+        answers = self._supervisable(record, answers, result)
         result.counts["trailing messages left out"] = len(messages) - 1 - answers[-1]
+        whole = [answers[-1]]
         spans = self._spans_of_whole(chat, answers)
         if spans is not None:
-            whole = chat.through(answers[-1]).ids
-            result.documents = [self._document(record, whole, spans, record.where)]
+            ids = self._closed(chat, answers[-1], chat.through(answers[-1]).ids, spans, result)
+            result.documents = [self._document(record, ids, spans, record.where)]
         else:
             result.method = "turn by turn"
-            for k in answers[-1:] if self.mask == "last-turn" else answers:
+            whole = answers[-1:] if self.mask == "last-turn" else answers
+            for k in whole:
                 self._single_turn(chat, k, result)
         result.documents = [d for d in result.documents if d.turns]
         if not result.documents and result.dropped:
@@ -184,7 +190,29 @@ class Renderer:
         ends = [d.input_ids[turn.end - 1] for d in result.documents for turn in d.turns]
         unended = sum(token not in self.eot_token_ids for token in ends)
         result.counts["turns without an end-of-turn token"] = unended
+        result.left_out = chat.left_out(whole)
         return result
+
+    def _supervisable(self, record: Record, answers: list[int], result: "_Result") -> list[int]:
+        """Return the answers (indices of messages) that are no mere context; count the others.
+
+        Raises:
+            RenderError: there is none.
+        """
+        messages = record.messages or []
+        weights = {k: messages[k].get("weight", 1) for k in answers}
+        empty = {k for k in answers if weights[k] and _is_empty(messages[k])}
+        result.counts["answers of weight 0, not supervised"] = sum(not w for w in weights.values())
+        result.counts["answers of weights other than 0 and 1, supervised in full"] = sum(
+            w not in (0, 1) for w in weights.values()
+        )
+        result.counts["empty answers, not supervised"] = len(empty)
+        found = [k for k in answers if weights[k] and k not in empty]
+        if not found:
+            raise render_error(
+                record, "nothing-supervised", "every assistant message is empty or has weight 0"
+            )
+        return found
 
     def _spans_of_whole(self, chat: Chat, answers: list[int]) -> list["_Span"] | None:
         """Return the supervised span of every answer in the whole, or None if a check fails.
@@ -220,8 +248,28 @@ class Renderer:
         if end <= start:
             result.dropped["unprovable-boundaries"] += 1
             return
-        where = f"{chat.record.where} (message {k})"
-        result.documents.append(self._document(chat.record, ids, _tagged(tags, start, end), where))
+        where, spans = f"{chat.record.where} (message {k})", _tagged(tags, start, end)
+        ids = self._closed(chat, k, ids, spans, result)
+        result.documents.append(self._document(chat.record, ids, spans, where))
+
+    def _closed(
+        self, chat: Chat, k: int, ids: list[int], spans: list["_Span"], result: "_Result"
+    ) -> list[int]:
+        """Return the tokens of a document with an end-of-turn token after its last turn.
+
+        Serving ends the turn with one even where the template writes none. Answer k is the last
+        turn; the token is added to its span.
+        """
+        ended = not spans or spans[-1][1] < len(ids) or ids[-1] in self.eot_token_ids
+        if ended or not self._generation_ends:
+            return ids
+        after = chat.token_after(k)
+        token = self._generation_ends[0] if after is None else after
+        if token not in self.eot_token_ids:
+            token = self._generation_ends[0]
+        spans[-1] = (spans[-1][0], len(ids) + 1)
+        result.counts["end-of-turn tokens appended"] += 1
+        return [*ids, token]
 
     def _turn_end(self, ids: list[int], start: int) -> int:
         """Return the index after the end-of-turn token of the last turn of `ids`.
@@ -233,7 +281,8 @@ class Renderer:
             at -= 1
             if ids[at] in self.eot_token_ids:
                 end = at + 1
-        return end
+        stops = self._stops  # quoted in the content: the target would stop there
+        return next((i + 1 for i in range(start, end) if ids[i] in stops), end)
 
     def _is_blank(self, token: int) -> bool:
         if token not in self._blank:
@@ -244,8 +293,6 @@ class Renderer:
         """Return the eos, known end-of-turn tokens, and the one that this template writes."""
         vocabulary = {str(t): i for i, t in self.tokenizer.added_tokens_decoder.items()}
         found = {vocabulary[name] for name in _KNOWN_END_TOKENS if name in vocabulary}
-        if self.tokenizer.eos_token_id is not None:
-            found.add(self.tokenizer.eos_token_id)
         if self.tokenizer.chat_template:
             found.update(self._probe_end_token())
         return found
@@ -253,7 +300,7 @@ class Renderer:
     def _probe_end_token(self) -> list[int]:
         probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
         try:
-            text = self.tokenizer.apply_chat_template(probe, tokenize=False, **self.template_kwargs)
+            text = self.template.apply(probe, None, self.template.kwargs, tokenize=False)
         except Exception:  # the template may need more; the error of a real record names it
             return []
         if text.count(_PROBE) != 1:
@@ -272,6 +319,14 @@ class Renderer:
             ) from error
         if not ids:
             raise render_error(record, "empty", "the text has no tokens")
+        first = self.tokenizer.bos_token_id
+        if first is not None and ids[:2] == [first, first]:
+            raise render_error(
+                record,
+                "doubled-bos",
+                f"the text begins with {self.tokenizer.bos_token}, and the tokenizer puts another "
+                "one first; remove it from the text",
+            )
         return self._document(record, ids, [(0, len(ids))], record.where, role="text")
 
     def _given(self, record: Record) -> Document:
@@ -320,6 +375,12 @@ class _Result:
     documents: list[Document] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
+    left_out: Counter[str] = field(default_factory=Counter)
+
+
+def _is_empty(message: dict[str, Any]) -> bool:
+    """Return whether an answer holds nothing that the target would generate."""
+    return not (answer_of(message) or reasoning_of(message) or message.get("tool_calls"))
 
 
 def _tagged(tags: list[int] | None, start: int, end: int) -> list[_Span]:

@@ -25,9 +25,13 @@ Row = tuple[str, Any]  # (where, the parsed row, or a BadRow in its place)
 
 
 class Digest:
-    """The hash of a source, known once its rows were read."""
+    """The hash of a source, known once its rows were read.
+
+    `unread_columns` are the columns of a columnar source that no format uses.
+    """
 
     def __init__(self) -> None:
+        self.unread_columns: list[str] = []
         self._compute: Callable[[], str | None] = lambda: None
 
     def set_source(self, compute: Callable[[], str | None]) -> None:

@@ -14,6 +14,9 @@ a source as the user named it (a file, or a directory as a whole) has more bad r
 Some records turn out to be broken only when they are rendered. `refuse` counts them: a broken
 record counts as a bad row, a record with nothing to learn from does not.
 
+Columns that no row uses are named once per source, and so is what the chat template leaves out
+(`count_left_out`).
+
 The dataset stores the names of sources, and the examples of bad rows, without the directories of
 this machine. Messages name files as the user wrote them.
 
@@ -24,7 +27,7 @@ hash, so a report identifies the whole file and not only the part that was used.
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -64,6 +67,8 @@ class SourceReport:
     bad_examples: list[str] = field(default_factory=list)  # "file:line: reason" of the first few
     sha256: str | None = None  # of the bytes on disk; of a Hub dataset: its fingerprint
     licence: str | None = None
+    unused_columns: list[str] = field(default_factory=list)  # columns that no format of a row uses
+    template_left_out: dict[str, int] = field(default_factory=dict)  # parts of messages, by kind
 
     def __str__(self) -> str:
         mixed = ", ".join(f"{n} {name}" for name, n in self.formats.items() if name != self.format)
@@ -82,6 +87,7 @@ class CorpusReader:
             whose path names another split (`test-00000.parquet`) are left out with a warning.
         max_bad_rows: how many rows of each of `sources` may be bad.
         max_row_bytes: a row of more bytes is a bad row, and is never held in memory.
+        parse: returns (format name, record) of a row, as `parse_row` does.
 
     Attributes:
         notes: the files of directories that were left out, and why.
@@ -102,6 +108,7 @@ class CorpusReader:
         split: str = "train",
         max_bad_rows: BadRowLimit = AUTO,
         max_row_bytes: int = MAX_ROW_BYTES,
+        parse: Callable[..., tuple[str, Record]] = parse_row,
     ) -> None:
         if not sources:
             raise ConfigError("no corpus: name a file, a directory or a dataset")
@@ -117,6 +124,7 @@ class CorpusReader:
         self.refused_examples: dict[str, list[str]] = {}
         self.unforeseen: Counter[str] = Counter()
         self._max_bad_rows = max_bad_rows
+        self._parse = parse
         self._resolved = [
             (str(name), resolve(str(name), split, self.notes, max_row_bytes)) for name in sources
         ]
@@ -159,9 +167,11 @@ class CorpusReader:
                 if report.rows - report.bad == left:
                     break
             report.sha256 = digest.finish()
+        report.unused_columns += digest.unread_columns
         logger.info("%s", report)
         if report.bad and not report.formats:
             logger.warning("warning: %s: every row of this file is bad", report.path)
+        _name_what_is_not_used(report)
 
     def _recognised(
         self, source: Source, report: SourceReport, where: str, row: Any
@@ -172,7 +182,7 @@ class CorpusReader:
         try:
             if isinstance(row, BadRow):
                 raise row
-            kind, record = parse_row(row, source=source.name, where=where, arrow=source.arrow)
+            kind, record = self._parse(row, source=source.name, where=where, arrow=source.arrow)
         except BadRow as reason:
             report.bad += 1
             if isinstance(reason, UnforeseenRow):
@@ -184,6 +194,7 @@ class CorpusReader:
             return None
         report.formats[kind] = report.formats.get(kind, 0) + 1
         report.format = max(report.formats, key=lambda name: report.formats[name])
+        report.unused_columns += [c for c in record.unused if c not in report.unused_columns]
         return record
 
     def refuse(self, error: RenderError) -> None:
@@ -203,11 +214,29 @@ class CorpusReader:
             level = logging.WARNING if error.broken else logging.INFO
             logger.log(level, "row left out (%s): %s", error.reason, printable(str(error)))
 
+    def count_left_out(self, parts: Mapping[str, int]) -> None:
+        """Count what the template left out of the record that was yielded last, by kind."""
+        found = self.reports[-1].template_left_out
+        for kind, count in parts.items():
+            found[kind] = found.get(kind, 0) + count
+
     def _broken(self, report: SourceReport, message: str) -> None:
         """Count a bad row and store an example of it; raise if too many rows are bad."""
         if len(report.bad_examples) < EXAMPLES:
             report.bad_examples.append(_portable(report, message))
         self._bad.add(message)
+
+
+def _name_what_is_not_used(report: SourceReport) -> None:
+    """Log the columns and the parts of conversations that documents do not have."""
+    if report.unused_columns:
+        names = printable(", ".join(map(str, report.unused_columns)))
+        logger.info("%s: columns that are not used: %s", report.path, names)
+    if report.template_left_out:
+        parts = ", ".join(
+            f"{count:,} {kind}" for kind, count in sorted(report.template_left_out.items())
+        )
+        logger.warning("%s: the chat template leaves out %s", report.path, parts)
 
 
 def _portable(report: SourceReport, message: str) -> str:

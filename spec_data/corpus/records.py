@@ -2,6 +2,7 @@
 
 The format of a row is recognised by its columns. The first entry of `FORMATS` whose columns are
 present and not null wins, so a row with both `messages` and a ready-made `text` is a conversation.
+`prompt_rows.py` reads the same rows as prompts, and rows that hold a question alone.
 A row that is not understood raises `BadRow` with the reason. Nothing is guessed and nothing is
 dropped: an image part or an unknown role makes the row bad, not shorter.
 
@@ -15,10 +16,15 @@ Rows are normalised, so that the same template call renders every source in the 
   sources this is done at every depth, because an Arrow struct has every key that any row has.
 - Columnar files often store nested columns as JSON text: `messages`, `conversations`, `tools` and
   `chat_template_kwargs` are parsed if they are strings.
+- The `weight` of an assistant message is a number; answers of weight 0 are not supervised.
+- A `system` column is not used if the conversation has another system message. Such columns, and
+  those that the format does not use, are in `Record.unused`; the reader names them per source.
 """
 
+import functools
 import json
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spec_data.corpus.bad_rows import BadRow, UnforeseenRow
@@ -37,8 +43,19 @@ _NEEDS = {name: tuple(name.split("+")) for name in FORMATS} | {
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _OPTIONAL = ("input", "history", "system", "loss_mask", "tools", "chat_template_kwargs", *_MEDIA)
 
-COLUMNS = tuple(dict.fromkeys([c for needs in _NEEDS.values() for c in needs])) + _OPTIONAL
+COLUMNS = (*dict.fromkeys([c for needs in _NEEDS.values() for c in needs]), "turns", *_OPTIONAL)
 """Every column that is used; readers of columnar files read only these."""
+
+_OF_CHATS = frozenset(("system", "tools", "chat_template_kwargs", *_MEDIA))
+_OTHERS: dict[str, frozenset[str]] = {
+    "input_ids": frozenset(("loss_mask",)),
+    "text": frozenset(),
+    "instruction": _OF_CHATS | {"input", "history"},
+    "prompt": _OF_CHATS | {"completion"},
+}
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of the reasoning of a message, in the order in which `apply_chat_template` reads them."""
 
 _ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")} | {
     "human": "user",
@@ -48,6 +65,7 @@ _ROLES = {role: role for role in ("system", "developer", "user", "assistant", "t
     "function": "tool",
     "observation": "tool",
 }
+_SYSTEM = ("system", "developer")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -68,6 +86,9 @@ class Record:
     loss_mask: list[int] | None = None
     tools: list[Any] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    follow_ups: tuple[str, ...] = ()  # of a prompt: user messages after the first answer
+    kind: str = field(default="", compare=False)  # the format of the row
+    unused: tuple[str, ...] = field(default=(), compare=False)  # columns that were not used
 
 
 def recognise(row: dict[str, Any]) -> str | None:
@@ -77,6 +98,22 @@ def recognise(row: dict[str, Any]) -> str | None:
     )
 
 
+def foreseen(parse: Callable[..., tuple[str, Record]]) -> Callable[..., tuple[str, Record]]:
+    """Decorate a parser of rows: any other exception than a BadRow becomes an UnforeseenRow."""
+
+    @functools.wraps(parse)
+    def guarded(row: Any, *, source: str, where: str, arrow: bool = False) -> tuple[str, Record]:
+        try:
+            return parse(row, source=source, where=where, arrow=arrow)
+        except (BadRow, MemoryError):
+            raise
+        except Exception as error:
+            raise UnforeseenRow(f"{type(error).__name__}: {error}") from error
+
+    return guarded
+
+
+@foreseen
 def parse_row(row: Any, *, source: str, where: str, arrow: bool = False) -> tuple[str, Record]:
     """Return (format name, Record) of one row.
 
@@ -89,56 +126,93 @@ def parse_row(row: Any, *, source: str, where: str, arrow: bool = False) -> tupl
     Raises:
         BadRow: the row has no known format, or is broken. Any other exception is an UnforeseenRow.
     """
-    try:
-        return _parsed_row(row, source, where, arrow)
-    except (BadRow, MemoryError):
-        raise
-    except Exception as error:
-        raise UnforeseenRow(f"{type(error).__name__}: {error}") from error
+    kind = recognise(row) if isinstance(row, dict) else None
+    row = checked_row(row, kind, FORMATS, arrow)
+    return str(kind), record_of(str(kind), row, source=source, where=where)
 
 
-def _parsed_row(row: Any, source: str, where: str, arrow: bool) -> tuple[str, Record]:
+def checked_row(row: Any, kind: str | None, known: Sequence[str], arrow: bool) -> dict[str, Any]:
+    """Return a row that may have a usable format.
+
+    Args:
+        row: the parsed row.
+        kind: the name of its format, None if it was not recognised.
+        known: the formats that the message of the error names.
+        arrow: see `parse_row`.
+
+    Raises:
+        BadRow: the row is no object, has no known format, or has media.
+    """
     if not isinstance(row, dict):
         raise BadRow(f"expected an object with named columns, found {_kind(row)}")
     if not all(is_text(str(column)) for column in row):
         raise BadRow("the name of a column has half of a surrogate pair, which is no character")
     for column in COLUMNS:
         check_depth(row.get(column), column)
-    kind = recognise(row)
     if kind is None:
         found = ", ".join(sorted(k for k, v in row.items() if v is not None)) or "none"
-        raise BadRow(f"no known columns (found: {found}; known formats: {', '.join(FORMATS)})")
+        raise BadRow(f"no known columns (found: {found}; known formats: {', '.join(known)})")
     if arrow and kind not in ("text", "input_ids"):
         row = _without_none(row)
     for column in _MEDIA:
         if row.get(column):
             raise BadRow(f"the row has '{column}'; only text can be rendered")
+    return row
+
+
+def record_of(kind: str, row: dict[str, Any], *, source: str, where: str) -> Record:
+    """Return the record of a row of the format `kind`.
+
+    Raises:
+        BadRow: the row is broken.
+    """
+    used = set(kind.split("+")) | _OTHERS.get(kind, _OF_CHATS) | set(_NEEDS.get(kind, ()))
+    unused = [c for c, v in row.items() if c not in used and v not in (None, "", [], {})]
+    record = Record(source=source, where=where, kind=kind, unused=tuple(unused))
     if kind == "text":
-        return kind, Record(source=source, where=where, text=_given_text(row["text"]))
+        return replace(record, text=_given_text(row["text"]))
     if kind == "input_ids":
         ids, mask = _integers(row, "input_ids", (int,)), row.get("loss_mask")
         if mask is not None:
             mask = [int(v) for v in _integers(row, "loss_mask", (int, bool))]
-        return kind, Record(source=source, where=where, input_ids=ids, loss_mask=mask)
-    record = Record(
-        source=source,
-        where=where,
-        messages=_with_system(_conversation(kind, row), row.get("system")),
+        return replace(record, input_ids=ids, loss_mask=mask)
+    messages, follow_ups = _conversation(kind, row)
+    system, first = row.get("system"), messages[0]
+    if system and first["role"] in _SYSTEM and first.get("content") != system:
+        unused.append("system")
+    record = replace(
+        record,
+        messages=_with_system(messages, system),
         tools=_tools(row.get("tools")),
         template_kwargs=_template_kwargs(row.get("chat_template_kwargs")),
+        follow_ups=follow_ups,
+        unused=tuple(unused),
     )
-    for name in ("messages", "tools", "template_kwargs"):
+    for name in ("messages", "tools", "template_kwargs", "follow_ups"):
         check_text(getattr(record, name), name)
-    return kind, record
+    return record
 
 
-def _conversation(kind: str, row: dict[str, Any]) -> list[dict[str, Any]]:
+def _conversation(kind: str, row: dict[str, Any]) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """Return the messages of a row, and the user messages after the first answer of `turns`."""
+    if kind == "prompt":
+        return _side(row["prompt"], "prompt", "user"), ()
     if kind == "prompt+completion":
         prompt, completion = row["prompt"], row["completion"]
-        return _side(prompt, "prompt", "user") + _side(completion, "completion", "assistant")
+        return _side(prompt, "prompt", "user") + _side(completion, "completion", "assistant"), ()
     if kind == "instruction":
-        return _alpaca(row)
-    return _messages(_from_json(row[kind], kind), kind)
+        return _alpaca(row), ()
+    if kind == "turns":
+        return _turns(row["turns"])
+    return _messages(_from_json(row[kind], kind), kind), ()
+
+
+def _turns(value: Any) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    value = _from_json(value, "turns")
+    if not isinstance(value, list) or not value:
+        raise BadRow(f"turns is {_kind(value)}, not a list of user messages")
+    texts = [_text(turn, f"turns[{i}] (a user message)") for i, turn in enumerate(value)]
+    return [{"role": "user", "content": texts[0]}], tuple(texts[1:])
 
 
 def _side(value: Any, column: str, role: str) -> list[dict[str, Any]]:
@@ -161,7 +235,7 @@ def _alpaca(row: dict[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(history, list):
         raise BadRow(f"history is {_kind(history)}, not a list of [question, answer] pairs")
     messages = []
-    for pair in [*history, (question, row["output"])]:
+    for pair in [*history, (question, row.get("output", ""))]:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise BadRow("history is not a list of [question, answer] pairs")
         messages.append({"role": "user", "content": _text(pair[0], "history question")})
@@ -189,10 +263,12 @@ def _message(message: Any, name: str) -> dict[str, Any]:
     result: dict[str, Any] = {"role": role}
     if content is not None:
         result["content"] = _content(content, name)
-    elif role != "assistant" or not (message.get("tool_calls") or message.get("reasoning_content")):
+    elif role != "assistant" or not any(message.get(n) for n in ("tool_calls", *REASONING)):
         raise BadRow(f"{name} ({role}) has no content")
     taken = ("role", "from", "content", "value")
     result.update({k: v for k, v in message.items() if k not in taken and v is not None})
+    if not isinstance(result.get("weight", 1), (int, float)):
+        raise BadRow(f"the weight of {name} is {_kind(result['weight'])}, not 0 or 1")
     if result.get("tool_calls"):
         result["tool_calls"] = _tool_calls(result["tool_calls"], name)
     return result
@@ -238,7 +314,7 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:
-    if not system or messages[0]["role"] in ("system", "developer"):
+    if not system or messages[0]["role"] in _SYSTEM:
         return messages
     return [{"role": "system", "content": _text(system, "system")}, *messages]
 

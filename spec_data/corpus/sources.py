@@ -223,7 +223,7 @@ def _hub_dataset(name: str, hub: str, config: str | None, split: str, limit: int
 
     def rows(digest: Digest) -> Generator[Row]:
         digest.set_source(lambda: str(dataset._fingerprint))
-        yield from dataset_rows(name, dataset, limit)
+        yield from dataset_rows(name, dataset, digest, limit)
 
     licence = dataset.info.license or None
     return Source(

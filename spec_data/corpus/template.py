@@ -1,24 +1,31 @@
 """Render the beginnings of one conversation with one chat template, each at most once.
 
 Every token comes from the tokenizer's own `apply_chat_template`. A template is a program that
-strangers wrote: any exception it raises becomes a `RenderError` of the record.
+strangers wrote: any exception it raises becomes a `RenderError` of the record, and so does a render
+that does not end. `spec-train eval` renders its prompts through the same code.
 """
 
+import logging
 import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from spec_data.corpus.documents import RenderError
+from spec_data.corpus.left_out import TOOL_LISTS, left_out
 from spec_data.corpus.records import Record
+from spec_data.corpus.template_names import date_kwargs, names_read, prints_the_date, refused_kwargs
+from spec_data.corpus.time_limit import TimeIsUp, time_limit
+from spec_data.shards.errors import ConfigError, CorpusError
 
+logger = logging.getLogger(__name__)
+
+SECONDS = 30.0  # for one render; a template takes milliseconds, and a row is at most some megabytes
+_TIMEOUTS = 3  # renders in a row that do not end: the next rows would not end either
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-RESERVED = {  # arguments of apply_chat_template that this module sets; users cannot set them
-    *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "tokenize"),
-    *("continue_final_message", "padding", "truncation", "max_length", "return_tensors"),
-    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens"),
-}
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,91 @@ class Rendered:
     tags: list[int] | None  # 1 at tokens inside generation tags; None: the template has no tags
 
 
+class Template:
+    """The chat template of a tokenizer, with the kwargs of a run.
+
+    Args:
+        tokenizer: the tokenizer of the target.
+        kwargs: passed to the template; those of a record override them.
+        seconds: how long one render may take.
+
+    Attributes:
+        names: the names that the template reads, None if not known.
+
+    Raises:
+        ConfigError: a kwarg that cannot be set, or that the template does not read.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        kwargs: Mapping[str, Any] | None = None,
+        seconds: float = SECONDS,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.kwargs = dict(kwargs or {})
+        self.names = names_read(tokenizer)
+        self._seconds = seconds
+        self._timeouts = 0
+        if reason := refused_kwargs(self.kwargs, self.names):
+            raise ConfigError(f"chat template kwargs: {reason}")
+
+    @property
+    def clock_dependent(self) -> bool:
+        """Whether the template prints today's date, so that documents depend on the day."""
+        return prints_the_date(self.tokenizer, self.names, self.kwargs)
+
+    def warn_of_the_date(self) -> None:
+        """Log a warning if the template prints today's date."""
+        if not self.clock_dependent:
+            return
+        names = date_kwargs(self.names)
+        logger.warning(
+            "the chat template prints today's date, so documents rendered on another day differ; "
+            "%s",
+            f"set a fixed date with the template kwarg {' or '.join(names)}"
+            if names
+            else "it reads no template kwarg that sets a fixed one",
+        )
+
+    def chat(self, record: Record, messages: Sequence[dict[str, Any]]) -> "Chat":
+        """Return the renders of a conversation of `record`.
+
+        Raises:
+            RenderError: the tokenizer has no template for it, or a kwarg of the row is refused.
+        """
+        return Chat(self, record, messages)
+
+    def apply(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[Any] | None,
+        kwargs: Mapping[str, Any],
+        **options: Any,
+    ) -> Any:
+        """Return what `apply_chat_template` returns.
+
+        Raises:
+            TimeoutError: the template did not finish in time.
+            CorpusError: nor did it several times before.
+        """
+        try:
+            with time_limit(self._seconds):
+                result = self.tokenizer.apply_chat_template(
+                    list(messages), tools=list(tools) if tools else None, **kwargs, **options
+                )
+        except TimeIsUp:
+            self._timeouts += 1
+            if self._timeouts == _TIMEOUTS:
+                raise CorpusError(
+                    f"the chat template did not finish in {self._seconds:g} s, {_TIMEOUTS} times "
+                    "in a row; correct the template of the target's tokenizer"
+                ) from None
+            raise TimeoutError(f"the template did not finish in {self._seconds:g} s") from None
+        self._timeouts = 0
+        return result
+
+
 class Chat:
     """The renders of the beginnings of one conversation.
 
@@ -36,21 +128,17 @@ class Chat:
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        record: Record,
-        messages: list[dict[str, Any]],
-        kwargs: dict[str, Any],
+        self, template: Template, record: Record, messages: Sequence[dict[str, Any]]
     ) -> None:
         self.record = record
-        self._tokenizer = tokenizer
+        self._template = template
+        self._tokenizer = template.tokenizer
         self._messages = messages
-        self._kwargs = {**kwargs, **record.template_kwargs}
+        self._kwargs = {**template.kwargs, **record.template_kwargs}
         self._prompts: dict[int, list[int]] = {}
         self._throughs: dict[int, Rendered] = {}
-        if reserved := RESERVED & set(record.template_kwargs):
-            names = ", ".join(sorted(reserved))
-            raise render_error(record, "bad-template-kwargs", f"{names} cannot be set per row")
+        if reason := refused_kwargs(record.template_kwargs, template.names):
+            raise render_error(record, "bad-template-kwargs", f"chat_template_kwargs: {reason}")
         if not self._tokenizer.chat_template:
             raise render_error(
                 record,
@@ -59,16 +147,18 @@ class Chat:
                 "directory), or use a corpus of text or input_ids",
             )
         try:
-            template = self._tokenizer.get_chat_template(None, record.tools)
+            text = self._tokenizer.get_chat_template(None, record.tools)
         except ValueError as error:
             raise render_error(record, "no-chat-template", str(error)) from error
-        self.tagged = bool(_GENERATION_TAG.search(template)) and self._tokenizer.is_fast
+        self.tagged = bool(_GENERATION_TAG.search(text)) and self._tokenizer.is_fast
 
-    def _apply(self, end: int, **options: Any) -> Any:
+    def _apply(self, messages: Sequence[dict[str, Any]], **options: Any) -> Any:
         try:
-            return self._tokenizer.apply_chat_template(
-                self._messages[:end], tools=self.record.tools, **self._kwargs, **options
-            )
+            return self._template.apply(messages, self.record.tools, self._kwargs, **options)
+        except TimeoutError as error:
+            raise render_error(self.record, "template-timeout", str(error)) from None
+        except CorpusError:
+            raise
         except Exception as error:  # templates are programs: they can raise anything
             message = f"the chat template fails: {type(error).__name__}: {error}"
             raise render_error(self.record, "template-error", message) from error
@@ -76,7 +166,7 @@ class Chat:
     def prompt(self, k: int) -> list[int]:
         """Return the token ids that serving sends to get message k."""
         if k not in self._prompts:
-            rendered = self._apply(k, add_generation_prompt=True, return_dict=True)
+            rendered = self._apply(self._messages[:k], add_generation_prompt=True, return_dict=True)
             self._prompts[k] = list(rendered["input_ids"])
         return self._prompts[k]
 
@@ -84,11 +174,21 @@ class Chat:
         """Return the render of the conversation up to and including message k."""
         if k not in self._throughs:
             rendered = self._apply(
-                k + 1, return_dict=True, return_assistant_tokens_mask=self.tagged
+                self._messages[: k + 1], return_dict=True, return_assistant_tokens_mask=self.tagged
             )
             tags = list(rendered["assistant_masks"]) if self.tagged else None
             self._throughs[k] = Rendered(list(rendered["input_ids"]), tags)
         return self._throughs[k]
+
+    def token_after(self, k: int) -> int | None:
+        """Return the token that follows answer k where a user asks on; None if that is unclear."""
+        question = {"role": "user", "content": "?"}
+        try:
+            rendered = self._apply([*self._messages[: k + 1], question], return_dict=True)
+        except RenderError:
+            return None
+        ids, own = list(rendered["input_ids"]), self.through(k).ids
+        return ids[len(own)] if len(ids) > len(own) and ids[: len(own)] == own else None
 
     def spliced(self, k: int) -> list[int]:
         """Return prompt_k, then the tokens of the rest of the text of through_k, tokenised alone.
@@ -96,14 +196,29 @@ class Chat:
         Return [] if the text of through_k does not begin with that of prompt_k, or if the joined
         tokens decode to another text.
         """
-        prompt = self._apply(k, add_generation_prompt=True, tokenize=False)
-        through = self._apply(k + 1, tokenize=False)
+        prompt = self._apply(self._messages[:k], add_generation_prompt=True, tokenize=False)
+        through = self._text(self._messages[: k + 1])
         if not through.startswith(prompt) or through == prompt:
             return []
         rest = self._tokenizer(through[len(prompt) :], add_special_tokens=False)["input_ids"]
         ids = self.prompt(k) + list(rest)
         same = self._tokenizer.decode(ids) == self._tokenizer.decode(self.through(k).ids)
         return ids if same else []
+
+    def left_out(self, answers: Sequence[int]) -> Counter[str]:
+        """Count what is in none of the documents, by kind.
+
+        `answers` are the last messages of the documents, ascending.
+        """
+        ends = [k + 1 for k in answers]
+        found = left_out(self._messages[: ends[-1]], ends, self._text)
+        names = self._template.names
+        if self.record.tools and names is not None and "tools" not in names:
+            found[TOOL_LISTS] += 1
+        return found
+
+    def _text(self, messages: Sequence[dict[str, Any]]) -> str:
+        return str(self._apply(messages, tokenize=False))
 
 
 def render_error(record: Record, reason: str, message: str) -> RenderError:

@@ -207,6 +207,7 @@ def make_plan(setup: Setup) -> Plan:
         except RenderError as error:
             reader.refuse(error)
             continue
+        reader.count_left_out(renderer.left_out)
         for document in documents:
             builder.add(document)
     builder.count_rows(

@@ -80,14 +80,14 @@ CASES = {
     ),
     "chatml, header quoted by the user": (
         "chatml",
-        (user(QUOTE), answer("no "), user("ok"), answer("")),
+        (user(QUOTE), answer("no "), user("ok"), answer(QUOTE[:4])),
         {},
         None,
         [
             im("user", QUOTE + "<|im_end|>")
             + im("assistant", "«no <|im_end|>»")
             + im("user", "ok<|im_end|>")
-            + im("assistant", "«<|im_end|>»")
+            + im("assistant", "«say <|im_end|>»")
         ],
     ),
     "an end-of-turn token only the template knows": (

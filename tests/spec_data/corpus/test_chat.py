@@ -4,10 +4,10 @@ Expected documents (`chat_cases`) are text with the supervised parts in «». `e
 text and marks tokens by their character offsets; it shares no code with the renderer.
 """
 
-import logging
 import random
 
 import pytest
+from tokenizers import processors
 
 from spec_data.corpus.chat import Document, Renderer, RenderError, Turn, loss_mask_from_turns
 from spec_data.corpus.documents import cut_document
@@ -28,6 +28,10 @@ from tests.spec_data.corpus.templates import TEMPLATES, tokenizer
 
 def chat(*messages, **more):
     return Record(source="s", where="s:1", messages=list(messages), **more)
+
+
+def text(content):
+    return Record(source="s", where="s:1", text=content)
 
 
 def expect(tok, marked):
@@ -154,10 +158,11 @@ def test_turns_that_only_the_next_header_ends():
     renderer = Renderer(tok, eot_token_ids=[header])
     (document,) = renderer.render(chat(*TWO))
     marked = (
-        "<|user|>\nhello<|assistant|>\n«Paris 🦊\n\n x<|user|>»\nand?<|assistant|>\n«I think so.»"
+        "<|user|>\nhello<|assistant|>\n«Paris 🦊\n\n x<|user|>»\n"
+        "and?<|assistant|>\n«I think so.<|user|>»"
     )
     assert (document.input_ids, document.loss_mask) == expect(tok, marked)
-    assert renderer.counts["turns without an end-of-turn token"] == 1
+    assert renderer.counts == {"end-of-turn tokens appended": 1}
 
 
 @pytest.mark.parametrize("thinking", [True, False])
@@ -168,15 +173,6 @@ def test_template_kwargs_of_a_row_override_those_of_the_run(thinking):
     (document,) = renderer.render(record)
     start = document.turns[0].start
     assert document.input_ids[:start] == prompt_ids(tok, [TWO[0]], enable_thinking=thinking)
-
-
-def test_reserved_template_kwargs_are_refused():
-    tok = tokenizer("chatml")
-    with pytest.raises(ConfigError, match="add_generation_prompt"):
-        Renderer(tok, template_kwargs={"add_generation_prompt": True})
-    with pytest.raises(RenderError) as caught:
-        Renderer(tok).render(chat(*TWO, template_kwargs={"tokenize": False}))
-    assert caught.value.reason == "bad-template-kwargs"
 
 
 def test_an_opening_assistant_message_is_context():
@@ -228,11 +224,88 @@ def test_a_tokenizer_without_template_renders_text_only():
     assert Renderer(tok).render(Record(source="s", where="s:1", text="hello"))
 
 
-def test_an_end_token_quoted_at_the_end_of_an_answer_ends_it():
+@pytest.mark.parametrize(
+    "quoted", ["b<|im_end|>", "b<|im_end|> and more", "b<|im_end|>\n<|im_end|>x"]
+)
+def test_a_turn_ends_at_the_first_end_token_that_its_answer_quotes(quoted):
     """The target stops at the first end-of-turn token it generates."""
     tok = tokenizer("chatml")
-    (document,) = Renderer(tok).render(chat(user("a"), answer("b<|im_end|>")))
-    assert supervised_texts(tok, document) == ["b<|im_end|>"]
+    messages = [user("a"), answer(quoted), user("c"), answer("d")]
+    (document,) = Renderer(tok).render(chat(*messages))
+    assert supervised_texts(tok, document) == ["b<|im_end|>", "d<|im_end|>"]
+    assert document.input_ids == list(tok.apply_chat_template(messages)["input_ids"])
+
+
+def test_a_token_that_does_not_end_generation_stays_inside_its_turn():
+    """gpt-oss closes each channel of an answer with <|end|>; only <|return|> ends generation."""
+    tok = tokenizer("chatml")
+    (document,) = Renderer(tok).render(chat(user("a"), answer("think<|end|>say")))
+    assert supervised_texts(tok, document) == ["think<|end|>say<|im_end|>"]
+    ends = tok.convert_tokens_to_ids(["<|end|>"])
+    (document,) = Renderer(tok, eot_token_ids=ends).render(chat(user("a"), answer("b<|end|>c")))
+    assert supervised_texts(tok, document) == ["b<|end|>"]
+
+
+def test_a_last_turn_without_end_gets_the_token_of_the_generation_config():
+    tok = tokenizer("glm")
+    end, other = tok.convert_tokens_to_ids(["<|eot_id|>", "<|end|>"])
+    renderer = Renderer(tok, eot_token_ids=[end, other])
+    (document,) = renderer.render(chat(user("a"), answer("b")))
+    assert supervised_texts(tok, document) == ["b<|eot_id|>"]
+    assert document.loss_mask[-1] == 1
+    assert renderer.counts == {"end-of-turn tokens appended": 1}
+    renderer = Renderer(tok)  # no generation config: nothing to append
+    (document,) = renderer.render(chat(user("a"), answer("b")))
+    assert supervised_texts(tok, document) == ["b"]
+    assert renderer.counts["turns without an end-of-turn token"] == 1
+    assert len(Renderer(tok, eot_token_ids=[end]).render(text("hi"))[0].input_ids) == len(
+        tok("hi")["input_ids"]
+    )
+
+
+def test_answers_of_weight_zero_are_context():
+    tok = tokenizer("chatml")
+    renderer = Renderer(tok)
+    messages = [user("a"), answer("b", weight=0), user("c"), answer("d", weight=1)]
+    (document,) = renderer.render(chat(*messages))
+    assert supervised_texts(tok, document) == ["d<|im_end|>"]
+    assert "assistant\nb<|im_end|>" in tok.decode(document.input_ids)
+    assert renderer.counts == {"answers of weight 0, not supervised": 1}
+    messages[3]["weight"] = 0.0
+    with pytest.raises(RenderError, match="empty or has weight 0") as caught:
+        Renderer(tok).render(chat(*messages))
+    assert caught.value.reason == "nothing-supervised" and not caught.value.broken
+    renderer = Renderer(tok)
+    renderer.render(chat(user("a"), answer("b", weight=0.5)))
+    assert +renderer.counts == {"answers of weights other than 0 and 1, supervised in full": 1}
+
+
+@pytest.mark.parametrize("nothing", ["", " \n", "<think>\n\n</think>\n\n"])
+def test_an_empty_answer_is_no_data(nothing):
+    tok = tokenizer("qwen3")
+    with pytest.raises(RenderError, match="empty or has weight 0"):
+        Renderer(tok).render(chat(user("a"), answer(nothing)))
+    renderer = Renderer(tok)
+    documents = renderer.render(chat(user("a"), answer(nothing), user("b"), answer("c")))
+    turns = [t for d in documents for t in supervised_texts(tok, d)]
+    assert len(turns) == 1 and turns[0].endswith("c<|im_end|>")
+    assert renderer.counts["empty answers, not supervised"] == 1
+    for full in (answer("", reasoning_content="r"), {**CALL, "content": ""}):
+        assert Renderer(tok).render(chat(user("a"), full))
+
+
+def test_a_text_that_begins_with_the_tokenizers_first_token_is_refused():
+    tok = tokenizer("llama3")
+    tok._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A",
+        special_tokens=[("<|begin_of_text|>", tok.bos_token_id)],
+    )
+    renderer = Renderer(tok)
+    (document,) = renderer.render(text("hi"))
+    assert document.input_ids[0] == tok.bos_token_id != document.input_ids[1]
+    with pytest.raises(RenderError, match=r"begins with <.begin_of_text.>.*remove it") as caught:
+        renderer.render(text("<|begin_of_text|>hi"))
+    assert caught.value.reason == "doubled-bos" and caught.value.broken
 
 
 def test_mask_policies():
@@ -316,15 +389,6 @@ def test_cutting_keeps_the_head_and_clips_turns():
     assert document.input_ids == whole.input_ids[: first.start + 2]
     assert document.loss_mask == [0] * first.start + [1, 1]
     assert document.turns == (Turn(role="assistant", start=first.start, end=first.start + 2),)
-
-
-def test_a_template_that_prints_the_date_causes_a_warning(caplog):
-    tok = tokenizer("chatml")
-    tok.chat_template = "{{- strftime_now('%Y') }}" + tok.chat_template
-    with caplog.at_level(logging.WARNING):
-        assert Renderer(tok).clock_dependent
-    assert "today's date" in caplog.text
-    assert not Renderer(tok, template_kwargs={"date_string": "1 Jan"}).clock_dependent
 
 
 def test_documents_name_their_origin():

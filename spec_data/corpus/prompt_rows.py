@@ -1,0 +1,55 @@
+"""Turn one row of prompts into a `Record` that ends where the target is to answer.
+
+`spec-train eval` reads its prompts here, with the code that reads a corpus: a prompt that is read
+in another way is rendered in another way, and acceptance falls without an error. Rows may hold a
+question alone: `prompt` (a string or messages), or `turns`, the user messages of MT-bench, which
+are sent one after the other.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from spec_data.corpus.bad_rows import BadRow
+from spec_data.corpus.records import Record, checked_row, foreseen, record_of
+
+PROMPT_FORMATS = (
+    *("messages", "conversations", "turns", "prompt", "instruction", "input_ids", "text"),
+)
+
+
+@foreseen
+def parse_prompt(row: Any, *, source: str, where: str, arrow: bool = False) -> tuple[str, Record]:
+    """Return (format name, Record) of one row of prompts; the arguments are those of `parse_row`.
+
+    Answers at the end of the messages are dropped. Of `input_ids` the tokens before the first
+    supervised one remain, or all if there is none before it. A row with a string as `prompt` is of
+    kind "prompt" and has one user message.
+
+    Raises:
+        BadRow: the row has no known format, is broken, or asks nothing.
+    """
+    kind = None
+    if isinstance(row, dict):
+        kind = next((name for name in PROMPT_FORMATS if row.get(name) is not None), None)
+    row = checked_row(row, kind, PROMPT_FORMATS, arrow)
+    record = record_of(str(kind), row, source=source, where=where)
+    if record.messages is not None:
+        if kind == "prompt" and not isinstance(row["prompt"], str):
+            kind = "messages"
+        record = replace(record, messages=_asked(record.messages), kind=str(kind))
+    elif record.input_ids is not None:
+        mask = record.loss_mask or []
+        end = mask.index(1) if 1 in mask else 0
+        record = replace(record, input_ids=record.input_ids[: end or None], loss_mask=None)
+    return str(kind), record
+
+
+def _asked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages before the answers at the end."""
+    end = len(messages)
+    while end and messages[end - 1]["role"] == "assistant":
+        end -= 1
+    last = messages[end - 1]["role"] if end else "nothing"
+    if last not in ("user", "tool"):
+        raise BadRow(f"the last message before the answer must be of a user or a tool, not {last}")
+    return messages[:end]
