@@ -5,7 +5,9 @@ computes the gradients in the forward pass, chunk by chunk. So at most one chunk
 any time, for any number of slots, and a teacher row is computed once for all unroll steps that need
 it. In return, second derivatives are not available.
 
-With p the teacher, q the draft, a = sum_v min(p, q):
+With q the draft, p the teacher renormalised over the draft vocabulary, and m the target's
+probability of the whole draft vocabulary (1 if it is the target's), serving accepts with m p:
+    a       sum_v min(m p, q), the probability that rejection sampling keeps a token drawn from q
     ce      -sum_v p log q
     alpha   -log a                       (LK losses, arXiv 2602.23881)
     lambda  r ce + (1 - r) (1 - a),      r = scale exp(-decay a), no gradient through r
@@ -63,8 +65,41 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+@dataclass(frozen=True)
+class TeacherRows:
+    """The target's distribution at n slots, over the draft vocabulary."""
+
+    p: Tensor  # probabilities renormalised over the draft vocabulary [n, Vd]: rows add up to 1
+    mass: Tensor | None = None  # the target's probability of the draft vocabulary [n]; None: 1
+
+    @classmethod
+    def of_logits(cls, logits: Tensor, logsumexp: Tensor | None) -> "TeacherRows":
+        """Make rows from the target's logits of the draft vocabulary [n, Vd].
+
+        `logsumexp` [n] is over the full vocabulary; None: the draft vocabulary is the full one.
+        """
+        p = torch.softmax(logits, -1)
+        if logsumexp is None:
+            return cls(p)
+        # Stored states are rounded and the stored sum is not, so the quotient may exceed 1.
+        inside = logits.logsumexp(-1) - logsumexp.to(logits.dtype)
+        return cls(p, inside.exp().clamp(max=1.0))
+
+    def full(self) -> Tensor:
+        """Return the probabilities [n, Vd] of the target's full distribution: rows add up to m."""
+        return self.p if self.mass is None else self.p * self.mass[:, None]
+
+    def to(self, dtype: torch.dtype) -> "TeacherRows":
+        """Return the rows in another dtype."""
+        return TeacherRows(self.p.to(dtype), None if self.mass is None else self.mass.to(dtype))
+
+    def __getitem__(self, rows: Tensor) -> "TeacherRows":
+        """Return the rows of an index, int64 [k]."""
+        return TeacherRows(self.p[rows], None if self.mass is None else self.mass[rows])
+
+
 def distribution_loss(
-    logits: Tensor, teacher: Tensor, kind: LossKind
+    logits: Tensor, teacher: TeacherRows, kind: LossKind
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute loss, expected acceptance, gradient for the draft logits, and the draft's choice.
 
@@ -73,25 +108,25 @@ def distribution_loss(
 
     Args:
         logits: draft logits [N, S, Vd], float32 or float64; overwritten.
-        teacher: probabilities [N, Vd], same dtype.
+        teacher: of the N rows, same dtype.
         kind: which loss.
 
     Returns:
-        loss [N, S], acceptance sum_v min(p, q) [N, S], d loss / d logits [N, S, Vd], and the
+        loss [N, S], acceptance sum_v min(m p, q) [N, S], d loss / d logits [N, S, Vd], and the
         largest logit's index, int64 [N, S].
     """
-    agreement = torch.einsum("nv,nsv->ns", teacher, logits)
+    agreement = torch.einsum("nv,nsv->ns", teacher.p, logits)
     peak, best = logits.max(-1, keepdim=True)
     q = logits.sub_(peak).exp_()
     mass = q.sum(-1, keepdim=True)
     q.div_(mass)
     entropy = (peak + mass.log()).squeeze(-1) - agreement  # = -sum p log q, for sum p = 1
     best = best.squeeze(-1)
-    p = teacher[:, None]
-    acceptance = torch.minimum(p, q).sum(-1)
+    p, full = teacher.p[:, None], teacher.full()[:, None]  # [N, 1, Vd]
+    acceptance = torch.minimum(full, q).sum(-1)
     if kind.name == "ce":
         return entropy, acceptance, q.sub_(p), best
-    inside = q * (q < p)
+    inside = q * (q < full)
     slope = inside - q * inside.sum(-1, keepdim=True)  # d acceptance / d logits
     if kind.name == "alpha":
         floor = torch.finfo(acceptance.dtype).tiny
@@ -108,14 +143,14 @@ class RowStats:
     """Figures per teacher row and step, without gradients."""
 
     loss: Tensor  # [N, S], float32 or float64
-    acceptance: Tensor  # [N, S], sum_v min(p, q)
+    acceptance: Tensor  # [N, S], sum_v min(m p, q)
     best: Tensor  # int64 [N, S], index of the largest draft logit
 
 
 def head_loss(
     hidden: Tensor,
     weight: Tensor,
-    teacher: Callable[[slice], Tensor],
+    teacher: Callable[[slice], TeacherRows],
     weights: Tensor,
     kind: LossKind,
     chunk_rows: int | None = None,
@@ -129,7 +164,7 @@ def head_loss(
     Args:
         hidden: states that enter the head [N, S, H].
         weight: head [Vd, H].
-        teacher: returns the probabilities [n, Vd] of a slice of the N rows; called once per chunk.
+        teacher: returns the teacher of a slice of the N rows; called once per chunk.
         weights: of the rows [N, S], float32; 0 leaves a row out.
         kind: which loss.
         chunk_rows: rows of logits (of N * S) that exist at a time; None: `rows_per_chunk`.
@@ -170,7 +205,7 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        teacher: Callable[[slice], Tensor],
+        teacher: Callable[[slice], TeacherRows],
         weights: Tensor,
         kind: LossKind,
         rows: int,

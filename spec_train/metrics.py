@@ -9,7 +9,9 @@ A draft's sums are float64 tensors. Most are [S], with one entry per depth (unro
     drafted      number of slots in the slot mask; a target's choice outside the draft vocabulary
                  counts as a miss
     hits         slots whose greedy draft token is the target's choice, given the true prefix
-    acceptance   sum over slots of sum_v min(p, q); a miss adds nothing
+    acceptance   sum over the `drafted` slots of sum_v min(p, q), with p the target's full
+                 distribution: the probability that a draft sampled from q is kept at temperature 1.
+                 It counts where the target's choice is outside the draft vocabulary, too
     chains       [] whole chains: all S depths are in the slot mask
     survive      whole chains that are hit at every depth up to this one
     at_risk      chains, whole or not, in the slot mask up to this depth and hit at every depth

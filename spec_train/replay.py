@@ -148,7 +148,7 @@ def read_batch(tensors: dict[str, Tensor], state: dict[str, Any]) -> DraftBatch:
         for name, values in tensors.items()
         if name.startswith("states.")
     }
-    plain = {name: tensors[name] for name in PLAIN}
+    plain: dict[str, Any] = {name: tensors[name] for name in PLAIN if name in tensors}
     packs: list[list[int]] = [[] for _ in range(len(plain["input_ids"]))]
     for number, document in enumerate(state["documents"]):
         packs[document["pack"]].append(number)
@@ -255,7 +255,7 @@ def one_document(batch: DraftBatch, pack: int, place: int) -> DraftBatch:
     def cut(values: Tensor) -> Tensor:
         return values[pack, span][None]
 
-    plain = {name: cut(getattr(batch, name)) for name in PLAIN}
+    plain: dict[str, Any] = {name: cut(values) for name, values in batch.plain().items()}
     plain["document_ids"] = torch.zeros_like(plain["document_ids"])
     hidden = {name: cut(values) for name, values in batch.hidden.items()}
     return DraftBatch(**plain, hidden=hidden, rows=[[batch.rows[pack][place]]], coded={})

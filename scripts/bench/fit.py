@@ -233,7 +233,8 @@ def problem(name: str, length: int, vocab: int) -> tuple[Any, TargetHead, DraftB
     rows[FREQUENT:] *= 0.5  # targets choose frequent tokens, which draft vocabularies contain
     head = TargetHead(spec, draw(VOCAB, HIDDEN, scale=0.02), rows)
     final = draw(1, length, HIDDEN)
-    choice = torch.cat([head.logits(part).argmax(-1) for part in final.split(256, 1)], 1)
+    figures = [(z.argmax(-1), z.logsumexp(-1)) for z in map(head.logits, final.split(256, 1))]
+    choice, sums = (torch.cat(part, 1) for part in zip(*figures, strict=True))
     slots = torch.arange(length)[None]
     batch = DraftBatch(
         input_ids=torch.randint(VOCAB, (1, length), generator=generator),
@@ -242,7 +243,7 @@ def problem(name: str, length: int, vocab: int) -> tuple[Any, TargetHead, DraftB
         document_ids=torch.zeros_like(slots),
         hidden={layer_column(k): draw(1, length, HIDDEN) for k in LAYERS} | {FINAL: final},
         target_argmax=choice,
-        target_logsumexp=torch.zeros(1, length),
+        target_logsumexp=sums,
         rows=[[0]],
     )
     torch.manual_seed(0)

@@ -281,7 +281,8 @@ class Target:
     def _supervise(self, captured: Captured, logits: Tensor | None) -> dict[str, Tensor]:
         """Return the teacher [B, T, ...] and `target_argmax` int64 [B, T], in the token frame.
 
-        `logits` is [B, T, V] or None. The argmax covers the full vocabulary.
+        `logits` is [B, T, V] or None. The argmax covers the full vocabulary, and so do the sums
+        from which a loss over a reduced draft vocabulary takes the target's probabilities.
         """
         final = captured.final
         if final is None:
@@ -290,19 +291,23 @@ class Target:
         # [B * T, H], or [B * T, V] where the logits exist already
         flat = final.flatten(0, 1) if logits is None else logits.flatten(0, 1)
         argmax = flat.new_zeros(flat.shape[0], dtype=torch.long)
-        probs = []
+        probs, sums = [], []
         for part in self.logit_chunks(len(flat)):
             block = flat[part] if logits is not None else self.logits_of(flat[part])  # [n, V]
             argmax[part] = block.argmax(-1)
             if self.draft_vocabulary is not None:
-                chosen = block[:, self.draft_vocabulary.to(block.device)]  # [n, Vd]
-                probs.append(chosen.float().softmax(-1))
+                chosen = block[:, self.draft_vocabulary.to(block.device)].float()  # [n, Vd]
+                probs.append(chosen.softmax(-1))
+                sums.append((chosen.logsumexp(-1) - block.float().logsumexp(-1)).exp())
+            elif logits is None:
+                sums.append(block.float().logsumexp(-1))  # [n]
         found = {"target_argmax": argmax.view(shape)}
         if logits is not None:
             return found | {"logits": logits}
+        total = torch.cat(sums).view(shape)
         if self.draft_vocabulary is None:
-            return found | {"final_hidden": final}
-        return found | {"target_probs": torch.cat(probs).view(*shape, -1)}
+            return found | {"final_hidden": final, "target_logsumexp": total}
+        return found | {"target_probs": torch.cat(probs).view(*shape, -1), "target_mass": total}
 
 
 def _layout(

@@ -20,8 +20,11 @@ from spec_data.shards.packing import PADDING
 
 Frame = Literal["shifted", "token"]
 
-_SHIFTED = ("input_ids", "loss_mask", "target_argmax", "logits", "final_hidden")
-_SHIFTED_ONLY = ("target_probs", "position_mask")
+_SHIFTED = (
+    *("input_ids", "loss_mask", "target_argmax", "target_logsumexp"),
+    *("logits", "final_hidden"),
+)
+_SHIFTED_ONLY = ("target_probs", "position_mask", "target_mass")
 _UNMOVED = ("aux_hidden_states", "document_ids", "position_ids")
 
 
@@ -45,8 +48,10 @@ class TargetBatch:
         seq_lens: document lengths per row when packed, else None.
         logits: [B, T, V], shifted; or
         target_probs: float32 [B, T, Vd] over a draft vocabulary, shifted, with position_mask:
-            bool [B, T], True where the target's argmax lies inside it; or
-        final_hidden: [B, T, H], shifted: the head's input.
+            bool [B, T], True where the target's argmax lies inside it, and target_mass: float32
+            [B, T], the target's probability of the draft vocabulary; or
+        final_hidden: [B, T, H], shifted: the head's input, with target_logsumexp: float32 [B, T],
+            shifted, that of the logits over the full vocabulary.
         target_argmax: int64 [B, T], shifted, over the full vocabulary.
         starts: what the shift moves out of each of the D documents: the value at its first token,
             [D, ...] by name. The token frame is made with it; None: there is no token frame.
@@ -64,7 +69,9 @@ class TargetBatch:
     logits: Tensor | None = None
     target_probs: Tensor | None = None
     position_mask: Tensor | None = None
+    target_mass: Tensor | None = None
     final_hidden: Tensor | None = None
+    target_logsumexp: Tensor | None = None
     starts: dict[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
@@ -74,8 +81,8 @@ class TargetBatch:
                 "a TargetBatch carries exactly one of logits, target_probs (with position_mask) "
                 f"and final_hidden; got {', '.join(given) or 'none'}"
             )
-        if self._has("target_probs") != self._has("position_mask"):
-            raise TargetError("target_probs and position_mask go together")
+        if len({self._has(name) for name in ("target_probs", "position_mask", "target_mass")}) > 1:
+            raise TargetError("target_probs, position_mask and target_mass go together")
         shape = self.input_ids.shape
         for name, value in vars(self).items():
             if isinstance(value, Tensor) and value.shape[:2] != shape:

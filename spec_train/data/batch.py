@@ -36,7 +36,7 @@ class DraftBatch:
     document_ids: Tensor  # int64 [B, T], 0, 1, ... within a pack, -1 in padding
     hidden: dict[str, Tensor]  # dataset column -> [B, T, H]
     target_argmax: Tensor  # int64 [B, T]
-    target_logsumexp: Tensor  # float32 [B, T]
+    target_logsumexp: Tensor | None = None  # float32 [B, T]; None: the column was not read
     rows: list[list[int]]
     coded: dict[str, CodedRows] = field(default_factory=dict)  # hidden columns that `to` decodes
 
@@ -60,6 +60,11 @@ class DraftBatch:
             )
         return torch.cat([self.hidden[name] for name in names], dim=-1)
 
+    def plain(self) -> dict[str, Tensor]:
+        """Return the fields `PLAIN` by name, without one that was not read."""
+        found = {name: getattr(self, name) for name in PLAIN}
+        return {name: values for name, values in found.items() if values is not None}
+
     def without_hidden(self) -> "DraftBatch":
         """Return the batch without states: enough to count supervised slots, and cheap to move."""
         return dataclasses.replace(self, hidden={}, coded={})
@@ -79,7 +84,7 @@ class DraftBatch:
         def move(values: Tensor, kind: torch.dtype | None = None) -> Tensor:
             return values.to(device, kind or values.dtype, non_blocking=non_blocking)
 
-        plain = {name: move(getattr(self, name)) for name in PLAIN}
+        plain = {name: move(values) for name, values in self.plain().items()}
         hidden = {
             name: move(values, dtype if name.startswith("hidden.") else None)
             for name, values in self.hidden.items()

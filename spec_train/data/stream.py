@@ -39,7 +39,6 @@ _SMALL = {
     "input_ids": torch.int64,
     "loss_mask": torch.bool,
     "target_argmax": torch.int64,
-    "target_logsumexp": torch.float32,
 }
 
 
@@ -132,6 +131,7 @@ class _Buffer:
         small = {name: view.pop(name) for name in _SMALL}
         return DraftBatch(
             **small,
+            target_logsumexp=view.pop("target_logsumexp", None),
             position_ids=self.position_ids[: len(packs), :width],
             document_ids=self.document_ids[: len(packs), :width],
             hidden=view,

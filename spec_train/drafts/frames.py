@@ -29,6 +29,7 @@ from spec_train.drafts.teacher import (
     teacher_of,
 )
 from spec_train.head import TargetHead
+from spec_train.losses import TeacherRows
 
 
 def require_frame(given: str, own: str) -> None:
@@ -52,6 +53,7 @@ class TokenInputs:
     input_ids: Tensor  # x_t, int64 [B, T]
     loss_mask: Tensor  # m_t [B, T]
     target_argmax: Tensor | None = None  # argmax of z_t, int64 [B, T]; None: from the teacher
+    target_logsumexp: Tensor | None = None  # of z_t over V [B, T]; None: from the teacher
     document_ids: Tensor | None = None  # int64 [B, T], -1 in padding; None: a row is one document
     position_ids: Tensor | None = None  # int64 [B, T]; None: from 0 in each document
     frame: str = "token"  # as `TargetBatch.to_trainer_inputs` names it; another one is refused
@@ -69,6 +71,8 @@ class ShiftedInputs:
     """Plain tensors of a loss in the shifted frame; exactly one mask and one teacher.
 
     The teacher is `logits`, or `final_hidden` with `head`, or `target_probs` with `position_mask`.
+    The last one also needs `target_mass` if the draft vocabulary is reduced: `target_probs` are
+    renormalised over it, and serving accepts with the target's full distribution.
     """
 
     aux_hidden_states: Tensor  # a_t, NOT shifted, layers ascending, [B, T, n*H]
@@ -78,9 +82,11 @@ class ShiftedInputs:
     logits: Tensor | None = None  # z_{t+1} [B, T, V]
     final_hidden: Tensor | None = None  # f_{t+1} [B, T, H]
     head: TargetHead | None = None
-    target_probs: Tensor | None = None  # over the draft vocabulary [B, T, Vd]
+    target_probs: Tensor | None = None  # over the draft vocabulary [B, T, Vd], adding up to 1
     position_mask: Tensor | None = None  # [B, T]: the target's choice is in the draft vocabulary
+    target_mass: Tensor | None = None  # [B, T]: the target's probability of the draft vocabulary
     target_argmax: Tensor | None = None  # the target's choice, int64 [B, T]; None: from the teacher
+    target_logsumexp: Tensor | None = None  # of z_{t+1} over V [B, T]; None: from the teacher
     document_ids: Tensor | None = None  # int64 [B, T], -1 in padding; None: a row is one document
     position_ids: Tensor | None = None  # int64 [B, T]; None: from 0 in each document
     attention_mask: Tensor | None = None  # 0 in padding [B, T]; None: `document_ids` marks it
@@ -90,7 +96,7 @@ class ShiftedInputs:
     def __post_init__(self) -> None:
         require_frame(self.frame, "shifted")
 
-    def check(self) -> None:
+    def check(self, full_vocabulary: bool) -> None:
         """Raise DraftError unless there is exactly one teacher, complete, and one mask."""
         teachers = ("logits", "final_hidden", "target_probs")
         given = [name for name in teachers if getattr(self, name) is not None]
@@ -104,6 +110,12 @@ class ShiftedInputs:
             raise DraftError(
                 "target_probs needs position_mask: True where the target's choice is in the draft "
                 "vocabulary"
+            )
+        if self.target_probs is not None and self.target_mass is None and not full_vocabulary:
+            raise DraftError(
+                "target_probs over a reduced draft vocabulary need target_mass, the target's "
+                "probability of that vocabulary: without it, acceptance would be that of a "
+                "renormalised target. TargetBatch.to_trainer_inputs returns it"
             )
         if self.final_hidden is not None and self.head is None:
             raise DraftError("final_hidden needs head, the target's LM head")
@@ -127,9 +139,10 @@ def tensor_frame(draft: BaseDraft, inputs: ShiftedInputs) -> Frame:
     """Return the frame of plain tensors.
 
     Raises:
-        DraftError: not exactly one teacher or one mask, or an unknown `slots`.
+        DraftError: not exactly one teacher or one mask, an incomplete teacher, or an unknown
+            `slots`.
     """
-    inputs.check()
+    inputs.check(draft.full_vocabulary)
     document_ids, position_ids = settle_documents(
         inputs.input_ids, inputs.document_ids, inputs.position_ids, inputs.attention_mask
     )
@@ -159,9 +172,11 @@ def _choice_and_teacher(
     known = None if inputs.target_argmax is None else inputs.target_argmax.flatten()[rows]  # [N]
     if inputs.target_probs is not None and inputs.position_mask is not None:
         probs = inputs.target_probs.flatten(0, 1)  # [B*T, Vd]
+        mass = None if draft.full_vocabulary else inputs.target_mass
+        known_mass = None if mass is None else mass.flatten()  # [B*T]
         index = probs[rows].argmax(-1) if known is None else draft.draft_index[known]  # [N]
         inside = inputs.position_mask.bool().flatten()[rows]  # [N]
-        return index.masked_fill(~inside, -1), lambda r: probs[r]
+        return index.masked_fill(~inside, -1), TeacherRows(probs, known_mass).__getitem__
     ids = proposed_ids(draft)
     if inputs.logits is not None:
         table = inputs.logits.flatten(0, 1)  # [B*T, V]
@@ -170,7 +185,9 @@ def _choice_and_teacher(
     assert inputs.final_hidden is not None and inputs.head is not None  # `check` guarantees it
     states = inputs.final_hidden.flatten(0, 1)  # [B*T, H]
     choice = argmax_by_chunks(inputs.head.logits, states[rows]) if known is None else known  # [N]
-    return draft.draft_index[choice], head_teacher(inputs.head, states, ids)
+    logsumexp = inputs.target_logsumexp
+    sums = None if logsumexp is None else logsumexp.flatten()  # [B*T]
+    return draft.draft_index[choice], head_teacher(inputs.head, states, ids, sums)
 
 
 def batch_frame(draft: BaseDraft, batch: DraftBatch, head: TargetHead) -> Frame:

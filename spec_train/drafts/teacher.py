@@ -1,7 +1,11 @@
 """Teachers: the target's distribution at a slot, over the draft vocabulary.
 
 In: the target's final hidden states with its head, or all its logits. Out: a function of flat slot
-indices (b * T + t), so that only the rows of supervised slots are ever computed.
+indices (b * T + t), so that only the rows of the slots that count are ever computed.
+
+A teacher of a reduced draft vocabulary also knows how much of the target's probability lies in it,
+because serving accepts with the target's full distribution. Final hidden states need the stored
+`target_logsumexp` for that: with it, the Vd selected rows of the head are enough.
 
 B packs, T slots, n slots asked for, V / Vd target / draft vocabulary, H hidden size.
 """
@@ -11,14 +15,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from spec_data.shards.errors import DatasetError
 from spec_data.shards.schema import FINAL
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.base import BaseDraft
 from spec_train.head import TargetHead
-from spec_train.losses import wide
+from spec_train.losses import TeacherRows, wide
 
-Teacher = Callable[[Tensor], Tensor]
-"""Flat slots, int64 [n] -> probabilities [n, Vd], float32 (float64 for float64 inputs)."""
+Teacher = Callable[[Tensor], TeacherRows]
+"""Flat slots, int64 [n] -> their distributions, float32 (float64 for float64 inputs)."""
 
 LOGITS = "logits"
 """The column, and the supervision, of a dataset that holds all logits of the target."""
@@ -29,12 +34,29 @@ def proposed_ids(draft: BaseDraft) -> Tensor | None:
     return None if draft.full_vocabulary else draft.draft_ids
 
 
-def head_teacher(head: TargetHead, states: Tensor, ids: Tensor | None, shift: int = 0) -> Teacher:
+def head_teacher(
+    head: TargetHead,
+    states: Tensor,
+    ids: Tensor | None,
+    logsumexp: Tensor | None = None,
+    shift: int = 0,
+) -> Teacher:
     """Return the teacher of final hidden states [B*T, H]: slot r reads state r + `shift`.
 
     `ids` are the target ids of the draft vocabulary, int64 [Vd]; None: the full vocabulary.
+    `logsumexp` [B*T] is that of the target's logits over the full vocabulary; None: computed from
+    all rows of the head, if `ids` need it.
     """
-    return lambda r: torch.softmax(head.logits(states[r + shift], ids), -1)
+
+    def teacher(r: Tensor) -> TeacherRows:
+        rows = states[r + shift]
+        if ids is None or logsumexp is not None:
+            known = None if ids is None or logsumexp is None else logsumexp[r + shift]
+            return TeacherRows.of_logits(head.logits(rows, ids), known)
+        logits = head.logits(rows)  # [n, V]
+        return TeacherRows.of_logits(logits[:, ids], logits.logsumexp(-1))
+
+    return teacher
 
 
 def logits_teacher(logits: Tensor, ids: Tensor | None, shift: int = 0) -> Teacher:
@@ -43,9 +65,11 @@ def logits_teacher(logits: Tensor, ids: Tensor | None, shift: int = 0) -> Teache
     `ids` as for `head_teacher`.
     """
 
-    def teacher(r: Tensor) -> Tensor:
+    def teacher(r: Tensor) -> TeacherRows:
         rows = logits[r + shift]
-        return torch.softmax(wide(rows if ids is None else rows[:, ids]), -1)
+        if ids is None:
+            return TeacherRows.of_logits(wide(rows), None)
+        return TeacherRows.of_logits(wide(rows[:, ids]), wide(rows).logsumexp(-1))
 
     return teacher
 
@@ -54,11 +78,22 @@ def teacher_of(draft: BaseDraft, batch: DraftBatch, head: TargetHead, shift: int
     """Return the teacher of a batch, from its logits if it has them, else from its final states.
 
     `shift` is 1 for slots of the shifted frame, 0 for slots of the token frame.
+
+    Raises:
+        DatasetError: the draft vocabulary is reduced, and `target_logsumexp` was not read.
     """
     ids = proposed_ids(draft)
     if LOGITS in batch.hidden:
         return logits_teacher(batch.hidden[LOGITS].flatten(0, 1), ids, shift)
-    return head_teacher(head, batch.hidden[FINAL].flatten(0, 1), ids, shift)
+    logsumexp = batch.target_logsumexp
+    if ids is not None and logsumexp is None:
+        raise DatasetError(
+            "batch has no column target_logsumexp: without it, acceptance over a reduced draft "
+            "vocabulary would be that of a renormalised target. Read the columns that "
+            "`draft.columns` names"
+        )
+    known = None if logsumexp is None else logsumexp.flatten()
+    return head_teacher(head, batch.hidden[FINAL].flatten(0, 1), ids, known, shift)
 
 
 class SharedTeacher:
@@ -70,12 +105,11 @@ class SharedTeacher:
         self.slots, self.index = torch.unique_consecutive(slots, return_inverse=True)
         self._bounds = self.index.tolist()
 
-    def __call__(self, part: slice) -> Tensor:
-        """Return the probabilities [n, Vd] of a slice of n rows."""
+    def __call__(self, part: slice) -> TeacherRows:
+        """Return the distributions of a slice of n rows."""
         first, last = self._bounds[part.start], self._bounds[part.stop - 1]
-        p = self.distributions(slice(first, last + 1))
-        return p[self.index[part] - first]
+        return self.distributions(slice(first, last + 1))[self.index[part] - first]
 
-    def distributions(self, part: slice) -> Tensor:
-        """Return the probabilities [m, Vd] of a slice of m distinct slots."""
+    def distributions(self, part: slice) -> TeacherRows:
+        """Return the distributions of a slice of m distinct slots."""
         return self._teacher(self.slots[part])

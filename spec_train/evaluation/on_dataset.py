@@ -127,7 +127,8 @@ def read_pack(
     """Read one pack of complete documents, B = 1, T the sum of their lengths.
 
     Hidden states [1, T, H] have `dtype`. `loss_mask` (bool), `input_ids` and `target_argmax`
-    (int64), all [1, T], are zero unless they are among `columns`.
+    (int64), all [1, T], are zero unless they are among `columns`. `target_logsumexp`, float32 [1,
+    T], is None unless it is.
     """
     lengths = [int(dataset.lengths[document]) for document in documents]
     width = sum(lengths)
@@ -140,16 +141,18 @@ def read_pack(
     for name in columns:
         if name not in out:
             size = stored[name]
-            out[name] = torch.zeros(width if size is None else (width, size), dtype=dtype)
+            kind = torch.float32 if name == "target_logsumexp" else dtype
+            out[name] = torch.zeros(width if size is None else (width, size), dtype=kind)
     start = 0
     for document in documents:
         start += dataset.read_into(document, out, start)
     document_ids, position_ids = row_layout([lengths], width)
+    logsumexp = out.pop("target_logsumexp", None)
     return DraftBatch(
         input_ids=out.pop("input_ids")[None],
         loss_mask=out.pop("loss_mask")[None],
         target_argmax=out.pop("target_argmax")[None],
-        target_logsumexp=torch.zeros(1, width),
+        target_logsumexp=None if logsumexp is None else logsumexp[None],
         position_ids=position_ids,
         document_ids=document_ids,
         hidden={name: values[None] for name, values in out.items()},

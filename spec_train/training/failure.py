@@ -27,7 +27,7 @@ from spec_data.config import to_dict
 from spec_data.shards.errors import SpecDataError
 from spec_data.shards.files import dump_json
 from spec_data.shards.schema import Manifest
-from spec_train.data.batch import PLAIN, DraftBatch
+from spec_train.data.batch import DraftBatch
 from spec_train.data.mixture import Documents
 from spec_train.data.order import Pack
 from spec_train.data.stream import BatchStream
@@ -37,7 +37,7 @@ from spec_train.options import FitConfig
 from spec_train.training.saving import Saver
 from spec_train.training.seeds import place_seed
 
-FORMAT = 1
+FORMAT = 2  # since 2, target_logsumexp is there only where it was read
 FAILURE, BATCH = "failure.json", "batch.safetensors"
 HEAD_FILE = "target/head.safetensors"
 _SHOWN = 8
@@ -246,7 +246,6 @@ def _stored(batch: DraftBatch, documents: Sequence[dict[str, Any]]) -> str:
 
 
 def _tensors(batch: DraftBatch, counts: Tensor) -> dict[str, Tensor]:
-    plain = {name: getattr(batch, name) for name in PLAIN}
     states = {f"states.{name}": values for name, values in batch.hidden.items()}
-    tensors = plain | states | {"counts": counts}
+    tensors = batch.plain() | states | {"counts": counts}
     return {name: values.detach().cpu().contiguous() for name, values in tensors.items()}

@@ -9,6 +9,7 @@ from spec_data.shards.head_spec import HeadSpec, apply_head
 from spec_train.losses import (
     KINDS,
     LossKind,
+    TeacherRows,
     add_product,
     distribution_loss,
     head_loss,
@@ -17,10 +18,11 @@ from spec_train.losses import (
 from tests.tolerance import LAYER, close, close_in_norm
 
 
-def _formula(logits: Tensor, p: Tensor, kind: LossKind) -> Tensor:
-    log_q = logits.log_softmax(-1)
+def _formula(logits: Tensor, teacher: TeacherRows, kind: LossKind) -> Tensor:
+    p, log_q = teacher.p[:, None], logits.log_softmax(-1)
+    full = p if teacher.mass is None else teacher.mass[:, None, None] * p
     entropy = -(p * log_q).sum(-1)
-    accepted = torch.minimum(p, log_q.exp()).sum(-1)
+    accepted = torch.minimum(full, log_q.exp()).sum(-1)
     if kind.name == "ce":
         return entropy
     if kind.name == "alpha":
@@ -29,47 +31,54 @@ def _formula(logits: Tensor, p: Tensor, kind: LossKind) -> Tensor:
     return r * entropy + (1 - r) * (1 - accepted)
 
 
-def _case(n: int = 5, steps: int = 3, size: int = 4, vocab: int = 11):
+def _case(n: int = 5, steps: int = 3, size: int = 4, vocab: int = 11, reduced: bool = False):
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     hidden, weight = draw(n, steps, size).requires_grad_(), draw(vocab, size).requires_grad_()
-    teacher = (2 * draw(n, vocab)).softmax(-1)
+    p = (2 * draw(n, vocab)).softmax(-1)
     weights = torch.rand(n, steps, generator=generator, dtype=torch.float64)
     weights[1, 2] = 0
-    return hidden, weight, teacher, weights
+    mass = torch.rand(n, generator=generator, dtype=torch.float64) if reduced else None
+    return hidden, weight, TeacherRows(p, mass), weights
 
 
+def _part(teacher: TeacherRows, part: slice) -> TeacherRows:
+    return teacher[torch.arange(part.start, part.stop)]
+
+
+@pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("name", KINDS)
-def test_slot_losses_and_gradients_are_those_of_the_formulas(name: str) -> None:
+def test_slot_losses_and_gradients_are_those_of_the_formulas(name: str, reduced: bool) -> None:
     kind = LossKind(name=name, scale=0.9, decay=2.0)
-    hidden, weight, teacher, _ = _case()
+    hidden, weight, teacher, _ = _case(reduced=reduced)
     logits = F.linear(hidden, weight).detach().requires_grad_()
-    expected = _formula(logits, teacher[:, None], kind)
+    expected = _formula(logits, teacher, kind)
     (slope,) = torch.autograd.grad(expected.sum(), logits)
     given = logits.detach().clone()  # it is overwritten
     loss, acceptance, found, best = distribution_loss(given, teacher, kind)
     assert torch.equal(best, logits.argmax(-1))
     close(loss, expected.detach(), terms=2 * LAYER)
     close(found, slope, terms=2 * LAYER)
-    overlap = torch.minimum(teacher[:, None], logits.softmax(-1)).sum(-1)
+    overlap = torch.minimum(teacher.full()[:, None], logits.softmax(-1)).sum(-1)
     close(acceptance, overlap.detach(), terms=2 * LAYER)
 
 
+@pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
-def test_chunks_change_neither_value_nor_gradient(name: str, chunk: int) -> None:
+def test_chunks_change_neither_value_nor_gradient(name: str, chunk: int, reduced: bool) -> None:
     kind = LossKind(name=name)
-    hidden, weight, teacher, weights = _case()
+    hidden, weight, teacher, weights = _case(reduced=reduced)
     logits = F.linear(hidden, weight)
-    expected = (_formula(logits, teacher[:, None], kind) * weights).sum()
+    expected = (_formula(logits, teacher, kind) * weights).sum()
     asked: list[int] = []
 
-    def rows(part: slice) -> Tensor:
+    def rows(part: slice) -> TeacherRows:
         asked.extend(range(part.start, part.stop))
-        return teacher[part]
+        return _part(teacher, part)
 
     total, stats = head_loss(hidden, weight, rows, weights, kind, chunk)
     assert asked == [0, 1, 2, 3, 4]  # the teacher of a row is made once for all steps
@@ -85,18 +94,22 @@ def test_chunks_change_neither_value_nor_gradient(name: str, chunk: int) -> None
 
 def test_figures_without_gradients_are_the_same() -> None:
     hidden, weight, teacher, weights = _case()
-    with_graph, _ = head_loss(hidden, weight, lambda part: teacher[part], weights, LossKind())
+    with_graph, _ = head_loss(
+        hidden, weight, lambda part: _part(teacher, part), weights, LossKind()
+    )
     with torch.no_grad():
-        total, _ = head_loss(hidden, weight, lambda part: teacher[part], weights, LossKind())
+        total, _ = head_loss(hidden, weight, lambda part: _part(teacher, part), weights, LossKind())
     assert not total.requires_grad
     assert torch.equal(total, with_graph)
 
 
 def test_a_frozen_head_leaves_the_states_their_gradient() -> None:
     hidden, weight, teacher, weights = _case()
-    total, _ = head_loss(hidden, weight.detach(), lambda p: teacher[p], weights, LossKind())
+    total, _ = head_loss(
+        hidden, weight.detach(), lambda part: _part(teacher, part), weights, LossKind()
+    )
     (found,) = torch.autograd.grad(total, [hidden])
-    expected = (_formula(F.linear(hidden, weight), teacher[:, None], LossKind()) * weights).sum()
+    expected = (_formula(F.linear(hidden, weight), teacher, LossKind()) * weights).sum()
     close(found, torch.autograd.grad(expected, [hidden])[0], terms=2 * LAYER)
 
 
@@ -109,9 +122,9 @@ def test_scale_bias_and_softcap_of_a_head_are_part_of_the_loss(
     bias = torch.linspace(-1, 1, len(weight), dtype=torch.float64)
     spec = HeadSpec(vocab_size=11, hidden_size=4, tied=False, scale=0.3, softcap=softcap)
     logits = apply_head(hidden, weight, bias, spec)
-    expected = (_formula(logits, teacher[:, None], LossKind()) * weights).sum()
+    expected = (_formula(logits, teacher, LossKind()) * weights).sum()
     total, stats = head_loss(
-        hidden, weight, lambda p: teacher[p], weights, LossKind(), chunk, bias, spec
+        hidden, weight, lambda part: _part(teacher, part), weights, LossKind(), chunk, bias, spec
     )
     close(total, expected, terms=2 * LAYER)
     assert torch.equal(stats.best, logits.argmax(-1))
@@ -125,7 +138,7 @@ def test_scale_bias_and_softcap_of_a_head_are_part_of_the_loss(
 
 @pytest.mark.parametrize("name", KINDS)
 def test_distributions_without_overlap_stay_finite(name: str) -> None:
-    teacher = torch.tensor([[1.0, 0.0, 0.0]])
+    teacher = TeacherRows(torch.tensor([[1.0, 0.0, 0.0]]))
     logits = torch.tensor([[[-300.0, 300.0, 0.0]]])
     parts = distribution_loss(logits, teacher, LossKind(name=name))
     assert all(part.isfinite().all() for part in parts)
@@ -135,9 +148,13 @@ def test_half_precision_states_give_float32_sums() -> None:
     hidden, weight, teacher, weights = _case()
     low = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]
     total, stats = head_loss(
-        *low, lambda part: teacher[part].float(), weights.float(), LossKind(), 1 << 20
+        *low,
+        lambda part: _part(teacher, part).to(torch.float32),
+        weights.float(),
+        LossKind(),
+        1 << 20,
     )
-    expected, _ = head_loss(hidden, weight, lambda p: teacher[p], weights, LossKind())
+    expected, _ = head_loss(hidden, weight, lambda part: _part(teacher, part), weights, LossKind())
     assert total.dtype == stats.loss.dtype == torch.float32
     # states, weights, logits and teacher are rounded; a mean over 15 slots
     close(total.double(), expected, terms=4 / 15, dtype=torch.bfloat16)

@@ -79,7 +79,9 @@ def tensor_block_frame(draft: DSparkModel, inputs: BlockInputs, head: TargetHead
     else:
         assert final_hidden is not None  # there is exactly one teacher
         choice = argmax_by_chunks(head.logits, final_hidden) if choice is None else choice
-        teacher = head_teacher(head, final_hidden.flatten(0, 1), ids)
+        logsumexp = inputs.target_logsumexp
+        sums = None if logsumexp is None else logsumexp.flatten()  # [B*T]
+        teacher = head_teacher(head, final_hidden.flatten(0, 1), ids, sums)
     return BlockFrame(
         aux=inputs.aux_hidden_states,
         input_ids=inputs.input_ids,

@@ -4,9 +4,12 @@ In: states and latent vectors of drafts, their teacher and weights. Out: the wei
 losses, with a graph. The gradients are computed in the forward pass, so at most one chunk of logits
 exists at a time.
 
-Per row, with p the teacher, q = softmax(W y + W2 g) the draft and x the document's token:
+Per row, with p the teacher renormalised over the draft vocabulary, m the target's probability of
+the whole draft vocabulary, q = softmax(W y + W2 g) the draft and x the document's token:
     cross-entropy   -log q_x, or -sum_v p log q
     L1              sum_v |q - p| = 2 (1 - sum_v min(p, q)); not halved
+    acceptance      sum_v min(m p, q) = (1 + m - sum_v |q - m p|) / 2, as min(a, b) = (a + b -
+                    |a - b|) / 2; it equals 1 - L1 / 2 only if m = 1
 W is the target's and gets no gradient. The price: gradients of gradients do not exist.
 
 N rows, n rows of a chunk, H hidden size, r Markov rank, Vd draft vocabulary.
@@ -20,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from spec_train.losses import add_product, rows_per_chunk, wide
+from spec_train.losses import TeacherRows, add_product, rows_per_chunk, wide
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class RowFigures:
     """Figures of every row, no gradients."""
 
     cross_entropy: Tensor  # [N]
-    acceptance: Tensor  # sum_v min(p, q) = 1 - L1 / 2, [N]
+    overlap: Tensor  # sum_v min(p, q) = 1 - L1 / 2, [N]
+    acceptance: Tensor  # sum_v min(m p, q), [N]
     best: Tensor  # the draft's choice as a draft index, int64 [N]
 
 
@@ -37,7 +41,7 @@ def block_rows_loss(
     latent: Tensor | None,
     weight: Tensor,
     markov_w2: Tensor | None,
-    teacher: Callable[[slice], Tensor],
+    teacher: Callable[[slice], TeacherRows],
     labels: Tensor | None,
     ce_weights: Tensor,
     l1_weights: Tensor,
@@ -50,7 +54,7 @@ def block_rows_loss(
         latent: g [N, r], which W2 multiplies; None without a Markov head.
         weight: rows of the target's head [Vd, H], frozen.
         markov_w2: W2 [Vd, r]; None without a Markov head.
-        teacher: returns the probabilities [n, Vd] of a slice of the rows; called once per chunk.
+        teacher: returns the teacher of a slice of the rows; called once per chunk.
         labels: draft index of the document's token, int64 [N]; None: cross-entropy with p. A row
             whose token is not in the draft vocabulary has an arbitrary label and weight 0.
         ce_weights: weights of the cross-entropy [N].
@@ -76,17 +80,22 @@ def block_rows_loss(
 
 
 def _row_losses(
-    logits: Tensor, p: Tensor, labels: Tensor | None, ce_weight: Tensor, l1_weight: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return cross-entropy [n], acceptance [n], choice, int64 [n], and d loss / d logits [n, Vd].
+    logits: Tensor,
+    teacher: TeacherRows,
+    labels: Tensor | None,
+    ce_weight: Tensor,
+    l1_weight: Tensor,
+) -> tuple[RowFigures, Tensor]:
+    """Return the figures of n rows, and d loss / d logits [n, Vd].
 
     Args:
         logits: draft logits [n, Vd]; overwritten.
-        p: the teacher's probabilities [n, Vd].
+        teacher: of the n rows.
         labels: int64 [n], or None: cross-entropy with `p`.
         ce_weight: [n].
         l1_weight: [n].
     """
+    p = teacher.p
     if labels is None:
         agreement = torch.einsum("nv,nv->n", p, logits)
     else:
@@ -97,7 +106,9 @@ def _row_losses(
     q.div_(mass)
     cross_entropy = (peak + mass.log()).squeeze(1) - agreement
     slope = q - p
-    acceptance = 1 - slope.abs().sum(-1) / 2
+    overlap = 1 - slope.abs().sum(-1) / 2  # = sum_v min(p, q)
+    overlap = overlap.clamp(0, 1)
+    full = overlap if teacher.mass is None else torch.minimum(teacher.full(), q).sum(-1)
     slope.sign_()
     slope.sub_(torch.einsum("nv,nv->n", slope, q)[:, None])  # q times this is d L1 / d logits
     slope.mul_(l1_weight[:, None]).add_(ce_weight[:, None]).mul_(q)
@@ -105,7 +116,7 @@ def _row_losses(
         slope.addcmul_(p, ce_weight[:, None], value=-1)
     else:
         slope.scatter_add_(1, labels[:, None], -ce_weight[:, None])
-    return cross_entropy, acceptance.clamp(0, 1), best.squeeze(1), slope
+    return RowFigures(cross_entropy, overlap, full, best.squeeze(1)), slope
 
 
 class _BlockRowsLoss(torch.autograd.Function):
@@ -116,7 +127,7 @@ class _BlockRowsLoss(torch.autograd.Function):
         latent: Tensor | None,
         markov_w2: Tensor | None,
         weight: Tensor,
-        teacher: Callable[[slice], Tensor],
+        teacher: Callable[[slice], TeacherRows],
         labels: Tensor | None,
         ce_weights: Tensor,
         l1_weights: Tensor,
@@ -126,8 +137,7 @@ class _BlockRowsLoss(torch.autograd.Function):
         n = len(hidden)
         kind = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         total = hidden.new_zeros((), dtype=kind)
-        cross_entropy, acceptance = total.new_zeros(n), total.new_zeros(n)
-        best = torch.zeros(n, dtype=torch.long, device=hidden.device)
+        parts: list[RowFigures] = []
         bias = None if latent is None or markov_w2 is None else (latent, markov_w2)
         d_hidden = torch.empty_like(hidden)
         d_bias = (
@@ -141,14 +151,10 @@ class _BlockRowsLoss(torch.autograd.Function):
             if bias is not None:
                 logits += F.linear(bias[0][part], bias[1])
             ce, l1 = ce_weights[part].to(kind), l1_weights[part].to(kind)
-            cross_entropy[part], acceptance[part], best[part], slope = _row_losses(
-                logits,
-                teacher(part).to(kind),
-                None if labels is None else labels[part],
-                ce,
-                l1,
-            )
-            total += (ce * cross_entropy[part] + l1 * 2 * (1 - acceptance[part])).sum()
+            known = None if labels is None else labels[part]
+            figures, slope = _row_losses(logits, teacher(part).to(kind), known, ce, l1)
+            parts.append(figures)
+            total += (ce * figures.cross_entropy + l1 * 2 * (1 - figures.overlap)).sum()
             if not wanted:
                 continue
             d_hidden[part] = (slope.to(weight.dtype) @ weight).to(hidden.dtype)
@@ -160,8 +166,10 @@ class _BlockRowsLoss(torch.autograd.Function):
             d_latent, d_w2 = (None, None) if d_bias is None else d_bias
             kept = d_w2 if d_w2 is None or markov_w2 is None else d_w2.to(markov_w2.dtype)
             ctx.save_for_backward(d_hidden, d_latent, kept)
-        ctx.mark_non_differentiable(cross_entropy, acceptance, best)
-        return total, cross_entropy, acceptance, best
+        columns = zip(*(vars(part).values() for part in parts), strict=True)
+        found = [torch.cat(column) for column in columns]  # [N] each
+        ctx.mark_non_differentiable(*found)
+        return total, *found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

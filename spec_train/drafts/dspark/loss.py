@@ -1,22 +1,25 @@
 """The loss of DSpark and DFlash, of plain tensors in the token frame.
 
 In: a `BlockFrame`. Out: a `DraftLoss`. For draft d of the block at anchor a, with p the target's
-distribution at position a+d, q the draft's (head and Markov bias over the document's previous
-token) and c its confidence:
+distribution at position a+d renormalised over the draft vocabulary, m the target's probability of
+that vocabulary, q the draft's (head and Markov bias over the document's previous token) and c its
+confidence:
 
-    0.1 * cross-entropy + 0.9 * |q - p|_1 + 1.0 * BCE(c, c*),    c* = 1 - |q - p|_1 / 2, detached
+    0.1 * cross-entropy + 0.9 * |q - p|_1 + 1.0 * BCE(c, c*),    c* = sum_v min(m p, q), detached
 
-Each term is a mean over the drafts that count, weighted by exp(-d / gamma). The cross-entropy is
-taken with the document's token, as published, or with p. If the draft vocabulary is a selection of
-the target's, a draft whose target's choice is outside it is not trained and counts as a miss. A
-cross-entropy with a token outside it is left out.
+c* is the probability that sampling with the target's full distribution keeps the draft. It equals
+1 - |q - p|_1 / 2, as published, if m = 1. Each term is a mean over the drafts that count, weighted
+by exp(-d / gamma). The cross-entropy is taken with the document's token, as published, or with p.
+If the draft vocabulary is a selection of the target's, a draft whose target's choice is outside it
+is not trained and counts as a miss; its c* still counts in tau and in the acceptance. A
+cross-entropy with a token outside the draft vocabulary is left out.
 
 Denominators are sums of weights over the whole optimizer step. Blocks are drawn at random, and the
 denominators of a step are needed before the draw. So they are the expectation over the draw, which
 makes the sampled loss an unbiased estimate of the loss over all blocks. They are exact if every
 candidate is an anchor.
 
-B packs, T tokens, N blocks of a pack, D drafts of a block, R trained drafts, H hidden size,
+B packs, T tokens, N blocks of a pack, D drafts of a block, R drafts that count, H hidden size,
 V / Vd target / draft vocabulary.
 """
 
@@ -51,7 +54,8 @@ def dspark_loss(
             optimizer step; None: those of these blocks.
         **inputs: the fields of `block_frame.BlockInputs`, with their shapes there and in
             `frames.TokenInputs`: aux_hidden_states, input_ids, loss_mask, anchors; one teacher:
-            final_hidden or logits; and optionally kept, target_argmax, document_ids, position_ids.
+            final_hidden or logits; and optionally kept, target_argmax, target_logsumexp,
+            document_ids, position_ids.
 
     Raises:
         DraftError: not exactly one teacher, anchors outside the pack, or inputs of the other frame.
@@ -76,7 +80,7 @@ def blocks_loss(
         loss, figures, forecasts = _rows_loss(draft, y, chosen, head, frame.teacher, shares)
     else:
         loss, empty = draft.zero_loss(), own.new_zeros(0)
-        figures = RowFigures(empty, empty, chosen.rows)
+        figures = RowFigures(empty, empty, empty, chosen.rows)
         forecasts = None if draft.confidence_head is None else Forecasts(empty, empty)
     options = draft.options
     alphas = options.ce_weight, options.l1_weight, options.confidence_weight

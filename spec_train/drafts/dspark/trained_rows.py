@@ -1,9 +1,10 @@
-"""Which drafts of a batch's blocks are trained, with what weight and on which teacher.
+"""Which drafts of a batch's blocks count, with what weight they are trained, on which teacher.
 
 In: a `BlockFrame`. Out: `TrainedRows`, index tables into the blocks and the teachers. Draft d of
-the block at anchor a reads its teacher, and its previous token, at slot a + d.
+the block at anchor a reads its teacher, and its previous token, at slot a + d. A draft that counts
+is trained if the target's choice is in the draft vocabulary.
 
-B packs, T tokens of a pack, N blocks of a pack, D drafts of a block, R trained drafts.
+B packs, T tokens of a pack, N blocks of a pack, D drafts of a block, R drafts that count.
 """
 
 from dataclasses import dataclass
@@ -42,21 +43,21 @@ def learnable(
 
 @dataclass(frozen=True)
 class TrainedRows:
-    """The R trained drafts of a batch, sorted by their teacher's slot; and all that count."""
+    """The R drafts of a batch that count, sorted by their teacher's slot."""
 
     drafted: Tensor  # bool [B, N, D]: the draft counts
-    trained: Tensor  # bool [B, N, D]: and the target's choice is in the draft vocabulary
+    trained: Tensor  # bool [R]: the target's choice is in the draft vocabulary
     rows: Tensor  # flat index in [B, N, D], int64 [R]
     slot: Tensor  # flat slot of the teacher, ascending, int64 [R]; overlapping blocks share slots
-    weight: Tensor  # exp(-d / gamma), float64 [R]
-    choice: Tensor  # the target's choice as a draft index, int64 [R]
+    weight: Tensor  # exp(-d / gamma), float64 [R]; 0 for drafts that are not trained
+    choice: Tensor  # the target's choice as a draft index, -1 outside, int64 [R]
     has_token: Tensor  # bool [R]: the cross-entropy counts
     label: Tensor  # the document's token as a draft index, int64 [R]; 0 where it does not count
     previous: Tensor  # the token before every draft, int64 [B, N, D]
 
     @classmethod
     def select(cls, draft: DSparkModel, frame: BlockFrame) -> "TrainedRows":
-        """Select the trained drafts of a frame."""
+        """Select the drafts of a frame that count."""
         blocks, documents = frame.blocks, frame.document_ids
         depth, length = draft.config.depth, frame.input_ids.shape[1]
         drafted = _at(drafted_mask(frame.loss_mask, documents, depth), blocks)  # [B, N, D]
@@ -65,19 +66,19 @@ class TrainedRows:
         places = blocks.places(depth).clamp_max(length - 1)  # [B, N, D], slots a + d
         following = shift_left(frame.input_ids, documents)  # [B, T]
         with_token, inside = learnable(draft, frame.target_argmax, following)
-        trained = drafted & _gather(inside, places)  # [B, N, D]
         first = length * torch.arange(
             len(places), device=places.device
         )  # [B]: flat start of a pack
-        rows = trained.flatten().nonzero().squeeze(1)  # [R], in block order
+        rows = drafted.flatten().nonzero().squeeze(1)  # [R], in block order
         slot, order = (places + first[:, None, None]).flatten()[rows].sort(stable=True)  # [R] each
         rows = rows[order]
+        trained = inside.flatten()[slot]  # [R]
         return cls(
             drafted=drafted,
             trained=trained,
             rows=rows,
             slot=slot,
-            weight=draft_weights(draft).to(rows.device)[rows % depth],
+            weight=draft_weights(draft).to(rows.device)[rows % depth] * trained,
             choice=draft.draft_index[frame.target_argmax.flatten()[slot]],
             has_token=with_token.flatten()[slot],
             label=draft.draft_index[following.flatten()[slot]].clamp_min(0),

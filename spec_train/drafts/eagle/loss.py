@@ -31,7 +31,7 @@ from spec_train.drafts.frames import TokenInputs
 from spec_train.drafts.protocol import DraftLoss
 from spec_train.drafts.slots import document_lengths, slot_masks, step_masks
 from spec_train.head import TargetHead
-from spec_train.losses import LossKind, RowStats, head_loss, wide
+from spec_train.losses import LossKind, RowStats, TeacherRows, head_loss, wide
 from spec_train.metrics import chain_sums
 
 NOISE_LENGTH = 512  # document length for which "length" noise is as wide as "fixed" noise
@@ -173,10 +173,10 @@ def _step_loss(
     distance = F.smooth_l1_loss(wide(predicted), wide(teacher), reduction="none").mean(-1)  # [n]
     best: list[Tensor] = []
 
-    def distribution(part: slice) -> Tensor:
+    def distribution(part: slice) -> TeacherRows:
         logits = head.logits(teacher[part])
         best.append(logits.argmax(-1))
-        return torch.softmax(logits, -1)
+        return TeacherRows.of_logits(logits, None)  # the draft has the full vocabulary
 
     entropy, stats = head_loss(
         predicted[:, None].to(head.head_weight.dtype),

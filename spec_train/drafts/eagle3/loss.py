@@ -8,8 +8,11 @@ One teacher row therefore serves up to S chains, and is computed once.
 Norm, head and loss run at supervised slots only, in chunks: memory grows with T + S x slots, never
 with slots x vocabulary. The price: gradients of gradients do not exist.
 
-B packs, T slots, N slots with a teacher in the draft vocabulary, S unroll steps, H hidden size,
-V / Vd target / draft vocabulary.
+A slot whose target's choice is outside the draft vocabulary trains nothing and is never a hit. Its
+expected acceptance counts all the same: a sampled draft may be kept there.
+
+B packs, T slots, N slots in the slot mask, S unroll steps, H hidden size, V / Vd target / draft
+vocabulary.
 """
 
 from dataclasses import dataclass
@@ -49,8 +52,9 @@ def eagle3_loss(
         counts: denominators [S] over the whole optimizer step; None: those of this batch.
         **inputs: the fields of `frames.ShiftedInputs`, with their shapes there:
             aux_hidden_states and input_ids; loss_mask (with slots) or slot_mask; one teacher:
-            logits, or final_hidden with head, or target_probs with position_mask; and optionally
-            target_argmax, document_ids, position_ids, attention_mask.
+            logits, or final_hidden with head, or target_probs with position_mask (and target_mass
+            if the draft vocabulary is reduced); and optionally target_argmax, target_logsumexp,
+            document_ids, position_ids, attention_mask.
 
     Raises:
         DraftError: not exactly one teacher or one mask, an unknown `slots` or `kind`, or inputs of
@@ -66,24 +70,23 @@ def eagle3_loss(
 
 @dataclass(frozen=True)
 class Teachers:
-    """The N slots whose teacher trains the draft: the target's choice is in its vocabulary."""
+    """The N slots of the slot mask; those with a choice in the draft vocabulary train the draft."""
 
     rows: Tensor  # flat slots, int64 [N]
-    choice: Tensor  # the target's choice as a draft index, int64 [N]
+    choice: Tensor  # the target's choice as a draft index, -1 outside, int64 [N]
     valid: Tensor  # bool [N, S]: the document has a slot rows - s, whose step s it teaches
+    trained: Tensor  # bool [N, S]: valid, and the choice is in the draft vocabulary
 
     @classmethod
     def select(cls, rows: Tensor, choice: Tensor, document_ids: Tensor, steps: int) -> "Teachers":
-        """Select them from `rows` and `choice` of a `Frame`; `document_ids` is int64 [B, T]."""
-        inside = choice >= 0  # [rows of the frame]
-        rows, choice = rows[inside], choice[inside]  # [N]
+        """Make them from `rows` and `choice` of a `Frame`; `document_ids` is int64 [B, T]."""
         reach = document_offsets(document_ids).flatten()[rows]  # [N]: slots before it
         valid = reach[:, None] >= torch.arange(steps, device=rows.device)  # [N, S]
-        return cls(rows, choice, valid)
+        return cls(rows, choice, valid, valid & (choice >= 0)[:, None])
 
     def counts(self) -> Tensor:
         """Return the number of supervised slots of every step, float64 [S]."""
-        return self.valid.sum(0).double()
+        return self.trained.sum(0).double()
 
 
 def unrolled_loss(
@@ -98,13 +101,13 @@ def unrolled_loss(
     """Compute the loss of a frame; the other arguments are those of `eagle3_loss` (counts: [S])."""
     drafted = step_masks(frame.mask, frame.document_ids, steps)  # [S, B, T]
     teachers = Teachers.select(frame.rows, frame.choice, frame.document_ids, steps)
-    rows, valid, own = teachers.rows, teachers.valid, teachers.counts()
+    rows, own = teachers.rows, teachers.counts()
     counts = own if counts is None else counts.to(own)
     share = decay ** torch.arange(steps, dtype=torch.float64, device=rows.device)
     share = share / share.sum()  # [S]
     if rows.numel():
         hidden = _chain_states(draft, frame, teachers)  # [N, S, H]
-        weights = valid * torch.where(counts > 0, share / counts, 0.0)  # [N, S]
+        weights = teachers.trained * torch.where(counts > 0, share / counts, 0.0)  # [N, S]
         loss, stats = head_loss(
             draft.head_input(hidden),
             draft.lm_head.weight,
@@ -123,9 +126,7 @@ def _chain_states(draft: Eagle3Model, frame: Frame, teachers: Teachers) -> Tenso
     """Return states [N, S, H]: entry (n, s) is step s of the chain from slot rows[n] - s."""
     rows, valid = teachers.rows, teachers.valid
     steps = valid.shape[1]
-    supervised = torch.zeros_like(frame.mask).flatten()  # [B*T]
-    supervised = supervised.index_fill_(0, rows, True).view_as(frame.mask)  # [B, T]
-    used = step_masks(supervised, frame.document_ids, steps).any(0)  # [B, T]: starts a chain
+    used = step_masks(frame.mask, frame.document_ids, steps).any(0)  # [B, T]: starts a chain
     active = active_slots(used)  # [B, A]
     unroll = Unroll(
         draft, frame.aux, frame.input_ids, frame.document_ids, frame.position_ids, active
@@ -161,7 +162,7 @@ def _sums(stats: RowStats, teachers: Teachers, drafted: Tensor, share: Tensor) -
         reached = valid[:, s]  # [N]
         hits[s, rows[reached] - s] = hit[reached, s]
     return {
-        "loss": (stats.loss.double() * valid).sum(0),
+        "loss": (stats.loss.double() * teachers.trained).sum(0),
         "supervised": own,
         "weighted": own * share,
         "drafted": drafted.flatten(1).sum(1).double(),

@@ -10,7 +10,7 @@ forward pass. So the losses and gradients of the segments add up to those of one
 all elements.
 
 B packs, T slots, K depths, E elements of a pack in the forward pass, D of them deeper than 0,
-P elements of a segment deeper than 0 over all packs, n elements with a loss.
+P elements of a segment deeper than 0 over all packs, n elements that count.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ class Elements:
     document_ids: Tensor  # int64 [B, E], -1 in padding
     anchors: Tensor  # int64 [B, E]
     depths: Tensor  # int64 [B, E]
-    place: Tensor  # int64 [n]: flat element b * E + e of those with a loss, by drafted position
+    place: Tensor  # int64 [n]: flat element b * E + e of those that count, by drafted position
     where: tuple[Tensor, Tensor, Tensor]  # their depth, pack and anchor, int64 [n] each
 
     @property
@@ -45,13 +45,13 @@ class Elements:
 
 
 def segments_of(
-    sample: Tensor, supervised: Tensor, document_ids: Tensor, count: int
+    sample: Tensor, drafted: Tensor, document_ids: Tensor, count: int
 ) -> Iterator[Elements]:
-    """Cut the packs into `count` segments of equal width; skip segments without a loss.
+    """Cut the packs into `count` segments of equal width; skip those in which nothing counts.
 
     Args:
         sample: bool [B, K, T], as `cod_sample` returns it.
-        supervised: elements with a loss, bool [K, B, T]; a subset of the sample.
+        drafted: elements that count, bool [K, B, T]; a subset of the sample.
         document_ids: int64 [B, T], -1 in padding.
         count: number of segments; 1 is one forward pass over all elements.
     """
@@ -67,7 +67,7 @@ def segments_of(
         own[:, 0, start:stop] = sample[:, 0, start:stop]
         before = max(start - 1, 0)  # the anchor of a deeper element is one slot to the left
         own[:, 1:, before : stop - 1] = sample[:, 1:, before : stop - 1]
-        counted = supervised & own.transpose(0, 1)  # [K, B, T]
+        counted = drafted & own.transpose(0, 1)  # [K, B, T]
         if counted.any():
             yield _elements(own, counted, document_ids, start - reach, stop)
 
@@ -79,7 +79,7 @@ def _elements(
 
     Args:
         own: elements of the segment, bool [B, K, T].
-        counted: those with a loss, bool [K, B, T].
+        counted: those that count, bool [K, B, T].
         document_ids: int64 [B, T].
         first: the first slot that the segment reads at depth 0.
         stop: the slot after its last one.
@@ -106,7 +106,7 @@ def _elements(
     place[0] = torch.arange(length, device=device) - first
     place[level + 1, row, anchor] = column + (stop - first)
     place += torch.arange(batch, device=device)[:, None] * anchors.shape[1]
-    # The n elements with a loss, sorted by pack, then drafted position, then depth.
+    # The n elements that count, sorted by pack, then drafted position, then depth.
     d, b, t = counted.nonzero(as_tuple=True)  # [n] each
     order = ((b * length + t + d) * depths + d).argsort()  # [n]
     where = d[order], b[order], t[order]

@@ -3,7 +3,8 @@
 In: a `Frame` (see `frames`) and a sample of elements. Out: a `DraftLoss`. Element (anchor t, depth
 d) has the teacher of slot t + d, so elements of one slot are neighbours here and share one teacher
 row. The loss is KL(teacher || draft), summed over the sampled supervised elements of all depths and
-divided by their total number.
+divided by their total number. A sampled element whose target's choice is outside the draft
+vocabulary has no loss, but its expected acceptance counts.
 
 The segments are trained one after the other. Each segment's gradients are computed in the forward
 pass, as the head's are, so the activations of one segment exist at a time and no forward pass is
@@ -11,7 +12,7 @@ repeated. The caller's backward pass then hands the finished gradients to the pa
 distributed wrapper synchronises once. The price: one more copy of the gradients, and no gradients
 of gradients.
 
-B packs, T slots, K depths, n elements of a segment with a loss, m distinct slots of them, E
+B packs, T slots, K depths, n elements of a segment that count, m distinct slots of them, E
 elements of a pack in a forward pass, H hidden size, V / Vd target / draft vocabulary.
 """
 
@@ -33,7 +34,7 @@ from spec_train.drafts.peagle.model import PeagleModel
 from spec_train.drafts.protocol import DraftLoss
 from spec_train.drafts.slots import rope_lengths, step_masks
 from spec_train.drafts.teacher import SharedTeacher, Teacher
-from spec_train.losses import LossKind, head_loss, wide
+from spec_train.losses import LossKind, TeacherRows, head_loss, wide
 from spec_train.metrics import chain_sums
 
 
@@ -56,8 +57,9 @@ def peagle_loss(
         count: denominator [1] over the whole optimizer step; None: that of this batch.
         **inputs: the fields of `frames.ShiftedInputs`, with their shapes there:
             aux_hidden_states and input_ids; loss_mask (with slots) or slot_mask; one teacher:
-            logits, or final_hidden with head, or target_probs with position_mask; and optionally
-            target_argmax, document_ids, position_ids, attention_mask.
+            logits, or final_hidden with head, or target_probs with position_mask (and target_mass
+            if the draft vocabulary is reduced); and optionally target_argmax, target_logsumexp,
+            document_ids, position_ids, attention_mask.
 
     Raises:
         DraftError: not exactly one teacher or one mask, an unknown `slots`, inputs of the other
@@ -99,7 +101,7 @@ def parallel_loss(
     tally = _Tally.zero(drafted)
     losses = [
         functools.partial(_segment_loss, draft, frame, elements, 1 / total.clamp_min(1), tally)
-        for elements in segments_of(sample, supervised, frame.document_ids, segments)
+        for elements in segments_of(sample, drafted, frame.document_ids, segments)
     ]
     if not losses:
         loss = draft.zero_loss()
@@ -141,13 +143,14 @@ def _segment_loss(
     hidden = draft.norm(states.flatten(0, 1)[elements.place])  # [n, H]
     depth, row, anchor = elements.where  # [n] each
     slots = row * frame.input_ids.shape[1] + anchor + depth  # [n], flat, ascending
+    choice = frame.choice[torch.searchsorted(frame.rows, slots)]  # [n]
+    trained = choice >= 0  # [n]: the target's choice is in the draft vocabulary
     teacher = _EntropyTeacher(frame.teacher, slots)
-    weights = weight.to(wide(hidden).dtype).expand(len(slots), 1)  # [n, 1]
+    weights = (trained * weight.to(wide(hidden).dtype))[:, None]  # [n, 1]
     loss, stats = head_loss(hidden[:, None], draft.lm_head.weight, teacher, weights, LossKind())
     with torch.no_grad():
-        entropy = teacher.entropy[teacher.index]  # [n]
-        choice = frame.choice[torch.searchsorted(frame.rows, slots)]  # [n]
-        tally.loss.index_add_(0, depth, stats.loss[:, 0].double() - entropy)
+        entropy = teacher.entropy[teacher.index] * trained  # [n]
+        tally.loss.index_add_(0, depth, stats.loss[:, 0].double() * trained - entropy)
         tally.acceptance.index_add_(0, depth, stats.acceptance[:, 0].double())
         tally.hits[depth, row, anchor] = stats.best[:, 0] == choice
         constant = (entropy.sum() * weight).to(loss.dtype)
@@ -179,11 +182,11 @@ class _EntropyTeacher(SharedTeacher):
         super().__init__(teacher, slots)
         self.entropy = torch.zeros(len(self.slots), dtype=torch.float64, device=slots.device)  # [m]
 
-    def distributions(self, part: slice) -> Tensor:
-        """Return the probabilities [m, Vd] of a slice of m distinct slots; keep their entropies."""
-        p = super().distributions(part)
-        self.entropy[part] = -torch.xlogy(p, p).sum(-1).double()
-        return p
+    def distributions(self, part: slice) -> TeacherRows:
+        """Return the distributions of a slice of m distinct slots; keep their entropies."""
+        rows = super().distributions(part)
+        self.entropy[part] = -torch.xlogy(rows.p, rows.p).sum(-1).double()
+        return rows
 
 
 class _InTurn(torch.autograd.Function):

@@ -67,7 +67,7 @@ class Reference:
     acceptance: list[float]  # [D]
     survivors: list[int]  # [D] whole blocks hit at every depth so far
     chains: int
-    gap: float  # sum of |confidence - acceptance|
+    gap: float  # weighted sum of |confidence - acceptance|
     trained: int = field(default=0)
 
 
@@ -105,15 +105,17 @@ def reference_loss(
                 out.drafted[d] += 1
                 wanted = int(document.z[anchor + d].argmax())
                 token = document.x[anchor + 1 + d]
-                accepted = 0.0
+                log_q = torch.log_softmax(logits[d], 0)
+                full = torch.softmax(document.z[anchor + d], 0)  # over the full vocabulary
+                rate = sum(  # tokens outside the draft vocabulary are never drafted
+                    torch.minimum(full[v], log_q[i].exp()).detach() for i, v in enumerate(ids)
+                )
+                accepted = float(rate)
                 if wanted in ids:
                     out.trained += 1
                     w = math.exp(-d / config.gamma) if config.gamma else 1.0
-                    p = torch.softmax(document.z[anchor + d][ids], 0)
-                    log_q = torch.log_softmax(logits[d], 0)
+                    p = torch.softmax(document.z[anchor + d][ids], 0)  # renormalised
                     distance = (log_q.exp() - p).abs().sum()
-                    rate = (1 - distance / 2).detach()
-                    accepted = float(rate)
                     if config.ce_target == "teacher":
                         sums[0] = sums[0] - w * (p * log_q).sum()
                         weights[0] += w
@@ -127,7 +129,7 @@ def reference_loss(
                         bce = -(rate * torch.log(c) + (1 - rate) * torch.log(1 - c))
                         sums[2] = sums[2] + w * bce
                         weights[2] += w
-                        out.gap += abs(float(c.detach()) - accepted)
+                        out.gap += w * abs(float(c.detach()) - accepted)
                 hit = wanted in ids and ids[int(logits[d].argmax())] == wanted
                 out.hits[d] += hit
                 out.acceptance[d] += accepted

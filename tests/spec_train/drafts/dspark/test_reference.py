@@ -10,6 +10,7 @@ import torch
 
 from spec_train.drafts.dspark.draft import dspark_loss
 from spec_train.drafts.dspark.head_loss import block_rows_loss
+from spec_train.losses import TeacherRows
 from tests import tolerance
 from tests.spec_train.drafts.dspark.cases import (
     DRAFT_IDS,
@@ -97,7 +98,9 @@ def compare(
     close(sums["tau"], expected.tau - (sum(len(a) for _, a in used) - live))
     if config.confidence:
         close(sums["confidence_gap"], expected.gap, magnitude=1.0 * expected.trained)
-        assert sum(sums["confidence_number"]) == expected.trained
+        close(sum(sums["confidence_number"]), expected.weights[2])
+        error = draft.summarise(found.sums)["confidence_error"]
+        close(error, expected.gap / expected.weights[2])
     figures = draft.summarise(found.sums)
     if counts is None:
         close(figures["loss"], float(expected.loss.detach()))
@@ -148,15 +151,25 @@ def test_final_states_and_the_head_are_a_teacher_as_well() -> None:
     arguments["logits"] = head.logits(final)
     expected = dspark_loss(draft, head=head, **arguments)
     del arguments["logits"]
-    found = dspark_loss(draft, head=head, final_hidden=final, **arguments)
-    close(found.loss, expected.loss)
-    for name, value in expected.sums.items():
-        close(found.sums[name], value, name=name)
+    for sums in (None, head.logits(final).logsumexp(-1)):
+        found = dspark_loss(
+            draft, head=head, final_hidden=final, target_logsumexp=sums, **arguments
+        )
+        close(found.loss, expected.loss)
+        for name, value in expected.sums.items():
+            close(found.sums[name], value, name=name)
 
 
+def rows_of(teacher: TeacherRows, part: slice) -> TeacherRows:
+    return teacher[torch.arange(part.start, part.stop)]
+
+
+@pytest.mark.parametrize("reduced", [True, False])
 @pytest.mark.parametrize("labelled", [True, False])
 @pytest.mark.parametrize("rows", [1, 3, 100])
-def test_chunks_change_nothing_and_gradients_are_autograds(rows: int, labelled: bool) -> None:
+def test_chunks_change_nothing_and_gradients_are_autograds(
+    rows: int, labelled: bool, reduced: bool
+) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -166,8 +179,11 @@ def test_chunks_change_nothing_and_gradients_are_autograds(rows: int, labelled: 
     weight, p = draw(11, 6), torch.softmax(draw(8, 11), -1)
     ce, l1 = draw(8).abs(), draw(8).abs()
     labels = torch.randint(11, (8,), generator=generator)
+    mass = torch.rand(8, generator=generator, dtype=torch.float64) if reduced else None
+    teacher = TeacherRows(p, mass)
+    given = labels if labelled else None
     total, figures = block_rows_loss(
-        hidden, latent, weight, w2, lambda part: p[part], labels if labelled else None, ce, l1, rows
+        hidden, latent, weight, w2, lambda part: rows_of(teacher, part), given, ce, l1, rows
     )
     found = torch.autograd.grad(2.5 * total, [hidden, latent, w2])
     log_q = torch.log_softmax(hidden @ weight.T + latent @ w2.T, -1)
@@ -175,7 +191,12 @@ def test_chunks_change_nothing_and_gradients_are_autograds(rows: int, labelled: 
     entropy = -(log_q.gather(1, labels[:, None])[:, 0] if labelled else (p * log_q).sum(-1))
     expected = (ce * entropy + l1 * distance).sum()
     close(total, expected)
-    close(figures.acceptance, 1 - distance / 2)
+    close(figures.overlap, 1 - distance / 2)
+    full = p if mass is None else mass[:, None] * p
+    close(figures.acceptance, torch.minimum(full, log_q.exp()).sum(-1))
+    if mass is not None:  # the identity of the module's docstring
+        far = (log_q.exp() - full).abs().sum(-1)
+        close(figures.acceptance, (1 + mass - far) / 2)
     close(figures.cross_entropy, entropy)
     assert torch.equal(figures.best, log_q.argmax(-1))
     wanted = torch.autograd.grad(2.5 * expected, [hidden, latent, w2])
@@ -194,9 +215,9 @@ def test_nothing_that_grows_with_rows_times_vocabulary_is_kept_for_the_backward(
 
     asked: list[int] = []
 
-    def teacher(part: slice) -> torch.Tensor:
+    def teacher(part: slice) -> TeacherRows:
         asked.append(part.stop - part.start)
-        return torch.full((asked[-1], vocab), 1 / vocab)
+        return TeacherRows(torch.full((asked[-1], vocab), 1 / vocab))
 
     ones = torch.ones(rows)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

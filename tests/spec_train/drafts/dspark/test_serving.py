@@ -1,5 +1,6 @@
 """Block drafts in decoding: logits equal those of training, output equals the target's own."""
 
+import copy
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -192,6 +193,49 @@ def test_the_first_draft_of_a_block_can_be_dropped_too(name, target, prompts, dr
     assert got.tokens == decode_plain(target, request).tokens
     assert got.rounds and all((r.drafted, r.emitted) == (0, 1) for r in got.rounds)
     assert bool((chains == NOT_DRAFTED).all())
+
+
+@pytest.mark.parametrize("name", ["dspark", "rnn", "small"])
+def test_the_figure_with_a_threshold_is_that_of_blocks_cut_by_hand(
+    name, target, prompts, drafts
+) -> None:
+    """The confidence depends on the previous token alone, so plain loops can cut the blocks.
+
+    The planted failure: a block that always keeps its first draft has another, longer figure.
+    """
+    draft, head = copy.deepcopy(drafts[name]), head_of(target)
+    weight = draft.confidence_head.proj.weight
+    rank = draft.config.markov_rank
+    weight.zero_()[:, -rank:].normal_(generator=torch.Generator().manual_seed(2))
+    table = draft.markov_head.markov_w1.weight @ weight[0, -rank:]  # [V]
+    confidence = (table + (draft.confidence_head.proj.bias or 0.0)).sigmoid()
+    threshold = float(confidence.median())
+    whole = {"cut": ServingSums.zero(draft.depth), "first kept": ServingSums.zero(draft.depth)}
+    walked, emitted, rounds = ServingSums.zero(draft.depth), 0, 0
+    for prompt in prompts[:6]:
+        batch = batch_of(target, [respond(target, prompt)])
+        chains = draft.chains(batch, head, draft.depth)
+        ids = batch.input_ids[0].tolist()
+        for rule, sums in whole.items():
+            expected = chains.clone()
+            for t in range(len(ids) - 1):
+                for d in range(draft.depth):
+                    previous = ids[t + 1] if d == 0 else int(chains[0, t, d - 1])
+                    if float(confidence[previous]) < threshold and (d or rule == "cut"):
+                        expected[0, t, d:] = NOT_DRAFTED
+                        break
+            sums += serving_sums(batch, expected)
+        draft.stop_below(threshold)
+        walked += serving_sums(batch, draft.chains(batch, head, draft.depth))
+        request = Request(prompt, Greedy(), LIMIT, {STOP})
+        got = decode_speculative(target, draft.drafter(head), COLUMNS, request, draft.depth)
+        draft.stop_below(0.0)
+        emitted += sum(r.emitted for r in got.rounds)
+        rounds += len(got.rounds)
+    found = walked.walk_figures().acceptance_length
+    by_hand, longer = (sums.walk_figures().acceptance_length for sums in whole.values())
+    assert found == by_hand == emitted / rounds
+    assert longer > found + 0.02
 
 
 @pytest.mark.parametrize("name", ["dspark", "rnn", "dflash"])

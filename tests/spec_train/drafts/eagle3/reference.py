@@ -56,7 +56,7 @@ class StepSums:
     supervised: int = 0  # in the slot mask, and the teacher's choice is in the vocabulary
     drafted: int = 0  # in the slot mask; those outside the vocabulary are misses
     hits: int = 0
-    acceptance: float = 0.0  # sum over slots of sum_v min(p, q); a miss adds nothing
+    acceptance: float = 0.0  # sum over the drafted slots of sum_v min(full p, q)
 
 
 @dataclass(kw_only=True)
@@ -178,15 +178,18 @@ def _add_document(
         wanted = int(teacher_logits.argmax())  # over the target's full vocabulary
         steps[s].drafted += 1
         hits[t, s] = False
+        log_q = torch.log_softmax(draft_logits, 0)
+        full = torch.softmax(teacher_logits, 0)  # over the target's full vocabulary
+        accepted = torch.zeros((), dtype=torch.float64)
+        for i, token in enumerate(draft_ids):  # tokens outside are never drafted: q is 0 there
+            accepted = accepted + torch.minimum(full[token], log_q[i].exp())
+        steps[s].acceptance += float(accepted.detach())
         if wanted not in draft_ids:
             continue
         steps[s].supervised += 1
         hits[t, s] = draft_ids[int(draft_logits.argmax())] == wanted
         steps[s].hits += hits[t, s]
-        p = torch.softmax(teacher_logits[draft_ids], 0)
-        log_q = torch.log_softmax(draft_logits, 0)
-        accepted = torch.minimum(p, log_q.exp()).sum()
-        steps[s].acceptance += float(accepted.detach())
+        p = torch.softmax(teacher_logits[draft_ids], 0)  # renormalised over the draft vocabulary
         steps[s].loss = steps[s].loss + _slot_loss(p, log_q, accepted, config)
     return hits
 

@@ -48,6 +48,7 @@ def test_the_loss_of_a_batch_is_that_of_its_shifted_tensors(
         final_hidden=shift_left(batch.hidden["hidden.final"], ids),
         head=head,
         target_argmax=shift_left(batch.target_argmax, ids),
+        target_logsumexp=shift_left(batch.target_logsumexp, ids),
         document_ids=ids,
         slots=draft.options.slots,
         steps=4,
@@ -178,6 +179,29 @@ def test_contradictory_arguments_are_refused(
     eagle3_loss(draft, **good)
     with pytest.raises(DraftError):
         eagle3_loss(draft, **good | wrong)
+
+
+def test_renormalised_probabilities_alone_are_refused_for_a_reduced_vocabulary(
+    dataset: HiddenStatesDataset, head: TargetHead
+) -> None:
+    """The planted failure: acceptance with `target_probs` would be that of a renormalised target.
+
+    Over the full vocabulary they are the target's own probabilities.
+    """
+    shape = (1, 5)
+    given = {
+        "aux_hidden_states": torch.zeros(*shape, 96),
+        "input_ids": torch.zeros(shape, dtype=torch.long),
+        "loss_mask": torch.ones(shape),
+        "position_mask": torch.ones(shape),
+    }
+    reduced, whole = build(dataset, head), build(dataset, head, draft_vocab_size=0)
+    uniform = torch.full((*shape, 64), 1 / 64)
+    eagle3_loss(whole, target_probs=uniform, **given)
+    some = torch.full((*shape, 40), 1 / 40)
+    with pytest.raises(DraftError, match="need target_mass"):
+        eagle3_loss(reduced, target_probs=some, **given)
+    eagle3_loss(reduced, target_probs=some, target_mass=torch.ones(shape), **given)
 
 
 # --- serving -------------------------------------------------------------------------------------

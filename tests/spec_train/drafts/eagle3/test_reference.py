@@ -217,13 +217,15 @@ def test_the_comparison_meets_every_situation() -> None:
 
 
 @pytest.mark.parametrize("reduced", [True, False])
-@pytest.mark.parametrize("given", ["final_hidden", "target_probs", "slot_mask", "attention_mask"])
+@pytest.mark.parametrize(
+    "given", ["final_hidden", "logsumexp", "target_probs", "slot_mask", "attention_mask"]
+)
 def test_every_form_of_input_gives_the_same_loss(given: str, reduced: bool) -> None:
     case = Case(reduced=reduced)
     draft = make_draft(case)
     documents, _, _ = expectation(case)
     inputs = lay_out(documents, UNPACKED if given == "attention_mask" else LAYOUTS["three rows"])
-    if given == "final_hidden":
+    if given in ("final_hidden", "logsumexp"):
         generator = torch.Generator().manual_seed(5)
         weight = torch.randn(VOCAB, WIDTH, generator=generator, dtype=torch.float64)
         states = torch.randn(
@@ -234,14 +236,18 @@ def test_every_form_of_input_gives_the_same_loss(given: str, reduced: bool) -> N
     expected.loss.backward()
     wanted = gradients(draft)
     logits = inputs["logits"]
-    if given == "final_hidden":
+    if given in ("final_hidden", "logsumexp"):
         del inputs["logits"]
         spec = HeadSpec(vocab_size=VOCAB, hidden_size=WIDTH, tied=True)
         inputs["head"] = TargetHead(spec, weight, weight)
         inputs["final_hidden"] = states
+        if given == "logsumexp":  # without it, all rows of the head are used
+            inputs["target_logsumexp"] = logits.logsumexp(-1)
         inputs["target_argmax"] = logits.argmax(-1)
     elif given == "target_probs":
         del inputs["logits"]
+        everything = torch.softmax(logits, -1)
+        inputs["target_mass"] = everything[..., draft.draft_ids].sum(-1)
         inputs["target_probs"] = torch.softmax(logits[..., draft.draft_ids], -1)
         inputs["position_mask"] = torch.isin(logits.argmax(-1), draft.draft_ids)
         inputs["target_argmax"] = logits.argmax(-1)

@@ -153,17 +153,19 @@ def reference_loss(
             wanted = int(teacher.argmax())
             out.drafted[d] += 1
             hit[t, d] = False
+            log_q = torch.log_softmax(logits[t, d], 0)
+            full = torch.softmax(teacher, 0)  # over the target's full vocabulary
+            for i, token in enumerate(draft_ids):  # tokens outside are never drafted
+                out.acceptance[d] += float(torch.minimum(full[token], log_q[i].exp()).detach())
             if wanted not in draft_ids:
                 continue
             hit[t, d] = draft_ids[int(logits[t, d].argmax())] == wanted
-            p = torch.softmax(teacher[draft_ids], 0)
-            log_q = torch.log_softmax(logits[t, d], 0)
+            p = torch.softmax(teacher[draft_ids], 0)  # renormalised over the draft vocabulary
             divergence = (p * (p.log() - log_q)).sum()
             total = total + divergence
             out.losses[d] += float(divergence.detach())
             out.supervised[d] += 1
             out.hits[d] += hit[t, d]
-            out.acceptance[d] += float(torch.minimum(p, log_q.exp()).sum().detach())
         _add_chains(out, hit, len(document.x), config.depths)
     out.loss = total / (sum(out.supervised) if count is None else count)
     return out

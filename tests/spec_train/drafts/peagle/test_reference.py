@@ -172,6 +172,7 @@ def test_every_form_of_input_gives_the_same_loss(given: str) -> None:
         del inputs["logits"]
         inputs["target_probs"] = torch.softmax(logits[..., draft.draft_ids], -1)
         inputs["position_mask"] = torch.isin(logits.argmax(-1), draft.draft_ids)
+        inputs["target_mass"] = torch.softmax(logits, -1)[..., draft.draft_ids].sum(-1)
     elif given == "slot_mask":
         known, ids = inputs.pop("loss_mask"), inputs["document_ids"]
         following = torch.zeros_like(known)

@@ -1,0 +1,218 @@
+"""The acceptance that training reports is what rejection sampling measures, for Vd < V as well.
+
+Each slot is drafted by the draft's own drafter, after the document's tokens, and many draws are
+accepted or rejected by the sampling code of `eval --temperature 1`, with the target's full
+distribution. The draft vocabulary is the odd tokens: the target has much of its mass elsewhere.
+"""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spec_data.shards.errors import DatasetError
+from spec_train.draft_options import DFlashOptions, DSparkOptions, Eagle3Options, PeagleOptions
+from spec_train.drafts import DRAFTS
+from spec_train.drafts.dspark.blocks import Blocks
+from spec_train.drafts.dspark.config import DSparkConfig
+from spec_train.drafts.eagle3.config import Eagle3Config
+from spec_train.drafts.peagle.config import PeagleConfig
+from spec_train.sampling import Sampled
+from tests.spec_train.evaluation import tools
+from tests.spec_train.evaluation.tools import LAYERS, VOCAB, batch_of, head_of, respond
+
+target, prompts = tools.target, tools.prompts
+DRAFT_IDS = torch.arange(VOCAB // 2) * 2 + 1
+DRAWS = 80  # of every slot
+OPTIONS: dict[str, tuple[type, Any, dict[str, Any]]] = {
+    "eagle3": (Eagle3Config, Eagle3Options(ttt_steps=2), {}),
+    "peagle": (
+        PeagleConfig,
+        PeagleOptions(depths=2, draft_layers=1),
+        {"mask_token_id": 3, "num_hidden_layers": 1},
+    ),
+    "dspark": (
+        DSparkConfig,
+        DSparkOptions(num_draft_layers=1, block_size=3, markov_rank=4),
+        {"mask_token_id": 3},
+    ),
+    "dflash": (DSparkConfig, DFlashOptions(num_draft_layers=1, block_size=4), {"mask_token_id": 3}),
+}
+
+
+class Recorder:
+    """A sampler that drafts given tokens and keeps the logits that it receives."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens, self.seen = list(tokens), []
+
+    def draft(self, logits: Tensor, draft_ids: Tensor, vocab_size: int) -> tuple[Tensor, None]:
+        self.seen.append(logits)
+        return torch.tensor(self.tokens.pop(0)), None
+
+
+@pytest.fixture(scope="module")
+def model(target) -> Any:
+    """The tiny target with a sharper head: a few tokens have most of the mass."""
+    target.lm_head.weight.data *= 3
+    return target
+
+
+def make(kind: str, model: Any) -> Any:
+    config_class, options, own = OPTIONS[kind]
+    torch.manual_seed(0)
+    config = config_class.from_target(
+        model.config.to_dict(),
+        layers=LAYERS,
+        vocab_size=VOCAB,
+        draft_vocab_size=len(DRAFT_IDS),
+        options=options,
+        dtype="float32",
+        **own,
+    )
+    draft = DRAFTS[kind](config, options)
+    draft.set_vocabulary(DRAFT_IDS)
+    draft.adopt(head_of(model))
+    return draft.eval()
+
+
+def logits_at(draft: Any, head: Any, batch: Any, anchor: int, count: int) -> list[Tensor]:
+    """Return the draft logits [Vd] for the tokens after `anchor`, given the document's own."""
+    ids = batch.input_ids[0].tolist()
+    recorder = Recorder(ids[anchor + 1 : anchor + 1 + count])
+    states = batch.aux(draft.config.layers)[:, :anchor]
+    with torch.no_grad():
+        drafter = draft.drafter(head)
+        drafter.propose(ids[1 : anchor + 1], states, count, recorder)
+    return recorder.seen
+
+
+def accepted_draws(sampler: Sampled, draft_logits: Tensor, z: Tensor) -> int:
+    """Draw DRAWS drafts and return how many the target's logits `z` [V] keep."""
+    kept = 0
+    for _ in range(DRAWS):
+        token, q = sampler.draft(draft_logits, DRAFT_IDS, VOCAB)
+        kept += sampler.verify(token[None], [q], torch.stack([z, z]))[1]
+    return kept
+
+
+def renormalised(draft_logits: Tensor, z: Tensor) -> float:
+    p = torch.softmax(z[DRAFT_IDS], -1)
+    return float(torch.minimum(p, torch.softmax(draft_logits, -1)).sum())
+
+
+def teach(draft: Any, batch: Any, head: Any, steps: int) -> None:
+    optimizer = torch.optim.AdamW(draft.train().trainable_parameters(), lr=1e-2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        draft.loss(batch, head, draft.slot_counts(batch)).loss.backward()
+        optimizer.step()
+    draft.eval()
+
+
+def anchors_of(batch: Any, depth: int) -> list[int]:
+    """Return the anchors of whole supervised blocks."""
+    mask = batch.loss_mask[0]
+    return [t for t in range(1, len(mask) - depth) if mask[t : t + 1 + depth].all()]
+
+
+def blocks_at(anchors: list[int]) -> Blocks:
+    return Blocks(torch.tensor([anchors]), torch.ones(1, len(anchors), dtype=torch.bool))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
+def test_expected_acceptance_is_the_rate_that_rejection_sampling_measures(
+    kind: str, model: Any, prompts: list[list[int]]
+) -> None:
+    head, batch = head_of(model), batch_of(model, [respond(model, prompts[0])])
+    draft = make(kind, model)
+    teach(draft, batch, head, 15)
+    sums = draft.loss(batch, head, None).sums
+    reported = float(sums["acceptance"][0] / sums["drafted"][0])
+    mask, z = batch.loss_mask[0], head.logits(batch.hidden["hidden.final"])[0]
+    sampler, kept, wrong, slots = Sampled(1.0, 0), 0, 0.0, 0
+    for t in range(1, len(mask) - 1):  # token t is known and token t + 1 is drafted
+        if mask[t] and mask[t + 1]:
+            (logits,) = logits_at(draft, head, batch, t, 1)
+            kept += accepted_draws(sampler, logits, z[t])
+            wrong += renormalised(logits, z[t])
+            slots += 1
+    assert slots == int(sums["drafted"][0])
+    assert 0 < int(sums["supervised"][0]) < slots  # misses count in the acceptance as well
+    measured = kept / (slots * DRAWS)
+    assert abs(reported - measured) < 4 * 0.5 / (slots * DRAWS) ** 0.5
+    assert wrong / slots > measured + 0.1
+
+
+@pytest.mark.parametrize("kind", ["dspark", "dflash"])
+def test_tau_is_the_length_that_rejection_sampling_measures(
+    kind: str, model: Any, prompts: list[list[int]]
+) -> None:
+    head, batch = head_of(model), batch_of(model, [respond(model, prompts[0])])
+    draft = make(kind, model)
+    depth = draft.depth
+    teach(draft, batch, head, 15)
+    z, anchors = head.logits(batch.hidden["hidden.final"])[0], anchors_of(batch, depth)
+    result = draft.loss(batch, head, None, blocks=blocks_at(anchors))
+    figures = draft.summarise(result.sums)
+    sampler, tokens, wrong_tokens = Sampled(1.0, 0), 0, 0.0
+    for anchor in anchors:
+        seen, product = logits_at(draft, head, batch, anchor, depth), 1.0
+        tokens += DRAWS
+        wrong_tokens += 1
+        for _ in range(DRAWS):
+            for d, logits in enumerate(seen):  # until the first rejection
+                token, q = sampler.draft(logits, DRAFT_IDS, VOCAB)
+                row = z[anchor + d]
+                if not sampler.verify(token[None], [q], torch.stack([row, row]))[1]:
+                    break
+                tokens += 1
+        for d, logits in enumerate(seen):
+            product *= renormalised(logits, z[anchor + d])
+            wrong_tokens += product
+    rounds = len(anchors) * DRAWS
+    measured, reported = tokens / rounds, figures["tau"]
+    assert 0 < float(result.sums["supervised"].sum()) < len(anchors) * depth  # there are misses
+    assert reported is not None
+    assert abs(reported - measured) < 4 * depth / 2 / rounds**0.5
+    assert wrong_tokens / len(anchors) > measured + 0.1
+
+
+def test_the_confidence_label_is_the_rate_that_rejection_sampling_measures(
+    model: Any, prompts: list[list[int]]
+) -> None:
+    """Over the drafts that the confidence head is trained on, with the weights of its loss."""
+    head, batch = head_of(model), batch_of(model, [respond(model, prompts[0])])
+    draft = make("dspark", model)
+    teach(draft, batch, head, 15)
+    anchors = anchors_of(batch, draft.depth)
+    sums = draft.loss(batch, head, None, blocks=blocks_at(anchors)).sums
+    reported = float(sums["confidence_accepted"].sum() / sums["confidence_number"].sum())
+    z, choice = head.logits(batch.hidden["hidden.final"])[0], batch.target_argmax[0]
+    sampler, kept, wrong, total = Sampled(1.0, 0), 0.0, 0.0, 0.0
+    for anchor in anchors:
+        for d, logits in enumerate(logits_at(draft, head, batch, anchor, draft.depth)):
+            if int(choice[anchor + d]) in DRAFT_IDS:
+                weight = math.exp(-d / 4)
+                total += weight
+                kept += weight * accepted_draws(sampler, logits, z[anchor + d]) / DRAWS
+                wrong += weight * renormalised(logits, z[anchor + d])
+    assert abs(total - float(sums["confidence_number"].sum())) < 1e-6 * total
+    assert abs(reported - kept / total) < 4 * 0.5 / (total * DRAWS) ** 0.5
+    assert wrong / total > kept / total + 0.05
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_a_batch_without_the_targets_logsumexp_is_refused(
+    kind: str, model: Any, prompts: list[list[int]]
+) -> None:
+    """The planted failure: nothing but the renormalised target could be computed from it."""
+    head, batch = head_of(model), batch_of(model, [respond(model, prompts[0])])
+    draft = make(kind, model)
+    assert "target_logsumexp" in draft.columns()
+    assert "target_logsumexp" not in draft.columns("logits")
+    batch.target_logsumexp = None
+    with pytest.raises(DatasetError, match="no column target_logsumexp"):
+        draft.loss(batch, head, None)
