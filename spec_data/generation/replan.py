@@ -13,6 +13,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from spec_data.generation.plan import Plan, read_settings
+from spec_data.generation.worker_locks import running_workers
 from spec_data.shards.codec_tables import TABLES
 from spec_data.shards.errors import RunError
 
@@ -72,18 +73,7 @@ def check_still_planned(work: Path, plan: Plan) -> None:
 
 def _in_use(work: Path) -> bool:
     """Return whether a unit is finished or a worker is running."""
-    return any(work.glob("unit-*.json")) or any(
-        not _free(file) for file in sorted(work.glob("worker-*.lock"))
-    )
-
-
-def _free(file: Path) -> bool:
-    """Return whether no process holds the lock `file`."""
-    try:
-        with FileLock(file, blocking=False):
-            return True
-    except Timeout:
-        return False
+    return any(work.glob("unit-*.json")) or bool(running_workers(work))
 
 
 def _remove(path: Path) -> None:

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 
 from spec_data.devices import usable_device
 from spec_data.generation.calibrate import calibrate
@@ -34,6 +33,7 @@ from spec_data.generation.sealing import seal_directory
 from spec_data.generation.setup import Setup, changed_settings, make_plan, refuse_changes, set_up
 from spec_data.generation.target_files import manifest_draft, save_target_files
 from spec_data.generation.unit_records import SHARDS, finish_unit, finished_unit
+from spec_data.generation.worker_locks import worker_lock
 from spec_data.options import GenerateConfig
 from spec_data.progress import progress, size
 from spec_data.shards.codec_tables import TABLES, load_tables
@@ -59,8 +59,8 @@ def generate(config: GenerateConfig) -> Manifest | None:
     Raises:
         ConfigError: the directory holds data made with other settings.
         CorpusError, TargetError, MissingError: bad input.
-        RunError: a failed proof, broken states, not enough disk space, or another process with the
-            same worker number.
+        RunError: a failed proof, broken states, not enough disk space, or another process that
+            captures some of the same units.
     """
     out = Path(config.out)
     setup = set_up(config)
@@ -79,7 +79,10 @@ def generate(config: GenerateConfig) -> Manifest | None:
     needed = sum(sorted(sizes, reverse=True)[:ring] if ring else sizes)
     check_free_space(out, needed + (setup.head_bytes if todo else 0))
     if todo:
-        with worker_lock(out, config.workers), explained_failures(out, config.batch_tokens):
+        with (
+            worker_lock(out, config.workers, len(plan.units)),
+            explained_failures(out, config.batch_tokens),
+        ):
             check_still_planned(out / WORK, plan)
             run_units(setup, plan, out, mine, todo)
     if workers > 1:
@@ -100,25 +103,6 @@ def generate(config: GenerateConfig) -> Manifest | None:
         )
         return None
     return seal_directory(out, checked=set(todo))
-
-
-@contextmanager
-def worker_lock(out: Path, workers: str) -> Iterator[None]:
-    """Hold the lock of worker `workers` ("i/n") in `out`; it is released even if the process dies.
-
-    Raises:
-        RunError: another process holds this worker's lock.
-    """
-    lock = FileLock(out / WORK / f"worker-{workers.replace('/', '-of-')}.lock")
-    try:
-        held = lock.acquire(blocking=False)
-    except Timeout:
-        raise RunError(
-            f"{out}: another process is running worker {workers} here; wait for it, or start each "
-            "process with its own --workers i/n"
-        ) from None
-    with held:
-        yield
 
 
 @contextmanager

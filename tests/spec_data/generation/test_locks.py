@@ -6,12 +6,14 @@ import sys
 import pytest
 
 from spec_data.generation.replan import check_still_planned, discard_unused_plan
-from spec_data.generation.run import find_plan, worker_lock
+from spec_data.generation.run import find_plan
+from spec_data.generation.sealing import seal_directory
 from spec_data.generation.setup import set_up
+from spec_data.generation.worker_locks import running_workers, worker_lock
 from spec_data.options import GenerateConfig
 from spec_data.shards.errors import RunError
 from spec_data.shards.reader import HiddenStatesDataset
-from tests.spec_data.runs import options, run, save_target, write_corpus
+from tests.spec_data.runs import digests, options, run, save_target, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +30,7 @@ def test_the_same_worker_twice_at_once_is_refused(target, corpus, tmp_path):
     out = tmp_path / "data"
     (out / ".generate").mkdir(parents=True)
     with (
-        worker_lock(out, "0/1"),
+        worker_lock(out, "0/1", 9),
         pytest.raises(RunError, match="another process is running worker 0/1"),
     ):
         run(target, corpus, out)
@@ -39,8 +41,8 @@ def test_the_same_worker_twice_at_once_is_refused(target, corpus, tmp_path):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from spec_data.generation.run import worker_lock
-with worker_lock(Path(sys.argv[1]), sys.argv[2]):
+from spec_data.generation.worker_locks import worker_lock
+with worker_lock(Path(sys.argv[1]), sys.argv[2], 9):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -56,16 +58,55 @@ def test_a_worker_lock_holds_between_processes_and_ends_with_a_kill(target, corp
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         with (
             pytest.raises(RunError, match="another process is running worker 1/2"),
-            worker_lock(out, "1/2"),
+            worker_lock(out, "1/2", 9),
         ):
             pass
         assert not discard_unused_plan(out / ".generate")
         check_still_planned(out / ".generate", plan)
-        with worker_lock(out, "0/2"):
+        with worker_lock(out, "0/2", 9):
             pass
     finally:
         process.kill()  # SIGKILL: the process has no chance to release anything
         process.communicate()
-    with worker_lock(out, "1/2"):
+    with worker_lock(out, "1/2", 9):
         pass
     assert discard_unused_plan(out / ".generate")
+
+
+def test_running_workers_with_units_in_common_are_refused(target, corpus, tmp_path):
+    """0/2 and 1/3 share units 4, 10, ...; with the same n, or without a common unit, both run."""
+    out = tmp_path / "data"
+    (out / ".generate").mkdir(parents=True)
+    with worker_lock(out, "0/2", 9):
+        assert running_workers(out / ".generate") == ["0/2"]
+        with (
+            pytest.raises(
+                RunError, match=r"worker 0/2 here, and 1 of .* 1/3 .*\(first: 4\).*same n"
+            ),
+            worker_lock(out, "1/3", 9),
+        ):
+            pass
+        for other, units in (("1/2", 9), ("1/4", 9), ("1/3", 4)):
+            with worker_lock(out, other, units):
+                pass
+        with (
+            pytest.raises(RunError, match="running worker 0/2 here"),
+            worker_lock(out, "00/2", 9),
+        ):
+            pass
+        with pytest.raises(RunError, match="worker 0/2 here"):
+            run(target, corpus, out, workers="0/1")
+    with worker_lock(out, "1/3", 9):  # one after the other: another n is harmless
+        pass
+
+
+def test_another_n_after_a_stopped_worker_completes_the_dataset(target, corpus, tmp_path):
+    out, whole = tmp_path / "data", tmp_path / "whole"
+    small = {"max_shard_size": "20KB"}
+    run(target, corpus, out, workers="0/2", **small)
+    for worker in ("0/3", "1/3", "2/3"):
+        run(target, corpus, out, workers=worker, **small)
+    seal_directory(out)
+    run(target, corpus, whole, **small)
+    assert len(HiddenStatesDataset(whole).manifest.shards) > 6
+    assert digests(out) == digests(whole)

@@ -10,6 +10,7 @@ import spec_data.generation.run as generate_module
 from spec_data.generation.replan import check_still_planned, discard_unused_plan, half_discarded
 from spec_data.generation.run import find_plan
 from spec_data.generation.setup import make_plan, set_up
+from spec_data.generation.worker_locks import worker_lock
 from spec_data.options import GenerateConfig
 from spec_data.report import counts_text, estimate_text
 from spec_data.shards.errors import ConfigError, CorpusError, RunError
@@ -187,7 +188,7 @@ def planned(target, corpus, out):
 def test_the_plan_of_a_running_worker_is_not_replaced(target, corpus, tmp_path):
     out = tmp_path / "data"
     plan = planned(target, corpus, out)
-    with generate_module.worker_lock(out, "1/2"):
+    with worker_lock(out, "1/2", 9):
         check_still_planned(out / ".generate", plan)
         with pytest.raises(ConfigError, match=r"other settings.*\n  layers: "):
             run(target, corpus, out, layers="1,3")
