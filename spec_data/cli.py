@@ -19,6 +19,7 @@ from spec_data.console import (
     use_colour,
 )
 from spec_data.options import GenerateConfig, InspectConfig, SealConfig, VerifyConfig
+from spec_data.paths import check_file_to_write
 from spec_data.shards.errors import ConfigError, RunError
 
 _RAW = argparse.RawDescriptionHelpFormatter
@@ -126,8 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     """Run the command, after checking that the file of --json can be written where it is named."""
     file = getattr(args, "json", None)
-    if file and file != "-" and (not Path(file).parent.is_dir() or Path(file).is_dir()):
-        raise ConfigError(f"--json {file}: pass a file name in an existing directory")
+    if file and file != "-":
+        check_file_to_write("--json", file)
     return _COMMANDS[args.command](args)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from spec_data.console import nearest
+from spec_data.paths import check_value
 from spec_data.shards.errors import ConfigError, MissingError
 
 T = TypeVar("T")
@@ -131,6 +132,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
         MissingError: no such file.
         ConfigError: another suffix, a file that cannot be parsed, or no table.
     """
+    check_value("--config", str(path))
     if not path.is_file():
         raise MissingError(f"--config {path}: no such file")
     if path.suffix not in _PARSERS:
@@ -222,6 +224,8 @@ def _one(name: str, value: Any, kind: type, field: dataclasses.Field, where: str
         if kind is str and isinstance(value, list):
             wanted = f'the text "{",".join(map(str, value))}"'
         raise ConfigError(f"{name} = {found} in {where}: expected {wanted}")
+    if isinstance(value, str):
+        check_value("--" + name.replace("_", "-"), value)
     choices = field.metadata.get("choices")
     if choices and value not in choices:
         raise ConfigError(f"{name} = {value!r} in {where}: choose from {', '.join(choices)}")

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TextIO
 
+from spec_data.paths import check_value
 from spec_data.shards.errors import ConfigError, SpecDataError
 
 log = logging.getLogger(__name__)
@@ -239,6 +240,7 @@ def console_logging(quiet: bool, log_file: str | None, debug: bool) -> Iterator[
     console.setFormatter(logging.Formatter("%(message)s"))
     handlers: list[logging.Handler] = [console]
     if log_file is not None:
+        check_value("--log-file", log_file)
         try:
             file = logging.FileHandler(log_file, encoding="utf-8", errors="backslashreplace")
         except OSError as error:

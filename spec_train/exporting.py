@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from spec_data.paths import check_directory_to_write, make_directory
 from spec_data.shards.errors import ConfigError, DraftError, RunError
 from spec_train.drafts import Draft, load_draft
 from spec_train.formats.draft_files import DraftFiles, write_files
@@ -57,6 +58,8 @@ def check_draft(config: ExportConfig) -> CheckedDraft:
     Raises:
         SpecDataError: the draft or the target cannot be read.
     """
+    if config.out is not None:
+        check_directory_to_write("--out", config.out)
     target = read_target(config.target) if config.target else TargetFacts()
     folder = resolve_draft_dir(config.draft)
     draft: Draft = load_draft(folder, target)
@@ -115,6 +118,7 @@ def _write_once(written: DraftFiles, own: DraftFiles, out: Path, target: TargetF
     """Write next to `out`, verify, then rename, so that `out` is never incomplete."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out}: exists already; pass a new directory")
+    make_directory("--out", out.parent)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         write_files(written, temporary)

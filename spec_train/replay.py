@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from spec_data.config import from_dict
 from spec_data.devices import compute_dtype, usable_device
+from spec_data.paths import check_file_to_write
 from spec_data.shards.errors import DatasetError, DraftError, MissingError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.follow import WORK, FollowedDataset
@@ -68,9 +69,12 @@ def replay(folder: Path, config: ReplayConfig) -> dict[str, Any]:
     """Run a failed batch again and print a report; return the report of --json.
 
     Raises:
+        ConfigError: the file of --json cannot be written.
         MissingError, DatasetError, DraftError: the directory or the dataset's head is absent, or
             is not the one of the run.
     """
+    if config.json:
+        check_file_to_write("--json", config.json)
     state, tensors = read_failure(folder)
     device = usable_device(config.device)
     dtype = compute_dtype(state["dtype"], device)

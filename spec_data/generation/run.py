@@ -35,6 +35,7 @@ from spec_data.generation.target_files import manifest_draft, save_target_files
 from spec_data.generation.unit_records import SHARDS, finish_unit, finished_unit
 from spec_data.generation.worker_locks import worker_lock
 from spec_data.options import GenerateConfig
+from spec_data.paths import make_directory
 from spec_data.progress import progress, size
 from spec_data.shards.codec_tables import TABLES, load_tables
 from spec_data.shards.errors import DatasetError, RunError
@@ -153,7 +154,7 @@ def find_plan(setup: Setup, out: Path) -> Plan:
         )
     usable_device(setup.config.device)  # before the corpus is rendered, which may take long
     plan = make_plan(setup)
-    work.mkdir(parents=True, exist_ok=True)
+    make_directory("--out", work)
     save_plan(work, plan)
     return plan
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from spec_data.generation.plan import PLAN_COLUMNS, Plan, load_plan
 from spec_data.generation.unit_records import finished_unit
+from spec_data.paths import check_directory_to_write
 from spec_data.shards.errors import MissingError, RunError
 from spec_data.shards.follow import LEFT_OUT, WORK
 from spec_data.shards.reader import MANIFEST
@@ -22,6 +23,7 @@ def seal_directory(out: Path, checked: set[int] | None = None) -> Manifest:
     The checksums of shards in `checked` (units that this process wrote) are not computed again.
 
     Raises:
+        ConfigError: the directory is read-only.
         MissingError: there is no plan, or units are not finished.
         DatasetError: a shard is not the one that was written.
         RunError: units of this directory are deleted after use (`--follow-keep`).
@@ -32,6 +34,7 @@ def seal_directory(out: Path, checked: set[int] | None = None) -> Manifest:
     work = out / WORK
     if not (work / "plan.json").is_file():
         raise MissingError(f"{out}: no plan here; run `spec-data generate` first")
+    check_directory_to_write("--out", out)
     with seal_lock(work):
         if units_to_keep(out):
             raise RunError(

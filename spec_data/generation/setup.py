@@ -29,9 +29,11 @@ from spec_data.models.identify import identify, target_table, tokenizer_table
 from spec_data.models.reading import load_config, load_tokenizer, text_config
 from spec_data.models.resolve import resolve_model
 from spec_data.options import GenerateConfig, parse_size
+from spec_data.paths import check_directory_to_write
 from spec_data.progress import progress
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.layer_ids import parse_layers
+from spec_data.shards.reader import MANIFEST
 from spec_data.shards.schema import FORMAT_VERSION, Column, token_columns
 
 logger = logging.getLogger(__name__)
@@ -76,8 +78,8 @@ def set_up(config: GenerateConfig) -> Setup:
     """Resolve a target and tokenizer without loading any weights.
 
     Raises:
-        ConfigError: --out is a file or lies in the corpus, or --supervision asks for more logits
-            than the vocabulary has.
+        ConfigError: --out cannot be written or lies in the corpus, or --supervision asks for more
+            logits than the vocabulary has.
         MissingError, TargetError: the model does not exist, or does not have these layers.
     """
     _check_out(config)
@@ -118,19 +120,26 @@ def set_up(config: GenerateConfig) -> Setup:
 
 
 def _check_out(config: GenerateConfig) -> None:
-    """Check that --out is no file, and outside the corpus: its files would be read as corpus.
+    """Check that --out can be written, and lies outside the corpus, which would include its files.
 
     Raises:
-        ConfigError: it is a file, or inside the corpus.
+        ConfigError: it cannot, or it is inside the corpus.
     """
-    if Path(config.out).exists() and not Path(config.out).is_dir():
-        raise ConfigError(f"--out {config.out}: this is a file; pass a directory")
+    if not _complete(Path(config.out)):  # a complete dataset is only read, and may be read-only
+        check_directory_to_write("--out", config.out)
     for directory in filter(None, map(corpus_directory, config.corpus)):
         if Path(config.out).resolve().is_relative_to(directory.resolve()):
             raise ConfigError(
                 f"--out {config.out} lies in the corpus directory {directory}, so its files would "
                 "be read as corpus; choose an --out outside it"
             )
+
+
+def _complete(out: Path) -> bool:
+    try:
+        return (out / MANIFEST).is_file()
+    except OSError:  # a path that cannot exist
+        return False
 
 
 def _check_supervision(supervision: str, vocab_size: int) -> None:

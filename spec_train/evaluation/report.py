@@ -19,6 +19,7 @@ import transformers
 from spec_data import __version__
 from spec_data.config import to_dict
 from spec_data.devices import compute_dtype, usable_device
+from spec_data.paths import check_file_to_write
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.reader import HiddenStatesDataset
@@ -186,8 +187,8 @@ def trained_rendering(origin: dict[str, Any], run: dict[str, Any] | None) -> dic
 def _check_outputs(config: EvalConfig) -> None:
     """Raise for an output path that cannot be written before the work starts, not after it."""
     for flag, name in (("--json", config.json), ("--save-responses", config.save_responses)):
-        if name is not None and (not Path(name).parent.is_dir() or Path(name).is_dir()):
-            raise ConfigError(f"{flag} {name}: pass a file name in an existing directory")
+        if name is not None:
+            check_file_to_write(flag, name)
 
 
 def read_run(given: Path, folder: Path) -> dict[str, Any] | None:

@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spec_data.config import differing_fields
+from spec_data.paths import check_directory_to_write, make_directory
 from spec_data.shards.errors import ConfigError, DraftError, MissingError, RunError
 from spec_data.shards.files import dump_json, sha256_file, sync_directory, write_atomically
 
@@ -92,20 +93,19 @@ class RunDirectory:
         """Lock `path`, creating it if needed; `save` keeps the newest `keep` checkpoints.
 
         Raises:
-            ConfigError: `path` is a file, or a directory with other contents than a run.
+            ConfigError: `path` cannot be written, or is a directory with other contents than a run.
             RunError: another process uses it.
         """
         self.path = Path(path)
         self.keep = keep
-        if self.path.exists() and not self.path.is_dir():
-            raise ConfigError(f"--out {self.path}: this is a file; pass a directory")
+        check_directory_to_write("--out", self.path)
         names = {p.name for p in self.path.iterdir()} if self.path.is_dir() else set()
         names -= {name for name in names if name == _LOCK or _LEFTOVER.match(name)}
         if names and "run.json" not in names:
             raise ConfigError(
                 f"--out {self.path}: not empty and not a run of spec-train; pass another directory"
             )
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_directory("--out", self.path)
         self._lock = FileLock(self.path / _LOCK, thread_local=False)
         try:
             self._lock.acquire(blocking=False)

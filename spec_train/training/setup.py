@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spec_data.config import differing_fields, to_dict
 from spec_data.devices import compute_dtype, compute_dtype_name, usable_device
+from spec_data.paths import check_directory_to_write
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.follow import FollowedDataset
 from spec_train.data.following import FollowingPlan
@@ -68,6 +69,7 @@ def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
             f"{draft_name} takes {expected.__name__}, not {type(options).__name__}: its options "
             "come from spec_train.draft_options"
         )
+    check_directory_to_write("--out", config.out)
     device = usable_device(config.device)
     with Ranks(device, config.sharding) as ranks, contextlib.ExitStack() as stack:
         if config.follow_keep and not ranks.alone:

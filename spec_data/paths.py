@@ -1,0 +1,99 @@
+"""Which paths an option accepts, and where a command may write. No torch: `--help` is instant.
+
+Checks come before any work, and create nothing: a path that cannot be written must not be found out
+after an hour, and `--out s3://bucket` must not become a local directory named `s3:`.
+"""
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+from spec_data.shards.errors import ConfigError
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)")  # two letters at least: C:/ is a drive
+_ADVICE = {
+    "hf": "write a Hub id without it, such as org/name",
+    "file": "write the local path without it",
+    "http": "download the file and pass its local path",
+    "https": "download the file and pass its local path",
+}
+
+
+def check_value(flag: str, text: str) -> None:
+    """Check the text of any option: not empty, no NUL, and no remote storage.
+
+    `Path("s3://b")` is the path `s3:/b`, so one slash counts too, unless there is such a directory.
+
+    Raises:
+        ConfigError: the text is one of these.
+    """
+    if not text or "\0" in text:
+        raise ConfigError(f"{flag} {text!r}: expected a value; is a shell variable not set?")
+    found = _SCHEME.match(text)
+    if found and (found[2] or not Path(f"{found[1]}:").is_dir()):
+        advice = _ADVICE.get(found[1].lower(), "pass a local path, such as that of a mount")
+        raise ConfigError(f"{flag} {text}: {found[1]}:// is not supported; {advice}")
+
+
+def check_directory_to_write(flag: str, path: str | Path) -> None:
+    """Check that a directory is writable, or can be created; create nothing.
+
+    Raises:
+        ConfigError: the path is or lies below a file, a link to nothing, or a directory that this
+            user cannot write in; or `check_value` refuses it.
+    """
+    check_value(flag, str(path))
+    try:
+        str(path).encode("utf-8")  # other files and the manifest may name it
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            os.lstat(path)  # raises where a name is too long
+        place = next(p for p in (Path(path), *Path(path).absolute().parents) if os.path.lexists(p))
+        problem = _problem(place, place == Path(path))
+    except UnicodeEncodeError:
+        raise ConfigError(f"{flag} {path!r}: not UTF-8; choose another name") from None
+    except OSError as error:
+        problem = f"it cannot be used: {error.strerror}"
+    if problem:
+        raise ConfigError(f"{flag} {path}: {problem}; pass a directory that can be written")
+
+
+def _problem(place: Path, last: bool) -> str:
+    """Return why nothing can be written in `place`, the part of a path that exists; or ""."""
+    this = "this" if last else str(place)
+    if place.is_symlink() and not place.exists():
+        return f"{this} is a link to {place.readlink()}, which does not exist"
+    if not place.is_dir():
+        return f"{this} is a file"
+    effective = os.access in os.supports_effective_ids
+    if not os.access(place, os.W_OK | os.X_OK, effective_ids=effective):
+        return f"{this} is read-only for this user"
+    return ""
+
+
+def check_file_to_write(flag: str, path: str | Path) -> None:
+    """Check that a file can be written: it is no directory, and its directory exists.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    check_value(flag, str(path))
+    if not Path(path).parent.is_dir() or Path(path).is_dir():
+        raise ConfigError(f"{flag} {path}: pass a file name in an existing directory")
+    check_directory_to_write(flag, Path(path).parent)
+
+
+def make_directory(flag: str, path: Path) -> None:
+    """Create a directory and its parents, unless it exists.
+
+    Raises:
+        ConfigError: it cannot be created.
+    """
+    check_directory_to_write(flag, path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # such as a file system without new directories
+        raise ConfigError(
+            f"{flag} {path}: cannot be created: {error.strerror}; pass a directory that can be "
+            "written"
+        ) from None

@@ -1,0 +1,202 @@
+"""Paths that cannot be used are refused in words, by every command, and nothing is created."""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import spec_data
+import spec_data.cli
+import spec_train.cli
+from spec_data.paths import check_directory_to_write, check_value, make_directory
+from spec_data.shards.errors import ConfigError
+from spec_train.training.checkpoint import RunDirectory
+from tests.spec_data.runs import save_target, write_corpus
+
+REMOTE = "s3://bucket/data"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty working directory; relative paths of the tests would be created here."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "chats.jsonl", 12)
+
+
+def refused(program, words, capsys):
+    """Run a command that must end with exit code 2; return what it wrote to stderr."""
+    code = program.cli.main(list(map(str, words)))
+    assert code == 2, words
+    return capsys.readouterr().err
+
+
+DATA_COMMANDS = [
+    ("generate --target t --corpus c --out", "--out"),
+    ("estimate --target t --corpus c --out", "--out"),
+    ("generate --corpus c --out o --target", "--target"),
+    ("generate --target t --out o --corpus", "--corpus"),
+    ("generate --target t --corpus c --out o --config", "--config"),
+    ("estimate --target t --corpus c --out o --json", "--json"),
+    ("generate --target t --corpus c --out o --log-file", "--log-file"),
+    ("seal --out", "--out"),
+    ("inspect", "--data"),
+    ("verify --data", "--data"),
+    ("verify d --target", "--target"),
+]
+TRAIN_COMMANDS = [
+    ("fit eagle3 --data d --out", "--out"),
+    ("fit eagle3 --out o --data d1", "--data"),
+    ("fit eagle3 --out o --data", "--data"),
+    ("fit eagle3 --data d --out o --init-from", "--init-from"),
+    ("fit eagle3 --data d --out o --config", "--config"),
+    ("eval --data d --draft", "--draft"),
+    ("eval --draft d --data", "--data"),
+    ("eval --draft d --prompts p --target", "--target"),
+    ("eval --draft d --target t --prompts", "--prompts"),
+    ("eval --draft d --data d --json", "--json"),
+    ("eval --draft d --target t --prompts p --save-responses", "--save-responses"),
+    ("export --format vllm --draft d --out", "--out"),
+    ("export --check --draft", "--draft"),
+    ("export --check --draft d --target", "--target"),
+    ("replay run/failed-step-1 --data", "--data"),
+    ("replay run/failed-step-1 --json", "--json"),
+]
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "flag"),
+    [(spec_data, *row) for row in DATA_COMMANDS] + [(spec_train, *row) for row in TRAIN_COMMANDS],
+    ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else value.__name__,
+)
+def test_remote_storage_is_refused_by_every_path_option(here, capsys, program, words, flag):
+    """`--out s3://...` once created a local directory named `s3:` and exited 0."""
+    said = refused(program, [*words.split(), REMOTE], capsys)
+    assert f"{flag} s3:/" in said and "s3:// is not supported" in said
+    assert not list(here.iterdir())
+
+
+def test_python_and_config_files_refuse_remote_storage(here, target, corpus):
+    for out in (REMOTE, Path(REMOTE), "gs://b", "memory://x"):  # a Path has lost one slash
+        with pytest.raises(ConfigError, match="is not supported; pass a local path"):
+            spec_data.generate(target, corpus, out)
+    with pytest.raises(ConfigError, match="s3:// is not supported"):
+        RunDirectory(REMOTE)  # of a config that was built by hand
+    (here / "g.json").write_text(json.dumps({"target": "t", "corpus": ["c", REMOTE], "out": "o"}))
+    assert spec_data.cli.main(["generate", "--config", "g.json"]) == 2
+    assert [p.name for p in here.iterdir()] == ["g.json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        ("hf://datasets/org/name", "such as org/name"),
+        ("file:///data/x", "local path without it"),
+        ("https://host/x.jsonl", "download the file"),
+        ("abfss://c@a.dfs.core.windows.net/x", "local path, such as that of a mount"),
+        ("", "is a shell variable not set"),
+        ("a\0b", "expected a value"),
+    ],
+)
+def test_other_values_that_name_no_path(text, advice):
+    with pytest.raises(ConfigError, match=advice):
+        check_value("--corpus", text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["org/name", "org/name:config", "name@split", "C:/x", "data:2", "d/e:0.5", "a:b", "-1,3"],
+)
+def test_hub_ids_weights_and_local_paths_stay_fine(text):
+    check_value("--corpus", text)
+
+
+def test_a_local_directory_that_looks_like_a_scheme_can_be_used(here):
+    (here / "s3:").mkdir()
+    check_value("--data", "s3:/x")
+
+
+def places(tmp_path):
+    """(path, what is said) of directories that cannot be written."""
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "gone").symlink_to(tmp_path / "nothing")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    return [
+        (tmp_path / "file", "this is a file"),
+        (tmp_path / "file" / "below" / "it", f"{tmp_path / 'file'} is a file"),
+        (tmp_path / "gone", "this is a link to .*nothing, which does not exist"),
+        (tmp_path / "gone" / "below", "gone is a link to"),
+        (tmp_path / "loop", "this is a link to"),
+        (tmp_path / ("n" * 300), "cannot be used: File name too long"),
+        (tmp_path / os.fsdecode(b"caf\xe9"), "not UTF-8"),
+        (Path("/proc/no-such-place"), "cannot be created|read-only"),
+    ]
+
+
+def test_directories_that_cannot_be_written_are_refused(tmp_path):
+    for path, said in places(tmp_path):
+        with pytest.raises(ConfigError, match=f"--out .*({said})"):
+            make_directory("--out", path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "gone", "loop"]
+    check_directory_to_write("--out", tmp_path / "new" / "deep")
+    assert not (tmp_path / "new").exists(), "a check creates nothing"
+
+
+def test_every_command_that_writes_refuses_them_before_any_work(tmp_path, capsys, target, corpus):
+    made = ["--target", target, "--corpus", corpus, "--out"]
+    for path, _ in places(tmp_path)[:5]:
+        for program, words in (
+            (spec_data, ["generate", *made, path]),
+            (spec_data, ["estimate", *made, path]),
+            (spec_train, ["fit", "eagle3", "--data", "no-data", "--out", path]),
+            (spec_train, ["export", "--draft", "no-draft", "--format", "vllm", "--out", path]),
+        ):
+            said = refused(program, words, capsys)
+            assert f"--out {path}: " in said and "pass a directory that can be written" in said
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "gone", "loop"]
+
+
+def test_a_read_only_directory_is_refused():
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "fixed").mkdir(mode=0o555)
+        root = os.geteuid() == 0  # who may write everywhere: ask as another user
+        try:
+            if root:
+                os.seteuid(65534)
+            for path in (folder / "fixed", folder / "fixed" / "new" / "deep"):
+                with pytest.raises(
+                    ConfigError, match=r"fixed: this is read-only|fixed is read-only"
+                ):
+                    check_directory_to_write("--out", path)
+        finally:
+            if root:
+                os.seteuid(0)
+
+
+def test_a_complete_dataset_may_be_read_only(tmp_path, target, corpus, monkeypatch):
+    options = {"target": str(target), "corpus": (str(corpus),), "out": str(tmp_path / "data")}
+    spec_data.generate(**options, layers="0,2,4", codec="bf16", device="cpu")
+
+    def read_only(*_, **__):
+        return False
+
+    monkeypatch.setattr(os, "access", read_only)
+    again = spec_data.generate(**options, layers="0,2,4", codec="bf16", device="cpu")
+    assert again.sealed
+    with pytest.raises(ConfigError, match="read-only for this user"):
+        spec_data.generate(**options | {"out": str(tmp_path / "other")}, device="cpu")
