@@ -236,7 +236,9 @@ def simulate_acceptance(
     return _accepted(found)
 
 
-def load_draft(path: AnyPath, *, device: str = "cpu", dtype: str = "auto") -> Draft:
+def load_draft(
+    path: AnyPath, *, device: str = "cpu", dtype: str = "auto", accept_edited: bool = False
+) -> Draft:
     """Read a draft of any kind, from any program, in evaluation mode.
 
     Args:
@@ -244,13 +246,15 @@ def load_draft(path: AnyPath, *, device: str = "cpu", dtype: str = "auto") -> Dr
             writes.
         device: where to put it: "cpu", "cuda", "cuda:1", "auto".
         dtype: "fp32", "bf16", "fp16"; "auto": as it is stored.
+        accept_edited: read a draft that is not as it was sealed, with a warning.
 
     Returns:
         The draft: an `nn.Module` with `config`, `options`, `depth`, `loss`, `drafter`, `chains` and
         `save_pretrained`.
 
     Raises:
-        MissingError: neither a draft nor a run. DraftError: a draft that cannot be read.
+        MissingError: neither a draft nor a run. DraftError: a draft that cannot be read,
+            or that was edited or damaged.
         ConfigError: an unknown dtype, or a device that this machine does not have.
 
     >>> draft = spec_train.load_draft("run", dtype="fp32")
@@ -259,7 +263,7 @@ def load_draft(path: AnyPath, *, device: str = "cpu", dtype: str = "auto") -> Dr
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError(f"dtype = {dtype!r}: choose from auto, {', '.join(DTYPES)}")
-    draft = read_draft(resolve_draft_dir(path)).eval()
+    draft = read_draft(resolve_draft_dir(path), accept_edited=accept_edited).eval()
     kind: torch.dtype | None = None if dtype == "auto" else DTYPES[dtype]
     draft.to(usable_device(device), kind)
     return draft

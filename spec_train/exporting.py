@@ -16,9 +16,10 @@ import torch
 
 from spec_data.paths import check_directory_to_write, make_directory
 from spec_data.shards.errors import ConfigError, DraftError, RunError
-from spec_train.drafts import Draft, load_draft
+from spec_train.drafts import Draft, load_draft, own_files, read_draft
 from spec_train.formats.draft_files import DraftFiles, write_files
-from spec_train.formats.forms import write_form
+from spec_train.formats.draft_seal import SECTION
+from spec_train.formats.forms import changed_keys, write_form
 from spec_train.formats.preflight import READERS, preflight, refusals
 from spec_train.formats.preflight_notes import Finding, Subject
 from spec_train.formats.target_facts import TargetFacts, read_target
@@ -62,10 +63,11 @@ def check_draft(config: ExportConfig) -> CheckedDraft:
         check_directory_to_write("--out", config.out)
     target = read_target(config.target) if config.target else TargetFacts()
     folder = resolve_draft_dir(config.draft)
-    draft: Draft = load_draft(folder, target)
-    own = draft.files(_dtype_of(draft), str(folder))
+    draft, files = read_draft(folder, target, config.accept_edited)
+    own = own_files(draft, str(folder))
     name = Path(config.out).name if config.out else folder.resolve().name
-    found = preflight(Subject(own, target, name, config.format or "vllm"))
+    changed = _changed(files, own)
+    found = preflight(Subject(own, target, name, config.format or "vllm", changed))
     return CheckedDraft(draft=draft, own=own, folder=folder, target=target, findings=found)
 
 
@@ -110,8 +112,12 @@ def command_after(config: ExportConfig, checked: CheckedDraft) -> list[str]:
     return ["vllm", "serve", config.target or "TARGET", "--speculative-config", json.dumps(how)]
 
 
-def _dtype_of(draft: Draft) -> torch.dtype:
-    return next(p.dtype for p in draft.parameters())
+def _changed(files: DraftFiles, own: DraftFiles) -> tuple[str, ...]:
+    """Return the keys of the files, as they are, that an export would write differently."""
+    if SECTION not in files.config:
+        return ()
+    changed, odd = changed_keys(files, own)
+    return (*changed, *odd)
 
 
 def _write_once(written: DraftFiles, own: DraftFiles, out: Path, target: TargetFacts) -> None:
@@ -135,8 +141,7 @@ def _verify(folder: Path, own: DraftFiles, target: TargetFacts) -> None:
     embedding = own.tensors.get("embed_tokens.weight")
     if target.embedding is None:  # a form without an embedding uses the target's, equal to this
         target = dataclasses.replace(target, embedding=embedding)
-    again = load_draft(folder, target)
-    back = again.files(_dtype_of(again), str(folder))
+    back = own_files(load_draft(folder, target), str(folder))
     wrong = [name for name in own.tensors if not _same(own.tensors[name], back.tensors.get(name))]
     wrong += [name for name in back.tensors if name not in own.tensors]
     if wrong or back.config != own.config:

@@ -20,6 +20,16 @@ FOLLOW = "training while the dataset is generated"
 FILES = "files and figures"
 
 
+def accept_edited_option() -> Any:
+    """Return the option, shared by the commands that read a draft, to ignore a broken seal."""
+    return option(
+        False,
+        help="use a draft although its files are not as they were sealed; the differences are "
+        "logged. For drafts that were edited on purpose",
+        group=FILES,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class FitConfig:
     """Options of `spec-train fit` that every draft shares."""
@@ -164,6 +174,7 @@ class FitConfig:
         group=LEARNING,
         metavar="DIR",
     )
+    accept_edited: bool = accept_edited_option()
     log_every: int = option(10, help="steps between lines of metrics.jsonl", group=FILES)
     eval_every: int = option(
         500, help="steps between validations (one also before the first step)", group=FILES

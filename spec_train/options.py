@@ -21,6 +21,7 @@ from spec_train.fit_options import (
     REQUIRED,
     RUNNING,
     FitConfig,
+    accept_edited_option,
     at_least,
     share,
 )
@@ -110,6 +111,7 @@ class EvalConfig:
         group=_MEASURED,
         metavar="DIR",
     )
+    accept_edited: bool = accept_edited_option()
     split: str = option(
         "auto",
         help="documents of --data: those that the draft's run held out (validation), the others "
@@ -250,6 +252,7 @@ class ExportConfig:
         group=REQUIRED,
         metavar="DIR",
     )
+    accept_edited: bool = accept_edited_option()
     format: str | None = option(
         None,
         help="form to write: vllm and sglang (also for llama.cpp's converter) are flat "

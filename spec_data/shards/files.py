@@ -40,6 +40,22 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+def use_default_mode(path: Path) -> None:
+    """Set the permissions of a file to those that `open` gives a new file in its directory.
+
+    For files of libraries that ignore the umask. A new file is made to find them, because only
+    that respects the directory's ACL, and `os.umask` cannot read the umask without setting it.
+    """
+    probe = temporary_name(path)
+    try:
+        descriptor = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        mode = os.fstat(descriptor).st_mode & 0o777
+        os.close(descriptor)
+    finally:
+        probe.unlink(missing_ok=True)
+    path.chmod(mode)
+
+
 def _written(path: Path, data: bytes | str) -> Path:
     """Write `data` to a temporary file beside `path`, fsync it and return its name."""
     temporary = temporary_name(path)

@@ -8,18 +8,22 @@ May import: spec_data.config, spec_data.shards, spec_train.attention, spec_train
 spec_train.formats, spec_train.head, spec_train.losses, spec_train.origin, spec_train.sampling.
 """
 
+import logging
 from pathlib import Path
 
-from spec_data.shards.errors import DraftError
+from spec_data.shards.errors import DraftError, SpecDataError
 from spec_train.drafts.dspark.draft import DFlashDraft, DSparkDraft
 from spec_train.drafts.eagle.draft import EagleDraft
 from spec_train.drafts.eagle3.draft import Eagle3Draft
 from spec_train.drafts.peagle.draft import PeagleDraft
 from spec_train.drafts.protocol import Draft, DraftLoss
-from spec_train.formats.draft_files import read_files
-from spec_train.formats.flat import SECTION
-from spec_train.formats.forms import own_form
+from spec_train.formats.agreement import refuse_contradictions
+from spec_train.formats.draft_files import DraftFiles, read_files
+from spec_train.formats.draft_seal import SECTION
+from spec_train.formats.forms import own_form, refuse_changed_keys
 from spec_train.formats.target_facts import TargetFacts
+
+log = logging.getLogger(__name__)
 
 DRAFTS: dict[str, type[Draft]] = {
     "eagle": EagleDraft,
@@ -30,25 +34,62 @@ DRAFTS: dict[str, type[Draft]] = {
 }
 
 
-def load_draft(directory: str | Path, target: TargetFacts | None = None) -> Draft:
+def load_draft(
+    directory: str | Path, target: TargetFacts | None = None, *, accept_edited: bool = False
+) -> Draft:
     """Read a draft directory of any kind, written by this project or by another trainer.
 
     Args:
         directory: config.json and model.safetensors, in any form that `spec-train export` writes.
         target: facts that a foreign draft may omit (layers, embedding, head).
+        accept_edited: read a draft that is not as it was sealed, with a warning.
 
     Raises:
         MissingError: a file is absent.
-        DraftError: not a draft, an unknown architecture, or one with arithmetic that this project
-            does not have.
+        DraftError: not a draft, one that was damaged or edited, one whose keys contradict each
+            other, an unknown architecture, or arithmetic that this project does not have.
     """
-    files = own_form(read_files(directory), target or TargetFacts())
-    kind = files.config[SECTION].get("draft")
-    if kind not in DRAFTS:
+    return read_draft(directory, target, accept_edited)[0]
+
+
+def read_draft(
+    directory: str | Path, target: TargetFacts | None = None, accept_edited: bool = False
+) -> tuple[Draft, DraftFiles]:
+    """Read a draft as `load_draft` does; return also its files as they are on disk."""
+    files = read_files(directory, accept_edited)
+    if files.sealed:  # as this project wrote it: nothing can contradict
+        return _draft_of(files, target), files
+    if SECTION in files.config:
+        log.warning("%s: no seal: cannot tell whether it is as it was trained", directory)
+    refuse_contradictions(files)
+    draft = _draft_of(files, target)
+    if SECTION in files.config:
+        refuse_changed_keys(files, own_files(draft, files.where))
+    return draft, files
+
+
+def own_files(draft: Draft, where: str) -> DraftFiles:
+    """Return the files of `draft` in our own form, in the dtype of its weights."""
+    return draft.files(next(draft.parameters()).dtype, where)
+
+
+def _draft_of(files: DraftFiles, target: TargetFacts | None) -> Draft:
+    """Make a draft from files of any form."""
+    try:
+        own = own_form(files, target or TargetFacts())
+        kind = own.config[SECTION].get("draft")
+        if kind not in DRAFTS:
+            raise DraftError(
+                f"{own.config_path}: {SECTION}.draft is {kind!r}; known kinds: {', '.join(DRAFTS)}"
+            )
+        return DRAFTS[kind].from_files(own)
+    except SpecDataError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as e:
         raise DraftError(
-            f"{files.config_path}: {SECTION}.draft is {kind!r}; known kinds: {', '.join(DRAFTS)}"
-        )
-    return DRAFTS[kind].from_files(files)
+            f"{files.config_path}: a field has a wrong type or value ({type(e).__name__}: {e}); it "
+            "was edited or damaged"
+        ) from e
 
 
-__all__ = ["DRAFTS", "Draft", "DraftLoss", "load_draft"]
+__all__ = ["DRAFTS", "Draft", "DraftLoss", "load_draft", "own_files", "read_draft"]

@@ -15,7 +15,7 @@ from spec_data.shards.errors import DraftError
 from spec_data.shards.schema import LAYER_CONVENTION
 from spec_train.drafts.layers import LayerShape, LayerSizes, RopeSettings
 from spec_train.drafts.targets import TargetShape, target_dtype, token_ids
-from spec_train.formats.flat import SECTION
+from spec_train.formats.draft_seal import SECTION
 
 
 @dataclass(frozen=True, kw_only=True)

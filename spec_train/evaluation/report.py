@@ -81,7 +81,7 @@ def measure(config: EvalConfig) -> dict[str, Any]:
     run = read_run(Path(config.draft), folder)
     device = usable_device(config.device)
     prompts = read_prompts(Path(config.prompts), config.limit) if config.prompts else []
-    draft = load_draft(folder).eval()
+    draft = load_draft(folder, accept_edited=config.accept_edited).eval()
     warnings: list[str] = []
     if config.data is not None:  # report a mismatch before the target is loaded
         _warn(warnings, check_fit(draft, HiddenStatesDataset(config.data)))

@@ -1,17 +1,34 @@
 """The files of a draft, config.json and model.safetensors: read, check and write them."""
 
 import json
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spec_data.shards.errors import DraftError, MissingError
-from spec_data.shards.files import dump_json, replace_durably, write_atomically
+from spec_data.shards.errors import DraftError, MissingError, RunError
+from spec_data.shards.files import (
+    canonical_json,
+    dump_json,
+    replace_durably,
+    use_default_mode,
+    write_atomically,
+)
+from spec_train.formats.draft_seal import (
+    MARK,
+    SECTION,
+    broken_seal,
+    sealed_config,
+    some_of,
+    without_seal,
+)
+
+log = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
@@ -21,8 +38,11 @@ class DraftFiles:
     """The contents of a draft directory, in any form; `where` is its path, for messages."""
 
     config: dict[str, Any]
+    """config.json without the seal."""
     tensors: dict[str, Tensor]
     where: str
+    sealed: bool = False
+    """Whether the files were read with a seal, and are as they were sealed."""
 
     @property
     def config_path(self) -> str:
@@ -35,45 +55,94 @@ class DraftFiles:
         return str(Path(self.where) / WEIGHTS)
 
 
-def read_files(directory: str | Path) -> DraftFiles:
-    """Read a draft directory without conversion.
+def read_files(directory: str | Path, accept_edited: bool = False) -> DraftFiles:
+    """Read a draft directory without conversion, and compare it with its seal, if it has one.
+
+    With `accept_edited`, a draft that differs from its seal is read with a warning.
 
     Raises:
-        MissingError: a file is absent. DraftError: a file is damaged.
+        MissingError: a file is absent.
+        DraftError: a file is damaged, or the draft is not as it was sealed; names what differs.
     """
     folder = Path(directory)
-    config = read_config(folder)
-    return DraftFiles(config, read_tensors(folder / WEIGHTS), str(folder))
+    config, seal = without_seal(read_config(folder))
+    tensors, mark = read_tensors(folder / WEIGHTS), _metadata(folder / WEIGHTS)
+    problems = []
+    if seal is not None:
+        problems = broken_seal(config, seal, tensors)
+    elif MARK.items() <= mark.items():
+        problems = [f"{CONFIG} has no seal, but {WEIGHTS} was written with one"]
+    if problems and not accept_edited:
+        raise DraftError(
+            f"{folder}: not as it was sealed ({some_of(problems)}), so it was edited or damaged. "
+            "Copy it again, or pass --accept-edited (accept_edited=True in Python) if this is "
+            "intended; an export then has a new seal"
+        )
+    if problems:
+        log.warning("warning: %s: accepted as edited (%s)", folder, some_of(problems))
+    return DraftFiles(config, tensors, str(folder), seal is not None and not problems)
 
 
 def write_files(files: DraftFiles, directory: str | Path) -> None:
-    """Write both files, each atomically, the config last. Tensors must be on the CPU."""
+    """Write both files with a seal, each atomically, the config last. Tensors are on the CPU."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
+    config, metadata = files.config, {"format": "pt"}
+    if SECTION in config:
+        config, metadata = sealed_config(config, files.tensors), metadata | MARK
     temporary = folder / f".{WEIGHTS}.{os.getpid()}.tmp"
-    save_file(files.tensors, temporary, metadata={"format": "pt"})
+    save_file(files.tensors, temporary, metadata=metadata)
+    _sort_metadata(temporary, metadata)
+    use_default_mode(temporary)  # safetensors writes files with mode 0600
     with temporary.open("rb") as file:
         os.fsync(file.fileno())
     replace_durably(temporary, folder / WEIGHTS)
-    write_atomically(folder / CONFIG, dump_json(files.config))
+    write_atomically(folder / CONFIG, dump_json(config))
+
+
+def _sort_metadata(path: Path, metadata: dict[str, str]) -> None:
+    """Rewrite the metadata of a safetensors file in place, sorted by name.
+
+    safetensors writes it in random order; equal drafts must have equal bytes. The header is the
+    length of a JSON text, 8 bytes, and that text.
+    """
+    key, ordered = b'"__metadata__":', canonical_json(metadata)
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(length)
+        start = header.index(key) + len(key)
+        if len(header[start : header.index(b"}", start) + 1]) != len(ordered):
+            raise RunError(f"{path}: unknown form of metadata; this release of safetensors is new")
+        file.seek(8 + start)
+        file.write(ordered)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json of a draft directory.
 
     Raises:
-        MissingError: it is absent. DraftError: it is not a JSON object.
+        MissingError: it is absent. DraftError: it is not a JSON object, or has a key twice.
     """
     path = folder / CONFIG
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
     except FileNotFoundError:
         raise MissingError(f"{path}: no such file; pass the directory of a draft") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: of JSON and of UTF-8
         raise DraftError(f"{path}: not valid JSON ({error}); copy the draft again") from None
     if not isinstance(raw, dict):
         raise DraftError(f"{path}: expected a JSON object, found a {type(raw).__name__}")
     return raw
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a dict of a JSON object; readers differ in which of two equal keys they use."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"twice in one object: {', '.join(twice)}")
+    return found
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -88,6 +157,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except SafetensorError as error:
         raise DraftError(f"{path}: damaged ({error}); copy it again") from None
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    with safe_open(path, "pt") as file:
+        return dict(file.metadata() or {})
 
 
 def check_tensors(

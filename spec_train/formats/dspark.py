@@ -16,9 +16,9 @@ from spec_data.shards.layer_ids import as_block_inputs, from_block_inputs
 from spec_train.draft_options import DFlashOptions, DSparkOptions
 from spec_train.formats import speculators
 from spec_train.formats.draft_files import DraftFiles
+from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.flat import (
     MASK_KEYS,
-    SECTION,
     drop_target_head,
     own_vocabulary,
     plain_names,

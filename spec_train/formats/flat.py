@@ -14,6 +14,7 @@ from spec_data.shards.errors import DraftError
 from spec_data.shards.layer_ids import eagle3_layers, from_block_inputs
 from spec_data.shards.schema import LAYER_CONVENTION
 from spec_train.formats.draft_files import DraftFiles
+from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.rope import rope_parameters
 from spec_train.formats.target_facts import TargetFacts
 
@@ -22,7 +23,6 @@ log = logging.getLogger(__name__)
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 """Names of the mask token, which replaces unknown tokens; vLLM reads the first one present."""
-SECTION = "spec_train"
 FORM = "form"
 """In the section: the form of these files if they are not our checkpoint."""
 INPUT_KEY = "eagle_aux_hidden_state_layer_ids"
@@ -77,9 +77,9 @@ def _floats(tensors: dict[str, Tensor]) -> Any:
 def aux_layers(files: DraftFiles, target: TargetFacts) -> tuple[int, ...]:
     """Return the layer ids (outputs of decoder blocks) of an EAGLE-3 style config.
 
-    The top-level key holds inputs of blocks and has priority, as in vLLM and llama.cpp. The nested
-    key, which SGLang reads, holds outputs. Without either key all engines use the inputs of blocks
-    2, L//2 and L-3 of a target with L blocks.
+    The top-level key holds inputs of blocks, as vLLM and llama.cpp read it. The nested key, which
+    SGLang reads, holds outputs; `agreement` has compared the two. Without either key all engines
+    use the inputs of blocks 2, L//2 and L-3 of a target with L blocks.
 
     Raises:
         DraftError: both keys are absent and L is unknown, or ids are not ascending and unique.
@@ -88,12 +88,6 @@ def aux_layers(files: DraftFiles, target: TargetFacts) -> tuple[int, ...]:
     nested = (raw.get("eagle_config") or {}).get(INPUT_KEY)
     if raw.get(INPUT_KEY):
         layers = tuple(from_block_inputs(raw[INPUT_KEY]))
-        if nested and tuple(nested) != layers:
-            log.warning(
-                "warning: %s: %s %s (inputs of decoder blocks) and %s in eagle_config (outputs) "
-                "are different layers; the first is used",
-                *(files.config_path, INPUT_KEY, raw[INPUT_KEY], nested),
-            )
     elif nested:
         layers = tuple(nested)
     elif target.num_layers is not None:
@@ -117,8 +111,7 @@ def section_of(
 ) -> dict[str, Any]:
     """Return the `spec_train` section of the file, or a new one with an unknown origin.
 
-    Raises:
-        DraftError: the file's section has other layers than the keys that engines read.
+    The layers of the file's section are those of the keys that engines read (see `agreement`).
     """
     own = files.config.get(SECTION)
     if own is None:
@@ -129,12 +122,6 @@ def section_of(
             "options": options,
             "origin": {},
         }
-    if tuple(own.get("layers", ())) != layers:
-        raise DraftError(
-            f"{files.config_path}: engines read layers {list(layers)} (outputs of decoder blocks) "
-            f"here, but the draft was trained on {own.get('layers')}; the file was edited, export "
-            "the draft again"
-        )
     return {name: value for name, value in own.items() if name != FORM}
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from spec_train.formats import rules_block, rules_eagle
+from spec_train.formats.draft_seal import some_of
 from spec_train.formats.preflight_notes import REFUSE, Finding, Notes, Subject
 from spec_train.formats.rules import (
     DEEPSPEC,
@@ -46,6 +47,11 @@ def general(subject: Subject) -> Notes:
     notes.warn(
         "origin" in subject.config["spec_train"] and not subject.config["spec_train"]["origin"],
         "the draft does not record its target and the chat template of its training data",
+    )
+    notes.warn(
+        bool(subject.changed),
+        f"keys that engines read are not as this release writes them: {some_of(subject.changed)}; "
+        "serve an export of this draft, not these files",
     )
     own_limit, limit = subject.config["max_position_embeddings"], subject.target.max_positions
     notes.warn(

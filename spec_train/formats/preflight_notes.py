@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spec_train.formats.draft_files import DraftFiles
-from spec_train.formats.flat import SECTION
+from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.target_facts import TargetFacts
 
 REFUSE, WARN, OK = "refuse", "warn", "ok"
@@ -22,12 +22,16 @@ class Finding:
 
 @dataclass(frozen=True)
 class Subject:
-    """A draft in our own form, its target, and the name and form of its output directory."""
+    """A draft in our own form, its target, and the name and form of its output directory.
+
+    `changed` are keys for engines that the files have, as they are, otherwise than an export.
+    """
 
     own: DraftFiles
     target: TargetFacts
     name: str
     form: str
+    changed: tuple[str, ...] = ()
 
     @property
     def config(self) -> dict[str, Any]:

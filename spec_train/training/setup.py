@@ -45,6 +45,7 @@ MAY_CHANGE = (
     "preset",  # a bundle: the options it sets are still compared
     *("data", "out", "device", "log_every", "eval_every", "save_every", "keep", "track"),
     "check",  # decides when damage is found, not what is learnt
+    "accept_edited",  # about the files of --init-from, which is compared
     *("follow", "follow_timeout", "follow_keep"),  # their effect on the order is compared instead
     *("batch_size", "accumulation"),  # packs_per_step, their product with the ranks, is compared
     "sharding",
@@ -263,7 +264,7 @@ def _make_draft(
     if config.init_from is None:
         return fresh
     folder = resolve_draft_dir(config.init_from)
-    loaded = load_draft(folder, _target_facts(dataset, head))
+    loaded = load_draft(folder, _target_facts(dataset, head), accept_edited=config.accept_edited)
     if loaded.name != name:
         raise DraftError(
             f"--init-from {folder}: this is a {loaded.name} draft; fit it with "

@@ -20,8 +20,8 @@ from spec_train.drafts.targets import (
     target_architectures,
     warn_of_last_layer,
 )
+from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.dspark import DFLASH, DSPARK
-from spec_train.formats.flat import SECTION
 
 OPTIONS: dict[str, type[BlockOptions]] = {"dspark": DSparkOptions, "dflash": DFlashOptions}
 

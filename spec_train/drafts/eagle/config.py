@@ -22,8 +22,8 @@ from spec_data.config import from_dict
 from spec_train.draft_options import EagleOptions
 from spec_train.drafts.config import BaseConfig
 from spec_train.drafts.targets import resolve_eagle1_draft_spec, target_architectures
+from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.eagle import OWN as ARCHITECTURE
-from spec_train.formats.flat import SECTION
 
 
 @dataclass(frozen=True, kw_only=True)

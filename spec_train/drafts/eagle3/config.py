@@ -17,8 +17,8 @@ from spec_train.drafts.targets import (
     target_architectures,
     warn_of_last_layer,
 )
+from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.eagle3 import OWN as ARCHITECTURE
-from spec_train.formats.flat import SECTION
 
 
 @dataclass(frozen=True, kw_only=True)

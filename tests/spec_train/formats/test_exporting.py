@@ -20,6 +20,7 @@ from spec_train.formats.target_facts import read_target
 from spec_train.head import TargetHead
 from spec_train.options import ExportConfig, FitConfig
 from spec_train.training.setup import fit
+from tests.draft_tools import unseal
 from tests.factory import tiny_llama
 from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
 from tests.spec_train.drafts.eagle3.tools import build
@@ -114,7 +115,7 @@ def test_the_targets_last_layer_is_refused(
 
 
 def test_the_embedding_must_be_the_targets_bit_for_bit(own: Path, target: Path) -> None:
-    weights = own / "model.safetensors"
+    weights = unseal(own) / "model.safetensors"
     tensors = load_file(weights)
     tensors["embed_tokens.weight"][3, 5] += 1e-6
     save_file(tensors, weights)
@@ -138,7 +139,7 @@ def test_rounding_to_the_drafts_own_type_is_said(
 
 
 def test_weights_that_are_not_finite_are_refused(own: Path) -> None:
-    weights = own / "model.safetensors"
+    weights = unseal(own) / "model.safetensors"
     tensors = load_file(weights)
     tensors["norm.weight"][1] = torch.nan
     save_file(tensors, weights)
@@ -147,7 +148,7 @@ def test_weights_that_are_not_finite_are_refused(own: Path) -> None:
 
 
 def test_a_shorter_length_than_the_targets_is_said(own: Path, target: Path) -> None:
-    edit(own, max_position_embeddings=128)
+    edit(unseal(own), max_position_embeddings=128)
     found = findings(own, target=str(target))["spec-train"]
     assert any(
         level == "warn" and "128 is less than the target's 512" in text for level, text in found

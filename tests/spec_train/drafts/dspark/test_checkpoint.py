@@ -17,6 +17,7 @@ from spec_train.drafts import load_draft
 from spec_train.drafts.dspark.draft import DFlashDraft, DSparkConfig, DSparkDraft
 from spec_train.drafts.mask_token import choose_mask_token
 from spec_train.head import TargetHead
+from tests.draft_tools import unseal
 from tests.factory import tiny_dataset, tiny_llama
 from tests.spec_train.drafts.dspark import tools as dspark_tools
 from tests.spec_train.drafts.dspark.tools import build
@@ -188,7 +189,7 @@ def test_damaged_and_foreign_checkpoints_are_refused(
     build(dataset, head, "dspark").save_pretrained(tmp_path)
     with pytest.raises(DraftError, match="of kind dspark, not dflash"):
         DFlashDraft.from_pretrained(tmp_path)
-    path, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    path, weights = unseal(tmp_path) / "config.json", tmp_path / "model.safetensors"
     raw = json.loads(path.read_text())
     for change in (
         {"architectures": ["Other"]},

@@ -20,6 +20,7 @@ from spec_train.drafts.layers import RopeSettings, Rotary
 from spec_train.drafts.slots import document_lengths, document_offsets
 from spec_train.formats.rope import rope_parameters
 from spec_train.head import TargetHead
+from tests.draft_tools import unseal
 from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
 from tests.spec_train.drafts.eagle3.tools import build, packed
 from tests.tolerance import close, network
@@ -116,7 +117,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
     dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
 ) -> None:
     build(dataset, head).save_pretrained(tmp_path)
-    weights = tmp_path / "model.safetensors"
+    weights = unseal(tmp_path) / "model.safetensors"
     tensors = load_file(weights)
     tensors["model.norm.weight"] = tensors.pop("norm.weight")
     tensors["fc.weight"] = tensors["fc.weight"][:, 1:].contiguous()
@@ -137,7 +138,7 @@ def test_foreign_or_damaged_configs_are_refused(
     dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
 ) -> None:
     build(dataset, head).save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
+    path = unseal(tmp_path) / "config.json"
     raw = json.loads(path.read_text())
     for change in (
         {"architectures": ["Other"]},

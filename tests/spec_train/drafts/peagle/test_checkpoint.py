@@ -22,6 +22,7 @@ from spec_train.head import TargetHead
 from spec_train.options import EvalConfig
 from spec_train.training.setup import fit
 from spec_train.training.trainer import Trainer
+from tests.draft_tools import unseal, write_json
 from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
 from tests.spec_train.drafts.eagle3.tools import packed
 from tests.spec_train.drafts.peagle.tools import build
@@ -97,7 +98,8 @@ def test_the_config_is_the_flat_form_of_parallel_drafting(
     assert raw["spec_train"]["draft"] == "peagle" and raw["spec_train"]["layers"] == [0, 2]
     assert "null" not in (tmp_path / "config.json").read_text()
     del raw["mask_token_id"]
-    (tmp_path / "config.json").write_text(json.dumps(raw))
+    write_json(tmp_path, raw)
+    unseal(tmp_path)
     with pytest.raises(DraftError, match="lacks mask_token_id"):
         load_draft(tmp_path)
 
