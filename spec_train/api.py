@@ -34,9 +34,9 @@ from spec_train.results import (
     EvalResult,
     ExportResult,
 )
-from spec_train.training.checkpoint import resolve_draft_dir
 from spec_train.training.result import FitResult
 from spec_train.training.setup import fit as run_fit
+from spec_train.training.stored import resolve_draft_dir
 
 AnyPath = str | Path
 

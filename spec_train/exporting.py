@@ -24,7 +24,7 @@ from spec_train.formats.preflight import READERS, preflight, refusals
 from spec_train.formats.preflight_notes import Finding, Subject
 from spec_train.formats.target_facts import TargetFacts, read_target
 from spec_train.options import ExportConfig
-from spec_train.training.checkpoint import resolve_draft_dir
+from spec_train.training.stored import resolve_draft_dir
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from spec_data import __version__
-from spec_data.config import to_dict
+from spec_data.config import differing_fields, to_dict
 from spec_data.devices import compute_dtype, usable_device
 from spec_data.paths import check_file_to_write
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
@@ -36,7 +36,7 @@ from spec_train.evaluation.on_target import (
 from spec_train.evaluation.prompts import Prompt, parse_template_kwargs, read_prompts
 from spec_train.metrics import shown
 from spec_train.options import EvalConfig
-from spec_train.training.checkpoint import resolve_draft_dir
+from spec_train.training.stored import read_run_json, resolve_draft_dir
 
 log = logging.getLogger(__name__)
 
@@ -209,8 +209,13 @@ def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
         return None
     try:
         options = json.loads((place / "fit.json").read_text(encoding="utf-8"))
-        run = json.loads((place / "run.json").read_text(encoding="utf-8"))
-        identity, notes = run["identity"], run.get("notes", {})
+        run = read_run_json(place)
+        identity, notes = run["identity"], run["notes"]
+        both = options.keys() & identity.keys()
+        if differing := differing_fields(
+            {name: identity[name] for name in both}, {name: options[name] for name in both}
+        ):
+            raise ValueError(f"they differ: {'; '.join(differing)}")
         found = {name: options[name] for name in _RUN_FIELDS}
         found["data"] = parse_sources(options["data"])[0].path
         fingerprints = identity["dataset"]
@@ -218,7 +223,7 @@ def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
         found["follow"] = identity.get("follow", False)
         found["split_rule"] = identity.get("split_rule")
         found["split_border"] = notes.get("split_border")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RunError) as error:
         raise ConfigError(
             f"{place}: fit.json or run.json is damaged ({type(error).__name__}: {error}); restore "
             "it, or copy only the draft directory to evaluate it without its run"

@@ -9,7 +9,8 @@
 
 A directory is written under a temporary name, synced and renamed. A link is replaced atomically.
 So a kill at any moment leaves the previous state complete, and leftovers are recognised by name.
-training_state.json is written last and holds the hash of every other file. No pickle anywhere.
+training_state.json is written last and holds the hash of every other file; it and run.json have a
+checksum of their own content. No pickle anywhere.
 """
 
 import contextlib
@@ -19,71 +20,41 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from spec_data.config import differing_fields
 from spec_data.paths import check_directory_to_write, make_directory
-from spec_data.shards.errors import ConfigError, DraftError, MissingError, RunError
-from spec_data.shards.files import dump_json, sha256_file, sync_directory, write_atomically
+from spec_data.shards.errors import ConfigError, DraftError, RunError
+from spec_data.shards.files import (
+    dump_json,
+    sha256_file,
+    sync_directory,
+    use_default_mode,
+    write_atomically,
+)
+from spec_train.training.checked_json import dump_checked
+from spec_train.training.stored import (
+    OLD_FORMAT,
+    STATE,
+    STATE_FORMAT,
+    STATE_TENSORS,
+    Saved,
+    checkpoints_of,
+    read_checkpoint,
+    read_run_json,
+)
 
 log = logging.getLogger(__name__)
 
-STATE_TENSORS = "training_state.safetensors"
-STATE = "training_state.json"
-STATE_FORMAT = 1
 _TEMPORARY = ".tmp-"
 _LOCK = ".lock"
 _LEFTOVER = re.compile(r"\.tmp-|\..*\.tmp$")  # left by a killed write
-_CHECKPOINT = re.compile(r"checkpoint-(\d{8,})$")
-
-
-@dataclass
-class Saved:
-    """A checkpoint read from disk: `state` is plain JSON, `tensors` holds the rest."""
-
-    path: Path
-    step: int
-    state: dict[str, Any]
-    tensors: dict[str, Tensor]
-
-
-def resolve_draft_dir(path: str | Path) -> Path:
-    """Return the draft directory for `path`: `path` itself, or the best draft of a run directory.
-
-    A run without a best draft falls back to its last checkpoint.
-
-    Raises:
-        MissingError: `path` does not exist, or is neither a draft nor a run.
-    """
-    path = Path(path)
-    candidates = [path, path / "best", path / "last", *reversed(_checkpoints(path))]
-    for candidate in candidates:
-        if (candidate / "config.json").is_file() and (candidate / "model.safetensors").is_file():
-            return candidate
-    if not path.exists():
-        raise MissingError(f"{path}: no such draft directory or run; check the path")
-    raise MissingError(
-        f"{path}: neither a draft (config.json and model.safetensors) nor a run with a checkpoint; "
-        "pass the directory that `spec-train fit --out` wrote"
-    )
-
-
-def _checkpoints(run: Path) -> list[Path]:
-    """Checkpoint directories of a run, oldest first."""
-    found = [p for p in run.glob("checkpoint-*") if p.is_dir() and _CHECKPOINT.match(p.name)]
-    return sorted(found, key=_step_of)
-
-
-def _step_of(checkpoint: Path) -> int:
-    match = _CHECKPOINT.match(checkpoint.name)
-    return int(match[1]) if match else -1
 
 
 class RunDirectory:
@@ -134,31 +105,31 @@ class RunDirectory:
 
         Raises:
             ConfigError: the run was started with another identity; lists the differing fields.
+            RunError: run.json is damaged.
         """
         file = self.path / "run.json"
         notes: dict[str, Any] = {}
         if file.is_file():
-            old = _read_json(file)
-            before = {k: v for k, v in old.get("identity", {}).items() if k not in free}
+            old = read_run_json(self.path)
+            before = {k: v for k, v in old["identity"].items() if k not in free}
             differing = differing_fields(before, identity)
-            if differing and (_checkpoints(self.path) or list(self.path.glob("damaged-*"))):
+            if differing and (checkpoints_of(self.path) or list(self.path.glob("damaged-*"))):
                 raise ConfigError(
                     f"--out {self.path} holds a run with other settings:\n  "
                     + "\n  ".join(differing)
                     + "\nResume with the old settings, or start in another --out (add --init-from "
                     f"{self.path} to start from this run's best draft)"
                 )
-            notes = {} if differing else old.get("notes", {})
+            notes = {} if differing else old["notes"]
         write_atomically(self.path / "fit.json", dump_json(options))
-        write_atomically(file, dump_json({"identity": identity, "notes": notes}))
+        write_atomically(file, dump_checked({"identity": identity, "notes": notes}))
         return notes
 
     def note(self, **notes: Any) -> None:
         """Add facts to run.json that are expensive to compute again."""
-        file = self.path / "run.json"
-        run = _read_json(file)
-        run["notes"] = {**run.get("notes", {}), **notes}
-        write_atomically(file, dump_json(run))
+        run = read_run_json(self.path)
+        run["notes"] |= notes
+        write_atomically(self.path / "run.json", dump_checked(run))
 
     # -- metrics ----------------------------------------------------------------------------------
 
@@ -179,7 +150,7 @@ class RunDirectory:
         if not file.is_file():
             return
         kept = []
-        for line in file.read_text(encoding="utf-8").splitlines():
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(json.JSONDecodeError, KeyError, TypeError):
                 if json.loads(line)["step"] <= step:
                     kept.append(line + "\n")
@@ -203,13 +174,13 @@ class RunDirectory:
             save_file(contiguous, folder / STATE_TENSORS)
             files = {p.name: sha256_file(p) for p in sorted(folder.iterdir())}
             whole = {"format": STATE_FORMAT, "step": step, **state, "files": files}
-            (folder / STATE).write_text(dump_json(whole), encoding="utf-8")
+            (folder / STATE).write_text(dump_checked(whole), encoding="utf-8")
 
         if final.exists():  # it was damaged, or this step is saved a second time
             _remove(final)
         self._write_directory(final, write)
         self._link("last", final)
-        for old in _checkpoints(self.path)[: -self.keep]:
+        for old in checkpoints_of(self.path)[: -self.keep]:
             _remove(old)
         return final
 
@@ -222,9 +193,16 @@ class RunDirectory:
             RunError: there are checkpoints, and all are damaged.
         """
         problems = []
-        for checkpoint in reversed(_checkpoints(self.path)):
+        for checkpoint in reversed(checkpoints_of(self.path)):
             try:
-                return read_checkpoint(checkpoint)
+                saved = read_checkpoint(checkpoint)
+                if saved.state["format"] == OLD_FORMAT:
+                    log.warning(
+                        "%s: has no checksum (an older release wrote it), so damage in it may be "
+                        "overlooked",
+                        checkpoint / STATE,
+                    )
+                return saved
             except DraftError as error:
                 problems.append(str(error))
                 aside = self.path / f"damaged-{checkpoint.name}"
@@ -280,9 +258,8 @@ class RunDirectory:
             _remove(folder)
             folder.mkdir()
             write(folder)
-            mode = folder.stat().st_mode & 0o666  # safetensors writes files with mode 0600
-            for file in folder.iterdir():
-                file.chmod(mode)
+            for file in list(folder.iterdir()):
+                use_default_mode(file)  # safetensors writes files with mode 0600
                 with file.open("rb") as handle:
                     os.fsync(handle.fileno())
             sync_directory(folder)
@@ -314,36 +291,3 @@ def _remove(path: Path) -> None:
         if not path.name.startswith(_TEMPORARY):
             path = path.rename(path.with_name(f"{_TEMPORARY}old-{path.name}"))
         shutil.rmtree(path)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunError(
-            f"{file}: cannot be read ({error}); restore it, or start in another --out"
-        ) from None
-
-
-def read_checkpoint(path: Path) -> Saved:
-    """Read a checkpoint and verify its checksums.
-
-    Raises:
-        DraftError: it is damaged. RunError: another release wrote it.
-    """
-    try:
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
-        for name, digest in state["files"].items():
-            if sha256_file(path / name) != digest:
-                raise DraftError(f"{path / name}: damaged (its checksum differs)")
-        if state["format"] != STATE_FORMAT:
-            raise RunError(
-                f"{path}: written by another release (format {state['format']}, this release reads "
-                f"{STATE_FORMAT}); resume with that release, or start in another --out"
-            )
-        tensors = load_file(path / STATE_TENSORS)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        if isinstance(error, DraftError):
-            raise
-        raise DraftError(f"{path}: damaged checkpoint ({error})") from None
-    return Saved(path=path, step=int(state["step"]), state=state, tensors=tensors)

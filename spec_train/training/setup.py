@@ -32,9 +32,10 @@ from spec_train.formats.target_facts import TargetFacts, block_count
 from spec_train.head import TargetHead
 from spec_train.options import FitConfig, default_lr
 from spec_train.training.announce import announce
-from spec_train.training.checkpoint import RunDirectory, Saved, read_checkpoint, resolve_draft_dir
+from spec_train.training.checkpoint import RunDirectory
 from spec_train.training.ranks import Ranks
 from spec_train.training.result import FitResult
+from spec_train.training.stored import Saved, read_checkpoint, resolve_draft_dir
 from spec_train.training.trainer import Trainer
 
 log = logging.getLogger(__name__)

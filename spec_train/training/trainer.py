@@ -41,7 +41,7 @@ from spec_train.drafts import Draft
 from spec_train.head import TargetHead
 from spec_train.metrics import Sums, add_sums, shown, summarise_parts
 from spec_train.options import FitConfig
-from spec_train.training.checkpoint import RunDirectory, Saved
+from spec_train.training.checkpoint import RunDirectory
 from spec_train.training.failure import (
     FailedStep,
     MicroBatch,
@@ -56,6 +56,7 @@ from spec_train.training.result import FitResult, better, log_validation
 from spec_train.training.saving import Saver
 from spec_train.training.seeds import place_seed
 from spec_train.training.signals import stop_signals
+from spec_train.training.stored import Saved
 from spec_train.training.tracking import Tracking
 
 log = logging.getLogger(__name__)

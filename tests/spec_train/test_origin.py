@@ -17,6 +17,7 @@ from spec_train.evaluation.report import run_eval
 from spec_train.options import EvalConfig, FitConfig
 from spec_train.origin import differing_rows, require_same_embedding, weights_warning
 from spec_train.training.setup import fit
+from tests.draft_tools import read_json, unseal, write_json
 from tests.spec_data.runs import run, save_target, write_corpus
 
 KWARGS = {"enable_thinking": False}
@@ -79,10 +80,9 @@ def test_prompts_are_rendered_as_the_data_was_wherever_eval_runs(place, tmp_path
 
 def forget_origin(draft: Path) -> None:
     """Make a draft directory what older releases wrote."""
-    file = draft / "config.json"
-    raw = json.loads(file.read_text())
+    raw = read_json(unseal(draft))
     del raw["spec_train"]["origin"]
-    file.write_text(json.dumps(raw))
+    write_json(draft, raw)
 
 
 def test_drafts_of_older_releases_ask_the_data_and_else_say_that_they_do_not_know(place, tmp_path):

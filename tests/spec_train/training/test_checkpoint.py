@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from spec_data.shards.errors import ConfigError, MissingError, RunError
 from spec_train.training import checkpoint
-from spec_train.training.checkpoint import RunDirectory, resolve_draft_dir
+from spec_train.training.checkpoint import RunDirectory
+from spec_train.training.stored import resolve_draft_dir
 
 
 def save_draft_of(value: float):
@@ -127,7 +129,7 @@ def test_kill_9_at_random_moments(tmp_path):
             seen.add(newest.step)
             assert torch.equal(newest.tensors["master.w"], torch.full((64,), float(newest.step)))
             best = resolve_draft_dir(run.path)
-            weights = checkpoint.load_file(best / "model.safetensors")["w"]
+            weights = load_file(best / "model.safetensors")["w"]
             if best.name.startswith("best"):
                 assert json.loads((best / "validation.json").read_text())["step"] == weights[0]
     assert len(seen) > 3
@@ -190,7 +192,7 @@ def test_a_full_disk_is_said_in_words_and_leaves_nothing_behind(run, monkeypatch
             with pytest.raises(RunError, match=r"cannot be written.*No space left.*Free some"):
                 attempt()
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "dump_json", lambda _: os.open("/proc/none/x", os.O_WRONLY))
+        patch.setattr(checkpoint, "dump_checked", lambda _: os.open("/proc/none/x", os.O_WRONLY))
         with pytest.raises(RunError, match=r"checkpoint-00000002: cannot be written"):
             save(run, 2)
     assert sorted(p.name for p in run.path.iterdir()) == names

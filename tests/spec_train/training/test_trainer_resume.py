@@ -87,6 +87,7 @@ def test_a_run_may_go_on_with_activations_recomputed(config, tmp_path, recorded,
     assert "gradient_checkpointing" not in table["identity"]
     if recorded:
         table["identity"]["gradient_checkpointing"] = False
+        del table["checksum"]  # older releases wrote none
         file.write_text(json.dumps(table))
     calls = []
     original = Unroll._step
