@@ -1,0 +1,484 @@
+"""A draft directory says what it was when it was written; anything else is refused by name."""
+
+import json
+import os
+import random
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import spec_train
+from spec_data.shards.errors import DraftError, MissingError, SpecDataError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.cli import main
+from spec_train.drafts import load_draft
+from spec_train.formats.draft_files import DraftFiles, read_files, write_files
+from spec_train.formats.draft_seal import MARK, SEAL
+from spec_train.head import TargetHead
+from tests.draft_tools import read_json, reseal, unseal, write_json
+from tests.factory import tiny_llama
+from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
+from tests.spec_train.drafts.eagle3.tools import build
+from tests.spec_train.formats.tools import export, same_draft
+
+dataset, head = eagle3_tools.dataset, eagle3_tools.head
+
+Change = Callable[[dict[str, Any]], Any]
+
+
+@pytest.fixture
+def own(dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path) -> Path:
+    build(dataset, head).save_pretrained(tmp_path / "own")
+    return tmp_path / "own"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target") / "model"
+    tiny_llama().save_pretrained(folder)
+    return folder
+
+
+def edited(folder: Path, change: Change) -> Path:
+    """Change config.json in place; the seal stays."""
+    raw = read_json(folder)
+    change(raw)
+    write_json(folder, raw)
+    return folder
+
+
+def set_ids(raw: dict[str, Any], shift: int) -> None:
+    key = "eagle_aux_hidden_state_layer_ids"
+    raw[key] = [k + shift for k in raw[key]]
+
+
+EDITS: dict[str, tuple[Change, str]] = {
+    "theta": (
+        lambda raw: raw.update(rope_theta=5e5),
+        "rope_theta: sealed 10000.0, found 500000.0",
+    ),
+    "theta in the table": (
+        lambda raw: raw["rope_parameters"].update(rope_theta=5e5),
+        "rope_parameters.rope_theta: sealed 10000.0, found 500000.0",
+    ),
+    "a flag": (
+        lambda raw: raw.update(norm_output=True),
+        "norm_output: sealed false, found true",
+    ),
+    "a flag as a number": (lambda raw: raw.update(fc_norm=0), "fc_norm: sealed false, found 0"),
+    "a flag for engines": (
+        lambda raw: raw.update(norm_before_residual=True),
+        "norm_before_residual: sealed false, found true",
+    ),
+    "layer ids of engines": (
+        lambda raw: set_ids(raw, 1),
+        r"eagle_aux_hidden_state_layer_ids: sealed \[1, 2, 3\], found \[2, 3, 4\]",
+    ),
+    "our layer ids": (
+        lambda raw: raw["spec_train"].update(layers=[0, 1, 3]),
+        r"spec_train.layers: sealed \[0, 1, 2\], found \[0, 1, 3\]",
+    ),
+    "an option": (
+        lambda raw: raw["spec_train"]["options"].update(ttt_steps=3),
+        "spec_train.options.ttt_steps: sealed 4, found 3",
+    ),
+    "a key removed": (
+        lambda raw: raw.pop("eagle_config"),
+        "eagle_config: sealed .*, now missing",
+    ),
+    "a key added": (
+        lambda raw: raw.update(quantization_config={"bits": 4}),
+        r'quantization_config: added, \{"bits": 4\}',
+    ),
+    "the seal removed": (
+        lambda raw: raw["spec_train"].pop(SEAL),
+        r"config\.json has no seal, but model\.safetensors was written with one",
+    ),
+    "the section renamed": (
+        lambda raw: raw.update(spec_trail=raw.pop("spec_train")),
+        r"config\.json has no seal",
+    ),
+    "config and seal edited alike": (
+        lambda raw: raw["spec_train"][SEAL].update(
+            config=raw["spec_train"][SEAL]["config"].replace("10000.0", "500000.0")
+        ),
+        "the seal itself is damaged",
+    ),
+    "the seal replaced": (
+        lambda raw: raw["spec_train"].update({SEAL: True}),
+        "the seal itself is damaged",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_config_is_refused_by_field(own: Path, name: str) -> None:
+    change, message = EDITS[name]
+    with pytest.raises(DraftError, match=message):
+        load_draft(edited(own, change))
+
+
+def flip(file: Path, position: int, bit: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[position] ^= 1 << bit
+    file.write_bytes(data)
+
+
+def test_one_bit_of_the_weights_is_refused_and_its_tensor_named(own: Path) -> None:
+    """In every tensor, and in the header."""
+    weights = own / "model.safetensors"
+    whole = weights.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+    rng = random.Random(0)
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        start, end = entry["data_offsets"]
+        flip(weights, 8 + length + rng.randrange(start, end), rng.randrange(8))
+        with pytest.raises(DraftError, match=f"tensor {name} has other values"):
+            load_draft(own)
+        weights.write_bytes(whole)
+    for position in rng.sample(range(8 + length), 60):
+        flip(weights, position, rng.randrange(8))
+        try:
+            load_draft(own)
+        except SpecDataError:
+            pass
+        else:  # in the metadata, which nothing reads while config.json has a seal
+            start = whole.index(b"__metadata__")
+            assert start <= position < whole.index(b"}", start), position
+        weights.write_bytes(whole)
+    assert load_draft(own)
+
+
+def test_every_command_refuses_it(
+    dataset: HiddenStatesDataset, own: Path, tmp_path: Path, capsys: Any
+) -> None:
+    flip(own / "model.safetensors", -5, 3)
+    data, out = str(dataset.path), str(tmp_path / "out")
+    commands = [
+        ["eval", "--draft", str(own), "--data", data],
+        ["export", "--draft", str(own), "--format", "vllm", "--out", out],
+        ["export", "--draft", str(own), "--check"],
+        ["fit", "eagle3", "--data", data, "--out", out, "--init-from", str(own), "--seq-len", "64"],
+    ]
+    for command in commands:
+        assert main(command) == 2, command
+        error = capsys.readouterr().err
+        assert "not as it was sealed" in error and "--accept-edited" in error, command
+        assert "Traceback" not in error
+    for call in (
+        lambda: spec_train.load_draft(own),
+        lambda: spec_train.evaluate(own, data=data),
+        lambda: spec_train.export(own),
+        lambda: spec_train.simulate_acceptance(own, data),
+    ):
+        with pytest.raises(DraftError, match="not as it was sealed"):
+            call()
+
+
+def test_an_edit_on_purpose_is_accepted_with_a_flag_and_sealed_by_an_export(
+    dataset: HiddenStatesDataset, own: Path, tmp_path: Path, caplog: Any
+) -> None:
+    edited(own, lambda raw: raw.update(max_position_embeddings=128))
+    flags = ["--draft", str(own), "--accept-edited"]
+    assert main(["eval", *flags, "--data", str(dataset.path), "--limit", "2"]) == 0
+    assert "accepted as edited (max_position_embeddings: sealed 512, found 128" in caplog.text
+    assert main(["export", *flags, "--format", "hf", "--out", str(tmp_path / "new")]) == 0
+    caplog.clear()
+    assert load_draft(tmp_path / "new").config.max_position_embeddings == 128
+    assert caplog.text == ""
+    assert spec_train.load_draft(own, accept_edited=True).config.max_position_embeddings == 128
+    out = str(tmp_path / "run")
+    small = ["--steps", "0", "--seq-len", "64", "--ttt-steps", "2", "--draft-vocab-size", "40"]
+    start = ["fit", "eagle3", "--data", str(dataset.path), "--out", out, "--init-from", str(own)]
+    assert main([*start, *small]) == 2
+    assert main([*start, *small, "--accept-edited"]) == 0
+
+
+def test_what_decides_nothing_is_no_damage(own: Path) -> None:
+    """Other indentation and order of keys, and 10000 for 10000.0."""
+    raw = read_json(own)
+    swapped = {name: raw[name] for name in reversed(raw)} | {"rope_theta": 10000}
+    (own / "config.json").write_text(json.dumps(swapped))
+    assert read_files(own).sealed
+    weights = own / "model.safetensors"
+    save_file(load_file(weights), weights)  # the same tensors without metadata
+    assert read_files(own).sealed
+
+
+def test_swapped_missing_and_added_tensors_and_files_of_two_drafts(
+    dataset: HiddenStatesDataset, head: TargetHead, own: Path, tmp_path: Path
+) -> None:
+    weights = own / "model.safetensors"
+    tensors = {name: value.clone() for name, value in load_file(weights).items()}
+    a, b = "midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight"
+    save_file(tensors | {a: tensors[b], b: tensors[a]}, weights)
+    with pytest.raises(DraftError, match=rf"{a} has other values.*{b} has other values"):
+        load_draft(own)
+    save_file(tensors | {"more": torch.zeros(1)}, weights)
+    with pytest.raises(DraftError, match="tensor more was added"):
+        load_draft(own)
+    del tensors[a]
+    save_file(tensors, weights)
+    with pytest.raises(DraftError, match=f"tensor {a} is missing"):
+        load_draft(own)
+    torch.manual_seed(9)
+    build(dataset, head).save_pretrained(tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "model.safetensors", weights)
+    with pytest.raises(DraftError, match="tensor .* has other values"):
+        load_draft(own)
+
+
+def test_a_draft_without_a_seal_is_said_once_and_a_foreign_one_not(own: Path, caplog: Any) -> None:
+    loaded = load_draft(own)
+    assert caplog.text == ""
+    load_draft(unseal(own))
+    assert caplog.text.count("no seal: cannot tell whether it is as it was trained") == 1
+    caplog.clear()
+    edited(own, lambda raw: raw.pop("spec_train"))
+    again = load_draft(own)
+    assert caplog.text == ""
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name])
+
+
+def test_a_key_twice_in_one_object_is_refused(own: Path) -> None:
+    file = own / "config.json"
+    file.write_text('{"rope_theta": 5e5,' + file.read_text()[1:])
+    with pytest.raises(DraftError, match="twice in one object: rope_theta"):
+        load_draft(own)
+
+
+def test_another_version_of_the_seal_is_named(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("spec_train.formats.draft_seal.VERSION", 2)
+        reseal(own)
+    with pytest.raises(DraftError, match="the seal has version 2, this release reads 1"):
+        load_draft(own)
+
+
+def test_equal_drafts_have_equal_bytes(own: Path, tmp_path: Path) -> None:
+    """safetensors writes metadata in random order."""
+    files = read_files(own)
+    wanted = (own / "model.safetensors").read_bytes()
+    for _ in range(8):
+        write_files(files, tmp_path / "again")
+        assert (tmp_path / "again" / "model.safetensors").read_bytes() == wanted
+    header = wanted[8 : 8 + int.from_bytes(wanted[:8], "little")]
+    assert json.loads(header)["__metadata__"] == {"format": "pt", **MARK}
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_files_have_the_mode_of_the_umask(own: Path, tmp_path: Path, umask: int) -> None:
+    """A container's user could not read exports with mode 0600."""
+    before = os.umask(umask)
+    try:
+        load_draft(own).save_pretrained(tmp_path / "saved")
+        folders = [tmp_path / "saved", export(own, "vllm", tmp_path / "out")]
+    finally:
+        os.umask(before)
+    files = [file for folder in folders for file in folder.iterdir()]
+    assert len(files) == 4
+    for file in files:
+        assert stat.S_IMODE(file.stat().st_mode) == 0o666 & ~umask, file
+
+
+# --- without a seal: keys that say the same thing ------------------------------------------------
+
+TWICE: dict[str, tuple[Change, str]] = {
+    "ids of vLLM": (
+        lambda raw: set_ids(raw, 1),
+        r"\[1, 2, 3\] by eagle_aux_hidden_state_layer_ids, \[0, 1, 2\] by eagle_config",
+    ),
+    "ids of SGLang": (
+        lambda raw: set_ids(raw["eagle_config"], 1),
+        r"\[1, 2, 3\] by eagle_config.*\[0, 1, 2\] by spec_train.layers",
+    ),
+    "our ids": (
+        lambda raw: raw["spec_train"].update(layers=[0, 1, 3]),
+        r"\[0, 1, 3\] by spec_train.layers",
+    ),
+    "theta": (
+        lambda raw: raw.update(rope_theta=5e5),
+        "500000.0 by rope_theta, 10000.0 by rope_parameters.rope_theta",
+    ),
+    "rope scaling": (
+        lambda raw: raw.update(rope_scaling={"rope_type": "linear", "factor": 4.0}),
+        "rope_type: default by rope_parameters, linear by rope_scaling",
+    ),
+    "partial rotary": (
+        lambda raw: (
+            raw["rope_parameters"].update(partial_rotary_factor=0.5),
+            raw.update(partial_rotary_factor=0.25),
+        ),
+        "0.25 by partial_rotary_factor, 0.5 by rope_parameters.partial_rotary_factor",
+    ),
+    "a norm": (
+        lambda raw: raw["eagle_config"].update(norm_before_residual=True),
+        "False by norm_before_residual, True by eagle_config.norm_before_residual",
+    ),
+    "an option": (lambda raw: raw["spec_train"]["options"].update(fc_norm=True), "fc_norm: False"),
+    "dtype": (
+        lambda raw: raw.update(torch_dtype="bfloat16"),
+        "float32 by dtype, bfloat16 by torch",
+    ),
+    "vocabulary": (
+        lambda raw: raw.update(draft_vocab_size=39),
+        "39 by draft_vocab_size, 40 by d2t",
+    ),
+    "full vocabulary": (
+        lambda raw: raw.pop("draft_vocab_size"),
+        "64 by draft_vocab_size, 40 by d2t",
+    ),
+    "target vocabulary": (
+        lambda raw: raw.update(vocab_size=65),
+        "65 by vocab_size, 64 by embed_tokens",
+    ),
+    "layers": (
+        lambda raw: raw.update(layer_types=["full_attention"] * 2),
+        "num_hidden_layers: 1 by num_hidden_layers, 2 by layer_types",
+    ),
+    "norm_before_residual": (
+        lambda raw: raw.update(norm_before_residual=True),
+        "norm_before_residual: would be written as false, found true",
+    ),
+    "attention_bias": (
+        lambda raw: raw.update(attention_bias=True),
+        "attention_bias: would be written as false, found true",
+    ),
+    "tied": (
+        lambda raw: raw.update(tie_word_embeddings=True),
+        "tie_word_embeddings: would be written as false, found true",
+    ),
+    "activation": (lambda raw: raw.update(hidden_act="gelu"), 'hidden_act: .* found "gelu"'),
+    "a wrong type": (lambda raw: raw.update(head_dim="8"), "a wrong type"),
+    "ids of a wrong type": (
+        lambda raw: raw.update(eagle_aux_hidden_state_layer_ids="1,2"),
+        "a wrong type",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_keys_that_exist_twice_must_agree_without_a_seal(own: Path, name: str) -> None:
+    change, message = TWICE[name]
+    with pytest.raises(DraftError, match=message):
+        load_draft(edited(unseal(own), change))
+    # an edit that is accepted must not contradict itself either
+    reseal(own)
+    with pytest.raises(DraftError, match="not as it was sealed|wrong type|contradicts"):
+        load_draft(edited(own, lambda raw: raw.update(hidden_act="relu")))
+    with pytest.raises(DraftError, match="contradicts itself|would read another|wrong type"):
+        load_draft(own, accept_edited=True)
+
+
+def test_a_missing_or_unknown_key_is_named_by_check(own: Path) -> None:
+    edited(unseal(own), lambda raw: (raw.pop("eagle_config"), raw.update(rope_factor=2)))
+    found = spec_train.export(own).of("spec-train")
+    (text,) = [f.text for f in found if "keys that engines read" in f.text]
+    assert "eagle_config" in text and "rope_factor: added, 2" in text
+
+
+FOREIGN_DROPS = ("spec_train", "dtype", "torch_dtype", "rope_parameters")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda raw: raw["eagle_config"].update(norm_before_fc=True), "norm_before_fc"),
+        (lambda raw: set_ids(raw["eagle_config"], 1), "layers"),
+        (lambda raw: raw.update(rope_scaling={"rope_type": "yarn", "rope_theta": 3.0}), "theta"),
+        (lambda raw: raw.update(draft_vocab_size=64), "64 by draft_vocab_size, 40 by d2t"),
+        (lambda raw: raw.update(num_aux_hidden_states=2), "number of states: 3 .* 2"),
+        (lambda raw: raw.update(mask_token_id=3, ptd_token_id=4), "mask token: 3"),
+        (lambda raw: raw.update(hidden_size="32"), "missing hidden_size"),
+    ],
+)
+def test_foreign_drafts_must_agree_too(own: Path, change: Change, message: str) -> None:
+    """As other trainers publish them: without a section of ours."""
+
+    def strip(raw: dict[str, Any]) -> None:
+        for name in FOREIGN_DROPS:
+            raw.pop(name)
+
+    edited(unseal(own), strip)
+    assert load_draft(own)
+    with pytest.raises(DraftError, match=message):
+        load_draft(edited(own, change))
+
+
+def test_the_maps_of_the_vocabulary_must_name_the_same_tokens(own: Path) -> None:
+    weights = unseal(own) / "model.safetensors"
+    tensors = {name: value.clone() for name, value in load_file(weights).items()}
+    t2d = tensors["t2d"]
+    t2d[t2d.nonzero()[0]] = False
+    t2d[(~t2d).nonzero()[-1]] = True
+    save_file(tensors, weights)
+    with pytest.raises(DraftError, match="tokens of the draft vocabulary"):
+        load_draft(own)
+    edited(own, lambda raw: raw.pop("spec_train"))
+    with pytest.raises(DraftError, match="tokens of the draft vocabulary"):
+        load_draft(own)
+
+
+# --- exports ------------------------------------------------------------------------------------
+
+EXPORT_EDITS: list[tuple[str, Change]] = [
+    ("vllm", lambda raw: set_ids(raw, 1)),
+    ("vllm", lambda raw: raw.update(norm_before_residual=True)),
+    ("sglang", lambda raw: set_ids(raw["eagle_config"], -1)),
+    ("sglang", lambda raw: raw.update(norm_before_residual=True)),
+    ("speculators", lambda raw: set_ids(raw, 1)),
+    ("speculators", lambda raw: raw.update(norm_before_residual=True)),
+    ("speculators", lambda raw: raw["transformer_layer_config"].update(rope_theta=3.0)),
+    ("speculators", lambda raw: raw["transformer_layer_config"].update(num_aux_hidden_states=2)),
+    (
+        "speculators",
+        lambda raw: raw["speculators_config"]["proposal_methods"][0].update(speculative_tokens=9),
+    ),
+    ("hf", lambda raw: set_ids(raw, 1)),
+]
+
+
+@pytest.mark.parametrize(("form", "change"), EXPORT_EDITS)
+def test_an_edited_export_is_refused_with_and_without_its_seal(
+    own: Path, tmp_path: Path, target: Path, form: str, change: Change, capsys: Any
+) -> None:
+    """'ok, loads and computes what was trained' was the answer before."""
+    out = export(own, form, tmp_path / "out", target)
+    assert read_files(out).sealed and same_draft(own, out)
+    check = ["export", "--draft", str(out), "--check", "--target", str(target)]
+    assert main(check) == 0
+    edited(out, change)
+    assert main(check) == 2
+    assert "not as it was sealed" in capsys.readouterr().err
+    unseal(out)
+    assert main(check) == 2
+    error = capsys.readouterr().err
+    assert "engines would read" in error or "cannot be represented" in error
+
+
+def test_files_without_a_section_have_no_seal(own: Path, tmp_path: Path) -> None:
+    files = read_files(own)
+    plain = {name: value for name, value in files.config.items() if name != "spec_train"}
+    write_files(DraftFiles(plain, files.tensors, "x"), tmp_path / "plain")
+    assert not read_files(tmp_path / "plain").sealed
+
+
+def test_a_run_whose_best_draft_lacks_a_file_does_not_use_another(
+    own: Path, tmp_path: Path
+) -> None:
+    for name in ("best", "last"):
+        shutil.copytree(own, tmp_path / "run" / name)
+    assert spec_train.load_draft(tmp_path / "run")
+    (tmp_path / "run" / "best" / "config.json").unlink()
+    with pytest.raises(MissingError, match=r"best: config\.json or model\.safetensors is missing"):
+        spec_train.load_draft(tmp_path / "run")
