@@ -141,7 +141,37 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(data)
 
 
+def edit(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+def edit_state(old: str, new: str):
+    return lambda c: edit(c / "training_state.json", old, new)
+
+
+def exchange(a: Path, b: Path) -> None:
+    """Exchange the names of two directories, as a person who restores a backup might."""
+    a.rename(a.with_name("aside"))
+    b.rename(a)
+    a.with_name("aside").rename(b)
+
+
 DAMAGE = {
+    "a digit": edit_state('"tokens": 20', '"tokens": 26'),
+    "a digit of the step": edit_state('"step": 2', '"step": 6'),
+    "a key": edit_state('"tokens"', '"tokenr"'),
+    "the checksum's key": edit_state('"checksum"', '"checksun"'),
+    "the format": edit_state('"format": 2', '"format": 3'),
+    "the format of older releases": edit_state('"format": 2', '"format": 1'),
+    "an empty list of files": edit_state('"files": {', '"files": {}, "older": {'),
+    "not an object": lambda c: (c / "training_state.json").write_text("[1]"),
+    "not UTF-8": lambda c: (c / "training_state.json").write_bytes(b"{\xff}"),
+    "state of another step": lambda c: shutil.copy(
+        c.with_name("checkpoint-00000001") / "training_state.json", c
+    ),
+    "config of another step": lambda c: (c / "config.json").write_text('{"step": 1}'),
     "flipped tensor": lambda c: flip_a_bit(c / "training_state.safetensors"),
     "flipped draft": lambda c: flip_a_bit(c / "model.safetensors"),
     "truncated": lambda c: os.truncate(c / "training_state.safetensors", 100),
@@ -161,6 +191,75 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(run, damage,
     save(run, 2)
     assert run.load_newest().step == 2
     assert (run.path / "last").resolve().name == "checkpoint-00000002"
+
+
+def test_a_checkpoint_under_the_name_of_another_is_damaged(run, caplog):
+    save(run, 1)
+    save(run, 2)
+    exchange(*(run.path / f"checkpoint-0000000{i}" for i in (1, 2)))
+    with pytest.raises(RunError, match="all checkpoints are damaged"):
+        run.load_newest()
+    assert "holds step 1, but its directory is called checkpoint-00000002" in caplog.text
+
+
+def older(checkpoint: Path, **changes) -> None:
+    """Turn a checkpoint into one of an older release, which had no checksum of the state."""
+    file = checkpoint / "training_state.json"
+    state = json.loads(file.read_text()) | {"format": 1, "stream": {}, "pending_tokens": 0}
+    del state["checksum"]
+    kept = {k: v for k, v in (state | changes).items() if v is not ...}
+    file.write_text(json.dumps(kept))
+
+
+@pytest.mark.parametrize(
+    ("changes", "step"),
+    [({}, 2), ({"stream": ...}, 1), ({"files": {}}, 1), ({"step": 7}, 1), ({"step": "2"}, 1)],
+)
+def test_checkpoints_of_older_releases_are_read_as_far_as_they_can_be_trusted(
+    run, caplog, changes, step
+):
+    save(run, 1)
+    older(save(run, 2), **changes)
+    assert run.load_newest().step == step
+    assert caplog.text.count("has no checksum (an older release wrote it)") == (step == 2)
+
+
+def test_a_newer_format_is_not_damage(run, monkeypatch):
+    save(run, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "STATE_FORMAT", 3)
+        newer = save(run, 2)
+    with pytest.raises(RunError, match="written by another release \\(format 3"):
+        run.load_newest()
+    assert newer.is_dir()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda f: edit(f, '"lr": 0.1', '"lr": 0.3'),
+        lambda f: edit(f, '"total_steps": 12', '"total_steps": 92'),
+        lambda f: edit(f, '"identity"', '"identitx"'),
+        lambda f: os.truncate(f, 20),
+        lambda f: f.write_text("[]"),
+        lambda f: f.write_bytes(b"\xff"),
+    ],
+)
+def test_a_damaged_run_json_is_said_in_words(run, damage):
+    run.note(total_steps=12)
+    save(run, 1)
+    damage(run.path / "run.json")
+    with pytest.raises(RunError, match=r"run\.json: damaged or missing .*restore it"):
+        reopen(run).record({"lr": 0.1}, {"lr": 0.1})
+
+
+def test_a_run_json_of_an_older_release_is_read_and_gets_a_checksum(run):
+    file = run.path / "run.json"
+    table = json.loads(file.read_text())
+    del table["checksum"]
+    file.write_text(json.dumps(table))
+    run.record({"lr": 0.1}, {"lr": 0.1})
+    assert json.loads(file.read_text())["checksum"]
 
 
 def test_no_whole_checkpoint_is_an_error_not_a_fresh_start(run):
@@ -272,6 +371,8 @@ def test_metrics_are_cut_back_to_a_step(run):
     lines = [json.loads(x) for x in (run.path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert [line["loss"] for line in lines] == [0.5, None, 0.5]
+    with (run.path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 1, "loss\xff": 1}\n')  # not UTF-8
     run.truncate_metrics(-1)
     assert (run.path / "metrics.jsonl").read_text() == ""
 
