@@ -78,7 +78,8 @@ class VerifyReport:
     failures: tuple[str, ...]
     """What is wrong: shard, row, document and column, in words."""
     warnings: tuple[str, ...]
-    """What needs attention although the dataset is sound: another tokenizer of the target."""
+    """What needs attention although the dataset is sound: another tokenizer of the target, a file
+    that does not belong to it."""
     figures: dict[str, dict[str, float]]
     """Measured differences by name: what was "found" and what is "allowed"."""
     fingerprint: str

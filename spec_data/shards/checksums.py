@@ -38,8 +38,8 @@ def numbers(array: pa.Array) -> np.ndarray:
     kind = np.dtype(array.type.to_pandas_dtype())
     if not len(array):
         return np.zeros(0, kind)
-    values = np.frombuffer(array.buffers()[1], kind)
-    return values[array.offset : array.offset + len(array)]
+    stop = array.offset + len(array)  # the buffer may be longer, by any number of bytes
+    return np.frombuffer(array.buffers()[1], kind, stop)[array.offset :]
 
 
 def list_views(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
@@ -54,7 +54,7 @@ def list_views(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
 def string_views(array: pa.StringArray) -> tuple[np.ndarray, np.ndarray]:
     """Return offsets int32 [rows + 1], from 0, and the UTF-8 bytes (uint8) of a string array."""
     _, places, data = array.buffers()
-    bounds = np.frombuffer(places, np.int32)[array.offset : array.offset + len(array) + 1]
+    bounds = np.frombuffer(places, np.int32, array.offset + len(array) + 1)[array.offset :]
     text = np.frombuffer(data or b"", np.uint8)
     return bounds - bounds[0], text[bounds[0] : max(bounds[0], bounds[-1])]
 

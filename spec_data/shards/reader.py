@@ -22,11 +22,11 @@ from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
 from spec_data.shards.checking import FIRST, known_policy
-from spec_data.shards.checksums import numbers
 from spec_data.shards.codec_tables import TABLES, load_tables
 from spec_data.shards.coded import CodedRows, decode_rows, runs
 from spec_data.shards.document_access import DocumentAccess
 from spec_data.shards.errors import DatasetError, MissingError
+from spec_data.shards.index import index_numbers, read_index
 from spec_data.shards.lossy import Tables
 from spec_data.shards.schema import Column, Manifest
 from spec_data.shards.shard import IndexRows, Place, Shard
@@ -114,8 +114,11 @@ class HiddenStatesDataset(DocumentAccess):
             file = self.path / record.file
             try:
                 size = file.stat().st_size
-            except FileNotFoundError:
-                raise MissingError(f"{file}: shard is missing; copy the dataset again") from None
+            except OSError as error:  # no such file, a link to nowhere, a folder without rights
+                raise MissingError(
+                    f"{file}: shard is missing or out of reach ({error.strerror}); copy the "
+                    "dataset again"
+                ) from None
             if size != record.bytes:
                 raise DatasetError(
                     f"{file}: {size:,} bytes, the manifest says {record.bytes:,}: truncated or "
@@ -135,40 +138,30 @@ class HiddenStatesDataset(DocumentAccess):
     @cached_property
     def _index(self) -> pa.Table:
         data = mapped_file(self.path, INDEX, self.manifest)
-        table = pa.ipc.open_stream(data).read_all()
-        if table.num_rows != len(self):
-            raise DatasetError(
-                f"{self.path / INDEX}: {table.num_rows} documents, the manifest says {len(self)}"
-            )
-        return table
-
-    def _index_column(self, name: str) -> np.ndarray:
-        """Return a column of numbers of the index, [N]: a view where possible."""
-        chunks = self._index.column(name)
-        return numbers(chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks())
+        return read_index(data, self.manifest, self.path / INDEX)
 
     @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens per document, int64 [N]."""
-        return self._index_column("tokens").astype(np.int64)
+        return index_numbers(self._index, "tokens").astype(np.int64)
 
     @cached_property
     def supervised(self) -> np.ndarray:
         """Supervised tokens per document, int64 [N]."""
-        return self._index_column("supervised").astype(np.int64)
+        return index_numbers(self._index, "supervised").astype(np.int64)
 
     @cached_property
     def first_supervised(self) -> np.ndarray:
         """Index of the first supervised token, int64 [N]; the length when there is none."""
-        return self._index_column("first_supervised").astype(np.int64)
+        return index_numbers(self._index, "first_supervised").astype(np.int64)
 
     @cached_property
     def _places(self) -> tuple[np.ndarray, np.ndarray]:
-        return self._index_column("shard"), self._index_column("row")
+        return index_numbers(self._index, "shard"), index_numbers(self._index, "row")
 
     @cached_property
     def _checksums(self) -> np.ndarray | None:
-        return self._index_column("checksum") if self.manifest.has_checksums else None
+        return index_numbers(self._index, "checksum") if self.manifest.has_checksums else None
 
     @cached_property
     def id_array(self) -> pa.StringArray:

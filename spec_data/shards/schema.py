@@ -7,6 +7,7 @@ the tokens stored in bf16. A sparse column stores only tokens whose next token i
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ from spec_data.shards.errors import ConfigError, DatasetError, MissingError
 from spec_data.shards.files import sha256_json
 from spec_data.shards.head_spec import HeadSpec
 from spec_data.shards.lossy import LossyCodec
+from spec_data.shards.manifest_rules import MANIFEST, contradictions, problems, refuse, safe_path
 
 FORMAT = "spec-data"
 FORMAT_VERSION = "1.1"
@@ -207,12 +209,19 @@ class ShardRecord:
     sha256: str
     outline: str | None = None  # None in format 1.0
 
+    def __post_init__(self) -> None:
+        if not safe_path(self.file):
+            raise DatasetError(
+                f"a shard has the path {self.file!r}: shards lie inside the dataset's directory; "
+                "the manifest or unit record was edited, so restore it"
+            )
+
 
 class Manifest:
     """manifest.json, validated. `raw` is the whole JSON; code reads it through the properties."""
 
     def __init__(self, raw: dict[str, Any], where: str) -> None:
-        """Check format, version, required parts and fingerprint of `raw`, read from `where`.
+        """Check format, version, required parts, fingerprint and types of `raw`, from `where`.
 
         A manifest without a fingerprint is accepted here, as sealing adds it last.
 
@@ -234,11 +243,16 @@ class Manifest:
                 f"{where}: the manifest lacks {', '.join(missing)}: it was edited, or written by a "
                 "release older than the format; generate the dataset again"
             )
-        if "fingerprint" in raw and raw["fingerprint"] != fingerprint(raw):
+        try:
+            own = fingerprint(raw)
+        except (UnicodeEncodeError, RecursionError):
+            own = "none: a text is not Unicode, or values are nested too deeply"
+        if "fingerprint" in raw and raw["fingerprint"] != own:
             raise DatasetError(
                 f"{where}: the manifest does not match its own fingerprint; it was edited or "
                 "damaged. Restore it, or generate the dataset again"
             )
+        refuse(where, problems(raw, MANIFEST))
 
     @classmethod
     def read(cls, path: Path) -> "Manifest":
@@ -251,14 +265,43 @@ class Manifest:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise MissingError(f"{path}: no such file") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise DatasetError(f"{path}: cannot be read ({error.strerror})") from None
+        except (ValueError, RecursionError) as error:  # also numbers of more than 4,300 digits
             raise DatasetError(f"{path}: not valid JSON ({error}); restore it") from None
         if not isinstance(raw, dict):
             raise DatasetError(f"{path}: not a spec-data manifest (a JSON {type(raw).__name__})")
         manifest = cls(raw, str(path))
         if "fingerprint" not in raw:
             raise DatasetError(f"{path}: no fingerprint, so the manifest was edited; restore it")
+        refuse(manifest.where, (f"{k} is missing" for k in _SEALED if k not in raw))
+        refuse(manifest.where, contradictions(raw))
+        refuse(manifest.where, manifest._wrong_columns())
         return manifest
+
+    def _wrong_columns(self) -> Iterator[str]:
+        """Yield how `columns` differs from the columns that layers and supervision make."""
+        codecs = {c.name: c.codec for c in self.columns}
+        aux = next((codecs[n] for k in self.layers if (n := layer_column(k)) in codecs), "bf16")
+        try:
+            expected = token_columns(
+                self.layers,
+                self.hidden_size,
+                self.supervision,
+                self.vocab_size,
+                aux_codec=aux,
+                final_codec=codecs.get(FINAL, "bf16"),
+                final_tokens=self.final,
+            )
+        except ConfigError as error:
+            yield str(error)
+            return
+        if [c.name for c in expected] != [c.name for c in self.columns]:
+            yield f"columns has {', '.join(codecs)}; layers and supervision make others"
+            return
+        for own, other in zip(self.columns, expected, strict=True):
+            if own != other:
+                yield f"columns: {own}, but head, final and the other columns make {other}"
 
     def __repr__(self) -> str:
         totals = self.raw.get("totals", {})
@@ -335,21 +378,8 @@ class Manifest:
         return self.raw.get("fingerprint") or fingerprint(self.raw)
 
 
-_REQUIRED = [
-    "settings",
-    "target",
-    "tokenizer",
-    "corpus",
-    "layers",
-    "supervision",
-    "columns",
-    "head",
-    "packing",
-    "shards",
-    "totals",
-    "files",
-    "documents",
-]
+_REQUIRED = [name for name in MANIFEST.keys if not name.endswith("?")]
+_SEALED = ("layer_convention", "policy")  # required of a sealed dataset, not of a view of it
 
 
 def fingerprint(raw: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 The manifest is written last: a dataset is sealed when its manifest exists.
 """
 
+import hashlib
 import io
 import os
 from collections.abc import Sequence
@@ -22,20 +23,11 @@ from spec_data.shards.files import (
     write_atomically,
     xxh3_file,
 )
+from spec_data.shards.index import INDEX_SCHEMA
 from spec_data.shards.reader import INDEX, MANIFEST
 from spec_data.shards.schema import Manifest, ShardRecord, fingerprint
 
-INDEX_SCHEMA = pa.schema(
-    [
-        pa.field("doc_id", pa.string(), nullable=False),
-        pa.field("source", pa.string(), nullable=False),
-        *(
-            pa.field(name, pa.int32(), nullable=False)
-            for name in ("shard", "row", "tokens", "supervised", "first_supervised")
-        ),
-        pa.field("checksum", pa.uint64(), nullable=False),
-    ]
-)
+CARD = "README.md"
 
 
 def seal(directory: Path, draft: dict[str, Any], records: Sequence[ShardRecord]) -> Manifest:
@@ -68,23 +60,29 @@ def seal(directory: Path, draft: dict[str, Any], records: Sequence[ShardRecord])
                 f"{directory / name}: changed since it was written; delete {directory} and "
                 "generate again"
             )
+    card = dataset_card(Manifest(raw, str(directory / MANIFEST)))
+    raw["card"] = {"sha256": hashlib.sha256(card.encode()).hexdigest()}
     raw["fingerprint"] = fingerprint(raw)
     manifest = Manifest(raw, str(directory / MANIFEST))
-    files = [{"filename": r.file} for r in records]
-    state = {
-        "_data_files": files,
-        "_fingerprint": raw["fingerprint"][:16],
+    for name, text in datasets_files(manifest).items():
+        write_atomically(directory / name, text)
+    write_atomically(directory / CARD, card)
+    write_atomically(directory / MANIFEST, dump_json(raw))
+    return manifest
+
+
+def datasets_files(manifest: Manifest) -> dict[str, str]:
+    """Return the text of the files with which `datasets` opens the shards, by name."""
+    state: dict[str, Any] = {
+        "_data_files": [{"filename": r.file} for r in manifest.shards],
+        "_fingerprint": manifest.fingerprint[:16],
         "_format_columns": None,
         "_format_kwargs": {},
         "_format_type": None,
         "_output_all_columns": False,
         "_split": None,
     }
-    write_atomically(directory / "state.json", dump_json(state))
-    write_atomically(directory / "dataset_info.json", dump_json({}))
-    write_atomically(directory / "README.md", dataset_card(manifest))
-    write_atomically(directory / MANIFEST, dump_json(raw))
-    return manifest
+    return {"state.json": dump_json(state), "dataset_info.json": dump_json({})}
 
 
 def target_file_names(directory: Path) -> list[str]:

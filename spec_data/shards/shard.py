@@ -95,6 +95,8 @@ class Shard:
                 f"{self.file}: its metadata is not what the manifest says: it is damaged, of "
                 "another dataset, or another shard under this name; copy it again"
             )
+        if any(column.null_count for batch in self.batches for column in batch.columns):
+            raise DatasetError(f"{self.file}: some of its values are null; copy this shard again")
         self.starts = [0, *itertools.accumulate(b.num_rows for b in self.batches)]
         if not self.starts[-1] == len(index.lengths) == self.record.rows:
             raise DatasetError(
@@ -186,8 +188,11 @@ class Shard:
     def _check_texts(self, batch: int) -> None:
         """Check offsets and UTF-8 of a record batch's texts, which Arrow itself does not do."""
         for name in _TEXTS:
+            column = self.batches[batch].column(name)
             try:
-                self.batches[batch].column(name).validate(full=True)
+                column.validate(full=True)
+                if name == "turns" and any(c.null_count for c in column.flatten().flatten()):
+                    raise pa.ArrowInvalid("null values")
             except pa.ArrowInvalid as error:
                 raise DatasetError(
                     f"{self.file}: rows {self.starts[batch]} to {self.starts[batch + 1] - 1}, "

@@ -55,12 +55,12 @@ class Findings:
         return f"{found:.1e} (allowed {allowed:.1e})"
 
     def text(self) -> str:
-        """Describe every fact, the first failures and the verdict, one line each."""
+        """Describe every fact, the first warnings and failures and the verdict, one line each."""
         lines = [f"ok    {fact}" for fact in self.facts]
-        lines += [f"warn  {warning}" for warning in self.warnings]
-        lines += [f"FAIL  {failure}" for failure in self.failures[:_SHOWN]]
-        if len(self.failures) > _SHOWN:
-            lines.append(f"FAIL  and {len(self.failures) - _SHOWN} more")
+        for word, found in (("warn", self.warnings), ("FAIL", self.failures)):
+            lines += [f"{word}  {message}" for message in found[:_SHOWN]]
+            if len(found) > _SHOWN:
+                lines.append(f"{word}  and {len(found) - _SHOWN} more")
         if self.failures:
             lines.append(f"{self.data}: {len(self.failures)} failures")
         else:
@@ -68,7 +68,7 @@ class Findings:
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values: the verdict, the facts, the failures, the figures with bounds."""
+        """Return plain values: verdict, facts, warnings, failures, and figures with bounds."""
         return {
             "data": self.data,
             "verified": not self.failures,

@@ -1,7 +1,7 @@
 """`spec-data verify`: check a dataset, from its bytes to its states, and name every failure.
 
-1. Checksums of every file and every chunk, so that damage is named by shard, row, document and
-   column.
+1. Checksums of every file in the directory and of every chunk, so that damage is named by shard,
+   row, document and column.
 2. Schema, row counts, and the index against the shards.
 3. Every state is finite and not constant; masks and turns are consistent.
 4. For sampled documents, logits computed from `hidden.final` and the stored head are compared with
@@ -27,11 +27,11 @@ from spec_data.options import VerifyConfig
 from spec_data.progress import progress
 from spec_data.shards.codec_tables import TABLES, error_text
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.files import sha256_file
 from spec_data.shards.head_spec import apply_head
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import FINAL
 from spec_data.target.model import Target
+from spec_data.verification.directory import check_files
 from spec_data.verification.findings import Findings, declared_error, stored_tokens
 from spec_data.verification.fresh import LOGIT_TOLERANCE, check_fresh, check_identity
 
@@ -51,7 +51,7 @@ def examine(config: VerifyConfig) -> Findings:
         revision = None if local else dataset.manifest.target.get("revision")
         path, _ = resolve_model(config.target, revision)
     findings = Findings(data=config.data, fingerprint=dataset.manifest.fingerprint)
-    findings.check(lambda: _check_checksums(dataset, findings))
+    findings.check(lambda: check_files(dataset, findings))
     findings.check(lambda: _check_chunks(dataset, findings))
     if not findings.failures:
         findings.check(lambda: _check_codecs(dataset, findings))
@@ -82,7 +82,7 @@ def _verify_target(
         dataset.manifest.layers,
         dtype=recorded["dtype"],
         device=config.device,
-        attn=recorded["attn"],
+        attn=recorded.get("attn", "auto"),
         trust_remote_code=trust,
     )
     findings.check(lambda: check_fresh(dataset, sampled, target, findings))
@@ -92,26 +92,6 @@ def sample_documents(count: int, samples: int, seed: int) -> list[int]:
     """Return `samples` different indices of documents, ascending; the same for the same seed."""
     rng = np.random.default_rng(seed)
     return sorted(rng.choice(count, size=min(samples, count), replace=False).tolist())
-
-
-def _check_checksums(dataset: HiddenStatesDataset, findings: Findings) -> None:
-    """Check every shard, the index and the files of the target; no other file may be in shards/."""
-    manifest = dataset.manifest
-    expected = {r.file: r.sha256 for r in manifest.shards}
-    expected |= {name: record["sha256"] for name, record in manifest.raw["files"].items()}
-    for name in progress(expected, desc="checksums", unit="files", leave=False):
-        file = dataset.path / name
-        found = sha256_file(file) if file.is_file() else "missing"
-        if found != expected[name]:
-            findings.fail(
-                f"{name}: sha256 {found[:16]}, but the manifest has {expected[name][:16]}: the "
-                "file was changed; copy or generate it again"
-            )
-    folder = dataset.path / "shards"
-    for name in sorted({f"shards/{p.name}" for p in folder.iterdir()} - expected.keys()):
-        findings.fail(f"{name}: not a file of this dataset, but a copy or a leftover; delete it")
-    others = len(expected) - len(manifest.shards)
-    findings.passed(f"checksums of {len(manifest.shards)} shards and {others} other files")
 
 
 def _check_chunks(dataset: HiddenStatesDataset, findings: Findings) -> None:

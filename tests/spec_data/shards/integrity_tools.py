@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 import torch
 
+from spec_data.shards.files import dump_json
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import fingerprint
 from tests.factory import random_documents, tiny_dataset
@@ -72,9 +73,16 @@ def flip(file: Path, position: int, bit: int = 3) -> None:
 
 
 def change_manifest(data: Path, **changes) -> None:
-    raw = json.loads((data / "manifest.json").read_text()) | changes
+    write_manifest(data, json.loads((data / "manifest.json").read_text()) | changes)
+
+
+def write_manifest(data: Path, raw: dict) -> None:
+    """Write a manifest with a fingerprint, and what follows from it: someone covers the traces."""
     raw["fingerprint"] = fingerprint(raw)
     (data / "manifest.json").write_text(json.dumps(raw))
+    state = json.loads((data / "state.json").read_text())
+    state["_fingerprint"] = raw["fingerprint"][:16]
+    (data / "state.json").write_text(dump_json(state))
 
 
 def to_first_format(data: Path) -> None:
@@ -99,5 +107,5 @@ def to_first_format(data: Path) -> None:
         del record["xxh3"]
         record["bytes"] = (data / name).stat().st_size
         record["sha256"] = hashlib.sha256((data / name).read_bytes()).hexdigest()
-    raw["fingerprint"] = fingerprint(raw)
-    (data / "manifest.json").write_text(json.dumps(raw))
+    raw["totals"]["bytes"] = sum(record["bytes"] for record in raw["shards"])
+    write_manifest(data, raw)

@@ -13,9 +13,9 @@ from spec_data.cli import main
 from spec_data.options import VerifyConfig
 from spec_data.shards.checksums import CHECKSUMS, chunk_checksums, row_checksums
 from spec_data.shards.files import sha256_file, unit_name
-from spec_data.shards.schema import fingerprint
 from spec_data.shards.seal import file_records
 from tests.spec_data.runs import run, save_target, verify, write_corpus
+from tests.spec_data.shards.integrity_tools import write_manifest
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +85,7 @@ def rewrite(data: Path, shard: int, column: str, change) -> None:
     with pa.OSFile(str(data / "index.arrow"), "wb") as sink:
         pa.ipc.new_stream(sink, index.schema).write_table(index)
     manifest["files"] |= file_records(data, ["index.arrow"])
-    manifest["fingerprint"] = fingerprint(manifest)
-    (data / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(data, manifest)
 
 
 def test_states_that_are_not_finite_are_named(data, capsys):

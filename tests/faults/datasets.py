@@ -1,0 +1,102 @@
+"""Datasets to damage, and how someone who covers the traces would write them: checksums agree."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+from xxhash import xxh3_64
+
+from spec_data.options import VerifyConfig
+from spec_data.shards.checksums import CHECKSUMS, chunk_checksums, row_checksums
+from spec_data.shards.errors import SpecDataError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.seal import file_records
+from spec_data.verification.run import examine
+from tests.spec_data.shards.integrity_tools import write_manifest
+
+
+def linked_copy(whole: Path, to: Path, *changed: str) -> Path:
+    """Copy a dataset: hard links, but for the files that will be changed."""
+    own = {"manifest.json", "state.json", *changed}
+
+    def link(source: str, target: str) -> None:
+        if str(Path(source).relative_to(whole)) in own:
+            shutil.copyfile(source, target)
+        else:
+            Path(target).hardlink_to(source)
+
+    return Path(shutil.copytree(whole, to, copy_function=link))
+
+
+def trace_file(data: Path, name: str, content: bytes) -> None:
+    """Write a file of the target or the index, with its checksums in the manifest."""
+    (data / name).write_bytes(content)
+    raw = json.loads((data / "manifest.json").read_text())
+    raw["files"] |= file_records(data, [name])
+    write_manifest(data, raw)
+
+
+def trace_shard(data: Path, number: int, content: bytes) -> None:
+    """Write a shard, with size, SHA-256 and outline in the manifest."""
+    raw = json.loads((data / "manifest.json").read_text())
+    record = raw["shards"][number]
+    (data / record["file"]).write_bytes(content)
+    outline = xxh3_64()
+    try:
+        for message in pa.ipc.MessageReader.open_stream(pa.py_buffer(content)):
+            outline.update(message.metadata)
+    except (pa.ArrowException, OSError):
+        pass  # no reader comes as far as the outline
+    raw["totals"]["bytes"] += len(content) - record["bytes"]
+    record |= {"bytes": len(content), "outline": outline.hexdigest()}
+    record["sha256"] = hashlib.sha256(content).hexdigest()
+    write_manifest(data, raw)
+
+
+def hashed_again(content: bytes) -> tuple[bytes, list[int]]:
+    """Compute the checksums of a shard's rows again; return the shard and the index's checksums.
+
+    Raises:
+        pa.ArrowInvalid: a text cannot be read.
+    """
+    raw, buffer = bytearray(content), pa.py_buffer(content)
+    sums = []
+    for batch in pa.ipc.open_stream(buffer):
+        batch.validate(full=True)
+        found = chunk_checksums(batch.columns[:-1])
+        values = batch.column(CHECKSUMS).values.buffers()[1]
+        start = values.address - buffer.address
+        raw[start : start + found.nbytes] = found.tobytes()
+    for batch in pa.ipc.open_stream(pa.py_buffer(bytes(raw))):
+        sums += row_checksums(batch).tolist()
+    return bytes(raw), sums
+
+
+def use(data: Path) -> str:
+    """Open, read and verify a dataset; return "refused: ..." in words, or "read".
+
+    Any other error is a fault of the reader, and reaches the caller.
+    """
+    found = []
+    for step in (read_everything, verify_everything):
+        try:
+            step(data)
+        except SpecDataError as error:
+            found.append(f"refused: {error}")
+    return " | ".join(found) or "read"
+
+
+def read_everything(data: Path) -> None:
+    """Read every column of every document."""
+    dataset = HiddenStatesDataset(data)
+    for row in range(len(dataset)):
+        _ = dataset[row]
+
+
+def verify_everything(data: Path) -> None:
+    """Run `verify`; its failures are an error here."""
+    found = examine(VerifyConfig(data=str(data), device="cpu", samples=2))
+    if found.failures:
+        raise SpecDataError("; ".join(found.failures))

@@ -1,0 +1,241 @@
+"""Crafted indexes and shards whose checksums agree: refused in words, never a crash."""
+
+import collections
+import json
+import re
+import struct
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from spec_data.shards.errors import DatasetError
+from spec_data.shards.index import INDEX_SCHEMA
+from spec_data.shards.reader import HiddenStatesDataset
+from tests.faults.datasets import (
+    hashed_again,
+    linked_copy,
+    read_everything,
+    trace_file,
+    trace_shard,
+    use,
+)
+from tests.faults.tools import count, report, survived, trials
+from tests.spec_data.shards import integrity_tools
+
+whole = integrity_tools.whole
+INDEX = "index.arrow"
+TEXTS = ("doc_id", "source")
+
+
+@pytest.fixture
+def data(whole, tmp_path):
+    return linked_copy(whole, tmp_path / "data", INDEX, "shards/unit-00000.arrow")
+
+
+def index_table(data: Path) -> pa.Table:
+    return pa.ipc.open_stream(pa.py_buffer((data / INDEX).read_bytes())).read_all()
+
+
+def stream_of(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def offsets_place(content: bytes, column: str) -> int:
+    """Where the offsets of a text column begin in an Arrow stream."""
+    buffer = pa.py_buffer(content)
+    (batch,) = pa.ipc.open_stream(buffer)
+    return batch.column(column).buffers()[1].address - buffer.address
+
+
+# -- the index ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("column", TEXTS)
+@pytest.mark.parametrize(
+    ("where", "offset"),
+    [
+        *((where, bad) for where in (0, 1, 6, 12) for bad in (-1, -(2**31), 2**31 - 1, 10_000)),
+        *((where, 3) for where in (6, 12)),  # below the one before it
+    ],
+)
+def test_texts_with_bad_offsets_are_refused(data, column, where, offset):
+    content = bytearray((data / INDEX).read_bytes())
+    struct.pack_into("<i", content, offsets_place(bytes(content), column) + 4 * where, offset)
+    trace_file(data, INDEX, bytes(content))
+    (outcome,) = survived(lambda _: use(data), 1)
+    assert re.match(r"refused: .*index\.arrow: damaged \(.*\| refused: ", outcome), outcome
+
+
+def test_lengths_beyond_the_buffers_are_refused(data):
+    """The record batch says a million documents, and so does each of its columns."""
+    content = (data / INDEX).read_bytes()
+    rows = struct.pack("<q", 12)
+    many = content.replace(rows, struct.pack("<q", 1_000_000))
+    assert many != content
+    trace_file(data, INDEX, many)
+    (outcome,) = survived(lambda _: use(data), 1)
+    assert outcome.startswith("refused: ") and "index.arrow" in outcome, outcome
+
+
+def set_column(table: pa.Table, name: str, change) -> pa.Table:
+    values = table.column(name).to_numpy().copy()
+    change(values)
+    place = table.schema.get_field_index(name)
+    return table.set_column(place, table.schema.field(place), pa.array(values))
+
+
+@pytest.mark.parametrize(
+    ("column", "row", "value", "said"),
+    [
+        ("shard", 3, 7, "not in the order of the manifest's shards"),
+        ("shard", 3, -1, "not in the order of the manifest's shards"),
+        ("row", 5, 4, "does not count the rows"),
+        ("row", 0, 2**31 - 1, "does not count the rows"),
+        ("tokens", 2, 0, "document 2 has 0 tokens, .* impossible"),
+        ("tokens", 2, -4, "document 2 has -4 tokens, .* impossible"),
+        ("tokens", 2, 2**31 - 1, r"tokens in shards/unit-00000\.arrow, the manifest says"),
+        ("supervised", 4, -1, "document 4 .* impossible"),
+        ("supervised", 4, 1_000, "document 4 .* impossible"),
+        ("first_supervised", 4, -1, "document 4 .* impossible"),
+        ("first_supervised", 4, 1_000, "document 4 .* impossible"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(data, column, row, value, said):
+    table = set_column(index_table(data), column, lambda v: v.__setitem__(row, value))
+    trace_file(data, INDEX, stream_of(table))
+    with pytest.raises(DatasetError, match=rf"index\.arrow: .*{said}"):
+        _ = HiddenStatesDataset(data).lengths
+    with pytest.raises(DatasetError, match=said):
+        read_everything(data)
+
+
+def test_counts_are_those_of_the_manifest(data):
+    table = index_table(data)
+    change = set_column(table, "supervised", lambda v: v.__isub__(np.eye(1, 12, 1, int)[0] * 1))
+    trace_file(data, INDEX, stream_of(change))
+    with pytest.raises(DatasetError, match=r"supervised tokens in shards/unit-00000\.arrow, the m"):
+        read_everything(data)
+    trace_file(data, INDEX, stream_of(table.slice(0, 11)))
+    with pytest.raises(DatasetError, match="11 documents, the manifest says 12"):
+        read_everything(data)
+
+
+def nullable(table: pa.Table) -> pa.Table:
+    """The same schema in words, with a null in the bytes."""
+    arrays = [column.chunk(0) for column in table.columns]
+    bits = pa.py_buffer(b"\xfe\xff")
+    arrays[3] = pa.Array.from_buffers(pa.int32(), 12, [bits, arrays[3].buffers()[1]], 1)
+    return pa.Table.from_arrays(arrays, schema=INDEX_SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.drop_columns(["checksum"]), "columns are not those of an index"),
+        (lambda t: t.append_column("more", t.column("row")), "columns are not those of an index"),
+        (lambda t: t.cast(pa.schema([(f.name, f.type) for f in t.schema])), "columns are not"),
+        (lambda t: t.replace_schema_metadata({"a": "b"}), "columns are not those of an index"),
+        (nullable, "values are null"),
+    ],
+)
+def test_the_schema_is_exact(data, change, said):
+    trace_file(data, INDEX, stream_of(change(index_table(data))))
+    with pytest.raises(DatasetError, match=rf"index\.arrow: .*{said}"):
+        read_everything(data)
+
+
+def mutated(content: bytes, rng: np.random.Generator, first: int = 0) -> bytes:
+    """Set one to four 8-, 32- or 64-bit values to something that hurts."""
+    raw = bytearray(content)
+    for _ in range(rng.integers(1, 5)):
+        size = int(rng.choice([1, 4, 8]))
+        place = int(rng.integers(first, len(raw) - size)) // size * size
+        bad = [-1, 0, 1, 2 ** (8 * size - 1) - 1, -(2 ** (8 * size - 1)), int(rng.integers(256))]
+        value = int(bad[rng.integers(len(bad))]) % 2 ** (8 * size)
+        raw[place : place + size] = value.to_bytes(size, "little")
+    return bytes(raw)
+
+
+def campaign(name: str, default: int, make) -> None:
+    """Make each crafted dataset, and use it in a process that may die of it."""
+    generators = [rng for _, rng in trials(name, default)]
+    outcomes = survived(lambda trial: use(make(trial, generators[trial])), count(default))
+    report(name, collections.Counter(str(o).split(":")[0].split(" ")[0] for o in outcomes))
+    bad = {n: o for n, o in enumerate(outcomes) if not str(o).startswith(("refused:", "read"))}
+    assert not bad, bad
+
+
+def test_random_values_in_the_index_never_crash(data):
+    content = (data / INDEX).read_bytes()
+
+    def make(trial, rng):
+        trace_file(data, INDEX, mutated(content, rng))
+        return data
+
+    campaign("index", 60, make)
+
+
+# -- shards ---------------------------------------------------------------------------------------
+
+
+def list_offsets(content: bytes, column: str) -> int:
+    buffer = pa.py_buffer(content)
+    (batch,) = pa.ipc.open_stream(buffer)
+    return batch.column(column).buffers()[1].address - buffer.address
+
+
+@pytest.mark.parametrize("column", ["input_ids", "loss_mask", "hidden.L1", "hidden.final"])
+@pytest.mark.parametrize("offset", [-1, -(2**63), 2**63 - 1, 10**6, 0])
+@pytest.mark.parametrize("where", [1, 4])
+def test_lists_with_bad_offsets_are_refused(data, column, offset, where):
+    name = "shards/unit-00000.arrow"
+    content = bytearray((data / name).read_bytes())
+    struct.pack_into("<q", content, list_offsets(bytes(content), column) + 8 * where, offset)
+    trace_shard(data, 0, bytes(content))
+    (outcome,) = survived(lambda _: use(data), 1)
+    assert re.match(r"refused: .*unit-00000\.arrow.*\| refused: ", outcome), outcome
+
+
+def test_random_values_in_a_shard_never_crash(data):
+    """With size, SHA-256 and outline of the shard computed again."""
+    content = (data / "shards" / "unit-00000.arrow").read_bytes()
+
+    def make(trial, rng):
+        trace_shard(data, 0, mutated(content, rng))
+        return data
+
+    campaign("shard", 60, make)
+
+
+def test_random_values_whose_every_checksum_agrees_never_crash(data):
+    """Also those of rows and of the index: nothing but the meaning is left to tell."""
+    content = (data / "shards" / "unit-00000.arrow").read_bytes()
+    table = index_table(data)
+
+    def make(trial, rng):
+        changed = mutated(content, rng, len(content) // 40)
+        try:
+            changed, sums = hashed_again(changed)
+            new = set_column(table, "checksum", lambda v: v.__setitem__(slice(0, 4), sums))
+            trace_file(data, INDEX, stream_of(new))
+        except (pa.ArrowException, AttributeError, ValueError, IndexError, OSError):
+            pass  # not even its author could read it
+        trace_shard(data, 0, changed)
+        return data
+
+    campaign("shard and its checksums", 40, make)
+
+
+def test_an_index_of_the_manifest_is_read(data):
+    """The tools themselves change nothing: what they write again is read."""
+    trace_file(data, INDEX, stream_of(index_table(data)))
+    content, sums = hashed_again((data / "shards" / "unit-00000.arrow").read_bytes())
+    assert sums == index_table(data).column("checksum").to_pylist()[:4]
+    trace_shard(data, 0, content)
+    assert use(data) == "read"
+    assert json.loads((data / "manifest.json").read_text())["totals"]["documents"] == 12
