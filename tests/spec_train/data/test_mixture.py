@@ -272,10 +272,13 @@ def test_a_head_that_differs_in_one_row_is_another_target(place, tmp_path):
 
 def test_other_supervision_is_refused_and_another_template_said(place, tmp_path, caplog):
     data = tiny_dataset(tmp_path / "logits", n_docs=8, model=MODEL)
-    edit(data, supervision="logits")
+    stored = json.loads((data / "manifest.json").read_text())["columns"]
+    final = next(c for c in stored if c["name"] == "hidden.final")
+    other = [{**c, "name": "logits", "width": 64} if c is final else c for c in stored]
+    edit(data, supervision="logits", columns=other)
     text = refused(place, tmp_path, "a", str(data))
     assert "--supervision logits" in text and "final-hidden" in text
-    edit(data, supervision="final-hidden", tokenizer={"chat_template_hash": "x"})
+    edit(data, supervision="final-hidden", columns=stored, tokenizer={"chat_template_hash": "x"})
     other = tiny_dataset(tmp_path / "other", n_docs=8, model=MODEL)
     edit(other, tokenizer={"chat_template_hash": "y"})
     open_documents(parse_sources((str(data), str(other))))
