@@ -3,8 +3,8 @@
 A draft of another target with the same shape loads and runs, but the target accepts none of its
 tokens. Prompts rendered differently from the training data reduce acceptance without an error. So
 the facts that reveal this are stored with the draft and not with its dataset: the embedding is one
-of its weights anyway, and hashes and template kwargs are the `origin` in its config. Drafts of
-older releases have an empty origin.
+of its weights anyway, and the identity of target and prompts (see `spec_data.shards.identity`) is
+the `origin` in its config. Drafts of older releases have fewer facts there, or none.
 """
 
 from dataclasses import asdict
@@ -14,18 +14,16 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.errors import DraftError
+from spec_data.shards.identity import compare, identity_of
 from spec_data.shards.schema import Manifest
 
 _ROWS = 8192  # rows compared at a time: a difference of all rows would be as large as the embedding
 
 
 def origin_of(manifest: Manifest) -> dict[str, Any]:
-    """Return the origin of a draft of this dataset, with all that the manifest says."""
-    names = ("chat_template_hash", "chat_template_kwargs")
-    found = {name: manifest.raw["tokenizer"].get(name) for name in names}
-    found["weights_hash"] = manifest.target.get("weights_hash")
-    found["head"] = {k: v for k, v in asdict(manifest.head).items() if v is not None}
-    return {name: value for name, value in found.items() if value is not None}
+    """Return the origin of a draft of this dataset: its identity, its fingerprint and its head."""
+    head = {k: v for k, v in asdict(manifest.head).items() if v is not None}
+    return identity_of(manifest) | {"dataset_fingerprint": manifest.fingerprint, "head": head}
 
 
 def differing_rows(own: Tensor, other: Tensor) -> float:
@@ -60,15 +58,15 @@ def require_same_embedding(own: Tensor, other: Tensor, who: str, whose: str) -> 
         )
 
 
-def weights_warning(origin: dict[str, Any], manifest: Manifest) -> list[str]:
-    """Return a warning if the draft's target has other weights than the dataset's; else nothing.
+def origin_warnings(origin: dict[str, Any], manifest: Manifest) -> list[str]:
+    """Return a line for each fact in which the draft's target or prompts are not the dataset's.
 
-    `require_same_embedding` has passed, so only other weights of the target can differ.
+    Facts that one of the two does not record are not compared. `require_same_embedding` has passed,
+    so differences are those of another version of the target, or of its prompts.
     """
-    own, other = origin.get("weights_hash"), manifest.target.get("weights_hash")
-    if own is None or other is None or own == other:
-        return []
-    return [
-        f"the target of {manifest.where} has other weights than the one the draft was fitted to "
-        "(but the same embedding): another version of it, or the same one in other files"
-    ]
+    return compare(
+        origin,
+        identity_of(manifest),
+        of_recorded="the draft was fitted with",
+        of_found=f"{manifest.where} has",
+    ).texts

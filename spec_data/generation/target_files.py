@@ -11,6 +11,7 @@ from safetensors.torch import save
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup
 from spec_data.shards.files import dump_json, write_atomically
+from spec_data.shards.identity import own_facts
 from spec_data.shards.schema import FORMAT, FORMAT_VERSION, LAYER_CONVENTION, head_to_json
 from spec_data.target.hooks import output_head
 from spec_data.target.model import Target
@@ -99,8 +100,7 @@ def manifest_draft(
         "settings": plan.settings,
         "target": setup.target | {"dtype": dtype, "attn": target.attn},
         "tokenizer": setup.tokenizer_id,
-        "identity": setup.identity
-        | {"dtype": dtype}
+        "identity": own_facts(setup.identity)
         | ({} if kwargs_used is None else {"template_kwargs_used": kwargs_used}),
         "corpus": plan.corpus,
         "mask": setup.config.mask,

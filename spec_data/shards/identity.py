@@ -15,7 +15,8 @@ A fact without an entry is unknown: older releases recorded fewer. `compare` is 
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,19 @@ _PROMPTS = ("chat_template_kwargs", "template_kwargs_used")
 _NOT_OF_A_TARGET = {*_PROMPTS, "dataset_fingerprint", "head", "dtype"}
 _SPECIAL = ("tokenizer.bos_token", "tokenizer.eos_token")  # not in tokenizer.json
 _HASHED = {"config_hash": ("config.", "rope."), "tokenizer_hash": ("tokenizer.",)}
+_TABLES = {  # facts that older tables of the manifest hold, and their names there
+    "target": {
+        **{name: name for name in ("weights_hash", "config_hash", "architectures")},
+        **{name: name for name in ("quantization", "dtype")},
+        "config.num_hidden_layers": "num_layers",
+        "config.hidden_size": "hidden_size",
+    },
+    "tokenizer": {
+        "tokenizer_hash": "hash",
+        "chat_template_hash": "chat_template_hash",
+        "chat_template_kwargs": "chat_template_kwargs",
+    },
+}
 _MEANING = {
     "weights_hash": "other weights (fine-tuned, rounded, another version), or the same weights in "
     "other files",
@@ -96,22 +110,37 @@ def identity_of(manifest: Manifest) -> dict[str, Any]:
         raise DatasetError(
             f"{manifest.where}: its identity is a {type(own).__name__}, not a table; restore it"
         )
-    target, tokenizer = manifest.target, manifest.raw["tokenizer"]
-    names = ("weights_hash", "config_hash", "architectures", "quantization", "dtype")
-    found = {name: target[name] for name in names if name in target}
-    if "hash" in tokenizer:
-        found["tokenizer_hash"] = tokenizer["hash"]
-    for name in ("chat_template_hash", "chat_template_kwargs"):
-        if name in tokenizer:
-            found[name] = tokenizer[name]
-    return found | own
+    found = dict(own)
+    for table, names in _TABLES.items():
+        entries = manifest.raw[table]
+        found |= {fact: entries[name] for fact, name in names.items() if name in entries}
+    return found
+
+
+def own_facts(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts that no other table of the manifest holds: its `identity`."""
+    elsewhere = {fact for names in _TABLES.values() for fact in names}
+    return {name: value for name, value in identity.items() if name not in elsewhere}
 
 
 def count_kwargs(counts: Mapping[str, int]) -> dict[str, int]:
     """Return `template_kwargs_used` of kwargs as JSON text, with the rarest joined as OTHERS."""
-    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    rest = sum(count for _, count in ranked[_KEPT:])
+    listed = [item for item in counts.items() if item[0] != OTHERS]
+    ranked = sorted(listed, key=lambda item: (-item[1], item[0]))
+    rest = sum(count for _, count in ranked[_KEPT:]) + counts.get(OTHERS, 0)
     return dict(ranked[:_KEPT]) | ({OTHERS: rest} if rest else {})
+
+
+def joined(identities: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the identity of several datasets as one: the first's, with the kwargs of all."""
+    found = dict(identities[0])
+    counts: Counter[str] = Counter()
+    for identity in identities:
+        counts.update(identity.get("template_kwargs_used") or {})
+    if all("template_kwargs_used" in identity for identity in identities):
+        return found | {"template_kwargs_used": count_kwargs(counts)}
+    found.pop("template_kwargs_used", None)
+    return found
 
 
 def kwargs_text(kwargs: Mapping[str, Any]) -> str:

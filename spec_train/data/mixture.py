@@ -23,6 +23,7 @@ from spec_data.config import differing_fields
 from spec_data.shards.checking import FIRST
 from spec_data.shards.coded import CodedRows
 from spec_data.shards.errors import DatasetError
+from spec_data.shards.identity import compare, identity_of, joined, own_facts
 from spec_data.shards.lossy import Tables
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import ALL, SUPERVISED, Column, Manifest, fingerprint
@@ -31,9 +32,6 @@ from spec_train.data_option import Source
 from spec_train.origin import differing_rows
 
 log = logging.getLogger(__name__)
-
-_SAME = ("config_hash", "weights_hash", "num_layers", "quantization")
-_SAME_TOKENIZER = ("hash", "chat_template_hash", "chat_template_kwargs")
 
 
 class Documents(Protocol):
@@ -227,6 +225,8 @@ def common_manifest(manifests: Sequence[Manifest]) -> Manifest:
         "final": SUPERVISED if any(m.final == SUPERVISED for m in manifests) else ALL,
         "mixed": parts,
     }
+    if "identity" in first.raw:
+        raw["identity"] = own_facts(joined([identity_of(manifest) for manifest in manifests]))
     raw["fingerprint"] = fingerprint(raw)
     return Manifest(raw, first.where)
 
@@ -238,15 +238,20 @@ def _decoded(column: Column) -> dict[str, Any]:
 
 
 def _require_same_target(first: HiddenStatesDataset, other: HiddenStatesDataset) -> None:
-    """Refuse a dataset of another target; warn if only tokenizer or chat template differ.
+    """Refuse a dataset of another target; warn if only tokenizer, template or kwargs differ.
 
     Raises:
         DatasetError: the targets differ; the message lists how.
     """
     ours, theirs = first.manifest, other.manifest
-    known = {k for k in _SAME if k in ours.target and k in theirs.target}
-    differing = differing_fields(_picked(ours.target, known), _picked(theirs.target, known))
-    differing += differing_fields(vars(ours.head), vars(theirs.head))
+    compared = compare(
+        identity_of(ours),
+        identity_of(theirs),
+        of_recorded=f"{first.path} has",
+        of_found=f"{other.path} has",
+        states=True,
+    )
+    differing = compared.refused + differing_fields(vars(ours.head), vars(theirs.head))
     if not differing:
         differing = _differing_tensors(first, other)
     if differing:
@@ -255,21 +260,8 @@ def _require_same_target(first: HiddenStatesDataset, other: HiddenStatesDataset)
             "learn from both:\n  " + "\n  ".join(differing) + "\nFit a draft to each dataset, or "
             "generate one of them again"
         )
-    known = {
-        k for k in _SAME_TOKENIZER if k in ours.raw["tokenizer"] and k in theirs.raw["tokenizer"]
-    }
-    for field in differing_fields(
-        _picked(ours.raw["tokenizer"], known), _picked(theirs.raw["tokenizer"], known)
-    ):
-        log.warning(
-            "warning: %s was rendered by another tokenizer or template than %s (%s): prompts of an "
-            "engine can match only one of them",
-            *(other.path, first.path, field),
-        )
-
-
-def _picked(table: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    return {name: table[name] for name in names}
+    for line in compared.warned:
+        log.warning("warning: prompts of an engine can match only one of two datasets: %s", line)
 
 
 def _differing_tensors(first: HiddenStatesDataset, other: HiddenStatesDataset) -> list[str]:

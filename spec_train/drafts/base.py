@@ -23,7 +23,7 @@ from spec_train.drafts.protocol import DraftLoss
 from spec_train.drafts.targets import special_ids
 from spec_train.formats.draft_files import DraftFiles, check_tensors, read_files, write_files
 from spec_train.head import TargetHead, choose_draft_vocabulary
-from spec_train.origin import origin_of, require_same_embedding, weights_warning
+from spec_train.origin import origin_of, origin_warnings, require_same_embedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +201,7 @@ class BaseDraft(nn.Module):
         """
         whose = str(Path(manifest.where).parent)
         require_same_embedding(self.embed_tokens.weight, head.embed_weight, where, whose)
-        warnings = weights_warning(self.config.origin, manifest)
+        warnings = origin_warnings(self.config.origin, manifest)
         self.update_config(origin=origin_of(manifest))
         self.share(head)
         return warnings

@@ -29,7 +29,7 @@ from spec_train.drafts import Draft
 from spec_train.evaluation.walk import ServingSums, document_sums
 from spec_train.head import TargetHead
 from spec_train.metrics import add_sums, shown
-from spec_train.origin import require_same_embedding, weights_warning
+from spec_train.origin import origin_warnings, require_same_embedding
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def choose_documents(
     """Return the numbers of the documents to measure, and their split.
 
     The split is "validation", "train" or "all". `run` holds the facts of a run's fit.json and
-    run.json (see report.read_run), None without a run. Documents without a supervised token that
+    run.json (see run_record.py), None without a run. Documents without a supervised token that
     could be drafted are left out.
 
     Raises:
@@ -115,7 +115,7 @@ def check_fit(draft: Draft, dataset: HiddenStatesDataset) -> list[str]:
             )
     embedding = load_head_tensors(dataset.path)["embed_tokens"]
     require_same_embedding(draft.embed_tokens.weight, embedding, "--draft", str(dataset.path))
-    return weights_warning(config.origin, manifest)
+    return origin_warnings(config.origin, manifest)
 
 
 def read_pack(

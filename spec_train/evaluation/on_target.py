@@ -3,22 +3,24 @@
 The same model answers every prompt twice in this process: without and with the draft. The speed-up
 is the ratio of the two, prefill included. Greedy answers must be equal. If they differ, the first
 differing position is examined, and a difference counts as a tie only if rounding in the dtype
-explains it. First the draft's embedding and the dataset's tokenizer are compared with the target's:
-a draft of another target decodes without an error, and its tokens are never accepted.
+explains it. First the draft's embedding is compared with the target's: a draft of another target
+decodes without an error, and its tokens are never accepted.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spec_data.devices import compute_dtype
+from spec_data.models.loading import load_model
+from spec_data.models.reading import load_tokenizer
+from spec_data.models.resolve import resolve_model
 from spec_data.progress import progress
-from spec_data.shards.errors import DraftError, MissingError, TargetError
-from spec_data.shards.files import sha256_json
+from spec_data.shards.errors import DraftError
 from spec_train.decoding.chains import (
     Difference,
     Generation,
@@ -89,32 +91,24 @@ class Tally:
         return self.emitted / self.rounds if self.rounds else None
 
 
-def load_target(config: EvalConfig, device: torch.device) -> tuple[Any, Any]:
-    """Load the target, in evaluation mode on `device`, and its tokenizer.
+def load_target(config: EvalConfig, device: torch.device) -> tuple[Any, Any, Path]:
+    """Load the target, in evaluation mode on `device`, and its tokenizer; return its directory too.
 
     Raises:
         MissingError: the model does not exist. TargetError: it cannot be loaded.
     """
-    name = str(config.target)
-    remote = config.trust_remote_code
+    directory, _ = resolve_model(str(config.target))
     # on a GPU "auto" is the dtype of the weights; half precision is slow on CPUs
     on_gpu = config.dtype == "auto" and device.type == "cuda"
-    dtype: Any = "auto" if on_gpu else compute_dtype(config.dtype, device)
-    options: dict[str, Any] = {} if config.attn == "auto" else {"attn_implementation": config.attn}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=remote)
-        model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, trust_remote_code=remote, **options
-        )
-    except OSError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise MissingError(
-            f"--target {name}: not found, or not readable: {reason}; pass a model directory or a "
-            "repository name"
-        ) from None
-    except (ValueError, KeyError, ImportError) as error:
-        raise TargetError(f"--target {name}: transformers cannot load it: {error}") from error
-    return model.to(device).eval(), tokenizer
+    tokenizer = load_tokenizer(directory, config.trust_remote_code)
+    model = load_model(
+        str(directory),
+        dtype="auto" if on_gpu else compute_dtype(config.dtype, device),
+        device=str(device),
+        attn=config.attn,
+        trust=config.trust_remote_code,
+    )
+    return model, tokenizer, directory
 
 
 @torch.no_grad()
@@ -145,35 +139,6 @@ def check_draft(draft: Draft, model: Any) -> list[str]:
             "draft was fitted to another target or another version of it; expect low acceptance"
         ]
     return []
-
-
-def check_tokenizer(
-    tokenizer: Any, template_kwargs: Mapping[str, Any], trained: Mapping[str, Any]
-) -> list[str]:
-    """Return warnings if prompts are rendered differently from the draft's training data.
-
-    `trained` describes that rendering as far as it is known (see `report.trained_rendering`).
-    """
-    warnings = []
-    template = tokenizer.chat_template
-    same_template = None
-    if "chat_template_hash" in trained:
-        same_template = template and sha256_json(template) == trained["chat_template_hash"]
-    folder = trained.get("folder")
-    if folder is not None and (folder / "tokenizer_config.json").is_file():
-        stored = AutoTokenizer.from_pretrained(folder)
-        if stored.get_vocab() != tokenizer.get_vocab():
-            warnings.append("the tokenizer's vocabulary differs from that of the training data")
-        if same_template is None:
-            same_template = stored.chat_template == template
-    if same_template is not None and not same_template:
-        warnings.append("the chat template differs from that of the training data")
-    recorded = trained.get("chat_template_kwargs")
-    if recorded is not None and dict(template_kwargs) != recorded:
-        warnings.append(
-            f"--chat-template-kwargs {dict(template_kwargs)}; the training data used {recorded}"
-        )
-    return [w + ": expect lower acceptance" for w in warnings]
 
 
 def stop_ids(model: Any, tokenizer: Any) -> set[int]:

@@ -17,34 +17,32 @@ import torch
 import transformers
 
 from spec_data import __version__
-from spec_data.config import differing_fields, to_dict
+from spec_data.config import to_dict
 from spec_data.devices import compute_dtype, usable_device
 from spec_data.paths import check_file_to_write
-from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
+from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.schema import Manifest
-from spec_train.data_option import parse_sources
 from spec_train.drafts import Draft, load_draft
 from spec_train.evaluation.on_dataset import check_fit, evaluate_data
 from spec_train.evaluation.on_target import (
     check_draft,
-    check_tokenizer,
     evaluate_target,
     load_target,
 )
 from spec_train.evaluation.prompts import Prompt, parse_template_kwargs, read_prompts
+from spec_train.evaluation.run_record import read_run
+from spec_train.evaluation.same_target import (
+    UNKNOWN_KWARGS,
+    compare_with_trained,
+    prompt_kwargs,
+    trained_identity,
+)
 from spec_train.metrics import shown
 from spec_train.options import EvalConfig
-from spec_train.training.stored import read_run_json, resolve_draft_dir
+from spec_train.training.stored import resolve_draft_dir
 
 log = logging.getLogger(__name__)
-
-_RUN_FIELDS = ("seed", "validation", "seq_len")
-_UNKNOWN_KWARGS = (
-    "neither the draft nor its training data records the chat template kwargs of the rendering, so "
-    "prompts are rendered without any; if there were some, pass --chat-template-kwargs"
-)
 
 
 def run_eval(config: EvalConfig) -> dict[str, Any]:
@@ -149,20 +147,32 @@ def _decode(
 
     Moves the draft to the target's device and dtype. Appends to `warnings`.
     """
-    model, tokenizer = load_target(config, device)
+    model, tokenizer, directory = load_target(config, device)
     _warn(warnings, check_draft(draft, model))
     draft.to(device, model.dtype)
-    trained = trained_rendering(draft.config.origin, run)
-    kwargs: dict[str, Any] = trained.get("chat_template_kwargs", {})
+    trained = trained_identity(draft.config.origin, run)
+    usual = prompt_kwargs(trained)
+    kwargs: dict[str, Any] = usual or {}
     if config.chat_template_kwargs is not None:
         kwargs = parse_template_kwargs(config.chat_template_kwargs)
-    elif "chat_template_kwargs" not in trained and tokenizer.chat_template:
-        _warn(warnings, [_UNKNOWN_KWARGS])
-    _warn(warnings, check_tokenizer(tokenizer, kwargs, trained))
+    elif usual is None and tokenizer.chat_template:
+        _warn(warnings, [UNKNOWN_KWARGS])
+    compared = compare_with_trained(
+        trained,
+        directory,
+        tokenizer,
+        dtype=str(model.dtype).removeprefix("torch."),
+        kwargs=[kwargs],
+        trust=config.trust_remote_code,
+    )
+    _warn(warnings, [f"{line}; expect lower acceptance" for line in compared.texts])
+    if compared.not_compared:
+        log.info("not compared with the draft's training: %s", compared.not_compared)
     found, saved = evaluate_target(
         draft, model, tokenizer, config, prompts, depth=depth, template_kwargs=kwargs
     )
-    return {"target": config.target, "chat_template_kwargs": kwargs} | found, saved
+    about = {"target": config.target, "chat_template_kwargs": kwargs}
+    return about | {"not_compared": list(compared.unknown)} | found, saved
 
 
 def _warn(warnings: list[str], found: list[str]) -> None:
@@ -171,70 +181,11 @@ def _warn(warnings: list[str], found: list[str]) -> None:
     warnings += found
 
 
-def trained_rendering(origin: dict[str, Any], run: dict[str, Any] | None) -> dict[str, Any]:
-    """Return how the training data was rendered, as far as the draft's `origin` or its run record.
-
-    Keys: `chat_template_kwargs`, `chat_template_hash`, and `folder` with the target's tokenizer.
-    """
-    found = dict(origin)
-    if run is not None:
-        found["folder"] = Path(run["data"]) / "target"
-        if run["chat_template_kwargs"] is not None:
-            found.setdefault("chat_template_kwargs", run["chat_template_kwargs"])
-    return found
-
-
 def _check_outputs(config: EvalConfig) -> None:
     """Raise for an output path that cannot be written before the work starts, not after it."""
     for flag, name in (("--json", config.json), ("--save-responses", config.save_responses)):
         if name is not None:
             check_file_to_write(flag, name)
-
-
-def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
-    """Read the facts of the run that made the draft; None for a draft without a run.
-
-    Keys: the run's `seed`, `validation` and `seq_len`; the path of its `data` (the first of
-    several); the fingerprints of its `datasets`; whether it used `follow`; the `split_rule` and
-    `split_border` of its held-out documents (border None: not recorded); and the
-    `chat_template_kwargs` of its data (None if the data is no longer readable).
-
-    Raises:
-        ConfigError: fit.json or run.json is damaged.
-    """
-    for place in (given, given.parent, folder.parent):
-        if (place / "fit.json").is_file() and (place / "run.json").is_file():
-            break
-    else:
-        return None
-    try:
-        options = json.loads((place / "fit.json").read_text(encoding="utf-8"))
-        run = read_run_json(place)
-        identity, notes = run["identity"], run["notes"]
-        both = options.keys() & identity.keys()
-        if differing := differing_fields(
-            {name: identity[name] for name in both}, {name: options[name] for name in both}
-        ):
-            raise ValueError(f"they differ: {'; '.join(differing)}")
-        found = {name: options[name] for name in _RUN_FIELDS}
-        found["data"] = parse_sources(options["data"])[0].path
-        fingerprints = identity["dataset"]
-        found["datasets"] = [fingerprints] if isinstance(fingerprints, str) else fingerprints
-        found["follow"] = identity.get("follow", False)
-        found["split_rule"] = identity.get("split_rule")
-        found["split_border"] = notes.get("split_border")
-    except (ValueError, KeyError, TypeError, AttributeError, RunError) as error:
-        raise ConfigError(
-            f"{place}: fit.json or run.json is damaged ({type(error).__name__}: {error}); restore "
-            "it, or copy only the draft directory to evaluate it without its run"
-        ) from None
-    found["chat_template_kwargs"] = None
-    try:
-        raw = Manifest.read(found["data"] / "manifest.json").raw
-        found["chat_template_kwargs"] = raw["tokenizer"].get("chat_template_kwargs")
-    except (MissingError, DatasetError):
-        log.info("%s: training data not found; its tokenizer is not compared", found["data"])
-    return found
 
 
 def _setting(draft: Draft, device: torch.device, depth: int) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from tests.families import tiny_model
 from tests.spec_data.corpus.templates import tokenizer
 
 
-def save_target(path: Path, family: str = "llama") -> Path:
-    """Write a model directory: random weights of a family, a byte-level ChatML tokenizer."""
-    tok = tokenizer("chatml")
+def save_target(path: Path, family: str = "llama", template: str = "chatml") -> Path:
+    """Write a model directory: random weights of a family, a byte-level tokenizer."""
+    tok = tokenizer(template)
     model = tiny_model(family)
     model.resize_token_embeddings(len(tok), mean_resizing=False)
     model.config.eos_token_id = tok.eos_token_id

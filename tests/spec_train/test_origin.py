@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from spec_data.shards.errors import DraftError
+from spec_data.shards.identity import identity_of
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from spec_train.draft_options import Eagle3Options
 from spec_train.drafts import load_draft
 from spec_train.evaluation.report import run_eval
 from spec_train.options import EvalConfig, FitConfig
-from spec_train.origin import differing_rows, require_same_embedding, weights_warning
+from spec_train.origin import differing_rows, origin_warnings, require_same_embedding
 from spec_train.training.setup import fit
 from tests.draft_tools import read_json, unseal, write_json
 from tests.spec_data.runs import run, save_target, write_corpus
@@ -27,7 +28,7 @@ KWARGS = {"enable_thinking": False}
 def place(tmp_path_factory):
     """A target, a dataset rendered with template kwargs, a run on it by its relative path."""
     folder = tmp_path_factory.mktemp("origin")
-    save_target(folder / "target")
+    save_target(folder / "target", template="qwen3")
     corpus = write_corpus(folder / "chats.jsonl", rows=12)
     run(
         folder / "target", corpus, folder / "data", layers="0,2",
@@ -50,12 +51,14 @@ def decode(place: Path, draft: Path, **changes):
 def test_a_draft_names_its_target_and_its_rendering(place):
     manifest = HiddenStatesDataset(place / "data").manifest
     origin = load_draft(place / "run" / "best").config.origin
-    assert origin == {
-        "weights_hash": manifest.target["weights_hash"],
-        "chat_template_hash": manifest.raw["tokenizer"]["chat_template_hash"],
-        "chat_template_kwargs": KWARGS,
+    assert origin == identity_of(manifest) | {
+        "dataset_fingerprint": manifest.fingerprint,
         "head": {k: v for k, v in asdict(manifest.head).items() if v is not None},
     }
+    assert origin["weights_hash"] == manifest.target["weights_hash"]
+    assert origin["tokenizer_hash"] == manifest.raw["tokenizer"]["hash"]
+    assert origin["rope.rope_type"] == "default"
+    assert origin["template_kwargs_used"] == {'{"enable_thinking": false}': 12}
     assert json.loads((place / "run" / "fit.json").read_text())["data"] == str(place / "data")
 
 
@@ -67,7 +70,10 @@ def test_prompts_are_rendered_as_the_data_was_wherever_eval_runs(place, tmp_path
         report = decode(place, draft)
         assert (report["chat_template_kwargs"], report["warnings"]) == (KWARGS, [])
     (warning,) = decode(place, tmp_path / "alone", chat_template_kwargs="{}")["warnings"]
-    assert "--chat-template-kwargs {}; the training data used {'enable_thinking'" in warning
+    assert warning.startswith(
+        'chat_template_kwargs: the draft was fitted with {"enable_thinking": false}, this target '
+        "has {}: "
+    )
     template = place / "target" / "chat_template.jinja"
     text = template.read_text()
     template.write_text("Once upon a time " + text)
@@ -75,7 +81,7 @@ def test_prompts_are_rendered_as_the_data_was_wherever_eval_runs(place, tmp_path
         (warning,) = decode(place, tmp_path / "alone")["warnings"]
     finally:
         template.write_text(text)
-    assert "the chat template differs from that of the training data" in warning
+    assert "chat_template_hash: the draft was fitted with" in warning
 
 
 def forget_origin(draft: Path) -> None:
@@ -120,7 +126,8 @@ def test_other_weights_with_the_same_embedding_are_warned_about(place):
     del raw["fingerprint"]
     own = raw["target"]["weights_hash"]
     other = Manifest(raw | {"target": raw["target"] | {"weights_hash": "sha256:1"}}, "tuned")
-    assert weights_warning({"weights_hash": own}, Manifest(raw, "same")) == []
-    assert weights_warning({}, other) == []
-    (warning,) = weights_warning({"weights_hash": own}, other)
-    assert warning.startswith("the target of tuned has other weights")
+    assert origin_warnings({"weights_hash": own}, Manifest(raw, "same")) == []
+    assert origin_warnings({}, other) == []
+    (warning,) = origin_warnings({"weights_hash": own}, other)
+    assert warning.startswith("weights_hash: the draft was fitted with sha256:")
+    assert "tuned has 'sha256:1'" in warning

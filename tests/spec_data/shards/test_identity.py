@@ -164,11 +164,12 @@ def test_what_only_one_side_tells_is_unknown_and_no_difference():
 
 def test_a_manifest_of_an_older_release_tells_what_it_has(tmp_path):
     manifest = HiddenStatesDataset(tiny_dataset(tmp_path / "data", 4)).manifest
-    assert identity_of(manifest) == {"dtype": "float32"}
+    assert identity_of(manifest) == {"dtype": "float32", "config.num_hidden_layers": 4}
     raw = {k: v for k, v in manifest.raw.items() if k != "fingerprint"}
     raw["tokenizer"] = {"hash": HASH, "chat_template_hash": None, "size": 3}
     assert identity_of(Manifest(raw, "old")) == {
-        "dtype": "float32", "tokenizer_hash": HASH, "chat_template_hash": None,
+        "dtype": "float32", "config.num_hidden_layers": 4,
+        "tokenizer_hash": HASH, "chat_template_hash": None,
     }  # fmt: skip
     with pytest.raises(DatasetError, match="identity is a list"):
         identity_of(Manifest(raw | {"identity": [1]}, "wrong"))

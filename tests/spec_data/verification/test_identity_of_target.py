@@ -19,7 +19,7 @@ from tests.spec_data.runs import run, save_target, write_corpus
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("verify")
-    save_target(folder / "target")
+    save_target(folder / "target", template="qwen3")
     lines = write_corpus(folder / "c.jsonl", 6).read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     for row in rows[:4]:

@@ -4,15 +4,14 @@ import json
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from spec_data.shards.errors import DraftError, MissingError, RunError
 from spec_train.evaluation import on_target as evaluate_target
-from spec_train.evaluation.report import run_eval, trained_rendering
+from spec_train.evaluation.report import run_eval
 from spec_train.options import EvalConfig
 from tests.factory import tiny_dataset, tiny_llama
 from tests.spec_train.evaluation import tools as evaluate_tools
-from tests.spec_train.evaluation.tools import STEPS, STOP, TEMPLATE, VOCAB, config_of, respond
+from tests.spec_train.evaluation.tools import STEPS, STOP, VOCAB, config_of, respond
 
 target, prompts = evaluate_tools.target, evaluate_tools.prompts
 trained, workplace = evaluate_tools.trained, evaluate_tools.workplace
@@ -145,20 +144,3 @@ def test_a_draft_of_another_target_is_refused_or_warned_about(workplace, tmp_pat
     assert "embedding differs from the target's" in warning
     with pytest.raises(MissingError, match=r"--target .*nowhere"):
         run_eval(config_of(workplace, target=str(tmp_path / "nowhere")))
-
-
-def test_prompts_rendered_unlike_the_training_data_are_warned_about(workplace, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(workplace / "target")
-    run = {"data": str(tmp_path), "chat_template_kwargs": {"enable_thinking": False}}
-    same = {"enable_thinking": False}
-    trained = trained_rendering({}, run)
-    assert evaluate_target.check_tokenizer(tokenizer, same, trained) == []  # no tokenizer there
-    tokenizer.save_pretrained(tmp_path / "target")
-    assert evaluate_target.check_tokenizer(tokenizer, same, trained) == []
-    (warning,) = evaluate_target.check_tokenizer(tokenizer, {}, trained)
-    assert "--chat-template-kwargs {}; the training data used {'enable_thinking': False}" in warning
-    tokenizer.chat_template = "Once upon a time " + TEMPLATE
-    tokenizer.add_tokens(["brand-new"])
-    first, second = evaluate_target.check_tokenizer(tokenizer, same, trained)
-    assert "vocabulary differs" in first and "chat template differs" in second
-    assert evaluate_target.check_tokenizer(tokenizer, {}, trained_rendering({}, None)) == []

@@ -1,0 +1,62 @@
+"""Read what a run recorded about its data: the evaluation of its draft depends on it."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from spec_data.config import differing_fields
+from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
+from spec_data.shards.identity import identity_of
+from spec_data.shards.schema import Manifest
+from spec_train.data_option import parse_sources
+from spec_train.training.stored import read_run_json
+
+log = logging.getLogger(__name__)
+
+_RUN_FIELDS = ("seed", "validation", "seq_len")
+
+
+def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
+    """Read the facts of the run that made the draft; None for a draft without a run.
+
+    Keys: the run's `seed`, `validation` and `seq_len`; the path of its `data` (the first of
+    several); the fingerprints of its `datasets`; whether it used `follow`; the `split_rule` and
+    `split_border` of its held-out documents (border None: not recorded); and the
+    `identity` of its data (None if the data is no longer readable).
+
+    Raises:
+        ConfigError: fit.json or run.json is damaged.
+    """
+    for place in (given, given.parent, folder.parent):
+        if (place / "fit.json").is_file() and (place / "run.json").is_file():
+            break
+    else:
+        return None
+    try:
+        options = json.loads((place / "fit.json").read_text(encoding="utf-8"))
+        run = read_run_json(place)
+        identity, notes = run["identity"], run["notes"]
+        both = options.keys() & identity.keys()
+        if differing := differing_fields(
+            {name: identity[name] for name in both}, {name: options[name] for name in both}
+        ):
+            raise ValueError(f"they differ: {'; '.join(differing)}")
+        found = {name: options[name] for name in _RUN_FIELDS}
+        found["data"] = parse_sources(options["data"])[0].path
+        fingerprints = identity["dataset"]
+        found["datasets"] = [fingerprints] if isinstance(fingerprints, str) else fingerprints
+        found["follow"] = identity.get("follow", False)
+        found["split_rule"] = identity.get("split_rule")
+        found["split_border"] = notes.get("split_border")
+    except (ValueError, KeyError, TypeError, AttributeError, RunError) as error:
+        raise ConfigError(
+            f"{place}: fit.json or run.json is damaged ({type(error).__name__}: {error}); restore "
+            "it, or copy only the draft directory to evaluate it without its run"
+        ) from None
+    found["identity"] = None
+    try:
+        found["identity"] = identity_of(Manifest.read(found["data"] / "manifest.json"))
+    except (MissingError, DatasetError):
+        log.info("%s: training data not found", found["data"])
+    return found

@@ -1,0 +1,66 @@
+"""Compare the target and the prompts of an evaluation with those that a draft was fitted to.
+
+A draft runs with any target of its shape. With another version of the target, other rope settings,
+another tokenizer or prompts rendered otherwise, it is only accepted less often, so each difference
+is a warning that names the fact.
+"""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from spec_data.models.identify import identify
+from spec_data.models.reading import load_config
+from spec_data.shards.identity import Comparison, compare, kwargs_text, usual_kwargs
+
+log = logging.getLogger(__name__)
+
+UNKNOWN_KWARGS = (
+    "neither the draft nor its training data records the chat template kwargs of the rendering, so "
+    "prompts are rendered without any; if there were some, pass --chat-template-kwargs"
+)
+
+
+def trained_identity(origin: Mapping[str, Any], run: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the identity that a draft was fitted to: its origin, then what its data records.
+
+    `run` holds the facts of the draft's run (see run_record.py); drafts of older releases record
+    fewer facts than their data.
+    """
+    return {**((run or {}).get("identity") or {}), **origin}
+
+
+def prompt_kwargs(trained: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the template kwargs of most documents of the training data; None: not recorded."""
+    used = trained.get("template_kwargs_used") or {}
+    if len(used) > 1:
+        log.info("the training data has several chat template kwargs: %s", "; ".join(used))
+    return usual_kwargs(trained)
+
+
+def compare_with_trained(
+    trained: Mapping[str, Any],
+    directory: Path,
+    tokenizer: Any,
+    *,
+    dtype: str,
+    kwargs: list[Mapping[str, Any]],
+    trust: bool = False,
+) -> Comparison:
+    """Compare the target in `directory` with the identity that a draft was fitted to.
+
+    Args:
+        trained: that identity, as far as it is known.
+        directory, tokenizer: those of the target.
+        dtype: in which the target runs.
+        kwargs: the template kwargs of every prompt that was rendered with the chat template.
+        trust: run the code that comes with the target.
+    """
+    config = load_config(directory, trust)
+    found = identify(directory, config=config, tokenizer=tokenizer, dtype=dtype)
+    if kwargs and tokenizer.chat_template:
+        found["template_kwargs_used"] = dict.fromkeys(map(kwargs_text, kwargs), 1)
+    return compare(
+        trained, found, of_recorded="the draft was fitted with", of_found="this target has"
+    )
