@@ -58,7 +58,7 @@ def test_the_manifest_has_the_identity_and_the_kwargs_of_rows(place, target):
     identity = HiddenStatesDataset(place / "data").manifest.raw["identity"]
     assert identity["rope.rope_type"] == "default"
     assert identity["tokenizer.pre_tokenizer"].startswith("Sequence ")
-    assert identity["template_kwargs_used"] == {'{"enable_thinking": false}': 4, "{}": 2}
+    assert identity["template_kwargs_used"] == {'{"enable_thinking": false}': 6, "{}": 2}
     found = verified(place, target)
     assert (found.failures, found.warnings) == ([], [])
 
