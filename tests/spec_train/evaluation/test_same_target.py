@@ -12,6 +12,7 @@ from spec_train.draft_options import Eagle3Options
 from spec_train.evaluation.report import run_eval
 from spec_train.options import EvalConfig, FitConfig
 from spec_train.training.setup import fit
+from tests.draft_tools import read_json, unseal, write_json
 from tests.spec_data.runs import run, save_target, write_corpus
 
 ROWS = {"enable_thinking": False}
@@ -118,12 +119,11 @@ def test_another_pre_tokenisation_is_named(place, target):
 
 def test_a_draft_with_fewer_facts_says_what_was_not_compared(place, target, tmp_path, caplog):
     shutil.copytree(place / "run" / "best", tmp_path / "old")
-    file = tmp_path / "old" / "config.json"
-    raw = json.loads(file.read_text())
+    raw = read_json(unseal(tmp_path / "old"))
     names = ("weights_hash", "chat_template_hash", "head")
     origin = {name: raw["spec_train"]["origin"][name] for name in names}
     raw["spec_train"]["origin"] = origin | {"chat_template_kwargs": ROWS}
-    file.write_text(json.dumps(raw))
+    write_json(tmp_path / "old", raw)
     with caplog.at_level("INFO"):
         report = evaluated(place, target, draft=str(tmp_path / "old"))
     assert report["warnings"] == []
