@@ -20,7 +20,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spec_data.shards.errors import DatasetError
 from spec_data.shards.schema import Manifest
 
 REFUSE, WARN = "refuse", "warn"
@@ -100,17 +99,8 @@ class Comparison:
 
 
 def identity_of(manifest: Manifest) -> dict[str, Any]:
-    """Return the identity that a dataset records; of older datasets, the facts that they have.
-
-    Raises:
-        DatasetError: the manifest's identity is not a table.
-    """
-    own = manifest.raw.get("identity", {})
-    if not isinstance(own, dict):
-        raise DatasetError(
-            f"{manifest.where}: its identity is a {type(own).__name__}, not a table; restore it"
-        )
-    found = dict(own)
+    """Return the identity that a dataset records; of older datasets, the facts that they have."""
+    found = dict(manifest.raw.get("identity", {}))
     for table, names in _TABLES.items():
         entries = manifest.raw[table]
         found |= {fact: entries[name] for fact, name in names.items() if name in entries}

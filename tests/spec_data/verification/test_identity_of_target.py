@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from spec_data.options import VerifyConfig
 from spec_data.shards.errors import TargetError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.schema import fingerprint
 from spec_data.verification.run import examine
 from tests.spec_data.runs import run, save_target, write_corpus
+from tests.spec_data.shards.integrity_tools import write_manifest
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_datasets_of_older_releases_are_compared_as_far_as_they_tell(place, targ
     file = tmp_path / "old" / "manifest.json"
     raw = json.loads(file.read_text())
     del raw["identity"], raw["tokenizer"]["chat_template_hash"]
-    file.write_text(json.dumps(raw | {"fingerprint": fingerprint(raw)}))
+    write_manifest(tmp_path / "old", raw)
     (tmp_path / "data").symlink_to(tmp_path / "old")
     found = verified(tmp_path, target)
     assert found.failures == []
