@@ -285,7 +285,7 @@ def export(
         draft: a run (its best draft), a checkpoint or a draft directory in any form.
         out: the new directory; None: only check.
         format: "vllm", "sglang", "speculators", "deepspec" or "hf".
-        target: the draft's target: a directory lets more be checked; formats may name it.
+        target: the draft's target, to be compared with that of the training; formats may name it.
         options: those of `spec-train export`, listed below.
 
     Returns:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from spec_data.models.identify import identify_files
+from spec_data.models.resolve import cached_model, local_directory
 from spec_data.paths import check_directory_to_write, make_directory
 from spec_data.shards.errors import ConfigError, DraftError, RunError
 from spec_train.drafts import Draft, load_draft, own_files, read_draft
@@ -21,7 +23,7 @@ from spec_train.formats.draft_files import DraftFiles, write_files
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.forms import changed_keys, write_form
 from spec_train.formats.preflight import READERS, preflight, refusals
-from spec_train.formats.preflight_notes import Finding, Subject
+from spec_train.formats.preflight_notes import NOTE, Finding, Subject
 from spec_train.formats.target_facts import TargetFacts, read_target
 from spec_train.options import ExportConfig
 from spec_train.training.stored import resolve_draft_dir
@@ -61,7 +63,7 @@ def check_draft(config: ExportConfig) -> CheckedDraft:
     """
     if config.out is not None:
         check_directory_to_write("--out", config.out)
-    target = read_target(config.target) if config.target else TargetFacts()
+    target = find_target(config.target)
     folder = resolve_draft_dir(config.draft)
     draft, files = read_draft(folder, target, config.accept_edited)
     own = own_files(draft, str(folder))
@@ -69,6 +71,27 @@ def check_draft(config: ExportConfig) -> CheckedDraft:
     changed = _changed(files, own)
     found = preflight(Subject(own, target, name, config.format or "vllm", changed))
     return CheckedDraft(draft=draft, own=own, folder=folder, target=target, findings=found)
+
+
+def find_target(name: str | None) -> TargetFacts:
+    """Read the facts and the identity of a target; None: nothing is known of it.
+
+    A Hub id is looked up in the local cache only, without a download.
+
+    Raises:
+        MissingError: `name` is a path without a model. TargetError: a file of it is damaged.
+    """
+    if name is None:
+        return TargetFacts()
+    folder = local_directory(name) or cached_model(name)
+    if folder is None:
+        problem = f"{name} is no directory here and not in the local Hub cache"
+        return TargetFacts(name=name, problems=(problem,))
+    facts, problems = identify_files(folder)
+    found = read_target(folder, name)
+    if found.dtype:  # in which an engine serves it, if it is not told otherwise
+        facts["dtype"] = found.dtype
+    return dataclasses.replace(found, identity=facts, problems=tuple(problems))
 
 
 def export_draft(config: ExportConfig, checked: CheckedDraft) -> DraftFiles | None:
@@ -174,6 +197,8 @@ def _log_export(
     engines = () if config.check else ("spec-train", *READERS[config.format or "hf"])
     for finding in (f for engine in engines for f in found[engine] if f.level == "warn"):
         log.warning("warning: %s: %s", finding.engine, finding.text)
+    for finding in (f for engine in engines for f in found[engine] if f.level == NOTE):
+        log.info("%s: %s", finding.engine, finding.text)
     size = sum(value.nbytes for value in written.tensors.values())
     log.info(
         "%s: %s draft in %s format, %d tensors, %.1f MB; verified by reading it back",

@@ -265,8 +265,8 @@ class ExportConfig:
     )
     target: str | None = option(
         None,
-        help="the draft's target: a directory lets its embedding, layers and lengths be checked; "
-        "its name is written where a form names the target",
+        help="the draft's target: a directory, or a Hub id in the local cache; compared with the "
+        "target of the training; its name is written where a form names the target",
         group="what is written",
         metavar="MODEL",
     )

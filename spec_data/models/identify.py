@@ -63,7 +63,8 @@ def identify(
 def identify_files(directory: Path, trust: bool = False) -> tuple[dict[str, Any], list[str]]:
     """Return the identity of a directory as far as its files allow, and what could not be read.
 
-    A copy in the Hub's cache often lacks the weights; a target may come without a tokenizer.
+    A copy in the Hub's cache often lacks the weights; a target may come without a tokenizer. The
+    dtype is not told: it is chosen when the target is loaded.
     """
     facts: dict[str, Any] = {}
     problems = []

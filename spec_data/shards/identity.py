@@ -218,10 +218,11 @@ def _same_file(name: str, recorded: Mapping[str, Any], found: Mapping[str, Any])
 
 def _explained(name: str, differing: Mapping[str, Any]) -> bool:
     """Whether another difference that is listed says the same, and more clearly."""
-    if name in _HASHED:
-        named = {*differing} - {*_SPECIAL}
-        return any(other.startswith(_HASHED[name]) for other in named)
-    return name == "weights_hash" and "quantization" in differing
+    if name in ("weights_hash", "config_hash") and "quantization" in differing:
+        return True
+    if name not in _HASHED:
+        return False
+    return any(other.startswith(_HASHED[name]) for other in differing if other not in _SPECIAL)
 
 
 def _kwargs_difference(

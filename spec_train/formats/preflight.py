@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from spec_data.shards.identity import compare
 from spec_train.formats import rules_block, rules_eagle
 from spec_train.formats.draft_seal import some_of
 from spec_train.formats.preflight_notes import REFUSE, Finding, Notes, Subject
@@ -60,7 +61,32 @@ def general(subject: Subject) -> Notes:
         "engines stop drafting, or end the sequence",
     )
     _embedding(notes, subject)
+    _identity(notes, subject)
     return notes
+
+
+def _identity(notes: Notes, subject: Subject) -> None:
+    """Compare the target with the one that the draft was fitted to, fact by fact.
+
+    Every difference is a warning: engines serve fine-tuned and quantised targets on purpose.
+    """
+    target, origin = subject.target, subject.config["spec_train"].get("origin") or {}
+    for problem in target.problems:
+        notes.note(True, f"not compared with the draft's training: {problem}")
+    if not origin or not target.identity:
+        return
+    found = compare(
+        origin,
+        target.identity,
+        of_recorded="the draft was fitted with",
+        of_found=f"{target.name} has",
+    )
+    for line in found.texts:
+        notes.warn(True, line)
+    notes.note(
+        bool(found.unknown),
+        f"not compared, because only one side tells it: {found.not_compared}",
+    )
 
 
 def _embedding(notes: Notes, subject: Subject) -> None:

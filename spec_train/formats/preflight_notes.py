@@ -8,7 +8,7 @@ from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.target_facts import TargetFacts
 
-REFUSE, WARN, OK = "refuse", "warn", "ok"
+REFUSE, WARN, NOTE, OK = "refuse", "warn", "note", "ok"
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,16 @@ class Notes:
         """If `condition`, add a finding that needs the user's attention."""
         self._add(condition, WARN, text)
 
+    def note(self, condition: bool, text: str) -> None:
+        """If `condition`, add a finding that says what was not checked."""
+        self._add(condition, NOTE, text)
+
     def _add(self, condition: bool, level: str, text: str) -> None:
         if condition:
             self._found.append(Finding(self._engine, level, text))
 
     def __iter__(self) -> Iterator[Finding]:
-        """Yield the findings; without any, one finding of level OK."""
-        if not self._found:
+        """Yield the findings; without a refusal or a warning, first one of level OK."""
+        if all(finding.level == NOTE for finding in self._found):
             yield Finding(self._engine, OK, "loads and computes what was trained")
         yield from self._found

@@ -1,7 +1,10 @@
-"""Facts that a draft's files may leave to its target: decoder blocks, embedding, LM head, name."""
+"""Facts that a draft's files may leave to its target: decoder blocks, embedding, LM head, name.
+
+With them goes the target's identity, which an export compares with the draft's origin.
+"""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,11 @@ _HEAD = ("lm_head.weight",)
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """The known facts of a target; embedding and head are [V, H] in the target's dtype."""
+    """The known facts of a target; embedding and head are [V, H] in the target's dtype.
+
+    `identity` is a table of `spec_data.shards.identity`; `problems` says, in words, which parts of
+    the target could not be read for it.
+    """
 
     name: str | None = None
     architectures: tuple[str, ...] = ()
@@ -25,19 +32,19 @@ class TargetFacts:
     max_positions: int | None = None
     embedding: Tensor | None = None
     head: Tensor | None = None
+    dtype: str | None = None
+    identity: dict[str, Any] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
 
 
-def read_target(name: str) -> TargetFacts:
-    """Read the facts of a model directory; for any other name return only the name, no download.
+def read_target(folder: Path, name: str | None = None) -> TargetFacts:
+    """Read the facts of a model directory; `name` is what a form writes as the target's name.
+
+    The identity is left out: to make it, the weights are hashed.
 
     Raises:
-        MissingError: the directory or its config.json is absent. TargetError: a file is damaged.
+        MissingError: config.json is absent. TargetError: a file is damaged.
     """
-    folder = Path(name)
-    if not folder.is_dir():
-        if name.startswith((".", "/")):
-            raise MissingError(f"--target {name}: no such directory")
-        return TargetFacts(name=name)
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -47,12 +54,13 @@ def read_target(name: str) -> TargetFacts:
         raise TargetError(f"{path}: not valid JSON ({error}); copy the model again") from None
     embedding = _find(folder, _EMBEDDING)
     return TargetFacts(
-        name=name,
+        name=name or str(folder),
         architectures=tuple(config.get("architectures") or ()),
         num_layers=block_count(config),
         max_positions=text_config(config).get("max_position_embeddings"),
         embedding=embedding,
         head=embedding if _tied(config) else _find(folder, _HEAD),
+        dtype=_first(("dtype", "torch_dtype"), text_config(config), config),
     )
 
 
@@ -66,6 +74,10 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return the language model's part of a target's config.json (multimodal targets nest it)."""
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else config
+
+
+def _first(names: tuple[str, ...], *tables: dict[str, Any]) -> Any:
+    return next((table[name] for table in tables for name in names if table.get(name)), None)
 
 
 def _tied(config: dict[str, Any]) -> bool:

@@ -102,7 +102,7 @@ def test_dflash(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
     flat = export(draft, "vllm", tmp_path / "flat", tmp_path / "target")
     assistant = as_assistant(flat, tmp_path / "assistant")
-    ours = load_draft(flat, read_target(str(tmp_path / "target"))).eval().float()
+    ours = load_draft(flat, read_target(tmp_path / "target")).eval().float()
 
     generator = transformers.generation.candidate_generator.DFlashTokenCandidateGenerator
     plain, theirs = generator.get_candidates, []

@@ -8,38 +8,19 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from spec_data.shards.errors import MissingError, TargetError
-from spec_train.draft_options import Eagle3Options
 from spec_train.evaluation.report import run_eval
-from spec_train.options import EvalConfig, FitConfig
-from spec_train.training.setup import fit
+from spec_train.options import EvalConfig
 from tests.draft_tools import read_json, unseal, write_json
-from tests.spec_data.runs import run, save_target, write_corpus
+from tests.spec_train import fitted
+from tests.spec_train.fitted import (
+    ROWS,
+    fine_tune,
+    round_to_3_bits,
+    split_otherwise,
+    switch_yarn_on,
+)
 
-ROWS = {"enable_thinking": False}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    """A target, data of it whose rows have template kwargs of their own, and a draft."""
-    folder = tmp_path_factory.mktemp("same")
-    save_target(folder / "target", template="qwen3")
-    lines = write_corpus(folder / "c.jsonl", 8).read_text().splitlines()
-    rows = [json.loads(line) | {"chat_template_kwargs": ROWS} for line in lines]
-    (folder / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "p.jsonl").write_text('{"prompt": "question 1"}\n')
-    run(folder / "target", folder / "c.jsonl", folder / "data", layers="0,2")
-    config = FitConfig(
-        data=str(folder / "data"), out=str(folder / "run"), steps=1, seq_len=128, device="cpu"
-    )
-    fit("eagle3", config, Eagle3Options(ttt_steps=2, draft_vocab_size=100))
-    return folder
-
-
-@pytest.fixture
-def target(place, tmp_path) -> Path:
-    """A copy of the target, to be changed."""
-    shutil.copytree(place / "target", tmp_path / "changed")
-    return tmp_path / "changed"
+place, target = fitted.place, fitted.target
 
 
 def evaluated(place: Path, target: Path | str, **changes) -> dict:
@@ -49,14 +30,6 @@ def evaluated(place: Path, target: Path | str, **changes) -> dict:
 
 def warned(place: Path, target: Path, **changes) -> list[str]:
     return evaluated(place, target, **changes)["warnings"]
-
-
-def scale(file: Path, ending: str, factor: float) -> None:
-    tensors = load_file(file)
-    for name in tensors:
-        if name.endswith(ending):
-            tensors[name] = tensors[name] * factor
-    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def test_the_right_kwargs_of_rows_are_used_and_no_false_warning(place, target):
@@ -75,28 +48,20 @@ def test_other_kwargs_than_those_of_the_rows_are_named(place, target):
 
 
 def test_a_fine_tuned_target_is_named(place, target):
-    scale(target / "model.safetensors", "norm.weight", 1.01)
+    fine_tune(target)
     (line,) = warned(place, target)
     assert line.startswith("weights_hash: the draft was fitted with sha256:")
     assert "fine-tuned" in line
 
 
 def test_weights_rounded_to_3_bits_are_named(place, target):
-    file = target / "model.safetensors"
-    tensors = load_file(file)
-    for name, value in tensors.items():
-        step = value.abs().amax().clamp_min(1e-9) / 3
-        tensors[name] = (value / step).round() * step
-    save_file(tensors, file, metadata={"format": "pt"})
+    round_to_3_bits(target)
     lines = warned(place, target)
     assert any(line.startswith("weights_hash: ") for line in lines)
 
 
 def test_yarn_switched_on_is_named(place, target):
-    file = target / "config.json"
-    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
-    rope["original_max_position_embeddings"] = 64
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_parameters": rope}))
+    switch_yarn_on(target)
     lines = warned(place, target)
     assert (
         "rope_type: the draft was fitted with 'default', this target has 'yarn'; expect lower "
@@ -108,10 +73,7 @@ def test_yarn_switched_on_is_named(place, target):
 
 
 def test_another_pre_tokenisation_is_named(place, target):
-    file = target / "tokenizer.json"
-    changed = {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True,
-                                 "trim_offsets": True, "use_regex": False}}  # fmt: skip
-    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    split_otherwise(target)
     (line,) = warned(place, target)
     assert line.startswith("tokenizer.pre_tokenizer: the draft was fitted with 'Sequence ")
     assert "text is split into other pieces" in line

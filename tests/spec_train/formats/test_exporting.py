@@ -121,7 +121,7 @@ def test_the_embedding_must_be_the_targets_bit_for_bit(own: Path, target: Path) 
     save_file(tensors, weights)
     with pytest.raises(DraftError, match="embed_tokens is not the target's"):
         export(own, "vllm", own.parent / "out", target)
-    tensors["embed_tokens.weight"] = read_target(str(target)).embedding.bfloat16().float()
+    tensors["embed_tokens.weight"] = read_target(target).embedding.bfloat16().float()
     save_file(tensors, weights)
     with pytest.raises(DraftError, match="embed_tokens is not the target's"):
         export(own, "vllm", own.parent / "out", target)

@@ -1,0 +1,109 @@
+"""export --target names each fact in which the target is not the one of the draft's training."""
+
+import shutil
+
+import pytest
+
+from spec_data.shards.errors import MissingError
+from spec_train.exporting import check_draft, run_export
+from spec_train.options import ExportConfig
+from tests.draft_tools import read_json, unseal, write_json
+from tests.spec_train import fitted
+from tests.spec_train.fitted import (
+    edit,
+    fine_tune,
+    round_to_3_bits,
+    split_otherwise,
+    switch_yarn_on,
+)
+
+place, target = fitted.place, fitted.target
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def found(place, name, draft="run") -> list[tuple[str, str]]:
+    """The general findings: level and text."""
+    config = ExportConfig(draft=str(place / draft), check=True, target=str(name))
+    return [(f.level, f.text) for f in check_draft(config).findings["spec-train"]]
+
+
+def warned(place, name, draft="run") -> list[str]:
+    return [text for level, text in found(place, name, draft) if level == "warn"]
+
+
+def test_the_draft_s_own_target_has_no_finding(place, target):
+    assert [level for level, _ in found(place, target)] == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (fine_tune, ["weights_hash: the draft was fitted with sha256:"]),
+        (round_to_3_bits, ["weights_hash: the draft was fitted with sha256:"]),
+        (
+            switch_yarn_on,
+            ["factor: ", "original_max_position_embeddings: ",
+             "rope_type: the draft was fitted with 'default', "],
+        ),
+        (split_otherwise, ["tokenizer.pre_tokenizer: the draft was fitted with 'Sequence "]),
+    ],
+)  # fmt: skip
+def test_another_target_is_a_warning_that_names_the_fact(place, target, change, said):
+    change(target)
+    lines = warned(place, target)
+    assert len(lines) == len(said)
+    assert all(line.startswith(start) for line, start in zip(lines, said, strict=True))
+
+
+def test_a_quantised_target_is_one_warning_and_still_exported(place, target, tmp_path):
+    round_to_3_bits(target)
+    edit(target / "config.json", quantization_config={"quant_method": "gptq", "bits": 3})
+    (line,) = warned(place, target)
+    assert line.startswith("quantization: the draft was fitted with none, ")
+    assert '"bits": 3' in line
+    out = str(tmp_path / "out")
+    run_export(ExportConfig(draft=str(place / "run"), format="hf", out=out, target=str(target)))
+
+
+def test_a_target_that_rounds_more_coarsely_is_named(place, target):
+    edit(target / "config.json", dtype="bfloat16")
+    (line,) = [line for line in warned(place, target) if line.startswith("dtype: ")]
+    assert "the draft was fitted with 'float32'" in line
+
+
+def test_a_hub_id_is_compared_with_the_local_cache_or_said_not_to_be(
+    place, target, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    notes = [text for level, text in found(place, "some/target") if level == "note"]
+    assert notes == [
+        "not compared with the draft's training: some/target is no directory here and not in the "
+        "local Hub cache"
+    ]
+    repository = tmp_path / "hub" / "models--some--target"
+    snapshot = repository / "snapshots" / COMMIT
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    switch_yarn_on(target)
+    shutil.copytree(target, snapshot, ignore=shutil.ignore_patterns("*.safetensors"))
+    findings = found(place, "some/target")
+    assert any("rope_type: the draft was fitted with 'default'" in text for _, text in findings)
+    notes = [text for level, text in findings if level == "note"]
+    assert "no .safetensors weights" in notes[0] and "weights_hash" in notes[1]
+
+
+@pytest.mark.parametrize("name", ["", "/nowhere", "./nowhere"])
+def test_a_name_that_is_no_target_is_refused_in_words(place, name):
+    with pytest.raises(MissingError, match="--target"):
+        found(place, name)
+
+
+def test_a_draft_that_records_fewer_facts_says_what_was_not_compared(place, target, tmp_path):
+    shutil.copytree(place / "run" / "best", tmp_path / "old")
+    raw = read_json(unseal(tmp_path / "old"))
+    origin = raw["spec_train"]["origin"]
+    raw["spec_train"]["origin"] = {"weights_hash": origin["weights_hash"]}
+    write_json(tmp_path / "old", raw)
+    (note,) = [text for level, text in found(tmp_path, target, "old") if level == "note"]
+    assert "architectures, chat_template_hash, config fields" in note and "rope" in note
