@@ -14,6 +14,7 @@ from spec_data.keywords import from_keywords, takes_options
 from spec_data.options import GenerateConfig, VerifyConfig
 from spec_data.report import dataset_text, estimate_facts, estimate_text
 from spec_data.results import EstimateResult, GenerateResult, VerifyReport
+from spec_data.shards.agreement import read_agreement, suspicions
 from spec_data.shards.checking import FIRST
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.reader import HiddenStatesDataset
@@ -79,6 +80,8 @@ def generate(
         CorpusError, TargetError, MissingError: bad input.
         RunError: a failed proof, states that are not finite, or not enough disk.
 
+    A label `on_policy` that all of the data contradict is no error here: `policy` is "off-policy".
+
     >>> made = spec_data.generate(
     ...     "target", "chats.jsonl", "data-2", layers=[0, 2, 4], codec="bf16", limit=5
     ... )
@@ -116,6 +119,9 @@ def _generated(path: Path, manifest: Manifest) -> GenerateResult:
         dropped=counts["dropped"],
         skipped_rows=_skipped(counts),
         fingerprint=manifest.fingerprint,
+        policy=raw["policy"],
+        agreement=read_agreement(raw) or {},
+        warnings=tuple(suspicions(raw)),
         text=dataset_text(manifest),
     )
 

@@ -178,11 +178,10 @@ def _generate(args: argparse.Namespace) -> int:
     if config.dry_run:
         return _estimate(args)
     from spec_data.generation.run import generate
-    from spec_data.report import dataset_text
 
     manifest = generate(config)
     if manifest is not None:
-        print(dataset_text(manifest))
+        _show_sealed(manifest)
         say_next("spec-data", "verify", config.out, "--target", config.target)
     return 0
 
@@ -205,11 +204,24 @@ def _kept(args: argparse.Namespace) -> str:
 def _seal(args: argparse.Namespace) -> int:
     config = resolve(SealConfig, args)
     from spec_data.generation.sealing import seal_directory
-    from spec_data.report import dataset_text
 
-    print(dataset_text(seal_directory(Path(config.out))))
+    _show_sealed(seal_directory(Path(config.out)))
     say_next("spec-data", "verify", config.out)
     return 0
+
+
+def _show_sealed(manifest: Any) -> None:
+    """Print what is inside a dataset that was just sealed.
+
+    Raises:
+        RunError: the data contradict the label --on-policy; the dataset is complete all the same.
+    """
+    from spec_data.report import dataset_text, refused_label
+
+    print(dataset_text(manifest))
+    refused = refused_label(manifest)
+    if refused:
+        raise RunError(refused)
 
 
 def _inspect(args: argparse.Namespace) -> int:

@@ -7,38 +7,19 @@ from typing import Any
 
 from spec_data.config import option
 from spec_data.corpus.bad_rows import BadRowLimit, parse_limit
+from spec_data.option_values import (
+    CAPTURE,
+    CHECKS,
+    DOCUMENTS,
+    REQUIRED,
+    RUNNING,
+    SHARDS,
+    at_least,
+    parse_size,
+)
 from spec_data.shards.errors import ConfigError
 
 HIDDEN_CODECS = ("bf16", "int8c", "lm6c", "lm4c", "fp8")
-_SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size such as 500MB, 2GB or 1000000.
-
-    Raises:
-        ConfigError: not a size.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
-    if not found:
-        raise ConfigError(f"size {text!r}: expected something like 500MB or 2GB")
-    return int(float(found[1]) * _SIZES[found[2].upper()])
-
-
-def _at_least(least: int, **values: int) -> None:
-    """Refuse options below `least`, by name."""
-    for name, value in values.items():
-        if value < least:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} {value}: expected {least} or more")
-
-
-_REQUIRED = "required"
-_CAPTURE = "what is captured"
-_DOCUMENTS = "documents"
-_RUNNING = "how the target runs"
-_SHARDS = "shards and workers"
-_CHECKS = "what is checked"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,19 +28,19 @@ class GenerateConfig:
 
     target: str = option(
         help="the target model: a local directory or a Hugging Face Hub id",
-        group=_REQUIRED,
+        group=REQUIRED,
         metavar="MODEL",
     )
     corpus: tuple[str, ...] = option(
         help="the conversations: a JSONL, JSON, Parquet or text file, a directory of such files, a "
         "directory saved by `datasets`, or a Hub dataset (NAME, NAME:CONFIG, NAME@SPLIT); several "
         "are read in the order given",
-        group=_REQUIRED,
+        group=REQUIRED,
         metavar="SRC",
     )
     out: str = option(
         help="the dataset directory to write; the same command resumes an interrupted run in it",
-        group=_REQUIRED,
+        group=REQUIRED,
         metavar="DIR",
     )
     layers: str = option(
@@ -67,34 +48,34 @@ class GenerateConfig:
         help="layer ids to capture, such as 1,3,5. Id k is the output of decoder block k, counted "
         "from 0; -1 is the embedding output. auto takes the EAGLE-3 recipe 1, L/2-1, L-4 of L "
         "blocks; spread:N takes N evenly spaced blocks from 1 to L-2, for DSpark and DFlash",
-        group=_CAPTURE,
+        group=CAPTURE,
         metavar="IDS",
     )
     max_length: int = option(
         2048,
         help="cut documents to this many tokens, or to the target's context where that is shorter; "
         "cut documents are counted. Raise it for long conversations: memory grows with it",
-        group=_DOCUMENTS,
+        group=DOCUMENTS,
         metavar="N",
     )
     pack_length: int = option(
         0,
         help="tokens per packed row of the target's batch; 0 takes the length of the longest "
         "document, at least 512. Rarely worth a change",
-        group=_RUNNING,
+        group=RUNNING,
         metavar="N",
     )
     batch_tokens: int = option(
         8192,
         help="tokens per forward of the target. Raise it on a GPU with free memory for more "
         "speed, lower it when memory runs out",
-        group=_RUNNING,
+        group=RUNNING,
         metavar="N",
     )
     limit: int = option(
         0,
         help="read at most this many corpus rows; 0 reads all. Use a small one for a first try",
-        group=_DOCUMENTS,
+        group=DOCUMENTS,
         metavar="N",
     )
     supervision: str = option(
@@ -102,7 +83,7 @@ class GenerateConfig:
         help="what the teacher's distribution is rebuilt from: final-hidden (exact and small), "
         "topk:K (K exact logits and the logsumexp) or logits (all of them, very large). Change it "
         "only where the target's head cannot be rebuilt, or for another trainer",
-        group=_CAPTURE,
+        group=CAPTURE,
         metavar="KIND",
     )
     codec: str = option(
@@ -110,7 +91,7 @@ class GenerateConfig:
         help="how states are stored: bf16 (exact), int8c or fp8 (half of its bytes), lm6c (0.38), "
         "lm4c (0.25); or per kind, such as aux=lm4c,final=int8c. The error is measured before the "
         "first shard, and an error above the codec's bound stops the run: take int8c then",
-        group=_CAPTURE,
+        group=CAPTURE,
         metavar="NAME",
     )
     final: str = option(
@@ -118,19 +99,19 @@ class GenerateConfig:
         help="tokens at which hidden.final is stored. supervised stores it only where the next "
         "token is supervised: smaller, and enough for EAGLE-3 as it is served, but not for drafts "
         "that learn the states themselves (EAGLE-1/2)",
-        group=_CAPTURE,
+        group=CAPTURE,
         choices=("all", "supervised"),
     )
     keep_tails: bool = option(
         False,
         help="keep the tokens after a document's last supervised token. No draft learns from them",
-        group=_DOCUMENTS,
+        group=DOCUMENTS,
     )
     mask: str = option(
         "assistant",
         help="supervised tokens: those of every assistant turn, of the last one, or all tokens "
         "(for plain text)",
-        group=_DOCUMENTS,
+        group=DOCUMENTS,
         choices=("assistant", "last-turn", "all"),
     )
     packing: str = option(
@@ -138,7 +119,7 @@ class GenerateConfig:
         help="how documents share a row. auto proves that packed states equal unpacked ones, and "
         "uses one document per row where no mask passes; rows skips packing (slower); the other "
         "names ask for one mask and stop the run if it fails the proof",
-        group=_RUNNING,
+        group=RUNNING,
         choices=(
             "auto",
             "rows",
@@ -152,45 +133,45 @@ class GenerateConfig:
         "auto",
         help="dtype in which the target runs; auto is the checkpoint's own. Take the one that "
         "the target is served in",
-        group=_RUNNING,
+        group=RUNNING,
         choices=("auto", "bfloat16", "float16", "float32"),
     )
     device: str = option(
         "auto",
         help="device of the target: auto (a GPU where there is one), cpu, cuda, cuda:1, ...",
-        group=_RUNNING,
+        group=RUNNING,
     )
     attn: str = option(
         "auto",
         help="attention implementation of transformers: auto, sdpa, eager, flash_attention_2",
-        group=_RUNNING,
+        group=RUNNING,
         metavar="NAME",
     )
     revision: str | None = option(
         None,
         help="branch, tag or commit of a target on the Hub; not given: its main branch",
-        group=_RUNNING,
+        group=RUNNING,
         metavar="REV",
     )
     workers: str = option(
         "0/1",
         help="I/N makes this process worker I of N, counted from 0. Run all N commands, on one "
         "machine or on several that share the directory, then `spec-data seal`",
-        group=_SHARDS,
+        group=SHARDS,
         metavar="I/N",
     )
     on_bad_row: str = option(
         "skip",
         help="what a corpus row that cannot be read does: skip counts it and leaves it out, up to "
         "--max-bad-rows; fail stops the run at the first",
-        group=_DOCUMENTS,
+        group=DOCUMENTS,
         choices=("skip", "fail"),
     )
     max_bad_rows: str = option(
         "auto",
         help="stop if more rows of a --corpus are bad: a count such as 5, or a share such as 1% or "
         "0.01. auto is 1 %; below 1,000 rows it is 10 rows, but not more than 10 %",
-        group=_DOCUMENTS,
+        group=DOCUMENTS,
         metavar="N|SHARE",
         numbers=True,
     )
@@ -199,7 +180,7 @@ class GenerateConfig:
         help="a corpus row of more bytes (a JSON line or element, a text file, a Parquet row; "
         "decompressed) is a bad row, skipped without being held in memory. Tokenising a row takes "
         "up to 250 times its bytes: raise it with care",
-        group=_DOCUMENTS,
+        group=DOCUMENTS,
         metavar="SIZE",
         numbers=True,
     )
@@ -207,32 +188,46 @@ class GenerateConfig:
         "500MB",
         help="size of one shard. A shard is also what a resumed run repeats at most, and what "
         "workers share out: lower it for a small dataset on many workers",
-        group=_SHARDS,
+        group=SHARDS,
         metavar="SIZE",
     )
     chat_template_kwargs: str = option(
         "{}",
         help='JSON object of arguments for the chat template, such as {"enable_thinking": false}',
-        group=_DOCUMENTS,
+        group=DOCUMENTS,
         metavar="JSON",
     )
     on_policy: bool = option(
         False,
-        help="record that this very target sampled the responses. It changes nothing else",
-        group=_DOCUMENTS,
+        help="state that this very target wrote the responses. It is measured: the run stops early "
+        "if a sample contradicts it, and the dataset is recorded as off-policy if all of it does",
+        group=DOCUMENTS,
+    )
+    sampling_temperature: float | None = option(
+        None,
+        help="temperature at which the target wrote the responses of --on-policy, 0 for greedy. "
+        "Not given: at most 1, and three of four tokens must be the target's first choice",
+        group=DOCUMENTS,
+        metavar="T",
+    )
+    allow_high_nll: bool = option(
+        False,
+        help="capture a corpus that the target finds less likely than random tokens. Without it, "
+        "the run stops: such token ids are those of another tokenizer",
+        group=DOCUMENTS,
     )
     trust_remote_code: bool = option(
         False,
         help="run Python code that comes with the model; only for authors you trust",
-        group=_RUNNING,
+        group=RUNNING,
     )
     dry_run: bool = option(
-        False, help="plan and print sizes, then stop, as `estimate` does", group=_SHARDS
+        False, help="plan and print sizes, then stop, as `estimate` does", group=SHARDS
     )
 
     def __post_init__(self) -> None:
-        _at_least(1, batch_tokens=self.batch_tokens)
-        _at_least(0, limit=self.limit, pack_length=self.pack_length)
+        at_least(1, batch_tokens=self.batch_tokens)
+        at_least(0, limit=self.limit, pack_length=self.pack_length)
         if self.max_length < 2:
             raise ConfigError(f"--max-length {self.max_length}: documents need two tokens or more")
         if self.pack_length and self.pack_length < self.max_length:
@@ -248,6 +243,13 @@ class GenerateConfig:
             raise ConfigError(f"--max-shard-size {self.max_shard_size}: a shard needs some bytes")
         if parse_size(self.max_row_bytes) < 1:
             raise ConfigError(f"--max-row-bytes {self.max_row_bytes}: a row needs some bytes")
+        temperature = self.sampling_temperature
+        if temperature is not None and not 0 <= temperature <= 10:
+            raise ConfigError(f"--sampling-temperature {temperature}: expected 0 to 10")
+        if temperature is not None and not self.on_policy:
+            raise ConfigError(
+                "--sampling-temperature describes --on-policy responses; add that flag"
+            )
         _ = self.worker, self.template_kwargs, self.codecs, self.bad_row_limit
         if self.final != "all" and self.supervision != "final-hidden":
             raise ConfigError(
@@ -267,6 +269,11 @@ class GenerateConfig:
     def bad_row_limit(self) -> BadRowLimit:
         """How many bad rows --max-bad-rows allows."""
         return parse_limit(self.max_bad_rows)
+
+    @property
+    def own_temperature(self) -> float:
+        """The temperature at which the target's own samples are imagined."""
+        return 1.0 if self.sampling_temperature is None else self.sampling_temperature
 
     @property
     def codecs(self) -> dict[str, str]:
@@ -305,7 +312,7 @@ class SealConfig:
     """Options of `seal`."""
 
     out: str = option(
-        help="the dataset directory whose workers are all done", group=_REQUIRED, metavar="DIR"
+        help="the dataset directory whose workers are all done", group=REQUIRED, metavar="DIR"
     )
 
 
@@ -314,7 +321,7 @@ class InspectConfig:
     """Options of `inspect`."""
 
     data: str = option(
-        help="the dataset directory; may be given without --data", group=_REQUIRED, metavar="DIR"
+        help="the dataset directory; may be given without --data", group=REQUIRED, metavar="DIR"
     )
     doc: int | None = option(
         None,
@@ -331,7 +338,7 @@ class InspectConfig:
 
     def __post_init__(self) -> None:
         if self.doc is not None:
-            _at_least(0, doc=self.doc)
+            at_least(0, doc=self.doc)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,32 +346,32 @@ class VerifyConfig:
     """Options of `verify`."""
 
     data: str = option(
-        help="the dataset directory; may be given without --data", group=_REQUIRED, metavar="DIR"
+        help="the dataset directory; may be given without --data", group=REQUIRED, metavar="DIR"
     )
     target: str | None = option(
         None,
         help="also run this target on the sampled documents and compare every stored column: the "
         "strongest check, and the only one that loads a model",
-        group=_CHECKS,
+        group=CHECKS,
         metavar="MODEL",
     )
     samples: int = option(
         16,
         help="documents whose logits, and with --target whose states, are computed again. Raise it "
         "for more certainty",
-        group=_CHECKS,
+        group=CHECKS,
         metavar="N",
     )
-    seed: int = option(0, help="decides which documents are sampled", group=_CHECKS, metavar="N")
+    seed: int = option(0, help="decides which documents are sampled", group=CHECKS, metavar="N")
     device: str = option(
-        "auto", help="device to compute on: auto, cpu, cuda, cuda:1, ...", group=_RUNNING
+        "auto", help="device to compute on: auto, cpu, cuda, cuda:1, ...", group=RUNNING
     )
     trust_remote_code: bool = option(
         False,
         help="run Python code that comes with the model; only for authors you trust",
-        group=_RUNNING,
+        group=RUNNING,
     )
 
     def __post_init__(self) -> None:
-        _at_least(1, samples=self.samples)  # nothing re-derived is nothing verified
-        _at_least(0, seed=self.seed)
+        at_least(1, samples=self.samples)  # nothing re-derived is nothing verified
+        at_least(0, seed=self.seed)

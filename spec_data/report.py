@@ -11,6 +11,7 @@ from spec_data.generation.setup import Setup
 from spec_data.generation.unit_records import finished_unit
 from spec_data.models.reading import load_tokenizer
 from spec_data.progress import size
+from spec_data.shards.agreement import agreement_rows, contradictions, suspicions
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.follow import WORK
 from spec_data.shards.reader import HiddenStatesDataset
@@ -210,7 +211,33 @@ def dataset_text(manifest: Manifest) -> str:
     parts = [part for part in (facts(lines), columns, error_rows(manifest)) if part]
     if "rendered" in raw["documents"]:
         parts.append(counts_text(raw["documents"]))
+    parts.append(agreement_text(manifest))
     return "\n\n".join(parts)
+
+
+def agreement_text(manifest: Manifest) -> str:
+    """How often supervised tokens are the target's first choice, per source, and what is odd."""
+    raw = manifest.raw
+    if not raw.get("agreement"):
+        return "agreement with the target: not measured (an older release made this dataset)"
+    temperature = raw["settings"].get("sampling_temperature", 1.0)
+    notes = [
+        "first choice: supervised tokens that are the target's arg max; NLL: mean, in nats; own: "
+        f"those of text that the target samples at temperature {temperature:g}",
+        *(f"warning: {message}" for message in suspicions(raw)),
+    ]
+    return "\n".join([table(agreement_rows(raw)), *notes])
+
+
+def refused_label(manifest: Manifest) -> str:
+    """Say why the label --on-policy of a sealed dataset was not accepted; empty if it was."""
+    found = contradictions(manifest.raw)
+    if not found:
+        return ""
+    return (
+        f"--on-policy was not accepted: this target did not write these answers. The dataset is "
+        f"complete, and it is recorded as {manifest.raw['policy']}:\n  " + "\n  ".join(found)
+    )
 
 
 def _where(manifest: Manifest) -> str:
@@ -242,6 +269,8 @@ def dataset_facts(dataset: HiddenStatesDataset) -> dict[str, Any]:
         "supervision": manifest.supervision,
         "final": manifest.final,
         "policy": raw["policy"],
+        "agreement": raw.get("agreement"),
+        "warnings": suspicions(raw),
         "shards": len(manifest.shards),
         **raw["totals"],
         "columns": raw["columns"],

@@ -6,6 +6,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from spec_data.shards.agreement import Agreement
+
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateResult:
@@ -59,6 +61,12 @@ class GenerateResult:
     skipped_rows: dict[str, int] = field(default_factory=dict)
     """Corpus rows that were left out, by reason; "bad" are those that cannot be read."""
     fingerprint: str = ""
+    policy: str = ""
+    """Either "on-policy" or "off-policy", as far as the measurement allows."""
+    agreement: dict[str, Agreement] = field(default_factory=dict)
+    """Per source: how often supervised tokens are the target's first choice, and their NLL."""
+    warnings: tuple[str, ...] = ()
+    """What is suspicious about the answers or the target, in words."""
     text: str = field(
         repr=False, default="not sealed: units of other processes are not done, or used"
     )
@@ -78,8 +86,8 @@ class VerifyReport:
     failures: tuple[str, ...]
     """What is wrong: shard, row, document and column, in words."""
     warnings: tuple[str, ...]
-    """What needs attention although the dataset is sound: another tokenizer of the target, a file
-    that does not belong to it."""
+    """What needs attention although the dataset is sound: answers that are not the target's, another
+    tokenizer of the target, a file that does not belong to the dataset."""
     figures: dict[str, dict[str, float]]
     """Measured differences by name: what was "found" and what is "allowed"."""
     fingerprint: str

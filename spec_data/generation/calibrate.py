@@ -146,8 +146,7 @@ def capture_sample(
         found = {layer_column(k): value for k, value in captured.layers.items()}  # [B, T, H] each
         if captured.final is not None:
             found[FINAL] = captured.final
-        # int64 [n]: for each real token of the batch, its index in the sample
-        order = np.concatenate([np.arange(offsets[d], offsets[d + 1]) for d in batch.documents])
+        order = batch.token_index(offsets)
         for name, value in states.items():
             value[torch.from_numpy(order)] = found[name][real].to(target.dtype).cpu()
     not_stored = ~torch.from_numpy(predicts_supervised(tokens["loss_mask"], offsets))  # bool [N]

@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spec_data.generation.measure import NOT_SUPERVISED, supervised_next, token_figures
 from spec_data.generation.plan import Plan, unit_batches
+from spec_data.shards.agreement import DocumentFigures
 from spec_data.shards.errors import RunError
 from spec_data.shards.lossy import Tables
 from spec_data.shards.packing import row_layout
@@ -35,12 +37,14 @@ class CaptureSettings:
         form: the proven mask form.
         batch_tokens: tokens per target forward.
         tables: the codec tables of each lossy column, by column name.
+        temperature: at which the target's own samples are imagined, see `shards.agreement`.
     """
 
     columns: tuple[Column, ...]
     form: str
     batch_tokens: int
     tables: Mapping[str, Tables] = field(default_factory=dict)
+    temperature: float = 1.0
 
 
 @dataclass
@@ -51,9 +55,11 @@ class CapturedUnit:
         data: the arrays, without the documents that were left out.
         dropped: number of documents that were left out, by reason.
         left_out: their indices in the unit, ascending.
+        figures: how well the documents of `data` agree with the target.
     """
 
     data: UnitData
+    figures: DocumentFigures
     dropped: dict[str, int] = field(default_factory=dict)
     left_out: list[int] = field(default_factory=list)
 
@@ -73,6 +79,12 @@ class ForwardBatch:
     position_ids: Tensor
     documents: list[int]
     lengths: list[int]
+
+    def token_index(self, offsets: np.ndarray) -> np.ndarray:
+        """Return, for each real token in the order of the batch, its index in the documents that
+        the batch was made from, int64 [N]; `offsets` is int64 [D + 1].
+        """
+        return np.concatenate([np.arange(offsets[d], offsets[d + 1]) for d in self.documents])
 
 
 def capture_unit(
@@ -96,16 +108,22 @@ def capture_unit(
     source = plan.unit_tokens(unit)
     broken: dict[int, str] = {}
     tables = {name: table.to(target.device) for name, table in settings.tables.items()}
+    figures = DocumentFigures.zeros(len(data.doc_ids))
+    following = supervised_next(source["input_ids"], data.kept)
     for batch in forward_batches(
         data.offsets, source["input_ids"], settings.form, plan.pack_length, settings.batch_tokens
     ):
-        values = forward_columns(target, batch, settings.form, columns)
+        asked = following[batch.token_index(data.offsets)]
+        values, found = forward_columns(
+            target, batch, settings.form, columns, asked, settings.temperature
+        )
         _find_broken(values, batch, broken)
         _store(values, batch, columns, data, tables)
+        add_figures(found, asked, batch, figures)
         on_tokens(sum(batch.lengths))
     if not np.array_equal(data.tokens["input_ids"], source["input_ids"]):
         raise RunError(f"unit {unit}: stored token ids are not those of the plan; this is a bug")
-    return _without(data, broken, unit, columns)
+    return _without(data, figures, broken, unit, columns)
 
 
 def forward_batches(
@@ -142,15 +160,27 @@ def packed_form(form: str) -> str | None:
 
 @torch.inference_mode()
 def forward_columns(
-    target: Target, batch: ForwardBatch, form: str, columns: tuple[Column, ...]
-) -> dict[str, Tensor]:
+    target: Target,
+    batch: ForwardBatch,
+    form: str,
+    columns: tuple[Column, ...],
+    following: np.ndarray | None = None,
+    temperature: float = 1.0,
+) -> tuple[dict[str, Tensor], Tensor]:
     """Run one forward and return every column but the loss mask at the real tokens of the batch.
+
+    Args:
+        target, batch, form, columns: what is run, and what is wanted.
+        following: the next token of each of the N real tokens where it is supervised, else -1,
+            int64 [N]; None: nothing is supervised.
+        temperature: see `token_figures`.
 
     Returns:
         Tensors on the device of the target, in the order of `batch.documents`. N is the number of
         real tokens: `input_ids` and `target_argmax` int64 [N], `target_logsumexp` float32 [N],
         `hidden.*` [N, H], `topk_ids` int64 [N, K] and `topk_logits` float32 [N, K], `logits`
-        [N, V]. States and logits have the dtype of the target.
+        [N, V]. States and logits have the dtype of the target. And the figures of the m tokens with
+        a supervised next token, float32 [m, 4].
 
     Raises:
         RunError, TargetError: the target does not produce the states.
@@ -169,26 +199,39 @@ def forward_columns(
     if captured.final is None:
         raise RunError("no final hidden was captured")
     final = captured.final[real]  # [N, H]
-    values |= _logit_columns(target, final, logits[real] if logits is not None else None, names)
+    if following is None:
+        following = np.full(len(final), NOT_SUPERVISED, np.int64)
+    asked = torch.from_numpy(following).to(target.device)
+    real_logits = logits[real] if logits is not None else None
+    derived, figures = _logit_columns(target, final, real_logits, names, asked, temperature)
+    values |= derived
     if FINAL in names:
         values[FINAL] = final
-    return values
+    return values, figures
 
 
 def _logit_columns(
-    target: Target, final: Tensor, logits: Tensor | None, names: dict[str, Column]
-) -> dict[str, Tensor]:
-    """Return argmax, logsumexp and, if `names` has them, top-k or full logits.
+    target: Target,
+    final: Tensor,
+    logits: Tensor | None,
+    names: dict[str, Column],
+    following: Tensor,
+    temperature: float,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return argmax, logsumexp and, if `names` has them, top-k or full logits; and the figures.
 
-    `final` is [N, H]; `logits` is [N, V], or None to compute them in blocks of tokens.
+    `final` is [N, H]; `logits` is [N, V], or None to compute them in blocks of tokens; `following`
+    is int64 [N]. The figures are float32 [m, 4], see `token_figures`.
     """
-    argmax, logsumexp, top_ids, top_logits = [], [], [], []
+    argmax, logsumexp, top_ids, top_logits, figures = [], [], [], [], []
     for part in target.logit_chunks(len(final)):
         block = logits[part] if logits is not None else target.logits_of(final[part])  # [n, V]
+        wide = block.float()
         argmax.append(block.argmax(-1))
-        logsumexp.append(block.float().logsumexp(-1))
+        logsumexp.append(wide.logsumexp(-1))
+        figures.append(token_figures(wide, logsumexp[-1], argmax[-1], following[part], temperature))
         if "topk_ids" in names:
-            top = block.float().topk(names["topk_ids"].width or 1, dim=-1)
+            top = wide.topk(names["topk_ids"].width or 1, dim=-1)
             top_ids.append(top.indices)
             top_logits.append(top.values)
     out = {"target_argmax": torch.cat(argmax), "target_logsumexp": torch.cat(logsumexp)}
@@ -196,7 +239,23 @@ def _logit_columns(
         out |= {"topk_ids": torch.cat(top_ids), "topk_logits": torch.cat(top_logits)}
     if logits is not None:
         out["logits"] = logits
-    return out
+    return out, torch.cat(figures)
+
+
+def add_figures(
+    found: Tensor, following: np.ndarray, batch: ForwardBatch, figures: DocumentFigures
+) -> None:
+    """Add the figures of a batch, float32 [m, 4], to those of its documents.
+
+    `following` is int64 [N], -1 where the next token is not supervised. The sums of a document are
+    float64 and in token order, so they do not depend on the other documents of the batch.
+    """
+    values = found.double().cpu().numpy()  # [m, 4]
+    bounds = np.concatenate([[0], np.cumsum(following >= 0)])  # [N + 1]
+    start = 0
+    for d, length in zip(batch.documents, batch.lengths, strict=True):
+        figures.set(d, values[bounds[start] : bounds[start + length]])
+        start += length
 
 
 def _find_broken(values: dict[str, Tensor], batch: ForwardBatch, broken: dict[int, str]) -> None:
@@ -264,7 +323,11 @@ def _store(
 
 
 def _without(
-    data: UnitData, broken: dict[int, str], unit: int, columns: tuple[Column, ...]
+    data: UnitData,
+    figures: DocumentFigures,
+    broken: dict[int, str],
+    unit: int,
+    columns: tuple[Column, ...],
 ) -> CapturedUnit:
     """Return the unit without its broken documents.
 
@@ -272,7 +335,7 @@ def _without(
         RunError: too many documents are broken.
     """
     if not broken:
-        return CapturedUnit(data)
+        return CapturedUnit(data, figures)
     count = len(data.doc_ids)
     reasons = dict(sorted(Counter(broken.values()).items()))
     if len(broken) == count or len(broken) > max(1, count // 100):
@@ -283,4 +346,4 @@ def _without(
             "the corpus: try --dtype float32 or --attn eager"
         )
     kept = [d for d in range(count) if d not in broken]
-    return CapturedUnit(data.select(kept, columns), reasons, sorted(broken))
+    return CapturedUnit(data.select(kept, columns), figures.select(kept), reasons, sorted(broken))

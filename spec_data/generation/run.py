@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from spec_data.devices import usable_device
+from spec_data.generation.agreement_check import check_agreement
 from spec_data.generation.calibrate import calibrate
 from spec_data.generation.capture import CaptureSettings, capture_unit
 from spec_data.generation.plan import Plan, load_plan, read_settings, save_plan
@@ -198,7 +199,11 @@ def run_units(setup: Setup, plan: Plan, out: Path, mine: list[int], todo: list[i
     widths = {c.name: c.width or 1 for c in setup.columns if c.lossy}
     tables = load_tables(out / TABLES, widths, draft["codec"]["sha256"]) if widths else {}
     capture = CaptureSettings(
-        columns=setup.columns, form=form, batch_tokens=config.batch_tokens, tables=tables
+        columns=setup.columns,
+        form=form,
+        batch_tokens=config.batch_tokens,
+        tables=tables,
+        temperature=config.own_temperature,
     )
     total, left = plan.unit_set_tokens(mine), plan.unit_set_tokens(todo)
     bar = progress(total=total, initial=total - left, desc="capture", unit="tok")
@@ -218,13 +223,15 @@ def run_units(setup: Setup, plan: Plan, out: Path, mine: list[int], todo: list[i
 
 
 def prove_target(setup: Setup, plan: Plan, target: Target, out: Path) -> dict[str, Any]:
-    """Prove head and packing, make the codec tables, and save the files of the target, once.
+    """Prove head and packing, check a sample of the corpus, make the codec tables, and save the
+    files of the target, once.
 
     The result, a manifest without shards, is stored in target.json, so that every worker and every
     resumed run captures in the same way.
 
     Raises:
         TargetError, RunError: a proof fails, or the error of a codec is above its bound.
+        CorpusError, ConfigError: the target could not have written the corpus.
     """
     file = out / WORK / "target.json"
     if file.is_file():
@@ -239,6 +246,7 @@ def prove_target(setup: Setup, plan: Plan, target: Target, out: Path) -> dict[st
     proof = prove_isolation(target, documents, plan.pack_length, setup.config.packing)
     level = logging.INFO if "rows" not in proof.form else logging.WARNING
     logger.log(level, "packing: %s", proof)
+    check_agreement(setup, plan, target, proof.form, chosen)
     save_target_files(setup, target, out / "target")
     codec, errors = calibrate(setup, plan, target, proof.form, out)
     draft = manifest_draft(setup, plan, target, proof, head_error, codec, errors)

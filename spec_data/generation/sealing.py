@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.generation.plan import PLAN_COLUMNS, Plan, load_plan
-from spec_data.generation.unit_records import finished_unit
+from spec_data.generation.unit_records import FinishedUnit, finished_unit
 from spec_data.paths import check_directory_to_write
+from spec_data.shards.agreement import DocumentFigures, measured_policy, summarise
 from spec_data.shards.errors import MissingError, RunError
 from spec_data.shards.follow import LEFT_OUT, WORK
 from spec_data.shards.reader import MANIFEST
@@ -67,6 +68,7 @@ def _seal(out: Path, work: Path, checked: set[int] | None) -> Manifest:
             dropped[reason] = dropped.get(reason, 0) + count
     draft["documents"]["dropped"] = dict(sorted(dropped.items()))
     draft["documents"]["stored"] = sum(r.rows for r in records)
+    record_agreement(plan, {u: f for u, f in units.items() if f}, draft)
     save_left_out(out, plan, {u: f.left_out for u, f in units.items() if f}, draft)
     manifest = seal(out, draft, records)
     check_counts(manifest)
@@ -74,6 +76,23 @@ def _seal(out: Path, work: Path, checked: set[int] | None) -> Manifest:
         leftover.unlink()
     shutil.rmtree(work)
     return manifest
+
+
+def record_agreement(plan: Plan, units: dict[int, FinishedUnit], draft: dict[str, Any]) -> None:
+    """Add to the draft how well each source agrees with the target, and the label that follows.
+
+    Nothing is added if a release that did not measure it captured one of the units.
+    """
+    parts, sources = [], []
+    for unit, finished in sorted(units.items()):
+        if finished.figures is None:
+            return
+        parts.append(finished.figures)
+        first, last = plan.units[unit]
+        left_out = {first + place for place in finished.left_out}
+        sources += [plan.documents.sources[d] for d in range(first, last) if d not in left_out]
+    draft["agreement"] = summarise(DocumentFigures.join(parts), sources)
+    draft["policy"] = measured_policy(draft)
 
 
 def check_counts(manifest: Manifest) -> None:

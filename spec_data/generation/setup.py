@@ -28,7 +28,8 @@ from spec_data.generation.plan import Plan, PlanBuilder
 from spec_data.models.identify import identify, target_table, tokenizer_table
 from spec_data.models.reading import load_config, load_tokenizer, text_config
 from spec_data.models.resolve import resolve_model
-from spec_data.options import GenerateConfig, parse_size
+from spec_data.option_values import parse_size
+from spec_data.options import GenerateConfig
 from spec_data.paths import check_directory_to_write
 from spec_data.progress import progress
 from spec_data.shards.errors import ConfigError
@@ -282,6 +283,7 @@ def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
         "device": device_type(config.device),
         "max_shard_size": config.max_shard_size,
         "on_policy": config.on_policy,
+        **_stated(sampling_temperature=config.sampling_temperature),
         "versions": {
             "spec_data": spec_data.__version__,
             "torch": torch.__version__.split("+")[0],
@@ -289,6 +291,11 @@ def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
             "machine": platform.machine(),
         },
     }
+
+
+def _stated(**settings: Any) -> dict[str, Any]:
+    """Return the settings that are not None: later ones, so that older plans can be resumed."""
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def changed_settings(setup: Setup, saved: dict[str, Any]) -> list[str]:

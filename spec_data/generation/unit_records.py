@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from spec_data.generation.capture import CapturedUnit
+from spec_data.shards.agreement import DocumentFigures
 from spec_data.shards.files import dump_json, unit_name, write_atomically
 from spec_data.shards.follow import WORK, used_marker
 from spec_data.shards.schema import Column, ShardRecord
@@ -25,11 +26,14 @@ class FinishedUnit:
         record: size and checksum of the shard.
         dropped: number of documents that were left out, by reason.
         left_out: their indices in the unit.
+        figures: how well the other documents agree with the target; None if a release that did not
+            measure it captured the unit.
     """
 
     record: ShardRecord
     dropped: dict[str, int]
     left_out: list[int]
+    figures: DocumentFigures | None = None
 
 
 def finished_unit(out: Path, unit: int) -> FinishedUnit | None:
@@ -43,6 +47,8 @@ def finished_unit(out: Path, unit: int) -> FinishedUnit | None:
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
         record = ShardRecord(**raw["record"])
+        measured = raw.get("agreement")
+        figures = DocumentFigures.from_json(measured) if measured else None
     except (ValueError, TypeError, KeyError):
         return None  # not a record of this program: the unit is captured again
     shard = out / record.file
@@ -50,7 +56,7 @@ def finished_unit(out: Path, unit: int) -> FinishedUnit | None:
     if not there and not used_marker(out, unit).is_file():
         return None
     left_out = raw.get("left_out", [])
-    return FinishedUnit(record=record, dropped=raw["dropped"], left_out=left_out)
+    return FinishedUnit(record=record, dropped=raw["dropped"], left_out=left_out, figures=figures)
 
 
 def finish_unit(out: Path, unit: int, captured: CapturedUnit, columns: tuple[Column, ...]) -> int:
@@ -60,6 +66,7 @@ def finish_unit(out: Path, unit: int, captured: CapturedUnit, columns: tuple[Col
         "record": asdict(record),
         "dropped": captured.dropped,
         "left_out": captured.left_out,
+        "agreement": captured.figures.to_json(),
     }
     write_atomically(out / WORK / f"{unit_name(unit)}.json", dump_json(finished))
     return record.bytes

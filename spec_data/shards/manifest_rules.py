@@ -124,6 +124,13 @@ _DOCUMENTS = {
     "unrendered_examples?": Named(Listed(ANY)),
 }
 _RENDERED = ("bad_rows", "unrendered", "rendering", "dropped", "cut", "tokens_cut")
+_AGREEMENT = Table(
+    {
+        **dict.fromkeys(("documents", "tokens", "first_choice"), COUNT),
+        **dict.fromkeys(("nll", "nll_error", "own_nll", "excess_error", "own_share"), NUMBER),
+    },
+    closed=True,
+)
 MANIFEST = Table(
     {
         **{"settings": OBJECT, "layers": Listed(LAYER), "supervision": SUPERVISION},
@@ -155,6 +162,7 @@ MANIFEST = Table(
             }
         ),
         "documents": Table(_DOCUMENTS),
+        "agreement?": Table({"total": _AGREEMENT, "sources": Named(_AGREEMENT)}, closed=True),
         "left_out?": Table({"places": Listed(COUNT), "units": Listed(COUNT)}),
         "shards": Listed(SHARD),
         "totals": Table(

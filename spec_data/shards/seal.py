@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from spec_data.shards.agreement import agreement_rows, suspicions
 from spec_data.shards.checksums import row_checksums
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import (
@@ -181,6 +182,19 @@ def dataset_card(manifest: Manifest) -> str:
         f"| `{c.name}` | {c.codec} | {c.width or 1} | {c.bytes_per_token:,} |"
         for c in manifest.columns
     )
+    cells = list(agreement_rows(raw)) if raw.get("agreement") else []
+    agreement = "\n".join(
+        [
+            "",
+            "Agreement of the responses with the target (NLL in nats; own: text that it samples):",
+            "",
+            *("| " + " | ".join(row) + " |" for row in [*cells[:1], ["---"] * 6, *cells[1:]]),
+            *(f"\nWarning: {message}" for message in suspicions(raw)),
+            "",
+        ]
+        if cells
+        else []
+    )
     dropped = ", ".join(f"{k} {v:,}" for k, v in raw["documents"]["dropped"].items()) or "none"
     return f"""---
 tags:
@@ -200,7 +214,7 @@ Corpus: {", ".join(s["source"] for s in raw["corpus"])}. Responses are
 | column | codec | values per token | bytes per token |
 | --- | --- | --- | --- |
 {rows}
-
+{agreement}
 Open it with `spec_data.HiddenStatesDataset(dir)` or `datasets.load_from_disk(dir)`; check it with
 `spec-data verify dir`. `manifest.json` records everything that decided these bytes.
 """

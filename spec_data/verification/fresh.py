@@ -63,7 +63,7 @@ def check_fresh(
         ids = document["input_ids"].numpy()  # [T]
         offsets = np.array([0, len(ids)])
         (batch,) = forward_batches(offsets, ids, SINGLE, len(ids), len(ids))
-        fresh = forward_columns(target, batch, SINGLE, dataset.manifest.columns)
+        fresh, _ = forward_columns(target, batch, SINGLE, dataset.manifest.columns)
         where = f"document {index}"
         for name, value in fresh.items():
             if name.startswith("hidden."):

@@ -3,7 +3,8 @@
 1. Checksums of every file in the directory and of every chunk, so that damage is named by shard,
    row, document and column.
 2. Schema, row counts, and the index against the shards.
-3. Every state is finite and not constant; masks and turns are consistent.
+3. Every state is finite and not constant; masks and turns are consistent; the share of supervised
+   tokens that are the target's first choice is that of the manifest.
 4. For sampled documents, logits computed from `hidden.final` and the stored head are compared with
    `target_argmax` and `target_logsumexp`.
 5. With `--target`, a fresh forward of sampled documents, one per forward, is compared with every
@@ -33,6 +34,7 @@ from spec_data.shards.schema import FINAL
 from spec_data.target.model import Target
 from spec_data.verification.directory import check_files
 from spec_data.verification.findings import Findings, declared_error, stored_tokens
+from spec_data.verification.first_choices import check_first_choices
 from spec_data.verification.fresh import LOGIT_TOLERANCE, check_fresh, check_identity
 
 
@@ -57,6 +59,7 @@ def examine(config: VerifyConfig) -> Findings:
         findings.check(lambda: _check_codecs(dataset, findings))
     if not findings.failures:
         findings.check(lambda: _check_documents(dataset, findings))
+        findings.check(lambda: check_first_choices(dataset, findings))
         sampled = sample_documents(len(dataset), config.samples, config.seed)
         findings.check(lambda: _check_logits(dataset, sampled, config.device, findings))
         if path is not None:

@@ -41,11 +41,12 @@ def write_corpus(path: Path, rows: int = 30) -> Path:
     return path
 
 
-def options(target: Path, corpus: Path, out: Path, **changes) -> dict:
-    """Return options of a run with several units."""
+def options(target: Path, corpus: Path | tuple[Path, ...], out: Path, **changes) -> dict:
+    """Return options of a run with several units; `corpus` is one file or several."""
+    corpora = corpus if isinstance(corpus, tuple) else (corpus,)
     return {
         "target": str(target),
-        "corpus": (str(corpus),),
+        "corpus": tuple(map(str, corpora)),
         "out": str(out),
         "layers": "0,2,4",
         "max_shard_size": "120KB",
@@ -55,7 +56,7 @@ def options(target: Path, corpus: Path, out: Path, **changes) -> dict:
     } | changes
 
 
-def run(target: Path, corpus: Path, out: Path, **changes):
+def run(target: Path, corpus: Path | tuple[Path, ...], out: Path, **changes):
     """Generate in this process and return the manifest."""
     return generate(GenerateConfig(**options(target, corpus, out, **changes)))
 

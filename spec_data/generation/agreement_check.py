@@ -1,0 +1,132 @@
+"""Check on a sample, before the first shard, that the target could have written the corpus.
+
+Hours of capture must not pass before token ids of another tokenizer are noticed, or answers that
+`--on-policy` calls the target's own and that it would never write.
+"""
+
+import logging
+from collections.abc import Iterable
+
+import numpy as np
+
+from spec_data.generation.capture import add_figures, forward_batches, forward_columns
+from spec_data.generation.measure import supervised_next
+from spec_data.generation.plan import Plan
+from spec_data.generation.setup import Setup
+from spec_data.shards.agreement import (
+    Agreement,
+    DocumentFigures,
+    above_random_text,
+    contradiction_text,
+    figures_text,
+    judged,
+    summarise,
+    warnings,
+)
+from spec_data.shards.errors import ConfigError, CorpusError
+from spec_data.shards.schema import predicts_supervised
+from spec_data.target.model import Target
+
+logger = logging.getLogger(__name__)
+
+_PER_SOURCE, _OF_ALL_SOURCES = 16, 256  # documents
+_LONGEST = 2048  # tokens of a document that are looked at
+
+
+def check_agreement(
+    setup: Setup, plan: Plan, target: Target, form: str, proven: Iterable[int]
+) -> None:
+    """Measure a sample of every source and refuse what cannot be right; log what is suspicious.
+
+    Args:
+        setup, plan, target: what is captured.
+        form: the proven mask form.
+        proven: indices of the documents of the proofs, which join the sample.
+
+    Raises:
+        CorpusError: the NLL of a source is clearly above ln V, and --allow-high-nll is not set.
+        ConfigError: --on-policy, and a source that the target did not write.
+    """
+    config = setup.config
+    chosen = sample_of_sources(plan.documents.sources, proven)
+    sources = [plan.documents.sources[d] for d in chosen]
+    temperature = config.sampling_temperature
+    figures = measure_documents(
+        plan, target, form, chosen, config.batch_tokens, config.own_temperature
+    )
+    found = judged({"agreement": summarise(figures, sources)})
+    _refuse_other_ids(found, setup)
+    if config.on_policy:
+        _refuse_label(found, temperature)
+    for message in warnings(found, setup.vocab_size, temperature, config.on_policy):
+        logger.warning("on a sample of %d documents, %s", len(chosen), message)
+
+
+def sample_of_sources(sources: list[str], proven: Iterable[int]) -> list[int]:
+    """Return indices of documents, ascending: `proven`, and some spread evenly over each source."""
+    names = np.asarray(sources)
+    kinds = np.unique(names)
+    most = max(2, min(_PER_SOURCE, _OF_ALL_SOURCES // len(kinds)))
+    chosen = set(proven)
+    for kind in kinds:
+        places = np.flatnonzero(names == kind)
+        count = min(most, len(places))
+        chosen |= {int(places[(2 * i + 1) * len(places) // (2 * count)]) for i in range(count)}
+    return sorted(chosen)
+
+
+def measure_documents(
+    plan: Plan,
+    target: Target,
+    form: str,
+    chosen: list[int],
+    batch_tokens: int,
+    temperature: float,
+) -> DocumentFigures:
+    """Measure the first tokens of the documents `chosen`, indices into the plan."""
+    bounds = plan.documents.offsets
+    spans = [np.arange(bounds[d], min(bounds[d + 1], bounds[d] + _LONGEST)) for d in chosen]
+    offsets = np.concatenate([[0], np.cumsum([len(s) for s in spans])]).astype(np.int64)
+    tokens = {n: a[np.concatenate(spans)] for n, a in plan.documents.tokens.items()}
+    following = supervised_next(
+        tokens["input_ids"], predicts_supervised(tokens["loss_mask"], offsets)
+    )
+    figures = DocumentFigures.zeros(len(chosen))
+    for batch in forward_batches(
+        offsets, tokens["input_ids"], form, plan.pack_length, batch_tokens
+    ):
+        asked = following[batch.token_index(offsets)]
+        _, found = forward_columns(target, batch, form, (), asked, temperature)
+        add_figures(found, asked, batch, figures)
+    return figures
+
+
+def _refuse_other_ids(sources: dict[str, Agreement], setup: Setup) -> None:
+    for name, found in sources.items():
+        if not found.above_random(setup.vocab_size) or setup.config.allow_high_nll:
+            continue
+        raise CorpusError(
+            f"{name}: on a sample, {figures_text(found)}. {above_random_text(setup.vocab_size)}. "
+            "Give the target that these ids or this text were made for; pass --allow-high-nll to "
+            "capture them all the same"
+        )
+
+
+def _refuse_label(sources: dict[str, Agreement], temperature: float | None) -> None:
+    wrong = [
+        contradiction_text(name, found, temperature)
+        for name, found in sources.items()
+        if found.contradicts_on_policy(temperature)
+    ]
+    if wrong:
+        advice = (
+            "; for samples at a known temperature, pass --sampling-temperature T"
+            if temperature is None
+            else ""
+        )
+        raise ConfigError(
+            "--on-policy: this target did not write these answers. On a sample:\n  "
+            + "\n  ".join(wrong)
+            + "\nCheck the template, BOS and order of the answers, and that this is the target "
+            f"that wrote them. Otherwise leave --on-policy out{advice}"
+        )

@@ -1,0 +1,70 @@
+"""Measure what the target thinks of the supervised tokens, from logits that exist anyway.
+
+Shapes: N tokens, n tokens of a block, m of them with a supervised next token, V vocabulary size.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_data.shards.agreement import FIGURES
+
+NOT_SUPERVISED = -1
+# Nats. A target that masks part of its vocabulary assigns a token no probability at all.
+_LARGEST_NLL = 1e4
+
+
+def supervised_next(ids: np.ndarray, predicting: np.ndarray) -> np.ndarray:
+    """Return the next token of each token where it is supervised, else -1: int64 [N].
+
+    Args:
+        ids: token ids of documents one after another, integers [N].
+        predicting: which tokens have a supervised next token in their document, bool [N].
+    """
+    following = np.full(len(ids), NOT_SUPERVISED, np.int64)
+    following[:-1] = ids[1:]
+    following[~predicting] = NOT_SUPERVISED
+    return following
+
+
+def token_figures(
+    logits: Tensor, logsumexp: Tensor, argmax: Tensor, following: Tensor, temperature: float
+) -> Tensor:
+    """Return the `FIGURES` of the tokens with a supervised next token, float32 [m, 4].
+
+    Args:
+        logits: float32 [n, V].
+        logsumexp: of the logits, float32 [n].
+        argmax: of the logits, int64 [n].
+        following: the next token, -1 where it is not supervised, int64 [n].
+        temperature: the one of the target's own samples; 0 is greedy.
+    """
+    asked = (following >= 0).nonzero()[:, 0]  # [m]
+    if not len(asked):
+        return logits.new_zeros(0, len(FIGURES))
+    if len(asked) < len(following):
+        logits, logsumexp = logits[asked], logsumexp[asked]
+        argmax, following = argmax[asked], following[asked]
+    chosen = logits.gather(-1, following[:, None])[:, 0]  # [m]
+    largest = logits.gather(-1, argmax[:, None])[:, 0]  # [m]
+    if temperature == 0:
+        own_logit, own_first = largest, torch.ones_like(largest)
+    elif temperature == 1:
+        own = (logits - logsumexp[:, None]).exp_()  # probabilities of the own samples, [m, V]
+        own_first = (largest - logsumexp).exp()
+        own_logit = _expectation(own, logits)
+    else:
+        own = (logits / temperature).softmax(-1)
+        own_first = own.gather(-1, argmax[:, None])[:, 0]
+        own_logit = _expectation(own, logits)
+    nll = (logsumexp - chosen).clamp(max=_LARGEST_NLL)
+    first = (argmax == following).float()
+    return torch.stack([first, nll, logsumexp - own_logit, own_first], -1)
+
+
+def _expectation(probabilities: Tensor, logits: Tensor) -> Tensor:
+    """Return the sum of p * z over the vocabulary, [m]; a logit of -inf has no share in it."""
+    total = torch.einsum("mv,mv->m", probabilities, logits)
+    if bool(total.isfinite().all()):
+        return total
+    return (probabilities * logits.clamp_min(-_LARGEST_NLL)).sum(-1)

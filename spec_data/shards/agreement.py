@@ -1,0 +1,399 @@
+"""Would the target say this? How well the supervised tokens of a dataset agree with its target.
+
+Generation measures four figures at every supervised token, where it has the logits, and sums them
+per document. The manifest holds them per source:
+
+- first choice: the token is the arg max of the target;
+- NLL: the negative log-likelihood of the token under the target, in nats;
+- own NLL and own first choice: the expectation of the first two if the target itself had sampled
+  the token, at temperature 1 unless the user states another.
+
+Text of the target has an NLL near its own NLL, or below it where it was sampled at a lower
+temperature. A random model has an NLL of about ln V, V being the size of the vocabulary. Token ids
+of another tokenizer have a clearly higher one, as a trained model is sure of other tokens.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+FIRST_CHOICE, NLL, OWN_NLL, OWN_FIRST_CHOICE = FIGURES = (
+    "first_choice",
+    "nll",
+    "own_nll",
+    "own_first_choice",
+)
+ALL_SOURCES = "all sources"
+# With fewer supervised tokens nothing is concluded.
+LEAST_TOKENS = 64
+# How many standard errors a mean must lie beyond a bound.
+_ERRORS = 4.0
+# Nats. Random initialisations of real families lie up to 0.7 above ln V.
+_ABOVE_RANDOM = 1.0
+# What other kernels and a tokenisation of sampled text cost: nats, and a share.
+_OWN_NLL_SLACK, _OWN_SHARE_SLACK = 0.1, 0.05
+# Greedy answers have a share of 1 but for near-ties that another engine decides otherwise.
+GREEDY_SHARE = 0.95
+# Samples of instruction-tuned targets lie above, answers of people and other models below.
+ON_POLICY_SHARE = 0.75
+_LOW_SHARE = 0.7
+_SOURCE_GAP = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentFigures:
+    """Sums over the supervised tokens of each of D documents, in document order.
+
+    Attributes:
+        tokens: supervised tokens that have a token before them, int64 [D].
+        sums: float64 [D, 4], the columns are `FIGURES`.
+        squares: float64 [D, 2]: sums of the squares of the NLL, and of NLL minus own NLL.
+    """
+
+    tokens: np.ndarray
+    sums: np.ndarray
+    squares: np.ndarray
+
+    @classmethod
+    def zeros(cls, documents: int) -> "DocumentFigures":
+        """Return figures of `documents` documents without a token."""
+        return cls(
+            tokens=np.zeros(documents, np.int64),
+            sums=np.zeros((documents, len(FIGURES))),
+            squares=np.zeros((documents, 2)),
+        )
+
+    def set(self, document: int, figures: np.ndarray) -> None:
+        """Store one document: `figures` float64 [m, 4] of its m supervised tokens."""
+        excess = figures[:, 1] - figures[:, 2]
+        self.tokens[document] = len(figures)
+        self.sums[document] = figures.sum(0)
+        self.squares[document] = (figures[:, 1] ** 2).sum(), (excess**2).sum()
+
+    def select(self, documents: Sequence[int] | np.ndarray) -> "DocumentFigures":
+        """Return the figures of `documents`, indices in any order."""
+        index = np.asarray(documents, np.int64)
+        return DocumentFigures(
+            tokens=self.tokens[index], sums=self.sums[index], squares=self.squares[index]
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence["DocumentFigures"]) -> "DocumentFigures":
+        """Return the figures of several parts, one after another; `parts` is not empty."""
+        return cls(
+            tokens=np.concatenate([p.tokens for p in parts]),
+            sums=np.concatenate([p.sums for p in parts]),
+            squares=np.concatenate([p.squares for p in parts]),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain lists; floats are exact in JSON."""
+        return {name: value.tolist() for name, value in vars(self).items()}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> "DocumentFigures":
+        """Return the figures that `to_json` wrote.
+
+        Raises:
+            ValueError, TypeError, KeyError: it did not write them.
+        """
+        tokens = np.asarray(raw["tokens"], np.int64)
+        return cls(
+            tokens=tokens,
+            sums=np.asarray(raw["sums"], np.float64).reshape(len(tokens), len(FIGURES)),
+            squares=np.asarray(raw["squares"], np.float64).reshape(len(tokens), 2),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """The figures of one source, or of a whole dataset.
+
+    Attributes:
+        documents, tokens: how many were measured.
+        first_choice: tokens that are the target's first choice.
+        nll: mean NLL in nats; nll_error: its standard error.
+        own_nll: mean NLL of the target's own samples at the same tokens.
+        excess_error: standard error of nll - own_nll.
+        own_share: expected share of first choices in the target's own samples.
+    """
+
+    documents: int
+    tokens: int
+    first_choice: int
+    nll: float
+    nll_error: float
+    own_nll: float
+    excess_error: float
+    own_share: float
+
+    @classmethod
+    def of(cls, figures: DocumentFigures) -> "Agreement":
+        """Summarise documents; the order of summation is that of the documents."""
+        tokens = int(figures.tokens.sum())
+        first, nll, own_nll, own_first = (math.fsum(s) for s in figures.sums.T)
+        excess = figures.sums[:, 1] - figures.sums[:, 2]
+        means = np.array([nll, own_nll, own_first]) / max(tokens, 1)
+        errors = [
+            _standard_error(sums, figures.tokens, squares)
+            for sums, squares in zip((figures.sums[:, 1], excess), figures.squares.T, strict=True)
+        ]
+        return cls(
+            documents=int((figures.tokens > 0).sum()),
+            tokens=tokens,
+            first_choice=round(first),
+            nll=_rounded(means[0]),
+            nll_error=_rounded(errors[0]),
+            own_nll=_rounded(means[1]),
+            excess_error=_rounded(errors[1]),
+            own_share=_rounded(means[2]),
+        )
+
+    @property
+    def share(self) -> float:
+        """Share of tokens that are the target's first choice."""
+        return self.first_choice / max(self.tokens, 1)
+
+    @property
+    def excess(self) -> float:
+        """Nats by which the tokens are less likely than the target's own samples."""
+        return self.nll - self.own_nll
+
+    @property
+    def enough(self) -> bool:
+        """Whether there are enough tokens to conclude anything."""
+        return self.tokens >= LEAST_TOKENS
+
+    def above_random(self, vocab_size: int) -> bool:
+        """Return whether the NLL is clearly above ln V."""
+        bound = math.log(vocab_size) + _ABOVE_RANDOM + _ERRORS * self.nll_error
+        return self.enough and self.nll > bound
+
+    def like_random(self, vocab_size: int) -> bool:
+        """Return whether the NLL is about ln V or higher."""
+        return self.enough and self.nll > 0.9 * math.log(vocab_size)
+
+    def less_likely_than_own(self) -> bool:
+        """Return whether the tokens are less likely than what the target itself samples."""
+        noise = math.sqrt(max(self.share * (1 - self.share), 0.0) / max(self.tokens, 1))
+        return self.enough and (
+            self.excess > _OWN_NLL_SLACK + _ERRORS * self.excess_error
+            or self.share < self.own_share - _OWN_SHARE_SLACK - _ERRORS * noise
+        )
+
+    def contradicts_on_policy(self, temperature: float | None) -> bool:
+        """Return whether these tokens cannot be samples of the target.
+
+        `temperature` is the one that own NLL and own share were computed for; None: not stated, so
+        they are those of temperature 1, and a share that only such samples have is refused.
+        """
+        low = temperature is None and self.share < ON_POLICY_SHARE
+        return self.enough and (low or self.less_likely_than_own())
+
+    def nearly_own(self) -> bool:
+        """Return whether the tokens are first choices more often than samples, but not greedy."""
+        return self.enough and self.own_share + _OWN_SHARE_SLACK < self.share < GREEDY_SHARE
+
+
+def _standard_error(sums: np.ndarray, counts: np.ndarray, squares: np.ndarray) -> float:
+    """Return the standard error of sum(sums) / sum(counts), infinite for fewer than two tokens.
+
+    It is the larger of two estimates: from the spread between documents, and from that between
+    tokens. `sums`, `counts`, `squares` are per document, [D].
+    """
+    tokens, documents = int(counts.sum()), int((counts > 0).sum())
+    if tokens < 2:
+        return math.inf
+    mean = math.fsum(sums) / tokens
+    variance = max(0.0, math.fsum(squares) / tokens - mean**2)
+    error = math.sqrt(variance / (tokens - 1))
+    if documents < 2:
+        return error
+    between = math.fsum((sums - mean * counts) ** 2) * documents / (documents - 1)
+    return max(error, math.sqrt(between) / tokens)
+
+
+def _rounded(value: float) -> float:
+    """Six digits; infinity (too few tokens for a standard error) is written as -1."""
+    return float(f"{value:.6g}") if math.isfinite(value) else -1.0
+
+
+def summarise(figures: DocumentFigures, sources: Sequence[str]) -> dict[str, Any]:
+    """Return the manifest's `agreement`: `total`, and `sources` by name in order of appearance.
+
+    `sources` has the source of each document.
+    """
+    names = np.asarray(sources)
+    return {
+        "total": vars(Agreement.of(figures)),
+        "sources": {
+            str(name): vars(Agreement.of(figures.select(np.flatnonzero(names == name))))
+            for name in dict.fromkeys(sources)
+        },
+    }
+
+
+def read_agreement(raw: Mapping[str, Any]) -> dict[str, Agreement] | None:
+    """Return the agreement of each source of a manifest by name; None if it was not measured."""
+    measured = raw.get("agreement")
+    if not measured:
+        return None
+    return {name: Agreement(**figures) for name, figures in measured["sources"].items()}
+
+
+def total_agreement(raw: Mapping[str, Any]) -> Agreement | None:
+    """Return the agreement of a whole dataset, from its manifest; None if it was not measured."""
+    measured = raw.get("agreement")
+    return Agreement(**measured["total"]) if measured else None
+
+
+def judged(raw: Mapping[str, Any]) -> dict[str, Agreement]:
+    """Return what conclusions are drawn from, by name: sources of a manifest with enough tokens.
+
+    All sources together are one of them if a source has too few tokens of its own.
+    """
+    sources, total = read_agreement(raw) or {}, total_agreement(raw)
+    found = {name: a for name, a in sources.items() if a.enough}
+    if total is not None and total.enough and len(found) < len(sources):
+        found[ALL_SOURCES] = total
+    return found
+
+
+def measured_policy(raw: Mapping[str, Any]) -> str:
+    """Return the label that the measurement allows: "on-policy" or "off-policy".
+
+    `raw` is a manifest with `agreement`, or its draft. Data is on-policy if --on-policy says so and
+    no source contradicts it, or if every source consists of the target's greedy answers.
+    """
+    sources = judged(raw).values()
+    if raw["settings"].get("on_policy"):
+        return "off-policy" if contradictions(raw) else "on-policy"
+    greedy = bool(sources) and all(a.share >= GREEDY_SHARE for a in sources)
+    return "on-policy" if greedy else "off-policy"
+
+
+def contradictions(raw: Mapping[str, Any]) -> list[str]:
+    """Return, in words, what contradicts --on-policy in a manifest; nothing without the flag."""
+    if not raw["settings"].get("on_policy"):
+        return []
+    temperature = raw["settings"].get("sampling_temperature")
+    return [
+        contradiction_text(name, found, temperature)
+        for name, found in judged(raw).items()
+        if found.contradicts_on_policy(temperature)
+    ]
+
+
+def suspicions(raw: Mapping[str, Any]) -> list[str]:
+    """Return what is suspicious about a sealed dataset, in words, from its manifest."""
+    settings, on_policy = raw["settings"], raw.get("policy") == "on-policy"
+    temperature = settings.get("sampling_temperature")
+    found = warnings(judged(raw), raw["head"]["vocab_size"], temperature, on_policy)
+    refused = [f"--on-policy was not accepted: {text}" for text in contradictions(raw)]
+    return refused + found
+
+
+_CAUSES = (
+    "likely causes: another chat template than the one that the answers were made with, a doubled "
+    "BOS token, answers shuffled between prompts, or a target with missing or wrongly configured "
+    "weights"
+)
+
+
+def warnings(
+    sources: Mapping[str, Agreement], vocab_size: int, temperature: float | None, on_policy: bool
+) -> list[str]:
+    """Return what is suspicious about the sources of a dataset, in words."""
+    found = [
+        message
+        for name, agreement in sources.items()
+        if (message := _suspicion(agreement, vocab_size, temperature, on_policy, name))
+    ]
+    return found + _source_gaps(sources)
+
+
+def _suspicion(
+    found: Agreement, vocab_size: int, temperature: float | None, on_policy: bool, name: str
+) -> str | None:
+    """Return the strongest suspicion about one source, or None."""
+    figures = f"{name}: {figures_text(found)}"
+    if found.above_random(vocab_size):
+        return f"{figures}. {above_random_text(vocab_size)}"
+    if found.like_random(vocab_size):
+        return (
+            f"{figures}. The target behaves like a random model, which has an NLL of about ln V = "
+            f"{math.log(vocab_size):.2f}: its weights are untrained, or these are not its token ids"
+        )
+    if found.nearly_own() and temperature is None:
+        return (
+            f"{figures}. Samples of this target at temperature 1 would have "
+            f"{found.own_share:.1%}, its greedy answers {GREEDY_SHARE:.0%} or more. If these are "
+            f"its greedy answers, the share is too low; {_CAUSES}"
+        )
+    if found.enough and not on_policy and found.share < _LOW_SHARE:
+        return (
+            f"{figures}, which is low. Answers of people or of other models often have no more; "
+            f"drafts are accepted longer when the target writes its own. Otherwise, {_CAUSES}"
+        )
+    return None
+
+
+def _source_gaps(sources: Mapping[str, Agreement]) -> list[str]:
+    """Return one line per source with a far lower share than the best one."""
+    single = {name: a for name, a in sources.items() if a.enough and name != ALL_SOURCES}
+    if len(single) < 2:
+        return []
+    best = max(single, key=lambda name: single[name].share)
+    return [
+        f"{name}: {a.share:.1%} first choices, but {best} has {single[best].share:.1%}: compare "
+        "how the two are rendered (template, BOS, order of answers) and who wrote the answers"
+        for name, a in single.items()
+        if a.share < single[best].share - _SOURCE_GAP
+    ]
+
+
+def above_random_text(vocab_size: int) -> str:
+    """Say what an NLL above ln V means."""
+    return (
+        f"A random model has an NLL of about ln V = {math.log(vocab_size):.2f}. A higher one means "
+        "that these token ids are not this tokenizer's"
+    )
+
+
+def contradiction_text(name: str, found: Agreement, temperature: float | None) -> str:
+    """Say why a source is not on-policy."""
+    at = "1" if temperature is None else f"{temperature:g}"
+    return (
+        f"{name}: {figures_text(found)}; samples of this target at temperature {at} would have "
+        f"{found.own_share:.1%} and {found.own_nll:.2f} nats"
+    )
+
+
+def figures_text(found: Agreement) -> str:
+    """Return share and NLL in words."""
+    return (
+        f"{found.share:.1%} of {found.tokens:,} supervised tokens are the target's first choice, "
+        f"mean NLL {found.nll:.2f} nats"
+    )
+
+
+def agreement_rows(raw: Mapping[str, Any]) -> Iterable[Sequence[str]]:
+    """Yield the cells of a table, header first, from a manifest with `agreement`."""
+    header = ("source", "supervised", "first choice", "NLL", "own first choice", "own NLL")
+    yield header
+    sources = dict(read_agreement(raw) or {})
+    total = total_agreement(raw)
+    if total is not None and len(sources) != 1:
+        sources[ALL_SOURCES] = total
+    for name, found in sources.items():
+        yield (
+            name,
+            f"{found.tokens:,}",
+            f"{found.share:.1%}",
+            f"{found.nll:.3f}",
+            f"{found.own_share:.1%}",
+            f"{found.own_nll:.3f}",
+        )
