@@ -14,9 +14,9 @@ from spec_data.keywords import from_keywords, takes_options
 from spec_data.options import GenerateConfig, VerifyConfig
 from spec_data.report import dataset_text, estimate_facts, estimate_text
 from spec_data.results import EstimateResult, GenerateResult, VerifyReport
-from spec_data.shards.agreement import read_agreement, suspicions
 from spec_data.shards.checking import FIRST
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.likelihood import read_agreement, suspicions
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from spec_data.verification.run import examine

@@ -11,9 +11,9 @@ from spec_data.generation.setup import Setup
 from spec_data.generation.unit_records import finished_unit
 from spec_data.models.reading import load_tokenizer
 from spec_data.progress import size
-from spec_data.shards.agreement import agreement_rows, contradictions, suspicions
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.follow import WORK
+from spec_data.shards.likelihood import agreement_rows, contradictions, suspicions
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import SUPERVISED, Column, Manifest
 

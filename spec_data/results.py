@@ -6,7 +6,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from spec_data.shards.agreement import Agreement
+from spec_data.shards.likelihood import Agreement
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from spec_data.generation.measure import NOT_SUPERVISED, supervised_next, token_figures
 from spec_data.generation.plan import Plan, unit_batches
-from spec_data.shards.agreement import DocumentFigures
 from spec_data.shards.errors import RunError
+from spec_data.shards.likelihood import DocumentFigures
 from spec_data.shards.lossy import Tables
 from spec_data.shards.packing import row_layout
 from spec_data.shards.schema import FINAL, Column, layer_column
@@ -37,7 +37,7 @@ class CaptureSettings:
         form: the proven mask form.
         batch_tokens: tokens per target forward.
         tables: the codec tables of each lossy column, by column name.
-        temperature: at which the target's own samples are imagined, see `shards.agreement`.
+        temperature: at which the target's own samples are imagined, see `shards.likelihood`.
     """
 
     columns: tuple[Column, ...]

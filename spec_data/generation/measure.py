@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_data.shards.agreement import FIGURES
+from spec_data.shards.likelihood import FIGURES
 
 NOT_SUPERVISED = -1
 # Nats. A target that masks part of its vocabulary assigns a token no probability at all.

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 from spec_data.devices import usable_device
-from spec_data.generation.agreement_check import check_agreement
 from spec_data.generation.calibrate import calibrate
 from spec_data.generation.capture import CaptureSettings, capture_unit
 from spec_data.generation.plan import Plan, load_plan, read_settings, save_plan
 from spec_data.generation.replan import check_still_planned, discard_unused_plan, half_discarded
+from spec_data.generation.sample_check import check_agreement
 from spec_data.generation.sealing import seal_directory
 from spec_data.generation.setup import Setup, changed_settings, make_plan, refuse_changes, set_up
 from spec_data.generation.target_files import manifest_draft, save_target_files

@@ -8,9 +8,9 @@ from typing import Any
 from spec_data.generation.plan import PLAN_COLUMNS, Plan, load_plan
 from spec_data.generation.unit_records import FinishedUnit, finished_unit
 from spec_data.paths import check_directory_to_write
-from spec_data.shards.agreement import DocumentFigures, measured_policy, summarise
 from spec_data.shards.errors import MissingError, RunError
 from spec_data.shards.follow import LEFT_OUT, WORK
+from spec_data.shards.likelihood import DocumentFigures, measured_policy, summarise
 from spec_data.shards.reader import MANIFEST
 from spec_data.shards.reclaim import seal_lock, units_to_keep
 from spec_data.shards.schema import Manifest

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from spec_data.generation.capture import CapturedUnit
-from spec_data.shards.agreement import DocumentFigures
 from spec_data.shards.files import dump_json, unit_name, write_atomically
 from spec_data.shards.follow import WORK, used_marker
+from spec_data.shards.likelihood import DocumentFigures
 from spec_data.shards.schema import Column, ShardRecord
 from spec_data.shards.writer import write_shard
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from spec_data.shards.agreement import agreement_rows, suspicions
 from spec_data.shards.checksums import row_checksums
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import (
@@ -25,6 +24,7 @@ from spec_data.shards.files import (
     xxh3_file,
 )
 from spec_data.shards.index import INDEX_SCHEMA
+from spec_data.shards.likelihood import agreement_rows, suspicions
 from spec_data.shards.reader import INDEX, MANIFEST
 from spec_data.shards.schema import Manifest, ShardRecord, fingerprint
 

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 import spec_data
 from spec_data.cli import main
 from spec_data.options import VerifyConfig
-from spec_data.shards.agreement import Agreement, DocumentFigures, read_agreement, warnings
 from spec_data.shards.errors import ConfigError, CorpusError
 from spec_data.shards.files import dump_json
+from spec_data.shards.likelihood import Agreement, DocumentFigures, read_agreement, warnings
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest, fingerprint
 from spec_data.verification.run import examine

@@ -13,7 +13,8 @@ from spec_data.generation.capture import add_figures, forward_batches, forward_c
 from spec_data.generation.measure import supervised_next
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup
-from spec_data.shards.agreement import (
+from spec_data.shards.errors import ConfigError, CorpusError
+from spec_data.shards.likelihood import (
     Agreement,
     DocumentFigures,
     above_random_text,
@@ -23,7 +24,6 @@ from spec_data.shards.agreement import (
     summarise,
     warnings,
 )
-from spec_data.shards.errors import ConfigError, CorpusError
 from spec_data.shards.schema import predicts_supervised
 from spec_data.target.model import Target
 
