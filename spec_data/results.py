@@ -86,8 +86,8 @@ class VerifyReport:
     failures: tuple[str, ...]
     """What is wrong: shard, row, document and column, in words."""
     warnings: tuple[str, ...]
-    """What needs attention although the dataset is sound: answers that are not the target's, another
-    tokenizer of the target, a file that does not belong to the dataset."""
+    """What needs attention although the dataset is sound: answers that are not the target's,
+    another tokenizer of the target, a file that does not belong to the dataset."""
     figures: dict[str, dict[str, float]]
     """Measured differences by name: what was "found" and what is "allowed"."""
     fingerprint: str

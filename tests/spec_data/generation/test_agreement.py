@@ -17,6 +17,8 @@ from spec_data.shards.files import dump_json
 from spec_data.shards.likelihood import Agreement, DocumentFigures, read_agreement, warnings
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest, fingerprint
+from spec_data.verification.findings import Findings
+from spec_data.verification.first_choices import check_first_choices
 from spec_data.verification.run import examine
 from tests.spec_data.corpus.templates import CHATML, tokenizer
 from tests.spec_data.generation.trained import BOS, TrainedTarget
@@ -271,8 +273,9 @@ def test_verify_counts_first_choices_again(trained, tmp_path):
     file.write_bytes(
         dump_json(raw) if isinstance(dump_json(raw), bytes) else dump_json(raw).encode()
     )
-    found = examine(VerifyConfig(data=str(tmp_path / "data"), device="cpu"))
-    assert any("272 of 273" in f and "273" in f for f in found.failures)
+    found = Findings()
+    found.check(lambda: check_first_choices(HiddenStatesDataset(tmp_path / "data"), found))
+    assert any("272 of 273" in f and "have 273 first choices" in f for f in found.failures)
 
 
 def test_datasets_without_the_measurement_are_read(trained, tmp_path, capsys):
