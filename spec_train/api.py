@@ -186,6 +186,7 @@ def simulate_acceptance(
     split: str = "auto",
     limit: int = 0,
     draft_tokens: int = 0,
+    accept_edited: bool = False,
 ) -> AcceptanceResult:
     """Simulate on stored states how many drafted tokens the target would accept.
 
@@ -198,6 +199,7 @@ def simulate_acceptance(
             belongs to no run: all documents are measured, those it was trained on too.
         limit: measure the first so many documents only; 0: all.
         draft_tokens: tokens drafted per round; 0: as many as the draft was trained for.
+        accept_edited: measure a draft that is not as it was sealed, with a warning.
 
     Returns:
         Acceptance length and rates by depth.
@@ -216,6 +218,7 @@ def simulate_acceptance(
     given = {
         "draft": draft if stored else "(in memory)",
         **{"data": path, "split": split, "limit": limit, "draft_tokens": draft_tokens},
+        "accept_edited": accept_edited,
     }
     config = from_keywords(EvalConfig, given, "simulate_acceptance")
     if isinstance(draft, (str, Path)):

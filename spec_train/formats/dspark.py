@@ -23,6 +23,7 @@ from spec_train.formats.flat import (
     own_vocabulary,
     plain_names,
     refuse_set,
+    refuse_sliding,
     section_of,
     shape_of,
     with_target_weights,
@@ -124,12 +125,11 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
     dflash = bool(set(raw.get("architectures") or ()) & set(DFLASH_ARCHITECTURES))
     what = "a DSpark or DFlash draft"
     refuse_set(files, what, hidden_act="silu", attention_bias=False, tie_word_embeddings=False)
-    refuse_set(files, what, use_sliding_window=False, is_causal=False, norm_before_residual=False)
+    refuse_set(files, what, is_causal=False, norm_before_residual=False)
+    refuse_sliding(files, what)
     if raw.get("causal"):
         raise DraftError(f"{files.config_path}: causal = true is not supported in draft blocks")
     blocks = _needed(files, raw, "num_hidden_layers")
-    if set(raw.get("layer_types") or ()) - {"full_attention"}:
-        raise DraftError(f"{files.config_path}: layer_types with sliding windows are not supported")
     layers = tuple(raw.get("target_layer_ids") or raw.get("dspark_target_layer_ids") or ())
     if not layers or list(layers) != sorted(set(layers)):
         raise DraftError(

@@ -14,6 +14,7 @@ from spec_train.formats.flat import (
     drop_target_head,
     plain_names,
     refuse_set,
+    refuse_sliding,
     section_of,
     shape_of,
     with_target_weights,
@@ -40,6 +41,7 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
     """
     what = "an EAGLE-1/2 draft"
     refuse_set(files, what, hidden_act="silu", attention_bias=False, mlp_bias=False)
+    refuse_sliding(files, what)
     tensors, shape = plain_names(files.tensors), shape_of(files)
     bias = tensors.pop(_BIAS, None)
     if bias is not None and bool(bias.any()):

@@ -17,6 +17,7 @@ from spec_train.formats.flat import (
     own_vocabulary,
     plain_names,
     refuse_set,
+    refuse_sliding,
     section_of,
     shape_of,
     with_target_weights,
@@ -92,6 +93,7 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
     """
     what = "an EAGLE-3 draft"
     refuse_set(files, what, num_hidden_layers=1, hidden_act="silu")
+    refuse_sliding(files, what)
     refuse_set(files, what, norm_before_residual=False, norm_before_fc=False)
     refuse_set(files, what, attention_bias=False, mlp_bias=False, tie_word_embeddings=False)
     if any("q_norm" in name for name in files.tensors):

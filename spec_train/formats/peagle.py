@@ -19,6 +19,7 @@ from spec_train.formats.flat import (
     own_vocabulary,
     plain_names,
     refuse_set,
+    refuse_sliding,
     section_of,
     shape_of,
     with_target_weights,
@@ -75,6 +76,7 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
     refuse_set(files, what, hidden_act="silu", norm_before_residual=False, norm_before_fc=False)
     refuse_set(files, what, attention_bias=False, mlp_bias=False, tie_word_embeddings=False)
     refuse_set(files, what, norm_output=False)
+    refuse_sliding(files, what)
     mask = next((raw[key] for key in MASK_KEYS if raw.get(key) is not None), None)
     blocks = raw.get("num_hidden_layers")
     if mask is None or blocks is None or MASK_STATES not in files.tensors:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spec_data.shards.errors import RunError
 from spec_train.metrics import shown
 
 log = logging.getLogger(__name__)
@@ -34,9 +35,12 @@ class FitResult:
 
     def _lines(self, split: str) -> list[dict[str, Any]]:
         file = self.directory / "metrics.jsonl"
-        text = file.read_text(encoding="utf-8") if file.is_file() else ""
-        lines = [json.loads(line) for line in text.splitlines()]
-        return [line for line in lines if line["split"] == split]
+        text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+        try:
+            lines = [dict(json.loads(line)) for line in text.splitlines()]
+        except (ValueError, TypeError) as error:
+            raise RunError(f"{file}: damaged ({error}); restore it, or remove the line") from None
+        return [line for line in lines if line.get("split") == split]
 
     def __str__(self) -> str:
         text = f"{'finished' if self.finished else 'stopped and saved'} at step {self.step}"
