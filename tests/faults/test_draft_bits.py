@@ -301,7 +301,7 @@ def test_a_flipped_bit_of_a_runs_settings_is_refused_or_decides_nothing(
                 outcomes[f"{name} refused"] += 1
                 continue
             assert found is not None
-            free = ("data", "chat_template_kwargs")  # where the data was; said if it is not there
+            free = ("data", "identity")  # where the data was; logged if it is not there
             assert all(found[k] == facts[k] for k in facts if k not in free)
             outcomes[f"{name} decides nothing"] += 1
         (place / name).write_bytes(content)
