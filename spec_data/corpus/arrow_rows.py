@@ -34,6 +34,9 @@ def parquet(name: str, path: Path, digest: Digest, limit: int) -> Generator[Row]
     try:
         with pa.OSFile(os.fsencode(path)) as raw, pq.ParquetFile(raw) as file:
             columns = _known_columns(file.schema_arrow.names, digest)
+            if not columns:
+                yield from _unknown(name, file.schema_arrow.names, file.metadata.num_rows)
+                return
             batches = file.iter_batches(batch_size=_batch_rows(file.metadata), columns=columns)
             yield from _numbered(name, batches, limit)
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
@@ -44,6 +47,13 @@ def _known_columns(names: Sequence[str], digest: Digest) -> list[str]:
     """Return the columns to read; the others are named in the digest."""
     digest.unread_columns = [name for name in names if name not in COLUMNS]
     return [name for name in names if name in COLUMNS]
+
+
+def _unknown(name: str, columns: Sequence[str], rows: int) -> Iterator[Row]:
+    """Yield the bad rows of a table without a known column."""
+    reason = BadRow(f"no known columns (found: {', '.join(sorted(columns)) or 'none'})")
+    for number in range(rows):
+        yield f"{name} row {number}", reason
 
 
 def _batch_rows(metadata: pq.FileMetaData) -> int:
@@ -58,7 +68,11 @@ def dataset_rows(
 ) -> Generator[Row]:
     """Yield the known columns of each row of a dataset."""
     try:
-        known = dataset.select_columns(_known_columns(dataset.column_names, digest))
+        columns = _known_columns(dataset.column_names, digest)
+        if not columns:
+            yield from _unknown(name, dataset.column_names, dataset.num_rows)
+            return
+        known = dataset.select_columns(columns)
         tables = known.with_format("arrow").iter(batch_size=_ROWS_PER_BATCH)
         yield from _numbered(name, tables, limit)
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:

@@ -51,6 +51,8 @@ __all__ = ["CorpusReader", "Record", "SourceReport"]
 
 logger = logging.getLogger(__name__)
 
+_NAMES = 100  # unused columns that are named, per source
+
 
 @dataclass(kw_only=True)
 class SourceReport:
@@ -67,7 +69,9 @@ class SourceReport:
     bad_examples: list[str] = field(default_factory=list)  # "file:line: reason" of the first few
     sha256: str | None = None  # of the bytes on disk; of a Hub dataset: its fingerprint
     licence: str | None = None
-    unused_columns: list[str] = field(default_factory=list)  # columns that no format of a row uses
+    unused_columns: list[str] = field(
+        default_factory=list
+    )  # the first 100 that no format of a row uses
     template_left_out: dict[str, int] = field(default_factory=dict)  # parts of messages, by kind
 
     def __str__(self) -> str:
@@ -167,7 +171,7 @@ class CorpusReader:
                 if report.rows - report.bad == left:
                     break
             report.sha256 = digest.finish()
-        report.unused_columns += digest.unread_columns
+        _add_names(report.unused_columns, digest.unread_columns)
         logger.info("%s", report)
         if report.bad and not report.formats:
             logger.warning("warning: %s: every row of this file is bad", report.path)
@@ -194,7 +198,7 @@ class CorpusReader:
             return None
         report.formats[kind] = report.formats.get(kind, 0) + 1
         report.format = max(report.formats, key=lambda name: report.formats[name])
-        report.unused_columns += [c for c in record.unused if c not in report.unused_columns]
+        _add_names(report.unused_columns, record.unused)
         return record
 
     def refuse(self, error: RenderError) -> None:
@@ -227,10 +231,17 @@ class CorpusReader:
         self._bad.add(message)
 
 
+def _add_names(known: list[str], names: Sequence[str]) -> None:
+    """Add new names of columns, up to a bound: rows can have a new name each."""
+    for name in map(printable, names):
+        if len(known) < _NAMES and name not in known:
+            known.append(name)
+
+
 def _name_what_is_not_used(report: SourceReport) -> None:
     """Log the columns and the parts of conversations that documents do not have."""
     if report.unused_columns:
-        names = printable(", ".join(map(str, report.unused_columns)))
+        names = printable(", ".join(report.unused_columns))
         logger.info("%s: columns that are not used: %s", report.path, names)
     if report.template_left_out:
         parts = ", ".join(

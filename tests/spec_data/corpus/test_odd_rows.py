@@ -323,3 +323,23 @@ def test_files_that_cannot_be_opened_are_named(tmp_path, monkeypatch):
     path.unlink()
     with pytest.raises(CorpusError, match=r"a\.jsonl: cannot be opened: No such file"):
         list(reader)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved"])
+def test_rows_without_a_known_column_are_counted(tmp_path, kind):
+    """A saved dataset without one once had no rows at all, neither good nor bad."""
+    table = pa.table({"question": ["a", "b", "c"], "answer": ["d", "e", "f"]})
+    if kind == "parquet":
+        pq.write_table(table, tmp_path / "kind")
+        (tmp_path / "kind").rename(path := tmp_path / "a.parquet")
+    else:
+        datasets.Dataset(table).save_to_disk(path := tmp_path / "saved")
+    with pytest.raises(CorpusError, match=r"3 of 3 rows are bad(.|\n)*found: answer, question"):
+        read(path)
+
+
+def test_the_names_of_unused_columns_are_bounded(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, [{"text": "a", f"column {i}": 1, "x" * 9000: 1} for i in range(300)])
+    _, (report,) = read(path)
+    assert len(report.unused_columns) == 100 and len(str(report.unused_columns)) < 3000

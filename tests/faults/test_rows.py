@@ -1,0 +1,310 @@
+"""Campaign of odd corpus rows, in every kind of file.
+
+For every file: the reader raises nothing but the documented errors; rows == records + bad rows; the
+good rows among the odd ones arrive unchanged and in order; what can be rendered is a document, and
+what cannot is refused and counted; every message and name can be stored. No exception is
+unforeseen.
+"""
+
+import dataclasses
+import gzip
+import json
+import zlib
+from collections import Counter
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from spec_data.corpus import json_list
+from spec_data.corpus.bad_rows import BadRow, UnforeseenRow, parse_limit
+from spec_data.corpus.chat import Renderer
+from spec_data.corpus.documents import RenderError
+from spec_data.corpus.prompt_rows import parse_prompt
+from spec_data.corpus.record_reader import CorpusReader
+from spec_data.corpus.records import parse_row
+from spec_data.generation.plan import PlanBuilder, save_plan
+from spec_data.shards.errors import CorpusError
+from tests.faults.odd_rows import as_json, broken_bytes, changed, good_row, odd_row
+from tests.faults.tools import report, survived, trials
+from tests.spec_data.corpus.templates import tokenizer
+
+LIMIT = 20_000  # bytes of a row
+ROWS = 40  # of one file
+TEMPLATES = ("chatml", "qwen3", "llama3", "mistral", "gemma2", "tagged", "glm")
+
+
+def rows_of_a_file(rng, broken: bool) -> tuple[list[bytes], list]:
+    """Return the rows of a file, and the messages or text of the good ones, in order."""
+    lines, good = [], []
+    for i in range(ROWS):
+        if rng.random() < 0.3:
+            row = good_row(rng, f"good-{i}")
+            _, record = parse_row(row, source="s", where="w")
+            good.append(record.messages or record.text)
+            lines.append(json.dumps(row, ensure_ascii=bool(rng.random() < 0.5)).encode())
+        else:
+            line = odd_row(rng)
+            lines.append(broken_bytes(rng, line) if broken and rng.random() < 0.2 else line)
+    return lines, good
+
+
+def lines_of(whole: bytes) -> int:
+    """Return the number of lines that are not blank."""
+    lines = whole.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    return sum(bool(line.strip()) for line in lines)
+
+
+class Campaign:
+    """Reads files, renders their records, checks the invariants and counts what happened."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.counts: Counter[str] = Counter()
+        self.renderers = {t: Renderer(tokenizer(t)) for t in TEMPLATES}
+        self.builder = PlanBuilder(4096)
+
+    def read(self, path, rng, good: list | None = None, rows: int | None = None) -> None:
+        """Read one file; `good` are its good rows, None if they are not known.
+
+        `rows` is the number of its rows; without it the file may be refused after some rows.
+        """
+        renderer = self.renderers[TEMPLATES[int(rng.integers(len(TEMPLATES)))]]
+        self.counts["files"] += 1
+        reader = CorpusReader([str(path)], max_bad_rows=parse_limit("100%"), max_row_bytes=LIMIT)
+        records, ended = [], ""
+        try:
+            for record in reader:
+                records.append(record)
+                self.render(renderer, reader, record)
+        except CorpusError as error:
+            ended = "without a good row" if "no usable row" in str(error) else "refused"
+            self.counts[f"files {ended}"] += 1
+            assert rows is None or ended == "without a good row", error
+        assert not reader.unforeseen, reader.reports
+        for found in reader.reports:
+            assert found.rows == sum(found.formats.values()) + found.bad
+            stored = json.dumps(dataclasses.asdict(found), ensure_ascii=False)
+            assert len(stored.encode()) < 50_000
+        json.dumps(reader.refused_examples, ensure_ascii=False).encode()
+        assert len(records) == sum(r.rows - r.bad for r in reader.reports)
+        read = sum(r.rows for r in reader.reports)
+        assert rows is None or read == rows
+        self.counts["rows"] += read
+        self.counts["bad rows"] += sum(r.bad for r in reader.reports)
+        if good is not None:
+            texts = [r.messages or r.text for r in records]
+            found = [text for text in texts if "good-" in json.dumps(text)]
+            assert found == (good[: len(found)] if ended == "refused" else good)
+            self.counts["good rows kept"] += len(found)
+
+    def render(self, renderer, reader, record) -> None:
+        try:
+            documents = renderer.render(record)
+        except RenderError as error:
+            assert error.reason != "unforeseen", error
+            reader.refuse(error)
+            self.counts[f"refused: {error.reason}"] += 1
+            return
+        self.counts["documents"] += len(documents)
+        for document in documents:
+            self.builder.add(document)
+
+    def finish(self, folder) -> None:
+        """Store the documents of the campaign as a plan, and print the counts."""
+        if self.counts["documents"]:
+            save_plan(folder, self.builder.build([], {}, 0, 8, 1 << 20))
+        report(self.name, self.counts)
+
+
+def test_lines(tmp_path):
+    campaign = Campaign("lines")
+    for _, rng in trials("lines", 40):
+        lines, good = rows_of_a_file(rng, broken=True)
+        path = tmp_path / "a.jsonl"
+        whole = b"\n".join(lines) + (b"\n" if rng.random() < 0.5 else b"")
+        path.write_bytes(whole)
+        campaign.read(path, rng, good, lines_of(whole))
+    campaign.finish(tmp_path)
+    assert min(campaign.counts[what] for what in ("bad rows", "documents", "good rows kept")) > 99
+
+
+def test_elements_of_a_list(tmp_path, monkeypatch):
+    campaign = Campaign("elements")
+    for _, rng in trials("elements", 25):
+        monkeypatch.setattr(json_list, "_CHUNK", int(rng.choice((50, 3000, 1 << 20))))
+        broken = rng.random() < 0.2
+        lines, good = rows_of_a_file(rng, broken=broken)
+        if not broken:  # text that is not UTF-8 ends a list
+            lines = [line.decode("utf-8", "replace").encode() for line in lines]
+        blank = b" \n"[: int(rng.integers(3))]
+        path = tmp_path / "a.json"
+        path.write_bytes(b"[" + (b"," + blank).join(lines) + blank + b"]")
+        campaign.read(path, rng, good, None if broken else len(lines))
+    campaign.finish(tmp_path)
+    assert min(campaign.counts[what] for what in ("bad rows", "documents", "good rows kept")) > 99
+
+
+def test_damaged_archives(tmp_path):
+    campaign = Campaign("archives")
+    for _, rng in trials("archives", 15):
+        lines, good = rows_of_a_file(rng, broken=False)
+        whole = gzip.compress(b"\n".join(lines))
+        at, kind = int(rng.integers(len(whole))), int(rng.integers(4))
+        damaged = {
+            0: whole[:at],
+            1: whole[:at] + bytes([whole[at] ^ (1 << int(rng.integers(8)))]) + whole[at + 1 :],
+            2: whole + bytes(rng.integers(0, 256, 20, dtype=np.uint8)),
+            3: whole + gzip.compress(b"\n"),  # two members, as `cat` of two archives makes
+        }[kind]
+        path = tmp_path / "a.jsonl.gz"
+        path.write_bytes(damaged)
+        try:
+            intact = gzip.decompress(damaged).rstrip() == gzip.decompress(whole)
+        except (OSError, EOFError, zlib.error):
+            intact = False
+        whole = b"\n".join(lines)
+        campaign.read(path, rng, *((good, lines_of(whole)) if intact else ()))
+    campaign.finish(tmp_path)
+    assert campaign.counts["files refused"] and campaign.counts["good rows kept"]
+
+
+def test_texts(tmp_path):
+    campaign = Campaign("texts")
+    for _, rng in trials("texts", 25):
+        text = broken_bytes(rng, odd_row(rng) * int(rng.integers(1, 4)))
+        path = tmp_path / "a.txt"
+        path.write_bytes(text)
+        good = [text.decode("utf-8-sig")] if b"good-" in text else None
+        campaign.read(path, rng, good, 1)
+    campaign.finish(tmp_path)
+    assert campaign.counts["documents"] and campaign.counts["bad rows"]
+
+
+ODD_COLUMNS = [
+    pa.array(["a", None, "c"], pa.large_string()),
+    pa.array(["a", None, "c"], pa.string_view()),
+    pa.array(["a", "a", None]).dictionary_encode(),
+    pa.array([b"a", b"\xff", None]),
+    pa.array([b"a", b"\xff", b"b"], pa.binary()).view(pa.string()),
+    pa.array([1, None, 2**62]),
+    pa.array([1.5, float("nan"), None]),
+    pa.array([2**62, -(2**62), 0], pa.timestamp("s")),
+    pa.array([2**62, None, 0], pa.duration("s")),
+    pa.array([2**31 - 1, None, 0], pa.date32()),
+    pa.array([["a"], None, []]),
+    pa.array([{"a": 1}, None, {"a": None}]),
+    pa.array([[("k", 1)], None, []], pa.map_(pa.string(), pa.int64())),
+    pa.nulls(3),
+    pa.array([True, None, False]),
+    pa.array([[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]] * 3),
+    pa.array([[{"role": "user", "content": b"q"}], None, [None]]),
+    pa.array([[1, 2], [3], None], pa.list_(pa.int8())),
+    pa.array([[1, 2], [300, -1], []], pa.large_list(pa.int64())),
+    pa.array(["x" * LIMIT, "ok", "y" * (LIMIT + 1)]),
+]
+NAMES = ("messages", "conversations", "text", "input_ids", "prompt", "completion", "system")
+NAMES += ("instruction", "output", "history", "tools", "chat_template_kwargs", "turns", "other")
+
+
+def test_columns_of_odd_types(tmp_path):
+    """Parquet files and saved datasets whose columns have any type."""
+    campaign = Campaign("columns")
+    for _, rng in trials("columns", 60):
+        names = list(rng.choice(NAMES, int(rng.integers(1, 4))))  # a name may occur twice
+        columns = [ODD_COLUMNS[int(rng.integers(len(ODD_COLUMNS)))] for _ in names]
+        if "text" not in names and rng.random() < 0.5:  # beside a column that makes a document
+            names, columns = [*names, "text"], [*columns, pa.array([f"text {i}" for i in range(3)])]
+        table = pa.Table.from_arrays(columns, names)
+        if rng.random() < 0.7 or len(set(names)) < len(names):
+            path = tmp_path / "a.parquet"
+            try:
+                pq.write_table(table, path)
+            except pa.ArrowException:
+                continue  # a type that Parquet does not have
+        else:
+            path = tmp_path / "saved"
+            try:
+                datasets.Dataset(table).save_to_disk(path)
+            except Exception:
+                continue  # a type that datasets does not have
+        campaign.read(path, rng, rows=3)
+    campaign.finish(tmp_path)
+    assert campaign.counts["documents"] and campaign.counts["bad rows"]
+
+
+def test_rows_as_text_in_columns(tmp_path):
+    """Columns that hold odd messages as JSON text, as many Parquet files do."""
+    campaign = Campaign("columns of text")
+    for _, rng in trials("columns of text", 10):
+        texts = []
+        for _ in range(ROWS):
+            row = changed(rng, good_row(rng, "odd"))
+            odd = next(iter(row.values()), None) if isinstance(row, dict) else row
+            line = as_json(rng, odd)
+            texts.append(broken_bytes(rng, line) if rng.random() < 0.2 else line)
+        good = [[{"role": "user", "content": f"good-{i}"}] for i in range(ROWS)]
+        odd = [text.decode("utf-8", "replace") for text in texts]
+        mixed = [v for pair in zip(odd, map(json.dumps, good), strict=True) for v in pair]
+        column = str(rng.choice(("messages", "conversations")))
+        pq.write_table(pa.table({column: mixed}), tmp_path / "a.parquet")
+        campaign.read(tmp_path / "a.parquet", rng, good, 2 * ROWS)
+    campaign.finish(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_damaged_columns(tmp_path, kind):
+    """Damaged Parquet and Arrow files are refused, or lose rows in words; none ends the process.
+
+    They are read in another process, because damage can crash a library.
+    """
+    table = pa.table({"text": [f"row {i} " * 20 for i in range(50)], "other": range(50)})
+    path = tmp_path / ("a.parquet" if kind == "parquet" else "saved")
+    if kind == "parquet":
+        pq.write_table(table, path)
+        file = path
+    else:
+        datasets.Dataset(table).save_to_disk(path)
+        file = next(path.glob("*.arrow"))
+    whole = file.read_bytes()
+    name = f"damaged {kind}"
+    generators = [rng for _, rng in trials(name, 40)]
+
+    def read(trial: int) -> str:
+        rng = generators[trial]
+        at = int(rng.integers(len(whole)))
+        changed = bytearray(whole)
+        changed[at] ^= 1 << int(rng.integers(8))
+        file.write_bytes(bytes(changed if rng.random() < 0.8 else whole[:at]))
+        reader = CorpusReader([str(path)], max_bad_rows=parse_limit("100%"))
+        try:
+            list(reader)
+        except CorpusError:
+            return "refused"
+        return f"unforeseen {reader.unforeseen}" if reader.unforeseen else "read"
+
+    outcomes = Counter(survived(read, len(generators)))
+    report(name, outcomes)
+    assert set(outcomes) <= {"read", "refused"} and outcomes["refused"]
+
+
+def test_prompts(tmp_path):
+    """The parser of evaluation prompts refuses odd rows as the one of the corpus does."""
+    counts: Counter[str] = Counter()
+    for _, rng in trials("prompts", 40):
+        for _ in range(ROWS):
+            try:
+                row = json.loads(odd_row(rng).decode("utf-8", "replace"))
+            except (ValueError, RecursionError):
+                continue
+            try:
+                parse_prompt(row, source="s", where="w")
+                counts["prompts"] += 1
+            except UnforeseenRow:
+                raise
+            except BadRow:
+                counts["bad rows"] += 1
+    report("prompts", counts)
+    assert counts["prompts"] > 20 and counts["bad rows"] > 20
