@@ -107,7 +107,8 @@ def evaluate(
         draft: a run (its best draft), a checkpoint or a draft directory.
         data: a dataset to simulate acceptance on.
         target: a model directory or name, to decode `prompts` with.
-        prompts: a JSONL file of rows with `messages`, `prompt` or `turns`.
+        prompts: a file, directory or dataset of rows in any format of a corpus, or with `prompt`
+            alone or `turns`.
         options: those of `spec-train eval`, listed below.
 
     Returns:

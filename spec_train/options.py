@@ -134,9 +134,18 @@ class EvalConfig:
     )
     prompts: str | None = option(
         None,
-        help="JSONL file for --target; rows have messages, prompt or turns",
+        help="what --target is asked: a file, directory or dataset in any format of `spec-data "
+        "generate --corpus`, whose answers are left out; rows may also have prompt alone or turns",
         group=_MEASURED,
-        metavar="FILE",
+        metavar="PATH",
+    )
+    max_bad_rows: str = option(
+        "auto",
+        help="stop if more rows of --prompts are bad: a count such as 5, or a share such as 1% or "
+        "0.01. auto is 1 %; below 1,000 rows it is 10 rows, but not more than 10 %",
+        group=_MEASURED,
+        metavar="N|SHARE",
+        numbers=True,
     )
     json: str | None = option(
         None, help="write every figure to this file", group=FILES, metavar="FILE"

@@ -24,8 +24,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
+from spec_data.corpus.template import Template  # noqa: E402
 from spec_data.report import table  # noqa: E402
-from spec_train.evaluation.prompts import read_prompts, render, render_text  # noqa: E402
+from spec_train.evaluation.prompts import read_prompts  # noqa: E402
 from tests.engines.engine_tools import (  # noqa: E402
     load_speculators,
     our_counts,
@@ -59,11 +60,8 @@ def main() -> None:
     if importlib.util.find_spec("vllm") is None:
         parser.error("vLLM is not installed here: see the commands above")
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    every = [
-        render(p.messages, tokenizer, {}) if p.messages else render_text(p.text or "", tokenizer)
-        for p in read_prompts(args.prompts, args.limit)
-    ]
-    prompts = [ids for ids in every if len(ids) <= ROOM - ANSWER]
+    every = read_prompts(str(args.prompts), Template(tokenizer), args.limit)
+    prompts = [prompt.ids for prompt in every if len(prompt.ids) <= ROOM - ANSWER]
     if not prompts:
         parser.error(f"--prompts: none has at most {ROOM - ANSWER} tokens")
     model = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()

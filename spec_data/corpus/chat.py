@@ -50,20 +50,14 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spec_data.corpus.documents import Document, RenderError, Turn, loss_mask_from_turns
+from spec_data.corpus.end_tokens import EndTokens
 from spec_data.corpus.left_out import answer_of, reasoning_of
 from spec_data.corpus.records import Record
-from spec_data.corpus.template import SECONDS, Chat, Template, render_error
+from spec_data.corpus.template import SECONDS, Chat, Template, render_error, text_ids
 from spec_data.shards.errors import CorpusError
 from spec_data.shards.identity import kwargs_text
 
 __all__ = ["Document", "RenderError", "Renderer", "Turn", "loss_mask_from_turns"]
-
-_KNOWN_END_TOKENS = (
-    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "</s>"),
-    *("<|return|>", "<|call|>", "<|eot|>", "<|END_OF_TURN_TOKEN|>", "<|endoftext|>"),
-    "<|end_of_text|>",
-)
-_PROBE = "Qzv7probe"  # an answer that no template contains
 
 
 class Renderer:
@@ -116,12 +110,8 @@ class Renderer:
         self.counts: Counter[str] = Counter()
         self.dropped: Counter[str] = Counter()
         self.kwargs_used: Counter[str] = Counter()
-        self._added = set(getattr(tokenizer, "added_tokens_decoder", {}))
-        self._blank: dict[int, bool] = {}
-        own = tokenizer.eos_token_id
-        self._generation_ends = [*eot_token_ids]
-        self._stops = frozenset([*eot_token_ids, *([] if own is None else [own])])
-        self.eot_token_ids = self._stops | self._find_end_tokens()
+        self._ends = EndTokens(self.template, eot_token_ids)
+        self.eot_token_ids = self._ends.all
 
     def render(self, record: Record) -> list[Document]:
         """Return the documents of one record: one, or one per assistant turn.
@@ -226,7 +216,7 @@ class Renderer:
             start = len(prompt)
             if ids[:start] != prompt:
                 return None
-            end = self._turn_end(ids, start)
+            end = self._ends.turn_end(ids, start)
             if end == start or whole.ids[:end] != ids[:end]:
                 return None
             unended = end == len(ids) and ids[-1] not in self.eot_token_ids
@@ -244,7 +234,7 @@ class Renderer:
             if tags is not None:  # they index through_k; all that counts is whether any is set
                 supervised = any(tags[_common(through.ids, prompt) :])
                 tags = [int(supervised)] * len(ids)
-        end = self._turn_end(ids, start)
+        end = self._ends.turn_end(ids, start)
         if end <= start:
             result.dropped["unprovable-boundaries"] += 1
             return
@@ -261,72 +251,20 @@ class Renderer:
         turn; the token is added to its span.
         """
         ended = not spans or spans[-1][1] < len(ids) or ids[-1] in self.eot_token_ids
-        if ended or not self._generation_ends:
+        if ended or not self._ends.generation:
             return ids
         after = chat.token_after(k)
-        token = self._generation_ends[0] if after is None else after
+        token = self._ends.generation[0] if after is None else after
         if token not in self.eot_token_ids:
-            token = self._generation_ends[0]
+            token = self._ends.generation[0]
         spans[-1] = (spans[-1][0], len(ids) + 1)
         result.counts["end-of-turn tokens appended"] += 1
         return [*ids, token]
 
-    def _turn_end(self, ids: list[int], start: int) -> int:
-        """Return the index after the end-of-turn token of the last turn of `ids`.
-
-        That turn begins at `start`. Without an end-of-turn token, return the length of `ids`.
-        """
-        end = at = len(ids)
-        while at > start and (ids[at - 1] in self.eot_token_ids or self._is_blank(ids[at - 1])):
-            at -= 1
-            if ids[at] in self.eot_token_ids:
-                end = at + 1
-        stops = self._stops  # quoted in the content: the target would stop there
-        return next((i + 1 for i in range(start, end) if ids[i] in stops), end)
-
-    def _is_blank(self, token: int) -> bool:
-        if token not in self._blank:
-            self._blank[token] = not self.tokenizer.decode([token]).strip()
-        return self._blank[token]
-
-    def _find_end_tokens(self) -> set[int]:
-        """Return the eos, known end-of-turn tokens, and the one that this template writes."""
-        vocabulary = {str(t): i for i, t in self.tokenizer.added_tokens_decoder.items()}
-        found = {vocabulary[name] for name in _KNOWN_END_TOKENS if name in vocabulary}
-        if self.tokenizer.chat_template:
-            found.update(self._probe_end_token())
-        return found
-
-    def _probe_end_token(self) -> list[int]:
-        probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
-        try:
-            text = self.template.apply(probe, None, self.template.kwargs, tokenize=False)
-        except Exception:  # the template may need more; the error of a real record names it
-            return []
-        if text.count(_PROBE) != 1:
-            return []
-        tail = self.tokenizer(text.partition(_PROBE)[2], add_special_tokens=False)["input_ids"]
-        return [token for token in tail if token in self._added][:1]
-
     # --- other records, and parts that all records share ---
 
     def _text(self, record: Record) -> Document:
-        try:
-            ids = list(self.tokenizer(record.text or "")["input_ids"])
-        except Exception as error:
-            raise render_error(
-                record, "tokenizer-error", f"{type(error).__name__}: {error}"
-            ) from error
-        if not ids:
-            raise render_error(record, "empty", "the text has no tokens")
-        first = self.tokenizer.bos_token_id
-        if first is not None and ids[:2] == [first, first]:
-            raise render_error(
-                record,
-                "doubled-bos",
-                f"the text begins with {self.tokenizer.bos_token}, and the tokenizer puts another "
-                "one first; remove it from the text",
-            )
+        ids = text_ids(self.tokenizer, record, record.text or "")
         return self._document(record, ids, [(0, len(ids))], record.where, role="text")
 
     def _given(self, record: Record) -> Document:

@@ -221,6 +221,29 @@ class Chat:
         return str(self._apply(messages, tokenize=False))
 
 
+def text_ids(tokenizer: PreTrainedTokenizerBase, record: Record, text: str) -> list[int]:
+    """Return the token ids of plain text, with the tokens that the tokenizer adds.
+
+    Raises:
+        RenderError: the tokenizer fails, the text has no tokens, or it has the first token twice.
+    """
+    try:
+        ids = list(tokenizer(text)["input_ids"])
+    except Exception as error:
+        raise render_error(record, "tokenizer-error", f"{type(error).__name__}: {error}") from error
+    if not ids:
+        raise render_error(record, "empty", "the text has no tokens")
+    first = tokenizer.bos_token_id
+    if first is not None and ids[:2] == [first, first]:
+        raise render_error(
+            record,
+            "doubled-bos",
+            f"the text begins with {tokenizer.bos_token}, and the tokenizer puts another one "
+            "first; remove it from the text",
+        )
+    return ids
+
+
 def render_error(record: Record, reason: str, message: str) -> RenderError:
     """Return a RenderError whose message names the record."""
     return RenderError(reason, f"{record.where}: {message}")

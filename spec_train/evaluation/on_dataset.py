@@ -50,7 +50,7 @@ def choose_documents(
         DatasetError: no document is left.
     """
     if split == "auto":
-        same = run is not None and _fingerprint(dataset, run) in run["datasets"]
+        same = run is not None and recorded_fingerprint(dataset, run) in run["datasets"]
         split = "validation" if same else "all"
     chosen = (dataset.supervised > 0) & (dataset.lengths > 2)
     if split != "all":
@@ -83,7 +83,7 @@ def choose_documents(
     return (found[:limit] if limit else found), split
 
 
-def _fingerprint(dataset: HiddenStatesDataset, run: dict[str, Any]) -> str:
+def recorded_fingerprint(dataset: HiddenStatesDataset, run: dict[str, Any]) -> str:
     """Return the fingerprint that a run recorded: of the generation plan if it used --follow."""
     followed = run.get("follow", False)
     return (FollowedDataset(dataset.path) if followed else dataset).manifest.fingerprint

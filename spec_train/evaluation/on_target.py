@@ -8,13 +8,14 @@ decodes without an error, and its tokens are never accepted.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from spec_data.corpus.documents import RenderError
 from spec_data.devices import compute_dtype
 from spec_data.models.loading import load_model
 from spec_data.models.reading import load_tokenizer
@@ -35,7 +36,7 @@ from spec_train.decoding.tree_growth import TreeDrafter, TreeShape
 from spec_train.decoding.tree_masks import TreeMasks
 from spec_train.decoding.trees import decode_tree
 from spec_train.drafts import Draft
-from spec_train.evaluation.prompts import Prompt, opening, render, render_text
+from spec_train.evaluation.prompts import Prompt, Prompts
 from spec_train.head import TargetHead
 from spec_train.metrics import shown
 from spec_train.options import EvalConfig
@@ -65,6 +66,7 @@ class Tally:
     plain_tokens: int = 0
     plain_seconds: float = 0.0
     too_long: list[str] = field(default_factory=list)
+    failed_turns: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
 
     def add(self, plain: Generation, speculative: Generation) -> None:
@@ -91,24 +93,31 @@ class Tally:
         return self.emitted / self.rounds if self.rounds else None
 
 
-def load_target(config: EvalConfig, device: torch.device) -> tuple[Any, Any, Path]:
-    """Load the target, in evaluation mode on `device`, and its tokenizer; return its directory too.
+def find_target(config: EvalConfig) -> tuple[Path, Any]:
+    """Return the directory and the tokenizer of the target.
 
     Raises:
-        MissingError: the model does not exist. TargetError: it cannot be loaded.
+        MissingError: the model does not exist. TargetError: its tokenizer cannot be loaded.
     """
     directory, _ = resolve_model(str(config.target))
+    return directory, load_tokenizer(directory, config.trust_remote_code)
+
+
+def load_target(config: EvalConfig, directory: Path, device: torch.device) -> Any:
+    """Load the target in evaluation mode on `device`.
+
+    Raises:
+        TargetError: it cannot be loaded.
+    """
     # on a GPU "auto" is the dtype of the weights; half precision is slow on CPUs
     on_gpu = config.dtype == "auto" and device.type == "cuda"
-    tokenizer = load_tokenizer(directory, config.trust_remote_code)
-    model = load_model(
+    return load_model(
         str(directory),
         dtype="auto" if on_gpu else compute_dtype(config.dtype, device),
         device=str(device),
         attn=config.attn,
         trust=config.trust_remote_code,
     )
-    return model, tokenizer, directory
 
 
 @torch.no_grad()
@@ -232,21 +241,22 @@ class Bench:
         else:
             self.tally.differences.append(f"{where}: {_describe(difference)}")
 
-    def converse(self, prompt: Prompt, template_kwargs: Mapping[str, Any]) -> None:
-        """Answer a prompt: one response, or one for each of its turns."""
-        messages = opening(prompt, self.tokenizer)
-        if messages is None:
-            self.answer(render_text(prompt.text or "", self.tokenizer, prompt.where), prompt.where)
-            return
-        chat = list(messages)
-        for follow_up in (*prompt.follow_ups, None):
-            ids = render(chat, self.tokenizer, template_kwargs, prompt.tools, prompt.where)
+    def converse(self, prompt: Prompt, prompts: Prompts) -> None:
+        """Answer a prompt of `prompts`: one response, or one for each of its turns."""
+        ids, chat = prompt.ids, list(prompt.record.messages or ())
+        for follow_up in (*prompt.record.follow_ups, None):
             response = self.answer(ids, prompt.where)
-            if not response:
+            if not response or follow_up is None:
                 return
             text = self.tokenizer.decode(response, skip_special_tokens=True)
             chat.append({"role": "assistant", "content": text})
             chat.append({"role": "user", "content": follow_up})
+            try:
+                ids = prompts.continued(prompt, chat)
+            except RenderError as error:
+                log.warning("warning: the next turn of a prompt is left out: %s", error)
+                self.tally.failed_turns.append(str(error))
+                return
 
 
 def _describe(d: Difference) -> str:
@@ -284,6 +294,7 @@ def figures(tally: Tally, depth: int, temperature: float) -> dict[str, Any]:
         "ties": tally.ties if greedy else None,
         "different": tally.differences if greedy else None,
         "too_long": tally.too_long,
+        "failed_turns": tally.failed_turns,
     }
 
 
@@ -292,20 +303,19 @@ def evaluate_target(
     model: Any,
     tokenizer: Any,
     config: EvalConfig,
-    prompts: Sequence[Prompt],
+    prompts: Prompts,
     *,
     depth: int,
-    template_kwargs: Mapping[str, Any],
 ) -> tuple[dict[str, Any], list[dict[str, list[int]]]]:
     """Decode the prompts; return the metrics, and the responses if --save-responses is set."""
     bench = Bench(draft, model, tokenizer, config, depth)
     bench.warm_up([0])
-    with progress(prompts, unit="prompts", desc="decode", leave=False) as bar:
+    with progress(prompts.found, unit="prompts", desc="decode", leave=False) as bar:
         for prompt in bar:
-            bench.converse(prompt, template_kwargs)
+            bench.converse(prompt, prompts)
             length = shown(bench.tally.acceptance_length)
             bar.set_postfix_str(f"acceptance {length}", refresh=False)
-    result = {"prompts": len(prompts), **figures(bench.tally, depth, config.temperature)}
+    result = figures(bench.tally, depth, config.temperature)
     result["tree_tokens"] = config.tree_tokens
     result["tree_topk"] = config.tree_topk if config.tree_tokens else None
     return result, bench.saved

@@ -1,109 +1,139 @@
-"""Prompts for decoding: from lines of a JSONL file to the token ids that serving would use.
+"""Prompts for decoding: from the rows of a file to the token ids that serving would send.
 
-A line holds `messages` (a chat; trailing assistant answers are dropped), `prompt` (a string, or a
-chat) or `turns` (user messages sent one after the other, with each answer added to the chat, as in
-MT-bench). Chats are rendered only by the tokenizer's own template with its generation prompt: a
-prompt written by hand could differ from serving by a token and silently lower acceptance. A bad
-line raises an error with its number and is never skipped, so a benchmark cannot shrink unnoticed.
+Rows are read and rendered by the code that reads and renders a corpus (`spec_data.corpus`), so a
+prompt equals the beginning of the document that `spec-data generate` makes of the same row, token
+for token. A bad row is left out, counted and named; the metrics have the number, so a benchmark
+cannot shrink unnoticed, and too many bad rows are an error (`--max-bad-rows`).
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
+from spec_data.corpus.bad_rows import parse_limit
+from spec_data.corpus.documents import RenderError
+from spec_data.corpus.prompt_rows import parse_prompt
+from spec_data.corpus.record_reader import CorpusReader
+from spec_data.corpus.records import Record
+from spec_data.corpus.template import Template, render_error, text_ids
 from spec_data.shards.errors import ConfigError, CorpusError, MissingError
+from spec_data.shards.identity import kwargs_text
 
 Message = dict[str, Any]
-_KINDS = ("messages", "turns", "prompt")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One prompt. `where` is file:line; exactly one of `text` and `messages` is not None."""
+    """One prompt: its row, and the token ids of its first turn."""
 
-    where: str
-    text: str | None = None
-    messages: tuple[Message, ...] | None = None
-    follow_ups: tuple[str, ...] = ()
-    tools: tuple[dict[str, Any], ...] = ()
+    record: Record
+    ids: list[int]
+
+    @property
+    def where(self) -> str:
+        """The place of the row: file:line."""
+        return self.record.where
 
 
-def read_prompts(path: Path, limit: int = 0) -> list[Prompt]:
-    """Read the first `limit` prompts (0: all) of a JSONL file.
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """The prompts of a file.
+
+    `left_out` counts the rows that are no prompt; `examples` are messages about the first few.
+    """
+
+    found: list[Prompt]
+    template: Template
+    left_out: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return iter(self.found)
+
+    @property
+    def kwargs(self) -> list[dict[str, Any]]:
+        """The different template kwargs that render chats, those of rows included."""
+        chats = (p.record for p in self.found if p.record.messages is not None)
+        used = ({**self.template.kwargs, **record.template_kwargs} for record in chats)
+        return list({kwargs_text(kwargs): kwargs for kwargs in used}.values())
+
+    def continued(self, prompt: Prompt, messages: list[Message]) -> list[int]:
+        """Return the token ids of a prompt with other messages: the next turn of its chat.
+
+        Raises:
+            RenderError: the template rejects them.
+        """
+        return self.template.chat(prompt.record, messages).prompt(len(messages))
+
+
+def read_prompts(
+    source: str, template: Template, limit: int = 0, max_bad_rows: str = "auto"
+) -> Prompts:
+    """Read and render the first `limit` prompts (0: all) of a file, directory or dataset.
+
+    Args:
+        source: a path or Hub name, as `spec-data generate --corpus` takes it. The split is "test"
+            unless the source has an `@split`.
+        template: renders the prompts.
+        limit: how many prompts, at most.
+        max_bad_rows: how many rows may be left out: "auto", a count or a share.
 
     Raises:
-        MissingError: the file does not exist.
-        CorpusError: a line is not a JSON object with messages, prompt or turns, or the file has
-            no line.
+        MissingError: the source does not exist. ConfigError: `max_bad_rows` is none of these.
+        CorpusError: it cannot be read, has too many bad rows, or no prompt.
     """
-    if not path.is_file():
-        raise MissingError(f"--prompts {path}: no such file")
-    prompts: list[Prompt] = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if limit and len(prompts) == limit:
-                break
-            if line.strip():
-                prompts.append(_parse(line, f"{path}:{number}"))
-    if not prompts:
-        raise CorpusError(f"--prompts {path}: empty; expected one JSON object per line")
-    return prompts
-
-
-def _parse(line: bytes, where: str) -> Prompt:
+    bad = parse_limit(max_bad_rows)
     try:
-        record = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CorpusError(
-            f"{where}: not valid JSON ({error}); expected one object per line"
-        ) from None
-    if not isinstance(record, dict):
-        raise CorpusError(f"{where}: expected a JSON object, found a {type(record).__name__}")
-    kind = next((k for k in _KINDS if record.get(k) is not None), None)
-    if kind is None:
-        found = ", ".join(map(repr, record)) or "no keys"
-        raise CorpusError(f"{where}: a line needs messages, prompt or turns; found {found}")
-    tools = record.get("tools") or ()
-    if not isinstance(tools, (list, tuple)):
-        raise CorpusError(f"{where}: tools must be a list, found a {type(tools).__name__}")
-    value = record[kind]
-    if kind == "prompt" and isinstance(value, str):
-        return Prompt(where=where, text=value, tools=tuple(tools))
-    if not isinstance(value, list) or not value:
-        raise CorpusError(f"{where}: {kind} must be a non-empty list, found {value!r}")
-    if kind == "turns":
-        return _turns(value, where, tuple(tools))
-    return Prompt(where=where, messages=_question(value, where), tools=tuple(tools))
-
-
-def _turns(turns: list[Any], where: str, tools: tuple[dict[str, Any], ...]) -> Prompt:
-    for index, turn in enumerate(turns):
-        if not isinstance(turn, str):
-            kind = type(turn).__name__
-            raise CorpusError(
-                f"{where}: turns[{index}] must be a string (a user message), found a {kind}"
-            )
-    first = ({"role": "user", "content": turns[0]},)
-    return Prompt(where=where, messages=first, follow_ups=tuple(turns[1:]), tools=tools)
-
-
-def _question(messages: list[Any], where: str) -> tuple[Message, ...]:
-    """Return the chat without its trailing assistant messages: the input of the target."""
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise CorpusError(f"{where}: messages[{index}] must be an object with a role")
-    end = len(messages)
-    while end and messages[end - 1]["role"] == "assistant":
-        end -= 1
-    if not end or messages[end - 1]["role"] not in ("user", "tool"):
-        last = messages[end - 1]["role"] if end else "nothing"
-        raise CorpusError(
-            f"{where}: the last message before the answer must have the role user or tool, found "
-            f"{last}"
+        reader = CorpusReader(
+            [source], limit=limit or None, split="test", max_bad_rows=bad, parse=parse_prompt
         )
-    return tuple(messages[:end])
+        return _rendered(reader, template)
+    except (MissingError, CorpusError) as error:
+        raise type(error)(f"--prompts {str(error).removeprefix('corpus ')}") from error
+
+
+def _rendered(reader: CorpusReader, template: Template) -> Prompts:
+    found: list[Prompt] = []
+    for record in reader:
+        try:
+            found.append(Prompt(record=record, ids=prompt_ids(record, template)))
+        except RenderError as error:
+            reader.refuse(error)
+    left_out = sum(r.bad for r in reader.reports) + sum(reader.refused.values())
+    examples = [line for report in reader.reports for line in report.bad_examples]
+    examples += [line for lines in reader.refused_examples.values() for line in lines]
+    examples = list(dict.fromkeys(examples))
+    if not found:
+        reasons = "\n  ".join(["no row is a usable prompt", *examples])
+        raise CorpusError(f"{reader.reports[0].path}: {reasons}")
+    return Prompts(found=found, template=template, left_out=left_out, examples=examples)
+
+
+def prompt_ids(record: Record, template: Template) -> list[int]:
+    """Return the token ids with which serving asks the target.
+
+    A chat is rendered with its generation prompt. Text is continued as it is. A question as a
+    string is one user message if the tokenizer has a chat template, otherwise text to continue.
+
+    Raises:
+        RenderError: the template or the tokenizer rejects the record, or it has no tokens.
+    """
+    tokenizer = template.tokenizer
+    if record.input_ids is not None:
+        return record.input_ids
+    messages = record.messages
+    plain = record.kind == "prompt" and not tokenizer.chat_template
+    if messages is None or (plain and len(messages) == 1):
+        text = record.text if messages is None else messages[0]["content"]
+        return text_ids(tokenizer, record, text or "")
+    ids = template.chat(record, messages).prompt(len(messages))
+    if not ids:
+        raise render_error(record, "empty", "renders to no tokens")
+    return ids
 
 
 def parse_template_kwargs(text: str) -> dict[str, Any]:
@@ -115,55 +145,3 @@ def parse_template_kwargs(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"--chat-template-kwargs {text!r}: expected a JSON object")
     return value
-
-
-def opening(prompt: Prompt, tokenizer: Any) -> tuple[Message, ...] | None:
-    """Return the chat to render first; None if the prompt is raw text.
-
-    A string is one user message if the tokenizer has a chat template, otherwise text to continue.
-
-    Raises:
-        CorpusError: the prompt is a chat and the tokenizer has no chat template.
-    """
-    has_template = bool(getattr(tokenizer, "chat_template", None))
-    if prompt.messages is None:
-        return ({"role": "user", "content": prompt.text},) if has_template else None
-    if not has_template:
-        raise CorpusError(
-            f"{prompt.where}: this is a chat, but the target's tokenizer has no chat template; use "
-            "lines with prompt (raw text), or a tokenizer with a template"
-        )
-    return prompt.messages
-
-
-def render(
-    messages: Sequence[Message],
-    tokenizer: Any,
-    template_kwargs: Mapping[str, Any],
-    tools: Sequence[dict[str, Any]] = (),
-    where: str = "prompt",
-) -> list[int]:
-    """Return the token ids of a chat with the generation prompt, exactly as serving renders it."""
-    try:
-        encoded = tokenizer.apply_chat_template(
-            [dict(m) for m in messages],
-            tools=list(tools) or None,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            **template_kwargs,
-        )
-    except Exception as error:  # a template can raise any exception
-        raise CorpusError(f"{where}: the chat template rejects this chat: {error}") from error
-    return _checked_ids(encoded["input_ids"], where)
-
-
-def render_text(text: str, tokenizer: Any, where: str = "prompt") -> list[int]:
-    """Return the token ids of raw text, with the special tokens that the tokenizer adds."""
-    return _checked_ids(tokenizer(text)["input_ids"], where)
-
-
-def _checked_ids(ids: Sequence[int], where: str) -> list[int]:
-    if not len(ids):
-        raise CorpusError(f"{where}: renders to no tokens; remove the line")
-    return [int(i) for i in ids]

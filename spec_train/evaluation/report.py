@@ -9,7 +9,6 @@ walk over the dataset; it is null if there was nothing to measure.
 import json
 import logging
 import platform
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import transformers
 
 from spec_data import __version__
 from spec_data.config import to_dict
+from spec_data.corpus.template import Template
 from spec_data.devices import compute_dtype, usable_device
 from spec_data.paths import check_file_to_write
 from spec_data.shards.errors import ConfigError, RunError
@@ -28,15 +28,22 @@ from spec_train.evaluation.on_dataset import check_fit, evaluate_data
 from spec_train.evaluation.on_target import (
     check_draft,
     evaluate_target,
+    find_target,
     load_target,
 )
-from spec_train.evaluation.prompts import Prompt, parse_template_kwargs, read_prompts
+from spec_train.evaluation.prompts import parse_template_kwargs, read_prompts
 from spec_train.evaluation.run_record import read_run
 from spec_train.evaluation.same_target import (
-    UNKNOWN_KWARGS,
     compare_with_trained,
+    kwargs_for,
     prompt_kwargs,
     trained_identity,
+)
+from spec_train.evaluation.trained_prompts import (
+    find_trained,
+    prompt_facts,
+    prompt_lines,
+    prompt_warnings,
 )
 from spec_train.metrics import shown
 from spec_train.options import EvalConfig
@@ -78,7 +85,6 @@ def measure(config: EvalConfig) -> dict[str, Any]:
     folder = resolve_draft_dir(config.draft)
     run = read_run(Path(config.draft), folder)
     device = usable_device(config.device)
-    prompts = read_prompts(Path(config.prompts), config.limit) if config.prompts else []
     draft = load_draft(folder, accept_edited=config.accept_edited).eval()
     warnings: list[str] = []
     if config.data is not None:  # report a mismatch before the target is loaded
@@ -96,7 +102,7 @@ def measure(config: EvalConfig) -> dict[str, Any]:
     }
     saved: list[dict[str, list[int]]] = []
     if config.target is not None:
-        found, saved = _decode(config, draft, device, depth, run, prompts, warnings)
+        found, saved = _decode(config, draft, device, depth, run, warnings)
         report |= found
     else:
         draft.to(device, compute_dtype(config.dtype, device))
@@ -140,39 +146,44 @@ def _decode(
     device: torch.device,
     depth: int,
     run: dict[str, Any] | None,
-    prompts: Sequence[Prompt],
     warnings: list[str],
 ) -> tuple[dict[str, Any], list[dict[str, list[int]]]]:
-    """Load the target, check that everything matches, and decode.
+    """Read the prompts, load the target, check that everything matches, and decode.
 
     Moves the draft to the target's device and dtype. Appends to `warnings`.
     """
-    model, tokenizer, directory = load_target(config, device)
+    directory, tokenizer = find_target(config)
+    trained = trained_identity(draft.config.origin, run)
+    given = config.chat_template_kwargs
+    kwargs, about = kwargs_for(
+        None if given is None else parse_template_kwargs(given), prompt_kwargs(trained), tokenizer
+    )
+    _warn(warnings, about)
+    prompts = read_prompts(
+        str(config.prompts), Template(tokenizer, kwargs), config.limit, config.max_bad_rows
+    )
+    known = find_trained(
+        [prompt.ids for prompt in prompts], run, Path(config.data) if config.data else None
+    )
+    _warn(warnings, prompt_warnings(prompts, known))
+    model = load_target(config, directory, device)
     _warn(warnings, check_draft(draft, model))
     draft.to(device, model.dtype)
-    trained = trained_identity(draft.config.origin, run)
-    usual = prompt_kwargs(trained)
-    kwargs: dict[str, Any] = usual or {}
-    if config.chat_template_kwargs is not None:
-        kwargs = parse_template_kwargs(config.chat_template_kwargs)
-    elif usual is None and tokenizer.chat_template:
-        _warn(warnings, [UNKNOWN_KWARGS])
     compared = compare_with_trained(
         trained,
         directory,
         tokenizer,
         dtype=str(model.dtype).removeprefix("torch."),
-        kwargs=[kwargs],
+        kwargs=prompts.kwargs,
         trust=config.trust_remote_code,
     )
     _warn(warnings, [f"{line}; expect lower acceptance" for line in compared.texts])
     if compared.not_compared:
         log.info("not compared with the draft's training: %s", compared.not_compared)
-    found, saved = evaluate_target(
-        draft, model, tokenizer, config, prompts, depth=depth, template_kwargs=kwargs
-    )
-    about = {"target": config.target, "chat_template_kwargs": kwargs}
-    return about | {"not_compared": list(compared.unknown)} | found, saved
+    found, saved = evaluate_target(draft, model, tokenizer, config, prompts, depth=depth)
+    facts = {"target": config.target, "chat_template_kwargs": kwargs}
+    facts |= {"not_compared": list(compared.unknown)} | prompt_facts(prompts, known)
+    return facts | found, saved
 
 
 def _warn(warnings: list[str], found: list[str]) -> None:
@@ -282,6 +293,7 @@ def _decoding_lines(report: dict[str, Any]) -> list[tuple[str, str, str]]:
         wrong = len(report["different"])
         meaning = f"responses equal to plain greedy decoding; {report['ties']} ties, {wrong} wrong"
         lines.append(("  lossless", f"{report['identical']}/{report['responses']}", meaning))
+    lines += prompt_lines(report)
     if report["too_long"]:
         lines.append(("  skipped", str(len(report["too_long"])), "prompts that fill the context"))
     return lines

@@ -21,9 +21,9 @@ def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
     """Read the facts of the run that made the draft; None for a draft without a run.
 
     Keys: the run's `seed`, `validation` and `seq_len`; the path of its `data` (the first of
-    several); the fingerprints of its `datasets`; whether it used `follow`; the `split_rule` and
-    `split_border` of its held-out documents (border None: not recorded); and the
-    `identity` of its data (None if the data is no longer readable).
+    several), and of all its `sources`; the fingerprints of its `datasets`; whether it used
+    `follow`; the `split_rule` and `split_border` of its held-out documents (border None: not
+    recorded); and the `identity` of its data (None if the data is no longer readable).
 
     Raises:
         ConfigError: fit.json or run.json is damaged.
@@ -43,7 +43,8 @@ def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
         ):
             raise ValueError(f"they differ: {'; '.join(differing)}")
         found = {name: options[name] for name in _RUN_FIELDS}
-        found["data"] = parse_sources(options["data"])[0].path
+        found["sources"] = [source.path for source in parse_sources(options["data"])]
+        found["data"] = found["sources"][0]
         fingerprints = identity["dataset"]
         found["datasets"] = [fingerprints] if isinstance(fingerprints, str) else fingerprints
         found["follow"] = identity.get("follow", False)

@@ -6,10 +6,11 @@ is a warning that names the fact.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from spec_data.corpus.template_names import names_read
 from spec_data.models.identify import identify
 from spec_data.models.reading import load_config
 from spec_data.shards.identity import Comparison, compare, kwargs_text, usual_kwargs
@@ -39,13 +40,37 @@ def prompt_kwargs(trained: Mapping[str, Any]) -> dict[str, Any] | None:
     return usual_kwargs(trained)
 
 
+def kwargs_for(
+    given: dict[str, Any] | None, usual: dict[str, Any] | None, tokenizer: Any
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the template kwargs for the prompts, and warnings about them.
+
+    Args:
+        given: --chat-template-kwargs, None if not given.
+        usual: those of the training data, None if not known.
+        tokenizer: that of the target.
+    """
+    if given is not None:
+        return given, []
+    if usual is None:
+        return {}, [UNKNOWN_KWARGS] if tokenizer.chat_template else []
+    names = names_read(tokenizer)
+    unread = sorted(set(usual) - names) if names is not None else []
+    kept = {name: value for name, value in usual.items() if name not in unread}
+    return kept, [
+        f"the training data was rendered with {name} = {usual[name]!r}, which this target's chat "
+        "template does not read"
+        for name in unread
+    ]
+
+
 def compare_with_trained(
     trained: Mapping[str, Any],
     directory: Path,
     tokenizer: Any,
     *,
     dtype: str,
-    kwargs: list[Mapping[str, Any]],
+    kwargs: Sequence[Mapping[str, Any]],
     trust: bool = False,
 ) -> Comparison:
     """Compare the target in `directory` with the identity that a draft was fitted to.

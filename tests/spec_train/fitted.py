@@ -27,7 +27,7 @@ def place(tmp_path_factory) -> Path:
     lines = write_corpus(folder / "c.jsonl", 8).read_text().splitlines()
     rows = [json.loads(line) | {"chat_template_kwargs": ROWS} for line in lines]
     (folder / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "p.jsonl").write_text('{"prompt": "question 1"}\n')
+    (folder / "p.jsonl").write_text('{"prompt": "question 99"}\n')
     run(folder / "target", folder / "c.jsonl", folder / "data", layers="0,2")
     config = FitConfig(
         data=str(folder / "data"), out=str(folder / "run"), steps=1, seq_len=128, device="cpu"

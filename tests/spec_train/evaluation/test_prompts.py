@@ -1,20 +1,22 @@
-"""Prompts: which part of a line is rendered, only by the tokenizer; errors name the line."""
+"""Prompts: read and rendered as generate reads and renders documents; bad rows are counted."""
 
 import json
+import random
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from spec_data.corpus.bad_rows import parse_limit
+from spec_data.corpus.chat import Renderer
+from spec_data.corpus.record_reader import CorpusReader
+from spec_data.corpus.template import Template
 from spec_data.shards.errors import ConfigError, CorpusError, MissingError
-from spec_train.evaluation.prompts import (
-    opening,
-    parse_template_kwargs,
-    read_prompts,
-    render,
-    render_text,
-)
+from spec_train.evaluation.prompts import parse_template_kwargs, read_prompts
+from tests.spec_data.corpus import templates
 
 TEMPLATE = (
     "{% if shout is defined and shout %}loud {% endif %}"
@@ -31,103 +33,298 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", chat_template=TEMPLATE)
 
 
-def write(path: Path, *rows: object) -> Path:
-    path.write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
-    return path
+def write(path: Path, *rows: object) -> str:
+    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return str(path)
 
 
 def words(ids: list[int]) -> str:
     return " ".join(WORDS[i] for i in ids)
 
 
-def say(role: str, content: str) -> dict:
-    return {"role": role, "content": content}
+def rendered(tokenizer, path: str, **kwargs) -> list[str]:
+    return [words(prompt.ids) for prompt in read_prompts(path, Template(tokenizer, kwargs))]
+
+
+def say(role: str, content: object, **more) -> dict:
+    return {"role": role, "content": content, **more}
+
+
+# --- the same code as generate --------------------------------------------------------------------
+
+PIECES = ("Paris", " ", "\n\n", "é🦊", "it's", "<|im_start|>assistant\n", "  x", "42", '{"a": 1}')
+TOOL = {"type": "function", "function": {"name": "w", "parameters": {"type": "object"}}}
+
+
+class Draw:
+    """Random rows of every format that generate reads; each ends with an answer."""
+
+    def __init__(self, seed: str) -> None:
+        self.random = random.Random(seed)
+
+    def text(self) -> str:
+        return "".join(self.random.choices(PIECES, k=self.random.randint(1, 4))) + "z"
+
+    def content(self) -> object:
+        if self.random.random() < 0.7:
+            return self.text()
+        kinds = self.random.choices(("text", "input_text"), k=2)
+        return [{"type": kind, "text": self.text()} for kind in kinds]
+
+    def chat(self) -> list[dict]:
+        messages = [say("system", self.content())] if self.random.random() < 0.3 else []
+        for _ in range(self.random.randint(1, 3)):
+            messages.append(say("user", self.content()))
+            if self.random.random() < 0.3:
+                arguments = {"city": self.text(), "n": self.random.randint(0, 9)}
+                function = {"name": "w", "arguments": json.dumps(arguments)}
+                call = {"type": "function", "function": function}
+                messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+                messages.append(say("tool", self.text(), name="w"))
+            messages.append(say("assistant", self.content()))
+        return messages
+
+    def row(self, kind: str) -> dict:
+        row: dict = {}
+        if kind == "messages":
+            row = {"messages": self.chat()}
+        elif kind == "conversations":
+            speakers = {"user": "human", "assistant": "gpt", "system": "system"}
+            plain = [m for m in self.chat() if "tool_calls" not in m and m["role"] != "tool"]
+            row["conversations"] = [
+                {"from": speakers[m["role"]], "value": m["content"]} for m in plain
+            ]
+        elif kind == "prompt+completion":
+            row = {"prompt": self.text(), "completion": self.text()}
+            if self.random.random() < 0.5:
+                row = {"prompt": self.chat()[:-1], "completion": [say("assistant", self.text())]}
+        elif kind == "instruction":
+            row = {"instruction": self.text(), "output": self.text(), "input": self.text()}
+            row["history"] = [[self.text(), self.text()]]
+        if self.random.random() < 0.4:
+            row["system"] = self.text()
+        if self.random.random() < 0.4:
+            row["tools"] = self.random.choice(([TOOL], json.dumps([TOOL])))
+        if self.random.random() < 0.4:
+            row["chat_template_kwargs"] = {"enable_thinking": self.random.random() < 0.5}
+        return row
+
+
+@pytest.mark.parametrize("kind", ["messages", "conversations", "prompt+completion", "instruction"])
+@pytest.mark.parametrize("stored", ["jsonl", "parquet"])
+def test_a_prompt_is_the_beginning_of_the_document_of_the_same_row(tmp_path, kind, stored):
+    """Token for token, for random rows: content parts, tool arguments, system column, kwargs."""
+    draw, tokenizer = Draw(kind + stored), templates.tokenizer("qwen3")
+    rows = [draw.row(kind) for _ in range(25)]
+    path = str(tmp_path / f"rows.{stored}")
+    if stored == "jsonl":
+        write(Path(path), *rows)
+    else:  # nested columns are often stored as JSON text
+        columns = {name for row in rows for name in row}
+        as_text = [
+            {c: v if isinstance(v, str) else json.dumps(v) for c, v in row.items()} for row in rows
+        ]
+        if kind == "prompt+completion":  # here a string is a question, so it stays nested
+            as_text = [
+                {
+                    c: as_text[i][c] if isinstance(row[c], str) or c not in kind else None
+                    for c in row
+                }
+                for i, row in enumerate(rows)
+            ]
+        if kind == "instruction":
+            as_text = [
+                {**text, "history": row["history"]} for text, row in zip(as_text, rows, strict=True)
+            ]
+        pq.write_table(
+            pa.Table.from_pylist([{c: r.get(c) for c in columns} for r in as_text]), path
+        )
+    kwargs = {"enable_thinking": True}
+    renderer = Renderer(tokenizer, template_kwargs=kwargs)
+    documents = {
+        r.where: (r, renderer.render(r))
+        for r in CorpusReader([path], max_bad_rows=parse_limit("100%"))
+    }
+    prompts = read_prompts(path, Template(tokenizer, kwargs), max_bad_rows="100%")
+    compared = 0
+    for prompt in prompts:
+        if prompt.where not in documents:
+            continue
+        record, found = documents[prompt.where]
+        assert len(prompt.record.messages) == len(record.messages) - 1
+        last = max((turn.start, n) for n, d in enumerate(found) for turn in d.turns)
+        assert prompt.ids == found[last[1]].input_ids[: last[0]], prompt.where
+        compared += 1
+    assert compared >= 10
+
+
+def test_content_parts_and_tool_arguments_reach_the_prompt_as_text(tmp_path):
+    """Found: a printed Python list, and arguments that were encoded twice."""
+    tokenizer = templates.tokenizer("qwen3")
+    call = {"type": "function", "function": {"name": "w", "arguments": '{"city": "Paris"}'}}
+    chat = [
+        say("user", [{"type": "text", "text": "He"}, {"type": "text", "text": "llo"}]),
+        {"role": "assistant", "tool_calls": [call]},
+        say("tool", "sun"),
+    ]
+    row = {"messages": chat, "system": "Brief.", "chat_template_kwargs": {"enable_thinking": False}}
+    (prompt,) = read_prompts(write(tmp_path / "p.jsonl", row), Template(tokenizer))
+    assert tokenizer.decode(prompt.ids) == (
+        "<|im_start|>system\nBrief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
+        '<|im_start|>assistant\n<tool_call>\n{"name": "w", "arguments": {"city": "Paris"}}\n'
+        "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\nsun\n</tool_response><|im_end|>"
+        "\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+
+
+def test_text_and_token_rows_are_continued(tmp_path, tokenizer):
+    path = write(
+        tmp_path / "p.jsonl",
+        {"text": "a b"},
+        {"input_ids": [6, 7, 8, 9], "loss_mask": [0, 0, 1, 1]},
+        {"input_ids": [6, 7], "loss_mask": [1, 1]},
+        {"input_ids": [6, 7]},
+    )
+    assert rendered(tokenizer, path) == ["a b", "a b", "a b", "a b"]
+
+
+def test_directories_are_read_and_other_splits_left_out(tmp_path, tokenizer):
+    write(tmp_path / "test.jsonl", {"prompt": "a"})
+    write(tmp_path / "train.jsonl", {"prompt": "b"})
+    assert rendered(tokenizer, str(tmp_path)) == ["<user> a <assistant>"]
+    assert rendered(tokenizer, f"{tmp_path}@train") == ["<user> b <assistant>"]
+
+
+# --- what is asked --------------------------------------------------------------------------------
 
 
 def test_trailing_answers_are_dropped_and_history_is_kept(tmp_path, tokenizer):
     chat = [say("user", "a"), say("assistant", "b"), say("user", "c"), say("assistant", "d")]
-    path = write(tmp_path / "p.jsonl", {"messages": chat}, {"messages": chat[:3]})
-    rendered = [
-        words(render(opening(p, tokenizer) or (), tokenizer, {})) for p in read_prompts(path)
-    ]
-    assert rendered == ["<user> a <assistant> b <user> c <assistant>"] * 2
+    path = write(
+        *(tmp_path / "p.jsonl", {"messages": chat}, {"messages": chat[:3]}, {"prompt": chat[:3]}),
+        {"messages": [*chat, say("assistant", "e")]},
+    )
+    assert rendered(tokenizer, path) == ["<user> a <assistant> b <user> c <assistant>"] * 4
 
 
-def test_a_chat_may_end_in_a_tool_result(tmp_path):
+def test_a_chat_may_end_in_a_tool_result(tmp_path, tokenizer):
     chat = [say("user", "a"), say("assistant", "b"), say("tool", "c"), say("assistant", "d")]
-    (prompt,) = read_prompts(write(tmp_path / "p.jsonl", {"messages": chat}))
-    assert prompt.messages is not None and prompt.messages[-1] == say("tool", "c")
+    path = write(tmp_path / "p.jsonl", {"messages": chat})
+    assert rendered(tokenizer, path) == ["<user> a <assistant> b <tool> c <assistant>"]
 
 
 def test_a_string_is_a_user_message_only_with_a_template(tmp_path, tokenizer):
-    (prompt,) = read_prompts(write(tmp_path / "p.jsonl", {"prompt": "a b"}))
-    assert words(render(opening(prompt, tokenizer) or (), tokenizer, {})) == (
-        "<user> a b <assistant>"
-    )
+    path = write(tmp_path / "p.jsonl", {"prompt": "a b"}, {"prompt": "a b", "completion": "c"})
+    assert rendered(tokenizer, path) == ["<user> a b <assistant>"] * 2
     tokenizer.chat_template = None
-    assert opening(prompt, tokenizer) is None
-    assert words(render_text("a b", tokenizer)) == "a b"
+    assert rendered(tokenizer, path) == ["a b"] * 2
 
 
-def test_turns_open_with_the_first_and_keep_the_rest(tmp_path):
-    (prompt,) = read_prompts(write(tmp_path / "p.jsonl", {"turns": ["a", "b", "c"]}))
-    assert prompt.messages == (say("user", "a"),)
-    assert prompt.follow_ups == ("b", "c")
+def test_turns_open_with_the_first_and_keep_the_rest(tmp_path, tokenizer):
+    path = write(tmp_path / "p.jsonl", {"turns": ["a", "b", "c"], "system": "d"})
+    prompts = read_prompts(path, Template(tokenizer))
+    (prompt,) = prompts
+    assert words(prompt.ids) == "<system> d <user> a <assistant>"
+    assert prompt.record.follow_ups == ("b", "c")
+    chat = [*prompt.record.messages, say("assistant", "e"), say("user", "b")]
+    assert words(prompts.continued(prompt, chat)) == (
+        "<system> d <user> a <assistant> e <user> b <assistant>"
+    )
 
 
-def test_template_kwargs_reach_the_template(tokenizer):
+def test_template_kwargs_of_the_run_and_of_rows_reach_the_template(tmp_path, tokenizer):
     kwargs = parse_template_kwargs('{"shout": true}')
-    assert words(render([say("user", "a")], tokenizer, kwargs)) == "loud <user> a <assistant>"
+    quiet = {"prompt": "a", "chat_template_kwargs": {"shout": False}}
+    path = write(tmp_path / "p.jsonl", {"prompt": "a"}, quiet, {"text": "a"})
+    prompts = read_prompts(path, Template(tokenizer, kwargs))
+    assert [words(p.ids) for p in prompts] == [
+        *("loud <user> a <assistant>", "<user> a <assistant>", "a")
+    ]
+    assert prompts.kwargs == [{"shout": True}, {"shout": False}]
 
 
-def test_limit_counts_rows_and_blank_lines_are_no_rows(tmp_path):
-    path = tmp_path / "p.jsonl"
-    path.write_text('\n{"prompt": "a"}\n\n{"prompt": "b"}\nnot json\n', encoding="utf-8")
-    prompts = read_prompts(path, limit=2)
-    assert [p.text for p in prompts] == ["a", "b"]
-    assert prompts[1].where == f"{path}:4"
+def test_limit_counts_rows_and_blank_lines_are_no_rows(tmp_path, tokenizer):
+    path = write(tmp_path / "p.jsonl", "", {"prompt": "a"}, "", {"prompt": "b"}, "not json")
+    prompts = read_prompts(path, Template(tokenizer), limit=2)
+    assert [p.record.messages[0]["content"] for p in prompts] == ["a", "b"]
+    assert prompts.found[1].where == f"{path}:4"
+
+
+# --- bad rows -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("row", "said"),
     [
         ("{", "not valid JSON"),
-        ("[1]", "expected a JSON object"),
-        ('{"text": "a"}', "needs messages, prompt or turns; found 'text'"),
-        ('{"messages": []}', "non-empty list"),
-        ('{"messages": [{"content": "a"}]}', "messages\\[0\\] must be an object with a role"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}', "found nothing"),
-        ('{"messages": [{"role": "system", "content": "a"}]}', "found system"),
-        ('{"turns": ["a", 1]}', "turns\\[1\\] must be a string"),
-        ('{"prompt": 3}', "prompt must be a non-empty list"),
-        ('{"prompt": "a", "tools": 3}', "tools must be a list"),
+        ("[1]", "expected an object with named columns, found a list"),
+        ({"question": "a"}, r"no known columns \(found: question; .*turns"),
+        ({"messages": []}, "messages is empty"),
+        ({"messages": [{"content": "a"}]}, r"messages\[0\] has the unknown role None"),
+        ({"messages": [say("assistant", "a")]}, "must be of a user or a tool, not nothing"),
+        ({"messages": [say("system", "a")]}, "must be of a user or a tool, not system"),
+        ({"messages": [say("user", [{"type": "image"}])]}, "only text parts"),
+        ({"turns": ["a", 1]}, r"turns\[1\] \(a user message\) is a number"),
+        ({"turns": []}, "turns is a list, not a list of user messages"),
+        ({"prompt": 3}, "prompt is a number"),
+        ({"prompt": "a", "tools": 3}, "tools is not a list"),
+        ({"prompt": "a", "chat_template_kwargs": {"shot": 1}}, "did you mean shout"),
+        ({"messages": [say("user", "a", tool_calls=3)]}, "tool_calls of"),
     ],
 )
-def test_a_bad_row_is_an_error_with_its_line(tmp_path, line, said):
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "fine"}\n' + line + "\n", encoding="utf-8")
-    with pytest.raises(CorpusError, match=f"p.jsonl:2: .*{said}"):
-        read_prompts(path)
+def test_a_bad_row_is_counted_and_named(tmp_path, tokenizer, row, said):
+    path = write(tmp_path / "p.jsonl", *[{"prompt": "a"}] * 19, row)
+    prompts = read_prompts(path, Template(tokenizer))
+    assert (len(prompts), prompts.left_out) == (19, 1)
+    (example,) = prompts.examples
+    assert example.startswith("p.jsonl:20: ")
+    path = write(tmp_path / "few.jsonl", {"prompt": "a"}, row)
+    with pytest.raises(
+        CorpusError, match=rf"(?s)--prompts .*few.jsonl: 1 of 2 rows .*:2: .*{said}"
+    ):
+        read_prompts(path, Template(tokenizer))
+    assert len(read_prompts(path, Template(tokenizer), max_bad_rows="1")) == 1
 
 
-def test_missing_and_empty_files_and_bad_kwargs(tmp_path):
-    with pytest.raises(MissingError, match="no such file"):
-        read_prompts(tmp_path / "none.jsonl")
-    with pytest.raises(CorpusError, match="empty; expected"):
-        read_prompts(write(tmp_path / "empty.jsonl"))
+def test_prompts_that_the_template_rejects_are_counted(tmp_path, tokenizer):
+    tokenizer.chat_template = "{% if messages[0].content == 'b' %}{{ raise_exception('no b') }}" + (
+        "{% endif %}" + TEMPLATE
+    )
+    path = write(tmp_path / "p.jsonl", *[{"prompt": "a"}] * 19, {"prompt": "b"})
+    prompts = read_prompts(path, Template(tokenizer))
+    assert (len(prompts), prompts.left_out) == (19, 1)
+    assert "p.jsonl:20: the chat template fails" in prompts.examples[0]
+
+
+def test_a_template_that_never_ends_stops_eval_too(tmp_path, tokenizer):
+    tokenizer.chat_template = (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    )
+    path = write(tmp_path / "p.jsonl", *[{"prompt": "a"}] * 50)
+    with pytest.raises(CorpusError, match=r"did not finish in 0.1 s, 3 times in a row"):
+        read_prompts(path, Template(tokenizer, seconds=0.1))
+
+
+def test_missing_and_empty_sources_and_bad_options(tmp_path, tokenizer):
+    template = Template(tokenizer)
+    with pytest.raises(MissingError, match=r"--prompts .*none.jsonl: no such file"):
+        read_prompts(str(tmp_path / "none.jsonl"), template)
+    with pytest.raises(CorpusError, match="no usable row"):
+        read_prompts(write(tmp_path / "empty.jsonl"), template)
+    with pytest.raises(ConfigError, match="--max-bad-rows"):
+        read_prompts(write(tmp_path / "p.jsonl", {"prompt": "a"}), template, max_bad_rows="many")
     with pytest.raises(ConfigError, match="not valid JSON"):
         parse_template_kwargs("{")
     with pytest.raises(ConfigError, match="JSON object"):
         parse_template_kwargs("[1]")
 
 
-def test_a_chat_without_a_template_and_an_empty_rendering(tmp_path, tokenizer):
-    (prompt,) = read_prompts(write(tmp_path / "p.jsonl", {"turns": ["a"]}))
-    with pytest.raises(CorpusError, match="renders to no tokens"):
-        render_text("", tokenizer, prompt.where)
-    tokenizer.chat_template = "{{ raise_exception('no system please') }}"
-    with pytest.raises(CorpusError, match=r"p.jsonl:1: the chat template rejects.*no system"):
-        render(prompt.messages or (), tokenizer, {}, where=prompt.where)
+def test_chats_without_a_template_and_empty_renderings(tmp_path, tokenizer):
+    chat = write(tmp_path / "p.jsonl", {"turns": ["a"]})
     tokenizer.chat_template = None
-    with pytest.raises(CorpusError, match=r"p.jsonl:1: this is a chat, but .* no chat template"):
-        opening(prompt, tokenizer)
+    with pytest.raises(CorpusError, match=r"p.jsonl:1: the target's tokenizer has no chat templ"):
+        read_prompts(chat, Template(tokenizer), max_bad_rows="1")
+    tokenizer.chat_template = "{{ '' }}"
+    with pytest.raises(CorpusError, match="renders to no tokens"):
+        read_prompts(chat, Template(tokenizer), max_bad_rows="1")

@@ -1,0 +1,152 @@
+"""Which prompts are the beginnings of training documents: a draft knows their answers.
+
+On such prompts more drafted tokens are accepted than on new ones, and nothing else shows it. The
+comparison is exact and reads only token ids: a prompt was trained on if a document of the training
+data begins with all of its tokens. Documents that the run held out do not count.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from spec_data.progress import progress
+from spec_data.shards.errors import ConfigError, SpecDataError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.evaluation.on_dataset import choose_documents, recorded_fingerprint
+from spec_train.evaluation.prompts import Prompts
+
+_IDS = "input_ids"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedPrompts:
+    """What the comparison found.
+
+    `numbers` are the prompts that were trained on, ascending; None if no training data could be
+    read. `data` are the datasets that were compared; `problem` says why another one was not.
+    """
+
+    numbers: list[int] | None
+    data: list[str]
+    problem: str | None = None
+
+
+def find_trained(
+    prompts: Sequence[Sequence[int]], run: dict[str, Any] | None, data: Path | None
+) -> TrainedPrompts:
+    """Compare prompts (token ids) with the training documents of a draft.
+
+    Args:
+        prompts: the token ids of each prompt.
+        run: the facts of the draft's run (see `report.read_run`), None without a run.
+        data: the dataset of `--data`; of a draft without a run, it counts as the training data.
+    """
+    paths = [*(run["sources"] if run is not None else ()), *([] if data is None else [data])]
+    if not paths:
+        return TrainedPrompts(numbers=None, data=[], problem="the training data is not known")
+    prefixes = _Prefixes(prompts)
+    compared, problem = [], None
+    for path in dict.fromkeys(map(Path, paths)):
+        try:
+            dataset = HiddenStatesDataset(path, columns=(_IDS,))
+            if run is not None and recorded_fingerprint(dataset, run) not in run["datasets"]:
+                if path != data:
+                    problem = f"{path} is not the dataset that the draft was trained on"
+                continue
+            prefixes.compare(dataset, _training_documents(dataset, run))
+        except SpecDataError as error:
+            problem = str(error)
+            continue
+        compared.append(str(path))
+    numbers = sorted(prefixes.found) if compared else None
+    return TrainedPrompts(numbers=numbers, data=compared, problem=problem)
+
+
+def _training_documents(dataset: HiddenStatesDataset, run: dict[str, Any] | None) -> list[int]:
+    everything = list(range(len(dataset)))
+    if run is None:
+        return everything
+    try:
+        return choose_documents(dataset, "train", run)[0]
+    except ConfigError:  # an older run, whose held-out documents are not known
+        return everything
+
+
+def prompt_facts(prompts: Prompts, trained: TrainedPrompts) -> dict[str, Any]:
+    """Return the metrics of --json about the prompts themselves."""
+    return {
+        "prompts": len(prompts),
+        "bad_prompts": prompts.left_out,
+        "bad_prompt_examples": prompts.examples,
+        "trained_prompts": None if trained.numbers is None else len(trained.numbers),
+        "trained_prompts_compared_with": trained.data,
+        "trained_prompts_not_compared": trained.problem,
+    }
+
+
+def prompt_warnings(prompts: Prompts, trained: TrainedPrompts) -> list[str]:
+    """Return warnings about prompts that are missing, and that were trained on."""
+    found = []
+    if prompts.left_out:
+        found.append(
+            f"{prompts.left_out} rows of --prompts are left out, so {len(prompts)} prompts remain; "
+            f"the first: {prompts.examples[0]}"
+        )
+    if trained.numbers:
+        first = prompts.found[trained.numbers[0]].where
+        found.append(
+            f"{len(trained.numbers)} of {len(prompts)} prompts are training documents (the first: "
+            f"{first}): the draft knows their answers, and its acceptance on new prompts is lower"
+        )
+    return found
+
+
+def prompt_lines(report: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return the lines of the table about the prompts: name, value, meaning."""
+    count, problem = report["trained_prompts"], report["trained_prompts_not_compared"]
+    lines = []
+    if report["bad_prompts"]:
+        lines.append(("  bad prompts", f"{report['bad_prompts']:,}", "rows that were left out"))
+    if count is None:
+        lines.append(("  trained on", "-", f"not checked: {problem}"))
+    else:
+        missing = f"; not all were compared: {problem}" if problem else ""
+        meaning = f"of {report['prompts']:,} prompts are training documents{missing}"
+        lines.append(("  trained on", f"{count:,}", meaning))
+    return lines
+
+
+class _Prefixes:
+    """The prompts, to be compared with many documents."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
+        self.found: set[int] = set()
+        whole = [np.asarray(prompt, np.int64).tobytes() for prompt in prompts]
+        self._lengths = sorted({len(prompt) for prompt in prompts if len(prompt)})
+        self._known: list[tuple[int, set[bytes], dict[bytes, list[int]]]] = []
+        for length in self._lengths:
+            size = 8 * length
+            ends: dict[bytes, list[int]] = {}
+            for number, prompt in enumerate(whole):
+                if len(prompt) == size:
+                    ends.setdefault(prompt, []).append(number)
+            self._known.append((size, {p[:size] for p in whole if len(p) >= size}, ends))
+
+    def compare(self, dataset: HiddenStatesDataset, documents: Sequence[int]) -> None:
+        """Add the prompts with which one of `documents` begins to `found`."""
+        if not self._lengths:
+            return
+        buffer = torch.zeros(self._lengths[-1], dtype=torch.int64)
+        names = progress(documents, unit="documents", desc="prompts in training data", leave=False)
+        for document in names:
+            count = dataset.read_into(document, {_IDS: buffer}, 0, len(buffer))
+            beginning = buffer[:count].numpy().tobytes()
+            for size, prefixes, ends in self._known:
+                part = beginning[:size]
+                if len(part) < size or part not in prefixes:
+                    break
+                self.found.update(ends.get(part, ()))

@@ -1,0 +1,143 @@
+"""Prompts that are training documents are counted; so are rows that are no prompts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec_data.shards.errors import ConfigError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.data.order import SPLIT_RULE
+from spec_train.evaluation.on_dataset import choose_documents
+from spec_train.evaluation.report import run_eval
+from spec_train.evaluation.run_record import read_run
+from spec_train.evaluation.same_target import kwargs_for
+from spec_train.evaluation.trained_prompts import find_trained
+from tests.factory import tiny_dataset
+from tests.spec_data.corpus import templates
+from tests.spec_train.evaluation import tools as evaluate_tools
+from tests.spec_train.evaluation.tools import config_of, respond
+
+target, prompts = evaluate_tools.target, evaluate_tools.prompts
+workplace = evaluate_tools.workplace
+
+
+@pytest.fixture(scope="module")
+def trained(target) -> Any:
+    """Any draft will do: here it matters what is asked, not what is accepted."""
+    return evaluate_tools.make_draft(target)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, workplace, target, prompts) -> Path:
+    """A run whose data are the target's answers to 12 of the prompts; some are held out."""
+    folder = tmp_path_factory.mktemp("trained")
+    answered = [respond(target, prompt) for prompt in prompts[:12]]
+    documents = [(ids, mask, [("assistant", mask.index(1), len(ids))]) for ids, mask in answered]
+    data = tiny_dataset(folder / "data", layers=(0, 1, 2), model=target, documents=documents)
+    run = folder / "run"
+    run.mkdir()
+    (run / "best").symlink_to(workplace / "draft", target_is_directory=True)
+    options = {"data": str(data), "seed": 0, "validation": 0.3, "seq_len": 2048}
+    fingerprint = HiddenStatesDataset(data).manifest.fingerprint
+    (run / "fit.json").write_text(json.dumps(options))
+    identity = {"dataset": fingerprint, "split_rule": SPLIT_RULE}
+    (run / "run.json").write_text(json.dumps({"identity": identity}))
+    return run
+
+
+def facts_of(run: Path) -> dict[str, Any]:
+    facts = read_run(run, run / "best")
+    assert facts is not None
+    return facts
+
+
+def test_prompts_that_begin_training_documents_are_found_and_held_out_ones_are_not(run, prompts):
+    facts = facts_of(run)
+    data = facts["sources"][0]
+    dataset = HiddenStatesDataset(data)
+    learned = choose_documents(dataset, "train", facts)[0]
+    assert 0 < len(learned) < 12, "no document is held out: the test shows nothing"
+    found = find_trained(prompts, facts, None)
+    assert (found.numbers, found.data, found.problem) == (learned, [str(data)], None)
+    assert find_trained(prompts, None, data).numbers == list(range(12)), "no run: every document"
+    beginnings = [prompt[:-1] for prompt in prompts]  # a beginning too, but of no one's answer
+    assert find_trained(beginnings, facts, None).numbers == learned
+    others = [[*prompt[:-1], 63] for prompt in prompts]
+    assert find_trained([*others, [], [1] * 999], facts, None).numbers == []
+
+
+def test_data_that_cannot_be_compared_is_named(run, prompts, tmp_path, target):
+    facts = facts_of(run)
+    gone = find_trained(prompts, facts | {"sources": [tmp_path / "gone"]}, None)
+    assert gone.numbers is None and "no such dataset directory" in str(gone.problem)
+    assert find_trained(prompts, None, None).problem == "the training data is not known"
+    other = tiny_dataset(tmp_path / "other", n_docs=2, layers=(0, 1, 2), model=target)
+    moved = find_trained(prompts, facts | {"sources": [other]}, None)
+    assert moved.numbers is None and "is not the dataset that the draft was tr" in str(
+        moved.problem
+    )
+    both = find_trained(prompts, facts | {"sources": [tmp_path / "gone", *facts["sources"]]}, other)
+    assert both.numbers and both.data == [str(facts["sources"][0])] and both.problem
+    data = facts["sources"][0]
+    found = find_trained(prompts, facts | {"sources": [tmp_path / "gone"]}, data)
+    assert found.numbers and found.data == [str(data)], "--data is the dataset of the run"
+
+
+def test_eval_warns_of_training_documents(run, workplace, capsys):
+    report = run_eval(config_of(workplace, draft=str(run), max_new_tokens=2))
+    learned = choose_documents(HiddenStatesDataset(run.parent / "data"), "train", facts_of(run))[0]
+    count = sum(number < 6 for number in learned)  # six of the prompts are the first six
+    assert report["trained_prompts"] == count > 0
+    (warning,) = [w for w in report["warnings"] if "training documents" in w]
+    assert warning.startswith(f"{count} of 7 prompts are training documents (the first: ")
+    assert "of 7 prompts are training documents\n" in capsys.readouterr().out
+    report = run_eval(config_of(workplace, max_new_tokens=2, limit=1))
+    assert report["trained_prompts"] is None
+    assert not [w for w in report["warnings"] if "training documents" in w]
+    assert "not checked: the training data is not known" in capsys.readouterr().out
+
+
+def test_bad_prompts_are_in_the_report(workplace, tmp_path, capsys):
+    rows = [json.dumps({"prompt": "w9 w10"})] * 19 + ["{"]
+    (tmp_path / "p.jsonl").write_text("\n".join(rows))
+    path = str(tmp_path / "p.jsonl")
+    report = run_eval(config_of(workplace, prompts=path, max_new_tokens=2))
+    assert (report["prompts"], report["responses"], report["bad_prompts"]) == (19, 19, 1)
+    assert report["bad_prompt_examples"][0].startswith("p.jsonl:20: not valid JSON")
+    assert any(w.startswith("1 rows of --prompts are left out") for w in report["warnings"])
+    assert "  bad prompts" in capsys.readouterr().out
+
+
+def test_a_later_turn_that_the_template_rejects_is_counted(workplace, tmp_path):
+    (tmp_path / "p.jsonl").write_text(json.dumps({"turns": ["w9", "w10"]}))
+    template = evaluate_tools.TEMPLATE
+    folder = tmp_path / "target"
+    folder.symlink_to(workplace / "target", target_is_directory=True)
+    report = run_eval(config_of(workplace, prompts=str(tmp_path / "p.jsonl"), max_new_tokens=2))
+    assert report["responses"] == 2 and report["failed_turns"] == []
+    file = workplace / "target" / "chat_template.jinja"
+    before = file.read_text()
+    strict = "{% if messages | length > 2 %}{{ raise_exception('one question') }}{% endif %}"
+    file.write_text(strict + template)
+    try:
+        report = run_eval(config_of(workplace, prompts=str(tmp_path / "p.jsonl"), max_new_tokens=2))
+    finally:
+        file.write_text(before)
+    assert report["responses"] == 1
+    (failed,) = report["failed_turns"]
+    assert "p.jsonl:1: the chat template fails" in failed and "one question" in failed
+
+
+def test_kwargs_of_the_training_data_that_the_target_does_not_read_are_named(workplace):
+    tokenizer = templates.tokenizer("qwen3")
+    assert kwargs_for({"x": 1}, None, tokenizer) == ({"x": 1}, [])
+    usual = {"enable_thinking": False, "enable_thinkin": True}
+    kept, (warning,) = kwargs_for(None, usual, tokenizer)
+    assert kept == {"enable_thinking": False}
+    assert "rendered with enable_thinkin = True, which this target's chat template does" in warning
+    kept, (warning,) = kwargs_for(None, None, tokenizer)
+    assert kept == {} and "pass --chat-template-kwargs" in warning
+    with pytest.raises(ConfigError, match=r"does not read loud \(it reads"):
+        run_eval(config_of(workplace, chat_template_kwargs='{"loud": true}'))
