@@ -7,6 +7,7 @@ resumes from the one before it has the weights of the undamaged run.
 
 import collections
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 
 from spec_data.shards.errors import DraftError, RunError, SpecDataError
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.cli import main
 from spec_train.draft_options import DRAFT_OPTIONS
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.evaluation.report import read_run
@@ -276,6 +278,51 @@ def test_a_run_with_damaged_checkpoints_resumes_to_the_same_weights(
         assert equal_tensors(again, wanted), done
         outcomes.update(done)
     report("resumed from damage", outcomes)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (r'"batches_done": \d', '"batches_done": 1'),
+        (r'"step": 6', '"step": 66'),
+        (r'"stream": ', '"strean": '),
+        (r'"pending_tokens": \d', '"pending_tokens": 7'),
+    ],
+)
+def test_an_edited_state_is_not_resumed_from(
+    finished: FitConfig, tmp_path: Path, old: str, new: str, caplog: Any
+) -> None:
+    """Before: other weights with exit code 0, "finished" at step 94, and a KeyError."""
+    out = tmp_path / "run"
+    shutil.copytree(finished.out, out, symlinks=True)
+    file = out / "checkpoint-00000006" / "training_state.json"
+    text = file.read_text()
+    edited = re.sub(old, new, text, count=1)
+    assert edited != text
+    file.write_text(edited)
+    assert run(change(finished, out=str(out)), OPTIONS).step == 6
+    assert "training_state.json: damaged" in caplog.text
+    assert (out / "damaged-checkpoint-00000006").is_dir()
+    assert equal_tensors(masters(out), masters(finished.out))
+
+
+def test_eval_refuses_a_damaged_best_draft_and_contradicting_settings(
+    finished: FitConfig, data: Path, tmp_path: Path, capsys: Any
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(finished.out, out, symlinks=True)
+    command = ["eval", "--draft", str(out), "--data", str(data)]
+    assert main(command) == 0
+    settings = out / "fit.json"
+    text = settings.read_text()
+    settings.write_text(text.replace('"seed": 0', '"seed": 4'))
+    assert main(command) == 2
+    assert "they differ: seed: 0 -> 4" in capsys.readouterr().err
+    settings.write_text(text)
+    weights = out / "best" / WEIGHTS
+    weights.write_bytes(flip(weights.read_bytes(), 5000, 9000, np.random.default_rng(0)))
+    assert main(command) == 2
+    assert "has other values than when it was sealed" in capsys.readouterr().err
 
 
 def test_a_flipped_bit_of_a_runs_settings_is_refused_or_decides_nothing(

@@ -298,6 +298,16 @@ def test_a_full_disk_is_said_in_words_and_leaves_nothing_behind(run, monkeypatch
     assert run.load_newest().step == 1
 
 
+def test_files_of_a_checkpoint_have_the_mode_of_the_umask(run):
+    """safetensors writes its files with mode 0600."""
+    before = os.umask(0o027)
+    try:
+        folder = save(run, 1)
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o640}
+
+
 def test_best_can_be_replaced_again_and_again_even_by_the_same_step(run):
     for step in (10, 20, 20, 20, 10):
         run.save_best(step, save_draft_of(step), {"acceptance_length": 1.5})
