@@ -34,7 +34,7 @@ def place(tmp_path_factory):
         folder / "target", corpus, folder / "data", layers="0,2",
         chat_template_kwargs=json.dumps(KWARGS),
     )  # fmt: skip
-    (folder / "prompts.jsonl").write_text('{"prompt": "question 1"}\n')
+    (folder / "prompts.jsonl").write_text('{"prompt": "question 99"}\n')
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         config = FitConfig(data="data", out="run", steps=1, seq_len=128, device="cpu")
