@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from spec_data.shards.errors import MissingError, TargetError
 
+_ADAPTER = "adapter_config.json"
 _INDEX = "model.safetensors.index.json"
 _FULL_HASH_BYTES = 4 << 30
 _SAMPLE, _SAMPLES = 1 << 16, 256  # bytes per block, blocks per file
@@ -22,9 +23,15 @@ def weight_files(directory: Path) -> list[Path]:
     """Return the safetensors files of a model directory, sorted; each is checked to be complete.
 
     Raises:
-        TargetError: there is none, or a file is damaged or shorter than its header says.
+        TargetError: there is none, a file is damaged or shorter than its header says, or the
+            directory holds an adapter.
         MissingError: a file that the index names is absent.
     """
+    if (directory / _ADAPTER).is_file():
+        raise TargetError(
+            f"{directory / _ADAPTER}: transformers adds this adapter to the weights where peft is "
+            "installed and ignores it elsewhere; merge it into the model, or move it away"
+        )
     found = set(directory.glob("*.safetensors"))
     for name in _indexed(directory):
         if not (directory / name).is_file():

@@ -134,3 +134,11 @@ def test_a_bin_file_is_never_loaded(tmp_path):
     (folder / "consolidated.safetensors").unlink()
     message = refusal(folder)
     assert "only pytorch_model.bin" in message and "convert" in message
+
+
+def test_an_adapter_beside_the_weights_is_refused(tmp_path):
+    folder = saved(tmp_path)
+    (folder / "adapter_config.json").write_text("{}")
+    assert "merge it into the model" in refusal(folder)
+    with pytest.raises(TargetError, match=r"adapter_config\.json"):
+        weights_hash(folder)
