@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,7 @@ from spec_data.options import GenerateConfig
 from spec_data.report import counts_text, estimate_text
 from spec_data.shards.errors import ConfigError, CorpusError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
-from tests.spec_data.corpus.templates import GEMMA2, tokenizer
+from tests.spec_data.corpus.templates import CHATML, GEMMA2, tokenizer
 from tests.spec_data.runs import digests, options, run, save_target, write_corpus
 
 
@@ -48,6 +49,33 @@ def strict_target(target, path):
     (path / "chat_template.jinja").unlink(missing_ok=True)
     tok.save_pretrained(path)
     return path
+
+
+def test_the_plan_counts_what_the_template_leaves_out(target, tmp_path, caplog):
+    """By kind and source, in the log, in the manifest's entry of the source, and in `estimate`."""
+    deaf = strict_target(target, tmp_path / "deaf")
+    template = CHATML.replace("messages %}", "messages if message.role != 'developer' %}")
+    (deaf / "chat_template.jinja").write_text(template)
+    user, told = {"role": "user", "content": "hi"}, {"role": "developer", "content": "be brief"}
+    rows = [
+        {"messages": [told, user, {"role": "assistant", "content": f"yes {i}"}], "id": i}
+        for i in range(17)
+    ]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with caplog.at_level(logging.INFO):
+        setup = setup_of(deaf, tmp_path / "c.jsonl", tmp_path / "out")
+        plan = make_plan(setup)
+    assert "c.jsonl: the chat template leaves out 17 developer messages" in caplog.text
+    assert "c.jsonl: columns that are not used: id" in caplog.text
+    (source,) = plan.corpus
+    assert source["template_left_out"] == {"developer messages": 17}
+    assert source["unused_columns"] == ["id"]
+    assert plan.counts.rendering["left out by the template: developer messages"] == 17
+    (line,) = [x for x in counts_text(vars(plan.counts)).splitlines() if "developer" in x]
+    assert " ".join(line.split()) == "left out by the template: developer messages 17"
+    kwargs = '{"enable_thinking": false}'
+    with pytest.raises(ConfigError, match="does not read enable_thinking"):
+        make_plan(replace(setup, config=replace(setup.config, chat_template_kwargs=kwargs)))
 
 
 def chats(path, good, refused, unanswered=0):

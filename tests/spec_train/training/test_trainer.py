@@ -306,6 +306,7 @@ code = main(sys.argv[1:])
 models = [m for m in sys.modules if m.startswith("transformers.models.") and ".modeling_" in m]
 assert code == 0 and not models, (code, models)
 assert "transformers.modeling_utils" not in sys.modules
+assert not [m for m in sys.modules if m.startswith(("spec_data.corpus", "spec_train.evaluation"))]
 """
 
 
