@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from spec_data.estimation import estimate_size, estimate_text
 from spec_data.generation.run import generate as run_generation
-from spec_data.generation.setup import make_plan, set_up
 from spec_data.keywords import from_keywords, takes_options
-from spec_data.options import GenerateConfig, VerifyConfig
-from spec_data.report import dataset_text, estimate_facts, estimate_text
+from spec_data.options import EstimateConfig, GenerateConfig, VerifyConfig
+from spec_data.report import dataset_text
 from spec_data.results import EstimateResult, GenerateResult, VerifyReport
 from spec_data.shards.checking import FIRST
 from spec_data.shards.errors import ConfigError
@@ -131,13 +131,14 @@ def _skipped(counts: dict[str, Any]) -> dict[str, int]:
     return ({"bad": bad} if bad else {}) | counts.get("unrendered", {})
 
 
-@takes_options(GenerateConfig, without=("dry_run",))
+@takes_options(EstimateConfig, without=("dry_run",))
 def estimate(
     target: AnyPath, corpus: AnyPath | Sequence[AnyPath], out: AnyPath, **options: Any
 ) -> EstimateResult:
     """Compute what `generate` would write with the same arguments: tokens, shards, bytes.
 
-    The corpus is read and rendered; no model is loaded and nothing is written.
+    The corpus is read and rendered, and nothing is written. Only the target's config and tokenizer
+    are needed; with `probe` it is loaded and run on a few batches.
 
     Args:
         target, corpus, out, options: as for `generate`; `out` says which disk is meant.
@@ -155,15 +156,15 @@ def estimate(
     True
     """
     given = {"target": target, "corpus": corpus, "out": out, **_without_dry_run(options)}
-    setup = set_up(from_keywords(GenerateConfig, given, "estimate"))
-    plan = make_plan(setup)
-    facts = estimate_facts(setup, plan)
-    counts = vars(plan.counts)
+    found = estimate_size(from_keywords(EstimateConfig, given, "estimate"))
+    facts = found.facts()
+    counts = vars(found.plan.counts)
     return EstimateResult(
         layers=tuple(facts["layers"]),
         dropped=counts["dropped"],
         skipped_rows=_skipped(counts),
-        text=estimate_text(setup, plan),
+        probe=found.probe,
+        text=estimate_text(found),
         **{name: facts[name] for name in _SIZES},
     )
 
@@ -171,7 +172,7 @@ def estimate(
 _SIZES = (
     *("target", "documents", "tokens", "supervised_tokens", "longest_document", "pack_length"),
     *("packing_utilisation", "shards", "bytes", "bytes_per_token", "bytes_needed", "bytes_free"),
-    "fits",
+    *("other_bytes", "fits"),
 )
 
 

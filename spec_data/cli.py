@@ -18,7 +18,13 @@ from spec_data.console import (
     say_next,
     use_colour,
 )
-from spec_data.options import GenerateConfig, InspectConfig, SealConfig, VerifyConfig
+from spec_data.options import (
+    EstimateConfig,
+    GenerateConfig,
+    InspectConfig,
+    SealConfig,
+    VerifyConfig,
+)
 from spec_data.paths import check_file_to_write
 from spec_data.shards.errors import ConfigError, RunError
 
@@ -37,8 +43,10 @@ examples, in the order in which they are run:
 Every command prints the next one. spec-data COMMAND --help explains all options of a command.
 """
 _ESTIMATE = """\
-Read and render the corpus and print what `generate` would write: documents, tokens, shards and
-the exact bytes. No model is loaded. Exit code 1 where the disk is too small."""
+Read and render the corpus and print what `generate` would write: documents, tokens, shards, and
+bytes: of the shards exactly, of all other files to within 1 % and 64 KB. It needs the config and
+the tokenizer of the target, but not its weights, unless --probe is given. Exit code 1 where the
+disk is too small."""
 _GENERATE = """\
 Run the target over the corpus and write a dataset. Stop it whenever you like: Ctrl-C and SIGTERM
 lose at most the shard in work, and the same command resumes. A resumed run writes the same bytes
@@ -79,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     required = "--target MODEL --corpus SRC [SRC ...] --out DIR"
     for name, config, usage, text, description, epilog in (
-        ("estimate", GenerateConfig, required, "print sizes, run nothing", _ESTIMATE, ""),
+        ("estimate", EstimateConfig, required, "print sizes, run nothing", _ESTIMATE, ""),
         ("generate", GenerateConfig, required, "write a dataset", _GENERATE, _GENERATE_EXAMPLES),
         ("seal", SealConfig, "--out DIR", "finish the dataset of several workers", _SEAL, ""),
         ("inspect", InspectConfig, "DIR", "print what is inside a dataset", _INSPECT, ""),
@@ -154,23 +162,27 @@ def _show(args: argparse.Namespace, text: str, facts: Callable[[], dict[str, Any
 
 
 def _estimate(args: argparse.Namespace) -> int:
-    config = resolve(GenerateConfig, args)
-    from spec_data.generation.setup import make_plan, set_up
+    config = resolve(EstimateConfig, args)
+    from spec_data.estimation import estimate_size, estimate_text
     from spec_data.progress import size
-    from spec_data.report import disk_space, estimate_facts, estimate_text
 
-    setup = set_up(config)
-    plan = make_plan(setup)
-    _show(args, estimate_text(setup, plan), lambda: estimate_facts(setup, plan))
-    needed, free = disk_space(setup, plan)
+    found = estimate_size(config)
+    _show(args, estimate_text(found), found.facts)
+    needed, free = found.needed, found.free
     if needed > free:
         raise RunError(
             f"the dataset does not fit: it needs {size(needed)}, and the disk of {config.out} has "
             f"{size(free)} free: {size(needed - free)} too little. Free some space, lower --limit "
             "or --max-length, or capture fewer --layers"
         )
-    say_next("spec-data", "generate", *as_flags(dataclasses.replace(config, dry_run=False)))
+    say_next("spec-data", "generate", *as_flags(_to_generate(config)))
     return 0
+
+
+def _to_generate(config: EstimateConfig) -> GenerateConfig:
+    """Return the options of the `generate` that an `estimate` was made for."""
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(GenerateConfig)}
+    return GenerateConfig(**values | {"dry_run": False})
 
 
 def _generate(args: argparse.Namespace) -> int:

@@ -308,6 +308,18 @@ class GenerateConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EstimateConfig(GenerateConfig):
+    """Options of `estimate`: those of `generate`, and what only an estimate can do."""
+
+    probe: bool = option(
+        False,
+        help="also load the target and run a few batches: tokens per second, projected time, "
+        "memory. The only part of estimate that needs the weights",
+        group=RUNNING,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class SealConfig:
     """Options of `seal`."""
 

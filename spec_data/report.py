@@ -1,13 +1,10 @@
 """What the commands print: sizes, counts and documents as plain aligned text."""
 
 import json
-import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from spec_data.generation.plan import Plan
-from spec_data.generation.setup import Setup
 from spec_data.generation.unit_records import finished_unit
 from spec_data.models.reading import load_tokenizer
 from spec_data.progress import size
@@ -100,91 +97,6 @@ def counts_text(counts: dict[str, Any]) -> str:
 def _tokens_cut(counts: dict[str, Any]) -> str:
     """How many tokens the cuts took, where there were any."""
     return f" ({counts['tokens_cut']:,} tokens less)" if counts["tokens_cut"] else ""
-
-
-def disk_space(setup: Setup, plan: Plan) -> tuple[int, int]:
-    """Return the bytes that the shards and the target's files need, and those that are free."""
-    out = Path(setup.config.out)
-    existing = next(p for p in [out, *out.absolute().parents] if p.exists())
-    return _shard_bytes(setup, plan) + setup.head_bytes, shutil.disk_usage(existing).free
-
-
-def _shard_bytes(setup: Setup, plan: Plan) -> int:
-    return sum(plan.unit_bytes(u, setup.columns) for u in range(len(plan.units)))
-
-
-def estimate_facts(setup: Setup, plan: Plan) -> dict[str, Any]:
-    """Return the estimate as plain values, sizes in bytes (--json)."""
-    total = _shard_bytes(setup, plan)
-    needed, free = disk_space(setup, plan)
-    return {
-        "target": setup.target["name"],
-        "blocks": setup.target["num_layers"],
-        "layers": list(setup.layers),
-        "documents": len(plan.lengths),
-        "tokens": plan.tokens,
-        "supervised_tokens": plan.supervised,
-        "longest_document": int(plan.lengths.max()),
-        "pack_length": plan.pack_length,
-        "packing_utilisation": plan.utilisation(),
-        "shards": len(plan.units),
-        "bytes": total,
-        "bytes_per_token": total / plan.tokens,
-        "bytes_needed": needed,
-        "bytes_free": free,
-        "fits": needed <= free,
-        "columns": [_column_facts(c) for c in setup.columns],
-        "corpus": plan.corpus,
-        "counts": vars(plan.counts),
-    }
-
-
-def _column_facts(column: Column) -> dict[str, Any]:
-    return {"name": column.name, "codec": column.codec, "bytes_per_token": column.bytes_per_token}
-
-
-def estimate_text(setup: Setup, plan: Plan) -> str:
-    """What generate would write, to the byte (lossy columns: but for tokens that escape)."""
-    total = _shard_bytes(setup, plan)
-    needed, free = disk_space(setup, plan)
-    lines = [
-        ("target", f"{setup.target['name']} ({setup.target['num_layers']} blocks)"),
-        ("layers (output of block k, from 0)", ", ".join(map(str, setup.layers))),
-        ("documents", f"{len(plan.lengths):,}"),
-        ("tokens", f"{plan.tokens:,}"),
-        ("supervised tokens", f"{plan.supervised:,}"),
-        ("longest document", f"{int(plan.lengths.max()):,}"),
-        ("pack length", f"{plan.pack_length:,}"),
-        ("packing utilisation", f"{plan.utilisation():.1%}"),
-        ("shards", f"{len(plan.units):,}"),
-        ("bytes per token", f"{total / plan.tokens:,.1f}"),
-        ("bytes of all shards", f"{total:,} ({size(total)}){_escape_note(setup)}"),
-        ("with the target's embedding and head, about", size(needed)),
-        ("free on this disk", size(free) + ("" if needed <= free else "  NOT ENOUGH")),
-    ]
-    sources = "\n".join(f"  {_source_text(s)}" for s in plan.corpus)
-    return "\n\n".join(
-        [
-            "corpus\n" + sources,
-            counts_text(vars(plan.counts)),
-            column_rows(setup.columns, plan.tokens, plan.predicting),
-            facts(lines),
-        ]
-    )
-
-
-def _escape_note(setup: Setup) -> str:
-    lossy = [c for c in setup.columns if c.lossy]
-    if not lossy:
-        return ""
-    return f", and {2 * (lossy[0].width or 1) + 4:,} per massive token and lossy column"
-
-
-def _source_text(source: dict[str, Any]) -> str:
-    return (
-        f"{source['source']}: {source['kind']}, {source['format']}, {source['rows']:,} rows, "
-        f"{source['bad']:,} bad, {source.get('unrendered', 0):,} that cannot be rendered"
-    )
 
 
 def dataset_text(manifest: Manifest) -> str:

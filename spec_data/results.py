@@ -6,6 +6,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from spec_data.generation.probe import Probe
 from spec_data.shards.likelihood import Agreement
 
 
@@ -25,7 +26,9 @@ class EstimateResult:
     bytes: int
     bytes_per_token: float
     bytes_needed: int
-    """Bytes of the shards and, about, of the target's embedding and head."""
+    """Bytes of all files, to within 1 % and 64 KB."""
+    other_bytes: dict[str, int]
+    """Bytes of the files beside the shards: the target's "head", its other files, index, rest."""
     bytes_free: int
     fits: bool
     """Whether the disk of `out` has `bytes_needed` left."""
@@ -33,6 +36,8 @@ class EstimateResult:
     """Documents that are left out, by reason."""
     skipped_rows: dict[str, int]
     """Corpus rows that are left out, by reason; "bad" are those that cannot be read."""
+    probe: Probe | None
+    """Tokens per second, time and memory, where a probe was asked for."""
     text: str = field(repr=False)
 
     def __str__(self) -> str:

@@ -27,6 +27,7 @@ import torch
 from spec_data.devices import usable_device
 from spec_data.generation.calibrate import calibrate
 from spec_data.generation.capture import CaptureSettings, capture_unit
+from spec_data.generation.disk_bytes import other_files
 from spec_data.generation.plan import Plan, load_plan, read_settings, save_plan
 from spec_data.generation.replan import check_still_planned, discard_unused_plan, half_discarded
 from spec_data.generation.sample_check import check_agreement
@@ -79,7 +80,7 @@ def generate(config: GenerateConfig) -> Manifest | None:
     sizes = [plan.unit_bytes(u, setup.columns) for u in todo]
     ring = units_to_keep(out)
     needed = sum(sorted(sizes, reverse=True)[:ring] if ring else sizes)
-    check_free_space(out, needed + (setup.head_bytes if todo else 0))
+    check_free_space(out, needed + (sum(other_files(setup, plan).values()) if todo else 0))
     if todo:
         with (
             worker_lock(out, config.workers, len(plan.units)),

@@ -30,7 +30,7 @@ from spec_data.target.model import Target
 logger = logging.getLogger(__name__)
 
 _PER_SOURCE, _OF_ALL_SOURCES = 16, 256  # documents
-_LONGEST = 2048  # tokens of a document that are looked at
+LONGEST = 2048  # tokens of a document that are looked at
 
 
 def check_agreement(
@@ -85,7 +85,7 @@ def measure_documents(
 ) -> DocumentFigures:
     """Measure the first tokens of the documents `chosen`, indices into the plan."""
     bounds = plan.documents.offsets
-    spans = [np.arange(bounds[d], min(bounds[d + 1], bounds[d] + _LONGEST)) for d in chosen]
+    spans = [np.arange(bounds[d], min(bounds[d + 1], bounds[d] + LONGEST)) for d in chosen]
     offsets = np.concatenate([[0], np.cumsum([len(s) for s in spans])]).astype(np.int64)
     tokens = {n: a[np.concatenate(spans)] for n, a in plan.documents.tokens.items()}
     following = supervised_next(

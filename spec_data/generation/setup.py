@@ -67,16 +67,12 @@ class Setup:
         """Payload bytes of a stored token."""
         return sum(c.bytes_per_token for c in self.columns)
 
-    @property
-    def head_bytes(self) -> int:
-        """Approximate size of target/head.safetensors: embedding and head, without the norm."""
-        tied = bool(getattr(self.model_config, "tie_word_embeddings", False))
-        width = 4 if self.config.dtype == "float32" else 2
-        return self.vocab_size * self.target["hidden_size"] * width * (1 if tied else 2)
 
-
-def set_up(config: GenerateConfig) -> Setup:
+def set_up(config: GenerateConfig, weights: bool = True) -> Setup:
     """Resolve a target and tokenizer without loading any weights.
+
+    Without `weights` (for `estimate`) they need not be there: they are neither downloaded nor
+    hashed, and nothing can be captured with the result.
 
     Raises:
         ConfigError: --out cannot be written or lies in the corpus, or --supervision asks for more
@@ -84,7 +80,7 @@ def set_up(config: GenerateConfig) -> Setup:
         MissingError, TargetError: the model does not exist, or does not have these layers.
     """
     _check_out(config)
-    model_dir, commit = resolve_model(config.target, config.revision)
+    model_dir, commit = resolve_model(config.target, config.revision, weights)
     model_config = load_config(model_dir, config.trust_remote_code)
     layers = parse_layers(config.layers, text_config(model_config).num_hidden_layers)
     tokenizer = load_tokenizer(model_dir, config.trust_remote_code)
@@ -93,6 +89,7 @@ def set_up(config: GenerateConfig) -> Setup:
         config=model_config,
         tokenizer=tokenizer,
         template_kwargs=config.template_kwargs,
+        weights=weights,
     )
     target = target_table(config.target, model_dir, commit, model_config, identity)
     vocab_size = text_config(model_config).vocab_size

@@ -26,21 +26,17 @@ _NORM_PATHS = (
     "gpt_neox.final_layer_norm",
     "backbone.norm_f",
 )
-_GENERATION = "generation_config.json"
+GENERATION_CONFIG = "generation_config.json"
 
 
 def save_target_files(setup: Setup, target: Target, folder: Path) -> None:
     """Write config, tokenizer files and head.safetensors into `folder`, each atomically."""
     folder.mkdir(parents=True, exist_ok=True)
-    # All defaults are written: a draft takes its shape from this file, without the family's code.
-    full = setup.model_config.to_dict() | {"dtype": str(target.dtype).removeprefix("torch.")}
-    full["architectures"] = full.get("architectures") or [type(target.model).__name__]
-    for table in (full, *(v for v in full.values() if isinstance(v, dict))):
-        table.pop("_name_or_path", None)  # a path of this machine
-    write_atomically(folder / "config.json", dump_json(full))
-    generation = setup.model_dir / _GENERATION
+    made = config_json(setup, target.dtype, type(target.model).__name__)
+    write_atomically(folder / "config.json", made)
+    generation = setup.model_dir / GENERATION_CONFIG
     if generation.is_file():
-        write_atomically(folder / _GENERATION, generation.read_bytes())
+        write_atomically(folder / GENERATION_CONFIG, generation.read_bytes())
     with tempfile.TemporaryDirectory() as scratch:
         setup.tokenizer.save_pretrained(scratch)
         for file in sorted(p for p in Path(scratch).rglob("*") if p.is_file()):
@@ -50,26 +46,42 @@ def save_target_files(setup: Setup, target: Target, folder: Path) -> None:
     write_atomically(folder / "head.safetensors", save(head_tensors(target)))
 
 
+def config_json(setup: Setup, dtype: torch.dtype, architecture: str = "") -> Any:
+    """Return the text of target/config.json; `architecture` is used where the config has none."""
+    # All defaults are written: a draft takes its shape from this file, without the family's code.
+    full = setup.model_config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")}
+    full["architectures"] = full.get("architectures") or [architecture]
+    for table in (full, *(v for v in full.values() if isinstance(v, dict))):
+        table.pop("_name_or_path", None)  # a path of this machine
+    return dump_json(full)
+
+
 def head_tensors(target: Target) -> dict[str, torch.Tensor]:
     """Return embedding, head and final-norm tensors on the CPU, in the dtype of the target.
 
     embed_tokens [V, H]; lm_head [V, H] unless it is tied to the embedding; lm_head_bias [V] and
     norm [H] if the target has them.
     """
-    head = output_head(target.model)
-    tensors: dict[str, Any] = {"embed_tokens": target.get_input_embeddings().weight}
-    if not target.head.tied:
+    parts = head_parts(target.model, target.head.tied)
+    return {k: v.detach().cpu().contiguous() for k, v in parts.items()}
+
+
+def head_parts(model: Any, tied: bool) -> dict[str, torch.Tensor]:
+    """Return the tensors of `head_tensors` as they are in a model; `tied`: there is no lm_head."""
+    head = output_head(model)
+    tensors: dict[str, Any] = {"embed_tokens": model.get_input_embeddings().weight}
+    if not tied:
         tensors["lm_head"] = head.weight
-    if target.head.has_bias:
+    if getattr(head, "bias", None) is not None:
         tensors["lm_head_bias"] = head.bias
     for path in _NORM_PATHS:
-        module: Any = target.model
+        module: Any = model
         for name in path.split("."):
             module = getattr(module, name, None)
         if getattr(module, "weight", None) is not None:
             tensors["norm"] = module.weight
             break
-    return {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
+    return tensors
 
 
 def manifest_draft(

@@ -36,6 +36,7 @@ def identify(
     tokenizer: Any,
     template_kwargs: dict[str, Any] | None = None,
     dtype: str | None = None,
+    weights: bool = True,
 ) -> dict[str, Any]:
     """Return the identity of the target in a directory, without loading its weights.
 
@@ -45,13 +46,14 @@ def identify(
         tokenizer: its tokenizer, with its chat template.
         template_kwargs: of every prompt; None: not known.
         dtype: in which the target runs; None: not known.
+        weights: hash the weights; False: their hash is None, and they need not be there.
 
     Raises:
         TargetError: config.json is damaged, or there are no complete safetensors files.
         MissingError: a weight file is absent.
     """
     facts = {
-        "weights_hash": weights_hash(directory),
+        "weights_hash": weights_hash(directory) if weights else None,
         **_config_facts(directory, config),
         **_tokenizer_facts(tokenizer),
     }

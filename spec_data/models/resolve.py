@@ -7,11 +7,16 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from spec_data.shards.errors import ConfigError, MissingError
 
-_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
+_WEIGHTS = "*.safetensors"
+_FILES = ["*.json", _WEIGHTS, "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
 
 
-def resolve_model(name: str, revision: str | None = None) -> tuple[Path, str | None]:
+def resolve_model(
+    name: str, revision: str | None = None, weights: bool = True
+) -> tuple[Path, str | None]:
     """Return the local directory of a model directory or Hub id, and the Hub commit (or None).
+
+    Without `weights`, only the small files of a Hub id are downloaded.
 
     Raises:
         MissingError: `name` is no model directory, and neither the Hub nor its local cache has it.
@@ -26,7 +31,8 @@ def resolve_model(name: str, revision: str | None = None) -> tuple[Path, str | N
             )
         return path, None
     try:
-        snapshot = snapshot_download(name, revision=revision, allow_patterns=_FILES)
+        files = [f for f in _FILES if weights or f != _WEIGHTS]
+        snapshot = snapshot_download(name, revision=revision, allow_patterns=files)
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise MissingError(

@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import spec_data.generation.calibrate as calibrate_module
+from spec_data.estimation import Estimate, estimate_text
 from spec_data.generation.calibrate import sample_documents
 from spec_data.generation.sealing import seal_directory
 from spec_data.generation.setup import make_plan, set_up
 from spec_data.options import GenerateConfig, VerifyConfig
-from spec_data.report import dataset_text, estimate_text
+from spec_data.report import dataset_text
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.lossy import LOSSY
 from spec_data.shards.reader import HiddenStatesDataset
@@ -38,7 +39,7 @@ def test_estimate_is_exact_but_for_escaped_tokens(target, corpus, tmp_path, give
     if "codec" not in given:
         assert predicted == found
     assert sum(predicted) == pytest.approx(sum(found), rel=0.01)
-    text = estimate_text(setup, plan)
+    text = estimate_text(Estimate(setup, plan))
     assert "per massive token and lossy column" in text or "codec" not in given
     assert "tail tokens trimmed" in text and "hidden.final" in text
 

@@ -1,0 +1,88 @@
+"""`estimate --probe`: run the target on a few batches, to tell speed, time and device memory."""
+
+import resource
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from spec_data.generation.plan import Plan
+from spec_data.generation.sample_check import LONGEST, measure_documents
+from spec_data.generation.setup import Setup
+from spec_data.target.model import Target
+from spec_data.target.proofs import proof_documents, prove_isolation
+
+_BATCHES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """What a probe measured.
+
+    Attributes:
+        tokens: tokens of the timed batches.
+        tokens_per_second: of forward and logits; encoding and writing run beside them.
+        seconds: of the whole plan at that speed, for one worker.
+        memory_bytes: largest memory of the device in use; on a CPU, that of the process.
+        device: where it ran.
+        form: the mask form that was proven.
+    """
+
+    tokens: int
+    tokens_per_second: float
+    seconds: float
+    memory_bytes: int
+    device: str
+    form: str
+
+
+def run_probe(setup: Setup, plan: Plan) -> Probe:
+    """Load the target, prove a mask form, and time a few batches of the plan after a warm-up.
+
+    Raises:
+        TargetError, RunError: the target cannot be loaded, or no mask form is proven.
+    """
+    config = setup.config
+    target = Target.from_pretrained(
+        str(setup.model_dir),
+        setup.layers,
+        dtype=config.dtype,
+        device=config.device,
+        attn=config.attn,
+        trust_remote_code=config.trust_remote_code,
+    )
+    offsets, ids = plan.documents.offsets, plan.documents.tokens["input_ids"]
+    chosen = proof_documents(plan.lengths.tolist(), plan.pack_length)
+    documents = [torch.from_numpy(ids[offsets[d] : offsets[d + 1]]).long() for d in chosen]
+    form = prove_isolation(target, documents, plan.pack_length, config.packing).form
+    sample = _sample(plan, _BATCHES * config.batch_tokens)
+    given = (config.batch_tokens, config.own_temperature)
+    measure_documents(plan, target, form, sample[:1], *given)  # warm-up
+    start = time.perf_counter()
+    measure_documents(plan, target, form, sample, *given)
+    elapsed = time.perf_counter() - start
+    tokens = int(np.minimum(plan.lengths[sample], LONGEST).sum())
+    return Probe(
+        tokens=tokens,
+        tokens_per_second=tokens / elapsed,
+        seconds=plan.tokens * elapsed / tokens,
+        memory_bytes=_memory(target.device),
+        device=str(target.device),
+        form=form,
+    )
+
+
+def _sample(plan: Plan, budget: int) -> list[int]:
+    """Return documents spread evenly over the plan, with about `budget` tokens, at least one."""
+    count = max(1, min(len(plan.lengths), budget * len(plan.lengths) // max(1, plan.tokens)))
+    return [(2 * i + 1) * len(plan.lengths) // (2 * count) for i in range(count)]
+
+
+def _memory(device: torch.device) -> int:
+    """Return the largest memory in use so far, in bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

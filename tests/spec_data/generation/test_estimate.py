@@ -1,0 +1,96 @@
+"""estimate: bytes of every file, from config and tokenizer alone, and the probe."""
+
+import json
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+import spec_data
+from spec_data.cli import main
+from spec_data.estimation import estimate_size
+from spec_data.generation.disk_bytes import head_bytes
+from spec_data.generation.setup import set_up
+from spec_data.models import resolve
+from spec_data.options import EstimateConfig, GenerateConfig
+from spec_data.shards.errors import SpecDataError
+from tests.spec_data.runs import options, run, save_target, write_corpus
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "chats.jsonl", 30)
+
+
+@pytest.mark.parametrize("codec", ["bf16", "lm4c"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma3"])
+def test_every_file_is_counted_from_config_and_tokenizer_alone(family, codec, corpus, tmp_path):
+    target = save_target(tmp_path / "target", family)
+    given = options(target, corpus, tmp_path / "data", codec=codec, dtype="float32")
+    run(target, corpus, tmp_path / "data", codec=codec, dtype="float32")
+    (target / "model.safetensors").unlink()
+    found = estimate_size(EstimateConfig(**given | {"out": str(tmp_path / "none")}))
+    head = (tmp_path / "data" / "target" / "head.safetensors").stat().st_size
+    assert found.other_bytes["head"] == pytest.approx(head, abs=1024)
+    index = (tmp_path / "data" / "index.arrow").stat().st_size
+    assert found.other_bytes["index"] == pytest.approx(index, abs=2048)
+    files = [p for p in (tmp_path / "data" / "target").iterdir() if p.name != "head.safetensors"]
+    assert found.other_bytes["target"] == pytest.approx(
+        sum(p.stat().st_size for p in files), abs=1024
+    )
+    written = sum(p.stat().st_size for p in (tmp_path / "data").rglob("*") if p.is_file())
+    assert abs(found.needed - written) <= 0.01 * written + (64 << 10)
+
+
+def test_the_head_of_an_untied_8b_target_is_counted(corpus, tmp_path):
+    """Qwen3-8B: 2.49 GB of embedding and head were missing."""
+    target = save_target(tmp_path / "target", "qwen3")
+    (target / "model.safetensors").unlink()
+    config = json.loads((target / "config.json").read_text())
+    config |= {"vocab_size": 151936, "hidden_size": 4096, "tie_word_embeddings": False}
+    config |= {"dtype": "bfloat16", "num_hidden_layers": 36, "intermediate_size": 12288}
+    config |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    config |= {"layer_types": None}
+    (target / "config.json").write_text(json.dumps(config))
+    given = options(target, corpus, tmp_path / "data", layers="auto")
+    setup = set_up(GenerateConfig(**given), weights=False)
+    assert head_bytes(setup) == pytest.approx(2 * 151936 * 4096 * 2 + 4096 * 2, abs=1024)
+
+
+def test_a_hub_target_downloads_no_weights(corpus, tmp_path, monkeypatch, capsys):
+    target = save_target(tmp_path / "target")
+    (target / "model.safetensors").unlink()
+    asked = []
+
+    def download(name, revision=None, allow_patterns=()):
+        asked.append(allow_patterns)
+        return str(target)
+
+    monkeypatch.setattr(resolve, "snapshot_download", download)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    command = ["estimate", "--target", "some/model", "--corpus", str(corpus), "--layers", "0,2"]
+    assert main([*command, "--out", str(tmp_path / "data"), "--json"]) == 0
+    assert not any("safetensors" in pattern for pattern in asked[0])
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["probe"] is None
+    assert facts["bytes_needed"] == facts["bytes"] + sum(facts["other_bytes"].values())
+    with pytest.raises(SpecDataError):  # generate needs the weights
+        spec_data.generate("some/model", corpus, tmp_path / "data")
+    assert "*.safetensors" in asked[1]
+
+
+def test_a_probe_measures_speed_time_and_memory(corpus, tmp_path, capsys):
+    target = save_target(tmp_path / "target")
+    given = options(target, corpus, tmp_path / "data")
+    found = spec_data.estimate(**given, probe=True)
+    assert found.probe is not None
+    assert found.probe.tokens_per_second > 0
+    expected = found.tokens / found.probe.tokens_per_second
+    assert found.probe.seconds == pytest.approx(expected, rel=1e-6)
+    assert found.probe.memory_bytes > 10 << 20
+    for words in ("tokens per second", "time to capture", "memory of the process"):
+        assert words in found.text
+    assert not (tmp_path / "data").exists()
+    command = ["estimate", "--target", str(target), "--corpus", str(corpus), "--probe"]
+    assert main([*command, "--out", str(tmp_path / "data"), "--layers", "0,2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["probe"]["device"] in ("cpu", "cuda:0")
