@@ -147,6 +147,14 @@ class GenerateConfig:
         group=RUNNING,
         metavar="NAME",
     )
+    rope_factors: str = option(
+        "auto",
+        help="factors of a longrope target (Phi-3, Phi-4): short or long for every document, or "
+        "auto, which takes the long ones if a document is longer than the short ones cover. "
+        "Engines may use the long ones for every prompt, so take long for serving long contexts",
+        group=RUNNING,
+        choices=("auto", "short", "long"),
+    )
     revision: str | None = option(
         None,
         help="branch, tag or commit of a target on the Hub; not given: its main branch",

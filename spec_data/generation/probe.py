@@ -11,6 +11,7 @@ import torch
 from spec_data.generation.plan import Plan
 from spec_data.generation.sample_check import LONGEST, measure_documents
 from spec_data.generation.setup import Setup
+from spec_data.generation.target_files import rope_factors
 from spec_data.target.model import Target
 from spec_data.target.proofs import proof_documents, prove_isolation
 
@@ -52,6 +53,7 @@ def run_probe(setup: Setup, plan: Plan) -> Probe:
         device=config.device,
         attn=config.attn,
         trust_remote_code=config.trust_remote_code,
+        rope_factors=rope_factors(setup, plan),
     )
     offsets, ids = plan.documents.offsets, plan.documents.tokens["input_ids"]
     chosen = proof_documents(plan.lengths.tolist(), plan.pack_length)

@@ -33,7 +33,7 @@ from spec_data.generation.replan import check_still_planned, discard_unused_plan
 from spec_data.generation.sample_check import check_agreement
 from spec_data.generation.sealing import seal_directory
 from spec_data.generation.setup import Setup, changed_settings, make_plan, refuse_changes, set_up
-from spec_data.generation.target_files import manifest_draft, save_target_files
+from spec_data.generation.target_files import manifest_draft, rope_factors, save_target_files
 from spec_data.generation.unit_records import SHARDS, finish_unit, finished_unit
 from spec_data.generation.worker_locks import worker_lock
 from spec_data.options import GenerateConfig
@@ -194,6 +194,7 @@ def run_units(setup: Setup, plan: Plan, out: Path, mine: list[int], todo: list[i
         device=config.device,
         attn=config.attn,
         trust_remote_code=config.trust_remote_code,
+        rope_factors=rope_factors(setup, plan),
     )
     draft = prove_target(setup, plan, target, out)
     form = draft["packing"]["form"]

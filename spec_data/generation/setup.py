@@ -36,6 +36,7 @@ from spec_data.shards.errors import ConfigError
 from spec_data.shards.layer_ids import parse_layers
 from spec_data.shards.reader import MANIFEST
 from spec_data.shards.schema import FORMAT_VERSION, Column, token_columns
+from spec_data.target.rope_factors import check_choice
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ def set_up(config: GenerateConfig, weights: bool = True) -> Setup:
     target = target_table(config.target, model_dir, commit, model_config, identity)
     vocab_size = text_config(model_config).vocab_size
     _check_supervision(config.supervision, vocab_size)
+    check_choice(config.rope_factors, model_config)
     config = _within_context(config, model_config)
     return Setup(
         config=config,
@@ -280,7 +282,10 @@ def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
         "device": device_type(config.device),
         "max_shard_size": config.max_shard_size,
         "on_policy": config.on_policy,
-        **_stated(sampling_temperature=config.sampling_temperature),
+        **_stated(
+            sampling_temperature=config.sampling_temperature,
+            rope_factors=config.rope_factors if config.rope_factors != "auto" else None,
+        ),
         "versions": {
             "spec_data": spec_data.__version__,
             "torch": torch.__version__.split("+")[0],

@@ -16,6 +16,7 @@ from spec_data.shards.schema import FORMAT, FORMAT_VERSION, LAYER_CONVENTION, he
 from spec_data.target.hooks import output_head
 from spec_data.target.model import Target
 from spec_data.target.proofs import IsolationProof
+from spec_data.target.rope_factors import chosen_factors
 
 _NORM_PATHS = (
     "model.norm",
@@ -27,6 +28,12 @@ _NORM_PATHS = (
     "backbone.norm_f",
 )
 GENERATION_CONFIG = "generation_config.json"
+
+
+def rope_factors(setup: Setup, plan: Plan) -> str | None:
+    """Return the RoPE factors of every document, see `target.rope_factors`."""
+    longest = int(plan.lengths.max())
+    return chosen_factors(setup.config.rope_factors, setup.model_config, longest)
 
 
 def save_target_files(setup: Setup, target: Target, folder: Path) -> None:
@@ -110,7 +117,9 @@ def manifest_draft(
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "settings": plan.settings,
-        "target": setup.target | {"dtype": dtype, "attn": target.attn},
+        "target": setup.target
+        | {"dtype": dtype, "attn": target.attn}
+        | ({"rope_factors": target.rope_factors} if target.rope_factors else {}),
         "tokenizer": setup.tokenizer_id,
         "identity": own_facts(setup.identity)
         | ({} if kwargs_used is None else {"template_kwargs_used": kwargs_used}),

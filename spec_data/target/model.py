@@ -30,6 +30,7 @@ from spec_data.target.hooks import (
 )
 from spec_data.target.mask_forms import ROWS, SINGLE, mask_forms, packed_mask
 from spec_data.target.proofs import prove_isolation
+from spec_data.target.rope_factors import fix_rope_factors
 from spec_data.target.target_batch import TargetBatch, document_starts
 
 # Largest block of float32 logits in memory: small enough for the cache of a CPU, large enough to
@@ -73,6 +74,7 @@ class Target:
         supervision: str = "final-hidden",
         draft_vocabulary: Tensor | None = None,
         mask_form: str | None = None,
+        rope_factors: str | None = None,
     ) -> None:
         """Wrap a loaded model and put it in evaluation mode, in which it stays.
 
@@ -82,6 +84,7 @@ class Target:
                 "spread:5", "1,3,5".
             supervision: see the class.
             draft_vocabulary: see the class.
+            rope_factors: see `from_pretrained`.
             mask_form: the mask of packed rows; None: one that is proven on the first packed batch.
 
         Raises:
@@ -89,6 +92,8 @@ class Target:
                 or an unknown supervision.
         """
         self.model = model.eval()  # dropout in a forward would change the states
+        fix_rope_factors(model, rope_factors)
+        self.rope_factors = rope_factors
         self.config = model.config
         self.text_config = text_config(model.config)
         self.num_layers = len(decoder_layers(model))
@@ -120,12 +125,15 @@ class Target:
         device: str = "auto",
         attn: str = "auto",
         trust_remote_code: bool = False,
+        rope_factors: str | None = None,
         **options: Any,
     ) -> "Target":
         """Load a model directory (or Hub id) and wrap it.
 
         Args:
             path, dtype, device, attn, trust_remote_code: see `load_model`.
+            rope_factors: "short" or "long" of a longrope target, for every document; None leaves
+                the choice to transformers, which makes it for each batch.
             layers, options: see the constructor.
 
         Raises:
@@ -134,7 +142,7 @@ class Target:
         model = load_model(
             str(path), dtype=dtype, device=device, attn=attn, trust=trust_remote_code
         )
-        return cls(model, layers, **options)
+        return cls(model, layers, rope_factors=rope_factors, **options)
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the input embedding module of the target."""

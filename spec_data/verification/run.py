@@ -87,6 +87,7 @@ def _verify_target(
         device=config.device,
         attn=recorded.get("attn", "auto"),
         trust_remote_code=trust,
+        rope_factors=recorded.get("rope_factors"),
     )
     findings.check(lambda: check_fresh(dataset, sampled, target, findings))
 
