@@ -13,12 +13,17 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.verification.run import examine
 from tests.spec_data.runs import run, save_target, write_corpus
 
-LIMIT = 128  # positions of the short factors of the family in tests/families.py
+LIMIT = 128  # positions of the short factors
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    return save_target(tmp_path_factory.mktemp("longrope") / "target", "phi3-longrope")
+    path = save_target(tmp_path_factory.mktemp("longrope") / "target", "phi3-longrope")
+    config = json.loads((path / "config.json").read_text())
+    config["original_max_position_embeddings"] = LIMIT  # Phi-3 has it twice
+    config["rope_parameters"]["original_max_position_embeddings"] = LIMIT
+    (path / "config.json").write_text(json.dumps(config))
+    return path
 
 
 def states(target, ids, factors: str) -> torch.Tensor:
