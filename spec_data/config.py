@@ -23,6 +23,10 @@ from spec_data.shards.errors import ConfigError, MissingError
 
 T = TypeVar("T")
 
+DOCUMENT_LENGTH = 2048
+"""Default of --max-length of `generate` and of --seq-len of `fit`: what one writes, the other reads
+without a cut."""
+
 
 def option(
     default: Any = dataclasses.MISSING,

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from spec_data.config import option
+from spec_data.config import DOCUMENT_LENGTH, option
 from spec_data.corpus.bad_rows import BadRowLimit, parse_limit
 from spec_data.option_values import (
     CAPTURE,
@@ -52,7 +52,7 @@ class GenerateConfig:
         metavar="IDS",
     )
     max_length: int = option(
-        2048,
+        DOCUMENT_LENGTH,
         help="cut documents to this many tokens, or to the target's context where that is shorter; "
         "cut documents are counted. Raise it for long conversations: memory grows with it",
         group=DOCUMENTS,

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from spec_data.config import option
+from spec_data.config import DOCUMENT_LENGTH, option
 from spec_data.shards.checking import CHECK_HELP, CHECKS, FIRST
 from spec_data.shards.errors import ConfigError
 from spec_train.data_option import parse_sources
@@ -103,7 +103,7 @@ class FitConfig:
         choices=("ddp", "fsdp2"),
     )
     seq_len: int = option(
-        2048,
+        DOCUMENT_LENGTH,
         help="tokens per pack; longer documents are cut to it, and counted. Set it to the "
         "--max-length of the dataset to lose nothing; memory grows with it",
         group=LENGTH,
@@ -128,9 +128,16 @@ class FitConfig:
     )
     seed: int = option(
         0,
-        help="decides the initial weights, the order and the validation split; the same seed "
-        "repeats a run",
+        help="decides the initial weights and the order; the same seed repeats a run",
         group=DATA,
+    )
+    split_seed: int | None = option(
+        None,
+        help="decides which documents are held out. --seed does not, so runs of different seeds "
+        "are measured on the same documents. Not given: 0; a run of an older release resumes with "
+        "its own split",
+        group=DATA,
+        metavar="N",
     )
     validation: float = option(
         0.02,
@@ -176,13 +183,19 @@ class FitConfig:
     )
     accept_edited: bool = accept_edited_option()
     log_every: int = option(10, help="steps between lines of metrics.jsonl", group=FILES)
-    eval_every: int = option(
-        500, help="steps between validations (one also before the first step)", group=FILES
-    )
-    save_every: int = option(
-        500,
-        help="steps between checkpoints. Lower it where runs are often interrupted without SIGTERM",
+    eval_every: int | None = option(
+        None,
+        help="steps between validations (one also before the first step). Not given: a fifth of "
+        "the run, at most 500",
         group=FILES,
+        metavar="N",
+    )
+    save_every: int | None = option(
+        None,
+        help="steps between checkpoints. Lower it where runs are often interrupted without "
+        "SIGTERM. Not given: a fifth of the run, at most 500",
+        group=FILES,
+        metavar="N",
     )
     keep: int = option(2, help="checkpoints that stay on disk, besides the best draft", group=FILES)
     track: str | None = option(
@@ -212,6 +225,7 @@ class FitConfig:
             )
         at_least(self, 0, "follow_keep", "follow_timeout")
         at_least(self, 0, "steps", "clip", "weight_decay", "validation_documents", "seed")
+        at_least(self, 0, "split_seed")
         at_least(self, 1, "epochs", "batch_size", "accumulation", "window_tokens", "keep")
         at_least(self, 1, "log_every", "eval_every", "save_every")
         at_least(self, 4, "seq_len")

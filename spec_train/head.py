@@ -145,3 +145,23 @@ def choose_draft_vocabulary(
     rank[special] = torch.iinfo(torch.int64).max
     chosen = torch.argsort(rank, descending=True, stable=True)[:size]
     return cast(torch.LongTensor, chosen.sort().values)
+
+
+def vocabulary_coverage(
+    counts: Tensor, chosen: Tensor, special_ids: Sequence[int] = ()
+) -> tuple[float, float]:
+    """Return the share of supervised tokens inside a draft vocabulary, and the best such share.
+
+    The second is that of the vocabulary of the same size which `choose_draft_vocabulary` chooses
+    for these counts. Both are 1 if there is no supervised token.
+
+    Args:
+        counts: how often each target token is a supervised token, int64 [V].
+        chosen: the target ids of the draft vocabulary, int64 [Vd].
+        special_ids: ids that are always chosen.
+    """
+    total = int(counts.sum())
+    if not total:
+        return 1.0, 1.0
+    best = choose_draft_vocabulary(counts, len(chosen), special_ids)
+    return int(counts[chosen.cpu()].sum()) / total, int(counts[best].sum()) / total

@@ -13,12 +13,14 @@ tokens):
   so the preset has 6; `best` is chosen by acceptance in any case.
 - 500k: the EAGLE-3 paper (arXiv 2503.01840) uses 532,000 samples of ShareGPT and UltraChat;
   speculators' maintainers (issue 751) 500,000 and more for 2 to 3 epochs. DeepSpec steps over 512
-  samples at a time; 32 packs of 4,096 tokens are about a quarter of that. speculators report 1.98
+  samples at a time; 64 packs of 2,048 tokens are about a quarter of that. speculators report 1.98
   with 3 drafted tokens for Qwen3-8B on 330,000 samples (MT-Bench), users of DeepSpec 3.3 for
   Qwen3-4B on its own answers to all of open-perfectblend.
 
 Presets do not set the learning rate. Its own rule results in 1e-4 at hidden size 4096, as all of
-these use (the paper: 5e-5). This module must not import torch.
+these use (the paper: 5e-5). Nor do they set --seq-len: packs are as long as the longest document
+that `spec-data generate` writes by default, and a step has as many tokens as the sources say.
+Validation and checkpoints follow from the length of the run. This module must not import torch.
 """
 
 import textwrap
@@ -44,13 +46,10 @@ PRESETS: dict[str, Preset] = {
             "steps": 20,
             "batch_size": 1,
             "accumulation": 1,
-            "seq_len": 256,
             "ttt_steps": 2,
             "draft_vocab_size": 2048,
             "validation_documents": 8,
             "log_every": 5,
-            "eval_every": 20,
-            "save_every": 20,
         },
         expect="a minute on a CPU, up to about hidden size 1024: shows that data, draft and disk "
         "work together. The draft is no better than an untrained one",
@@ -58,15 +57,12 @@ PRESETS: dict[str, Preset] = {
     "5k": Preset(
         values={
             "epochs": 5,
-            "batch_size": 1,
+            "batch_size": 2,
             "accumulation": 4,
-            "seq_len": 4096,
             "warmup_ratio": 0.04,
             "ttt_steps": 7,
             "draft_vocab_size": 32000,
             "validation": 0.05,
-            "eval_every": 100,
-            "save_every": 250,
         },
         expect="some 1,500 steps. The loss falls and acceptance rises clearly above 1 (speculators "
         "report 1.57 with 3 drafted tokens), enough to trust the pipeline, not to serve",
@@ -74,15 +70,12 @@ PRESETS: dict[str, Preset] = {
     "50k": Preset(
         values={
             "epochs": 6,
-            "batch_size": 2,
+            "batch_size": 4,
             "accumulation": 4,
-            "seq_len": 4096,
             "warmup_ratio": 0.02,
             "ttt_steps": 7,
             "draft_vocab_size": 32000,
             "validation": 0.01,
-            "eval_every": 500,
-            "save_every": 500,
         },
         expect="some 9,000 steps. A useful draft for text like its corpus; EAGLE-3 may be at its "
         "best before the end, which `best` keeps",
@@ -90,15 +83,12 @@ PRESETS: dict[str, Preset] = {
     "500k": Preset(
         values={
             "epochs": 3,
-            "batch_size": 4,
+            "batch_size": 8,
             "accumulation": 8,
-            "seq_len": 4096,
             "warmup_ratio": 0.015,
             "ttt_steps": 7,
             "draft_vocab_size": 32000,
             "validation": 0.002,
-            "eval_every": 500,
-            "save_every": 500,
         },
         expect="some 11,000 steps: what published drafts are made with (acceptance lengths of 2 "
         "with 3 drafted tokens are reported, and above 3 on the target's own answers)",

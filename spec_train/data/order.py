@@ -2,10 +2,10 @@
 
 The order is planned, not drawn from a shuffle buffer. The dataset is cut into stretches of
 neighbouring documents. The stretches are shuffled and joined to windows of about `window_tokens`.
-Documents are shuffled inside a window, then packed by their lengths. So batch k of an epoch is the
-same on any number of ranks and after any resume, and a position in the order is two integers. Every
-usable document appears exactly once per epoch. The last batch of an epoch may be short, because
-dropping it would drop documents.
+Documents are shuffled inside a window, then packed in that order (see `fill`), so that a batch is
+close to a random sample of the window. Batch k of an epoch is the same on any number of ranks and
+after any resume, and a position in the order is two integers. Every usable document appears exactly
+once per epoch. The last batch of an epoch may be short, because dropping it would drop documents.
 
 Random numbers are splitmix64 hashes of (seed, epoch, purpose, index). The generators of numpy may
 change between releases, but the order of a run must not.
@@ -19,7 +19,6 @@ N documents. A batch plan here is the order of batches; the generation plan is a
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -27,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 
 from spec_data.shards.errors import ConfigError
-from spec_data.shards.packing import pack_documents
+from spec_train.data.fill import FILL, ORDER
 
 T = TypeVar("T")
 
@@ -37,7 +36,7 @@ Pack = list[int]
 STRETCHES_PER_WINDOW = 16
 """A stretch has about a sixteenth of the tokens of a window."""
 PACKING_GROUP = 4096
-"""Most documents packed together: best-fit gains nothing from more, and slows down."""
+"""Most documents packed together: the first batch waits for no more."""
 
 SPLIT_RULE = "words-1"
 """Name of the hash behind `split_documents`; it decides which documents a run holds out."""
@@ -185,38 +184,6 @@ def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     return np.arange(int(ends[-1])) + np.repeat(starts - (ends - sizes), sizes)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Selection:
-    """Which documents a trainer can use at a given pack length, and why it leaves others out."""
-
-    usable: np.ndarray  # bool [N]
-    cut: int  # usable documents cut to the pack length
-    left_out: dict[str, int] = field(default_factory=dict)  # reason -> documents
-
-
-def select_documents(
-    lengths: np.ndarray, supervised: np.ndarray, first_supervised: np.ndarray, seq_len: int
-) -> Selection:
-    """Leave out documents that have no supervised token once they are cut to `seq_len`.
-
-    Args:
-        lengths, supervised, first_supervised: of the dataset, int64 [N].
-        seq_len: tokens of a pack.
-    """
-    nothing = supervised == 0
-    beyond = ~nothing & (first_supervised >= seq_len)
-    usable = ~(nothing | beyond)
-    reasons = {
-        "no supervised token": int(nothing.sum()),
-        f"first supervised token past --seq-len {seq_len}": int(beyond.sum()),
-    }
-    return Selection(
-        usable=usable,
-        cut=int((usable & (lengths > seq_len)).sum()),
-        left_out={reason: count for reason, count in reasons.items() if count},
-    )
-
-
 def shuffled_windows(
     lengths: np.ndarray, window_tokens: int, seed: int, epoch: int, *stream: int
 ) -> Iterator[np.ndarray]:
@@ -247,11 +214,13 @@ class BatchPlan:
         seed: int = 0,
         window_tokens: int = 1 << 22,
         fingerprint: str = "",
+        order: int = ORDER,
     ) -> None:
         """Plan over documents of `lengths` int64 [N] where `usable`, bool [N], is True.
 
         Documents longer than `seq_len` count as cut to it. `packs_per_batch` is the number of packs
-        in a global batch. `fingerprint` identifies the dataset.
+        in a global batch. `fingerprint` identifies the dataset. `order` is the version of the order
+        (see `fill`); a run keeps the one that it began with.
 
         Raises:
             ConfigError: `seq_len` or `packs_per_batch` is below 1.
@@ -265,6 +234,7 @@ class BatchPlan:
         self.packs_per_batch = packs_per_batch
         self.seed = seed
         self.window_tokens = max(1, window_tokens)
+        self.order = order
         self._fingerprint = fingerprint
         self._planned: tuple[int, list[list[Pack]]] | None = None
 
@@ -283,6 +253,7 @@ class BatchPlan:
             "seq_len": self.seq_len,
             "rows_per_batch": self.packs_per_batch,  # the name in checkpoints
             "window_tokens": self.window_tokens,
+            "order": self.order,
         }
 
     @property
@@ -347,12 +318,14 @@ class BatchPlan:
         return places[_order(hash_keys(places, self.seed, epoch, _DOCUMENT))]
 
     def _packs(self, group: np.ndarray, epoch: int) -> list[Pack]:
-        """Pack a shuffled group, then shuffle the packs, because best-fit sorts them by size."""
+        """Pack a shuffled group. Version 1 of the order sorts it by size, then shuffles packs."""
         rows = group.tolist()
-        packs = pack_documents(self.lengths[group].tolist(), self.seq_len)
-        first = np.array([rows[pack[0]] for pack in packs])
-        order = np.argsort(hash_keys(first, self.seed, epoch, _PACK), kind="stable").tolist()
-        return [[rows[i] for i in packs[p]] for p in order]
+        packs = FILL[self.order](self.lengths[group].tolist(), self.seq_len)
+        if self.order == 1:
+            first = np.array([rows[pack[0]] for pack in packs])
+            turn = np.argsort(hash_keys(first, self.seed, epoch, _PACK), kind="stable")
+            packs = [packs[p] for p in turn.tolist()]
+        return [[rows[i] for i in pack] for pack in packs]
 
     def state(self, epoch: int, batches_done: int) -> dict[str, Any]:
         """Return a position in the order, with everything that the order depends on."""
@@ -364,10 +337,11 @@ class BatchPlan:
         Raises:
             ConfigError: the state belongs to another order; the message names both values.
         """
+        known = {"order": 1} | state  # older releases had one order, and did not record it
         differing = [
-            f"{name} was {state.get(name)!r}, is {value!r}"
+            f"{name} was {known.get(name)!r}, is {value!r}"
             for name, value in self._identity.items()
-            if state.get(name) != value
+            if known.get(name) != value
         ]
         if differing:
             raise ConfigError(

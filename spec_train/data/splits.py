@@ -1,10 +1,11 @@
 """Which documents a run trains on and which it only measures, of one dataset or several.
 
 The split depends on document ids, so copies of a document in several datasets are all held out or
-all trained on. With several datasets, training uses each with its weight; validation measures each
-separately and counts every document once, because weights change what is learned, not what is
-measured. A run that follows generation measures only held-out documents of its first window: they
-exist when the run starts, and their units are not deleted.
+all trained on. It depends on --split-seed and not on --seed, so runs of different seeds are
+measured on the same documents. With several datasets, training uses each with its weight;
+validation measures each separately and counts every document once, because weights change what is
+learned, not what is measured. A run that follows generation measures only held-out documents of its
+first window: they exist when the run starts, and their units are not deleted.
 """
 
 import heapq
@@ -12,20 +13,36 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from spec_data.shards.checksums import string_views
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.follow import FollowedDataset
+from spec_train.data.fill import ORDER
 from spec_train.data.following import FollowingPlan
 from spec_train.data.mixed_order import MixedPlan, PartsPlan
 from spec_train.data.mixture import Documents, Mixture
-from spec_train.data.order import BatchPlan, Selection, below_border, select_documents, split_border
+from spec_train.data.order import BatchPlan, below_border, split_border
+from spec_train.data.selection import ReadMask, Selection, select_documents
 from spec_train.options import FitConfig
+
+SPLIT_SEED = 0
+"""What --split-seed is where it is not given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Which rules decide the batches of a run. A resumed run keeps those that it began with."""
+
+    order: int = ORDER
+    """Version of the order (see `fill`)."""
+    slots: str = "serving"
+    """--slots of the draft, which decides the documents without a slot (see `selection`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
-    """What a run trains on and what it measures; document ids and the seed decide."""
+    """What a run trains on and what it measures; document ids and --split-seed decide."""
 
     selection: Selection
     train: BatchPlan
@@ -34,42 +51,67 @@ class Splits:
     border: int  # documents whose hashed id is below it are held out, in every dataset
 
 
-def make_splits(dataset: Documents, config: FitConfig, world_size: int = 1) -> Splits:
+def make_splits(
+    dataset: Documents, config: FitConfig, world_size: int = 1, rules: Rules | None = None
+) -> Splits:
     """Select, split and plan the documents of a dataset (or of several as one).
 
-    `world_size` is the number of processes, which decides the packs of a global batch.
+    `world_size` is the number of processes, which decides the packs of a global batch. `rules`
+    None: those of a new run.
 
     Raises:
         DatasetError: no document is left to train on; the message says why.
     """
-    selection = select_documents(
-        dataset.lengths, dataset.supervised, dataset.first_supervised, config.seq_len
-    )
+    rules = rules or Rules()
+    selection = select(dataset, config.seq_len, rules)
     usable = np.flatnonzero(selection.usable)
-    ids = dataset.id_array
-    border = split_border(ids, config.validation, config.seed, among=usable)
-    side = below_border(ids, border, config.seed, among=usable)
+    ids, seed = dataset.id_array, SPLIT_SEED if config.split_seed is None else config.split_seed
+    border = split_border(ids, config.validation, seed, among=usable)
+    side = below_border(ids, border, seed, among=usable)
     if side.all():
-        reasons = [f"{count} {reason}" for reason, count in selection.left_out.items()]
+        reasons = [f"{count} with {reason}" for reason, count in selection.left_out.items()]
+        reasons += [f"{len(usable)} held out by --validation"] if len(usable) else []
         raise DatasetError(
-            f"{dataset.path}: no document to train on, of {len(dataset)}"
-            + (f" ({'; '.join(reasons)})" if reasons else "")
-            + (f"; {len(usable)} held out by --validation" if len(usable) else "")
+            f"{dataset.path}: nothing to train on: of {len(dataset)} documents, "
+            + "; ".join(reasons)
         )
-    train = _train_plan(dataset, config, usable[~side], world_size)
+    train = _train_plan(dataset, config, usable[~side], world_size, rules.order)
     held_out = usable[side]
     measurable = early_rows(train, held_out) if isinstance(train, FollowingPlan) else held_out
     return Splits(
         selection=selection,
         train=train,
-        validation=_validation_plan(dataset, config, measurable, world_size),
+        validation=_validation_plan(dataset, config, measurable, world_size, rules.order),
         held_out=int(side.sum()),
         border=border,
     )
 
 
-def _plan_options(config: FitConfig, packs: int) -> dict[str, Any]:
+def select(dataset: Documents, seq_len: int, rules: Rules) -> Selection:
+    """Return which documents of a dataset have something to train on in packs of `seq_len`."""
+    return select_documents(
+        dataset.lengths,
+        dataset.supervised,
+        dataset.first_supervised,
+        seq_len,
+        slots="" if rules.order == 1 else rules.slots,
+        read_mask=_mask_reader(dataset, seq_len),
+    )
+
+
+def _mask_reader(dataset: Documents, seq_len: int) -> ReadMask:
+    """Return what reads loss masks, cut to `seq_len`. Each call overwrites the mask before."""
+    mask = torch.zeros(seq_len, dtype=torch.bool)
+
+    def read(row: int) -> np.ndarray:
+        return mask[: dataset.read_into(row, {"loss_mask": mask}, 0, seq_len)].numpy()
+
+    return read
+
+
+def _plan_options(config: FitConfig, packs: int, order: int) -> dict[str, Any]:
     return {
+        "order": order,
         "seq_len": config.seq_len,
         "packs_per_batch": packs,
         "seed": config.seed,
@@ -85,10 +127,10 @@ def _mask(dataset: Documents, rows: np.ndarray) -> np.ndarray:
 
 
 def _train_plan(
-    dataset: Documents, config: FitConfig, rows: np.ndarray, world_size: int
+    dataset: Documents, config: FitConfig, rows: np.ndarray, world_size: int, order: int
 ) -> BatchPlan:
     """Plan the training on documents `rows`, int64 [n]."""
-    options = _plan_options(config, config.packs_per_step(world_size))
+    options = _plan_options(config, config.packs_per_step(world_size), order)
     mask = _mask(dataset, rows)
     if isinstance(dataset, Mixture):
         return MixedPlan(dataset.lengths, mask, dataset.shares, **options)
@@ -110,13 +152,13 @@ def early_rows(plan: FollowingPlan, held_out: np.ndarray) -> np.ndarray:
 
 
 def _validation_plan(
-    dataset: Documents, config: FitConfig, held_out: np.ndarray, world_size: int
+    dataset: Documents, config: FitConfig, held_out: np.ndarray, world_size: int, order: int
 ) -> BatchPlan:
     """Plan what is measured; with several datasets, each is a part of its own."""
 
     def plan(rows: np.ndarray, fingerprint: str) -> BatchPlan:
         mask = _mask(dataset, rows)
-        options = _plan_options(config, config.batch_size * world_size)
+        options = _plan_options(config, config.batch_size * world_size, order)
         return BatchPlan(dataset.lengths, mask, fingerprint=fingerprint, **options)
 
     shares = dataset.shares if isinstance(dataset, Mixture) else ()

@@ -95,6 +95,11 @@ class Draft(Protocol):
     name: ClassVar[str]
     options_class: ClassVar[type]
     embed_tokens: nn.Embedding  # the target's
+    draft_ids: Tensor  # int64 [Vd], ascending; only where the vocabulary is not the full one
+
+    @property
+    def full_vocabulary(self) -> bool:
+        """Whether it can propose every token of the target."""
 
     @property
     def config(self) -> Any:

@@ -24,7 +24,8 @@ from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.packing import pack_documents, row_layout
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_train.data.batch import DraftBatch
-from spec_train.data.order import SPLIT_RULE, below_border, select_documents, split_border
+from spec_train.data.order import SPLIT_RULE, below_border, split_border
+from spec_train.data.splits import select
 from spec_train.drafts import Draft
 from spec_train.evaluation.walk import ServingSums, document_sums
 from spec_train.head import TargetHead
@@ -64,12 +65,10 @@ def choose_documents(
                 f"--split {split}: the run held out documents by rule {run['split_rule']!r}, this "
                 f"release uses {SPLIT_RULE!r} and cannot tell which they were; use --split all"
             )
-        usable = select_documents(
-            dataset.lengths, dataset.supervised, dataset.first_supervised, run["seq_len"]
-        ).usable
+        usable = select(dataset, run["seq_len"], run["rules"]).usable
         documents = np.flatnonzero(usable)
         held_out = np.zeros(len(dataset), dtype=bool)
-        ids, seed, border = dataset.id_array, run["seed"], run["split_border"]
+        ids, seed, border = dataset.id_array, run["split_seed"], run["split_border"]
         if border is None:  # an older run did not record it; it had one dataset
             border = split_border(ids, run["validation"], seed, among=documents)
         held_out[documents] = below_border(ids, border, seed, among=documents)

@@ -9,6 +9,7 @@ from spec_data.config import differing_fields
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.identity import identity_of
 from spec_data.shards.schema import Manifest
+from spec_train.data.splits import Rules
 from spec_train.data_option import parse_sources
 from spec_train.training.stored import read_run_json
 
@@ -22,8 +23,9 @@ def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
 
     Keys: the run's `seed`, `validation` and `seq_len`; the path of its `data` (the first of
     several), and of all its `sources`; the fingerprints of its `datasets`; whether it used
-    `follow`; the `split_rule` and `split_border` of its held-out documents (border None: not
-    recorded); and the `identity` of its data (None if the data is no longer readable).
+    `follow`; the `rules` of its order; the `split_rule`, `split_seed` and `split_border` of its
+    held-out documents (border None: not recorded); and the `identity` of its data (None if the data
+    is no longer readable).
 
     Raises:
         ConfigError: fit.json or run.json is damaged.
@@ -48,7 +50,11 @@ def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
         fingerprints = identity["dataset"]
         found["datasets"] = [fingerprints] if isinstance(fingerprints, str) else fingerprints
         found["follow"] = identity.get("follow", False)
+        found["rules"] = Rules(
+            order=identity.get("order", 1), slots=options.get("slots", "serving")
+        )
         found["split_rule"] = identity.get("split_rule")
+        found["split_seed"] = identity.get("split_seed", found["seed"])  # once --seed decided
         found["split_border"] = notes.get("split_border")
     except (ValueError, KeyError, TypeError, AttributeError, RunError) as error:
         raise ConfigError(

@@ -6,9 +6,13 @@ from itertools import islice
 from spec_train.data.mixed_order import MixedPlan
 from spec_train.data.mixture import Documents, Mixture
 from spec_train.data.splits import Splits
+from spec_train.drafts.protocol import DraftConfig
 from spec_train.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
+
+CLEARLY_BELOW = 0.01
+"""Warn where the draft vocabulary misses this share of supervised tokens without need."""
 
 FIRST_STEPS = 64
 """Batches used to estimate an epoch; packing the whole epoch would delay the first step."""
@@ -73,4 +77,24 @@ def _announce_shares(plan: MixedPlan) -> None:
             "share      %s, weight %g: %s documents and %.1f %% of the tokens of an epoch",
             *(share.name, float(share.weight), f"{len(documents):,}"),
             100 * int(plan.lengths[documents].sum()) / max(1, plan.tokens),
+        )
+
+
+def log_vocabulary(config: DraftConfig, coverage: float, best: float) -> None:
+    """Log the share of supervised training tokens that a draft can propose.
+
+    `coverage` is the share of its own vocabulary, `best` that of a vocabulary of the same size
+    chosen on these documents; the two differ where --init-from brought the vocabulary.
+    """
+    log.info(
+        "vocabulary %s of %s tokens: %.2f %% of the supervised tokens for training",
+        *(f"{config.draft_vocab_size:,}", f"{config.vocab_size:,}", 100 * coverage),
+    )
+    if best - coverage > CLEARLY_BELOW:
+        log.warning(
+            "warning: the draft vocabulary is not made for this data: it holds %.1f %% of the "
+            "supervised tokens, and one chosen on these documents %.1f %%. The draft can never "
+            "propose the others. Train a new draft without --init-from, or start from one with a "
+            "larger vocabulary",
+            *(100 * coverage, 100 * best),
         )

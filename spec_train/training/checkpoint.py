@@ -94,6 +94,16 @@ class RunDirectory:
 
     # -- settings ---------------------------------------------------------------------------------
 
+    def started(self) -> dict[str, Any] | None:
+        """Return the identity of the run that has checkpoints here; None if there is none.
+
+        Raises:
+            RunError: run.json cannot be read, or is damaged.
+        """
+        if not (checkpoints_of(self.path) or list(self.path.glob("damaged-*"))):
+            return None
+        return read_run_json(self.path)["identity"] if (self.path / "run.json").is_file() else None
+
     def record(
         self, options: dict[str, Any], identity: dict[str, Any], free: Collection[str] = ()
     ) -> dict[str, Any]:
@@ -121,9 +131,13 @@ class RunDirectory:
                     f"{self.path} to start from this run's best draft)"
                 )
             notes = {} if differing else old["notes"]
-        write_atomically(self.path / "fit.json", dump_json(options))
+        self.write_options(options)
         write_atomically(file, dump_checked({"identity": identity, "notes": notes}))
         return notes
+
+    def write_options(self, options: dict[str, Any]) -> None:
+        """Replace fit.json."""
+        write_atomically(self.path / "fit.json", dump_json(options))
 
     def note(self, **notes: Any) -> None:
         """Add facts to run.json that are expensive to compute again."""

@@ -51,6 +51,26 @@ class FitResult:
             text += f"; best draft: step {self.best['step']}, loss {self.best['loss']:.4f}"
         return text
 
+    @property
+    def improved(self) -> bool:
+        """Whether a draft after step 0 is the best; True where no step was taken."""
+        return self.best is None or self.best["step"] > 0 or self.step == 0
+
+
+def log_result(result: FitResult) -> None:
+    """Log how a run ended; warn if no trained draft is better than the one it started with."""
+    log.info("%s: %s", result.directory, result)
+    if not result.finished:
+        log.info("the same command resumes the run")
+    elif not result.improved:
+        log.warning(
+            "warning: %d steps did not improve the draft: no validation was better than the one at "
+            "step 0, so `best` is the draft that the run started with. Use another draft "
+            "(RUN/last is the trained one) only after an eval of its own; else lower --lr, train "
+            "longer, or check that the data are what the draft is for",
+            result.step,
+        )
+
 
 def better(figures: dict[str, Any], best: dict[str, Any]) -> bool:
     """Return whether `figures` has the longer product-limit length; equal ones compare by loss.

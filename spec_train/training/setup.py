@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,38 +22,28 @@ from spec_data.paths import check_directory_to_write
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.follow import FollowedDataset
 from spec_train.data.following import FollowingPlan
-from spec_train.data.mixture import Documents, Mixture, open_documents
-from spec_train.data.order import SPLIT_RULE, BatchPlan, rank_slice
+from spec_train.data.mixture import Documents, open_documents
+from spec_train.data.order import BatchPlan, rank_slice
 from spec_train.data.release import KeepAll, UnitRelease
 from spec_train.data.splits import Splits, make_splits
 from spec_train.data_option import parse_sources
 from spec_train.draft_options import draft_options
 from spec_train.drafts import DRAFTS, Draft, load_draft
+from spec_train.drafts.targets import special_ids
 from spec_train.formats.target_facts import TargetFacts, block_count
-from spec_train.head import TargetHead
+from spec_train.head import TargetHead, vocabulary_coverage
 from spec_train.options import FitConfig, default_lr
-from spec_train.training.announce import announce
+from spec_train.training.announce import announce, log_vocabulary
 from spec_train.training.checkpoint import RunDirectory
 from spec_train.training.ranks import Ranks
 from spec_train.training.result import FitResult
+from spec_train.training.run_identity import FORMERLY_HELD, rules_of, run_identity, with_intervals
 from spec_train.training.stored import Saved, read_checkpoint, resolve_draft_dir
 from spec_train.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 DEFAULT_EPOCHS = 3
-FORMERLY_HELD = ("gradient_checkpointing",)  # the identity of older runs may contain it
-MAY_CHANGE = (
-    "preset",  # a bundle: the options it sets are still compared
-    *("data", "out", "device", "log_every", "eval_every", "save_every", "keep", "track"),
-    "check",  # decides when damage is found, not what is learnt
-    "accept_edited",  # about the files of --init-from, which is compared
-    *("follow", "follow_timeout", "follow_keep"),  # their effect on the order is compared instead
-    *("batch_size", "accumulation"),  # packs_per_step, their product with the ranks, is compared
-    "sharding",
-    *FORMERLY_HELD,
-)
-"""Options that a resumed run may change: locations, how often files are written, memory use."""
 
 
 def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
@@ -99,14 +90,19 @@ def _fit(
     ranks: Ranks,
 ) -> FitResult:
     """Run one rank; `run` is None on every rank except rank 0."""
-    splits = make_splits(dataset, config, ranks.world_size)
+    started = ranks.gather(None if run is None else run.started())[0]
+    config, rules = rules_of(config, options, started)
+    splits = make_splits(dataset, config, ranks.world_size, rules)
     total, saved = 0, None
     if run is not None:
-        table = {**to_dict(config), **to_dict(options)}
-        total = _record(run, draft_name, dataset, table, config, splits, ranks.world_size)
+        identity = run_identity(
+            draft_name, dataset, config, options, rules, ranks.world_size, started
+        )
+        total = _record(run, identity, config, options, splits)
         saved = run.load_newest()
     newest = None if saved is None else str(saved.path)
     total, newest = ranks.gather([total, newest])[0]
+    config = with_intervals(config, total)
     if newest is not None and saved is None:
         saved = read_checkpoint(Path(newest))
     if saved is not None and saved.step >= total:
@@ -116,7 +112,10 @@ def _fit(
     torch.manual_seed(config.seed)
     dtype = compute_dtype(config.dtype, ranks.device)
     head = TargetHead.from_dataset(dataset.path, dtype, ranks.device, dataset.manifest)
-    draft = _make_draft(draft_name, config, options, dataset, splits, head, saved, ranks)
+    counts = None
+    if saved is None:  # a checkpoint also holds the vocabulary
+        counts = count_supervised_tokens(dataset, splits.train, ranks)
+    draft = _make_draft(draft_name, config, options, dataset, head, counts, saved)
     ranks.gather(None)  # raises if another rank failed before this point
     trainer = Trainer(draft, head, config, dataset, splits, total, run, ranks)
     release = KeepAll()
@@ -127,32 +126,33 @@ def _fit(
     if run is not None:
         run.begin() if saved is None else run.truncate_metrics(saved.step)
         announce(trainer, splits)
+        _note_vocabulary(run, draft, counts, special_ids(dataset.target_config()))
     return trainer.run(release)
 
 
 def _record(
-    run: RunDirectory,
-    draft_name: str,
-    dataset: Documents,
-    table: dict[str, Any],
-    config: FitConfig,
-    splits: Splits,
-    world_size: int,
+    run: RunDirectory, identity: dict[str, Any], config: FitConfig, options: Any, splits: Splits
 ) -> int:
     """Write the run's identity, or check that it has not changed; return the total of steps."""
-    identity = {
-        "draft": draft_name,
-        **_identity(dataset),
-        **({"follow": True} if config.follow else {}),
-        "packs_per_step": config.packs_per_step(world_size),
-        "split_rule": SPLIT_RULE,
-        **{name: value for name, value in table.items() if name not in MAY_CHANGE},
-    }
+    table = {**to_dict(config), **to_dict(options)}
     total = run.record(table, identity, FORMERLY_HELD).get("total_steps")
     if total is None:
         total = _total_steps(config, splits)
         run.note(total_steps=total, split_border=splits.border)
+    config = with_intervals(config, total)
+    run.write_options({**to_dict(config), **to_dict(options)})
     return total
+
+
+def _note_vocabulary(
+    run: RunDirectory, draft: Draft, counts: Tensor | None, special: Sequence[int]
+) -> None:
+    """Log which share of the supervised tokens a new run's draft can propose, and note it."""
+    if draft.full_vocabulary or counts is None:
+        return
+    coverage, best = vocabulary_coverage(counts, draft.draft_ids, special)
+    log_vocabulary(draft.config, coverage, best)
+    run.note(vocabulary_coverage=round(coverage, 6), best_coverage=round(best, 6))
 
 
 def open_data(config: FitConfig) -> Documents:
@@ -180,16 +180,6 @@ def _follow(config: FitConfig, dataset: FollowedDataset, splits: Splits) -> Keep
     )
     dataset.wait_for(splits.validation.rows.tolist(), threading.Event())
     return release
-
-
-def _identity(dataset: Documents) -> dict[str, Any]:
-    """Return what identifies the run's data: fingerprints of the datasets and their weights."""
-    if not isinstance(dataset, Mixture):
-        return {"dataset": dataset.manifest.fingerprint}
-    return {
-        "dataset": [share.fingerprint for share in dataset.shares],
-        "weights": [str(share.weight) for share in dataset.shares],
-    }
 
 
 def resolve_config(config: FitConfig, dataset: Documents) -> FitConfig:
@@ -243,14 +233,17 @@ def _make_draft(
     config: FitConfig,
     options: Any,
     dataset: Documents,
-    splits: Splits,
     head: TargetHead,
+    counts: Tensor | None,
     saved: Saved | None,
-    ranks: Ranks,
 ) -> Draft:
-    """Return the draft to train: from the checkpoint, from --init-from, or new."""
+    """Return the draft to train: from the checkpoint, from --init-from, or new.
+
+    `counts` are the supervised tokens of the training documents, int64 [V]; a checkpoint needs
+    none.
+    """
     kind = DRAFTS[name]
-    if saved is not None:  # the checkpoint also holds the vocabulary, so no data is read
+    if saved is not None:
         draft = kind.from_pretrained(saved.path)
         draft.use_options(options)  # a few of them may change when a run resumes
         draft.join(head, dataset.manifest, str(saved.path))
@@ -260,7 +253,7 @@ def _make_draft(
         target_config=dataset.target_config(),
         manifest=dataset.manifest,
         head=head,
-        token_counts=count_supervised_tokens(dataset, splits.train, ranks),
+        token_counts=counts,
     )
     if config.init_from is None:
         return fresh

@@ -52,7 +52,7 @@ from spec_train.training.failure import (
 from spec_train.training.optimizer import Masters, learning_rate
 from spec_train.training.rank_loss import LossOnRanks
 from spec_train.training.ranks import Ranks
-from spec_train.training.result import FitResult, better, log_validation
+from spec_train.training.result import FitResult, better, log_result, log_validation
 from spec_train.training.saving import Saver
 from spec_train.training.seeds import place_seed
 from spec_train.training.signals import stop_signals
@@ -170,9 +170,7 @@ class Trainer:
         finished = self.step >= self.total
         stopped_by = None if finished else (self._signals or [signal.SIGTERM])[0]
         result = FitResult(Path(self.config.out), self.step, finished, stopped_by, self.best)
-        log.info("%s: %s", result.directory, result)
-        if stopped_by is not None:
-            log.info("the same command resumes the run")
+        log_result(result)
         return result
 
     def _next_step(self, steps: Generator[Step, None, None]) -> Step | None:
@@ -203,8 +201,8 @@ class Trainer:
     def _no_counts(self) -> Tensor:
         return self.draft.slot_counts(padding_batch(self.device))
 
-    def _due(self, every: int) -> bool:
-        return self.step % every == 0 or self.step == self.total
+    def _due(self, every: int | None) -> bool:  # None: only after the last step
+        return (every is not None and self.step % every == 0) or self.step == self.total
 
     def _train_step(self, step: Step) -> None:
         losses: list[Tensor] = []
@@ -226,7 +224,10 @@ class Trainer:
         *values, self._grad_norm = torch.stack([*losses, norm]).tolist()
         self._refuse_non_finite(step, values)
         self._lr = learning_rate(self.step, self.total, self.config)
-        self.masters.step(self._lr)
+        if self._counts.any():
+            self.masters.step(self._lr)
+        else:  # momentum would still move the weights
+            log.warning("warning: step %d has no slot to train on; weights stay", self.step + 1)
         self.step += 1
         self._step_loss = sum(values) * self.ranks.world_size  # as this rank estimates it
 

@@ -220,7 +220,8 @@ def test_the_bar_shows_a_loss_from_the_first_step(data, tmp_path, monkeypatch):
         "spec_train.training.trainer.progress",
         lambda *a, **options: bars.append(Recorded(*a, **options)) or bars[-1],
     )
-    assert main(flags(data, tmp_path / "run", "--steps", "12", "--accumulation", "2")) == 0
+    often = ("--steps", "12", "--accumulation", "2", "--eval-every", "12")
+    assert main(flags(data, tmp_path / "run", *often)) == 0
     (bar,) = bars
     assert list(bar.shown) == [*range(1, 11), 12]
     assert all(re.fullmatch(r"loss \d+\.\d{3}", bar.shown[step]) for step in range(1, 10))

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from spec_data.options import GenerateConfig
 from spec_train.cli import _resolve_fit, build_parser, main
 from spec_train.draft_options import DRAFT_OPTIONS
 from spec_train.options import FitConfig, fit_config, resolve_fit
@@ -38,6 +39,14 @@ def test_presets_set_options_that_exist(name):
     assert set(PRESETS[name].values) <= known
 
 
+@pytest.mark.parametrize("name", [None, *PRESETS])
+def test_what_generate_writes_by_default_is_read_without_a_cut(name):
+    flags = ["--preset", name] if name else []
+    generated = GenerateConfig(target="t", corpus=("c",), out="d")
+    assert resolved("--data", "data", *flags).seq_len == generated.max_length
+    assert generated.pack_length == 0  # as long as the longest document
+
+
 def test_flags_go_over_a_preset_and_how_long_replaces_both(tmp_path):
     config = resolved("--data", "d", "--preset", "5k", "--seq-len", "128", "--steps", "7")
     assert (config.seq_len, config.steps, config.epochs) == (128, 7, None)
@@ -59,10 +68,13 @@ def test_a_file_goes_over_its_own_preset_and_under_one_that_is_typed(tmp_path):
     config = resolved("--config", str(file))
     assert (config.seq_len, config.steps, config.epochs) == (99, 3, None)
     assert config.warmup_ratio == PRESETS["5k"].values["warmup_ratio"]
+    own = PRESETS["500k"].values["batch_size"]
+    file.write_text(file.read_text() + "batch-size = 3\n")
+    assert resolved("--config", str(file)).batch_size == 3
     config = resolved("--config", str(file), "--preset", "500k")
-    assert (config.seq_len, config.steps, config.epochs) == (4096, None, 3)
+    assert (config.batch_size, config.steps, config.epochs) == (own, None, 3)
     config = resolved("--config", str(file), "--preset", "500k", "--steps", "4")
-    assert (config.seq_len, config.steps, config.epochs) == (4096, 4, None)
+    assert (config.batch_size, config.steps, config.epochs) == (own, 4, None)
 
 
 def test_an_unknown_preset_is_refused(tmp_path, capsys):

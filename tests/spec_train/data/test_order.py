@@ -9,13 +9,12 @@ import pyarrow as pa
 import pytest
 
 from spec_data.shards.errors import ConfigError
-from spec_data.shards.packing import pack_documents
+from spec_train.data.fill import FILL, ORDER, fill_in_order
 from spec_train.data.order import (
     SPLIT_RULE,
     STRETCHES_PER_WINDOW,
     BatchPlan,
     rank_slice,
-    select_documents,
     split_documents,
 )
 
@@ -62,12 +61,14 @@ def test_order_is_a_function_of_seed_and_epoch():
     assert all(a != b for a, b in itertools.combinations(orders, 2))
 
 
-def test_order_never_changes_between_releases():
+@pytest.mark.parametrize(("order", "known"), [(1, "1cbcc456d326264a"), (2, "bda38b0781eab991")])
+def test_order_never_changes_between_releases(order, known):
+    """A run resumes with the order that it began with, also in a later release."""
     lengths = 1 + (np.arange(900) * 7919) % 401
-    options = dict(seq_len=256, packs_per_batch=4, seed=11, window_tokens=20_000)
+    options = dict(seq_len=256, packs_per_batch=4, seed=11, window_tokens=20_000, order=order)
     plan = BatchPlan(lengths, lengths % 5 != 0, **options)
     digest = hashlib.sha256(repr(plan.batches(1)).encode()).hexdigest()
-    assert digest[:16] == "1cbcc456d326264a"
+    assert digest[:16] == known
 
 
 def test_batches_come_one_by_one_and_nothing_is_packed_ahead(monkeypatch):
@@ -76,9 +77,9 @@ def test_batches_come_one_by_one_and_nothing_is_packed_ahead(monkeypatch):
 
     def spy(lengths, capacity):
         packed.append(len(lengths))
-        return pack_documents(lengths, capacity)
+        return fill_in_order(lengths, capacity)
 
-    monkeypatch.setattr("spec_train.data.order.pack_documents", spy)
+    monkeypatch.setitem(FILL, ORDER, spy)
     batches = plan.iter_batches(1)
     first = next(batches)
     assert len(packed) == 1 and sum(packed) < len(plan.rows) / 4
@@ -150,6 +151,7 @@ def test_state_goes_back_only_into_the_same_order():
         "seq_len": (512, make_plan(seq_len=600, fingerprint="aaa"), 600),
         "rows_per_batch": (8, make_plan(packs_per_batch=16, fingerprint="aaa"), 16),
         "window_tokens": (8192, make_plan(window_tokens=99, fingerprint="aaa"), 99),
+        "order": (ORDER, make_plan(order=1, fingerprint="aaa"), 1),
     }
     for name, (old, other, new) in others.items():
         with pytest.raises(ConfigError, match=f"{name} was {old!r}, is {new!r}"):
@@ -158,18 +160,12 @@ def test_state_goes_back_only_into_the_same_order():
         make_plan(fingerprint="aaa", usable=np.ones(700, bool)).position(state)
 
 
-def test_selection_counts_every_document_it_leaves_out():
-    lengths = np.array([10, 700, 700, 20, 600])
-    supervised = np.array([3, 5, 4, 0, 1])
-    first = np.array([2, 100, 512, 20, 511])
-    chosen = select_documents(lengths, supervised, first, SEQ_LEN)
-    assert chosen.usable.tolist() == [True, True, False, False, True]
-    assert chosen.cut == 2
-    assert chosen.left_out == {
-        "no supervised token": 1,
-        "first supervised token past --seq-len 512": 1,
-    }
-    assert chosen.usable.sum() + sum(chosen.left_out.values()) == len(lengths)
+def test_a_state_without_a_version_is_of_the_first_order():
+    state = make_plan(order=1).state(1, 3)
+    del state["order"]  # as older releases saved it
+    assert make_plan(order=1).position(state) == (1, 3)
+    with pytest.raises(ConfigError, match=f"order was 1, is {ORDER}"):
+        make_plan().position(state)
 
 
 IDS = [hashlib.sha256(str(i).encode()).hexdigest() for i in range(4000)]

@@ -1,0 +1,181 @@
+"""What batches hold, compared with random draws: lengths, sources, and their spread over batches.
+
+The random draw is plain loops over a permutation: a pack is closed at the first document that does
+not fit. Best-fit in shuffled order may balance batches better than that, never worse.
+"""
+
+import random
+from fractions import Fraction
+from statistics import mean, pstdev
+
+import numpy as np
+import pytest
+
+from spec_data.shards.packing import utilisation
+from spec_train.data.fill import FILL, OPEN, fill_in_order
+from spec_train.data.following import FollowingPlan
+from spec_train.data.mixed_order import MixedPlan, Share
+from spec_train.data.order import BatchPlan
+
+SEQ_LEN, PACKS = 1024, 4
+SEEDS = range(4)
+
+Batches = list[list[list[int]]]
+
+
+def log_normal(count: int, median: float, spread: float, seed: int) -> list[int]:
+    rng = np.random.default_rng(seed)
+    drawn = np.exp(rng.normal(np.log(median), spread, count))
+    return np.clip(drawn, 4, SEQ_LEN).astype(int).tolist()
+
+
+MATHS = log_normal(3000, 170, 0.3, 0)
+CHAT, CODE = log_normal(2500, 50, 0.3, 1), log_normal(150, 800, 0.2, 2)
+MIXED = CHAT + CODE + MATHS[:600]
+SOURCES = [0] * len(CHAT) + [1] * len(CODE) + [2] * 600
+
+
+def random_draw(lengths: list[int], seed: int) -> Batches:
+    order = list(range(len(lengths)))
+    random.Random(seed).shuffle(order)
+    packs: list[list[int]] = [[]]
+    room = SEQ_LEN
+    for document in order:
+        if lengths[document] > room:
+            packs.append([])
+            room = SEQ_LEN
+        packs[-1].append(document)
+        room -= lengths[document]
+    return [packs[i : i + PACKS] for i in range(0, len(packs), PACKS)]
+
+
+def lengths_per_pack(batches: Batches, lengths: list[int]) -> float:
+    """Distinct lengths of a pack per document in it: 1 if no two documents are of one length."""
+    found = [len({lengths[d] for d in pack}) / len(pack) for batch in batches for pack in batch]
+    return mean(found)
+
+
+def spread_of_length(batches: Batches, lengths: list[int]) -> float:
+    """Standard deviation over batches of the mean length of a document."""
+    return pstdev(mean(lengths[d] for pack in batch for d in pack) for batch in batches)
+
+
+def spread_of_source(batches: Batches, lengths: list[int], source: int) -> float:
+    """Standard deviation over batches of the share of tokens of a source."""
+    shares = []
+    for batch in batches:
+        documents = [d for pack in batch for d in pack]
+        own = sum(lengths[d] for d in documents if SOURCES[d] == source)
+        shares.append(own / sum(lengths[d] for d in documents))
+    return pstdev(shares)
+
+
+def options_of(seed: int, order: int = 2) -> dict[str, int]:
+    return {"seq_len": SEQ_LEN, "packs_per_batch": PACKS, "seed": seed, "order": order}
+
+
+def single(lengths: list[int], seed: int, order: int = 2, epoch: int = 0) -> Batches:
+    plan = BatchPlan(np.array(lengths), np.ones(len(lengths), bool), **options_of(seed, order))
+    return plan.batches(epoch)[:-1]
+
+
+def several(seed: int, order: int = 2) -> Batches:
+    """Three datasets, mixed."""
+    ends = np.cumsum([0, len(CHAT), len(CODE), 600]).tolist()
+    shares = [
+        Share(name=str(i), first=ends[i], last=ends[i + 1], weight=Fraction(1), fingerprint="")
+        for i in range(3)
+    ]
+    usable = np.ones(len(MIXED), bool)
+    plan = MixedPlan(np.array(MIXED), usable, shares, **options_of(seed, order))
+    return plan.batches(0)[:-1]
+
+
+def one_of_all(seed: int, order: int = 2) -> Batches:
+    """The same documents as one dataset."""
+    return single(MIXED, seed, order)
+
+
+@pytest.mark.parametrize("epoch", [0, 3])
+def test_lengths_of_a_pack_and_of_a_batch_are_those_of_a_random_draw(epoch):
+    drawn = [random_draw(MATHS, seed)[:-1] for seed in SEEDS]
+    new = [single(MATHS, seed, epoch=epoch) for seed in SEEDS]
+    old = [single(MATHS, seed, order=1, epoch=epoch) for seed in SEEDS]
+    expected = mean(lengths_per_pack(batches, MATHS) for batches in drawn)
+    assert mean(lengths_per_pack(batches, MATHS) for batches in new) > 0.97 * expected
+    assert mean(lengths_per_pack(batches, MATHS) for batches in old) < 0.6 * expected
+    expected = mean(spread_of_length(batches, MATHS) for batches in drawn)
+    assert mean(spread_of_length(batches, MATHS) for batches in new) < 1.1 * expected
+    assert mean(spread_of_length(batches, MATHS) for batches in old) > 1.8 * expected
+
+
+@pytest.mark.parametrize("plan", [several, one_of_all])
+def test_sources_are_spread_over_batches_as_in_a_random_draw(plan):
+    """Chats are short, code is long: packs of one length would be packs of one source."""
+    drawn = [random_draw(MIXED, seed)[:-1] for seed in SEEDS]
+    new, old = [plan(seed) for seed in SEEDS], [plan(seed, order=1) for seed in SEEDS]
+    for source in range(3):
+        expected = mean(spread_of_source(batches, MIXED, source) for batches in drawn)
+        assert mean(spread_of_source(batches, MIXED, source) for batches in new) < 1.1 * expected
+    chats = mean(spread_of_source(batches, MIXED, 0) for batches in drawn)
+    assert mean(spread_of_source(batches, MIXED, 0) for batches in old) > 1.5 * chats
+    expected = mean(spread_of_length(batches, MIXED) for batches in drawn)
+    assert mean(spread_of_length(batches, MIXED) for batches in new) < 1.1 * expected
+    assert mean(spread_of_length(batches, MIXED) for batches in old) > 1.8 * expected
+
+
+def test_batches_do_not_drift_over_an_epoch():
+    """Best-fit keeps nothing for the end: the mean length does not follow the place."""
+    slopes = []
+    for seed in range(6):
+        means = [mean(MIXED[d] for pack in b for d in pack) for b in one_of_all(seed)]
+        slopes.append(float(np.corrcoef(np.arange(len(means)), means)[0, 1]))
+    assert abs(mean(slopes)) < 0.15
+
+
+@pytest.mark.parametrize("visits", [0, 2])
+def test_a_run_beside_generation_has_the_same_contents(visits):
+    """Windows of several units: inside each, documents are drawn at random."""
+    units, usable = np.arange(0, 3001, 100), np.ones(3000, bool)
+    found = []
+    for seed in SEEDS:
+        options = options_of(seed) | {"window_tokens": 200_000}
+        plan = FollowingPlan(np.array(MATHS), usable, units, visits, **options)
+        assert len(plan.bounds) > 3
+        found.append(plan.batches(0)[:-1])
+    drawn = [random_draw(MATHS, seed)[:-1] for seed in SEEDS]
+    expected = mean(lengths_per_pack(batches, MATHS) for batches in drawn)
+    assert mean(lengths_per_pack(batches, MATHS) for batches in found) > 0.97 * expected
+    expected = mean(spread_of_length(batches, MATHS) for batches in drawn)
+    assert mean(spread_of_length(batches, MATHS) for batches in found) < 1.1 * expected
+
+
+@pytest.mark.parametrize(("median", "spread"), [(90, 0.9), (170, 0.3), (300, 0.7)])
+def test_packs_in_shuffled_order_are_nearly_full(median, spread):
+    lengths = log_normal(4096, median, spread, 7)
+    full = utilisation(lengths, fill_in_order(lengths, SEQ_LEN), SEQ_LEN)
+    assert full > 0.97
+    assert full > utilisation(lengths, FILL[1](lengths, SEQ_LEN), SEQ_LEN) - 0.02
+
+
+def test_a_document_goes_into_the_fullest_pack_that_has_room():
+    """Against a slow loop over all open packs."""
+    lengths = log_normal(500, 90, 0.9, 8)
+    packs: list[list[int]] = []
+    closed: set[int] = set()
+    for document, length in enumerate(lengths):
+        free = [SEQ_LEN - sum(lengths[d] for d in pack) for pack in packs]
+        still = [(room, i) for i, room in enumerate(free) if room and i not in closed]
+        fits = [(room, i) for room, i in still if room >= length]
+        if fits:
+            packs[min(fits)[1]].append(document)
+            continue
+        if len(still) == OPEN:
+            closed.add(min(still)[1])
+        packs.append([document])
+    assert closed
+    assert fill_in_order(lengths, SEQ_LEN) == packs
+    assert fill_in_order([], 8) == [] and fill_in_order([8, 8], 8) == [[0], [1]]
+    for wrong in ([0], [9]):
+        with pytest.raises(ValueError, match="packs hold 1 to 8"):
+            fill_in_order(wrong, 8)

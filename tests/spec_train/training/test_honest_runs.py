@@ -1,0 +1,163 @@
+"""A run names what it could not do: nothing to train on, no progress, a foreign vocabulary."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from spec_data.shards.errors import DatasetError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.head import choose_draft_vocabulary, vocabulary_coverage
+from spec_train.training.result import FitResult, log_result
+from spec_train.training.run_identity import with_intervals
+from spec_train.training.setup import make_splits
+from spec_train.training.trainer import Trainer
+from tests.factory import random_documents, tiny_dataset
+from tests.spec_train.training import tools as trainer_tools
+from tests.spec_train.training.tools import OPTIONS, change, masters, metrics, run
+
+data, config = trainer_tools.data, trainer_tools.config
+
+
+def answered(start: int) -> tuple[list[int], list[int], list]:
+    ids = [(start * 7 + i) % 60 for i in range(14)]
+    return ids, [0] * 6 + [1] * 8, [("user", 0, 6), ("assistant", 6, 14)]
+
+
+def stub(start: int) -> tuple[list[int], list[int], list]:
+    """A document whose answer is one token: nothing to draft."""
+    ids = [(start + i) % 60 for i in range(9)]
+    return ids, [0] * 8 + [1], [("user", 0, 8), ("assistant", 8, 9)]
+
+
+# --- documents without a slot ---------------------------------------------------------------------
+
+
+def test_a_dataset_without_a_slot_is_refused(config, tmp_path):
+    """Trained "to the end" with loss 0.000 otherwise."""
+    empty = tiny_dataset(tmp_path / "stubs", documents=[stub(i) for i in range(12)])
+    with pytest.raises(DatasetError, match=r"nothing to train on: of 12 documents, 12 with .*slot"):
+        run(change(config, data=str(empty)))
+
+
+def test_documents_without_a_slot_are_counted_and_not_trained_on(config, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    documents = [*map(answered, range(40)), *map(stub, range(15))]
+    mixed = tiny_dataset(tmp_path / "mixed", documents=documents)
+    splits = make_splits(HiddenStatesDataset(mixed), config)
+    assert not set(splits.train.rows) & set(range(40, 55))
+    assert not set(splits.validation.rows) & set(range(40, 55))
+    run(change(config, data=str(mixed), steps=2))
+    assert "left out: 15 with supervised tokens, but never two in a row" in caplog.text
+
+
+def test_with_shifted_slots_one_token_is_enough(config, tmp_path):
+    """The rule is that of the draft."""
+    stubs = tiny_dataset(tmp_path / "stubs", documents=[stub(i) for i in range(12)])
+    assert run(change(config, data=str(stubs), steps=2), replace(OPTIONS, slots="shifted")).finished
+
+
+def test_a_step_without_a_slot_moves_no_weight(config, monkeypatch, caplog):
+    """Slots can also be missing because the draft vocabulary has none of their tokens."""
+    run(change(config, steps=3, save_every=3))
+    before = masters(config.out)
+    original = Trainer._slot_counts
+
+    def none_at_last(self, kind, step):
+        counts = original(self, kind, step)
+        return torch.zeros_like(counts) if kind == "train" and self.step == 3 else counts
+
+    monkeypatch.setattr(Trainer, "_slot_counts", none_at_last)
+    other = change(config, out=config.out + "-4", steps=4, lr=1e-3, save_every=3, keep=9)
+    run(other)
+    folders = [Path(other.out) / f"checkpoint-0000000{step}" for step in (3, 4)]
+    third, fourth = ((f / "model.safetensors").read_bytes() for f in folders)
+    assert third == fourth and before
+    assert "step 4 has no slot to train on" in caplog.text
+
+
+# --- progress -------------------------------------------------------------------------------------
+
+
+def test_training_that_does_not_improve_is_called_out(config, caplog):
+    """From the best draft of a run, at a rate that moves no weight."""
+    run(config)
+    assert "did not improve" not in caplog.text
+    result = run(change(config, out=config.out + "-b", init_from=config.out, lr=1e-30, seed=2))
+    assert result.best["step"] == 0 and not result.improved
+    assert "warning: 12 steps did not improve the draft" in caplog.text
+
+
+def test_a_run_that_improved_or_has_not_finished_is_not_called_out(caplog):
+    best = {"step": 0, "acceptance_length": 1.0}
+    for result in (
+        FitResult(Path("run"), 12, True, best=best | {"step": 4}),
+        FitResult(Path("run"), 0, True, best=best),
+        FitResult(Path("run"), 3, False, 15, best=best),
+    ):
+        log_result(result)
+    assert "did not improve" not in caplog.text
+
+
+# --- how often ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("total", "every"),
+    [(0, 1), (3, 1), (9, 1), (45, 9), (2499, 499), (2500, 500), (100_000, 500)],
+)
+def test_every_run_validates_and_saves_five_times(config, total, every):
+    free = change(config, eval_every=None, save_every=None)
+    found = with_intervals(free, total)
+    assert (found.eval_every, found.save_every) == (every, every)
+    assert total < 5 or total // every >= 5
+    given = with_intervals(change(config, eval_every=7, save_every=None), total)
+    assert (given.eval_every, given.save_every) == (7, every)
+
+
+def test_intervals_are_steps_in_fit_json(config):
+    run(change(config, eval_every=None, save_every=None, keep=99, steps=11))
+    table = json.loads((Path(config.out) / "fit.json").read_text())
+    assert (table["eval_every"], table["save_every"]) == (2, 2)
+    held_out = [line["step"] for line in metrics(config.out) if line["split"] == "validation"]
+    assert held_out == [0, 2, 4, 6, 8, 10, 11]
+    assert len(list(Path(config.out).glob("checkpoint-*"))) == 6
+
+
+# --- the draft vocabulary -------------------------------------------------------------------------
+
+
+def test_coverage_is_the_share_of_supervised_tokens():
+    counts = torch.tensor([10, 0, 5, 1, 4])
+    chosen = choose_draft_vocabulary(counts, 2)
+    assert vocabulary_coverage(counts, chosen) == (15 / 20, 15 / 20)
+    assert vocabulary_coverage(counts, torch.tensor([1, 4])) == (4 / 20, 15 / 20)
+    assert vocabulary_coverage(counts, torch.tensor([1, 4]), (3,)) == (4 / 20, 11 / 20)
+    assert vocabulary_coverage(torch.zeros(5, dtype=torch.long), chosen) == (1.0, 1.0)
+
+
+def halves(path: Path, first: int) -> Path:
+    """A dataset over 30 of the 64 tokens of the same target."""
+    documents = [
+        ([first + i % 30 for i in ids], mask, turns)
+        for ids, mask, turns in random_documents(30, 64, seed=first, shortest=12)
+    ]
+    return tiny_dataset(path, documents=documents)
+
+
+def test_the_vocabulary_of_another_corpus_is_called_out(config, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    options = replace(OPTIONS, draft_vocab_size=32)
+    one, two = halves(tmp_path / "one", 0), halves(tmp_path / "two", 32)
+    first = change(config, data=str(one), steps=1, out=str(tmp_path / "first"))
+    run(first, options)
+    assert "vocabulary 32 of 64 tokens: 100.00 % of the supervised tokens" in caplog.text
+    assert "not made for this data" not in caplog.text
+    second = change(first, data=str(two), out=str(tmp_path / "second"), init_from=first.out)
+    run(second, options)
+    assert "the draft vocabulary is not made for this data" in caplog.text
+    notes = json.loads((Path(second.out) / "run.json").read_text())["notes"]
+    assert notes["vocabulary_coverage"] < 0.2 and notes["best_coverage"] == 1.0
