@@ -10,6 +10,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.fill import ORDER
 from spec_train.data.splits import Rules
 from spec_train.training import setup
+from spec_train.training.checked_json import dump_checked
 from spec_train.training.setup import make_splits
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.test_trainer_resume import assert_same_run, stop_after
@@ -76,7 +77,7 @@ def test_a_run_of_a_newer_release_is_refused(config):
     file = Path(config.out) / "run.json"
     table = json.loads(file.read_text())
     table["identity"]["order"] = ORDER + 1
-    file.write_text(json.dumps(table))
+    file.write_text(dump_checked(table))
     with pytest.raises(ConfigError, match="a newer release started this run"):
         run(change(config, steps=2))
 
