@@ -43,7 +43,7 @@ class Preset:
 PRESETS: dict[str, Preset] = {
     "smoke": Preset(
         values={
-            "steps": 20,
+            "steps": 10,
             "batch_size": 1,
             "accumulation": 1,
             "ttt_steps": 2,
