@@ -84,6 +84,19 @@ def test_prompts_are_rendered_as_the_data_was_wherever_eval_runs(place, tmp_path
     assert "chat_template_hash: the draft was fitted with" in warning
 
 
+def test_eval_on_data_of_another_template_or_other_kwargs_says_so(place, tmp_path):
+    shutil.copytree(place / "target", tmp_path / "target")
+    template = tmp_path / "target" / "chat_template.jinja"
+    template.write_text("Once upon a time " + template.read_text())
+    run(tmp_path / "target", place / "chats.jsonl", tmp_path / "other", layers="0,2")
+    for data, facts in (
+        (place / "data", []),
+        (tmp_path / "other", ["chat_template_hash", "chat_template_kwargs"]),
+    ):
+        report = run_eval(EvalConfig(draft=str(place / "run"), data=str(data), device="cpu"))
+        assert sorted(line.split(":")[0] for line in report["warnings"]) == facts
+
+
 def forget_origin(draft: Path) -> None:
     """Make a draft directory what older releases wrote."""
     raw = read_json(unseal(draft))
