@@ -258,10 +258,9 @@ def contradictions(raw: dict[str, Any]) -> Iterator[str]:
             found = packing["differences"].get(packing["form"])
             if not _is_number(found):
                 yield f"packing.differences[{packing['form']!r}] is {_shown(found)}, not a number"
-    if "rendered" in raw["documents"]:
-        for name in _RENDERED:
-            if name not in raw["documents"]:
-                yield f"documents.{name} is missing"
+    for name in _RENDERED if "rendered" in raw["documents"] else ("dropped",):
+        if name not in raw["documents"]:
+            yield f"documents.{name} is missing"
 
 
 def refuse(where: str, wrong: Iterable[str]) -> None:

@@ -108,6 +108,11 @@ class Column:
         """Bytes of one stored token, not counting what escaped tokens add."""
         return sum(self.part_bytes.values())
 
+    @property
+    def words(self) -> str:
+        """The declaration for a message."""
+        return f"{self.name} with codec {self.codec}, width {self.width} and {self.tokens} tokens"
+
     def fields(self) -> list[pa.Field]:
         """Return the Arrow fields of all parts, with codec and width in their metadata."""
         if self.lossy is None:
@@ -297,11 +302,12 @@ class Manifest:
             yield str(error)
             return
         if [c.name for c in expected] != [c.name for c in self.columns]:
-            yield f"columns has {', '.join(codecs)}; layers and supervision make others"
+            names = ", ".join(c.name for c in self.columns)
+            yield f"columns has {names}; layers and supervision make others"
             return
         for own, other in zip(self.columns, expected, strict=True):
             if own != other:
-                yield f"columns: {own}, but head, final and the other columns make {other}"
+                yield f"columns has {own.words}; the other keys make {other.words}"
 
     def __repr__(self) -> str:
         totals = self.raw.get("totals", {})

@@ -1,0 +1,196 @@
+"""Manifests with wrong types and values anywhere: words that name the key, never a TypeError.
+
+The fingerprint is computed again each time, so that it does not hide what the reader makes of the
+value. A value of the right type may be accepted: only `verify` compares with the data themselves.
+"""
+
+import collections
+import copy
+import dataclasses
+import json
+import sys
+import traceback
+
+import numpy as np
+import pytest
+
+from spec_data.report import dataset_text
+from spec_data.shards.errors import DatasetError, SpecDataError
+from spec_data.shards.follow import FollowedDataset
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.schema import Manifest
+from spec_train.data.mixture import common_manifest
+from spec_train.data_option import parse_sources
+from spec_train.head import TargetHead
+from spec_train.options import FitConfig
+from spec_train.training.setup import open_data, resolve_config
+from tests.faults.datasets import linked_copy, use
+from tests.faults.tools import report, trials
+from tests.spec_data.shards import codec_tools
+from tests.spec_data.shards.integrity_tools import write_manifest
+
+target, corpus, mixed = codec_tools.target, codec_tools.corpus, codec_tools.mixed
+
+MISSING = object()
+BAD = [
+    *(None, True, -1, 0, 1, 2**63, -(2**40), 1.5, 1e400, float("nan")),
+    *("", "x", "\ud800", "../x", "é" * 300, [], [None], [[]], {}, {"a": None}, {"": {}}),
+    MISSING,
+]
+FREE = ("settings",)  # compared as a whole when generation is resumed, and read by nothing else
+
+
+@pytest.fixture
+def data(mixed, tmp_path):
+    return linked_copy(mixed, tmp_path / "data")
+
+
+def places(value, path: tuple = ()) -> list[tuple]:
+    """The path of every value in a manifest, except in what is free; of lists, two values."""
+    if isinstance(value, dict):
+        items = [(k, v) for k, v in value.items() if (*path, k) != (FREE[0],)]
+    elif isinstance(value, list):
+        items = list(enumerate(value))[:2] + list(enumerate(value))[-1:]
+    else:
+        return [path]
+    below = [place for key, item in items for place in places(item, (*path, key))]
+    return ([path] if path else []) + below
+
+
+def replaced(raw: dict, path: tuple, value) -> dict:
+    raw = copy.deepcopy(raw)
+    at = raw
+    for key in path[:-1]:
+        at = at[key]
+    if value is MISSING:
+        del at[path[-1]]
+    else:
+        at[path[-1]] = value
+    return raw
+
+
+def everywhere(data) -> str:
+    """What every reader of a manifest makes of it: "read", or the first refusal in words."""
+    try:
+        dataset = HiddenStatesDataset(data)
+        dataset_text(dataset.manifest)
+        _ = FollowedDataset(data).manifest
+        config = FitConfig(data=str(data), out=str(data.parent / "run"), device="cpu")
+        documents = open_data(dataclasses.replace(config, data=f"{parse_sources(str(data))[0]}:2"))
+        resolve_config(config, documents)
+        common_manifest([dataset.manifest, dataset.manifest])
+        TargetHead.from_dataset(data)
+    except SpecDataError as error:
+        return f"refused: {error}"
+    return use(data)
+
+
+def test_every_wrong_value_is_refused_in_words_or_harmless(data):
+    """For a random sample of (key, value): SPEC_FAULTS=100 covers most."""
+    raw = json.loads((data / "manifest.json").read_text())
+    paths = places(raw)
+    outcomes, errors = collections.Counter(), {}
+    for _, rng in trials("manifest", 30):
+        path = paths[rng.integers(len(paths))]
+        value = BAD[rng.integers(len(BAD))]
+        new = replaced(raw, path, value)
+        try:
+            write_manifest(data, new)
+        except UnicodeEncodeError:  # its author cannot compute a fingerprint either
+            (data / "manifest.json").write_text(json.dumps(new))
+        try:
+            outcomes[everywhere(data).split(":")[0]] += 1
+        except Exception:
+            where = traceback.extract_tb(sys.exc_info()[2])[-1]
+            errors[f"{path} = {value!r}"] = f"{sys.exc_info()[1]!r} at {where.name} {where.lineno}"
+    report("manifest", outcomes)
+    assert outcomes["refused"] and not errors, errors
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (("totals", "documents"), "12", "totals.documents is '12', expected a whole numbe"),
+        (("totals", "tokens"), None, "totals.tokens is null, expected a whole numbe"),
+        (("totals", "tokens"), 5, "totals.tokens is 5, but the shards have"),
+        (("shards",), {}, "shards is an object, expected a list"),
+        (("shards", 0), 7, "shards[0] is 7, expected an object"),
+        (("shards", 0, "rows"), True, "shards[0].rows is true, expected a whole numbe"),
+        (("shards", 0, "sha256"), "x", "shards[0].sha256 is 'x', expected 64 hex digits"),
+        (("shards", 0, "more"), 1, "shards[0] has the unknown key 'more'"),
+        (("shards", 0, "file"), MISSING, "shards[0].file is missing"),
+        (("columns", 0), None, "columns[0] is null, expected an object"),
+        (
+            ("columns", 2, "width"),
+            "32",
+            "columns[2].width is '32', expected a whole number",
+        ),
+        (("columns", 2, "width"), 64, "columns has hidden.L0 with codec lm4c, width 64 and"),
+        (("columns", 1, "name"), "input_ids", "columns has input_ids, input_ids"),
+        (("columns", 2, "codec"), "zstd", "codec 'zstd', which this release cannot read"),
+        (("columns", 0, "codec"), "zstd", "columns has input_ids with codec zstd, width None"),
+        (("layers",), [4, 0], "layers is [4, 0], expected ascending layer ids"),
+        (("layers",), [1, 2, "3"], "layers[2] is '3', expected a layer id"),
+        (("head", "vocab_size"), 0, "head.vocab_size is 0, expected a whole number"),
+        (("head", "softcap"), float("nan"), "head.softcap is nan, expected a finite number, o"),
+        (("head", "bias"), 1, "head has the unknown key 'bias'"),
+        (("target",), [], "target is a list, expected an object"),
+        (("target", "dtype"), 16, "target.dtype is 16, expected a text"),
+        (("supervision",), "topk:-1", "supervision is 'topk:-1', expected"),
+        (("final",), "some", 'final is \'some\', expected "all" or "supervised"'),
+        (("files",), [], "files is a list, expected an object"),
+        (("files", "index.arrow"), 3, "files['index.arrow'] is 3, expected an object"),
+        (
+            ("documents", "dropped"),
+            {"cut": "2"},
+            "documents.dropped['cut'] is '2', expected a",
+        ),
+        (("policy",), MISSING, "policy is missing"),
+        (("tokenizer",), "x", "tokenizer is 'x', expected an object"),
+        (("corpus",), [1], "corpus[0] is 1, expected an object"),
+        (("codec", "sha256"), 5, "codec.sha256 is 5, expected 64 hex digits"),
+        (("packing", "differences"), MISSING, "packing has a utilisation, but no form, tolerance"),
+    ],
+)
+def test_the_message_names_the_key_and_what_is_expected(data, path, value, said):
+    raw = json.loads((data / "manifest.json").read_text())
+    write_manifest(data, replaced(raw, path, value))
+    with pytest.raises(DatasetError) as caught:
+        Manifest.read(data / "manifest.json")
+    assert said in str(caught.value)
+    assert str(data / "manifest.json") in str(caught.value) or "which this release" in said
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "",
+            "[]",
+            "7",
+            "null",
+            '"x"',
+            "{",
+            '{"format": "spec-data"}',
+            "NaN",
+            "\x00",
+            "[" * 100_000,
+        ),
+        *('{"a": ' + "9" * 5_000 + "}", '{"\\ud800": 1, "format": "spec-data"}', '{"a": 1}' * 2),
+    ],
+)
+def test_what_is_no_manifest_is_refused_in_words(data, text):
+    (data / "manifest.json").write_text(text)
+    with pytest.raises(DatasetError, match=r"manifest\.json: "):
+        Manifest.read(data / "manifest.json")
+
+
+def test_bytes_that_are_no_text_are_refused_in_words(data):
+    for content in (b"\xff\xfe{}", np.random.default_rng(0).bytes(1000)):
+        (data / "manifest.json").write_bytes(content)
+        with pytest.raises(DatasetError, match=r"manifest\.json: not valid JSON"):
+            Manifest.read(data / "manifest.json")
+
+
+def test_the_whole_manifest_is_read(data):
+    assert everywhere(data) == "read"
