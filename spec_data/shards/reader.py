@@ -33,6 +33,7 @@ from spec_data.shards.shard import IndexRows, Place, Shard
 
 MANIFEST = "manifest.json"
 INDEX = "index.arrow"
+_SHOWN = 20  # wrong shards that a message names
 
 
 class HiddenStatesDataset(DocumentAccess):
@@ -110,20 +111,24 @@ class HiddenStatesDataset(DocumentAccess):
 
     def _check_sizes(self) -> None:
         """Refuse truncated or missing shards at once, and not in the middle of a run."""
+        missing, wrong = [], []
         for record in self.manifest.shards:
             file = self.path / record.file
             try:
                 size = file.stat().st_size
             except OSError as error:  # no such file, a link to nowhere, a folder without rights
-                raise MissingError(
-                    f"{file}: shard is missing or out of reach ({error.strerror}); copy the "
-                    "dataset again"
-                ) from None
+                missing.append(f"{file}: shard is missing or out of reach ({error.strerror})")
+                continue
             if size != record.bytes:
-                raise DatasetError(
+                wrong.append(
                     f"{file}: {size:,} bytes, the manifest says {record.bytes:,}: truncated or "
-                    "replaced; copy this shard again"
+                    "replaced"
                 )
+        found = missing + wrong
+        if found:
+            more = f"\n... and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            text = "\n".join(found[:_SHOWN]) + more + "; copy the dataset again"
+            raise MissingError(text) if missing else DatasetError(text)
 
     def target_config(self) -> dict[str, Any]:
         """Return the target's configuration, with every default written out.

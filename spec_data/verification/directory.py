@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 from spec_data.progress import progress
+from spec_data.shards.codec_tables import TABLES
 from spec_data.shards.files import sha256_file
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
 from spec_data.shards.seal import CARD, dataset_card, datasets_files
@@ -23,6 +24,8 @@ def check_files(dataset: HiddenStatesDataset, findings: Findings) -> None:
     manifest = dataset.manifest
     expected = {r.file: r.sha256 for r in manifest.shards}
     expected |= {name: record["sha256"] for name, record in manifest.raw["files"].items()}
+    if "sha256" in manifest.codec:
+        expected[manifest.codec.get("file", TABLES)] = manifest.codec["sha256"]
     for name in progress(expected, desc="checksums", unit="files", leave=False):
         file = dataset.path / name
         found = sha256_file(file) if file.is_file() else "missing"
