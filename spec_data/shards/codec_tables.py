@@ -25,6 +25,7 @@ from spec_data.shards.lossy import ESCAPE_FACTOR, LOSSY, Tables
 TABLES = "codec.safetensors"
 _CHANNELS = 256  # channels processed together: bounds memory at any sample size
 _MOST_OUTLIERS = 0.05  # at most this share of tokens is excluded from the statistics
+_LEVEL_COUNTS = (16, 64, 256)  # of codes of 4, 6 and 8 bits
 _IQR = 1.3489795003921634  # interquartile range of a standard Gaussian
 
 
@@ -167,7 +168,13 @@ def load_tables(file: Path, widths: Mapping[str, int], sha256: str | None) -> di
         mean, std, limit = (tensors.get(f"{name}.{part}") for part in ("mean", "std", "limit"))
         if mean is None or std is None or limit is None or not mean.shape == std.shape == (width,):
             raise DatasetError(f"{file}: no tables of {width} channels for column {name}")
-        tables[name] = Tables(mean, std, float(limit[0]), tensors.get(f"{name}.levels"))
+        levels = tensors.get(f"{name}.levels")
+        parts = [mean, std, limit] if levels is None else [mean, std, limit, levels]
+        if any(part.dtype != torch.float32 for part in parts) or limit.numel() != 1:
+            raise DatasetError(f"{file}: the tables of column {name} are not float32 numbers")
+        if levels is not None and (levels.ndim != 1 or len(levels) not in _LEVEL_COUNTS):
+            raise DatasetError(f"{file}: column {name} has {tuple(levels.shape)} levels")
+        tables[name] = Tables(mean, std, float(limit[0]), levels)
     return tables
 
 

@@ -140,7 +140,12 @@ class FollowedDataset(HiddenStatesDataset):
         )
         if not len(places):
             return own
-        self._left = PlanTokens(checked_file(self.path, LEFT_OUT, sealed))
+        file = checked_file(self.path, LEFT_OUT, sealed)
+        self._left = PlanTokens(file)
+        if len(self._left.ids) != len(places) or int(places[-1]) >= int(units[-1]):
+            raise DatasetError(
+                f"{file}: not the documents of the manifest's left_out; copy it again"
+            )
         self._left_places = {place: i for i, place in enumerate(left["places"])}
         return merged(own, self._left.planned(units), places)
 

@@ -8,6 +8,8 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from spec_data.shards.errors import DatasetError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
@@ -24,8 +26,12 @@ class PlanTokens:
     """Token ids and loss masks of planned documents, read from plan.arrow or left_out.arrow."""
 
     def __init__(self, file: Path) -> None:
-        """Read `file`, a shard with the columns doc_id, input_ids and loss_mask only."""
-        table = pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
+        """Read `file`, a shard with the columns doc_id, input_ids and loss_mask.
+
+        Raises:
+            DatasetError: it is none, also where its checksum was computed again.
+        """
+        table = _whole_table(file)
         self.ids = pa.concat_arrays(table.column("doc_id").chunks)
         chunks = {name: table.column(name).chunks for name in ("input_ids", "loss_mask")}
         flat = {
@@ -61,6 +67,29 @@ class PlanTokens:
         for name, values in out.items():
             values[start : start + count].copy_(self._flat[name][first : first + count])
         return count
+
+
+def _whole_table(file: Path) -> pa.Table:
+    """Read a table of planned documents, and check all that reading its values relies on."""
+    try:
+        table = pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
+        table.validate(full=True)
+        kinds = {f.name: f.type for f in table.schema}
+        known = {"doc_id": pa.string(), "input_ids": pa.int32(), "loss_mask": pa.uint8()}
+        for name, kind in known.items():
+            found = kinds.get(name)
+            values = found.value_type if isinstance(found, pa.LargeListType) else found
+            if values != kind or table.column(name).null_count:
+                raise pa.ArrowInvalid(f"column {name} is missing, null or of another type")
+        offsets = [
+            [c.offsets.to_numpy() for c in table.column(name).chunks]
+            for name in ("input_ids", "loss_mask")
+        ]
+        if not all(map(np.array_equal, *offsets)) or any(o[0] for o in offsets[0]):
+            raise pa.ArrowInvalid("ids and masks have other lengths")
+        return table
+    except (pa.ArrowException, OSError, ValueError, KeyError, MemoryError) as error:
+        raise DatasetError(f"{file}: damaged ({error}); copy or generate it again") from None
 
 
 def merged(stored: Planned, left: Planned, places: np.ndarray) -> Planned:

@@ -10,9 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from spec_data.generation.plan import PLAN_COLUMNS
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.index import INDEX_SCHEMA
+from spec_data.shards.planned import PlanTokens
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.writer import UnitData, write_shard
 from tests.faults.datasets import (
     hashed_again,
     linked_copy,
@@ -229,6 +232,31 @@ def test_random_values_whose_every_checksum_agrees_never_crash(data):
         return data
 
     campaign("shard and its checksums", 40, make)
+
+
+@pytest.mark.parametrize("column", ["doc_id", "input_ids", "loss_mask"])
+@pytest.mark.parametrize("offset", [-1, 10**6, 1])
+def test_planned_documents_with_bad_offsets_are_refused(tmp_path, column, offset):
+    """left_out.arrow of a sealed dataset and plan.arrow of one being generated."""
+    file = tmp_path / "left_out.arrow"
+    lengths = np.array([0, 3, 7, 9])
+    tokens = {"input_ids": np.arange(9, dtype=np.int32), "loss_mask": np.ones(9, np.uint8)}
+    unit = UnitData(["a" * 32, "b" * 32, "c" * 32], ["s"] * 3, [[]] * 3, lengths, tokens)
+    write_shard(file, unit, PLAN_COLUMNS)
+    assert PlanTokens(file).offsets.tolist() == lengths.tolist()
+    content = bytearray(file.read_bytes())
+    size, kind = (4, "<i") if column == "doc_id" else (8, "<q")
+    struct.pack_into(kind, content, list_offsets(bytes(content), column) + 2 * size, offset)
+    file.write_bytes(content)
+
+    def read(_):
+        try:
+            PlanTokens(file)
+        except DatasetError as error:
+            return str(error)
+
+    (outcome,) = survived(read, 1)
+    assert outcome.startswith(f"{file}: damaged ("), outcome
 
 
 def test_an_index_of_the_manifest_is_read(data):

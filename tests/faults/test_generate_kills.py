@@ -1,0 +1,153 @@
+"""SIGKILL at random moments of generation: the finished directory has the same bytes.
+
+One process, several workers at once, and a fit that follows. Each command is started again until it
+ends by itself; then every file is compared with that of a run that nobody killed.
+"""
+
+import collections
+import hashlib
+import multiprocessing as mp
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from spec_data.cli import main as generate
+from spec_data.generation.sealing import seal_directory
+from spec_train.cli import main as fit
+from tests.faults.tools import report, trials
+from tests.spec_data.runs import options, run, save_target, write_corpus
+
+TAKES = [0.0]  # seconds of a whole generation, on this machine and under its load
+LONGEST = 240.0  # seconds: a command that takes longer hangs
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source")
+    return save_target(folder / "target"), write_corpus(folder / "chats.jsonl", 40)
+
+
+@pytest.fixture(scope="module")
+def whole(source, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "data"
+    begun = time.monotonic()
+    run(*source, out, max_shard_size="60KB")
+    TAKES[0] = time.monotonic() - begun
+    return out
+
+
+def digests(path: Path) -> dict[str, str]:
+    files = (p for p in path.rglob("*") if p.is_file())
+    return {str(p.relative_to(path)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def start(main: Callable[[list[str]], int], words: list[str], log: Path) -> mp.Process:
+    """Start a command in a forked process: without imports, kills hit the work itself."""
+
+    def work() -> None:
+        torch.set_num_threads(1)  # a fork has none of its parent's threads and waits for them
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        os._exit(main(words))
+
+    process = mp.get_context("fork").Process(target=work)
+    process.start()
+    return process
+
+
+def generate_words(source, out: Path, **changes) -> list[str]:
+    given = options(*source, out, max_shard_size="60KB", **changes)
+    pairs = {name.replace("_", "-"): value for name, value in given.items()}
+    corpus = pairs.pop("corpus")
+    flags = [word for name, value in pairs.items() for word in (f"--{name}", str(value))]
+    return ["generate", "--corpus", *corpus, *flags]
+
+
+def killed_until_done(commands: list, rng: np.random.Generator, kills: int, log: Path) -> int:
+    """Run commands side by side and kill each at random moments; return how many kills hit.
+
+    A killed command starts again at once. The moments are spread over what the work takes here.
+    """
+    left, hit = dict.fromkeys(range(len(commands)), kills), 0
+
+    def begin(n: int) -> tuple[mp.Process, float]:
+        return start(*commands[n], log), time.monotonic() + rng.uniform(0.0, 1.5) * TAKES[0]
+
+    running = {n: begin(n) for n in left}
+    end = time.monotonic() + LONGEST
+    while running:
+        assert time.monotonic() < end, log.read_text()
+        for n, (process, due) in list(running.items()):
+            if process.exitcode is not None:
+                assert process.exitcode == 0, log.read_text()
+                del running[n]
+            elif left[n] and time.monotonic() >= due:
+                process.kill()
+                process.join()
+                left[n], hit = left[n] - 1, hit + 1
+                running[n] = begin(n)
+        time.sleep(0.002)
+    return hit
+
+
+def test_killed_generation_ends_in_the_same_bytes(source, whole, tmp_path):
+    outcomes = collections.Counter()
+    for trial, rng in trials("kills of generate", 2):
+        out = tmp_path / f"data{trial}"
+        hit = killed_until_done([(generate, generate_words(source, out))], rng, 3, tmp_path / "log")
+        assert digests(out) == digests(whole)
+        outcomes["kills"] += hit
+        outcomes["equal directories"] += 1
+    report("kills of generate", outcomes)
+    assert outcomes["kills"]
+
+
+def test_killed_workers_end_in_the_same_bytes(source, whole, tmp_path):
+    outcomes = collections.Counter()
+    for trial, rng in trials("kills of workers", 1):
+        out = tmp_path / f"data{trial}"
+        words = [generate_words(source, out, workers=f"{i}/2") for i in range(2)]
+        hit = killed_until_done([(generate, w) for w in words], rng, 2, tmp_path / "log")
+        seal_directory(out)
+        assert digests(out) == digests(whole)
+        outcomes["kills"] += hit
+        outcomes["equal directories"] += 1
+    report("kills of workers", outcomes)
+    assert outcomes["kills"]
+
+
+def test_a_killed_generation_that_is_followed(source, whole, tmp_path):
+    """The fit is killed as well; data and weights are those of runs that nobody killed."""
+    outcomes = collections.Counter()
+
+    def fit_words(data: Path, out: Path) -> list[str]:
+        flags = {
+            "data": data, "out": out, "epochs": 1, "batch-size": 1, "seq-len": 64, "ttt-steps": 2,
+            "draft-vocab-size": 64, "window-tokens": 256, "validation": 0.2, "save-every": 2,
+            "device": "cpu", "log-every": 1,
+        }  # fmt: skip
+        words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+        return ["fit", "eagle3", "--follow", *words]
+
+    assert not killed_until_done(
+        [(fit, fit_words(whole, tmp_path / "run"))], np.random.default_rng(0), 0, tmp_path / "log"
+    )
+    weights = (tmp_path / "run" / "last" / "model.safetensors").read_bytes()
+    for trial, rng in trials("kills of generate and fit --follow", 1):
+        data, out = tmp_path / f"data{trial}", tmp_path / f"run{trial}"
+        (data / ".generate").mkdir(parents=True)  # there from the start: the fit waits for the plan
+        commands = [(generate, generate_words(source, data))]
+        commands.append((fit, fit_words(data, out)))
+        hit = killed_until_done(commands, rng, 2, tmp_path / "log")
+        assert digests(data) == digests(whole)
+        assert (out / "last" / "model.safetensors").read_bytes() == weights
+        outcomes["kills"] += hit
+        outcomes["equal directories and weights"] += 1
+    report("kills of generate and fit --follow", outcomes)
+    assert outcomes["kills"]
