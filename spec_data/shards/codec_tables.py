@@ -10,6 +10,7 @@ Shapes: N sampled tokens, H channels.
 import hashlib
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,15 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from spec_data.shards.errors import DatasetError, MissingError
-from spec_data.shards.lossy import ESCAPE_FACTOR, LOSSY, Tables
+from spec_data.shards.lossy import ESCAPE_FACTOR, LOSSY, LossyCodec, Tables
 
 TABLES = "codec.safetensors"
 _CHANNELS = 256  # channels processed together: bounds memory at any sample size
-_MOST_OUTLIERS = 0.05  # at most this share of tokens is excluded from the statistics
+_MOST_OUTLIERS = 0.25  # at most this share of tokens is excluded from the statistics
 _LEVEL_COUNTS = (16, 64, 256)  # of codes of 4, 6 and 8 bits
+_SHARES = (0, 0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.16, 0.2, 0.25, 0.3)
+"""Shares of the sample that may be stored in bf16; the smallest one that suffices is used."""
+_MARGIN = 0.6  # of the bound of a codec, which is checked later on other documents
 _IQR = 1.3489795003921634  # interquartile range of a standard Gaussian
 
 
@@ -34,6 +38,7 @@ def make_tables(states: Tensor, codec: str) -> Tables:
 
     A first, robust standardisation (median, quartiles) finds massive tokens. A second one, without
     these tokens, is stored. `limit` is 8 times the median RMS of a token under the second one.
+    In short documents more than a tenth of the tokens may be massive, as delimiters are.
     """
     low, middle, high = (torch.from_numpy(q) for q in _quartiles(states))
     spread = ((high - low) / _IQR).numpy()
@@ -42,9 +47,33 @@ def make_tables(states: Tensor, codec: str) -> Tables:
     keep = first <= max(ESCAPE_FACTOR * np.median(first), np.quantile(first, 1 - _MOST_OUTLIERS))
     mean, std = _moments(states, keep)
     limit = np.float32(ESCAPE_FACTOR * np.median(_rms(states, mean, std)))
-    return Tables(
+    tables = Tables(
         torch.from_numpy(mean), torch.from_numpy(std), float(limit) or 1.0, _levels(codec)
     )
+    return replace(tables, worst=_worst_error(states, tables, LOSSY[codec]))
+
+
+def _worst_error(states: Tensor, tables: Tables, codec: LossyCodec) -> float:
+    """Return the largest squared error that a token may have in a channel without escaping.
+
+    It is infinite if the sample [N, H] is well within the bound of the codec, or if no share of
+    escaped tokens brings it there (then the bound stops the run later).
+    """
+    errors = codec.sample_errors(states, tables).numpy()  # float32 [n, H], of coded tokens
+    if not len(errors):
+        return math.inf
+    worst = errors.max(axis=1)  # [n]
+    order = np.argsort(-worst, kind="stable")
+    for share in _SHARES:
+        count = math.ceil(share * len(order))
+        mean = errors[order[count:]].mean(axis=0, dtype=np.float64)  # [H]
+        mean = mean[tables.std.numpy() > 0]
+        if not len(mean):
+            return math.inf
+        within = mean.max() <= _MARGIN * codec.bound.worst
+        if within and np.median(mean) <= _MARGIN * codec.bound.median:
+            return float(worst[order[count]]) if count else math.inf
+    return math.inf
 
 
 def _parts(states: Tensor) -> list[tuple[slice, np.ndarray]]:
@@ -138,6 +167,8 @@ def save_tables(tables: Mapping[str, Tables]) -> bytes:
         tensors[f"{name}.limit"] = torch.tensor([table.limit], dtype=torch.float32)
         if table.levels is not None:
             tensors[f"{name}.levels"] = table.levels
+        if table.worst < math.inf:
+            tensors[f"{name}.worst"] = torch.tensor([table.worst], dtype=torch.float32)
     return save({name: t.contiguous() for name, t in tensors.items()})
 
 
@@ -168,13 +199,15 @@ def load_tables(file: Path, widths: Mapping[str, int], sha256: str | None) -> di
         mean, std, limit = (tensors.get(f"{name}.{part}") for part in ("mean", "std", "limit"))
         if mean is None or std is None or limit is None or not mean.shape == std.shape == (width,):
             raise DatasetError(f"{file}: no tables of {width} channels for column {name}")
-        levels = tensors.get(f"{name}.levels")
-        parts = [mean, std, limit] if levels is None else [mean, std, limit, levels]
-        if any(part.dtype != torch.float32 for part in parts) or limit.numel() != 1:
+        levels, worst = tensors.get(f"{name}.levels"), tensors.get(f"{name}.worst")
+        parts = [part for part in (mean, std, limit, levels, worst) if part is not None]
+        numbers = [part.numel() for part in (limit, worst) if part is not None]
+        if any(part.dtype != torch.float32 for part in parts) or set(numbers) != {1}:
             raise DatasetError(f"{file}: the tables of column {name} are not float32 numbers")
         if levels is not None and (levels.ndim != 1 or len(levels) not in _LEVEL_COUNTS):
             raise DatasetError(f"{file}: column {name} has {tuple(levels.shape)} levels")
-        tables[name] = Tables(mean, std, float(limit[0]), levels)
+        most = math.inf if worst is None else float(worst.item())
+        tables[name] = Tables(mean, std, float(limit.item()), levels, most)
     return tables
 
 

@@ -1,8 +1,12 @@
 """Laws of the lossy codecs: textbook errors, nothing destroyed, the same bits everywhere."""
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load
 
 from spec_data.options import HIDDEN_CODECS
 from spec_data.shards.codec_tables import (
@@ -93,6 +97,65 @@ def test_massive_tokens_come_back_exactly_and_cost_the_others_nothing(codec):
     assert torch.equal(back[massive], states[massive])
     rest = channel_error(states[~massive], back[~massive].bfloat16(), tables)
     assert np.median(rest) < 1.1 * TEXTBOOK[codec] + 3e-6
+
+
+def short_documents(factor: float, share: float = 0.12) -> tuple[torch.Tensor, torch.Tensor]:
+    """Documents of about 20 tokens: more than a tenth of the tokens are massive in two channels."""
+    states = gaussian(6000) * torch.linspace(0.5, 20, H) + 3
+    massive = torch.rand(6000, generator=torch.Generator().manual_seed(3)) < share
+    states[massive, 3] += factor * 0.5
+    states[massive, 40] -= factor * 12
+    return states.bfloat16().float(), massive
+
+
+@pytest.mark.parametrize("factor", [3.0, 10.0, 30.0, 100.0, 1000.0])
+@pytest.mark.parametrize("codec", ["int8c", "lm6c", "lm4c"])
+def test_many_massive_tokens_stay_within_the_bound(codec, factor):
+    """The other half of the sample is measured, as `calibrate` does."""
+    states, massive = short_documents(factor)
+    tables = make_tables(states[:3000], codec)
+    held_out, is_massive = states[3000:], massive[3000:]
+    escaped = torch.zeros(3000, dtype=torch.bool)
+    escaped[torch.from_numpy(stored(codec, held_out, tables).escape_index)] = True
+    back = round_trip(codec, held_out, tables)
+    found = channel_error(held_out[~escaped], back[~escaped], tables)
+    bound = LOSSY[codec].bound
+    assert found.max() < bound.worst and np.median(found) < bound.median
+    ordinary = channel_error(held_out[~is_massive], back[~is_massive], tables)
+    assert np.median(ordinary) < 1.2 * TEXTBOOK[codec] + 3e-6
+    assert float(escaped[~is_massive].float().mean()) < 0.02  # few others are stored in bf16
+
+
+@pytest.mark.parametrize("codec", ["int8c", "lm6c", "lm4c"])
+def test_a_limit_on_the_error_escapes_exactly_the_tokens_above_it(codec):
+    """The escaped tokens, computed token by token in float64."""
+    states, _ = short_documents(10.0)
+    tables = make_tables(states, codec)
+    free = replace(tables, worst=math.inf)
+    rows = stored(codec, states, free)
+    coded = np.setdiff1d(np.arange(len(states)), rows.escape_index)
+    values = LOSSY[codec]._values(torch.from_numpy(rows.values.copy()), free).double()
+    values = values * bf16_tensor(rows.scale).double()[:, None]
+    z = (states.double() - tables.mean.double()) / tables.std.double()
+    gaps = (z - values).square().amax(-1).numpy()
+    limit = float(np.quantile(gaps[coded], 0.9))
+    chosen = stored(codec, states, replace(tables, worst=limit))
+    expected = set(rows.escape_index) | {t for t in coded if gaps[t] > limit}
+    # the encoder computes in float32: tokens close to the limit may fall on either side
+    unclear = {t for t in coded if abs(gaps[t] / limit - 1) < 1e-3}
+    assert set(chosen.escape_index.tolist()) ^ expected <= unclear
+    assert len(unclear) < 0.02 * len(states)
+    same = np.setdiff1d(coded, chosen.escape_index)
+    assert np.array_equal(chosen.values[same], rows.values[same])
+    assert not chosen.scale[list(set(chosen.escape_index))].any()
+
+
+def test_the_limit_on_the_error_is_stored_only_where_it_is_needed(tmp_path):
+    plain = make_tables(gaussian(3000), "lm4c")
+    assert plain.worst == math.inf and "x.worst" not in load(save_tables({"x": plain}))
+    needed = replace(plain, worst=2.5)
+    (tmp_path / "codec.safetensors").write_bytes(save_tables({"x": needed}))
+    assert load_tables(tmp_path / "codec.safetensors", {"x": H}, None)["x"].worst == 2.5
 
 
 @pytest.mark.parametrize("codec", LOSSY)
