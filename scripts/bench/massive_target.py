@@ -11,7 +11,7 @@ residual stream are hundreds of times larger than all others, from an early bloc
    block's MLP removes it again.
 3. The norms now make everything else small at these tokens, so some steps of training follow.
 
-    python scripts/bench/massive_target.py --target DIR --corpus gsm8k.jsonl --out DIR [--factor 300]
+    python scripts/bench/massive_target.py --target DIR --corpus gsm8k.jsonl --out DIR
 
 --out gets the target in `target/` and in `corpus.jsonl` chats of about 20 to 2,000 tokens.
 """
