@@ -9,6 +9,7 @@ part itself is searched for, without white space, also in the escaped form of JS
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from spec_data.corpus.records import REASONING
 
 REASONINGS, CALLS, TOOL_LISTS = "reasoning texts", "tool calls", "lists of tools"
 _CLOSE, _OPEN = "</think>", "<think>"
+_MARK = re.compile(r"Qzv\d+mark")
 
 Message = dict[str, Any]
 
@@ -79,10 +81,7 @@ def _missing(
     if not missing:
         return []
     real = _squeezed(text(plain))
-    for part in parts:
-        for mark in part.marks:
-            found = found.replace(mark, "")
-    if _squeezed(found) == real:
+    if _squeezed(_MARK.sub("", found)) == real:
         return missing
     return [part for part in missing if not all(_holds(real, t) for t in part.texts)]
 
@@ -159,15 +158,13 @@ def _without_tags(reasoning: str) -> str:
 def _marked_call(index: int, call: Message, marker: _Marker) -> Message:
     inner = call.get("function")
     function = inner if isinstance(inner, dict) else call
-    name, arguments = function.get("name"), function.get("arguments")
-    leaf = _first_text(arguments)
-    texts = [t for t in (name, leaf) if isinstance(t, str) and t.strip()]
+    found = {key: _first_text(function.get(key)) for key in ("name", "arguments")}
+    texts = {key: text for key, text in found.items() if text is not None}
     if not texts:
         return call
-    marks = dict(zip(texts, marker.add(index, CALLS, *texts), strict=False))
-    changed = function | ({"name": marks[name]} if name in texts else {})
-    if leaf in marks:
-        changed["arguments"] = _replaced(arguments, leaf, marks[leaf])[0]
+    changed = dict(function)
+    for key, marked in zip(texts, marker.add(index, CALLS, *texts.values()), strict=True):
+        changed[key] = _replaced(function[key], texts[key], marked)[0]
     return {**call, "function": changed} if function is inner else changed
 
 

@@ -1,13 +1,12 @@
 """What all campaigns share: how many trials, their seeds, and trials that may kill a process."""
 
 import collections
+import json
 import os
-import pickle
 import signal
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 
@@ -33,13 +32,13 @@ def report(name: str, outcomes: collections.Counter) -> None:
     print(f"campaign {name}: {found}")
 
 
-def survived(run: Callable[[int], Any], number: int) -> list[Any]:
+def survived(run: Callable[[int], str], number: int) -> list[str]:
     """Run trials 0 to `number` in a process of their own; return the result of each.
 
     A trial that kills the process has the result "killed by SIGSEGV" (or another signal), and one
     that raises has its traceback; the others follow in a new process.
     """
-    results: list[Any] = []
+    results: list[str] = []
     while len(results) < number:
         reading, writing = os.pipe()
         child = os.fork()
@@ -48,25 +47,23 @@ def survived(run: Callable[[int], Any], number: int) -> list[Any]:
             _send_all(run, range(len(results), number), writing)
         os.close(writing)
         with os.fdopen(reading, "rb") as stream:
-            try:
-                while True:
-                    results.append(pickle.load(stream))
-            except EOFError:
-                pass
+            results += [json.loads(line) for line in stream if line.endswith(b"\n")]
         _, status = os.waitpid(child, 0)
         if os.WIFSIGNALED(status):
             results.append(f"killed by {signal.Signals(os.WTERMSIG(status)).name}")
+        elif status:
+            results.append(f"exit status {os.waitstatus_to_exitcode(status)}")
     return results
 
 
-def _send_all(run: Callable[[int], Any], numbers: range, writing: int) -> None:
-    """Send the results of trials to the parent, and leave without its clean-up."""
+def _send_all(run: Callable[[int], str], numbers: range, writing: int) -> None:
+    """Send the results of trials to the parent, a JSON line each; leave without its clean-up."""
     with os.fdopen(writing, "wb") as stream:
         for trial in numbers:
             try:
                 result = run(trial)
             except BaseException:
                 result = traceback.format_exc()
-            pickle.dump(result, stream)
+            stream.write(json.dumps(result).encode() + b"\n")
             stream.flush()
     os._exit(0)

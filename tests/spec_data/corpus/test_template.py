@@ -88,6 +88,20 @@ def test_earlier_reasoning_without_a_document_of_its_own_is_counted():
     assert renderer.left_out == {"reasoning texts": 1}
 
 
+def test_a_short_text_is_not_found_elsewhere_in_any_of_several_documents():
+    """The user says "hello" too, and the turns are documents of their own."""
+    deaf = QWEN3.replace("messages %}", "messages if message.role != 'developer' %}")
+    messages = [developer("hello"), user("hello there"), THOUGHT, user("b"), THOUGHT]
+    assert deaf != QWEN3
+    assert left_out(template(deaf), *messages) == {"developer messages": 1}
+
+
+def test_a_tool_whose_first_argument_is_its_own_name_is_not_left_out():
+    call = {"function": {"name": "search", "arguments": {"query": "search"}}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert left_out(tokenizer("qwen3"), user("a"), message, tools=TOOLS) == {}
+
+
 def test_tool_calls_and_lists_of_tools_are_counted():
     lines = CHATML.replace("message.content", "(message.content or '')")
     messages = [user("Is it w in Paris?"), CALL, {"role": "tool", "content": "sun"}, answer("Yes")]
