@@ -88,8 +88,8 @@ def _statements(raw: dict[str, Any]) -> Iterator[Statement]:
         for name in ("causal", "is_causal"):
             yield "causal", prefix + name, table.get(name)
         for name in ("dtype", "torch_dtype"):
-            value = table.get(name)
-            yield "dtype", prefix + name, value and str(value).removeprefix("torch.")
+            value = table.get(name)  # a nested config may keep its target's dtype: no contradiction
+            yield f"{prefix}dtype", prefix + name, value and str(value).removeprefix("torch.")
         yield "num_hidden_layers", prefix + "num_hidden_layers", table.get("num_hidden_layers")
         if table.get("layer_types") is not None:
             yield "num_hidden_layers", f"{prefix}layer_types", len(table["layer_types"])

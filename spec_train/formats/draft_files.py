@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spec_data.shards.errors import DraftError, MissingError, RunError
+from spec_data.shards.errors import DraftError, MissingError
 from spec_data.shards.files import (
     canonical_json,
     dump_json,
@@ -103,18 +103,23 @@ def write_files(files: DraftFiles, directory: str | Path) -> None:
 def _sort_metadata(path: Path, metadata: dict[str, str]) -> None:
     """Rewrite the metadata of a safetensors file in place, sorted by name.
 
-    safetensors writes it in random order; equal drafts must have equal bytes. The header is the
-    length of a JSON text, 8 bytes, and that text.
+    safetensors writes it in random order; equal drafts should have equal bytes. The header is the
+    length of a JSON text, 8 bytes, and that text. A file whose header has another form is complete
+    all the same, and is left as it is.
     """
     key, ordered = b'"__metadata__":', canonical_json(metadata)
     with path.open("r+b") as file:
         length = int.from_bytes(file.read(8), "little")
-        header = file.read(length)
-        start = header.index(key) + len(key)
-        if len(header[start : header.index(b"}", start) + 1]) != len(ordered):
-            raise RunError(f"{path}: unknown form of metadata; this release of safetensors is new")
-        file.seek(8 + start)
-        file.write(ordered)
+        before, _, after = file.read(length).partition(key)
+        start = len(before) + len(key)
+        text = after[: len(ordered)]
+        try:
+            known = json.loads(text) == metadata
+        except ValueError:  # also text that is not UTF-8
+            known = False
+        if known:
+            file.seek(8 + start)
+            file.write(ordered)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

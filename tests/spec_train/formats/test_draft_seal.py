@@ -278,6 +278,30 @@ def test_equal_drafts_have_equal_bytes(own: Path, tmp_path: Path) -> None:
     assert json.loads(header)["__metadata__"] == {"format": "pt", **MARK}
 
 
+@pytest.mark.parametrize("space", [b" ", b"  "])
+def test_another_form_of_the_header_of_safetensors_is_left_as_it_is(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, space: bytes
+) -> None:
+    """A future safetensors may write spaces in it; saving a draft must not fail then."""
+    headers = []
+
+    def save_spaced(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+        save_file(tensors, path, metadata)
+        raw = path.read_bytes()
+        end = 8 + int.from_bytes(raw[:8], "little")
+        header = raw[8:end].rstrip().replace(b'":', b'":' + space)
+        header += b" " * (-len(header) % 8)
+        headers.append(header)
+        path.write_bytes(len(header).to_bytes(8, "little") + header + raw[end:])
+
+    files = read_files(own)
+    monkeypatch.setattr("spec_train.formats.draft_files.save_file", save_spaced)
+    write_files(files, tmp_path / "new")
+    assert (tmp_path / "new" / "model.safetensors").read_bytes()[8:].startswith(headers[0])
+    assert read_files(tmp_path / "new").sealed
+    assert same_draft(own, tmp_path / "new")
+
+
 @pytest.mark.parametrize("umask", [0o022, 0o027])
 def test_files_have_the_mode_of_the_umask(own: Path, tmp_path: Path, umask: int) -> None:
     """A container's user could not read exports with mode 0600."""
@@ -420,6 +444,23 @@ def test_foreign_drafts_must_agree_too(own: Path, change: Change, message: str) 
     assert load_draft(own)
     with pytest.raises(DraftError, match=message):
         load_draft(edited(own, change))
+
+
+def test_a_published_speculators_draft_may_have_another_dtype_than_its_layer(
+    own: Path, tmp_path: Path, target: Path
+) -> None:
+    """A nested config that was copied from the target keeps the target's dtype."""
+
+    def publish(raw: dict[str, Any]) -> None:
+        raw.pop("spec_train")
+        raw["dtype"] = "float32"
+        raw["transformer_layer_config"] |= {"dtype": "bfloat16"}
+
+    edited(unseal(export(own, "speculators", tmp_path / "out", target)), publish)
+    assert load_draft(tmp_path / "out")
+    publish_wrong = edited(tmp_path / "out", lambda raw: raw.update(torch_dtype="float16"))
+    with pytest.raises(DraftError, match="dtype: float32 by dtype, float16 by torch_dtype"):
+        load_draft(publish_wrong)
 
 
 def test_the_maps_of_the_vocabulary_must_name_the_same_tokens(own: Path) -> None:
