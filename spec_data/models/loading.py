@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from spec_data.devices import DTYPES, usable_device
-from spec_data.models.reading import text_config
+from spec_data.models.reading import load_config, text_config
 from spec_data.models.resolve import resolve_model
 from spec_data.models.weight_files import weight_files
 from spec_data.shards.errors import TargetError
@@ -50,10 +50,8 @@ def load_model(
     directory, _ = resolve_model(path)
     weight_files(directory)
     known: Any = dtype if dtype == "auto" else DTYPES.get(str(dtype), dtype)
+    load_config(directory, trust)  # refuses what is no decoder-only model
     try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust)
-        if getattr(config, "is_encoder_decoder", False):
-            raise TargetError(f"{path}: an encoder-decoder model; drafts need a decoder-only model")
         model, info = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=known,

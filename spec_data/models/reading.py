@@ -24,7 +24,7 @@ def load_config(directory: Path, trust: bool = False) -> Any:
     """
     try:
         config = AutoConfig.from_pretrained(str(directory), trust_remote_code=trust)
-    except (ValueError, OSError, KeyError, ImportError) as error:
+    except Exception as error:  # a config that does not validate raises an error of its own
         raise TargetError(
             f"{directory / 'config.json'}: transformers cannot load it: {error}"
         ) from None
@@ -50,5 +50,5 @@ def load_tokenizer(directory: Path, trust: bool = False) -> PreTrainedTokenizerB
     """
     try:
         return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust)
-    except (ValueError, OSError, KeyError, ImportError) as error:
+    except Exception as error:  # tokenizers raises a plain Exception for a file that it cannot read
         raise TargetError(f"{directory}: no usable tokenizer ({error})") from None

@@ -1,0 +1,44 @@
+"""A config or a tokenizer that transformers cannot read is an error in words, whatever it raises."""
+
+import json
+
+import pytest
+
+from spec_data.models.identify import identify_files
+from spec_data.models.loading import load_model
+from spec_data.models.reading import load_config, load_tokenizer
+from spec_data.shards.errors import TargetError
+from tests.spec_data.runs import save_target
+from tests.spec_train.fitted import edit
+
+NEWER = {"pre_tokenizer": {"type": "OfANewerRelease"}}
+
+
+@pytest.fixture
+def target(tmp_path):
+    save_target(tmp_path / "target")
+    return tmp_path / "target"
+
+
+def test_a_tokenizer_of_a_newer_release_is_an_error_in_words(target):
+    """The tokenizers library raises a plain Exception for it."""
+    edit(target / "tokenizer.json", **NEWER)
+    with pytest.raises(TargetError, match=r"no usable tokenizer \(data did not match any"):
+        load_tokenizer(target)
+    facts, problems = identify_files(target)
+    assert "weights_hash" in facts and "config_hash" in facts
+    assert len(problems) == 1 and "no usable tokenizer" in problems[0]
+
+
+def test_a_config_that_does_not_validate_is_an_error_in_words(target):
+    edit(target / "config.json", num_hidden_layers="two")
+    for read in (load_config, lambda folder: load_model(str(folder), device="cpu")):
+        with pytest.raises(TargetError, match=r"config\.json: transformers cannot load it: Valid"):
+            read(target)
+
+
+def test_an_encoder_decoder_model_is_refused_before_its_weights_are_read(target):
+    config = {"model_type": "t5", "vocab_size": 96, "d_model": 8, "num_layers": 1, "num_heads": 1}
+    (target / "config.json").write_text(json.dumps(config))
+    with pytest.raises(TargetError, match="it is an encoder-decoder model; drafts need"):
+        load_model(str(target), device="cpu")
