@@ -1,4 +1,4 @@
-"""A config or a tokenizer that transformers cannot read is an error in words, whatever it raises."""
+"""Configs and tokenizers that transformers cannot read are errors in words, whatever it raises."""
 
 import json
 
