@@ -143,9 +143,7 @@ class FollowedDataset(HiddenStatesDataset):
         file = checked_file(self.path, LEFT_OUT, sealed)
         self._left = PlanTokens(file)
         if len(self._left.ids) != len(places) or int(places[-1]) >= int(units[-1]):
-            raise DatasetError(
-                f"{file}: not the left_out of the manifest; copy it again"
-            )
+            raise DatasetError(f"{file}: not the left_out of the manifest; copy it again")
         self._left_places = {place: i for i, place in enumerate(left["places"])}
         return merged(own, self._left.planned(units), places)
 
