@@ -50,8 +50,9 @@ def head_bytes(setup: Setup) -> int:
             )
         tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
         sizes = [p.numel() for p in head_parts(model, tied).values()]
-    except (ValueError, TypeError, AttributeError, KeyError, RuntimeError, NotImplementedError):
-        # A family that cannot be built without weights: embedding and head, as the config has them.
+    except Exception:
+        # A family that cannot be built without weights, for any reason of its own: embedding and
+        # head, as the config has them. The size is only an estimate.
         tied = bool(getattr(setup.model_config, "tie_word_embeddings", False))
         sizes = [setup.vocab_size * setup.target["hidden_size"]] * (1 if tied else 2)
     return sum(sizes) * width + len(sizes) * _SAFETENSORS_ENTRY

@@ -49,9 +49,9 @@ def worker_lock(out: Path, workers: str, units: int) -> Iterator[None]:
 
 def _refuse_overlap(out: Path, workers: str, units: int) -> None:
     own = _units(workers, units)
-    for other in running_workers(out / WORK):
+    for other, file in _held(out / WORK):
         shared = own & _units(other, units)
-        if other != workers and shared:
+        if other != workers and shared and not _free(file, _PATIENCE):
             raise RunError(
                 f"{out}: another process is running worker {other} here, and {len(shared)} of the "
                 f"units of worker {workers} are its own (first: {min(shared)}). Start all "
@@ -69,18 +69,20 @@ def running_workers(work: Path) -> list[str]:
 
     The caller's own is among them if it holds one.
     """
-    names = [(file, re.fullmatch(r"worker-(\d+)-of-(\d+)", file.stem)) for file in _locks(work)]
-    return [f"{name[1]}/{name[2]}" for file, name in names if name and not _free(file)]
+    return [worker for worker, _ in _held(work)]
 
 
-def _locks(work: Path) -> list[Path]:
-    return sorted(work.glob("worker-*.lock"))
+def _held(work: Path) -> list[tuple[str, Path]]:
+    """Return the workers whose lock a process holds now, each with the file of its lock."""
+    files = sorted(work.glob("worker-*.lock"))
+    names = [(file, re.fullmatch(r"worker-(\d+)-of-(\d+)", file.stem)) for file in files]
+    return [(f"{name[1]}/{name[2]}", file) for file, name in names if name and not _free(file, 0)]
 
 
-def _free(file: Path) -> bool:
-    """Return whether no process holds the lock `file`."""
+def _free(file: Path, seconds: float) -> bool:
+    """Return whether no process holds the lock `file`, or whether it is released in `seconds`."""
     try:
-        with FileLock(file, blocking=False):
+        with FileLock(file, timeout=seconds):
             return True
     except Timeout:
         return False

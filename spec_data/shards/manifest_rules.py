@@ -133,7 +133,8 @@ _AGREEMENT = Table(
 )
 MANIFEST = Table(
     {
-        **{"settings": OBJECT, "layers": Listed(LAYER), "supervision": SUPERVISION},
+        "settings": Table({"on_policy?": FLAG, "sampling_temperature?": or_null(SHARE)}),
+        **{"layers": Listed(LAYER), "supervision": SUPERVISION},
         **dict.fromkeys(("layer_convention?", "policy?"), TEXT),
         "final?": TOKENS,
         "mask?": ANY,

@@ -37,7 +37,7 @@ BAD = [
     *("", "x", "\ud800", "../x", "é" * 300, [], [None], [[]], {}, {"a": None}, {"": {}}),
     MISSING,
 ]
-FREE = ("settings",)  # compared as a whole when generation is resumed, and read by nothing else
+FREE = ("settings",)  # compared as a whole when generation is resumed; two of them are read
 
 
 @pytest.fixture
@@ -110,6 +110,8 @@ def test_every_wrong_value_is_refused_in_words_or_harmless(data):
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
+        (("settings", "on_policy"), "no", "settings.on_policy is 'no', expected true or false"),
+        (("settings", "sampling_temperature"), "1", "settings.sampling_temperature is '1', expec"),
         (("totals", "documents"), "12", "totals.documents is '12', expected a whole numbe"),
         (("totals", "tokens"), None, "totals.tokens is null, expected a whole numbe"),
         (("totals", "tokens"), 5, "totals.tokens is 5, but the shards have"),

@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+import threading
 
 import pytest
+from filelock import FileLock
 
 from spec_data.generation.replan import check_still_planned, discard_unused_plan
 from spec_data.generation.run import find_plan
@@ -98,6 +100,20 @@ def test_running_workers_with_units_in_common_are_refused(target, corpus, tmp_pa
             run(target, corpus, out, workers="0/1")
     with worker_lock(out, "1/3", 9):  # one after the other: another n is harmless
         pass
+
+
+def test_a_lock_that_is_only_looked_at_is_no_running_worker(tmp_path):
+    """Workers that start together look at the lock files of an earlier n at the same moment."""
+    (tmp_path / ".generate").mkdir()
+    with worker_lock(tmp_path, "0/1", 9):
+        pass
+    looked_at = FileLock(tmp_path / ".generate" / "worker-0-of-1.lock", thread_local=False)
+    looked_at.acquire()
+    release = threading.Timer(0.2, looked_at.release)
+    release.start()
+    with worker_lock(tmp_path, "0/2", 9):
+        assert not looked_at.is_locked
+    release.join()
 
 
 def test_another_n_after_a_stopped_worker_completes_the_dataset(target, corpus, tmp_path):
