@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from spec_data.config import as_flags
 from spec_train.draft_options import Eagle3Options
 from spec_train.drafts import DRAFTS
 from spec_train.options import FitConfig
@@ -79,11 +80,7 @@ COMMAND = [sys.executable, "-m", "spec_train.cli", "fit", "eagle3"]
 
 
 def command(config: FitConfig) -> list[str]:
-    flags = []
-    for name, value in dataclasses.asdict(config).items():
-        if value is not None and value is not False:
-            flags += ["--" + name.replace("_", "-"), str(value)]
-    return [*COMMAND, *flags, "--ttt-steps", "2", "--draft-vocab-size", "40"]
+    return [*COMMAND, *as_flags(config), "--ttt-steps", "2", "--draft-vocab-size", "40"]
 
 
 def environment() -> dict[str, str]:
