@@ -75,7 +75,7 @@ def test_killed_and_resumed_beside_generation(source, reference, tmp_path):
     command = [sys.executable, "-m", "spec_train.cli", "fit", "eagle3", "--ttt-steps", "2",
                "--draft-vocab-size", "40", "--follow"]  # fmt: skip
     for name, value in dataclasses.asdict(config_of(data, out)).items():
-        if value is not None and name != "follow":
+        if value is not None and not isinstance(value, bool):
             command += ["--" + name.replace("_", "-"), str(value)]
     fitting = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
     wait_until((out / "last").exists, fitting)
