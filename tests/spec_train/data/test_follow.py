@@ -74,7 +74,7 @@ def test_killed_and_resumed_beside_generation(source, reference, tmp_path):
     wait_until((data / WORK / "plan.json").is_file, generator)
     command = [sys.executable, "-m", "spec_train.cli", "fit", "eagle3", "--ttt-steps", "2",
                "--draft-vocab-size", "40", "--follow"]  # fmt: skip
-    for name, value in dataclasses.asdict(config_of(data, out)).items():
+    for name, value in dataclasses.asdict(config_of(data, out, save_every=1)).items():
         if value is not None and not isinstance(value, bool):
             command += ["--" + name.replace("_", "-"), str(value)]
     fitting = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
