@@ -61,7 +61,8 @@ class GenerateConfig:
     pack_length: int = option(
         0,
         help="tokens per packed row of the target's batch; 0 takes the length of the longest "
-        "document, at least 512. Rarely worth a change",
+        "document, from 512 to 2,048; a longer document has a row of its own. Rarely worth a "
+        "change",
         group=RUNNING,
         metavar="N",
     )

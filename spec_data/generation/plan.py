@@ -28,7 +28,9 @@ from spec_data.shards.writer import UnitData, shard_bytes, write_shard
 from spec_data.target.mask_forms import ROWS, SINGLE
 
 PLAN_COLUMNS = (Column(name="input_ids", codec="int32"), Column(name="loss_mask", codec="bool8"))
-LEAST_PACK_LENGTH = 512
+LEAST_PACK_LENGTH, MOST_PACK_LENGTH = 512, 2048
+"""Of packs whose length is not given. Attention in a pack grows with the square of its length, and
+so does its mask; longer documents have rows of their own."""
 
 
 @dataclass
@@ -118,11 +120,14 @@ class Plan:
         return shard_bytes(self.unit_documents(unit, columns), columns)
 
     def utilisation(self) -> float:
-        """Return the share of the slots of all packs that hold a token, 0 to 1."""
-        packs = sum(
-            len(pack_documents(self.lengths[a:b].tolist(), self.pack_length)) for a, b in self.units
-        )
-        return self.tokens / (packs * self.pack_length)
+        """Return the share of the slots of all rows that hold a token, 0 to 1."""
+        slots = 0
+        for a, b in self.units:
+            lengths = self.lengths[a:b]
+            long = lengths > self.pack_length  # each has a row of its own length
+            packs = pack_documents(lengths[~long].tolist(), self.pack_length)
+            slots += len(packs) * self.pack_length + int(lengths[long].sum())
+        return self.tokens / slots
 
     @property
     def fingerprint(self) -> str:
@@ -221,7 +226,7 @@ class PlanBuilder:
         Args:
             corpus: the manifest's entry of each source.
             settings: everything that decides the bytes of the dataset.
-            pack_length: tokens that a pack holds; 0: the longest document, at least 512.
+            pack_length: tokens that a pack holds; 0: the longest document, from 512 to 2,048.
             bytes_per_token: payload bytes of a stored token.
             max_shard_bytes: largest payload of a shard; a longer document has a unit of its own.
 
@@ -244,7 +249,8 @@ class PlanBuilder:
             {"input_ids": np.concatenate(self._ids), "loss_mask": np.concatenate(self._masks)},
         )
         units = cut_units(lengths, max(1, max_shard_bytes // bytes_per_token))
-        length = pack_length or max(int(lengths.max()), LEAST_PACK_LENGTH)
+        longest = int(lengths.max())
+        length = pack_length or min(max(longest, LEAST_PACK_LENGTH), MOST_PACK_LENGTH)
         return Plan(documents, units, self.counts, corpus, settings, length)
 
 
@@ -270,22 +276,26 @@ def unit_batches(
 
     A row is a list of document indices in the unit. In packed forms it is a pack, filled by best
     fit. In the form "rows" it is one document; documents are sorted by length, so that there is
-    little padding. In the form "single" a batch is one document.
+    little padding. In the form "single" a batch is one document, and in the other forms, too, if
+    the document is longer than a pack: its row then needs neither padding nor a mask.
     """
     if form == SINGLE:
         return [[[d]] for d in range(len(lengths))]
+    short = [d for d, length in enumerate(lengths) if length <= pack_length]
+    alone = [[[d]] for d, length in enumerate(lengths) if length > pack_length]
     if form == ROWS:
         batches: list[list[list[int]]] = []
-        for d in sorted(range(len(lengths)), key=lambda d: (-lengths[d], d)):
+        for d in sorted(short, key=lambda d: (-lengths[d], d)):
             widest = lengths[batches[-1][0][0]] if batches else 0
             if batches and widest * (len(batches[-1]) + 1) <= batch_tokens:
                 batches[-1].append([d])
             else:
                 batches.append([[d]])
-        return batches
-    packs = pack_documents(lengths, pack_length)
+        return batches + alone
+    found = pack_documents([lengths[d] for d in short], pack_length)
+    packs = [[short[i] for i in pack] for pack in found]
     step = max(1, batch_tokens // pack_length)
-    return [packs[i : i + step] for i in range(0, len(packs), step)]
+    return [packs[i : i + step] for i in range(0, len(packs), step)] + alone
 
 
 def save_plan(folder: Path, plan: Plan) -> None:

@@ -48,7 +48,7 @@ from spec_data.shards.reclaim import units_to_keep, wait_for_room
 from spec_data.shards.schema import Manifest
 from spec_data.shards.seal import file_records, target_file_names
 from spec_data.target.model import Target
-from spec_data.target.proofs import proof_documents, prove_head, prove_isolation
+from spec_data.target.proofs import proof_documents, proof_length, prove_head, prove_isolation
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +239,8 @@ def prove_target(setup: Setup, plan: Plan, target: Target, out: Path) -> dict[st
     if file.is_file():
         return json.loads(file.read_text(encoding="utf-8"))
     offsets, ids = plan.documents.offsets, plan.documents.tokens["input_ids"]
-    chosen = proof_documents(plan.lengths.tolist(), plan.pack_length)
+    limit = proof_length(target.config, plan.pack_length)
+    chosen = proof_documents(plan.lengths.tolist(), plan.pack_length, limit=limit)
     # int64 [T_d] each
     documents = [torch.from_numpy(ids[offsets[d] : offsets[d + 1]]).long() for d in chosen]
     head_error = None

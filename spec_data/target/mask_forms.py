@@ -26,6 +26,16 @@ _WINDOWED = {"sliding_attention"}
 _PLAIN = {"full_attention"}
 
 
+def view_of(config: Any) -> int | None:
+    """Return how many tokens the layers with the shortest view see; None: all see everything.
+
+    `config` is the transformers configuration.
+    """
+    text = text_config(config)
+    window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
+    return window or None
+
+
 def mask_forms(config: Any, attn: str) -> list[str]:
     """Return the candidate forms for a model, the most specific first, unpacked forms last.
 

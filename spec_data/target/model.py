@@ -7,7 +7,9 @@ are requested. Shapes: B rows, T slots of a row, H hidden size, V vocabulary siz
 """
 
 import inspect
+import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +30,13 @@ from spec_data.target.hooks import (
     decoder_layers,
     output_head,
 )
+from spec_data.target.long_rows import LONG_ROW, attention_in_chunks, needs_chunks
 from spec_data.target.mask_forms import ROWS, SINGLE, mask_forms, packed_mask
-from spec_data.target.proofs import prove_isolation
+from spec_data.target.proofs import prove_isolation, why_no_chunks
 from spec_data.target.rope_factors import fix_rope_factors
 from spec_data.target.target_batch import TargetBatch, document_starts
+
+logger = logging.getLogger(__name__)
 
 # Largest block of float32 logits in memory: small enough for the cache of a CPU, large enough to
 # keep a GPU busy.
@@ -113,6 +118,7 @@ class Target:
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = output_head(model).weight.dtype
         self.mask_form = mask_form
+        self._chunks: bool | None = None  # whether long documents attend in chunks, once proven
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
     @classmethod
@@ -175,18 +181,53 @@ class Target:
             TargetError: the target does not produce the states of a layer.
         """
         ids, documents = input_ids.to(self.device), document_ids.to(self.device)
-        real = documents >= 0
         kwargs: dict[str, Any] = {"use_cache": False}
-        if form is None:
-            kwargs["attention_mask"] = real.long() if not bool(real.all()) else None
+        alone = bool((documents == 0).all())  # one document fills each row
+        if alone:  # the model makes its own causal mask, which sdpa does not need at all
+            kwargs["attention_mask"] = None
+        elif form is None:
+            kwargs["attention_mask"] = (documents >= 0).long()
         else:
             kwargs |= packed_mask(form, self.config, self.attn, documents, self.dtype)
-        if self._takes_positions and (form is not None or not bool(real.all())):
+        if self._takes_positions and not alone:
             kwargs["position_ids"] = position_ids.to(self.device)
-        with capturing(self.model, self.layers, skip_head=not full_logits) as captured:
+        long = alone and ids.shape[0] == 1 and ids.shape[1] > LONG_ROW
+        return self._forward(ids, kwargs, full_logits, chunks=long and self._attends_in_chunks(ids))
+
+    def _forward(
+        self, ids: Tensor, kwargs: dict[str, Any], full_logits: bool, chunks: bool
+    ) -> tuple[Captured, Tensor | None]:
+        """Run the model on int64 [B, T], in chunks of queries or not (see `long_rows`)."""
+        attention = attention_in_chunks(self.model, self.attn) if chunks else nullcontext()
+        with capturing(self.model, self.layers, skip_head=not full_logits) as captured, attention:
             output = self.model(input_ids=ids, **kwargs)
         check_captured(captured, self.layers, (ids.shape[0], ids.shape[1]))
         return captured, output.logits if full_logits else None
+
+    def _attends_in_chunks(self, ids: Tensor) -> bool:
+        """Whether long documents attend in chunks: proven on the first one, int64 [1, T].
+
+        Only sdpa and eager attention have chunks, and sdpa rarely needs them.
+        """
+        if not needs_chunks(self.config, self.attn):
+            return False
+        if self._chunks is None:
+            plain = {"use_cache": False, "attention_mask": None}
+            reason = why_no_chunks(
+                lambda part, chunks: self._forward(part, plain, False, chunks)[0],
+                ids,
+                self.config,
+                self.dtype,
+            )
+            self._chunks = reason is None
+            if reason is not None:
+                logger.warning(
+                    "documents of over %d tokens are captured without chunks (%s): memory grows "
+                    "with the square of their length",
+                    LONG_ROW,
+                    reason,
+                )
+        return self._chunks
 
     def logits_of(self, final: Tensor, ids: Tensor | None = None) -> Tensor:
         """Compute logits [..., V] of final hidden states [..., H], in the dtype of the head.

@@ -11,24 +11,35 @@ Head: the head described as data must return the model's own logits.
 Shapes: T_d tokens of document d, B rows, T slots of a row, C captured columns, H hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from spec_data.models.reading import text_config
 from spec_data.shards.errors import RunError, TargetError
 from spec_data.shards.packing import pack_documents, row_layout
 from spec_data.target.hooks import Captured
-from spec_data.target.mask_forms import ROWS, SINGLE, mask_forms
+from spec_data.target.mask_forms import ROWS, SINGLE, mask_forms, view_of
 
 # Largest plausible rounding difference of the states of one document, relative, by dtype.
 _FLOOR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 _NOISE_FACTOR = 4.0
+# Tokens of a document that are enough for a target without windows and rotary switches.
+_PROOF_TOKENS = 2048
+_BEYOND_SWITCH = 64
+# The proof of chunks: its shortest and longest document, the tokens beyond the view of a window,
+# and the last tokens, which are compared on their own.
+_CHUNK_TOKENS, _MOST_CHUNK_TOKENS, _BEYOND_VIEW, _LAST = 1024, 8192, 512, 256
 # Largest error of the head as data, relative to the largest logit of a token: two roundings of the
 # head's output.
 _HEAD_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+# What the code of a family raises if it is given a mask that it does not know.
+_NOT_ACCEPTED = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError)
 
 
 class Capturer(Protocol):
@@ -96,13 +107,34 @@ class IsolationProof:
         return text + (f"; failed the proof: {', '.join(words)}" if words else "")
 
 
-def proof_documents(lengths: Sequence[int], pack_length: int, budget: int = 4096) -> list[int]:
+def proof_length(config: Any, pack_length: int) -> int:
+    """Return how many tokens of a document the proof of isolation reads.
+
+    A longer document than a pack never shares a row. Of the others, the proof must see twice a
+    sliding window (a lost one then changes half of the tokens) and the length from which a rotary
+    embedding switches its factors for the whole batch.
+    """
+    rope = getattr(text_config(config), "rope_parameters", None) or {}
+    switch, window = rope.get("original_max_position_embeddings") or 0, view_of(config) or 0
+    needed = [_PROOF_TOKENS]
+    if window < pack_length:
+        needed.append(2 * window)
+    if switch < pack_length:
+        needed.append(switch + _BEYOND_SWITCH)
+    return min(pack_length, max(needed))
+
+
+def proof_documents(
+    lengths: Sequence[int], pack_length: int, budget: int = 4096, limit: int | None = None
+) -> list[int]:
     """Return the indices of the documents to prove with, ascending; at most 64.
 
     They are the longest one (it tests sliding windows), the eight shortest ones (they share a pack
     if any two documents can), and the first ones within a budget of max(budget, 2 * pack_length)
-    tokens.
+    tokens. With a `limit`, see `proof_length`, that many tokens of a document count.
     """
+    if limit is not None:
+        lengths, pack_length = [min(n, limit) for n in lengths], min(pack_length, 2 * limit)
     order = sorted(range(len(lengths)), key=lambda d: (lengths[d], d))
     chosen = {order[-1], *order[:8]}
     total = sum(lengths[d] for d in chosen)
@@ -122,7 +154,7 @@ def prove_isolation(
 
     Args:
         target: the model under hooks.
-        documents: token ids, int64 [T_d] each.
+        documents: token ids, int64 [T_d] each; `proof_length` tokens of each are read.
         pack_length: tokens that a pack holds.
         packing: "auto" tries every form, "rows" only the unpacked ones; any other value is the name
             of a form, which is either proven or refused.
@@ -131,6 +163,9 @@ def prove_isolation(
         TargetError: the named form does not isolate documents.
         RunError: no form agrees with documents alone, not even one document per row.
     """
+    limit = proof_length(target.config, pack_length)
+    documents = [ids[:limit] for ids in documents]
+    pack_length = min(pack_length, 2 * limit)  # a narrow pack proves the same mask
     alone = [_unpacked(target, [ids])[0] for ids in documents]
     noise = _largest(alone, _in_padded_rows(target, documents))
     floor = _FLOOR.get(target.dtype, 3e-2)
@@ -190,7 +225,7 @@ def _difference(
         return _largest(alone, _packed(target, documents, form, pack_length))
     except (TargetError, RunError):
         raise
-    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+    except _NOT_ACCEPTED as error:
         return f"the family does not accept it ({type(error).__name__})"
 
 
@@ -248,10 +283,7 @@ def _stacked(
 ) -> Tensor:
     """Run a forward of int64 [B, T] inputs; return all columns, float32 [B, T, C, H] on the CPU."""
     captured, _ = target.capture(input_ids, document_ids, positions, form)
-    columns = [captured.layers[k] for k in target.layers]
-    if captured.final is not None:
-        columns.append(captured.final)
-    return torch.stack([c.float().cpu() for c in columns], dim=2)
+    return _columns(captured)
 
 
 def _largest(reference: list[Tensor], other: list[Tensor]) -> float:
@@ -267,6 +299,43 @@ def _largest(reference: list[Tensor], other: list[Tensor]) -> float:
         value = float(relative.mean(dim=0).max())
         worst = max(worst, value if value == value else float("inf"))  # NaN never passes
     return worst
+
+
+def why_no_chunks(
+    run: Callable[[Tensor, bool], Captured], ids: Tensor, config: Any, dtype: torch.dtype
+) -> str | None:
+    """Compare a forward that attends in chunks with a plain one; return why they cannot be used.
+
+    Args:
+        run: captures int64 [1, n], in chunks if the second argument is True.
+        ids: a document, int64 [1, T]; its first tokens are compared, beyond a sliding window.
+        config: of the model.
+        dtype: of the model; it decides how far rounding may go.
+
+    Returns:
+        None: the states agree.
+    """
+    view = view_of(config) or 0
+    beyond = view + _BEYOND_VIEW if view < ids.shape[1] else 0
+    ids = ids[:, : min(max(_CHUNK_TOKENS, beyond), _MOST_CHUNK_TOKENS)]
+    try:
+        plain, chunked = (_columns(run(ids, chunks)) for chunks in (False, True))  # [1, n, C, H]
+    except (TargetError, *_NOT_ACCEPTED) as error:
+        return f"the family does not accept it ({type(error).__name__})"
+    worst = max(
+        _largest([plain[0, part]], [chunked[0, part]])
+        for part in (slice(None), slice(-_LAST, None))
+    )
+    allowed = _FLOOR.get(dtype, 3e-2)
+    return None if worst <= allowed else f"states differ by {worst:.1e}, allowed {allowed:.0e}"
+
+
+def _columns(captured: Captured) -> Tensor:
+    """Return all columns of a capture, float32 [B, T, C, H] on the CPU, layers ascending."""
+    columns = [captured.layers[k] for k in sorted(captured.layers)]
+    if captured.final is not None:
+        columns.append(captured.final)
+    return torch.stack([c.float().cpu() for c in columns], dim=2)
 
 
 def prove_head(target: Capturer, documents: Sequence[Tensor], tokens: int = 512) -> float:

@@ -1,0 +1,159 @@
+"""Attention of a long document in chunks of queries, so that no T x T mask or score matrix exists.
+
+transformers builds a dense mask for sliding windows, and its eager attention a dense matrix of
+scores per head. Both grow with the square of the row. Here the mask is a rule (transformers' own
+mask function), which is evaluated for one chunk of queries at a time, and the family's own
+attention function computes this chunk. A query's output depends on no other query, so the result is
+the same up to rounding. `Target` compares it with the plain forward before it is first used.
+
+Shapes: T tokens of the row, q queries of a chunk, k keys that they can see, h heads.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from spec_data.models.reading import text_config
+from spec_data.shards.errors import TargetError
+from spec_data.target.mask_forms import view_of
+
+LONG_ROW = 2048
+"""Documents with more tokens attend in chunks, unless plain causal attention needs no mask."""
+QUERIES = 256  # most queries of a chunk
+_SCORES = 1 << 25  # most scores (queries x keys x heads) of a chunk
+_PREFIX = "spec_data_chunks_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedMask:
+    """The keys that queries see, as a rule; the models of transformers hand it on as a mask."""
+
+    rule: Callable[..., Tensor]  # of (batch, head, query, key) indices, broadcast
+    reach: int | None  # a query sees none of the keys this far behind it; None: no limit
+    device: torch.device
+
+    def part(self, start: int, stop: int) -> tuple[int, Tensor]:
+        """Return the first key that queries start..stop - 1 may see, and their mask.
+
+        The mask is bool [1, 1, q, k]; its keys end with key stop - 1, as the rule is causal.
+        """
+        first = 0 if self.reach is None else max(0, start - self.reach + 1)
+        one = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=self.device)
+        queries = torch.arange(start, stop, device=self.device).view(1, 1, -1, 1)
+        keys = torch.arange(first, stop, device=self.device).view(1, 1, 1, -1)
+        seen = self.rule(one, one, queries, keys)
+        return first, seen.expand(1, 1, stop - start, stop - first)
+
+
+def needs_chunks(config: Any, attn: str) -> bool:
+    """Whether a long row would need T x T memory: with eager attention, or where sdpa does.
+
+    sdpa's causal kernels need none, but a window needs a mask, and the CPU has no kernel for values
+    of another head size than the keys'.
+    """
+    if attn == "sdpa":
+        return view_of(config) is not None or _uneven(text_config(config))
+    return attn == "eager"
+
+
+def _uneven(text: Any) -> bool:
+    """Whether values have a head size of their own (multi-head latent attention)."""
+    return getattr(text, "v_head_dim", None) is not None
+
+
+@contextmanager
+def attention_in_chunks(model: Any, attn: str) -> Iterator[None]:
+    """Let forwards of one document, unpadded and without a mask argument, attend in chunks.
+
+    `attn` is the attention implementation of the model, "sdpa" or "eager".
+    """
+    config = text_config(model.config)  # the one that decoder blocks read
+    config._attn_implementation = _PREFIX + attn
+    try:
+        yield
+    finally:
+        config._attn_implementation = attn
+
+
+def _make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Tensor],
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **options: Any,
+) -> ChunkedMask:
+    """Return the mask that transformers asks for (see `masking_utils.sdpa_mask`) as a rule."""
+    if batch_size != 1 or q_length != kv_length or attention_mask is not None or use_vmap:
+        raise TargetError("only one unpadded document at a time attends in chunks")
+    return ChunkedMask(rule=mask_function, reach=local_size, device=torch.device(device))
+
+
+def _make_sdpa_mask(**options: Any) -> ChunkedMask | None:
+    """The same, or None where sdpa's own causal attention is enough."""
+    reach, skippable = options.get("local_size"), options.get("allow_is_causal_skip", True)
+    within = reach is None or reach > options["q_length"]
+    if skippable and within and not _uneven(options.get("config")):
+        return None
+    return _make_mask(**options)
+
+
+def _chunked(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    function: Callable[..., Any],
+    additive: bool,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """An attention function of transformers: heads [1, T, h, d] of queries [1, h, T, d]."""
+    if not isinstance(attention_mask, ChunkedMask):
+        return function(module, query, key, value, attention_mask, **options)
+    length, heads = query.shape[2], query.shape[1]
+    if key.shape[2] != length or options.get("position_bias") is not None:
+        raise TargetError("this family's attention does not run in chunks")
+    size = max(16, min(QUERIES, _SCORES // (heads * length)))
+    parts = []
+    for start in range(0, length, size):
+        stop = min(start + size, length)
+        first, mask = attention_mask.part(start, stop)
+        if additive:
+            blocked = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
+            mask = blocked.masked_fill_(~mask, torch.finfo(query.dtype).min)
+        keys, values = key[:, :, first:stop], value[:, :, first:stop]
+        heads_of = function(module, query[:, :, start:stop], keys, values, mask, **options)
+        parts.append(heads_of[0])  # [1, q, h, d]
+    return torch.cat(parts, dim=1), None
+
+
+def _sdpa(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+    return _chunked(module, query, key, value, mask, sdpa_attention_forward, False, **options)
+
+
+def _eager(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+) -> Any:
+    """Each family has an eager attention of its own, in the module of its classes."""
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if own is None:
+        raise TargetError(f"{type(module).__name__} has no eager attention function")
+    return _chunked(module, query, key, value, mask, own, True, **options)
+
+
+ALL_ATTENTION_FUNCTIONS.register(_PREFIX + "sdpa", _sdpa)
+ALL_ATTENTION_FUNCTIONS.register(_PREFIX + "eager", _eager)
+ALL_MASK_ATTENTION_FUNCTIONS.register(_PREFIX + "sdpa", _make_sdpa_mask)
+ALL_MASK_ATTENTION_FUNCTIONS.register(_PREFIX + "eager", _make_mask)
