@@ -35,7 +35,9 @@ def bare_forward(target: Target, plan, unit: int, form: str, batch_tokens: int) 
     offsets = plan.unit_documents(unit, ()).offsets
     for packed in forward_batches(offsets, ids, form, plan.pack_length, batch_tokens):
         documents = packed.document_ids.to(target.device)
-        if form in (ROWS, SINGLE):
+        if bool((documents == 0).all()):  # one document fills each row
+            mask = {"attention_mask": None}
+        elif form in (ROWS, SINGLE):
             mask = {"attention_mask": (documents >= 0).long()}
         else:
             mask = packed_mask(form, target.config, target.attn, documents, target.dtype)
