@@ -31,7 +31,7 @@ from spec_data.target.hooks import (
     output_head,
 )
 from spec_data.target.long_rows import LONG_ROW, attention_in_chunks, needs_chunks
-from spec_data.target.mask_forms import ROWS, SINGLE, mask_forms, packed_mask
+from spec_data.target.mask_forms import ROWS, SINGLE, mask_forms, packed_mask, view_of
 from spec_data.target.proofs import prove_isolation, why_no_chunks
 from spec_data.target.rope_factors import fix_rope_factors
 from spec_data.target.target_batch import TargetBatch, document_starts
@@ -118,7 +118,8 @@ class Target:
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = output_head(model).weight.dtype
         self.mask_form = mask_form
-        self._chunks: bool | None = None  # whether long documents attend in chunks, once proven
+        # Whether long documents attend in chunks, once proven; by whether they exceed a window.
+        self._chunks: dict[bool, bool] = {}
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
     @classmethod
@@ -207,11 +208,14 @@ class Target:
     def _attends_in_chunks(self, ids: Tensor) -> bool:
         """Whether long documents attend in chunks: proven on the first one, int64 [1, T].
 
-        Only sdpa and eager attention have chunks, and sdpa rarely needs them.
+        Only sdpa and eager attention have chunks, and sdpa rarely needs them. The first document
+        that is longer than a sliding window is compared as well, because the one before it could
+        not show whether the window is kept.
         """
         if not needs_chunks(self.config, self.attn):
             return False
-        if self._chunks is None:
+        beyond = ids.shape[1] > (view_of(self.config) or 0)
+        if beyond not in self._chunks:
             plain = {"use_cache": False, "attention_mask": None}
             reason = why_no_chunks(
                 lambda part, chunks: self._forward(part, plain, False, chunks)[0],
@@ -219,7 +223,7 @@ class Target:
                 self.config,
                 self.dtype,
             )
-            self._chunks = reason is None
+            self._chunks[beyond] = reason is None
             if reason is not None:
                 logger.warning(
                     "documents of over %d tokens are captured without chunks (%s): memory grows "
@@ -227,7 +231,7 @@ class Target:
                     LONG_ROW,
                     reason,
                 )
-        return self._chunks
+        return self._chunks[beyond]
 
     def logits_of(self, final: Tensor, ids: Tensor | None = None) -> Tensor:
         """Compute logits [..., V] of final hidden states [..., H], in the dtype of the head.

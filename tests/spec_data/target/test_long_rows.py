@@ -77,10 +77,10 @@ def test_a_long_document_has_the_states_of_output_hidden_states_in_bounded_memor
     assert elements < LENGTH * LENGTH
     windowed = getattr(target.text_config, "sliding_window", None)
     if target.attn == "eager" or windowed or family == "deepseek_v3":
-        assert target._chunks is True
+        assert target._chunks == {True: True}
         assert dense.elements >= LENGTH * LENGTH, "the plain forward has what chunks avoid"
     else:
-        assert target._chunks is None  # plain causal attention needs no mask
+        assert not target._chunks  # plain causal attention needs no mask
 
 
 @pytest.mark.usefixtures("small")
@@ -105,9 +105,21 @@ def test_chunks_that_lose_the_window_are_found_and_not_used(family, monkeypatch,
     target, (ids,) = target_of(family, "default"), ids_of(LENGTH)
     plain = target.model(ids[None], output_hidden_states=True, use_cache=False)
     captured, _ = capture(target, ids)
-    assert target._chunks is False
+    assert target._chunks == {True: False}
     assert "captured without chunks (states differ by" in caplog.text
     close(captured.final, plain.hidden_states[-1], **FORWARD)
+
+
+@pytest.mark.usefixtures("small")
+def test_the_first_document_beyond_the_window_is_compared_as_well():
+    target = target_of("mistral-sliding", "default")
+    target.config.sliding_window = 100
+    for length, proven in ((80, {False: True}), (LENGTH, {False: True, True: True})):
+        (ids,) = ids_of(length)
+        plain = target.model(ids[None], output_hidden_states=True, use_cache=False)
+        captured, _ = capture(target, ids)
+        assert target._chunks == proven
+        close(captured.final, plain.hidden_states[-1], **FORWARD)
 
 
 @pytest.mark.usefixtures("small")
