@@ -62,12 +62,6 @@ class LayeredDraft(BaseDraft):
         return tuple(layer_column(k) for k in self.config.layers)
 
     def columns(self, supervision: str = "final-hidden") -> tuple[str, ...]:
-        """Return the columns that the loss reads of a dataset with that supervision.
-
-        A reduced draft vocabulary needs the target's `target_logsumexp` for the probabilities of
-        its full distribution; stored logits already have all of it.
-        """
+        """Return the columns that the loss reads of a dataset with that supervision."""
         teacher = LOGITS if supervision == LOGITS else FINAL
-        names = ("input_ids", "loss_mask", *self.state_columns, teacher, "target_argmax")
-        whole = self.full_vocabulary or supervision == LOGITS
-        return names if whole else (*names, "target_logsumexp")
+        return ("input_ids", "loss_mask", *self.state_columns, teacher, "target_argmax")

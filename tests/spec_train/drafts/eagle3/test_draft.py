@@ -48,7 +48,6 @@ def test_the_loss_of_a_batch_is_that_of_its_shifted_tensors(
         final_hidden=shift_left(batch.hidden["hidden.final"], ids),
         head=head,
         target_argmax=shift_left(batch.target_argmax, ids),
-        target_logsumexp=shift_left(batch.target_logsumexp, ids),
         document_ids=ids,
         slots=draft.options.slots,
         steps=4,

@@ -45,7 +45,6 @@ def test_the_loss_of_a_batch_is_that_of_its_shifted_tensors(
         loss_mask=shift_left(batch.loss_mask, ids),
         final_hidden=shift_left(batch.hidden["hidden.final"], ids),
         head=head,
-        target_logsumexp=shift_left(batch.target_logsumexp, ids),
         document_ids=ids,
         slots=draft.options.slots,
         sample=sample,
