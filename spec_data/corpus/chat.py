@@ -135,7 +135,7 @@ class Renderer:
         self.counts.update(+result.counts)
         self.dropped += result.dropped
         if record.messages is not None:
-            kwargs = kwargs_text({**self.template.kwargs, **record.template_kwargs})
+            kwargs = kwargs_text(self.template.kwargs_of(record))
             self.kwargs_used[kwargs] += len(result.documents)
         return result.documents
 

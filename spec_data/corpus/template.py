@@ -83,6 +83,19 @@ class Template:
             else "it reads no template kwarg that sets a fixed one",
         )
 
+    def kwargs_of(self, record: Record) -> dict[str, Any]:
+        """Return the kwargs that render a record: those of the run, overridden by its own.
+
+        Some corpora have every kwarg of their own template in each row, most of them empty. An
+        empty one (null, "", [] or {}) that this template does not read is left out.
+        """
+        own = {
+            name: value
+            for name, value in record.template_kwargs.items()
+            if self.names is None or name in self.names or value not in (None, "", [], {})
+        }
+        return {**self.kwargs, **own}
+
     def chat(self, record: Record, messages: Sequence[dict[str, Any]]) -> "Chat":
         """Return the renders of a conversation of `record`.
 
@@ -134,10 +147,10 @@ class Chat:
         self._template = template
         self._tokenizer = template.tokenizer
         self._messages = messages
-        self._kwargs = {**template.kwargs, **record.template_kwargs}
+        self._kwargs = template.kwargs_of(record)
         self._prompts: dict[int, list[int]] = {}
         self._throughs: dict[int, Rendered] = {}
-        if reason := refused_kwargs(record.template_kwargs, template.names):
+        if reason := refused_kwargs(self._kwargs, template.names):
             raise render_error(record, "bad-template-kwargs", f"chat_template_kwargs: {reason}")
         if not self._tokenizer.chat_template:
             raise render_error(

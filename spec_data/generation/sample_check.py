@@ -24,12 +24,13 @@ from spec_data.shards.likelihood import (
     summarise,
     warnings,
 )
+from spec_data.shards.naming import places_by_name
 from spec_data.shards.schema import predicts_supervised
 from spec_data.target.model import Target
 
 logger = logging.getLogger(__name__)
 
-_PER_SOURCE, _OF_ALL_SOURCES = 16, 256  # documents
+_FEWEST, _PER_SOURCE, _OF_ALL_SOURCES = 2, 16, 256  # documents
 LONGEST = 2048  # tokens of a document that are looked at
 
 
@@ -63,16 +64,23 @@ def check_agreement(
 
 
 def sample_of_sources(sources: list[str], proven: Iterable[int]) -> list[int]:
-    """Return indices of documents, ascending: `proven`, and some spread evenly over each source."""
-    names = np.asarray(sources)
-    kinds = np.unique(names)
-    most = max(2, min(_PER_SOURCE, _OF_ALL_SOURCES // len(kinds)))
+    """Return indices of documents, ascending: `proven`, and some spread evenly over each source.
+
+    Of more sources than the sample may have pairs of documents, some are chosen, evenly as well.
+    """
+    places = list(places_by_name(sources).values())
+    most = max(_FEWEST, min(_PER_SOURCE, _OF_ALL_SOURCES // len(places)))
     chosen = set(proven)
-    for kind in kinds:
-        places = np.flatnonzero(names == kind)
-        count = min(most, len(places))
-        chosen |= {int(places[(2 * i + 1) * len(places) // (2 * count)]) for i in range(count)}
+    for source in _spread(len(places), _OF_ALL_SOURCES // _FEWEST):
+        own = places[source]
+        chosen |= {int(own[i]) for i in _spread(len(own), most)}
     return sorted(chosen)
+
+
+def _spread(length: int, most: int) -> list[int]:
+    """Return at most `most` indices below `length`, spread evenly."""
+    count = min(most, length)
+    return [(2 * i + 1) * length // (2 * count) for i in range(count)]
 
 
 def measure_documents(

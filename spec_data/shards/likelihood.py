@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from spec_data.shards.naming import places_by_name
+
 FIRST_CHOICE, NLL, OWN_NLL, OWN_FIRST_CHOICE = FIGURES = (
     "first_choice",
     "nll",
@@ -226,12 +228,11 @@ def summarise(figures: DocumentFigures, sources: Sequence[str]) -> dict[str, Any
 
     `sources` has the source of each document.
     """
-    names = np.asarray(sources)
     return {
         "total": vars(Agreement.of(figures)),
         "sources": {
-            str(name): vars(Agreement.of(figures.select(np.flatnonzero(names == name))))
-            for name in dict.fromkeys(sources)
+            name: vars(Agreement.of(figures.select(places)))
+            for name, places in places_by_name(sources).items()
         },
     }
 

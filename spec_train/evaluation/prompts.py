@@ -58,7 +58,7 @@ class Prompts:
     def kwargs(self) -> list[dict[str, Any]]:
         """The different template kwargs that render chats, those of rows included."""
         chats = (p.record for p in self.found if p.record.messages is not None)
-        used = ({**self.template.kwargs, **record.template_kwargs} for record in chats)
+        used = map(self.template.kwargs_of, chats)
         return list({kwargs_text(kwargs): kwargs for kwargs in used}.values())
 
     def continued(self, prompt: Prompt, messages: list[Message]) -> list[int]:

@@ -207,6 +207,19 @@ def test_kwargs_that_the_template_does_not_read_are_refused():
     assert caught.value.reason == "bad-template-kwargs" and caught.value.broken
 
 
+@pytest.mark.parametrize("empty", [None, "", [], {}])
+def test_an_empty_kwarg_of_a_row_that_the_template_does_not_read_is_left_out(empty):
+    """Smoltalk2 has four kwargs in each row, those of its own template, and most are empty."""
+    renderer = Renderer(tokenizer("qwen3"))
+    given = {"enable_thinking": False, "xml_tools": empty}
+    documents = renderer.render(chat(*TWO, template_kwargs=given))
+    assert documents == renderer.render(chat(*TWO, template_kwargs={"enable_thinking": False}))
+    assert list(renderer.kwargs_used) == ['{"enable_thinking": false}']
+    for full in (False, 0, "x", [1]):
+        with pytest.raises(RenderError, match="does not read xml_tools"):
+            renderer.render(chat(*TWO, template_kwargs={"xml_tools": full}))
+
+
 def test_reserved_kwargs_are_refused():
     tok = tokenizer("chatml")
     with pytest.raises(ConfigError, match="add_generation_prompt cannot be set"):
