@@ -43,6 +43,30 @@ def test_captured_states_are_those_of_output_hidden_states(family):
     assert torch.equal(light.final, captured.final)
 
 
+@pytest.mark.parametrize("planted", ["before the norm", "normed twice"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_final_states_on_the_wrong_side_of_the_norm_are_refused(family, planted, monkeypatch):
+    model = tiny_model(family)
+    target = Target(model, (LAYERS - 1,))
+    capture = target.capture
+    norm = getattr(model, model.base_model_prefix)
+    norm = norm.ln_f if family == "gpt2" else norm.norm
+
+    def wrong(*arguments, **options):
+        captured, logits = capture(*arguments, **options)
+        raw = captured.layers[LAYERS - 1]
+        captured.final = raw if planted == "before the norm" else norm(captured.final)
+        return captured, logits
+
+    for module in norm.modules():  # trained norms have weights that are not all one
+        if getattr(module, "weight", None) is not None:
+            nn.init.normal_(module.weight, 1.0, 0.5)
+    assert prove_head(target, ids_of(9, 5)) < tolerance(torch.float32, LAYER)
+    monkeypatch.setattr(target, "capture", wrong)
+    with pytest.raises(TargetError, match=r"head\(final hidden\) is not the model's logits"):
+        prove_head(target, ids_of(9, 5))
+
+
 def test_embedding_output_and_last_block_can_be_captured():
     model = tiny_model("llama")
     ids = torch.stack(ids_of(9))
