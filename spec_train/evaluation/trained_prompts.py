@@ -42,7 +42,7 @@ def find_trained(
 
     Args:
         prompts: the token ids of each prompt.
-        run: the facts of the draft's run (see `report.read_run`), None without a run.
+        run: the facts of the draft's run (see run_record.py), None without a run.
         data: the dataset of `--data`; of a draft without a run, it counts as the training data.
     """
     paths = [*(run["sources"] if run is not None else ()), *([] if data is None else [data])]

@@ -48,6 +48,8 @@ def read_target(folder: Path, name: str | None = None) -> TargetFacts:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"a {type(config).__name__} instead of an object")
     except FileNotFoundError:
         raise MissingError(f"{path}: no such file; --target takes a model directory") from None
     except ValueError as error:

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from spec_data.shards.errors import MissingError
+from spec_data.shards.errors import MissingError, TargetError
 from spec_train.exporting import check_draft, run_export
 from spec_train.options import ExportConfig
 from tests.draft_tools import read_json, unseal, write_json
@@ -97,6 +97,15 @@ def test_a_hub_id_is_compared_with_the_local_cache_or_said_not_to_be(
 def test_a_name_that_is_no_target_is_refused_in_words(place, name):
     with pytest.raises(MissingError, match="--target"):
         found(place, name)
+
+
+def test_a_target_whose_files_cannot_be_read_is_named_in_words(place, target):
+    edit(target / "tokenizer.json", pre_tokenizer={"type": "OfANewerRelease"})
+    notes = [text for level, text in found(place, target) if level == "note"]
+    assert any("no usable tokenizer" in text for text in notes)
+    (target / "config.json").write_text("[]")
+    with pytest.raises(TargetError, match=r"config\.json: not valid JSON \(a list instead of an"):
+        found(place, target)
 
 
 def test_a_draft_that_records_fewer_facts_says_what_was_not_compared(place, target, tmp_path):
