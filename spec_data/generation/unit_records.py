@@ -49,14 +49,18 @@ def finished_unit(out: Path, unit: int) -> FinishedUnit | None:
         record = ShardRecord(**raw["record"])
         measured = raw.get("agreement")
         figures = DocumentFigures.from_json(measured) if measured else None
-    except (ValueError, TypeError, KeyError):
+        dropped, left_out = raw["dropped"], raw.get("left_out", [])
+        whole = sum(dropped.values()) == len(left_out) or "left_out" not in raw
+        whole &= figures is None or len(figures.tokens) == record.rows
+    except (ValueError, TypeError, KeyError, AttributeError):
+        whole = False
+    if not whole:
         return None  # not a record of this program: the unit is captured again
     shard = out / record.file
     there = shard.is_file() and shard.stat().st_size == record.bytes
     if not there and not used_marker(out, unit).is_file():
         return None
-    left_out = raw.get("left_out", [])
-    return FinishedUnit(record=record, dropped=raw["dropped"], left_out=left_out, figures=figures)
+    return FinishedUnit(record=record, dropped=dropped, left_out=left_out, figures=figures)
 
 
 def finish_unit(out: Path, unit: int, captured: CapturedUnit, columns: tuple[Column, ...]) -> int:

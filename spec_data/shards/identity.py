@@ -254,6 +254,8 @@ def _listed(texts: Iterable[str]) -> str:
 
 def _group(name: str) -> str:
     """Return the word for a fact that could not be compared."""
+    if name in _SPECIAL:  # tokenizer_hash does not cover them, but it may have been compared
+        return name.removeprefix("tokenizer.")
     words = {"config.": "config fields", "rope.": "rope", "tokenizer": "tokenizer"}
     return next((word for prefix, word in words.items() if name.startswith(prefix)), name)
 

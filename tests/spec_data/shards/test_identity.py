@@ -151,12 +151,18 @@ def test_many_different_kwargs_are_counted_and_then_not_compared():
     assert compared({"template_kwargs_used": {"{}": 1}}, recorded).texts == []
 
 
+def test_special_tokens_are_named_where_the_tokenizer_itself_was_compared():
+    """Datasets of older releases have the hash of tokenizer.json, which does not cover them."""
+    older = {k: v for k, v in IDENTITY.items() if not k.startswith("tokenizer.")}
+    assert compare(older, IDENTITY, of_recorded="a", of_found="b").not_compared == "bos_token"
+
+
 def test_what_only_one_side_tells_is_unknown_and_no_difference():
     found = compared(IDENTITY, {"weights_hash": HASH, "chat_template_kwargs": {}})
     assert found.texts == []
     assert found.not_compared == (
         "architectures, chat_template_hash, config fields, config_hash, quantization, rope, "
-        "tokenizer"
+        "bos_token, tokenizer"
     )
     old = {name: IDENTITY[name] for name in ("weights_hash", "config_hash", "tokenizer_hash")}
     assert "rope" not in compared(IDENTITY, old).not_compared  # the file is the same

@@ -1,0 +1,42 @@
+"""A damaged record of a unit is not trusted: the unit is captured again."""
+
+import json
+
+import pytest
+
+from spec_data.generation.unit_records import finished_unit
+from spec_data.shards.likelihood import DocumentFigures
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dropped": None},
+        {"dropped": 5},
+        {"dropped": {}},
+        {"left_out": [0, 1]},
+        {"left_out": None},
+        {"agreement": DocumentFigures.zeros(1).to_json()},
+        {"agreement": {"tokens": []}},
+        {"record": {"file": "../x"}},
+    ],
+)
+def test_a_record_that_contradicts_itself_is_none(tmp_path, change):
+    for name in ("shards", ".generate"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "shards" / "unit-00000.arrow").write_bytes(b"xyz")
+    counts = {"rows": 2, "tokens": 4, "supervised": 2, "bytes": 3}
+    whole = {
+        "record": {"file": "shards/unit-00000.arrow", "sha256": "0" * 64, **counts},
+        "dropped": {"broken": 1},
+        "left_out": [2],
+        "agreement": DocumentFigures.zeros(2).to_json(),
+    }
+    file = tmp_path / ".generate" / "unit-00000.json"
+    file.write_text(json.dumps(whole))
+    assert finished_unit(tmp_path, 0)
+    older = {k: v for k, v in whole.items() if k not in ("left_out", "agreement")}
+    file.write_text(json.dumps(older))
+    assert finished_unit(tmp_path, 0)
+    file.write_text(json.dumps(whole | change))
+    assert finished_unit(tmp_path, 0) is None
