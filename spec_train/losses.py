@@ -36,8 +36,13 @@ LEAST_ROWS = 256
 
 def rows_per_chunk(weight: Tensor) -> int:
     """Return how many rows of logits, through the head `weight` [Vd, H], exist at a time."""
-    elements = CHUNK_ELEMENTS.get(weight.device.type, CHUNK_ELEMENTS["cuda"])
-    return max(LEAST_ROWS, elements // weight.shape[0])
+    return rows_of_width(weight.shape[0], weight.device)
+
+
+def rows_of_width(width: int, device: torch.device) -> int:
+    """Return how many rows of `width` float32 logits exist at a time on `device`."""
+    elements = CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cuda"])
+    return max(LEAST_ROWS, elements // width)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

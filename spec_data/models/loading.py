@@ -94,13 +94,14 @@ def _check_complete(path: str, info: dict[str, Any]) -> None:
 def _check_tied(path: str, model: Any) -> None:
     """Refuse a head that is tied against the config, or untied against it."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None or embedding is None:
+    weight = getattr(head, "weight", None)  # a quantised head may have none
+    if weight is None or embedding is None:
         return
     asked = any(
         getattr(config, "tie_word_embeddings", False)
         for config in (model.config, text_config(model.config))
     )
-    if asked == (head.weight is embedding.weight):
+    if asked == (weight is embedding.weight):
         return
     if asked:
         raise TargetError(

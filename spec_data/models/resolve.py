@@ -8,6 +8,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from spec_data.shards.errors import ConfigError, MissingError
 
 _WEIGHTS = "*.safetensors"
+_COPIES = ["consolidated*.safetensors", "original/*"]  # the same weights in another program's form
 _FILES = ["*.json", _WEIGHTS, "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
 
 
@@ -32,7 +33,9 @@ def resolve_model(
         return path, None
     try:
         files = [f for f in _FILES if weights or f != _WEIGHTS]
-        snapshot = snapshot_download(name, revision=revision, allow_patterns=files)
+        snapshot = snapshot_download(
+            name, revision=revision, allow_patterns=files, ignore_patterns=_COPIES
+        )
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise MissingError(

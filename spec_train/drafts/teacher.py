@@ -21,7 +21,7 @@ from spec_data.shards.schema import FINAL
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.base import BaseDraft
 from spec_train.head import TargetHead
-from spec_train.losses import TeacherRows, rows_per_chunk, wide
+from spec_train.losses import TeacherRows, rows_of_width, rows_per_chunk, wide
 
 Teacher = Callable[[Tensor], TeacherRows]
 """Flat slots, int64 [n] -> their distributions, float32 (float64 for float64 inputs)."""
@@ -80,7 +80,9 @@ def logits_teacher(logits: Tensor, ids: Tensor | None, shift: int = 0) -> Teache
         rows = logits[r + shift]
         if ids is None:
             return TeacherRows.of_logits(wide(rows), None)
-        return TeacherRows.of_logits(wide(rows[:, ids]), wide(rows).logsumexp(-1))
+        few = rows.split(rows_of_width(rows.shape[1], rows.device))  # bounds the float32 copies
+        sums = torch.cat([wide(some).logsumexp(-1) for some in few])
+        return TeacherRows.of_logits(wide(rows[:, ids]), sums)
 
     return teacher
 

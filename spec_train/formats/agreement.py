@@ -92,7 +92,10 @@ def _statements(raw: dict[str, Any]) -> Iterator[Statement]:
             yield f"{prefix}dtype", prefix + name, value and str(value).removeprefix("torch.")
         yield "num_hidden_layers", prefix + "num_hidden_layers", table.get("num_hidden_layers")
         if table.get("layer_types") is not None:
-            yield "num_hidden_layers", f"{prefix}layer_types", len(table["layer_types"])
+            # engines read the first ones; configs made from the target's may keep all of them
+            blocks, kinds = table.get("num_hidden_layers"), len(table["layer_types"])
+            known = isinstance(blocks, int) and blocks < kinds
+            yield "num_hidden_layers", f"{prefix}layer_types", blocks if known else kinds
     for name, key in _OPTIONS.items():
         yield key, f"{SECTION}.options.{name}", options.get(name)
     if options.get("mask_token_id", -1) != -1:

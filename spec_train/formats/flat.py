@@ -152,7 +152,8 @@ def refuse_sliding(files: DraftFiles, what: str) -> None:
         DraftError: names the key.
     """
     raw = files.config
-    kinds = set(raw.get("layer_types") or ()) - {"full_attention"}
+    kinds = set((raw.get("layer_types") or ())[: raw.get("num_hidden_layers")])
+    kinds -= {"full_attention"}
     window = raw.get("sliding_window") if raw.get("use_sliding_window") is not False else None
     for name, found in (
         ("layer_types", sorted(kinds)),

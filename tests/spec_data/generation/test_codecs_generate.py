@@ -149,7 +149,7 @@ def test_verify_passes_and_reports_tables_of_another_dataset(mixed, target, tmp_
         tables["hidden.L0.mean"][3] += 1
         save_file(tables, file)
         assert verify(given) == 1
-        assert "these are the tables of another dataset" in capsys.readouterr().out
+        assert "FAIL  codec.safetensors: sha256" in capsys.readouterr().out
         with pytest.raises(DatasetError, match="another dataset"):
             _ = HiddenStatesDataset(mixed)[0]
         _ = HiddenStatesDataset(mixed, columns=("input_ids",))[0]

@@ -369,8 +369,8 @@ TWICE: dict[str, tuple[Change, str]] = {
         "65 by vocab_size, 64 by embed_tokens",
     ),
     "layers": (
-        lambda raw: raw.update(layer_types=["full_attention"] * 2),
-        "num_hidden_layers: 1 by num_hidden_layers, 2 by layer_types",
+        lambda raw: raw.update(layer_types=[]),
+        "num_hidden_layers: 1 by num_hidden_layers, 0 by layer_types",
     ),
     "norm_before_residual": (
         lambda raw: raw.update(norm_before_residual=True),
@@ -444,6 +444,15 @@ def test_foreign_drafts_must_agree_too(own: Path, change: Change, message: str) 
     assert load_draft(own)
     with pytest.raises(DraftError, match=message):
         load_draft(edited(own, change))
+
+
+def test_a_published_draft_may_keep_the_layer_types_of_all_blocks_of_its_target(own: Path) -> None:
+    def publish(raw: dict[str, Any]) -> None:
+        for name in FOREIGN_DROPS:
+            raw.pop(name)
+        raw["layer_types"] = ["full_attention", *["sliding_attention"] * 5]
+
+    assert load_draft(edited(unseal(own), publish))
 
 
 def test_a_published_speculators_draft_may_have_another_dtype_than_its_layer(
