@@ -54,8 +54,9 @@ def refused_kwargs(kwargs: Iterable[str], read: frozenset[str] | None) -> str | 
     settable = sorted(read - RESERVED)
     known = f"it reads {', '.join(settable)}" if settable else "it reads none"
     near = [n for name in unread for n in difflib.get_close_matches(name, settable, n=1)]
-    meant = f"; did you mean {' or '.join(dict.fromkeys(near))}?" if near else ""
-    return f"the chat template does not read {', '.join(unread)} ({known}){meant}"
+    near = list(dict.fromkeys(near))
+    advice = f"did you mean {' or '.join(near)}?" if near else "remove it where it is set"
+    return f"the chat template does not read {', '.join(unread)} ({known}); {advice}"
 
 
 def prints_the_date(

@@ -62,7 +62,7 @@ def test_a_hub_target_downloads_no_weights(corpus, tmp_path, monkeypatch, capsys
     (target / "model.safetensors").unlink()
     asked = []
 
-    def download(name, revision=None, allow_patterns=()):
+    def download(name, revision=None, allow_patterns=(), ignore_patterns=()):
         asked.append(allow_patterns)
         return str(target)
 
