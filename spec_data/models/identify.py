@@ -144,9 +144,14 @@ def _config_facts(directory: Path, config: Any) -> dict[str, Any]:
         if hasattr(quantization, "to_dict")
         else quantization,
     }
+    table = text.to_dict()
     for name in _DECIDING:
-        if hasattr(text, name):
+        try:
             facts[f"config.{name}"] = getattr(text, name)
+        except Exception:  # absent, or transformers refuses a field that differs between blocks
+            continue
+    if table.get("per_layer_config"):
+        facts["config.per_layer_config"] = table["per_layer_config"]
     return facts | _flat("rope", getattr(text, "rope_parameters", None) or {})
 
 
