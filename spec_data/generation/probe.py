@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from spec_data.generation.loaded_target import documents_to_prove, load_target
 from spec_data.generation.plan import Plan
 from spec_data.generation.sample_check import LONGEST, measure_documents
 from spec_data.generation.setup import Setup
-from spec_data.generation.target_files import rope_factors
-from spec_data.target.model import Target
-from spec_data.target.proofs import proof_documents, prove_isolation
+from spec_data.target.proofs import prove_isolation
 
 _BATCHES = 3
 
@@ -46,18 +45,8 @@ def run_probe(setup: Setup, plan: Plan) -> Probe:
         TargetError, RunError: the target cannot be loaded, or no mask form is proven.
     """
     config = setup.config
-    target = Target.from_pretrained(
-        str(setup.model_dir),
-        setup.layers,
-        dtype=config.dtype,
-        device=config.device,
-        attn=config.attn,
-        trust_remote_code=config.trust_remote_code,
-        rope_factors=rope_factors(setup, plan),
-    )
-    offsets, ids = plan.documents.offsets, plan.documents.tokens["input_ids"]
-    chosen = proof_documents(plan.lengths.tolist(), plan.pack_length)
-    documents = [torch.from_numpy(ids[offsets[d] : offsets[d + 1]]).long() for d in chosen]
+    target = load_target(setup, plan)
+    _, documents = documents_to_prove(plan, target)
     form = prove_isolation(target, documents, plan.pack_length, config.packing).form
     sample = _sample(plan, _BATCHES * config.batch_tokens)
     given = (config.batch_tokens, config.own_temperature)

@@ -28,12 +28,13 @@ from spec_data.devices import usable_device
 from spec_data.generation.calibrate import calibrate
 from spec_data.generation.capture import CaptureSettings, capture_unit
 from spec_data.generation.disk_bytes import other_files
+from spec_data.generation.loaded_target import documents_to_prove, load_target
 from spec_data.generation.plan import Plan, load_plan, read_settings, save_plan
 from spec_data.generation.replan import check_still_planned, discard_unused_plan, half_discarded
 from spec_data.generation.sample_check import check_agreement
 from spec_data.generation.sealing import seal_directory
 from spec_data.generation.setup import Setup, changed_settings, make_plan, refuse_changes, set_up
-from spec_data.generation.target_files import manifest_draft, rope_factors, save_target_files
+from spec_data.generation.target_files import manifest_draft, save_target_files
 from spec_data.generation.unit_records import SHARDS, finish_unit, finished_unit
 from spec_data.generation.worker_locks import worker_lock
 from spec_data.options import GenerateConfig
@@ -48,7 +49,7 @@ from spec_data.shards.reclaim import units_to_keep, wait_for_room
 from spec_data.shards.schema import Manifest
 from spec_data.shards.seal import file_records, target_file_names
 from spec_data.target.model import Target
-from spec_data.target.proofs import proof_documents, proof_length, prove_head, prove_isolation
+from spec_data.target.proofs import prove_head, prove_isolation
 
 logger = logging.getLogger(__name__)
 
@@ -187,15 +188,7 @@ def run_units(setup: Setup, plan: Plan, out: Path, mine: list[int], todo: list[i
     for unit in mine:
         for leftover in (out / SHARDS).glob(f".{unit_name(unit)}.arrow.*.tmp"):
             leftover.unlink()
-    target = Target.from_pretrained(
-        str(setup.model_dir),
-        setup.layers,
-        dtype=config.dtype,
-        device=config.device,
-        attn=config.attn,
-        trust_remote_code=config.trust_remote_code,
-        rope_factors=rope_factors(setup, plan),
-    )
+    target = load_target(setup, plan)
     draft = prove_target(setup, plan, target, out)
     form = draft["packing"]["form"]
     widths = {c.name: c.width or 1 for c in setup.columns if c.lossy}
@@ -238,11 +231,7 @@ def prove_target(setup: Setup, plan: Plan, target: Target, out: Path) -> dict[st
     file = out / WORK / "target.json"
     if file.is_file():
         return json.loads(file.read_text(encoding="utf-8"))
-    offsets, ids = plan.documents.offsets, plan.documents.tokens["input_ids"]
-    limit = proof_length(target.config, plan.pack_length)
-    chosen = proof_documents(plan.lengths.tolist(), plan.pack_length, limit=limit)
-    # int64 [T_d] each
-    documents = [torch.from_numpy(ids[offsets[d] : offsets[d + 1]]).long() for d in chosen]
+    chosen, documents = documents_to_prove(plan, target)
     head_error = None
     if not setup.config.supervision.startswith("logits"):
         head_error = prove_head(target, documents)
