@@ -77,7 +77,7 @@ def test_a_preset_is_applied_and_options_replace_it(here, tmp_path):
     table = json.loads((tmp_path / "run" / "fit.json").read_text())
     smoke = PRESETS["smoke"].values
     assert table["steps"] == 1 and table["preset"] == "smoke"
-    for name in ("ttt_steps", "seq_len", "batch_size", "log_every", "validation_documents"):
+    for name in ("ttt_steps", "batch_size", "log_every", "validation_documents"):
         assert table[name] == smoke[name], name
     with pytest.raises(ConfigError, match="choose from smoke, 5k, 50k, 500k"):
         spec_train.fit("eagle3", "data", tmp_path / "no", preset="tiny")
