@@ -28,6 +28,7 @@ from spec_data.generation.plan import Plan, PlanBuilder
 from spec_data.models.identify import identify, target_table, tokenizer_table
 from spec_data.models.reading import load_config, load_tokenizer, text_config
 from spec_data.models.resolve import resolve_model
+from spec_data.models.rope_factors import check_choice
 from spec_data.option_values import parse_size
 from spec_data.options import GenerateConfig
 from spec_data.paths import check_directory_to_write
@@ -36,7 +37,6 @@ from spec_data.shards.errors import ConfigError
 from spec_data.shards.layer_ids import parse_layers
 from spec_data.shards.reader import MANIFEST
 from spec_data.shards.schema import FORMAT_VERSION, Column, token_columns
-from spec_data.target.rope_factors import check_choice
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from safetensors.torch import save
 
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup
+from spec_data.models.rope_factors import chosen_factors
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.identity import own_facts
 from spec_data.shards.schema import FORMAT, FORMAT_VERSION, LAYER_CONVENTION, head_to_json
 from spec_data.target.hooks import output_head
 from spec_data.target.model import Target
 from spec_data.target.proofs import IsolationProof
-from spec_data.target.rope_factors import chosen_factors
 
 _NORM_PATHS = (
     "model.norm",
@@ -31,7 +31,7 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 def rope_factors(setup: Setup, plan: Plan) -> str | None:
-    """Return the RoPE factors of every document, see `target.rope_factors`."""
+    """Return the RoPE factors of every document, see `models.rope_factors`."""
     longest = int(plan.lengths.max())
     return chosen_factors(setup.config.rope_factors, setup.model_config, longest)
 

@@ -5,6 +5,7 @@ An identity is a flat table of named facts:
     weights_hash, config_hash, architectures, quantization, dtype
     config.NAME           a field of the decoder's config that changes its states
     rope.NAME             its rope settings, with the layer type before the name where they differ
+    rope_factors          of a longrope target: those of every document, "short" or "long"
     tokenizer_hash        of the whole tokenizer.json; tokenizer.NAME: of its parts
     chat_template_hash, chat_template_kwargs
     template_kwargs_used  the kwargs that documents were rendered with, those of their own rows
@@ -26,16 +27,19 @@ REFUSE, WARN = "refuse", "warn"
 OTHERS = "others"  # in template_kwargs_used: documents whose kwargs are not listed
 _KEPT = 16  # different kwargs that are listed; rows may have any number
 
-_STATES = ("weights_hash", "config_hash", "architectures", "quantization", "config.", "rope.")
+_STATES = (
+    *("weights_hash", "config_hash", "architectures", "quantization", "config.", "rope."),
+    "rope_factors",
+)
 _COARSE = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}  # bits of a mantissa
 _PROMPTS = ("chat_template_kwargs", "template_kwargs_used")
-_NOT_OF_A_TARGET = {*_PROMPTS, "dataset_fingerprint", "head", "dtype"}
+_NOT_OF_A_TARGET = {*_PROMPTS, "dataset_fingerprint", "head", "dtype", "rope_factors"}
 _SPECIAL = ("tokenizer.bos_token", "tokenizer.eos_token")  # not in tokenizer.json
 _HASHED = {"config_hash": ("config.", "rope."), "tokenizer_hash": ("tokenizer.",)}
 _TABLES = {  # facts that older tables of the manifest hold, and their names there
     "target": {
         **{name: name for name in ("weights_hash", "config_hash", "architectures")},
-        **{name: name for name in ("quantization", "dtype")},
+        **{name: name for name in ("quantization", "dtype", "rope_factors")},
         "config.num_hidden_layers": "num_layers",
         "config.hidden_size": "hidden_size",
     },

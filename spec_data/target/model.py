@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from spec_data.models.loading import load_model
 from spec_data.models.reading import text_config
+from spec_data.models.rope_factors import fix_rope_factors
 from spec_data.shards import packing
 from spec_data.shards.errors import TargetError
 from spec_data.shards.head_spec import HeadSpec, apply_head
@@ -33,7 +34,6 @@ from spec_data.target.hooks import (
 from spec_data.target.long_rows import LONG_ROW, attention_in_chunks, needs_chunks
 from spec_data.target.mask_forms import ROWS, SINGLE, mask_forms, packed_mask, view_of
 from spec_data.target.proofs import prove_isolation, why_no_chunks
-from spec_data.target.rope_factors import fix_rope_factors
 from spec_data.target.target_batch import TargetBatch, document_starts
 
 logger = logging.getLogger(__name__)

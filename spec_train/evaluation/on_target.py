@@ -20,6 +20,7 @@ from spec_data.devices import compute_dtype
 from spec_data.models.loading import load_model
 from spec_data.models.reading import load_tokenizer
 from spec_data.models.resolve import resolve_model
+from spec_data.models.rope_factors import fix_rope_factors, short_positions
 from spec_data.progress import progress
 from spec_data.shards.errors import DraftError
 from spec_train.decoding.chains import (
@@ -103,21 +104,29 @@ def find_target(config: EvalConfig) -> tuple[Path, Any]:
     return directory, load_tokenizer(directory, config.trust_remote_code)
 
 
-def load_target(config: EvalConfig, directory: Path, device: torch.device) -> Any:
+def load_target(
+    config: EvalConfig, directory: Path, device: torch.device, rope_factors: str | None = None
+) -> Any:
     """Load the target in evaluation mode on `device`.
+
+    `rope_factors` are those that the draft was fitted to, "short" or "long"; a target without
+    longrope has none.
 
     Raises:
         TargetError: it cannot be loaded.
     """
     # on a GPU "auto" is the dtype of the weights; half precision is slow on CPUs
     on_gpu = config.dtype == "auto" and device.type == "cuda"
-    return load_model(
+    model = load_model(
         str(directory),
         dtype="auto" if on_gpu else compute_dtype(config.dtype, device),
         device=str(device),
         attn=config.attn,
         trust=config.trust_remote_code,
     )
+    if short_positions(model.config) is not None:
+        fix_rope_factors(model, rope_factors)
+    return model
 
 
 @torch.no_grad()

@@ -166,7 +166,7 @@ def _decode(
         [prompt.ids for prompt in prompts], run, Path(config.data) if config.data else None
     )
     _warn(warnings, prompt_warnings(prompts, known))
-    model = load_target(config, directory, device)
+    model = load_target(config, directory, device, trained.get("rope_factors"))
     _warn(warnings, check_draft(draft, model))
     draft.to(device, model.dtype)
     compared = compare_with_trained(

@@ -54,6 +54,12 @@ def general(subject: Subject) -> Notes:
         f"keys that engines read are not as this release writes them: {some_of(subject.changed)}; "
         "serve an export of this draft, not these files",
     )
+    notes.warn(
+        subject.origin.get("rope_factors") == "short",
+        "the states were captured with the short factors of longrope; an engine whose maximum "
+        "length is above theirs uses the long ones for every prompt, and accepts less. Start it "
+        "with a smaller one, or capture with --rope-factors long",
+    )
     own_limit, limit = subject.config["max_position_embeddings"], subject.target.max_positions
     notes.warn(
         limit is not None and own_limit < limit,
@@ -70,7 +76,7 @@ def _identity(notes: Notes, subject: Subject) -> None:
 
     Every difference is a warning: engines serve fine-tuned and quantised targets on purpose.
     """
-    target, origin = subject.target, subject.config["spec_train"].get("origin") or {}
+    target, origin = subject.target, subject.origin
     for problem in target.problems:
         notes.note(True, f"not compared with the draft's training: {problem}")
     if not origin or not target.identity:

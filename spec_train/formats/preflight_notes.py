@@ -54,6 +54,11 @@ class Subject:
         return self.target.num_layers or self.config.get("num_target_layers")
 
     @property
+    def origin(self) -> dict[str, Any]:
+        """The identity of the target and prompts that it was fitted to; empty if not recorded."""
+        return self.config[SECTION].get("origin") or {}
+
+    @property
     def blocks(self) -> int:
         """Decoder layers of the draft."""
         return int(self.config.get("num_hidden_layers", 1))
