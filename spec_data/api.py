@@ -16,7 +16,8 @@ from spec_data.report import dataset_text
 from spec_data.results import EstimateResult, GenerateResult, VerifyReport
 from spec_data.shards.checking import FIRST
 from spec_data.shards.errors import ConfigError
-from spec_data.shards.likelihood import read_agreement, suspicions
+from spec_data.shards.likelihood import read_agreement
+from spec_data.shards.likelihood_text import suspicions
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from spec_data.verification.run import examine

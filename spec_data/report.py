@@ -10,7 +10,7 @@ from spec_data.models.reading import load_tokenizer
 from spec_data.progress import size
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.follow import WORK
-from spec_data.shards.likelihood import agreement_rows, contradictions, suspicions
+from spec_data.shards.likelihood_text import agreement_rows, contradictions, suspicions
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import SUPERVISED, Column, Manifest
 

@@ -14,14 +14,11 @@ from spec_data.generation.measure import supervised_next
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup
 from spec_data.shards.errors import ConfigError, CorpusError
-from spec_data.shards.likelihood import (
-    Agreement,
-    DocumentFigures,
+from spec_data.shards.likelihood import Agreement, DocumentFigures, judged, summarise
+from spec_data.shards.likelihood_text import (
     above_random_text,
     contradiction_text,
     figures_text,
-    judged,
-    summarise,
     warnings,
 )
 from spec_data.shards.naming import places_by_name

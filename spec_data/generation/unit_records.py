@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from spec_data.generation.capture import CapturedUnit
-from spec_data.shards.files import dump_json, unit_name, write_atomically
+from spec_data.shards.files import dump_json, sha256_json, unit_name, write_atomically
 from spec_data.shards.follow import WORK, used_marker
 from spec_data.shards.likelihood import DocumentFigures
 from spec_data.shards.schema import Column, ShardRecord
@@ -46,12 +46,14 @@ def finished_unit(out: Path, unit: int) -> FinishedUnit | None:
         return None
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
+        checksum = raw.pop("checksum", None)  # older releases wrote none
         record = ShardRecord(**raw["record"])
         measured = raw.get("agreement")
         figures = DocumentFigures.from_json(measured) if measured else None
         dropped, left_out = raw["dropped"], raw.get("left_out", [])
         whole = sum(dropped.values()) == len(left_out) or "left_out" not in raw
         whole &= figures is None or len(figures.tokens) == record.rows
+        whole &= checksum in (None, sha256_json(raw))
     except (ValueError, TypeError, KeyError, AttributeError):
         whole = False
     if not whole:
@@ -72,5 +74,6 @@ def finish_unit(out: Path, unit: int, captured: CapturedUnit, columns: tuple[Col
         "left_out": captured.left_out,
         "agreement": captured.figures.to_json(),
     }
+    finished["checksum"] = sha256_json(finished)
     write_atomically(out / WORK / f"{unit_name(unit)}.json", dump_json(finished))
     return record.bytes

@@ -14,7 +14,7 @@ of another tokenizer have a clearly higher one, as a trained model is sure of ot
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +41,6 @@ _OWN_NLL_SLACK, _OWN_SHARE_SLACK = 0.1, 0.05
 GREEDY_SHARE = 0.95
 # Samples of instruction-tuned targets lie above, answers of people and other models below.
 ON_POLICY_SHARE = 0.75
-_LOW_SHARE = 0.7
-_SOURCE_GAP = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,130 +269,14 @@ def measured_policy(raw: Mapping[str, Any]) -> str:
     """
     sources = judged(raw).values()
     if raw["settings"].get("on_policy"):
-        return "off-policy" if contradictions(raw) else "on-policy"
+        return "off-policy" if contradicting(raw) else "on-policy"
     greedy = bool(sources) and all(a.share >= GREEDY_SHARE for a in sources)
     return "on-policy" if greedy else "off-policy"
 
 
-def contradictions(raw: Mapping[str, Any]) -> list[str]:
-    """Return, in words, what contradicts --on-policy in a manifest; nothing without the flag."""
+def contradicting(raw: Mapping[str, Any]) -> list[str]:
+    """Return the sources that contradict --on-policy in a manifest; none without the flag."""
     if not raw["settings"].get("on_policy"):
         return []
     temperature = raw["settings"].get("sampling_temperature")
-    return [
-        contradiction_text(name, found, temperature)
-        for name, found in judged(raw).items()
-        if found.contradicts_on_policy(temperature)
-    ]
-
-
-def suspicions(raw: Mapping[str, Any]) -> list[str]:
-    """Return what is suspicious about a sealed dataset, in words, from its manifest."""
-    settings, on_policy = raw["settings"], raw.get("policy") == "on-policy"
-    temperature = settings.get("sampling_temperature")
-    found = warnings(judged(raw), raw["head"]["vocab_size"], temperature, on_policy)
-    refused = [f"--on-policy was not accepted: {text}" for text in contradictions(raw)]
-    return refused + found
-
-
-_CAUSES = (
-    "likely causes: another chat template than the one that the answers were made with, a doubled "
-    "BOS token, answers shuffled between prompts, or a target with missing or wrongly configured "
-    "weights"
-)
-
-
-def warnings(
-    sources: Mapping[str, Agreement], vocab_size: int, temperature: float | None, on_policy: bool
-) -> list[str]:
-    """Return what is suspicious about the sources of a dataset, in words."""
-    found = [
-        message
-        for name, agreement in sources.items()
-        if (message := _suspicion(agreement, vocab_size, temperature, on_policy, name))
-    ]
-    return found + _source_gaps(sources)
-
-
-def _suspicion(
-    found: Agreement, vocab_size: int, temperature: float | None, on_policy: bool, name: str
-) -> str | None:
-    """Return the strongest suspicion about one source, or None."""
-    figures = f"{name}: {figures_text(found)}"
-    if found.above_random(vocab_size):
-        return f"{figures}. {above_random_text(vocab_size)}"
-    if found.like_random(vocab_size):
-        return (
-            f"{figures}. The target behaves like a random model, which has an NLL of about ln V = "
-            f"{math.log(vocab_size):.2f}: its weights are untrained, or these are not its token ids"
-        )
-    if found.nearly_own() and temperature is None:
-        return (
-            f"{figures}. Samples of this target at temperature 1 would have "
-            f"{found.own_share:.1%}, its greedy answers {GREEDY_SHARE:.0%} or more. If these are "
-            f"its greedy answers, the share is too low; {_CAUSES}"
-        )
-    if found.enough and not on_policy and found.share < _LOW_SHARE:
-        return (
-            f"{figures}, which is low. Answers of people or of other models often have no more; "
-            f"drafts are accepted longer when the target writes its own. Otherwise, {_CAUSES}"
-        )
-    return None
-
-
-def _source_gaps(sources: Mapping[str, Agreement]) -> list[str]:
-    """Return one line per source with a far lower share than the best one."""
-    single = {name: a for name, a in sources.items() if a.enough and name != ALL_SOURCES}
-    if len(single) < 2:
-        return []
-    best = max(single, key=lambda name: single[name].share)
-    return [
-        f"{name}: {a.share:.1%} first choices, but {best} has {single[best].share:.1%}: compare "
-        "how the two are rendered (template, BOS, order of answers) and who wrote the answers"
-        for name, a in single.items()
-        if a.share < single[best].share - _SOURCE_GAP
-    ]
-
-
-def above_random_text(vocab_size: int) -> str:
-    """Say what an NLL above ln V means."""
-    return (
-        f"A random model has an NLL of about ln V = {math.log(vocab_size):.2f}. A higher one means "
-        "that these token ids are not this tokenizer's"
-    )
-
-
-def contradiction_text(name: str, found: Agreement, temperature: float | None) -> str:
-    """Say why a source is not on-policy."""
-    at = "1" if temperature is None else f"{temperature:g}"
-    return (
-        f"{name}: {figures_text(found)}; samples of this target at temperature {at} would have "
-        f"{found.own_share:.1%} and {found.own_nll:.2f} nats"
-    )
-
-
-def figures_text(found: Agreement) -> str:
-    """Return share and NLL in words."""
-    return (
-        f"{found.share:.1%} of {found.tokens:,} supervised tokens are the target's first choice, "
-        f"mean NLL {found.nll:.2f} nats"
-    )
-
-
-def agreement_rows(raw: Mapping[str, Any]) -> Iterable[Sequence[str]]:
-    """Yield the cells of a table, header first, from a manifest with `agreement`."""
-    header = ("source", "supervised", "first choice", "NLL", "own first choice", "own NLL")
-    yield header
-    sources = dict(read_agreement(raw) or {})
-    total = total_agreement(raw)
-    if total is not None and len(sources) != 1:
-        sources[ALL_SOURCES] = total
-    for name, found in sources.items():
-        yield (
-            name,
-            f"{found.tokens:,}",
-            f"{found.share:.1%}",
-            f"{found.nll:.3f}",
-            f"{found.own_share:.1%}",
-            f"{found.own_nll:.3f}",
-        )
+    return [n for n, found in judged(raw).items() if found.contradicts_on_policy(temperature)]

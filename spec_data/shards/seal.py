@@ -24,7 +24,7 @@ from spec_data.shards.files import (
     xxh3_file,
 )
 from spec_data.shards.index import INDEX_SCHEMA
-from spec_data.shards.likelihood import agreement_rows, suspicions
+from spec_data.shards.likelihood_text import agreement_rows, suspicions
 from spec_data.shards.reader import INDEX, MANIFEST
 from spec_data.shards.schema import Manifest, ShardRecord, fingerprint
 

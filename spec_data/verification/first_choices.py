@@ -7,7 +7,8 @@ NLL is the one that generation measured.
 from collections import defaultdict
 
 from spec_data.progress import progress
-from spec_data.shards.likelihood import Agreement, figures_text, read_agreement, suspicions
+from spec_data.shards.likelihood import Agreement, read_agreement
+from spec_data.shards.likelihood_text import figures_text, suspicions
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.verification.findings import Findings
 

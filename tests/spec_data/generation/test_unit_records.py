@@ -4,8 +4,11 @@ import json
 
 import pytest
 
+from spec_data.generation.run import generate
 from spec_data.generation.unit_records import finished_unit
+from spec_data.options import GenerateConfig
 from spec_data.shards.likelihood import DocumentFigures
+from tests.spec_data.runs import options, save_target, write_corpus
 
 
 @pytest.mark.parametrize(
@@ -40,3 +43,15 @@ def test_a_record_that_contradicts_itself_is_none(tmp_path, change):
     assert finished_unit(tmp_path, 0)
     file.write_text(json.dumps(whole | change))
     assert finished_unit(tmp_path, 0) is None
+
+
+def test_a_changed_digit_of_a_record_is_noticed(tmp_path):
+    target, corpus = save_target(tmp_path / "target"), write_corpus(tmp_path / "c.jsonl", rows=6)
+    given = options(target, corpus, tmp_path / "data", workers="0/2")
+    generate(GenerateConfig(**given))
+    file = tmp_path / "data" / ".generate" / "unit-00000.json"
+    assert finished_unit(tmp_path / "data", 0)
+    raw = json.loads(file.read_text())
+    raw["agreement"]["sums"][0][1] += 1.0
+    file.write_text(json.dumps(raw))
+    assert finished_unit(tmp_path / "data", 0) is None
