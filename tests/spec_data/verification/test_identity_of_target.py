@@ -103,7 +103,7 @@ def test_datasets_of_older_releases_are_compared_as_far_as_they_tell(place, targ
     found = verified(tmp_path, target)
     assert found.failures == []
     (line,) = found.warnings
-    assert line.endswith("only one side tells it: chat_template_hash, tokenizer")
+    assert line.endswith("only one side tells it: chat_template_hash, bos_token, eos_token")
     round_to_3_bits(target / "model.safetensors")
     assert "weights_hash: " in verified(tmp_path, target).failures[0]
 
