@@ -1,6 +1,7 @@
-"""Draft directories for tests: with the seal removed, or sealed again after an edit."""
+"""Draft directories for tests: edited, with the seal removed, or sealed again after an edit."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,23 @@ from safetensors.torch import load_file, save_file
 
 from spec_train.formats.draft_files import DraftFiles, write_files
 from spec_train.formats.draft_seal import SEAL, SECTION
+
+Change = Callable[[dict[str, Any]], Any]
+"""An edit of a config.json, in place."""
+
+
+def edited(folder: Path, change: Change) -> Path:
+    """Change config.json in place; the seal stays."""
+    raw = read_json(folder)
+    change(raw)
+    write_json(folder, raw)
+    return folder
+
+
+def set_ids(raw: dict[str, Any], shift: int) -> None:
+    """Shift the layer ids that engines read."""
+    key = "eagle_aux_hidden_state_layer_ids"
+    raw[key] = [k + shift for k in raw[key]]
 
 
 def read_json(folder: Path) -> dict[str, Any]:

@@ -23,8 +23,8 @@ _DATES = ("date", "today", "time")  # parts of the names of kwargs that fix a da
 def names_read(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | None:
     """Return the names that the tokenizer's chat templates look up; None if that is not known.
 
-    With several named templates, return the names of all of them. Unknown are the names of a
-    template with a syntax error, and of a tokenizer that renders in Python code of its own.
+    With several named templates, return the names of all of them. The names are not known if a
+    template has a syntax error, or if the tokenizer renders in Python code of its own.
     """
     own = type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
     templates = tokenizer.chat_template or {}

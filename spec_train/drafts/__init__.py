@@ -17,7 +17,7 @@ from spec_train.drafts.eagle.draft import EagleDraft
 from spec_train.drafts.eagle3.draft import Eagle3Draft
 from spec_train.drafts.peagle.draft import PeagleDraft
 from spec_train.drafts.protocol import Draft, DraftLoss
-from spec_train.formats.agreement import refuse_contradictions
+from spec_train.formats.contradictions import refuse_contradictions
 from spec_train.formats.draft_files import DraftFiles, read_files
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.forms import own_form, refuse_changed_keys

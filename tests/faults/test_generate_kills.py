@@ -1,7 +1,7 @@
 """SIGKILL at random moments of generation: the finished directory has the same bytes.
 
 One process, several workers at once, and a fit that follows. Each command is started again until it
-ends by itself; then every file is compared with that of a run that nobody killed.
+ends by itself; then every file is compared with that of a run without a kill.
 """
 
 import collections
@@ -123,7 +123,7 @@ def test_killed_workers_end_in_the_same_bytes(source, whole, tmp_path):
 
 
 def test_a_killed_generation_that_is_followed(source, whole, tmp_path):
-    """The fit is killed as well; data and weights are those of runs that nobody killed."""
+    """The fit is killed as well; data and weights are those of runs without a kill."""
     outcomes = collections.Counter()
 
     def fit_words(data: Path, out: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Configs and tokenizers that transformers cannot read are errors in words, whatever it raises."""
+"""Configs and tokenizers that transformers cannot read are errors in words."""
 
 import json
 

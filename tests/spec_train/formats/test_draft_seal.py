@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,42 +20,14 @@ from spec_train.drafts import load_draft
 from spec_train.formats.draft_files import DraftFiles, read_files, write_files
 from spec_train.formats.draft_seal import MARK, SEAL
 from spec_train.head import TargetHead
-from tests.draft_tools import read_json, reseal, unseal, write_json
-from tests.factory import tiny_llama
+from tests.draft_tools import Change, edited, read_json, reseal, set_ids, unseal
 from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
 from tests.spec_train.drafts.eagle3.tools import build
+from tests.spec_train.formats import own_draft
 from tests.spec_train.formats.tools import export, same_draft
 
 dataset, head = eagle3_tools.dataset, eagle3_tools.head
-
-Change = Callable[[dict[str, Any]], Any]
-
-
-@pytest.fixture
-def own(dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path) -> Path:
-    build(dataset, head).save_pretrained(tmp_path / "own")
-    return tmp_path / "own"
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target") / "model"
-    tiny_llama().save_pretrained(folder)
-    return folder
-
-
-def edited(folder: Path, change: Change) -> Path:
-    """Change config.json in place; the seal stays."""
-    raw = read_json(folder)
-    change(raw)
-    write_json(folder, raw)
-    return folder
-
-
-def set_ids(raw: dict[str, Any], shift: int) -> None:
-    key = "eagle_aux_hidden_state_layer_ids"
-    raw[key] = [k + shift for k in raw[key]]
-
+own, target = own_draft.own, own_draft.target
 
 EDITS: dict[str, tuple[Change, str]] = {
     "theta": (
@@ -315,212 +286,6 @@ def test_files_have_the_mode_of_the_umask(own: Path, tmp_path: Path, umask: int)
     assert len(files) == 4
     for file in files:
         assert stat.S_IMODE(file.stat().st_mode) == 0o666 & ~umask, file
-
-
-# --- without a seal: keys that say the same thing ------------------------------------------------
-
-TWICE: dict[str, tuple[Change, str]] = {
-    "ids of vLLM": (
-        lambda raw: set_ids(raw, 1),
-        r"\[1, 2, 3\] by eagle_aux_hidden_state_layer_ids, \[0, 1, 2\] by eagle_config",
-    ),
-    "ids of SGLang": (
-        lambda raw: set_ids(raw["eagle_config"], 1),
-        r"\[1, 2, 3\] by eagle_config.*\[0, 1, 2\] by spec_train.layers",
-    ),
-    "our ids": (
-        lambda raw: raw["spec_train"].update(layers=[0, 1, 3]),
-        r"\[0, 1, 3\] by spec_train.layers",
-    ),
-    "theta": (
-        lambda raw: raw.update(rope_theta=5e5),
-        "500000.0 by rope_theta, 10000.0 by rope_parameters.rope_theta",
-    ),
-    "rope scaling": (
-        lambda raw: raw.update(rope_scaling={"rope_type": "linear", "factor": 4.0}),
-        "rope_type: default by rope_parameters, linear by rope_scaling",
-    ),
-    "partial rotary": (
-        lambda raw: (
-            raw["rope_parameters"].update(partial_rotary_factor=0.5),
-            raw.update(partial_rotary_factor=0.25),
-        ),
-        "0.25 by partial_rotary_factor, 0.5 by rope_parameters.partial_rotary_factor",
-    ),
-    "a norm": (
-        lambda raw: raw["eagle_config"].update(norm_before_residual=True),
-        "False by norm_before_residual, True by eagle_config.norm_before_residual",
-    ),
-    "an option": (lambda raw: raw["spec_train"]["options"].update(fc_norm=True), "fc_norm: False"),
-    "dtype": (
-        lambda raw: raw.update(torch_dtype="bfloat16"),
-        "float32 by dtype, bfloat16 by torch",
-    ),
-    "vocabulary": (
-        lambda raw: raw.update(draft_vocab_size=39),
-        "39 by draft_vocab_size, 40 by d2t",
-    ),
-    "full vocabulary": (
-        lambda raw: raw.pop("draft_vocab_size"),
-        "64 by draft_vocab_size, 40 by d2t",
-    ),
-    "target vocabulary": (
-        lambda raw: raw.update(vocab_size=65),
-        "65 by vocab_size, 64 by embed_tokens",
-    ),
-    "layers": (
-        lambda raw: raw.update(layer_types=[]),
-        "num_hidden_layers: 1 by num_hidden_layers, 0 by layer_types",
-    ),
-    "norm_before_residual": (
-        lambda raw: raw.update(norm_before_residual=True),
-        "norm_before_residual: would be written as false, found true",
-    ),
-    "attention_bias": (
-        lambda raw: raw.update(attention_bias=True),
-        "attention_bias: would be written as false, found true",
-    ),
-    "tied": (
-        lambda raw: raw.update(tie_word_embeddings=True),
-        "tie_word_embeddings: would be written as false, found true",
-    ),
-    "activation": (lambda raw: raw.update(hidden_act="gelu"), 'hidden_act: .* found "gelu"'),
-    "a wrong type": (lambda raw: raw.update(head_dim="8"), "a wrong type"),
-    "ids of a wrong type": (
-        lambda raw: raw.update(eagle_aux_hidden_state_layer_ids="1,2"),
-        "a wrong type",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TWICE)
-def test_keys_that_exist_twice_must_agree_without_a_seal(own: Path, name: str) -> None:
-    change, message = TWICE[name]
-    with pytest.raises(DraftError, match=message):
-        load_draft(edited(unseal(own), change))
-
-
-def test_an_accepted_edit_must_not_contradict_itself(own: Path) -> None:
-    edited(own, lambda raw: raw.update(rope_theta=5e5))
-    with pytest.raises(DraftError, match="contradicts itself"):
-        load_draft(own, accept_edited=True)
-    edited(own, lambda raw: raw["rope_parameters"].update(rope_theta=5e5))
-    assert load_draft(own, accept_edited=True).config.rope_parameters["rope_theta"] == 5e5
-
-
-def test_a_missing_or_unknown_key_is_named_by_check(own: Path) -> None:
-    edited(unseal(own), lambda raw: (raw.pop("eagle_config"), raw.update(rope_factor=2)))
-    found = spec_train.export(own).of("spec-train")
-    (text,) = [f.text for f in found if "keys that engines read" in f.text]
-    assert "eagle_config" in text and "rope_factor: added, 2" in text
-
-
-FOREIGN_DROPS = ("spec_train", "dtype", "torch_dtype", "rope_parameters")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda raw: raw.update(sliding_window=64), "sliding_window = 64: sliding windows cannot"),
-        (lambda raw: raw.update(use_sliding_window=True), "use_sliding_window = True"),
-        (lambda raw: raw.update(layer_types=["sliding_attention"]), "layer_types = .*sliding"),
-        (lambda raw: raw["eagle_config"].update(norm_before_fc=True), "norm_before_fc"),
-        (lambda raw: set_ids(raw["eagle_config"], 1), "layers"),
-        (lambda raw: raw.update(rope_scaling={"rope_type": "yarn", "rope_theta": 3.0}), "theta"),
-        (lambda raw: raw.update(draft_vocab_size=64), "64 by draft_vocab_size, 40 by d2t"),
-        (lambda raw: raw.update(num_aux_hidden_states=2), "number of states: 3 .* 2"),
-        (lambda raw: raw.update(mask_token_id=3, ptd_token_id=4), "mask token: 3"),
-        (lambda raw: raw.update(hidden_size="32"), "missing hidden_size"),
-    ],
-)
-def test_foreign_drafts_must_agree_too(own: Path, change: Change, message: str) -> None:
-    """As other trainers publish them: without a section of ours."""
-
-    def strip(raw: dict[str, Any]) -> None:
-        for name in FOREIGN_DROPS:
-            raw.pop(name)
-
-    edited(unseal(own), strip)
-    assert load_draft(own)
-    with pytest.raises(DraftError, match=message):
-        load_draft(edited(own, change))
-
-
-def test_a_published_draft_may_keep_the_layer_types_of_all_blocks_of_its_target(own: Path) -> None:
-    def publish(raw: dict[str, Any]) -> None:
-        for name in FOREIGN_DROPS:
-            raw.pop(name)
-        raw["layer_types"] = ["full_attention", *["sliding_attention"] * 5]
-
-    assert load_draft(edited(unseal(own), publish))
-
-
-def test_a_published_speculators_draft_may_have_another_dtype_than_its_layer(
-    own: Path, tmp_path: Path, target: Path
-) -> None:
-    """A nested config that was copied from the target keeps the target's dtype."""
-
-    def publish(raw: dict[str, Any]) -> None:
-        raw.pop("spec_train")
-        raw["dtype"] = "float32"
-        raw["transformer_layer_config"] |= {"dtype": "bfloat16"}
-
-    edited(unseal(export(own, "speculators", tmp_path / "out", target)), publish)
-    assert load_draft(tmp_path / "out")
-    publish_wrong = edited(tmp_path / "out", lambda raw: raw.update(torch_dtype="float16"))
-    with pytest.raises(DraftError, match="dtype: float32 by dtype, float16 by torch_dtype"):
-        load_draft(publish_wrong)
-
-
-def test_the_maps_of_the_vocabulary_must_name_the_same_tokens(own: Path) -> None:
-    weights = unseal(own) / "model.safetensors"
-    tensors = {name: value.clone() for name, value in load_file(weights).items()}
-    t2d = tensors["t2d"]
-    t2d[t2d.nonzero()[0]] = False
-    t2d[(~t2d).nonzero()[-1]] = True
-    save_file(tensors, weights)
-    with pytest.raises(DraftError, match="tokens of the draft vocabulary"):
-        load_draft(own)
-    edited(own, lambda raw: raw.pop("spec_train"))
-    with pytest.raises(DraftError, match="tokens of the draft vocabulary"):
-        load_draft(own)
-
-
-# --- exports ------------------------------------------------------------------------------------
-
-EXPORT_EDITS: list[tuple[str, Change]] = [
-    ("vllm", lambda raw: set_ids(raw, 1)),
-    ("vllm", lambda raw: raw.update(norm_before_residual=True)),
-    ("sglang", lambda raw: set_ids(raw["eagle_config"], -1)),
-    ("sglang", lambda raw: raw.update(norm_before_residual=True)),
-    ("speculators", lambda raw: set_ids(raw, 1)),
-    ("speculators", lambda raw: raw.update(norm_before_residual=True)),
-    ("speculators", lambda raw: raw["transformer_layer_config"].update(rope_theta=3.0)),
-    ("speculators", lambda raw: raw["transformer_layer_config"].update(num_aux_hidden_states=2)),
-    (
-        "speculators",
-        lambda raw: raw["speculators_config"]["proposal_methods"][0].update(speculative_tokens=9),
-    ),
-    ("hf", lambda raw: set_ids(raw, 1)),
-]
-
-
-@pytest.mark.parametrize(("form", "change"), EXPORT_EDITS)
-def test_an_edited_export_is_refused_with_and_without_its_seal(
-    own: Path, tmp_path: Path, target: Path, form: str, change: Change, capsys: Any
-) -> None:
-    """'ok, loads and computes what was trained' was the answer before."""
-    out = export(own, form, tmp_path / "out", target)
-    assert read_files(out).sealed and same_draft(own, out)
-    check = ["export", "--draft", str(out), "--check", "--target", str(target)]
-    assert main(check) == 0
-    edited(out, change)
-    assert main(check) == 2
-    assert "not as it was sealed" in capsys.readouterr().err
-    unseal(out)
-    assert main(check) == 2
-    error = capsys.readouterr().err
-    assert "engines would read" in error or "cannot be represented" in error
 
 
 def test_files_without_a_section_have_no_seal(own: Path, tmp_path: Path) -> None:

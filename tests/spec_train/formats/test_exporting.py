@@ -21,26 +21,13 @@ from spec_train.head import TargetHead
 from spec_train.options import ExportConfig, FitConfig
 from spec_train.training.setup import fit
 from tests.draft_tools import unseal
-from tests.factory import tiny_llama
 from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
 from tests.spec_train.drafts.eagle3.tools import build
+from tests.spec_train.formats import own_draft
 from tests.spec_train.formats.tools import export, same_draft
 
 dataset, head = eagle3_tools.dataset, eagle3_tools.head
-
-
-@pytest.fixture
-def own(dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path) -> Path:
-    build(dataset, head).save_pretrained(tmp_path / "own")
-    return tmp_path / "own"
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target that `dataset` was made from, as a model directory."""
-    folder = tmp_path_factory.mktemp("target") / "model"
-    tiny_llama().save_pretrained(folder)
-    return folder
+own, target = own_draft.own, own_draft.target
 
 
 def findings(folder: Path, **options: Any) -> dict[str, list[tuple[str, str]]]:
