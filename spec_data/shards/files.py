@@ -41,7 +41,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def use_default_mode(path: Path) -> None:
-    """Set the permissions of a file to those that `open` gives a new file in its directory.
+    """Set the permissions of a file to those of a new file that `open` makes in its directory.
 
     For files of libraries that ignore the umask. A new file is made to find them, because only
     that respects the directory's ACL, and `os.umask` cannot read the umask without setting it.
