@@ -89,10 +89,25 @@ def run_identity(
         **{name: value for name, value in table.items() if name not in MAY_CHANGE},
     }
     if started is not None:
-        for name in ("order", "split_seed"):
-            if name not in started:
+        formerly = {
+            **_defaults(options),
+            "order": rules.order,
+            "split_seed": config.split_seed,
+        }
+        for name in known.keys() - started.keys():
+            if name in formerly and known[name] == formerly[name]:
                 del known[name]
     return known
+
+
+def _defaults(options: Any) -> dict[str, Any]:
+    """Return the defaults of all options that have one, as `to_dict` writes them.
+
+    An option that is newer than a run has its default there: that is what the run did without it.
+    """
+    tables = (*dataclasses.fields(FitConfig), *dataclasses.fields(options))
+    found = {f.name: f.default for f in tables if f.default is not dataclasses.MISSING}
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in found.items()}
 
 
 def _data_identity(dataset: Documents) -> dict[str, Any]:

@@ -72,6 +72,20 @@ def test_a_new_run_records_its_order_and_its_split(config):
         run(change(config, steps=2))
 
 
+def test_an_option_that_is_newer_than_a_run_has_its_default_there(config):
+    """A release that adds options must not end the runs of the one before it."""
+    run(change(config, steps=2))
+    file = Path(config.out) / "run.json"
+    table = json.loads(file.read_text())
+    for name in ("clip", "slots", "window_tokens"):  # of the trainer, and of the draft
+        del table["identity"][name]
+    file.write_text(dump_checked(table))
+    assert run(change(config, steps=2)).finished
+    assert json.loads(file.read_text())["identity"] == table["identity"]
+    with pytest.raises(ConfigError, match=r"clip: '\(absent\)' -> 0.25"):
+        run(change(config, steps=2, clip=0.25))
+
+
 def test_a_run_of_a_newer_release_is_refused(config):
     run(change(config, steps=2))
     file = Path(config.out) / "run.json"
