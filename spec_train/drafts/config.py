@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from spec_data.config import to_dict
+from spec_data.models.rope_settings import RopeSettings
+from spec_data.models.shapes import LayerSizes, TargetShape
 from spec_data.shards.errors import DraftError
 from spec_data.shards.schema import LAYER_CONVENTION
-from spec_train.drafts.layers import LayerShape, LayerSizes, RopeSettings
-from spec_train.drafts.targets import TargetShape, target_dtype, token_ids
+from spec_train.drafts.layers import LayerShape
+from spec_train.drafts.targets import target_dtype, token_ids
 from spec_train.formats.draft_seal import SECTION
 
 

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from spec_data.models.rope_settings import RopeSettings, rope_frequencies
+from spec_data.models.shapes import LayerSizes
 
 BEST_ROWS = 256  # rows of logits in memory at a time in `argmax_by_chunks`
 
@@ -55,35 +57,6 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., H] to [..., H]."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-@dataclass
-class RopeSettings:
-    """The fields of a config that transformers' rope initialisers read."""
-
-    rope_parameters: dict[str, Any]
-    head_dim: int
-    hidden_size: int
-    num_attention_heads: int
-    max_position_embeddings: int
-
-    def standardize_rope_params(self) -> None:
-        """Do nothing: `rope_parameters` is already in the standard form. transformers calls it."""
-
-
-def rope_frequencies(settings: RopeSettings, length: int | None = None) -> tuple[Tensor, float]:
-    """Return inverse frequencies, float32 [r/2], and the factor on cos and sin.
-
-    `length` is the sequence length, for rope types that depend on it.
-    """
-    kind = settings.rope_parameters["rope_type"]
-    if kind != "default":
-        initialise = ROPE_INIT_FUNCTIONS[kind]
-        inv_freq, factor = initialise(settings, torch.device("cpu"), seq_len=length)
-        return inv_freq.float(), float(factor)
-    size = int(settings.head_dim * settings.rope_parameters.get("partial_rotary_factor", 1.0))
-    steps = torch.arange(0, size, 2, dtype=torch.float)
-    return 1.0 / (settings.rope_parameters["rope_theta"] ** (steps / size)), 1.0
 
 
 class Rotary(nn.Module):
@@ -177,18 +150,6 @@ def argmax_by_chunks(logits: Callable[[Tensor], Tensor], states: Tensor) -> Tens
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries [B, h, Q, d], keys and values [B, g, Q, d] of the same rows -> heads [B, h, Q, d]."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerSizes:
-    """The sizes of a decoder layer, under the keys of Llama's config.json."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,9 @@ from typing import Any
 
 from torch import Tensor
 
+from spec_data.models.shapes import text_table
 from spec_data.shards.errors import DraftError
 from spec_train.drafts.base import DatasetFacts
-from spec_train.formats.target_facts import text_config
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def settle_mask_token(wanted: int, facts: DatasetFacts) -> int:
     """
     embedding = facts.head.embed_weight
     if wanted < 0:
-        tables = {**text_config(facts.target_config), **facts.target_config}
+        tables = {**text_table(facts.target_config), **facts.target_config}
         folder = Path(facts.manifest.where).parent / "target"
         wanted = choose_mask_token(folder, tables, embedding, facts.token_counts)
     check_mask_token(wanted, embedding)

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spec_data.models.rope_settings import rope_parameters
 from spec_data.shards.errors import DraftError
 from spec_data.shards.layer_ids import eagle3_layers, from_block_inputs
 from spec_data.shards.schema import LAYER_CONVENTION
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION
-from spec_train.formats.rope import rope_parameters
 from spec_train.formats.target_facts import TargetFacts
 
 log = logging.getLogger(__name__)

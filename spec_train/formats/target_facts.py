@@ -11,6 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from spec_data.models.shapes import text_table
 from spec_data.shards.errors import MissingError, TargetError
 
 _INDEX = "model.safetensors.index.json"
@@ -59,23 +60,17 @@ def read_target(folder: Path, name: str | None = None) -> TargetFacts:
         name=name or str(folder),
         architectures=tuple(config.get("architectures") or ()),
         num_layers=block_count(config),
-        max_positions=text_config(config).get("max_position_embeddings"),
+        max_positions=text_table(config).get("max_position_embeddings"),
         embedding=embedding,
         head=embedding if _tied(config) else _find(folder, _HEAD),
-        dtype=_first(("dtype", "torch_dtype"), text_config(config), config),
+        dtype=_first(("dtype", "torch_dtype"), text_table(config), config),
     )
 
 
 def block_count(config: dict[str, Any]) -> int | None:
     """Return the decoder blocks of a target's config.json; None if it has no such field."""
-    text = text_config(config)
+    text = text_table(config)
     return text.get("num_hidden_layers") or text.get("n_layer")
-
-
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the language model's part of a target's config.json (multimodal targets nest it)."""
-    nested = config.get("text_config")
-    return nested if isinstance(nested, dict) else config
 
 
 def _first(names: tuple[str, ...], *tables: dict[str, Any]) -> Any:
@@ -83,7 +78,7 @@ def _first(names: tuple[str, ...], *tables: dict[str, Any]) -> Any:
 
 
 def _tied(config: dict[str, Any]) -> bool:
-    return any(table.get("tie_word_embeddings") for table in (config, text_config(config)))
+    return any(table.get("tie_word_embeddings") for table in (config, text_table(config)))
 
 
 def _find(folder: Path, endings: tuple[str, ...]) -> Tensor | None:

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from spec_data.models.families import TARGETS
+from spec_data.models.rope_settings import RopeSettings
 from spec_data.shards.errors import DraftError, TargetError
 from spec_data.shards.layer_ids import build_target_layer_ids, capturable_layer_ids
 from spec_train.drafts import DRAFTS
-from spec_train.drafts.layers import RopeSettings, Rotary
+from spec_train.drafts.layers import Rotary
 from spec_train.drafts.targets import (
-    TARGETS,
     resolve_dspark_draft_spec,
     resolve_eagle1_draft_spec,
     resolve_eagle3_draft_spec,

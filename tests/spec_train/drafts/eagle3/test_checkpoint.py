@@ -11,14 +11,14 @@ from transformers import Gemma3TextConfig, LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
+from spec_data.models.rope_settings import RopeSettings, rope_parameters
 from spec_data.shards.errors import ConfigError, DraftError, MissingError
 from spec_data.shards.packing import row_layout
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.drafts.eagle3.draft import Eagle3Config, Eagle3Draft, Eagle3Options, Unroll
-from spec_train.drafts.layers import RopeSettings, Rotary
+from spec_train.drafts.layers import Rotary
 from spec_train.drafts.slots import document_lengths, document_offsets
-from spec_train.formats.rope import rope_parameters
 from spec_train.head import TargetHead
 from tests.draft_tools import unseal
 from tests.spec_train.drafts.eagle3 import tools as eagle3_tools

@@ -1,7 +1,14 @@
-"""The rope settings of a config, in the one form that this project uses."""
+"""The rope settings of a config, in the one form that this project uses, and their frequencies.
 
+Frequencies come from transformers' initialisers, the code that the target itself runs, so every
+rope type of transformers is supported.
+"""
+
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from spec_data.shards.errors import DraftError
@@ -45,6 +52,35 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
             f"default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}"
         )
     return found
+
+
+@dataclass
+class RopeSettings:
+    """The fields of a config that transformers' rope initialisers read."""
+
+    rope_parameters: dict[str, Any]
+    head_dim: int
+    hidden_size: int
+    num_attention_heads: int
+    max_position_embeddings: int
+
+    def standardize_rope_params(self) -> None:
+        """Do nothing: `rope_parameters` is already in the standard form. transformers calls it."""
+
+
+def rope_frequencies(settings: RopeSettings, length: int | None = None) -> tuple[Tensor, float]:
+    """Return inverse frequencies, float32 [r/2], and the factor on cos and sin.
+
+    `length` is the sequence length, for rope types that depend on it.
+    """
+    kind = settings.rope_parameters["rope_type"]
+    if kind != "default":
+        initialise = ROPE_INIT_FUNCTIONS[kind]
+        inv_freq, factor = initialise(settings, torch.device("cpu"), seq_len=length)
+        return inv_freq.float(), float(factor)
+    size = int(settings.head_dim * settings.rope_parameters.get("partial_rotary_factor", 1.0))
+    steps = torch.arange(0, size, 2, dtype=torch.float)
+    return 1.0 / (settings.rope_parameters["rope_theta"] ** (steps / size)), 1.0
 
 
 def _first(config: dict[str, Any], *names: str, default: Any) -> Any:
