@@ -8,6 +8,7 @@ from spec_data.config import option
 from spec_data.console import nearest
 from spec_data.shards.errors import DraftError
 from spec_data.shards.layer_ids import chosen_layers
+from spec_train.initial_options import InitialOptions
 
 
 def slots_option() -> Any:
@@ -35,7 +36,7 @@ def fc_norm_option() -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuxOptions:
+class AuxOptions(InitialOptions):
     """What drafts over captured layers share."""
 
     layers: str = option(
@@ -90,6 +91,7 @@ class Eagle3Options(AuxOptions):
 
     def __post_init__(self) -> None:
         """Reject values outside their range."""
+        super().__post_init__()
         if self.ttt_steps < 1:
             raise DraftError(f"ttt_steps = {self.ttt_steps}: at least 1")
         if not 0 < self.step_decay <= 1:
@@ -103,7 +105,7 @@ class Eagle3Options(AuxOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleOptions:
+class EagleOptions(InitialOptions):
     """Options of the EAGLE-1/2 draft (arXiv 2401.15077, 2406.16858)."""
 
     num_layers: int = option(1, help="decoder layers of the draft; 1 as published")
@@ -128,6 +130,7 @@ class EagleOptions:
 
     def __post_init__(self) -> None:
         """Reject values outside their range."""
+        super().__post_init__()
         if self.num_layers < 1:
             raise DraftError(f"num_layers = {self.num_layers}: at least 1")
         if self.depth < 1:
@@ -170,6 +173,7 @@ class PeagleOptions(AuxOptions):
 
     def __post_init__(self) -> None:
         """Reject values outside their range."""
+        super().__post_init__()
         for name in ("depths", "draft_layers", "segments"):
             if getattr(self, name) < 1:
                 raise DraftError(f"{name} = {getattr(self, name)}: at least 1")
@@ -230,6 +234,7 @@ class BlockOptions(AuxOptions):
 
     def __post_init__(self) -> None:
         """Reject values outside their range."""
+        super().__post_init__()
         least = 1 if self.layout == "anchor" else 2
         if self.block_size < least:
             raise DraftError(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.schema import Manifest
 from spec_train.data.batch import DraftBatch
+from spec_train.drafts.initial import draw_weights
 from spec_train.drafts.protocol import DraftLoss
 from spec_train.drafts.targets import special_ids
 from spec_train.formats.draft_files import DraftFiles, check_tensors, read_files, write_files
@@ -180,6 +181,7 @@ class BaseDraft(nn.Module):
                 "generate it again"
             )
         draft = cls(config, options)
+        draw_weights(draft, options.initializer_range)
         draft.to(head.head_weight.device)
         if not draft.full_vocabulary:
             if token_counts is None:
