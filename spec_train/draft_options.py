@@ -270,6 +270,11 @@ class DSparkOptions(BlockOptions):
         help="form of the Markov head; vLLM and llama.cpp serve only vanilla",
         choices=("vanilla", "gated", "rnn"),
     )
+    confidence_head_with_markov: bool = option(
+        True,
+        help="the confidence head also reads the Markov head's embedding of the previous token; "
+        "llama.cpp serves only such a head",
+    )
 
     def __post_init__(self) -> None:
         """Reject values outside their range."""
@@ -279,12 +284,19 @@ class DSparkOptions(BlockOptions):
         if not 0 <= self.confidence_weight < math.inf:
             raise DraftError(f"confidence_weight = {self.confidence_weight}: 0 or more")
 
+    @property
+    def with_markov(self) -> bool:
+        """Whether there is a confidence head, and it reads the Markov embedding."""
+        wanted = self.confidence_head_with_markov and self.markov_rank > 0
+        return wanted and self.confidence_weight > 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashOptions(BlockOptions):
     """Options of the DFlash draft (arXiv 2602.06036): a block draft without further heads."""
 
     confidence_weight: ClassVar[float] = 0.0
+    with_markov: ClassVar[bool] = False
     markov_rank: ClassVar[int] = 0
     markov_head_type: ClassVar[str] = "vanilla"
     block_size: int = option(16, help="slots of a block: the anchor token, then mask tokens")

@@ -148,19 +148,39 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
         "markov_head_type": raw.get("markov_head_type", "vanilla"),
         "enable_confidence_head": bool(raw.get("enable_confidence_head", False)),
     }
+    config["confidence_head_with_markov"] = _with_markov(files, config, raw)
     for name in ("num_target_layers", "block_size", "mask_token_id"):
         _needed(files, config, name)
-    with_markov = raw.get("confidence_head_with_markov", False)
-    if config["enable_confidence_head"] and bool(with_markov) != (config["markov_rank"] > 0):
-        raise DraftError(
-            f"{files.config_path}: confidence_head_with_markov = {with_markov} with markov_rank "
-            f"{config['markov_rank']} is not supported: our confidence head reads the Markov "
-            "embedding exactly if there is one"
-        )
     kind = (raw.get(SECTION) or {}).get("draft") or ("dflash" if dflash else "dspark")
     options = _options(kind, config, layers, raw.get("num_anchors"))
     config[SECTION] = section_of(files, kind, layers, options)
     return DraftFiles(config, _own_tensors(files, config, target), files.where)
+
+
+def _with_markov(files: DraftFiles, config: dict[str, Any], raw: dict[str, Any]) -> bool:
+    """Return whether the confidence head also reads the Markov embedding.
+
+    Readers have different defaults for the key, so the weight must have the width that it says.
+
+    Raises:
+        DraftError: there is no such embedding, or the key and the weight differ.
+    """
+    if not config["enable_confidence_head"]:
+        return False
+    rank, key = config["markov_rank"], "confidence_head_with_markov"
+    wanted = raw.get(key)
+    weight = plain_names(files.tensors).get("confidence_head.proj.weight")
+    if wanted is None and weight is not None:
+        wanted = weight.shape[-1] > config["hidden_size"]
+    if wanted and not rank:
+        raise DraftError(f"{files.config_path}: {key} = true, but markov_rank is 0")
+    width = config["hidden_size"] + (rank if wanted else 0)
+    if weight is not None and weight.shape[-1] != width:
+        raise DraftError(
+            f"{files.config_path}: {key} = {bool(wanted)} needs a confidence head of width "
+            f"{width}; the one in the file has width {weight.shape[-1]}"
+        )
+    return bool(wanted)
 
 
 def _needed(files: DraftFiles, raw: dict[str, Any], name: str) -> Any:
@@ -190,6 +210,8 @@ def _options(
             markov_rank=config["markov_rank"],
             markov_head_type=config["markov_head_type"],
             confidence_weight=1.0 if config["enable_confidence_head"] else 0.0,
+            confidence_head_with_markov=config["confidence_head_with_markov"]
+            or not config["enable_confidence_head"],
         )
     )
 

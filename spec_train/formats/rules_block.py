@@ -74,6 +74,12 @@ def llama_cpp_block(subject: Subject) -> Notes:
     notes = Notes(LLAMA_CPP)
     markov = _markov(subject)
     notes.refuse(markov not in (None, "vanilla"), f"{markov} Markov head: it supports only vanilla")
+    confidence = subject.config["enable_confidence_head"]
+    notes.refuse(
+        confidence and bool(markov) and not subject.config["confidence_head_with_markov"],
+        "confidence_head_with_markov = false: it always feeds the Markov embedding to the "
+        "confidence head",
+    )
     notes.refuse(uses_last(subject), LAST + "the process aborts")
     size = subject.config["block_size"]
     count = size if subject.config["sample_from_anchor"] else size - 1

@@ -40,6 +40,7 @@ class DSparkConfig(LayeredConfig):
     markov_rank: int
     markov_head_type: str
     enable_confidence_head: bool
+    confidence_head_with_markov: bool  # its input is [y; W1 of the previous token], not y alone
 
     @classmethod
     def from_target(
@@ -80,6 +81,7 @@ class DSparkConfig(LayeredConfig):
             markov_rank=options.markov_rank,
             markov_head_type=options.markov_head_type,
             enable_confidence_head=options.confidence_weight > 0,
+            confidence_head_with_markov=options.with_markov,
         )
 
     @property
@@ -100,7 +102,6 @@ class DSparkConfig(LayeredConfig):
             "model_type": "qwen3",
             **self.shared_json(),
             "target_layer_ids": list(self.layers),
-            "confidence_head_with_markov": self.enable_confidence_head and self.markov_rank > 0,
             "num_anchors": options.num_anchors,
             "layer_types": ["full_attention"] * self.num_hidden_layers,
             "attention_dropout": 0.0,

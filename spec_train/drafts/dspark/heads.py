@@ -73,13 +73,17 @@ class MarkovHead(nn.Module):
 class ConfidenceHead(nn.Module):
     """Forecasts whether a draft is accepted, given that all earlier ones of the block are."""
 
-    def __init__(self, width: int) -> None:
-        """Make the projection of [y; e], or of y without a Markov head, [..., width]."""
+    def __init__(self, hidden: int, rank: int) -> None:
+        """Make the projection of [y; e], width H + r; rank 0: of y alone, width H."""
         super().__init__()
-        self.proj = nn.Linear(width, 1)
+        self.rank = rank
+        self.proj = nn.Linear(hidden + rank, 1)
         nn.init.zeros_(self.proj.bias)
 
     def forward(self, y: Tensor, e: Tensor | None) -> Tensor:
-        """Return logits [...] of the acceptance of drafts with states y [..., H], e [..., r]."""
-        features = y if e is None else torch.cat([y, e.to(y.dtype)], dim=-1)
+        """Return logits [...] of the acceptance of drafts with states y [..., H].
+
+        `e` [..., r] is W1 of their previous tokens, or None; a head of rank 0 does not read it.
+        """
+        features = y if e is None or not self.rank else torch.cat([y, e.to(y.dtype)], dim=-1)
         return self.proj(features).squeeze(-1)

@@ -60,9 +60,11 @@ class DSparkModel(LayeredDraft):
         if rank:
             sizes = config.vocab_size, config.draft_vocab_size, rank, size
             self.markov_head = MarkovHead(*sizes, config.markov_head_type)
-        self.confidence_head = (
-            ConfidenceHead(size + rank) if config.enable_confidence_head else None
-        )
+        self.confidence_head: ConfidenceHead | None = None
+        if config.enable_confidence_head:
+            self.confidence_head = ConfidenceHead(
+                size, rank if config.confidence_head_with_markov else 0
+            )
         self.lm_head: nn.Linear | None = None
         if not self.full_vocabulary:
             self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)

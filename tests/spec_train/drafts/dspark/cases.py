@@ -31,6 +31,7 @@ class Case:
 
     kind: str = "vanilla"  # none, vanilla, gated, rnn
     confidence: bool = True
+    confidence_reads_markov: bool = True
     layout: str = "anchor"
     reduced: bool = False
     block_size: int = 4
@@ -55,6 +56,7 @@ class Case:
             markov_rank=0 if self.kind == "none" else 5,
             markov_head_type="vanilla" if self.kind == "none" else self.kind,
             confidence_weight=1.0 if self.confidence else 0.0,
+            confidence_head_with_markov=self.confidence_reads_markov,
         )
 
 
@@ -107,6 +109,7 @@ def reference_config(case: Case) -> ReferenceConfig:
         sample_from_anchor=case.layout == "anchor",
         kind="none" if case.dflash else case.kind,
         confidence=case.confidence and not case.dflash,
+        confidence_reads_markov=case.confidence_reads_markov,
         gamma=case.gamma,
         ce_weight=options.ce_weight,
         l1_weight=options.l1_weight,

@@ -33,6 +33,7 @@ class ReferenceConfig:
     sample_from_anchor: bool
     kind: str  # none, vanilla, gated, rnn
     confidence: bool
+    confidence_reads_markov: bool
     gamma: float
     ce_weight: float
     l1_weight: float
@@ -179,7 +180,7 @@ def block_logits(
             e = state["markov_head.markov_w1.weight"][document.x[anchor + d]]
             bias, memory = markov_bias(state, config.kind, e, y, memory)
             z = z + bias
-            features = torch.cat([y, e])
+            features = torch.cat([y, e]) if config.confidence_reads_markov else y
         logits.append(z)
         if config.confidence:
             forecast = _linear(state, "confidence_head.proj", features)

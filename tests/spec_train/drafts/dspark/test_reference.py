@@ -45,6 +45,8 @@ CASES = (
     Case(kind="rnn"),
     Case(kind="none"),
     Case(kind="none", confidence=False),
+    Case(confidence_reads_markov=False),
+    Case(layout="mask", kind="rnn", confidence_reads_markov=False),
     Case(layout="mask", kind="rnn"),
     Case(layout="mask", reduced=True),
     Case(reduced=True, kind="gated"),
