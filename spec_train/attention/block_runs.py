@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spec_data.shards.packing import PADDING
 from spec_train.attention.masked import Attending, default_backend
-from spec_train.attention.masks import block_mask
+from spec_train.attention.masks import BlockWindow, block_mask
 
 RUN = 32  # blocks of a run at most; with 7 slots each, their own slots make a 224 x 224 table
 
@@ -59,7 +59,13 @@ class RunAttending:
 
 
 def block_attending(
-    document_ids: Tensor, anchors: Tensor, kept: Tensor, size: int, head_dim: int, backend: str
+    document_ids: Tensor,
+    anchors: Tensor,
+    kept: Tensor,
+    size: int,
+    head_dim: int,
+    backend: str,
+    window: BlockWindow | None = None,
 ) -> Attending | RunAttending:
     """Prepare the `block_mask` of a batch for a back end.
 
@@ -68,11 +74,12 @@ def block_attending(
             may see only itself here, and not the padding before it.
         head_dim: d.
         backend: as for `Attending.prepare`.
+        window: of the layer; None: no limit.
     """
     if backend == "auto":
         backend = default_backend(anchors.device.type, head_dim)
     if backend == "flex":
-        mask = block_mask(document_ids, anchors, kept, size)
+        mask = block_mask(document_ids, anchors, kept, size, window)
         return Attending.prepare(mask, head_dim, backend)
     # [B, N], the document of each block; PADDING for a block that is not kept
     owners = torch.where(kept, document_ids.gather(1, anchors), PADDING).tolist()
@@ -86,15 +93,18 @@ def block_attending(
                 last += 1
             # [1, n] of the n blocks of this run
             chosen, real = anchors[b : b + 1, first:last], kept[b : b + 1, first:last]
-            # The context runs from the start of the document to the last anchor. No block sees
-            # the last anchor, but a table needs at least one column. Blocks that are not kept
-            # get a context of one token, which they do not see.
+            # The context runs from the start of the document, or of the first block's window, to
+            # the last anchor. No block sees the last anchor, but a table needs at least one
+            # column. Blocks that are not kept get a context of one token, which they do not see.
             outside = pack[first] == PADDING
             start = 0 if outside else documents[b].index(pack[first])
             end = 1 if outside else int(chosen.max()) + 1
+            if window is not None and not outside:
+                start = max(start, int(chosen.min()) - window.size + 1)
             context = document_ids[b : b + 1, start:end]  # [1, tokens]
             # anchors [1, n] as indices into this context; clamped only where nothing of it is seen
-            mask = block_mask(context, (chosen - start).clamp_max(end - start - 1), real, size)
+            places = (chosen - start).clamp_max(end - start - 1)
+            mask = block_mask(context, places, real, size, window)
             slots = slice(first * size, last * size)
             runs.append(Run(slots, slice(start, end), Attending.prepare(mask, head_dim, backend)))
             first = last

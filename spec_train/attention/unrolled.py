@@ -15,6 +15,10 @@ Only slots whose output is used are queries. A key of a later step is seen only 
 slots of a prompt are needed as step-0 keys only. The memory of the last two back ends is linear in
 T: a mask is two numbers per query, and what the steps share exists once.
 
+At step s, slot t is at position t + s, as in serving. In a layer with a window of W positions it
+sees the step-0 keys after slot t + s - W and the newest W of its own keys: the window moves on with
+the steps. From step W on, no step-0 key is left.
+
 B packs, T slots, A active slots (queries), h / g query / key-value heads, d head size, s later
 steps.
 """
@@ -74,7 +78,7 @@ class Chunk:
     pack: int
     queries: slice
     keys: slice
-    first: Tensor  # int64 [queries], where each query's document begins
+    first: Tensor  # int64 [queries], the first slot that each query sees
     last: Tensor  # int64 [queries], each query's own slot
 
     def bias(self, dtype: torch.dtype) -> Tensor:
@@ -90,7 +94,7 @@ class Queries:
     """Which step-0 keys the active slots see, prepared for one back end once per batch."""
 
     backend: str
-    first: Tensor  # int64 [B, A], where each query's document begins
+    first: Tensor  # int64 [B, A], the first slot that each query sees: of its document or window
     last: Tensor  # int64 [B, A], each query's own slot
     width: int  # T
     chunks: tuple[Chunk, ...] = ()  # merged
@@ -101,7 +105,7 @@ class Queries:
         """Prepare the queries for a back end.
 
         Args:
-            first: slot at which each query's document begins, int64 [B, A].
+            first: first slot that each query sees, int64 [B, A]; at most its own slot.
             active: each query's own slot, int64 [B, A].
             width: T.
             backend: one of BACKENDS.
@@ -128,6 +132,53 @@ class Queries:
         """Return the table of who sees what, bool [B, 1, A, T]."""
         keys = torch.arange(self.width, device=self.last.device)
         return ((keys >= self.first[..., None]) & (keys <= self.last[..., None]))[:, None]
+
+
+class StepQueries:
+    """The step-0 keys that the active slots see in every step and layer, prepared as needed."""
+
+    def __init__(self, first: Tensor, active: Tensor, width: int, backend: str) -> None:
+        """Prepare for layers without a window; the arguments are those of `Queries.prepare`.
+
+        `first` is the slot at which each query's document begins.
+        """
+        self._all = Queries.prepare(first, active, width, backend)
+        self._kept: dict[tuple[int, int], Queries] = {}  # by window and step
+
+    def of(self, step: int, window: int | None = None) -> Queries | None:
+        """Return the queries of a step, from 0, in a layer with this window.
+
+        None: the window, which begins after slot + step - window, holds no step-0 key.
+        """
+        every = self._all
+        if window is None:
+            return every
+        if step >= window:
+            return None
+        if (window, step) not in self._kept:
+            first = torch.maximum(every.first, every.last + (step - window + 1))
+            # a window longer than all documents changes nothing and needs no preparation
+            longer = torch.equal(first, every.first)
+            self._kept[window, step] = (
+                every if longer else Queries.prepare(first, every.last, every.width, every.backend)
+            )
+        return self._kept[window, step]
+
+    def attend(
+        self,
+        q: Tensor,
+        k0: Tensor,
+        v0: Tensor,
+        diagonal: Diagonal,
+        scale: float,
+        window: int | None = None,
+    ) -> Tensor:
+        """Attend as `unrolled_attention` does, in step s = len(diagonal), within the window."""
+        queries = self.of(len(diagonal), window)
+        own = diagonal if window is None else diagonal[-window:]
+        if queries is None:
+            return _own_only(q, own, scale)
+        return unrolled_attention(q, k0, v0, own, queries, scale)
 
 
 def _chunks(first: Tensor, last: Tensor) -> tuple[Chunk, ...]:
@@ -195,6 +246,13 @@ def _flex(
     lse = torch.logaddexp(aux.lse, own.logsumexp(-1))  # [B, h, A], of all keys together
     out = out * torch.exp(aux.lse - lse)[..., None].to(out.dtype)
     return _add_own(out, torch.exp(own - lse[..., None]).to(out.dtype), diagonal)
+
+
+def _own_only(q: Tensor, diagonal: Diagonal, scale: float) -> Tensor:
+    """Attend from queries [B, h, A, d] to their own later keys only; there is at least one."""
+    scores = _own_scores(q, diagonal, scale)  # [B, h, A, s]
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    return _add_own(torch.zeros_like(q), scores.softmax(-1).to(q.dtype), diagonal)
 
 
 def _grouped(x: Tensor, like: Tensor) -> Tensor:

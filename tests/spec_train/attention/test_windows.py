@@ -1,0 +1,321 @@
+"""Windows of layers, against plain loops over positions in float64; every back end is the same.
+
+A window of W positions means the same in every path: the query at position p sees keys at positions
+p - W + 1 to p (transformers' `sliding_window`; vLLM's window (W - 1, 0)). The loops below know
+positions only: no index arithmetic is shared with the code.
+"""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from spec_data.shards.packing import row_layout
+from spec_train.attention import masked, unrolled
+from spec_train.attention import plain as plain_attention
+from spec_train.attention.block_runs import block_attending
+from spec_train.attention.masked import Attending
+from spec_train.attention.masks import (
+    AttentionMask,
+    BlockWindow,
+    block_mask,
+    causal_mask,
+    parallel_mask,
+)
+from spec_train.attention.plain import attend_block, attend_cached
+from spec_train.attention.unrolled import StepQueries, active_slots
+from spec_train.drafts.slots import document_offsets
+from tests.tolerance import LAYER, close
+
+DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 2, -1], [0, 0, 1, 1, 1, 1, 1, 1, 1]])
+LENGTH = DOCUMENTS.shape[1]
+SIZE = 3  # slots of a block
+ANCHORS = torch.tensor([[1, 3, 5, 6], [2, 4, 8, 4]])
+KEPT = torch.tensor([[True, True, True, True], [True, True, True, False]])
+WINDOWS = [1, 2, 4, 40]
+
+
+def drawn(seed: int, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes
+    ]
+
+
+def softmax_over(q: Tensor, keys: list[Tensor], values: list[Tensor], scale: float) -> Tensor:
+    """One query [d] over lists of keys and values [d]."""
+    weights = torch.softmax(torch.stack([q @ k * scale for k in keys]), 0)
+    return weights @ torch.stack(values)
+
+
+def elements() -> tuple[Tensor, Tensor, Tensor]:
+    deeper = [[(1, 1), (2, 1), (1, 2), (5, 1)], [(3, 1), (4, 1), (3, 2), (3, 3)]]
+    anchor = torch.tensor([[*range(LENGTH), *(a for a, _ in row)] for row in deeper])
+    depth = torch.tensor([[0] * LENGTH + [d for _, d in row] for row in deeper])
+    return DOCUMENTS.gather(1, anchor), anchor, depth
+
+
+def made(name: str, window: int | None) -> AttentionMask:
+    if name == "causal":
+        return causal_mask(DOCUMENTS, window)
+    if name == "parallel":
+        return parallel_mask(*elements(), window)
+    of_layer = None if window is None else BlockWindow(window, name == "causal block")
+    return block_mask(DOCUMENTS, ANCHORS, KEPT, SIZE, of_layer)
+
+
+NAMES = ["causal", "parallel", "block", "causal block"]
+
+
+def seen_by_loops(name: str, b: int, query: int, window: int) -> list[int]:
+    """Keys that a query sees, from the positions of both."""
+    row = DOCUMENTS[b].tolist()
+    if name == "causal":
+        return [
+            k for k in range(LENGTH) if row[k] == row[query] and query - window + 1 <= k <= query
+        ]
+    if name == "parallel":
+        documents, anchors, depths = (x[b].tolist() for x in elements())
+        items = list(zip(documents, anchors, depths, strict=True))
+        document, anchor, depth = items[query]
+        p = anchor + depth
+        return [
+            k
+            for k, (other, start, level) in enumerate(items)
+            if other == document
+            and p - window + 1 <= start + level <= p
+            and ((level == 0 and start <= anchor) or (start == anchor and level <= depth))
+        ]
+    block, slot = divmod(query, SIZE)
+    anchor = int(ANCHORS[b, block])
+    p = anchor + slot
+    context = [t for t in range(anchor) if row[t] == row[anchor] and t >= p - window + 1]
+    last = p if name == "causal block" else p + window - 1
+    own = [LENGTH + SIZE * block + k for k in range(SIZE) if p - window + 1 <= anchor + k <= last]
+    return [*(context if KEPT[b, block] else []), *own]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_mask_is_the_loop_over_positions(name: str, window: int) -> None:
+    mask = made(name, window)
+    table = mask.dense()
+    for b, query in itertools.product(range(2), range(mask.queries)):
+        found = table[b, 0, query].nonzero().flatten().tolist()
+        assert found == seen_by_loops(name, b, query, window)
+        assert found  # also padding sees itself: no softmax over nothing
+
+
+def test_a_window_that_is_ignored_is_seen_by_the_loops() -> None:
+    """The planted failure: each mask without its window differs from the loops with it."""
+    for name in NAMES:
+        table = made(name, None).dense()
+        queries = range(table.shape[2])
+        assert any(
+            table[b, 0, q].nonzero().flatten().tolist() != seen_by_loops(name, b, q, 2)
+            for b, q in itertools.product(range(2), queries)
+        )
+
+
+@pytest.mark.parametrize("name", ["causal", "parallel", "block"])
+def test_a_window_longer_than_every_document_changes_nothing(name: str) -> None:
+    assert torch.equal(made(name, 40).dense(), made(name, None).dense())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("backend", ["dense", "sdpa", "sdpa in chunks", "flex", "runs"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
+def test_back_ends_are_the_loops_in_values_and_gradients(
+    name: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask, size = made(name, 2), 16
+    inputs = drawn(0, (2, 2, mask.queries, size), (2, 1, mask.keys, size), (2, 1, mask.keys, size))
+    if backend == "sdpa in chunks":
+        monkeypatch.setattr(masked, "CHUNK", 2)
+    if backend == "runs" and "block" not in name:
+        pytest.skip("runs are of blocks")
+    if backend == "runs":
+        window = BlockWindow(2, name == "causal block")
+        attending = block_attending(DOCUMENTS, ANCHORS, KEPT, SIZE, size, "sdpa", window)
+    else:
+        attending = Attending.prepare(mask, size, backend.removesuffix(" in chunks"))
+    if backend == "flex":  # on CPUs it has no backward, and no float64
+        inputs = [x.detach().float() for x in inputs]
+    found = attending(*inputs, 0.3)
+    q, k, v = inputs
+    expected = torch.stack(
+        [
+            softmax_over(
+                q[b, h, i],
+                [k[b, h // 2, j] for j in seen_by_loops(name, b, i, 2)],
+                [v[b, h // 2, j] for j in seen_by_loops(name, b, i, 2)],
+                0.3,
+            )
+            for b, h, i in itertools.product(range(2), range(2), range(mask.queries))
+        ]
+    ).view(found.shape)
+    close(found, expected, terms=LAYER)
+    if backend != "flex":
+        weight = torch.linspace(-1, 2, found.numel(), dtype=found.dtype).view_as(found)
+        for a, b in zip(
+            torch.autograd.grad((found * weight).sum(), inputs),
+            torch.autograd.grad((expected * weight).sum(), inputs),
+            strict=True,
+        ):
+            close(a, b, terms=2 * LAYER, magnitude=1.0)  # some are zero: one key only
+
+
+def test_a_window_makes_the_context_of_a_run_of_blocks_shorter() -> None:
+    documents, _ = row_layout([[40]], 40)
+    anchors = torch.tensor([[30, 33]])
+    kept = torch.ones_like(anchors, dtype=torch.bool)
+    runs = block_attending(documents, anchors, kept, SIZE, 8, "sdpa", BlockWindow(5, True))
+    assert [run.context for run in runs._packs[0]] == [slice(26, 34)]
+
+
+# -- the unroll -----------------------------------------------------------------------------------
+
+USED = torch.tensor([[0, 1, 1, 1, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1, 1, 1, 1]], dtype=torch.bool)
+
+
+def unrolled_by_loops(tensors: list[Tensor], active: Tensor, window: int, scale: float) -> Tensor:
+    """Slot t at step s is at position t + s; its own later keys are at t + 1 .. t + s."""
+    q, k0, v0, *flat = tensors
+    steps = len(flat) // 2
+    out = []
+    for b, h, a in itertools.product(*map(range, q.shape[:3])):
+        t = int(active[b, a])
+        p = t + steps
+        first = [
+            j for j in range(t + 1) if DOCUMENTS[b, j] == DOCUMENTS[b, t] and j >= p - window + 1
+        ]
+        own = [e for e in range(1, steps + 1) if t + e >= p - window + 1]
+        out.append(
+            softmax_over(
+                q[b, h, a],
+                [k0[b, h // 2, j] for j in first] + [flat[2 * e - 2][b, h // 2, a] for e in own],
+                [v0[b, h // 2, j] for j in first] + [flat[2 * e - 1][b, h // 2, a] for e in own],
+                scale,
+            )
+        )
+    return torch.stack(out).view(q.shape)
+
+
+def unrolled_inputs(steps: int) -> tuple[list[Tensor], Tensor, Tensor]:
+    active = active_slots(USED)
+    first = (torch.arange(LENGTH) - document_offsets(DOCUMENTS)).gather(1, active)
+    count = active.shape[1]
+    later = [(2, 1, count, 16)] * (2 * steps)
+    tensors = drawn(1, (2, 2, count, 16), (2, 1, LENGTH, 16), (2, 1, LENGTH, 16), *later)
+    return tensors, first, active
+
+
+def unrolled_found(tensors: list[Tensor], queries: StepQueries, window: int | None) -> Tensor:
+    q, k0, v0, *flat = tensors
+    diagonal = list(zip(flat[::2], flat[1::2], strict=True))
+    return queries.attend(q, k0, v0, diagonal, 0.4, window)
+
+
+@pytest.mark.parametrize("backend", ["dense", "merged", "flex"])
+@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
+def test_the_unroll_is_the_loop_over_positions(
+    window: int, steps: int, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows 1 and 2 at step 3 leave no step-0 key: only the slot's own newest ones."""
+    monkeypatch.setattr(unrolled, "CHUNK", 2)
+    tensors, first, active = unrolled_inputs(steps)
+    if backend == "flex":
+        tensors = [x.detach().float() for x in tensors]
+    found = unrolled_found(tensors, StepQueries(first, active, LENGTH, backend), window)
+    expected = unrolled_by_loops(tensors, active, window, 0.4)
+    close(found, expected, terms=LAYER)
+    if backend != "flex":
+        weight = torch.linspace(-1, 2, found.numel(), dtype=found.dtype).view_as(found)
+        for a, b in zip(
+            torch.autograd.grad((found * weight).sum(), tensors, materialize_grads=True),
+            torch.autograd.grad(
+                (expected * weight).sum(), tensors, materialize_grads=True, allow_unused=True
+            ),
+            strict=True,
+        ):
+            close(a, b, terms=2 * LAYER, magnitude=1.0)  # some are zero: one key only
+
+
+@pytest.mark.parametrize("backend", ["dense", "merged"])
+def test_a_long_window_of_the_unroll_is_no_window_bit_for_bit(backend: str) -> None:
+    tensors, first, active = unrolled_inputs(2)
+    queries = StepQueries(first, active, LENGTH, backend)
+    assert torch.equal(unrolled_found(tensors, queries, 40), unrolled_found(tensors, queries, None))
+    assert queries.of(2, 40) is queries.of(0)
+
+
+def test_the_planted_window_of_the_first_step_only_is_seen() -> None:
+    """A trainer may count every step's window from the slot; serving counts from t + s."""
+    tensors, first, active = unrolled_inputs(2)
+    queries = StepQueries(first, active, LENGTH, "dense")
+    standing = queries.of(0, 3)
+    q, k0, v0, *flat = tensors
+    diagonal = list(zip(flat[::2], flat[1::2], strict=True))
+    wrong = unrolled.unrolled_attention(q, k0, v0, diagonal, standing, 0.4)
+    assert not torch.allclose(wrong, unrolled_by_loops(tensors, active, 3, 0.4))
+
+
+# -- caches ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [*WINDOWS, None])
+@pytest.mark.parametrize("new", [1, 3])
+def test_rows_of_a_cache_see_the_last_positions(window: int | None, new: int) -> None:
+    held = 9
+    q, k, v = drawn(2, (1, 4, new, 8), (1, 2, held, 8), (1, 2, held, 8))
+    found = attend_cached(q, k, v, 0.5, window=window)
+    for h, i in itertools.product(range(4), range(new)):
+        p = held - new + i
+        seen = [j for j in range(p + 1) if window is None or j >= p - window + 1]
+        expected = softmax_over(
+            q[0, h, i], [k[0, h // 2, j] for j in seen], [v[0, h // 2, j] for j in seen], 0.5
+        )
+        close(found[0, h, i], expected, terms=LAYER)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_nodes_of_a_tree_see_the_last_positions_of_their_path(window: int) -> None:
+    """Four verified rows at positions 0 to 3; two nodes at 4, two at 5, of different parents."""
+    paths = [[4, 6], [5, 7]]
+    position = [0, 1, 2, 3, 4, 4, 5, 5]
+    seen = torch.zeros(2, 8, dtype=torch.bool)
+    for i, path in enumerate(paths):
+        seen[i, [0, 1, 2, 3, *path]] = True
+    q, k, v = drawn(3, (1, 2, 2, 8), (1, 1, 8, 8), (1, 1, 8, 8))
+    found = attend_cached(q, k, v, 0.5, seen, window)
+    for h, i in itertools.product(range(2), range(2)):
+        inside = [j for j in [0, 1, 2, 3, *paths[i]] if position[j] >= 5 - window + 1]
+        keys, values = [k[0, 0, j] for j in inside], [v[0, 0, j] for j in inside]
+        close(found[0, h, i], softmax_over(q[0, h, i], keys, values, 0.5), terms=LAYER)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_served_block_sees_what_a_trained_one_sees(window: int, causal: bool) -> None:
+    """The last block of a document of 9 tokens, served over 9 verified positions."""
+    documents = torch.zeros(1, 10, dtype=torch.long)
+    anchors, of_layer = torch.tensor([[9]]), BlockWindow(window, causal)
+    q, k, v = drawn(4, (1, 4, SIZE, 8), (1, 2, 10 + SIZE, 8), (1, 2, 10 + SIZE, 8))
+    mask = block_mask(
+        documents, anchors, torch.ones_like(anchors, dtype=torch.bool), SIZE, of_layer
+    )
+    trained = Attending.prepare(mask, 8, "dense")(q, k, v, 0.5)
+    verified = torch.cat([torch.arange(9), torch.arange(10, 10 + SIZE)])  # not the anchor's state
+    served = attend_block(q, k[:, :, verified], v[:, :, verified], 0.5, of_layer)
+    close(served, trained, terms=LAYER)
+
+
+def test_a_served_block_without_a_window_sees_everything() -> None:
+    q, k, v = drawn(5, (1, 4, SIZE, 8), (1, 2, 12, 8), (1, 2, 12, 8))
+    whole = plain_attention.attend_all(q, k, v, 0.5)
+    assert torch.equal(attend_block(q, k, v, 0.5, None), whole)
+    long = attend_block(q, k, v, 0.5, BlockWindow(40, False))
+    close(long, whole, terms=LAYER)
