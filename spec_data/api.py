@@ -69,7 +69,7 @@ def generate(
         corpus: JSONL, Parquet or text files, folders, `datasets` directories or Hub names.
         out: the dataset directory.
         options: those of `spec-data generate`, listed below. `layers` may also be a list of ids,
-            and `chat_template_kwargs` a dict.
+            `for_drafts` (--for) a list of names, and `chat_template_kwargs` a dict.
 
     Returns:
         What was written, with the documents that were dropped by reason. `sealed` is False where
@@ -171,7 +171,15 @@ def estimate(
 
 
 _SIZES = (
-    *("target", "documents", "tokens", "supervised_tokens", "longest_document", "pack_length"),
+    *(
+        "target",
+        "drafts",
+        "documents",
+        "tokens",
+        "supervised_tokens",
+        "longest_document",
+        "pack_length",
+    ),
     *("packing_utilisation", "shards", "bytes", "bytes_per_token", "bytes_needed", "bytes_free"),
     *("other_bytes", "fits"),
 )

@@ -36,18 +36,25 @@ def option(
     choices: tuple = (),
     metavar: str = "",
     numbers: bool = False,
+    flag: str = "",
 ):
     """A dataclass field that is also a command-line option.
 
     `default` missing makes the option required. Tuples become repeatable options that also take
     several values (`--corpus a b --corpus c`). `group` is the heading it has in --help. `numbers`
-    lets config files and Python write a text option as a number (`max-bad-rows: 5`).
+    lets config files and Python write a text option as a number (`max-bad-rows: 5`). `flag` is the
+    option's name on the command line and in config files where Python does not allow it as a name.
     """
     metadata: dict[str, Any] = {"help": help, "group": group, "choices": choices}
-    metadata |= {"metavar": metavar, "numbers": numbers}
+    metadata |= {"metavar": metavar, "numbers": numbers, "flag": flag}
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def flag_of(field: dataclasses.Field) -> str:
+    """Return the flag of an option."""
+    return "--" + (field.metadata.get("flag") or field.name.replace("_", "-"))
 
 
 def _scalar(annotation: Any) -> tuple[type, bool]:
@@ -78,8 +85,8 @@ def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
         required = field.default is dataclasses.MISSING
         default = None if required else field.default
         note = "" if required else f" (default: {_shown(default)})"
-        flag = "--" + field.name.replace("_", "-")
         kwargs: dict[str, Any] = {
+            "dest": field.name,
             "help": f"{field.metadata['help']}{note}".replace("%", "%%"),
             "default": None,
         }
@@ -93,7 +100,7 @@ def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
                 kwargs["metavar"] = None
             if many:
                 kwargs.update(nargs="+", action="extend")
-        groups[field.metadata["group"] or own].add_argument(flag, **kwargs)
+        groups[field.metadata["group"] or own].add_argument(flag_of(field), **kwargs)
 
 
 def join_values(arguments: Sequence[str] | None = None) -> list[str]:
@@ -184,6 +191,8 @@ _PARSERS: dict[str, typing.Callable[[str], Any]] = {
 def from_dict(cls: type[T], values: dict[str, Any], where: str = "config") -> T:
     """Build the config `cls` from plain values; unknown keys and wrong types are errors."""
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    named = {f.metadata["flag"]: n for n, f in fields.items() if f.metadata.get("flag")}
+    values = {named.get(key, key): value for key, value in values.items()}
     unknown = sorted(set(values) - set(fields))
     if unknown:
         near = [f"did you mean {n}? " for n in [nearest(unknown[0], list(fields))] if n]
@@ -192,7 +201,7 @@ def from_dict(cls: type[T], values: dict[str, Any], where: str = "config") -> T:
             f"known: {', '.join(sorted(fields))}"
         )
     missing = [
-        "--" + n.replace("_", "-")
+        flag_of(f)
         for n, f in fields.items()
         if f.default is dataclasses.MISSING and n not in values
     ]
@@ -229,7 +238,7 @@ def _one(name: str, value: Any, kind: type, field: dataclasses.Field, where: str
             wanted = f'the text "{",".join(map(str, value))}"'
         raise ConfigError(f"{name} = {found} in {where}: expected {wanted}")
     if isinstance(value, str):
-        check_value("--" + name.replace("_", "-"), value)
+        check_value(flag_of(field), value)
     choices = field.metadata.get("choices")
     if choices and value not in choices:
         raise ConfigError(f"{name} = {value!r} in {where}: choose from {', '.join(choices)}")
@@ -240,7 +249,7 @@ def as_flags(config: Any) -> list[str]:
     """Write a config as command-line words: every option that differs from its default."""
     words: list[str] = []
     for field in dataclasses.fields(config):
-        value, flag = getattr(config, field.name), "--" + field.name.replace("_", "-")
+        value, flag = getattr(config, field.name), flag_of(field)
         if value is None or (field.default is not dataclasses.MISSING and value == field.default):
             continue
         if isinstance(value, bool):

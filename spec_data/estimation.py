@@ -12,7 +12,7 @@ from spec_data.generation.probe import Probe, run_probe
 from spec_data.generation.setup import Setup, make_plan, set_up
 from spec_data.options import EstimateConfig
 from spec_data.progress import size
-from spec_data.report import column_rows, counts_text, facts
+from spec_data.report import column_rows, counts_text, draft_facts, draft_rows, facts
 from spec_data.shards.schema import Column
 
 
@@ -39,6 +39,12 @@ class Estimate:
         """Bytes of all other files by kind, see `other_files`."""
         return other_files(self.setup, self.plan)
 
+    @cached_property
+    def drafts(self) -> dict[str, dict[str, Any]]:
+        """Layers and payload bytes of each draft of --for, see `draft_facts`."""
+        setup, plan = self.setup, self.plan
+        return draft_facts(setup.draft_layers, setup.columns, plan.tokens, plan.predicting)
+
     @property
     def needed(self) -> int:
         """Bytes of all files."""
@@ -58,6 +64,7 @@ class Estimate:
             "target": setup.target["name"],
             "blocks": setup.target["num_layers"],
             "layers": list(setup.layers),
+            "drafts": self.drafts,
             "documents": len(plan.lengths),
             "tokens": plan.tokens,
             "supervised_tokens": plan.supervised,
@@ -96,7 +103,7 @@ def estimate_text(found: Estimate) -> str:
     other = found.other_bytes
     lines = [
         ("target", f"{setup.target['name']} ({setup.target['num_layers']} blocks)"),
-        ("layers (output of block k, from 0)", ", ".join(map(str, setup.layers))),
+        ("layers (output of block k, from 0)", ", ".join(map(str, setup.layers)) or "none"),
         ("documents", f"{len(plan.lengths):,}"),
         ("tokens", f"{plan.tokens:,}"),
         ("supervised tokens", f"{plan.supervised:,}"),
@@ -118,6 +125,7 @@ def estimate_text(found: Estimate) -> str:
             "corpus\n" + sources,
             counts_text(vars(plan.counts)),
             column_rows(setup.columns, plan.tokens, plan.predicting),
+            *([draft_rows(found.drafts)] if found.drafts else []),
             facts(lines),
         ]
     )

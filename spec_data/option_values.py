@@ -1,8 +1,14 @@
-"""Values that several options share: sizes, bounds, and the headings of --help."""
+"""What the values of options are read with: sizes, bounds, codecs; and the headings of --help."""
 
+import json
 import re
+from typing import Any
 
+from spec_data.console import nearest
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.layer_ids import RECIPES
+
+HIDDEN_CODECS = ("bf16", "int8c", "lm6c", "lm4c", "fp8")
 
 _SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -25,6 +31,81 @@ def at_least(least: int, **values: int) -> None:
         if value < least:
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} {value}: expected {least} or more")
+
+
+def parse_codecs(text: str, supervision: str) -> dict[str, str]:
+    """Return the codecs of the aux states and of hidden.final: one name, or aux=NAME,final=NAME.
+
+    What is not named is bf16, and so is hidden.final where `supervision` stores none.
+
+    Raises:
+        ConfigError: an unknown codec or kind, or a codec of hidden.final where there is none.
+    """
+    named = dict(part.partition("=")[::2] for part in text.split(","))
+    if len(named) == 1 and list(named.values()) == [""]:
+        named = dict.fromkeys(("aux", "final"), text)
+        if supervision != "final-hidden":
+            named["final"] = "bf16"
+    elif "final" in named and supervision != "final-hidden":
+        raise ConfigError(f"--codec {text}: --supervision {supervision} stores no hidden.final")
+    unknown = set(named) - {"aux", "final"} or set(named.values()) - set(HIDDEN_CODECS)
+    if unknown:
+        raise ConfigError(
+            f"--codec {text!r}: expected one of {', '.join(HIDDEN_CODECS)}, or aux=NAME,final=NAME"
+        )
+    return {"aux": "bf16", "final": "bf16"} | named
+
+
+def parse_drafts(text: str) -> tuple[str, ...]:
+    """Return the names of drafts in `text`, separated by commas, each once.
+
+    Raises:
+        ConfigError: a name that is no draft.
+    """
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in RECIPES:
+            near = nearest(name, list(RECIPES))
+            advice = f"; did you mean {near}?" if near else ""
+            raise ConfigError(
+                f"--for {text}: there is no draft {name!r}; known: {', '.join(RECIPES)}{advice}"
+            )
+    return names
+
+
+def check_drafts(drafts: tuple[str, ...], layers: str, supervision: str, final: str) -> None:
+    """Refuse --for beside --layers, or beside options without what one of its drafts reads.
+
+    Raises:
+        ConfigError: see above.
+    """
+    if drafts and layers != "auto":
+        raise ConfigError(
+            f"--layers {layers} and --for {','.join(drafts)}: --for chooses the layers; give one "
+            "or the other"
+        )
+    if "eagle" not in drafts or (supervision, final) == ("final-hidden", "all"):
+        return
+    kept = f"--final {final}" if supervision == "final-hidden" else f"--supervision {supervision}"
+    raise ConfigError(
+        f"--for eagle with {kept}: this draft reads hidden.final at every token; use --supervision "
+        "final-hidden and --final all, or leave eagle out"
+    )
+
+
+def parse_object(flag: str, text: str) -> dict[str, Any]:
+    """Return a JSON object.
+
+    Raises:
+        ConfigError: `text` is no JSON, or no object; the message begins with `flag`.
+    """
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{flag}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{flag}: expected a JSON object")
+    return value
 
 
 REQUIRED = "required"

@@ -1,6 +1,5 @@
 """The options of every spec-data command, as frozen dataclasses (see config.py)."""
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +14,13 @@ from spec_data.option_values import (
     RUNNING,
     SHARDS,
     at_least,
+    check_drafts,
+    parse_codecs,
+    parse_drafts,
+    parse_object,
     parse_size,
 )
 from spec_data.shards.errors import ConfigError
-
-HIDDEN_CODECS = ("bf16", "int8c", "lm6c", "lm4c", "fp8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +48,19 @@ class GenerateConfig:
         "auto",
         help="layer ids to capture, such as 1,3,5. Id k is the output of decoder block k, counted "
         "from 0; -1 is the embedding output. auto takes the EAGLE-3 recipe 1, L/2-1, L-4 of L "
-        "blocks; spread:N takes N evenly spaced blocks from 1 to L-2, for DSpark and DFlash",
+        "blocks; spread:N takes N evenly spaced blocks from 1 to L-2",
         group=CAPTURE,
         metavar="IDS",
+    )
+    for_drafts: str | None = option(
+        None,
+        flag="for",
+        help="drafts to capture for, such as eagle3,dspark, instead of --layers: the layers that "
+        "any of their recipes reads. eagle3 and peagle read 1, L/2-1, L-4; dspark and dflash 5 "
+        "evenly spaced blocks from 1 to L-2; eagle only hidden.final. `spec-train fit` then takes "
+        "those of its draft",
+        group=CAPTURE,
+        metavar="DRAFTS",
     )
     max_length: int = option(
         DOCUMENT_LENGTH,
@@ -260,6 +271,7 @@ class GenerateConfig:
                 "--sampling-temperature describes --on-policy responses; add that flag"
             )
         _ = self.worker, self.template_kwargs, self.codecs, self.bad_row_limit
+        check_drafts(self.drafts, self.layers, self.supervision, self.final)
         if self.final != "all" and self.supervision != "final-hidden":
             raise ConfigError(
                 f"--final {self.final} is about hidden.final, which --supervision "
@@ -287,33 +299,17 @@ class GenerateConfig:
     @property
     def codecs(self) -> dict[str, str]:
         """The codec of the aux states and of hidden.final (bf16 where there is none)."""
-        named = dict(part.partition("=")[::2] for part in self.codec.split(","))
-        if len(named) == 1 and list(named.values()) == [""]:
-            named = dict.fromkeys(("aux", "final"), self.codec)
-            if self.supervision != "final-hidden":
-                named["final"] = "bf16"
-        elif "final" in named and self.supervision != "final-hidden":
-            raise ConfigError(
-                f"--codec {self.codec}: --supervision {self.supervision} stores no hidden.final"
-            )
-        unknown = set(named) - {"aux", "final"} or set(named.values()) - set(HIDDEN_CODECS)
-        if unknown:
-            raise ConfigError(
-                f"--codec {self.codec!r}: expected one of {', '.join(HIDDEN_CODECS)}, or "
-                "aux=NAME,final=NAME"
-            )
-        return {"aux": "bf16", "final": "bf16"} | named
+        return parse_codecs(self.codec, self.supervision)
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
         """The chat template's keyword arguments."""
-        try:
-            value = json.loads(self.chat_template_kwargs)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"--chat-template-kwargs: not JSON: {error}") from None
-        if not isinstance(value, dict):
-            raise ConfigError("--chat-template-kwargs: expected a JSON object")
-        return value
+        return parse_object("--chat-template-kwargs", self.chat_template_kwargs)
+
+    @property
+    def drafts(self) -> tuple[str, ...]:
+        """The drafts of --for, in the order given; empty without it."""
+        return parse_drafts(self.for_drafts) if self.for_drafts else ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """What the commands print: sizes, counts and documents as plain aligned text."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,10 @@ from spec_data.models.reading import load_tokenizer
 from spec_data.progress import size
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.follow import WORK
+from spec_data.shards.layer_ids import recorded_layers
 from spec_data.shards.likelihood_text import agreement_rows, contradictions, suspicions
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.schema import SUPERVISED, Column, Manifest
+from spec_data.shards.schema import SUPERVISED, Column, Manifest, layer_column
 
 _SUPERVISED, _PLAIN, _RESET = "\033[1;32m", "\033[2m", "\033[0m"
 
@@ -57,6 +58,43 @@ def column_rows(columns: Sequence[Column], tokens: int, sparse_tokens: int) -> s
     number = f"{total:,.1f}" if any(c.sparse for c in columns) else f"{total:,.0f}"
     rows.append(("all token columns", "", "", number, size(total * tokens)))
     return table(rows)
+
+
+def draft_rows(facts: Mapping[str, Mapping[str, Any]]) -> str:
+    """One line per draft of --for: its layers, and the payload bytes that it reads."""
+    rows: list[Sequence[Any]] = [("draft", "layers", "bytes/token", "payload")]
+    for draft, own in facts.items():
+        layers = ", ".join(map(str, own["layers"])) or "none (hidden.final)"
+        rows.append((draft, layers, f"{own['bytes_per_token']:,.1f}", size(own["bytes"])))
+    note = "what each draft reads: columns that several drafts read are stored once"
+    return f"{table(rows)}\n{note}"
+
+
+def draft_facts(
+    draft_layers: Mapping[str, Sequence[int]],
+    columns: Sequence[Column],
+    tokens: int,
+    sparse_tokens: int,
+) -> dict[str, dict[str, Any]]:
+    """Return the layers and payload bytes of the columns that each draft of --for reads.
+
+    These are the captured layers of its recipe and every column that is no captured layer, as a
+    dataset for this draft alone would have them. Tokens are counted as in `column_rows`.
+    """
+    found = {}
+    for draft, layers in draft_layers.items():
+        others = {layer_column(k) for own in draft_layers.values() for k in own if k not in layers}
+        total = sum(
+            column.bytes_per_token * (sparse_tokens if column.sparse else tokens)
+            for column in columns
+            if column.name not in others
+        )
+        found[draft] = {
+            "layers": list(layers),
+            "bytes_per_token": total / max(tokens, 1),
+            "bytes": total,
+        }
+    return found
 
 
 def error_rows(manifest: Manifest) -> str:
@@ -106,7 +144,11 @@ def dataset_text(manifest: Manifest) -> str:
     tokens = max(totals["tokens"], 1)
     lines = [
         ("target", f"{target['name']}, {target.get('num_layers')} blocks, {target.get('dtype')}"),
-        ("layers (output of block k, from 0)", ", ".join(map(str, manifest.layers))),
+        ("layers (output of block k, from 0)", ", ".join(map(str, manifest.layers)) or "none"),
+        *(
+            (f"  of {draft}", ", ".join(map(str, own)) or "none (hidden.final)")
+            for draft, own in recorded_layers(raw).items()
+        ),
         ("supervision", f"{manifest.supervision}, at {_where(manifest)}"),
         ("documents", f"{totals['documents']:,}"),
         ("tokens", f"{totals['tokens']:,}"),
@@ -178,6 +220,7 @@ def dataset_facts(dataset: HiddenStatesDataset) -> dict[str, Any]:
         "path": str(dataset.path),
         "target": raw["target"],
         "layers": list(manifest.layers),
+        "draft_layers": {d: list(own) for d, own in recorded_layers(raw).items()},
         "supervision": manifest.supervision,
         "final": manifest.final,
         "policy": raw["policy"],

@@ -5,6 +5,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from spec_data.generation.probe import Probe
 from spec_data.shards.likelihood import Agreement
@@ -16,6 +17,8 @@ class EstimateResult:
 
     target: str
     layers: tuple[int, ...]
+    drafts: dict[str, dict[str, Any]]
+    """What each draft of `for_drafts` reads: "layers", "bytes_per_token" and "bytes" of payload."""
     documents: int
     tokens: int
     supervised_tokens: int

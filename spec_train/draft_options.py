@@ -41,7 +41,8 @@ class AuxOptions(InitialOptions):
 
     layers: str = option(
         "auto",
-        help="layer ids that the draft reads, such as 1,3,5; auto reads every captured layer",
+        help="layer ids that the draft reads, such as 1,3,5; auto reads those that the dataset was "
+        "captured with for this draft (`spec-data generate --for`), else every captured layer",
         metavar="IDS",
     )
     draft_vocab_size: int = option(
@@ -55,9 +56,11 @@ class AuxOptions(InitialOptions):
         "memory, up to a third slower",
     )
 
-    def layer_ids(self, captured: tuple[int, ...]) -> tuple[int, ...]:
+    def layer_ids(
+        self, captured: tuple[int, ...], recorded: tuple[int, ...] | None = None
+    ) -> tuple[int, ...]:
         """The ascending layer ids to draft from (see `chosen_layers`)."""
-        return chosen_layers(self.layers, captured)
+        return chosen_layers(self.layers, captured, recorded)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ from spec_data.options import GenerateConfig
 from spec_data.paths import check_directory_to_write
 from spec_data.progress import progress
 from spec_data.shards.errors import ConfigError
-from spec_data.shards.layer_ids import parse_layers
+from spec_data.shards.layer_ids import choose_layers
 from spec_data.shards.reader import MANIFEST
 from spec_data.shards.schema import FORMAT_VERSION, Column, token_columns
 
@@ -50,6 +50,7 @@ class Setup:
         target, tokenizer_id: the manifest's `target` and `tokenizer`.
         identity: the manifest's `identity`, without what is known after rendering and loading.
         layers: layer ids, ascending.
+        draft_layers: those that each draft of --for reads.
     """
 
     config: GenerateConfig
@@ -60,6 +61,7 @@ class Setup:
     tokenizer_id: dict[str, Any]
     identity: dict[str, Any]
     layers: tuple[int, ...]
+    draft_layers: dict[str, tuple[int, ...]]
     columns: tuple[Column, ...]
     vocab_size: int
 
@@ -83,7 +85,8 @@ def set_up(config: GenerateConfig, weights: bool = True) -> Setup:
     _check_out(config)
     model_dir, commit = resolve_model(config.target, config.revision, weights)
     model_config = load_config(model_dir, config.trust_remote_code)
-    layers = parse_layers(config.layers, text_config(model_config).num_hidden_layers)
+    blocks = text_config(model_config).num_hidden_layers
+    layers, draft_layers = choose_layers(config.layers, config.drafts, blocks)
     tokenizer = load_tokenizer(model_dir, config.trust_remote_code)
     identity = identify(
         model_dir,
@@ -106,6 +109,7 @@ def set_up(config: GenerateConfig, weights: bool = True) -> Setup:
         tokenizer_id=tokenizer_table(tokenizer, identity),
         identity=identity,
         layers=layers,
+        draft_layers=draft_layers,
         columns=token_columns(
             layers,
             target["hidden_size"],
@@ -283,6 +287,7 @@ def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
         "max_shard_size": config.max_shard_size,
         "on_policy": config.on_policy,
         **_stated(
+            draft_layers={d: list(own) for d, own in setup.draft_layers.items()} or None,
             sampling_temperature=config.sampling_temperature,
             rope_factors=config.rope_factors if config.rope_factors != "auto" else None,
         ),

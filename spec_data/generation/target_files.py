@@ -126,6 +126,11 @@ def manifest_draft(
         "corpus": plan.corpus,
         "mask": setup.config.mask,
         "layers": list(setup.layers),
+        **(
+            {"draft_layers": {d: list(k) for d, k in setup.draft_layers.items()}}
+            if setup.draft_layers
+            else {}
+        ),
         "layer_convention": LAYER_CONVENTION,
         "supervision": setup.config.supervision,
         "final": setup.config.final,

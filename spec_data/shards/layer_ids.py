@@ -6,12 +6,16 @@ output of block k is the input of block k + 1. `as_block_inputs` and `from_block
 only places that convert between the two.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from spec_data.shards.errors import DraftError, TargetError
 
 EMBEDDING = -1
 """Layer id of the embedding output."""
+
+BLOCK_LAYERS = 5
+"""Number of layers that block drafts (DSpark, DFlash) read by their recipe, as published."""
 
 
 def as_block_inputs(layers: Iterable[int]) -> list[int]:
@@ -33,7 +37,17 @@ def build_target_layer_ids(num_target_layers: int, num_feature_layers: int) -> l
     Raises:
         TargetError: the target has too few blocks.
     """
-    return _spread(1, num_target_layers - 1, num_feature_layers, num_target_layers)
+    last = num_target_layers - 1
+    if not 1 <= num_feature_layers <= last:
+        raise TargetError(
+            f"{num_feature_layers} layers cannot be spread over blocks 1 to {last}; ask for 1 to "
+            f"{max(last, 0)}"
+        )
+    if num_feature_layers == 1:
+        return [last]
+    gaps = num_feature_layers - 1
+    # neighbouring ids are at least 1 apart before rounding, so rounding never makes two equal
+    return [round(1 + i * (last - 1) / gaps) for i in range(num_feature_layers)]
 
 
 def capturable_layer_ids(num_target_layers: int, num_feature_layers: int) -> list[int]:
@@ -42,24 +56,77 @@ def capturable_layer_ids(num_target_layers: int, num_feature_layers: int) -> lis
     Raises:
         TargetError: the target has too few blocks.
     """
-    return _spread(1, num_target_layers - 2, num_feature_layers, num_target_layers)
-
-
-def _spread(first: int, last: int, count: int, blocks: int) -> list[int]:
-    if not 1 <= count <= last - first + 1:
-        raise TargetError(
-            f"{count} layers cannot be spread over blocks {first} to {last} of a target with "
-            f"{blocks} blocks; ask for 1 to {max(last - first + 1, 0)}"
-        )
-    if count == 1:
-        return [last]
-    # neighbouring ids are at least 1 apart before rounding, so rounding never makes two equal
-    return [round(first + i * (last - first) / (count - 1)) for i in range(count)]
+    return build_target_layer_ids(num_target_layers - 1, num_feature_layers)
 
 
 def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
     """Return the layer ids of the EAGLE-3 recipe, 1, L/2-1 and L-4, without checking them."""
     return 1, num_layers // 2 - 1, num_layers - 4
+
+
+def _checked_eagle3_layers(num_layers: int, option: str) -> tuple[int, ...]:
+    ids = eagle3_layers(num_layers)
+    if not 0 <= ids[0] < ids[1] < ids[2]:
+        raise TargetError(
+            f"{option} takes blocks 1, L/2-1 and L-4, which are {ids} for a target of "
+            f"L={num_layers} blocks; name three different ones, e.g. --layers "
+            f"{','.join(map(str, _suggested(num_layers)))}"
+        )
+    return ids
+
+
+def _block_layers(num_layers: int, option: str) -> tuple[int, ...]:
+    if num_layers < 3:
+        raise TargetError(
+            f"{option} spreads its layers over blocks 1 to L-2, and the target has only "
+            f"L={num_layers} blocks; name the layers, e.g. --layers 0"
+        )
+    return tuple(capturable_layer_ids(num_layers, min(BLOCK_LAYERS, num_layers - 2)))
+
+
+RECIPES: dict[str, Callable[[int, str], tuple[int, ...]]] = {
+    "eagle": lambda num_layers, option: (),  # it reads the final hidden states alone
+    "eagle3": _checked_eagle3_layers,
+    "peagle": _checked_eagle3_layers,
+    "dspark": _block_layers,
+    "dflash": _block_layers,
+}
+"""The layers that each draft reads by its recipe, of the number of blocks and an option's name."""
+
+
+def choose_layers(
+    layers: Sequence[int] | str, drafts: Sequence[str], num_layers: int
+) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:
+    """Return the layers to capture, ascending, and those that each of `drafts` reads.
+
+    With `drafts`, these are the layers that any of their recipes reads; `layers` must be "auto".
+    EAGLE-1/2 ("eagle") read no layer, so there may be none. Without drafts, `layers` are ids or a
+    text for `parse_layers`.
+
+    Raises:
+        TargetError: see `parse_layers`; an unknown draft, layers beside drafts, or a target that
+            has too few blocks for a recipe.
+    """
+    if not drafts:
+        if isinstance(layers, str):
+            return parse_layers(layers, num_layers), {}
+        check_layers(layers, num_layers)
+        return tuple(sorted(layers)), {}
+    if layers != "auto":
+        raise TargetError(f"layers {layers} and drafts {', '.join(drafts)}: give one or the other")
+    unknown = [draft for draft in drafts if draft not in RECIPES]
+    if unknown:
+        raise TargetError(f"unknown drafts {', '.join(unknown)}; known: {', '.join(RECIPES)}")
+    own = {draft: RECIPES[draft](num_layers, f"--for {draft}") for draft in drafts}
+    return tuple(sorted({k for found in own.values() for k in found})), own
+
+
+def recorded_layers(manifest: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the layers of each draft that a dataset was captured for (--for), by draft.
+
+    `manifest` is the JSON of a manifest; datasets captured without --for record none.
+    """
+    return {draft: tuple(own) for draft, own in manifest.get("draft_layers", {}).items()}
 
 
 def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
@@ -70,14 +137,7 @@ def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
             blocks for "auto".
     """
     if text == "auto":
-        ids = eagle3_layers(num_layers)
-        if not 0 <= ids[0] < ids[1] < ids[2]:
-            raise TargetError(
-                f"--layers auto takes blocks 1, L/2-1 and L-4, which are {ids} for a target of "
-                f"L={num_layers} blocks; name three different ones, e.g. --layers "
-                f"{','.join(map(str, _suggested(num_layers)))}"
-            )
-        return ids
+        return _checked_eagle3_layers(num_layers, "--layers auto")
     if text.startswith("spread:") and text[7:].isdecimal():
         return tuple(capturable_layer_ids(num_layers, int(text[7:])))
     try:
@@ -90,14 +150,23 @@ def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
     return tuple(sorted(layers))
 
 
-def chosen_layers(text: str, captured: tuple[int, ...]) -> tuple[int, ...]:
-    """Read the layers that a draft uses: "auto" (all of `captured`) or "1,3,5"; ascending.
+def chosen_layers(
+    text: str, captured: tuple[int, ...], recorded: tuple[int, ...] | None = None
+) -> tuple[int, ...]:
+    """Read the layers that a draft uses: "auto" or "1,3,5"; ascending.
+
+    "auto" are the layers `recorded` for the draft (--for); if there are none, all of `captured`.
 
     Raises:
-        DraftError: an id is not a number, or is not among the `captured` layers.
+        DraftError: an id is not a number, or is not among the `captured` layers, or there are none.
     """
+    if not captured:
+        raise DraftError(
+            "the dataset has no captured layer, only hidden.final, which eagle reads; generate "
+            "with --for and the name of this draft"
+        )
     if text == "auto":
-        return tuple(sorted(captured))
+        return tuple(sorted(recorded or captured))
     try:
         wanted = sorted(set(_parse_ids(text)))
     except ValueError:
@@ -114,14 +183,14 @@ def check_layers(layers: Sequence[int], num_layers: int) -> None:
     """Check that layer ids are unique and exist in a target of `num_layers` blocks.
 
     Raises:
-        TargetError: no id at all, an id twice, or an id outside -1..L-1.
+        TargetError: an id twice, or an id outside -1..L-1.
     """
     if len(set(layers)) != len(layers):
         raise TargetError(f"layer ids {list(layers)} repeat; name each once")
     wrong = [k for k in layers if not EMBEDDING <= k < num_layers]
-    if wrong or not layers:
+    if wrong:
         raise TargetError(
-            f"layer ids {wrong or 'none'} do not exist: the target has blocks 0 to "
+            f"layer ids {wrong} do not exist: the target has blocks 0 to "
             f"{num_layers - 1} (id k is the output of block k; -1 is the embedding output)"
         )
 

@@ -135,6 +135,7 @@ MANIFEST = Table(
     {
         "settings": Table({"on_policy?": FLAG, "sampling_temperature?": or_null(SHARE)}),
         **{"layers": Listed(LAYER), "supervision": SUPERVISION},
+        "draft_layers?": Named(Listed(LAYER)),
         **dict.fromkeys(("layer_convention?", "policy?"), TEXT),
         "final?": TOKENS,
         "mask?": ANY,
@@ -247,6 +248,9 @@ def contradictions(raw: dict[str, Any]) -> Iterator[str]:
         yield "shards has a file twice"
     if raw["layers"] != sorted(set(raw["layers"])):
         yield f"layers is {raw['layers']}, expected ascending layer ids"
+    for draft, own in raw.get("draft_layers", {}).items():
+        if own != sorted(set(own)) or not set(own) <= set(raw["layers"]):
+            yield f"draft_layers[{draft!r}] is {own}, expected ascending ids among layers"
     left = raw.get("left_out", {"places": [], "units": []})
     places, units = left["places"], left["units"]
     if len(places) != len(units) or places != sorted(set(places)) or units != sorted(units):

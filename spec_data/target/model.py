@@ -22,7 +22,7 @@ from spec_data.models.rope_factors import fix_rope_factors
 from spec_data.shards import packing
 from spec_data.shards.errors import TargetError
 from spec_data.shards.head_spec import HeadSpec, apply_head
-from spec_data.shards.layer_ids import check_layers, parse_layers
+from spec_data.shards.layer_ids import choose_layers
 from spec_data.shards.packing import row_layout, shift_left
 from spec_data.target.hooks import (
     Captured,
@@ -76,6 +76,7 @@ class Target:
         model: Any,
         layers: Sequence[int] | str = "auto",
         *,
+        for_drafts: Sequence[str] = (),
         supervision: str = "final-hidden",
         draft_vocabulary: Tensor | None = None,
         mask_form: str | None = None,
@@ -87,6 +88,8 @@ class Target:
             model: a decoder-only causal language model of transformers.
             layers: layer ids, or a text as `--layers` takes it: "auto" (the EAGLE-3 recipe),
                 "spread:5", "1,3,5".
+            for_drafts: drafts to capture for, such as ("eagle3", "dspark"), instead of `layers`:
+                the layers that any of their recipes reads. `draft_layers` has those of each.
             supervision: see the class.
             draft_vocabulary: see the class.
             rope_factors: see `from_pretrained`.
@@ -102,12 +105,11 @@ class Target:
         self.config = model.config
         self.text_config = text_config(model.config)
         self.num_layers = len(decoder_layers(model))
-        if isinstance(layers, str):
-            layers = parse_layers(layers, self.num_layers)
-        check_layers(layers, self.num_layers)
-        self.layers = tuple(sorted(layers))
+        self.layers, self.draft_layers = choose_layers(layers, for_drafts, self.num_layers)
         if supervision not in ("final-hidden", "logits", "target-probs"):
             raise TargetError(f"supervision {supervision!r}: final-hidden, logits or target-probs")
+        if "eagle" in self.draft_layers and supervision != "final-hidden":
+            raise TargetError(f"draft eagle needs final-hidden, not supervision {supervision!r}")
         if (supervision == "target-probs") != (draft_vocabulary is not None):
             raise TargetError("target-probs goes with draft_vocabulary, and only with it")
         self.supervision = supervision
@@ -298,7 +300,7 @@ class Target:
             shifted["position_mask"] = inside & shift_left(document_ids >= 0, document_ids)
         first = document_starts(document_ids)
         return TargetBatch(
-            aux_hidden_states=torch.cat([captured.layers[k] for k in self.layers], -1),
+            aux_hidden_states=_joined([captured.layers[k] for k in self.layers], captured.final),
             attention_mask=document_ids >= 0,
             position_ids=positions.to(self.device),
             document_ids=document_ids,
@@ -361,6 +363,11 @@ class Target:
         if self.draft_vocabulary is None:
             return found | {"final_hidden": final, "target_logsumexp": total}
         return found | {"target_probs": torch.cat(probs).view(*shape, -1), "target_mass": total}
+
+
+def _joined(layers: list[Tensor], final: Tensor | None) -> Tensor:
+    """Return n states [B, T, H] as [B, T, n * H]; without any, an empty tensor like `final`."""
+    return torch.cat(layers, -1) if final is None or layers else final[..., :0]
 
 
 def _layout(

@@ -24,6 +24,7 @@ from spec_data.shards.checking import FIRST
 from spec_data.shards.coded import CodedRows
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.identity import compare, identity_of, joined, own_facts
+from spec_data.shards.layer_ids import recorded_layers
 from spec_data.shards.lossy import Tables
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import ALL, SUPERVISED, Column, Manifest, fingerprint
@@ -217,14 +218,22 @@ def common_manifest(manifests: Sequence[Manifest]) -> Manifest:
             layers or "none",
             "; ".join(f"{list(m.layers)} in {Path(m.where).parent.name}" for m in manifests),
         )
+    recorded = [recorded_layers(manifest.raw) for manifest in manifests]
     shared = set.intersection(*({c.name for c in m.columns} for m in manifests))
     parts = [manifest.fingerprint for manifest in manifests]
     raw = {k: v for k, v in first.raw.items() if k != "fingerprint"} | {
         "layers": layers,
         "columns": [_decoded(c) for c in first.columns if c.name in shared],
         "final": SUPERVISED if any(m.final == SUPERVISED for m in manifests) else ALL,
+        "draft_layers": {
+            draft: list(own)
+            for draft, own in recorded[0].items()
+            if all(other.get(draft) == own for other in recorded)
+        },
         "mixed": parts,
     }
+    if not raw["draft_layers"]:
+        del raw["draft_layers"]  # as in datasets without it
     if "identity" in first.raw:
         raw["identity"] = own_facts(joined([identity_of(manifest) for manifest in manifests]))
     raw["fingerprint"] = fingerprint(raw)

@@ -9,6 +9,7 @@ largest logits do not.
 from typing import Any, ClassVar
 
 from spec_data.shards.errors import DatasetError
+from spec_data.shards.layer_ids import recorded_layers
 from spec_data.shards.schema import FINAL, Manifest, layer_column
 from spec_train.drafts.base import BaseDraft, DatasetFacts
 from spec_train.drafts.teacher import LOGITS
@@ -34,7 +35,26 @@ class LayeredDraft(BaseDraft):
                 "with --supervision final-hidden, or with --supervision logits if the target's "
                 "head rules that out"
             )
-        options.layer_ids(manifest.layers)
+        cls.layers_of(options, manifest)
+
+    @classmethod
+    def layers_of(cls, options: Any, manifest: Manifest) -> tuple[int, ...]:
+        """Return the ascending layer ids that a fresh draft reads of a dataset.
+
+        Raises:
+            DraftError: the dataset does not have them.
+        """
+        recorded = recorded_layers(manifest.raw).get(cls.name)
+        return options.layer_ids(manifest.layers, recorded)
+
+    @classmethod
+    def why_layers(cls, options: Any, manifest: Manifest) -> str:
+        """Say why a fresh draft reads the layers of `layers_of`."""
+        if options.layers != "auto":
+            return "as --layers says"
+        if cls.name in recorded_layers(manifest.raw):
+            return f"the recipe of {cls.name}, which the dataset was captured for (--for)"
+        return f"every captured layer, because the dataset was not captured with --for {cls.name}"
 
     @classmethod
     def make_config(cls, options: Any, facts: DatasetFacts) -> Any:
@@ -42,7 +62,7 @@ class LayeredDraft(BaseDraft):
         vocab, manifest = facts.head.spec.vocab_size, facts.manifest
         return cls.config_class.from_target(
             facts.target_config,
-            layers=options.layer_ids(manifest.layers),
+            layers=cls.layers_of(options, manifest),
             vocab_size=vocab,
             draft_vocab_size=min(options.draft_vocab_size or vocab, vocab),
             options=options,

@@ -2,10 +2,12 @@
 
 import logging
 from itertools import islice
+from typing import Any
 
 from spec_train.data.mixed_order import MixedPlan
 from spec_train.data.mixture import Documents, Mixture
 from spec_train.data.splits import Splits
+from spec_train.drafts.layered_draft import LayeredDraft
 from spec_train.drafts.protocol import DraftConfig
 from spec_train.training.trainer import Trainer
 
@@ -23,6 +25,7 @@ def announce(trainer: Trainer, splits: Splits) -> None:
     dataset, config, plan = trainer.dataset, trainer.config, splits.train
     for part in dataset.datasets if isinstance(dataset, Mixture) else (dataset,):
         _announce_dataset(part, trainer.stream.columns)
+    _announce_layers(trainer)
     if isinstance(plan, MixedPlan):
         _announce_shares(plan)
     reasons = [f"{count:,} with {reason}" for reason, count in splits.selection.left_out.items()]
@@ -68,6 +71,17 @@ def _announce_dataset(dataset: Documents, columns: tuple[str, ...]) -> None:
         "columns    %s: %d of %d bytes per token are read",
         *(", ".join(columns), sum(width[c] for c in columns), sum(width.values())),
     )
+
+
+def _announce_layers(trainer: Trainer) -> None:
+    """Log which captured layers the draft reads, and why; EAGLE-1/2 read none."""
+    draft: Any = trainer.draft
+    if isinstance(draft, LayeredDraft):
+        log.info(
+            "layers     %s (outputs of these blocks, from 0): %s",
+            ", ".join(map(str, draft.config.layers)),
+            draft.why_layers(draft.options, trainer.dataset.manifest),
+        )
 
 
 def _announce_shares(plan: MixedPlan) -> None:

@@ -1,0 +1,202 @@
+"""`generate --for`: the layers of several drafts in one dataset, and which of them `fit` reads."""
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import spec_data
+import spec_train
+from spec_data.cli import main
+from spec_data.generation.sealing import seal_directory
+from spec_data.options import GenerateConfig, VerifyConfig
+from spec_data.shards.errors import ConfigError, DatasetError, DraftError, TargetError
+from spec_data.shards.schema import Manifest, fingerprint
+from spec_data.target.model import Target
+from spec_train.data.mixture import common_manifest
+from tests.families import _COMMON
+from tests.spec_data.corpus.templates import tokenizer
+from tests.spec_data.runs import options, run, verify, write_corpus
+
+BLOCKS = 10
+EAGLE3, BLOCK = (1, 4, 6), (1, 3, 4, 6, 8)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A target of ten blocks, and its data for three drafts, for eagle alone, and of --layers."""
+    folder = tmp_path_factory.mktemp("for")
+    tok = tokenizer("chatml")
+    config = LlamaConfig(**_COMMON | {"num_hidden_layers": BLOCKS}, tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_config(config)
+    model.resize_token_embeddings(len(tok), mean_resizing=False)
+    model.config.eos_token_id = tok.eos_token_id
+    model.save_pretrained(folder / "target")
+    tok.save_pretrained(folder / "target")
+    write_corpus(folder / "c.jsonl", 12)
+    made = {"both": {"for_drafts": "eagle3,dspark,eagle"}, "eagle": {"for_drafts": "eagle"}}
+    for name, given in made.items():
+        run(folder / "target", folder / "c.jsonl", folder / name, **given | {"layers": "auto"})
+    run(folder / "target", folder / "c.jsonl", folder / "old", layers="1,3,4,6,8")
+    return folder
+
+
+def fitted(place, tmp_path, draft: str, data: str, caplog, **changes):
+    """Fit one step; return the layers of the draft and the log."""
+    given = {"ttt_steps": 2} if draft == "eagle3" else {}
+    given |= {"num_draft_layers": 1, "markov_rank": 4} if draft == "dspark" else {}
+    with caplog.at_level(logging.INFO, "spec_train"):
+        result = spec_train.fit(
+            draft, place / data, tmp_path / draft, steps=1, seq_len=64, device="cpu",
+            validation=0.2, **given, **changes,
+        )  # fmt: skip
+    config = json.loads((result.directory / "last" / "config.json").read_text())
+    return config, "\n".join(record.getMessage() for record in caplog.records)
+
+
+def test_the_union_is_captured_and_recorded(place):
+    dataset = spec_data.open_dataset(place / "both")
+    assert dataset.manifest.layers == (1, 3, 4, 6, 8)
+    assert dataset.manifest.raw["draft_layers"] == {
+        "eagle3": list(EAGLE3),
+        "dspark": list(BLOCK),
+        "eagle": [],
+    }
+    assert verify(VerifyConfig(data=str(place / "both"), target=str(place / "target"))) == 0
+    old = spec_data.open_dataset(place / "old")
+    assert "draft_layers" not in old.manifest.raw
+    for name in old.columns:  # --for changes which layers there are, not what is in them
+        assert torch.equal(old[0][name], dataset[0][name]), name
+
+
+def test_a_dataset_for_eagle_alone_has_no_layer(place, tmp_path, caplog):
+    dataset = spec_data.open_dataset(place / "eagle")
+    assert dataset.manifest.layers == ()
+    assert [name for name in dataset.columns if name.startswith("hidden")] == ["hidden.final"]
+    assert verify(VerifyConfig(data=str(place / "eagle"), target=str(place / "target"))) == 0
+    fitted(place, tmp_path, "eagle", "eagle", caplog)
+    with pytest.raises(DraftError, match="no captured layer"):
+        spec_train.fit("eagle3", place / "eagle", tmp_path / "run", steps=1, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("draft", "data", "layers", "why"),
+    [
+        ("eagle3", "both", EAGLE3, "the recipe of eagle3, which the dataset was captured for"),
+        ("dspark", "both", BLOCK, "the recipe of dspark, which the dataset was captured for"),
+        ("eagle3", "old", BLOCK, "every captured layer, because .* not captured with --for eagle3"),
+    ],
+)
+def test_fit_reads_the_layers_of_its_recipe_and_says_why(
+    place, tmp_path, caplog, draft, data, layers, why
+):
+    config, log = fitted(place, tmp_path, draft, data, caplog)
+    found = (
+        config.get("target_layer_ids") or config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    )
+    assert tuple(found) == layers
+    [line] = [line for line in log.splitlines() if line.startswith("layers ")]
+    assert line.startswith(f"layers     {', '.join(map(str, layers))} (outputs of these blocks")
+    assert re.search(why, line), line
+
+
+def test_layers_of_the_command_line_override_the_recipe(place, tmp_path, caplog):
+    config, log = fitted(place, tmp_path, "eagle3", "both", caplog, layers=[3, 8])
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [3, 8]
+    assert "as --layers says" in log
+
+
+def test_estimate_prints_the_bytes_of_each_draft(place, tmp_path, capsys):
+    given = options(place / "target", place / "c.jsonl", tmp_path / "out")
+    words = ["--target", given["target"], "--corpus", *given["corpus"], "--out", given["out"]]
+    assert main(["estimate", *words, "--for", "eagle3,dspark,eagle", "--codec", "bf16"]) == 0
+    printed = capsys.readouterr()
+    assert re.search(r"eagle3 +1, 4, 6 +269.0 ", printed.out)  # 13 and 4 x 64 bytes per token
+    assert re.search(r"dspark +1, 3, 4, 6, 8 +397.0 ", printed.out)
+    assert "--for eagle3,dspark,eagle" in printed.out + printed.err  # the next command
+    found = spec_data.estimate(
+        place / "target", place / "c.jsonl", tmp_path / "out", codec="bf16",
+        for_drafts=["eagle3", "dspark", "eagle"],
+    )  # fmt: skip
+    plain = 4 + 1 + 4 + 4  # ids, mask, argmax, logsumexp
+    for draft, layers in (("eagle3", EAGLE3), ("dspark", BLOCK), ("eagle", ())):
+        per_token = plain + 2 * 32 * (len(layers) + 1)
+        assert found.drafts[draft] == {
+            "layers": list(layers),
+            "bytes_per_token": per_token,
+            "bytes": per_token * found.tokens,
+        }
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"layers": "1,2"}, "--layers 1,2 and --for eagle,dspark"),
+        ({"final": "supervised"}, "--for eagle with --final supervised"),
+        ({"supervision": "topk:4"}, "--for eagle with --supervision topk:4"),
+        ({"for_drafts": "dsparkle"}, "no draft 'dsparkle'.*did you mean dspark"),
+    ],
+)
+def test_options_that_contradict_for_are_refused(changes, named):
+    given = {"target": "t", "corpus": ("c",), "out": "o", "for_drafts": "eagle,dspark"}
+    with pytest.raises(ConfigError, match=named):
+        GenerateConfig(**given | changes)
+
+
+def test_a_config_file_may_say_for(place, tmp_path, capsys):
+    file = tmp_path / "options.yaml"
+    file.write_text(f"target: {place}/target\ncorpus: {place}/c.jsonl\nfor: dspark\n")
+    assert main(["estimate", "--config", str(file), "--out", str(tmp_path / "out")]) == 0
+    assert re.search(r"dspark +1, 3, 4, 6, 8 ", capsys.readouterr().out)
+
+
+def test_a_resumed_capture_keeps_its_drafts(place, tmp_path):
+    given = dict(layers="auto", workers="0/2")
+    run(place / "target", place / "c.jsonl", tmp_path / "d", for_drafts="dspark", **given)
+    with pytest.raises(ConfigError, match="draft_layers"):
+        run(place / "target", place / "c.jsonl", tmp_path / "d", for_drafts="dflash", **given)
+    run(
+        place / "target", place / "c.jsonl", tmp_path / "d", for_drafts="dspark", layers="auto",
+        workers="1/2",
+    )  # fmt: skip
+    assert seal_directory(tmp_path / "d").raw["draft_layers"] == {"dspark": list(BLOCK)}
+
+
+def edited(manifest: Manifest, **changes) -> Manifest:
+    raw = {k: v for k, v in manifest.raw.items() if k != "fingerprint"} | changes
+    return Manifest(raw | {"fingerprint": fingerprint(raw)}, manifest.where)
+
+
+def test_a_mixture_has_the_recipes_that_all_its_datasets_record(place):
+    both, old = (Manifest.read(place / name / "manifest.json") for name in ("both", "old"))
+    only = edited(both, draft_layers={"dspark": list(BLOCK)})
+    assert common_manifest([both, only]).raw["draft_layers"] == {"dspark": list(BLOCK)}
+    assert "draft_layers" not in common_manifest([both, old]).raw
+
+
+def test_a_recorded_layer_that_is_not_captured_is_refused(place, tmp_path):
+    raw = json.loads((place / "both" / "manifest.json").read_text())
+    raw["draft_layers"]["dspark"] = [1, 2]
+    raw["fingerprint"] = fingerprint(raw)
+    (tmp_path / "manifest.json").write_text(json.dumps(raw))
+    with pytest.raises(DatasetError, match=r"draft_layers\['dspark'\] is \[1, 2\], expected"):
+        Manifest.read(tmp_path / "manifest.json")
+
+
+def test_the_target_online_captures_for_drafts(place):
+    target = Target.from_pretrained(place / "target", for_drafts=("eagle3", "dspark"), device="cpu")
+    assert target.layers == (1, 3, 4, 6, 8)
+    assert target.draft_layers == {"eagle3": EAGLE3, "dspark": BLOCK}
+    ids = torch.from_numpy(np.arange(8))[None] + 3
+    batch = target.generate_batch(ids, torch.ones_like(ids), torch.ones_like(ids))
+    assert batch.aux_hidden_states.shape == (1, 8, 5 * 32)
+    none = Target(target.model, for_drafts=("eagle",))
+    assert none.generate_batch(ids, ids, ids).aux_hidden_states.shape == (1, 8, 0)
+    for given in ({"for_drafts": ("eagle",), "supervision": "logits"}, {"for_drafts": ("x",)}):
+        with pytest.raises(TargetError):
+            Target(target.model, **given)

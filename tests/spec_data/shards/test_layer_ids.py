@@ -1,0 +1,67 @@
+"""The layers of each draft's recipe, as plain arithmetic, and what has none."""
+
+import pytest
+
+from spec_data.option_values import parse_drafts
+from spec_data.shards.errors import ConfigError, DraftError, TargetError
+from spec_data.shards.layer_ids import RECIPES, choose_layers, chosen_layers
+from spec_train.draft_options import DRAFT_OPTIONS
+
+
+def test_every_draft_has_a_recipe():
+    assert set(RECIPES) == set(DRAFT_OPTIONS)
+
+
+@pytest.mark.parametrize("blocks", [8, 10, 28, 36, 61, 80])
+def test_recipes_are_those_of_the_papers_and_never_the_last_block(blocks):
+    layers, own = choose_layers("auto", tuple(RECIPES), blocks)
+    eagle3 = (1, blocks // 2 - 1, blocks - 4)
+    spread = [1 + (blocks - 3) * i / 4 for i in range(5)]  # from 1 to L-2
+    block = tuple(round(at) for at in spread)
+    assert own == {
+        "eagle": (),
+        "eagle3": eagle3,
+        "peagle": eagle3,
+        "dspark": block,
+        "dflash": block,
+    }
+    assert layers == tuple(sorted({*eagle3, *block}))
+    assert max(layers) == blocks - 2
+
+
+def test_a_short_target_has_fewer_layers_for_block_drafts():
+    assert choose_layers("auto", ["dspark"], 6)[0] == (1, 2, 3, 4)
+    assert choose_layers("auto", ["dflash"], 3)[0] == (1,)
+    assert choose_layers("auto", ["eagle"], 2) == ((), {"eagle": ()})
+
+
+@pytest.mark.parametrize(
+    ("drafts", "blocks", "named"),
+    [
+        (["eagle3"], 6, r"--for eagle3 takes blocks 1, L/2-1 and L-4, which are \(1, 2, 2\)"),
+        (["dspark"], 2, r"--for dspark spreads .* only L=2 blocks"),
+        (["eagle4"], 9, "unknown drafts eagle4; known: eagle, eagle3"),
+    ],
+)
+def test_a_target_without_the_layers_of_a_recipe_is_refused(drafts, blocks, named):
+    with pytest.raises(TargetError, match=named):
+        choose_layers("auto", drafts, blocks)
+
+
+def test_layers_and_drafts_exclude_each_other():
+    with pytest.raises(TargetError, match="one or the other"):
+        choose_layers([1, 2], ["eagle3"], 12)
+
+
+def test_names_of_drafts_are_checked():
+    assert parse_drafts("dspark, eagle3,dspark") == ("dspark", "eagle3")
+    with pytest.raises(ConfigError, match=r"no draft 'eagel3'.*did you mean eagle3"):
+        parse_drafts("eagel3")
+
+
+def test_a_draft_reads_its_own_layers_before_all_others():
+    assert chosen_layers("auto", (1, 3, 4), None) == (1, 3, 4)
+    assert chosen_layers("auto", (1, 3, 4), (1, 4)) == (1, 4)
+    assert chosen_layers("3,1", (1, 3, 4), (1, 4)) == (1, 3)
+    with pytest.raises(DraftError, match=r"no captured layer, only hidden\.final"):
+        chosen_layers("auto", (), None)
