@@ -277,11 +277,14 @@ class BaseDraft(nn.Module):
         check_tensors(tensors, expected, files.weights_path)
         if not draft.full_vocabulary:
             d2t, t2d = tensors.pop("d2t"), tensors.pop("t2d")
-            draft.set_vocabulary(torch.arange(config.draft_vocab_size) + d2t)
+            try:
+                draft.set_vocabulary(torch.arange(config.draft_vocab_size) + d2t)
+            except DraftError as error:
+                raise DraftError(f"{files.weights_path}: {error}") from None
             if not torch.equal(draft.t2d, t2d):
                 raise DraftError(
-                    f"{files.weights_path}: d2t and t2d name different tokens; the file was edited "
-                    "or damaged"
+                    f"{files.weights_path}: d2t and t2d name different tokens of the draft "
+                    "vocabulary; the file was edited or damaged"
                 )
         draft.to(tensors["fc.weight"].dtype)
         draft.load_state_dict(tensors)

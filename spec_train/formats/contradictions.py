@@ -183,17 +183,6 @@ def _of_tensors(files: DraftFiles) -> Iterator[Statement]:
         if name in tensors and stated is not None:
             yield f"{what} (tensors)", what, stated
             yield f"{what} (tensors)", name, len(tensors[name])
-    if "d2t" in tensors and size == vocab:
-        yield "vocabulary map", "draft_vocab_size = vocab_size", "none"
-        plain = "none" if not bool(tensors["d2t"].any()) else "other tokens"
-        yield "vocabulary map", "d2t", plain
-    if "d2t" in tensors and "t2d" in tensors:
-        ids = tensors["d2t"].long()
-        ids = ids + ids.new_tensor(range(len(ids)))
-        chosen = tensors["t2d"].bool().nonzero().flatten()
-        yield "tokens of the draft vocabulary", "t2d", "the same"
-        equal = "the same" if ids.sort().values.tolist() == chosen.tolist() else "other tokens"
-        yield "tokens of the draft vocabulary", "d2t", equal
 
 
 def _table(raw: dict[str, Any], name: str) -> dict[str, Any]:

@@ -1,4 +1,9 @@
-"""The files of a draft, config.json and model.safetensors: read, check and write them."""
+"""The files of a draft, config.json and its weights: read, check and write them.
+
+This project writes model.safetensors. Other trainers also publish several safetensors files with an
+index, and `pytorch_model.bin`. Of a .bin file only tensors are loaded: torch refuses everything
+else in it (`weights_only=True`), so reading one runs no code of the file.
+"""
 
 import json
 import logging
@@ -7,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -31,6 +37,8 @@ from spec_train.formats.draft_seal import (
 log = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+_OTHERS = (f"{WEIGHTS}.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+"""Weights of other trainers, in the order in which they are looked for after `WEIGHTS`."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +59,8 @@ class DraftFiles:
 
     @property
     def weights_path(self) -> str:
-        """Path of its model.safetensors."""
-        return str(Path(self.where) / WEIGHTS)
+        """Path of its weights."""
+        return str(find_weights(Path(self.where)) or Path(self.where) / WEIGHTS)
 
 
 def read_files(directory: str | Path, accept_edited: bool = False) -> DraftFiles:
@@ -66,7 +74,9 @@ def read_files(directory: str | Path, accept_edited: bool = False) -> DraftFiles
     """
     folder = Path(directory)
     config, seal = without_seal(read_config(folder))
-    tensors, mark = read_tensors(folder / WEIGHTS), _metadata(folder / WEIGHTS)
+    weights = find_weights(folder) or folder / WEIGHTS
+    tensors = read_tensors(weights)
+    mark = _metadata(weights) if weights.name == WEIGHTS else {}
     problems = []
     if seal is not None:
         problems = broken_seal(config, seal, tensors)
@@ -150,18 +160,56 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def find_weights(folder: Path) -> Path | None:
+    """Return the file with a draft's weights, or the index of several; None if there is none."""
+    names = (WEIGHTS, *_OTHERS)
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read all tensors of a safetensors file.
+    """Read all tensors of a safetensors or .bin file, or of all files that an index names.
 
     Raises:
-        MissingError: it is absent. DraftError: it is damaged.
+        MissingError: a file is absent. DraftError: one is damaged, or holds more than tensors.
     """
     if not path.is_file():
         raise MissingError(f"{path}: no such file; the draft's weights are missing")
+    if path.suffix == ".json":
+        parts = (read_tensors(path.parent / name) for name in _parts_of(path))
+        return {name: value for part in parts for name, value in part.items()}
+    if path.suffix == ".bin":
+        return _read_bin(path)
     try:
         return load_file(path)
     except SafetensorError as error:
         raise DraftError(f"{path}: damaged ({error}); copy it again") from None
+
+
+def _parts_of(index: Path) -> list[str]:
+    """Return the files that an index names, which all lie beside it."""
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        if not names or any(Path(name).name != name for name in names):
+            raise ValueError("it must name files in its own directory")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DraftError(f"{index}: not an index of weights ({error}); copy it again") from None
+    return names
+
+
+def _read_bin(path: Path) -> dict[str, Tensor]:
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # of many types: the one for refused contents is no torch class
+        raise DraftError(
+            f"{path}: damaged, or it holds more than tensors, which could run code when it is "
+            f"loaded ({str(error).partition(chr(10))[0]}). Copy it again, or convert it to "
+            "model.safetensors with the program that wrote it"
+        ) from None
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in found.items()
+    ):
+        raise DraftError(f"{path}: expected tensors by name; convert it to model.safetensors")
+    return found
 
 
 def _metadata(path: Path) -> dict[str, str]:

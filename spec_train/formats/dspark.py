@@ -20,7 +20,6 @@ from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.flat import (
     MASK_KEYS,
     drop_target_head,
-    own_vocabulary,
     plain_names,
     refuse_set,
     refuse_sliding,
@@ -29,6 +28,7 @@ from spec_train.formats.flat import (
     with_target_weights,
 )
 from spec_train.formats.target_facts import TargetFacts
+from spec_train.formats.vocabulary_maps import own_vocabulary
 
 DSPARK, DFLASH = "Qwen3DSparkModel", "DFlashDraftModel"
 ARCHITECTURES = (DSPARK, "DSparkDraftModel", "DSparkSpeculator")
@@ -221,6 +221,8 @@ def _own_tensors(
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of our checkpoint: always the embedding, the head only if reduced."""
     tensors = plain_names(files.tensors)
+    sizes = config["vocab_size"], config["draft_vocab_size"]
+    tensors = own_vocabulary(tensors, *sizes, files.weights_path)
     full = config["draft_vocab_size"] == config["vocab_size"]
     if full:
         tensors = drop_target_head(tensors, files, target)
@@ -228,5 +230,4 @@ def _own_tensors(
         raise DraftError(
             f"{files.weights_path}: a reduced draft vocabulary needs lm_head.weight and d2t"
         )
-    tensors = with_target_weights(tensors, files, target, config["dtype"], (_EMBEDDING,))
-    return own_vocabulary(tensors, config["vocab_size"], config["draft_vocab_size"])
+    return with_target_weights(tensors, files, target, config["dtype"], (_EMBEDDING,))

@@ -14,7 +14,6 @@ from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.flat import (
     INPUT_KEY,
     aux_layers,
-    own_vocabulary,
     plain_names,
     refuse_set,
     refuse_sliding,
@@ -22,7 +21,9 @@ from spec_train.formats.flat import (
     shape_of,
     with_target_weights,
 )
+from spec_train.formats.layer_order import sort_states
 from spec_train.formats.target_facts import TargetFacts
+from spec_train.formats.vocabulary_maps import own_vocabulary
 
 OWN = "LlamaForCausalLMEagle3"
 ARCHITECTURES = (
@@ -101,14 +102,15 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
             f"{files.where}: this EAGLE-3 draft normalises queries and keys (Qwen3's layer), which "
             "is not supported"
         )
-    layers, shape = aux_layers(files, target), shape_of(files)
-    tensors = plain_names(files.tensors)
+    shape, tensors = shape_of(files), plain_names(files.tensors)
+    sizes = shape["vocab_size"], shape["draft_vocab_size"]
+    tensors = own_vocabulary(tensors, *sizes, files.weights_path)
+    layers, tensors = sort_states(tensors, aux_layers(files, target), files.config_path)
     tensors = {name.replace(_THEIRS, _OURS): value for name, value in tensors.items()}
     shared = ["embed_tokens.weight"]
     if shape["draft_vocab_size"] == shape["vocab_size"]:
         shared += ["lm_head.weight"]
     tensors = with_target_weights(tensors, files, target, shape["dtype"], tuple(shared))
-    tensors = own_vocabulary(tensors, shape["vocab_size"], shape["draft_vocab_size"])
     raw = files.config
     config = shape | {
         "architectures": [OWN],

@@ -81,8 +81,10 @@ def aux_layers(files: DraftFiles, target: TargetFacts) -> tuple[int, ...]:
     SGLang reads, holds outputs; `agreement` has compared the two. Without either key all engines
     use the inputs of blocks 2, L//2 and L-3 of a target with L blocks.
 
+    The ids have the order of the file; `layer_order.sort_states` sorts them.
+
     Raises:
-        DraftError: both keys are absent and L is unknown, or ids are not ascending and unique.
+        DraftError: both keys are absent and L is unknown.
     """
     raw = files.config
     nested = (raw.get("eagle_config") or {}).get(INPUT_KEY)
@@ -96,12 +98,6 @@ def aux_layers(files: DraftFiles, target: TargetFacts) -> tuple[int, ...]:
         raise DraftError(
             f"{files.config_path}: contains no layer ids; engines then derive them from the "
             "target's number of decoder blocks. Pass the target with --target DIR"
-        )
-    if list(layers) != sorted(set(layers)):
-        raise DraftError(
-            f"{files.config_path}: layers {list(layers)} are not ascending and unique; engines "
-            "concatenate such layers in different orders, so some engines would read this draft "
-            "incorrectly"
         )
     return layers
 
@@ -198,26 +194,6 @@ def with_target_weights(
             )
         found[name] = value.detach().to("cpu", getattr(torch, dtype), copy=True)
     return found
-
-
-def own_vocabulary(
-    tensors: dict[str, Tensor], vocab_size: int, draft_vocab_size: int
-) -> dict[str, Tensor]:
-    """Return tensors with the vocabulary maps of our checkpoints: none if full, otherwise both.
-
-    `d2t` int64 [Vd] holds offsets (target id = i + d2t[i]), `t2d` bool [V].
-    """
-    found = dict(tensors)
-    d2t = found.pop("d2t", None)
-    t2d = found.pop("t2d", None)
-    if draft_vocab_size == vocab_size or d2t is None:
-        return found
-    d2t = d2t.long()
-    ids = d2t + d2t.new_tensor(range(len(d2t)))
-    if t2d is None and int(ids.min()) >= 0 and int(ids.max()) < vocab_size:
-        t2d = d2t.new_zeros(vocab_size).bool()
-        t2d[ids] = True
-    return found | {"d2t": d2t} | ({} if t2d is None else {"t2d": t2d.bool()})
 
 
 def drop_target_head(

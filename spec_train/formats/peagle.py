@@ -16,7 +16,6 @@ from spec_train.formats.flat import (
     INPUT_KEY,
     MASK_KEYS,
     aux_layers,
-    own_vocabulary,
     plain_names,
     refuse_set,
     refuse_sliding,
@@ -24,7 +23,9 @@ from spec_train.formats.flat import (
     shape_of,
     with_target_weights,
 )
+from spec_train.formats.layer_order import sort_states
 from spec_train.formats.target_facts import TargetFacts
+from spec_train.formats.vocabulary_maps import own_vocabulary
 
 OWN = "Eagle3LlamaForCausalLM"
 ARCHITECTURES = (
@@ -89,10 +90,13 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
             f"{files.where}: this P-EAGLE draft normalises queries and keys (Qwen3's layer), which "
             "is not supported"
         )
-    layers, shape = aux_layers(files, target), shape_of(files)
+    shape = shape_of(files)
     full = shape["draft_vocab_size"] == shape["vocab_size"]
     shared = ("embed_tokens.weight", *(("lm_head.weight",) if full else ()))
     tensors = plain_names(files.tensors)
+    sizes = shape["vocab_size"], shape["draft_vocab_size"]
+    tensors = own_vocabulary(tensors, *sizes, files.weights_path)
+    layers, tensors = sort_states(tensors, aux_layers(files, target), files.config_path)
     tensors = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
     tensors[MASK_STATES] = tensors[MASK_STATES].reshape(1, 1, -1)
     tensors = with_target_weights(tensors, files, target, shape["dtype"], shared)
@@ -114,5 +118,4 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
         fc_norm=config["fc_norm"],
     )
     config["spec_train"] = section_of(files, "peagle", layers, to_dict(options))
-    tensors = own_vocabulary(tensors, shape["vocab_size"], shape["draft_vocab_size"])
     return DraftFiles(config, tensors, files.where)

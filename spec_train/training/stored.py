@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spec_data.shards.errors import DraftError, MissingError, RunError
 from spec_data.shards.files import sha256_file
-from spec_train.formats.draft_files import CONFIG, WEIGHTS
+from spec_train.formats.draft_files import CONFIG, WEIGHTS, find_weights
 from spec_train.training.checked_json import is_intact
 
 STATE_TENSORS = "training_state.safetensors"
@@ -64,13 +64,13 @@ def resolve_draft_dir(path: str | Path) -> Path:
     if not path.exists():
         raise MissingError(f"{path}: no such draft directory or run; check the path")
     raise MissingError(
-        f"{path}: neither a draft (config.json and model.safetensors) nor a run with a checkpoint; "
-        "pass the directory that `spec-train fit --out` wrote"
+        f"{path}: neither a draft (config.json and model.safetensors or pytorch_model.bin) nor a "
+        "run with a checkpoint; pass the directory that `spec-train fit --out` wrote"
     )
 
 
 def _has_draft(folder: Path) -> bool:
-    return (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file()
+    return (folder / CONFIG).is_file() and find_weights(folder) is not None
 
 
 def checkpoints_of(run: Path) -> list[Path]:

@@ -223,7 +223,6 @@ def test_layers_of_published_drafts_follow_the_key_that_names_them(
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings"),
-        ({"eagle_aux_hidden_state_layer_ids": [3, 1, 2]}, "not ascending"),
         ({"hidden_size": ...}, "missing hidden_size"),
         ({"architectures": ["MedusaModel"]}, "MedusaModel"),
     ],

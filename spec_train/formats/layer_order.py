@@ -1,0 +1,69 @@
+"""The order in which a draft concatenates the states of its target's layers.
+
+Our drafts concatenate them by ascending layer id. A draft with another order computes the same as
+one whose parts of `fc`, `fc_norm`, `input_norm` and `mask_hidden` are sorted with the ids.
+"""
+
+import logging
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from spec_data.shards.errors import DraftError
+
+log = logging.getLogger(__name__)
+
+COLUMNS = ("fc.weight", "input_norm.weight", "mask_hidden")
+"""Tensors whose last dimension is the concatenated states."""
+_ONE_NORM = re.compile(r"fc_norm\.(\d+)\.weight")
+
+
+def sort_states(
+    tensors: dict[str, Tensor], layers: Sequence[int], where: str, *, collected: bool = False
+) -> tuple[tuple[int, ...], dict[str, Tensor]]:
+    """Return the layer ids in ascending order, and the tensors with the parts in that order.
+
+    Args:
+        tensors: tensors of the file, without the prefix `model.`.
+        layers: layer ids of the file, in its order.
+        where: path of config.json, for messages.
+        collected: the trainer collects the states during one forward pass of its target, so they
+            are in ascending order whatever the order of the ids.
+
+    Raises:
+        DraftError: an id repeats, or `fc` has no equal part for each layer.
+    """
+    if len(set(layers)) != len(layers):
+        raise DraftError(f"{where}: layers {list(layers)} repeat an id; each layer is read once")
+    order = sorted(range(len(layers)), key=lambda i: layers[i])
+    ascending = tuple(layers[i] for i in order)
+    if ascending == tuple(layers) or collected:
+        return ascending, tensors
+    log.warning(
+        "warning: %s: layers %s are not ascending. The parts of fc are taken to have the order of "
+        "the file, as llama.cpp does, and were sorted; vLLM and SGLang would pass ascending states "
+        "to the unsorted parts. An export is read alike by all engines",
+        *(where, list(layers)),
+    )
+    return ascending, _sorted_parts(tensors, order, where)
+
+
+def _sorted_parts(tensors: dict[str, Tensor], order: list[int], where: str) -> dict[str, Tensor]:
+    found = dict(tensors)
+    for name in COLUMNS:
+        if name not in found:
+            continue
+        if found[name].shape[-1] % len(order):
+            raise DraftError(
+                f"{where}: {name} has {found[name].shape[-1]} columns, which are not equal parts "
+                f"for {len(order)} layers"
+            )
+        parts = found[name].chunk(len(order), dim=-1)
+        found[name] = torch.cat([parts[i] for i in order], dim=-1).contiguous()
+    norms = {int(m[1]): n for n in tensors if (m := _ONE_NORM.fullmatch(n))}
+    for place, source in enumerate(order):
+        if source in norms:
+            found[f"fc_norm.{place}.weight"] = tensors[norms[source]]
+    return found

@@ -1,0 +1,136 @@
+"""The vocabulary maps of a draft, as any trainer writes them, read into the order of this project.
+
+Row i of a draft's LM head proposes the target token with the id `i + d2t[i]`: `d2t` holds offsets.
+`t2d` says for every target token whether the draft can propose it. Our drafts hold the tokens in
+ascending order of their ids. Other trainers order them by frequency, for example. Sorting the map
+together with the rows of the head changes no probability, so every order can be read.
+
+V / Vd target / draft vocabulary.
+"""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from spec_data.shards.errors import DraftError
+
+log = logging.getLogger(__name__)
+
+ROWS = ("lm_head.weight", "lm_head.bias", "markov_head.markov_w2.weight")
+"""Tensors with one row per draft token. They are sorted together with the map."""
+
+
+def own_vocabulary(
+    tensors: dict[str, Tensor], vocab_size: int, draft_vocab_size: int, where: str
+) -> dict[str, Tensor]:
+    """Return tensors with the maps of our checkpoints, and the rows of `ROWS` in their order.
+
+    The result has no map if Vd = V, and otherwise `d2t` int64 [Vd] (offsets, for ascending ids) and
+    `t2d` bool [V]. Call it before tensors of the target are added: their rows are in order already.
+
+    Args:
+        tensors: tensors of the file, without the prefix `model.`.
+        vocab_size: V.
+        draft_vocab_size: Vd.
+        where: path of the weights, for messages.
+
+    Raises:
+        DraftError: there is no map, it has a wrong length, or it does not name Vd different tokens.
+    """
+    found = dict(tensors)
+    d2t, t2d = found.pop("d2t", None), found.pop("t2d", None)
+    full = draft_vocab_size == vocab_size
+    if full and d2t is None and t2d is None:
+        return found
+    if d2t is None and t2d is None:
+        raise DraftError(
+            f"{where}: has neither d2t nor t2d, so the {draft_vocab_size} tokens of the draft "
+            f"vocabulary (of {vocab_size}) are unknown; copy the draft again"
+        )
+    ids = _target_ids(d2t, t2d, vocab_size, draft_vocab_size, where)
+    ids, order = ids.sort()
+    rows = torch.arange(draft_vocab_size)
+    if not torch.equal(order, rows):
+        _sort_rows(found, order, where)
+    if full:
+        return found
+    chosen = torch.zeros(vocab_size, dtype=torch.bool)
+    chosen[ids] = True
+    return found | {"d2t": ids - rows, "t2d": chosen}
+
+
+def _sort_rows(found: dict[str, Tensor], order: Tensor, where: str) -> None:
+    """Sort the rows of `found`, in place, by `order` int64 [Vd]."""
+    if ROWS[0] not in found:
+        raise DraftError(
+            f"{where}: its vocabulary map is not ascending, but it has no lm_head whose rows it "
+            "describes; copy the draft again"
+        )
+    for name in ROWS:
+        if name in found and len(found[name]) == len(order):
+            found[name] = found[name][order].contiguous()
+
+
+def _target_ids(
+    d2t: Tensor | None, t2d: Tensor | None, vocab: int, size: int, where: str
+) -> Tensor:
+    """Return the target id of every row of the head, int64 [Vd], in any order."""
+    if d2t is not None and tuple(d2t.shape) != (size,):
+        raise DraftError(f"{where}: d2t has shape {list(d2t.shape)}, expected [{size}]")
+    if t2d is not None and tuple(t2d.shape) != (vocab,):
+        raise DraftError(f"{where}: t2d has shape {list(t2d.shape)}, expected [{vocab}]")
+    chosen = None if t2d is None else t2d.cpu().bool().nonzero().flatten()
+    if d2t is None:
+        return _ids_of_mask(chosen, size, where)
+    values = d2t.cpu().long()
+    readings = {"offsets": values + torch.arange(size), "ids": values}
+    faults = {name: _fault(ids, vocab, chosen) for name, ids in readings.items()}
+    if not faults["offsets"]:
+        _warn_if_unset(values, vocab, where)
+        return readings["offsets"]
+    if not faults["ids"]:
+        log.warning(
+            "warning: %s: d2t holds token ids instead of offsets; engines add the number of the "
+            "row, and then propose other tokens. It is read as ids; an export writes offsets",
+            where,
+        )
+        return readings["ids"]
+    raise DraftError(
+        f"{where}: d2t does not name {size} tokens of the draft vocabulary: read as offsets (token "
+        f"= row + d2t[row]) {faults['offsets']}; read as token ids {faults['ids']}. The map is "
+        "damaged or belongs to another draft: copy the draft again"
+    )
+
+
+def _ids_of_mask(chosen: Tensor | None, size: int, where: str) -> Tensor:
+    """Return the ids that t2d alone names: a mask can only mean rows in ascending order."""
+    if chosen is None or len(chosen) != size:
+        count = 0 if chosen is None else len(chosen)
+        raise DraftError(
+            f"{where}: t2d names {count} tokens, but the draft vocabulary has {size}; the map is "
+            "damaged or was never filled"
+        )
+    return chosen
+
+
+def _fault(ids: Tensor, vocab: int, chosen: Tensor | None) -> str:
+    """Return why `ids` int64 [Vd] cannot be the draft vocabulary; "" if they can."""
+    outside = int(((ids < 0) | (ids >= vocab)).sum())
+    if outside:
+        return f"{outside} tokens lie outside 0..{vocab - 1}"
+    repeated = len(ids) - len(ids.unique())
+    if repeated:
+        return f"{repeated} tokens repeat"
+    if chosen is not None and not torch.equal(ids.sort().values, chosen):
+        return "it names other tokens of the draft vocabulary than t2d"
+    return ""
+
+
+def _warn_if_unset(values: Tensor, vocab: int, where: str) -> None:
+    if len(values) < vocab and not bool(values.any()):
+        log.warning(
+            "warning: %s: d2t is all zero, so the draft vocabulary is the tokens 0 to %d. Some "
+            "trainers leave it so if no vocabulary was chosen",
+            *(where, len(values) - 1),
+        )

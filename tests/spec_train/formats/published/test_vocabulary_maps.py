@@ -1,0 +1,144 @@
+"""Vocabulary maps in any order and meaning, in drafts of every kind; what means nothing is refused.
+
+A draft is read with its map in another order, and must give every target token the same logit.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spec_data.shards.errors import DraftError
+from spec_train.drafts import load_draft
+from spec_train.formats.vocabulary_maps import own_vocabulary
+from tests.spec_train.formats.published import tiny
+from tests.spec_train.formats.published.tiny import VD, H, V
+
+CONFIG = tiny.SIZES | {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "num_hidden_layers": 1,
+    "draft_vocab_size": VD,
+    "eagle_aux_hidden_state_layer_ids": [2, 6, 9],
+}
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(5)
+
+
+def reads_like_the_file(folder: Path, facts: Any, tensors: dict[str, Tensor], ids: Tensor) -> None:
+    tokens, aux = tiny.rows_of()
+    want, _ = tiny.eagle3_logits(tensors, "midlayer.", tokens, aux, facts.embedding)
+    draft, found, _ = tiny.served(folder, facts, tokens, aux)
+    assert torch.equal(draft.draft_ids, ids.sort().values)
+    tiny.assert_same(tiny.by_token(found, draft.draft_ids), tiny.by_token(want, ids))
+
+
+@pytest.mark.parametrize("order", ["ascending", "by frequency"])
+@pytest.mark.parametrize("given", ["both", "d2t", "ids and t2d"])
+def test_a_map_in_any_order_keeps_the_logit_of_every_token(
+    tmp_path: Path, order: str, given: str, caplog: Any
+) -> None:
+    facts, ids = tiny.target(), tiny.some_ids(order)
+    tensors = tiny.eagle3_tensors() | tiny.maps(ids)
+    if given == "d2t":
+        del tensors["t2d"]
+    if given == "ids and t2d":
+        tensors["d2t"] = ids
+    with caplog.at_level(logging.WARNING):
+        folder = tiny.write(tmp_path / "draft", CONFIG, tensors)
+        reads_like_the_file(folder, facts, tensors, ids)
+    assert ("token ids instead of offsets" in caplog.text) == (given == "ids and t2d")
+
+
+def test_a_mask_alone_means_ascending_rows(tmp_path: Path) -> None:
+    facts, ids = tiny.target(), tiny.some_ids()
+    tensors = tiny.eagle3_tensors() | {"t2d": tiny.mask_of(ids)}
+    reads_like_the_file(tiny.write(tmp_path / "draft", CONFIG, tensors), facts, tensors, ids)
+
+
+def test_ids_without_a_mask_are_known_by_what_they_would_mean_as_offsets(tmp_path: Path) -> None:
+    facts, ids = tiny.target(), torch.randperm(V - 1)[:VD]
+    ids[3] = V - 1  # as an offset of row 3 it lies outside the vocabulary
+    tensors = tiny.eagle3_tensors() | {"d2t": ids}
+    reads_like_the_file(tiny.write(tmp_path / "draft", CONFIG, tensors), facts, tensors, ids)
+
+
+def test_a_full_vocabulary_may_be_in_another_order_too(tmp_path: Path) -> None:
+    facts, ids = tiny.target(), torch.randperm(V)
+    tensors = tiny.eagle3_tensors(size=V) | {"d2t": tiny.offsets(ids), "t2d": tiny.mask_of(ids)}
+    folder = tiny.write(tmp_path / "draft", CONFIG | {"draft_vocab_size": V}, tensors)
+    reads_like_the_file(folder, facts, tensors, ids)
+
+
+def test_maps_that_say_nothing_of_a_full_vocabulary_are_dropped(tmp_path: Path) -> None:
+    """SpecForge always writes both."""
+    facts, ids = tiny.target(), torch.arange(V)
+    tensors = tiny.eagle3_tensors(size=V) | tiny.maps(ids)
+    folder = tiny.write(tmp_path / "draft", CONFIG | {"draft_vocab_size": V}, tensors)
+    reads_like_the_file(folder, facts, tensors, ids)
+
+
+IDS = torch.arange(VD) * 2
+BROKEN: dict[str, tuple[dict[str, Tensor], str]] = {
+    "no map": ({}, "neither d2t nor t2d"),
+    "repeated tokens": (
+        {"d2t": tiny.offsets(IDS.clamp(max=30))},
+        r"offsets .* 4 tokens repeat; .* ids .* tokens repeat",
+    ),
+    "outside": ({"d2t": tiny.offsets(IDS) + 30}, "tokens lie outside 0..47"),
+    "another mask": (
+        {"d2t": tiny.offsets(IDS), "t2d": tiny.mask_of(IDS + 1)},
+        "other tokens of the draft vocabulary than t2d",
+    ),
+    "an empty mask": ({"t2d": torch.zeros(V, dtype=torch.bool)}, "t2d names 0 tokens"),
+    "the default mask of SpecForge": (
+        {"d2t": torch.zeros(VD, dtype=torch.long), "t2d": torch.ones(V, dtype=torch.bool)},
+        "than t2d",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_map_that_does_not_name_the_tokens_is_refused_with_its_file(
+    tmp_path: Path, name: str
+) -> None:
+    extra, message = BROKEN[name]
+    folder = tiny.write(tmp_path / "draft", CONFIG, tiny.eagle3_tensors() | extra)
+    with pytest.raises(DraftError, match=rf"model\.safetensors: .*{message}"):
+        load_draft(folder, tiny.target())
+
+
+def test_a_map_that_was_never_filled_is_named(tmp_path: Path, caplog: Any) -> None:
+    tensors = tiny.eagle3_tensors() | {"d2t": torch.zeros(VD, dtype=torch.long)}
+    with caplog.at_level(logging.WARNING):
+        load_draft(tiny.write(tmp_path / "draft", CONFIG, tensors), tiny.target())
+    assert "d2t is all zero" in caplog.text and "model.safetensors" in caplog.text
+
+
+def test_all_rows_of_a_draft_token_move_with_its_id() -> None:
+    """The Markov head of DSpark has a row per draft token too."""
+    ids = torch.tensor([7, 2, 5])
+    tensors = {
+        "lm_head.weight": torch.arange(3.0)[:, None],
+        "markov_head.markov_w2.weight": torch.arange(3.0)[:, None] + 10,
+        "markov_head.markov_w1.weight": torch.arange(9.0)[:, None],  # by target token
+        "d2t": tiny.offsets(ids),
+    }
+    found = own_vocabulary(tensors, 9, 3, "here")
+    assert found["lm_head.weight"].flatten().tolist() == [1, 2, 0]
+    assert found["markov_head.markov_w2.weight"].flatten().tolist() == [11, 12, 10]
+    assert torch.equal(
+        found["markov_head.markov_w1.weight"], tensors["markov_head.markov_w1.weight"]
+    )
+    assert (found["d2t"] + torch.arange(3)).tolist() == [2, 5, 7]
+    assert found["t2d"].nonzero().flatten().tolist() == [2, 5, 7]
+
+
+def test_a_sorted_map_without_a_head_is_refused() -> None:
+    with pytest.raises(DraftError, match=r"here: its vocabulary map is not ascending"):
+        own_vocabulary({"fc.weight": torch.ones(H, H), "d2t": torch.tensor([3, 0])}, 9, 2, "here")
