@@ -1,0 +1,150 @@
+"""Which layers of a draft have a sliding window, from the keys of any program's config.json.
+
+A window of W positions: a query at position p sees the keys at p - W + 1 to p. The keys mean what
+the config class of their `model_type` makes of them (transformers 5):
+
+- qwen2, qwen3: without `use_sliding_window` there is no window, whatever `sliding_window` says.
+  With it, the window is `sliding_window` (4096 if absent, none if null). Without `layer_types`, the
+  layers from `max_window_layers` (28) on slide.
+- llama and other types: transformers' Llama has no windows and ignores all four keys. The
+  speculators library and vLLM read `layer_types` and `sliding_window` of such a draft as they are,
+  so a layer slides if both say so.
+- `dflash_config.use_swa` (ModelOpt, MiMo): vLLM slides every layer, with `swa_window_size`.
+
+`docs/windows.md` compares trainers and engines.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from spec_data.shards.errors import DraftError
+from spec_train.formats.draft_files import DraftFiles
+
+log = logging.getLogger(__name__)
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+_QWEN = ("qwen2", "qwen3")
+_QWEN_WINDOW, _QWEN_FULL_LAYERS = 4096, 28  # defaults of transformers' Qwen2Config and Qwen3Config
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The windows of a draft's layers; without a sliding layer, both fields are empty."""
+
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] = ()
+
+    def keys(self) -> dict[str, Any]:
+        """Return the keys of our config.json that say so; none if every layer is full."""
+        if not self.layer_types:
+            return {}
+        return {
+            "sliding_window": self.sliding_window,
+            "layer_types": list(self.layer_types),
+            "use_sliding_window": True,
+        }
+
+
+def windows_of(files: DraftFiles, layers: int | None = None) -> Windows:
+    """Return the windows of a flat config (of speculators files: the unwrapped one).
+
+    `layers` is the draft's number of decoder layers; None: `num_hidden_layers`, or 1. A config that
+    was copied from the target's may have more entries in `layer_types`: the first ones are read, as
+    engines do.
+
+    Raises:
+        DraftError: a key has a value that no reader accepts; names it.
+    """
+    raw = files.config
+    count = layers or raw.get("num_hidden_layers") or 1
+    if (_table(raw, "dflash_config")).get("use_swa") and SLIDING not in _types(files, raw, count):
+        window = raw["dflash_config"].get("swa_window_size", raw.get("sliding_window"))
+        if window is None:
+            raise DraftError(
+                f"{files.config_path}: dflash_config.use_swa = true needs swa_window_size or "
+                "sliding_window"
+            )
+        return Windows(_positive(files, window), (SLIDING,) * count)
+    types, window = _types(files, raw, count), raw.get("sliding_window")
+    if raw.get("model_type") in _QWEN:
+        window = None
+        if raw.get("use_sliding_window"):
+            window = raw.get("sliding_window", _QWEN_WINDOW)
+        if not types and window is not None:
+            start = raw.get("max_window_layers", _QWEN_FULL_LAYERS)
+            types = tuple(SLIDING if i >= start else FULL for i in range(count))
+    if window is None or SLIDING not in types:
+        return Windows()
+    if len(raw.get("layer_types") or ()) > count:
+        log.warning(
+            "warning: %s: layer_types has more entries than the draft has layers, so it may be a "
+            "copy of the target's; the draft is read with a window of %s in its first layers, as "
+            "vLLM serves it. Remove layer_types if it was trained without a window",
+            files.config_path,
+            window,
+        )
+    return Windows(_positive(files, window), types)
+
+
+def slides_non_causal(files: DraftFiles, windows: Windows) -> bool:
+    """Return whether slots of a block draft see later slots of their block in sliding layers.
+
+    In full layers they always do. `is_causal` and `dflash_config.causal`, in this order, are for
+    all layers. Then `sliding_window_non_causal` of the speculators library is read. Without any of
+    them sliding layers are causal, which is the default of that library, vLLM and SGLang.
+
+    Raises:
+        DraftError: full layers are causal, which no block draft here is.
+    """
+    raw = files.config
+    said = [
+        ("is_causal", raw.get("is_causal")),
+        ("dflash_config.causal", _table(raw, "dflash_config").get("causal")),
+        ("causal", raw.get("causal")),
+    ]
+    for name, causal in said:
+        if causal is None:
+            continue
+        if causal and (not windows.layer_types or FULL in windows.layer_types):
+            raise DraftError(
+                f"{files.config_path}: {name} = true: full attention that is causal inside a block "
+                "cannot be represented; full layers of our block drafts see the whole block"
+            )
+        return not causal
+    if _table(raw, "dflash_config").get("use_swa") and raw.get("layer_types") is None:
+        return True
+    return bool(raw.get("sliding_window_non_causal", False))
+
+
+def _types(files: DraftFiles, raw: dict[str, Any], count: int) -> tuple[str, ...]:
+    """Return the first `count` entries of `layer_types`; () if the key is absent or null."""
+    found = raw.get("layer_types")
+    if found is None:
+        return ()
+    if not isinstance(found, list | tuple) or len(found) < count:
+        raise DraftError(
+            f"{files.config_path}: layer_types = {found}: expected an entry for each of the "
+            f"draft's {count} layers"
+        )
+    types = tuple(found[:count])
+    if odd := sorted({str(kind) for kind in types} - {FULL, SLIDING}):
+        raise DraftError(
+            f"{files.config_path}: layer_types has {', '.join(odd)}; drafts have {FULL} and "
+            f"{SLIDING} only"
+        )
+    return types
+
+
+def _positive(files: DraftFiles, window: Any) -> int:
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise DraftError(
+            f"{files.config_path}: sliding_window = {window}: expected a number of positions"
+        )
+    return window
+
+
+def _table(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    found = raw.get(name)
+    return found if isinstance(found, dict) else {}
