@@ -8,7 +8,7 @@ from spec_data.config import option
 from spec_data.console import nearest
 from spec_data.shards.errors import DraftError
 from spec_data.shards.layer_ids import chosen_layers
-from spec_train.initial_options import InitialOptions
+from spec_train.shape_options import SHAPE, LayerOptions, NormOptions, qk_norm_option
 
 
 def slots_option() -> Any:
@@ -36,7 +36,7 @@ def fc_norm_option() -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuxOptions(InitialOptions):
+class AuxOptions(LayerOptions):
     """What drafts over captured layers share."""
 
     layers: str = option(
@@ -64,9 +64,15 @@ class AuxOptions(InitialOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Options(AuxOptions):
+class Eagle3Options(AuxOptions, NormOptions):
     """Options of the EAGLE-3 draft (arXiv 2503.01840)."""
 
+    num_layers: int = option(
+        1,
+        help="decoder layers of the draft; 1 as published. Only the first one reads the token and "
+        "the captured layers; llama.cpp serves one layer",
+        group=SHAPE,
+    )
     ttt_steps: int = option(
         7,
         help="unroll steps of the training-time test, and tokens drafted per round. Memory and "
@@ -95,6 +101,8 @@ class Eagle3Options(AuxOptions):
     def __post_init__(self) -> None:
         """Reject values outside their range."""
         super().__post_init__()
+        if self.num_layers < 1:
+            raise DraftError(f"num_layers = {self.num_layers}: at least 1")
         if self.ttt_steps < 1:
             raise DraftError(f"ttt_steps = {self.ttt_steps}: at least 1")
         if not 0 < self.step_decay <= 1:
@@ -108,7 +116,7 @@ class Eagle3Options(AuxOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleOptions(InitialOptions):
+class EagleOptions(LayerOptions):
     """Options of the EAGLE-1/2 draft (arXiv 2401.15077, 2406.16858)."""
 
     num_layers: int = option(1, help="decoder layers of the draft; 1 as published")
@@ -146,7 +154,7 @@ class EagleOptions(InitialOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeagleOptions(AuxOptions):
+class PeagleOptions(AuxOptions, NormOptions):
     """Options of the P-EAGLE draft (arXiv 2602.01469): all tokens of a round in one forward."""
 
     depths: int = option(8, help="tokens drafted by one forward; time and memory grow with it")
@@ -190,6 +198,11 @@ class PeagleOptions(AuxOptions):
             raise DraftError(f"cod_floor = {self.cod_floor}: from 0 to 1")
 
     @property
+    def num_layers(self) -> int:
+        """Its layers, under EAGLE-3's name."""
+        return self.draft_layers
+
+    @property
     def norm_output(self) -> bool:
         """Nothing is fed back here, so nothing is normed for it."""
         return False
@@ -202,6 +215,7 @@ class BlockOptions(AuxOptions):
     draft_vocab_size: int = option(
         0, help="the draft can propose this many tokens, the most frequent ones; 0 = all"
     )
+    qk_norm: bool = qk_norm_option(True)
     num_draft_layers: int = option(
         5, help="decoder layers of the draft; fewer are faster and accept less"
     )

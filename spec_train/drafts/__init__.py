@@ -4,9 +4,9 @@ A draft is a class that implements the Draft protocol (`protocol.py`); `DRAFTS` 
 To add a kind, add a folder, its options in `draft_options.py`, its files in `formats/`, and one
 line here.
 
-May import: spec_data.config, spec_data.models, spec_data.shards, spec_train.attention,
-spec_train.data, spec_train.formats, spec_train.head, spec_train.losses, spec_train.origin,
-spec_train.sampling.
+May import: spec_data.config, spec_data.console, spec_data.models, spec_data.shards,
+spec_train.attention, spec_train.data, spec_train.formats, spec_train.head, spec_train.losses,
+spec_train.origin, spec_train.sampling, spec_train.shape_options.
 """
 
 import logging

@@ -12,45 +12,76 @@ from typing import Any, ClassVar
 
 from spec_data.config import to_dict
 from spec_data.models.rope_settings import RopeSettings
-from spec_data.models.shapes import LayerSizes, TargetShape
+from spec_data.models.shapes import LayerSizes, TargetShape, text_table
 from spec_data.shards.errors import DraftError
 from spec_data.shards.schema import LAYER_CONVENTION
 from spec_train.drafts.layers import LayerShape
+from spec_train.drafts.shapes import check_shape
 from spec_train.drafts.targets import target_dtype, token_ids
 from spec_train.formats.draft_seal import SECTION
+from spec_train.shape_options import FULL, LayerOptions
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaseConfig(LayerSizes):
     """Shapes and arithmetic of a draft."""
 
-    qk_norm: ClassVar[bool] = False
     not_keys: ClassVar[tuple[str, ...]] = ("token_ids", "origin")  # written under other names
+    switches: ClassVar[tuple[str, ...]] = (
+        *("hidden_act", "attention_bias", "mlp_bias", "qk_norm", "sliding_window", "layer_types"),
+        "train_embeddings",
+    )
+    """Fields that older files lack and that are written only if they are not the default."""
 
     max_position_embeddings: int
     vocab_size: int
     rope_parameters: dict[str, Any]
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None  # a token sees so many positions, its own one included
+    layer_types: tuple[str, ...] = ()  # one per layer of the draft; (): all full_attention
+    train_embeddings: bool = False  # whether the embedding is the draft's own
     dtype: str = "bfloat16"
     token_ids: dict[str, Any] = field(default_factory=dict)  # the target's bos, eos and pad ids
     origin: dict[str, Any] = field(default_factory=dict)  # see `spec_train.origin`
+
+    def __post_init__(self) -> None:
+        """Bring `layer_types` into one form; refuse a shape that no draft of this kind can have.
+
+        Raises:
+            DraftError: names the field.
+        """
+        sliding = set(self.layer_types) - {FULL}
+        object.__setattr__(self, "layer_types", tuple(self.layer_types) if sliding else ())
+        if not sliding:
+            object.__setattr__(self, "sliding_window", None)
+        check_shape(self)
 
     @staticmethod
     def of_target(
         target_config: dict[str, Any],
         shape: TargetShape,
+        options: LayerOptions,
+        layers: int,
         dtype: str | None,
         origin: dict[str, Any] | None,
     ) -> dict[str, Any]:
-        """Return the fields above that come from the target, except `vocab_size`.
+        """Return the fields above that come from the target and the options, but `vocab_size`.
 
         Args:
             target_config: the target's config.json.
             shape: the target's sizes.
+            options: what the draft has otherwise than the target.
+            layers: decoder layers of the draft.
             dtype: the target's dtype, used if `target_config` names none; None: bfloat16.
             origin: further facts that identify the target and its prompts.
         """
+        sizes = shape.of_draft()
         return {
-            **shape.of_draft(),
+            **sizes,
+            **options.layer_fields(text_table(target_config) | sizes, layers),
             "dtype": target_dtype(target_config) or dtype or "bfloat16",
             "token_ids": token_ids(target_config),
             "origin": origin or {},
@@ -70,18 +101,23 @@ class BaseConfig(LayerSizes):
     @property
     def layer_shape(self) -> LayerShape:
         """The fields that a decoder layer needs."""
-        sizes = {f.name: getattr(self, f.name) for f in dataclasses.fields(LayerSizes)}
-        return LayerShape(**sizes, qk_norm=self.qk_norm)
+        return LayerShape(**{f.name: getattr(self, f.name) for f in dataclasses.fields(LayerShape)})
+
+    def shape_json(self) -> dict[str, Any]:
+        """Return the `switches` that are not the default of this kind of draft."""
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        found = {name: getattr(self, name) for name in self.switches}
+        return {name: value for name, value in found.items() if value != defaults[name]}
 
     def shared_json(self) -> dict[str, Any]:
         """Return the keys of config.json that every kind of draft writes."""
         rope = self.rope_parameters
-        plain = dataclasses.asdict(self)
-        out: dict[str, Any] = {k: v for k, v in plain.items() if k not in self.not_keys}
+        plain, left_out = to_dict(self), {*self.not_keys, *self.switches}
+        out: dict[str, Any] = {k: v for k, v in plain.items() if k not in left_out}
         out |= self.token_ids
         out |= {
-            "hidden_act": "silu",
-            "attention_bias": False,
+            "hidden_act": self.hidden_act,
+            "attention_bias": self.attention_bias,
             "tie_word_embeddings": False,
             "torch_dtype": self.dtype,
             "rope_theta": rope["rope_theta"],
@@ -126,11 +162,11 @@ class BaseConfig(LayerSizes):
                 f"{raw.get('architectures')}, {SECTION} {'present' if own else 'missing'})"
             )
         names = [f.name for f in dataclasses.fields(cls) if f.name not in cls.not_keys]
-        missing = [name for name in names if name not in raw]
+        missing = [name for name in names if name not in raw and name not in cls.switches]
         missing += [f"{SECTION}.{k}" for k in needed if k not in own]
         if missing:
             raise DraftError(f"{where}: lacks {', '.join(missing)}; it was edited or damaged")
-        found = {name: raw[name] for name in names}
+        found = {name: raw[name] for name in names if name in raw}
         if "layers" in cls.not_keys:
             found["layers"] = tuple(own["layers"])
         return {**found, "token_ids": token_ids(raw), "origin": own.get("origin") or {}}
@@ -156,5 +192,12 @@ class LayeredConfig(BaseConfig):
 class AuxConfig(LayeredConfig):
     """A draft of `aux_draft.AuxDraft`: with switches for norms of its inputs and of its output."""
 
+    switches: ClassVar[tuple[str, ...]] = (
+        *LayeredConfig.switches,
+        *("norm_before_fc", "norm_before_residual"),
+    )
+
     fc_norm: bool = False
     norm_output: bool = False
+    norm_before_fc: bool = False  # one RMSNorm over all captured layers
+    norm_before_residual: bool = False  # the first layer adds to its normalised input

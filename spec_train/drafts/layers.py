@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers.activations import ACT2FN
 
 from spec_data.models.rope_settings import RopeSettings, rope_frequencies
 from spec_data.models.shapes import LayerSizes
@@ -42,21 +42,6 @@ class RMSNorm(nn.Module):
         precise = x if x.dtype == torch.float64 else x.float()
         precise = precise * torch.rsqrt(precise.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * precise.to(x.dtype)
-
-
-class GatedMLP(nn.Module):
-    """down(silu(gate x) * up x), no biases."""
-
-    def __init__(self, hidden: int, intermediate: int) -> None:
-        """Make the three projections, `hidden` -> `intermediate` and back."""
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [..., H] to [..., H]."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Rotary(nn.Module):
@@ -158,6 +143,25 @@ class LayerShape(LayerSizes):
 
     qk_norm: bool = False  # Qwen3: an RMSNorm over each head's queries and keys
     attention_bias: bool = False  # of the four attention projections
+    mlp_bias: bool = False  # of the three projections of the MLP
+    hidden_act: str = "silu"  # a name of transformers' ACT2FN
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate x) * up x)."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        """Make the three projections, hidden -> intermediate size and back."""
+        super().__init__()
+        hidden, inside, bias = shape.hidden_size, shape.intermediate_size, shape.mlp_bias
+        self.gate_proj = nn.Linear(hidden, inside, bias=bias)
+        self.up_proj = nn.Linear(hidden, inside, bias=bias)
+        self.down_proj = nn.Linear(inside, hidden, bias=bias)
+        self.act = ACT2FN[shape.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., H] to [..., H]."""
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Attention(nn.Module):
@@ -209,7 +213,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.self_attn = Attention(shape)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.mlp = GatedMLP(shape.hidden_size, shape.intermediate_size)
+        self.mlp = GatedMLP(shape)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """Map [B, T, H] to [B, T, H], at the positions of cos, sin [B, T, r].

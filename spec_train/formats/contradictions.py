@@ -21,6 +21,10 @@ Statement = tuple[str, str, Any]
 
 _LAYERS = "layers (outputs of decoder blocks)"
 _THETA, _PARTIAL = ("rope_theta", "rotary_emb_base"), ("partial_rotary_factor", "rotary_pct")
+_SHAPE = (
+    *("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("hidden_act", "sliding_window"),
+)
 _OPTIONS = {
     "fc_norm": "fc_norm",
     "norm_output": "norm_output",
@@ -30,6 +34,7 @@ _OPTIONS = {
     "num_layers": "num_hidden_layers",
     "draft_layers": "num_hidden_layers",
     "num_draft_layers": "num_hidden_layers",
+    **{name: name for name in (*_SHAPE, "norm_before_fc", "norm_before_residual")},
 }
 """Options of a draft that decide the config key on the right."""
 
@@ -96,8 +101,11 @@ def _statements(raw: dict[str, Any]) -> Iterator[Statement]:
             blocks, kinds = table.get("num_hidden_layers"), len(table["layer_types"])
             known = isinstance(blocks, int) and blocks < kinds
             yield "num_hidden_layers", f"{prefix}layer_types", blocks if known else kinds
+    for name in _SHAPE:
+        yield name, name, raw.get(name)
     for name, key in _OPTIONS.items():
-        yield key, f"{SECTION}.options.{name}", options.get(name)
+        zero_is_auto = name in _SHAPE and options.get(name) == 0
+        yield key, f"{SECTION}.options.{name}", None if zero_is_auto else options.get(name)
     if options.get("mask_token_id", -1) != -1:
         yield "mask token", f"{SECTION}.options.mask_token_id", options["mask_token_id"]
     if "layout" in options:

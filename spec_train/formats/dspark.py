@@ -25,6 +25,8 @@ from spec_train.formats.flat import (
     refuse_sliding,
     section_of,
     shape_of,
+    shape_options,
+    switches_of,
     with_target_weights,
 )
 from spec_train.formats.target_facts import TargetFacts
@@ -124,7 +126,7 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
     raw = {**files.config, **(files.config.get("dflash_config") or {})}
     dflash = bool(set(raw.get("architectures") or ()) & set(DFLASH_ARCHITECTURES))
     what = "a DSpark or DFlash draft"
-    refuse_set(files, what, hidden_act="silu", attention_bias=False, tie_word_embeddings=False)
+    refuse_set(files, what, tie_word_embeddings=False)
     refuse_set(files, what, is_causal=False, norm_before_residual=False)
     refuse_sliding(files, what)
     if raw.get("causal"):
@@ -136,7 +138,8 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
             f"{files.config_path}: target_layer_ids {list(layers)} must be ascending and unique"
         )
     shape = shape_of(files)
-    config = shape | {
+    config = shape | switches_of(files)
+    config |= {
         "architectures": [DFLASH if dflash and not raw.get("sample_from_anchor") else DSPARK],
         "model_type": "qwen3",
         "num_hidden_layers": blocks,
@@ -201,6 +204,7 @@ def _options(
         "layout": "anchor" if config["sample_from_anchor"] else "mask",
         "mask_token_id": config["mask_token_id"],
         "num_anchors": anchors or DSparkOptions.num_anchors,
+        **shape_options(config),
     }
     if kind == "dflash":
         return to_dict(DFlashOptions(**common))

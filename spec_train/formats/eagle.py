@@ -13,10 +13,11 @@ from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.flat import (
     drop_target_head,
     plain_names,
-    refuse_set,
     refuse_sliding,
     section_of,
     shape_of,
+    shape_options,
+    switches_of,
     with_target_weights,
 )
 from spec_train.formats.target_facts import TargetFacts
@@ -40,7 +41,6 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
         DraftError: it computes something that our EAGLE-1/2 does not, or weights are missing.
     """
     what = "an EAGLE-1/2 draft"
-    refuse_set(files, what, hidden_act="silu", attention_bias=False, mlp_bias=False)
     refuse_sliding(files, what)
     tensors, shape = plain_names(files.tensors), shape_of(files)
     bias = tensors.pop(_BIAS, None)
@@ -55,12 +55,15 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
     tensors = drop_target_head(tensors, files, target)
     tensors = with_target_weights(tensors, files, target, shape["dtype"], ("embed_tokens.weight",))
     blocks = files.config.get("num_hidden_layers") or 1
-    config = shape | {
+    config = shape | switches_of(files)
+    config |= {
         "architectures": [OWN],
         "model_type": "llama",
         "num_hidden_layers": blocks,
         "bias": False,
     }
-    options = EagleOptions(num_layers=blocks, depth=depth or EagleOptions.depth)
+    options = EagleOptions(
+        num_layers=blocks, depth=depth or EagleOptions.depth, **shape_options(config)
+    )
     config["spec_train"] = section_of(files, "eagle", (), to_dict(options))
     return DraftFiles(config, tensors, files.where)

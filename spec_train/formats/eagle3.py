@@ -19,6 +19,8 @@ from spec_train.formats.flat import (
     refuse_sliding,
     section_of,
     shape_of,
+    shape_options,
+    switches_of,
     with_target_weights,
 )
 from spec_train.formats.layer_order import sort_states
@@ -93,15 +95,8 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
         DraftError: it computes something that our EAGLE-3 does not, or weights are missing.
     """
     what = "an EAGLE-3 draft"
-    refuse_set(files, what, num_hidden_layers=1, hidden_act="silu")
+    refuse_set(files, what, num_hidden_layers=1, tie_word_embeddings=False)
     refuse_sliding(files, what)
-    refuse_set(files, what, norm_before_residual=False, norm_before_fc=False)
-    refuse_set(files, what, attention_bias=False, mlp_bias=False, tie_word_embeddings=False)
-    if any("q_norm" in name for name in files.tensors):
-        raise DraftError(
-            f"{files.where}: this EAGLE-3 draft normalises queries and keys (Qwen3's layer), which "
-            "is not supported"
-        )
     shape, tensors = shape_of(files), plain_names(files.tensors)
     sizes = shape["vocab_size"], shape["draft_vocab_size"]
     tensors = own_vocabulary(tensors, *sizes, files.weights_path)
@@ -112,7 +107,8 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
         shared += ["lm_head.weight"]
     tensors = with_target_weights(tensors, files, target, shape["dtype"], tuple(shared))
     raw = files.config
-    config = shape | {
+    config = shape | switches_of(files)
+    config |= {
         "architectures": [OWN],
         "model_type": "llama",
         "num_hidden_layers": 1,
@@ -126,6 +122,7 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
         fc_norm=config["fc_norm"],
         norm_output=config["norm_output"],
         ttt_steps=depth or Eagle3Options.ttt_steps,
+        **shape_options(config),
     )
     config["spec_train"] = section_of(files, "eagle3", layers, to_dict(options))
     return DraftFiles(config, tensors, files.where)

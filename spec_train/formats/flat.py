@@ -25,6 +25,7 @@ MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_
 """Names of the mask token, which replaces unknown tokens; vLLM reads the first one present."""
 FORM = "form"
 """In the section: the form of these files if they are not our checkpoint."""
+_NORMS = ("norm_before_fc", "norm_before_residual")
 INPUT_KEY = "eagle_aux_hidden_state_layer_ids"
 """Layer ids: at the top level *inputs* of decoder blocks; nested, as SGLang reads it, outputs."""
 
@@ -55,6 +56,32 @@ def shape_of(files: DraftFiles) -> dict[str, Any]:
     }
     tokens = {key: raw[key] for key in TOKEN_KEYS if raw.get(key) is not None}
     return found | tokens
+
+
+def switches_of(files: DraftFiles) -> dict[str, Any]:
+    """Return the switches of layers and norms that the file has; absent ones are left out.
+
+    They have the names of a draft's configuration. Norms of queries and keys are known by their
+    weights, because published configs have no key for them.
+    """
+    raw, nested = files.config, files.config.get("eagle_config") or {}
+    found: dict[str, Any] = {}
+    for name in ("hidden_act", "attention_bias", "mlp_bias", *_NORMS):
+        value = raw[name] if raw.get(name) is not None else nested.get(name)
+        if value is not None:
+            found[name] = value
+    found["qk_norm"] = any(".q_norm." in name for name in files.tensors)
+    own = raw.get("train_embeddings", raw.get("embed_requires_grad"))
+    return found | ({"train_embeddings": True} if own else {})
+
+
+def shape_options(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of the options of `shape_options` that lead to these switches."""
+    names = ("hidden_act", "qk_norm", "train_embeddings", *_NORMS)
+    found = {name: config[name] for name in names if name in config}
+    for name in ("attention_bias", "mlp_bias"):
+        found[name] = "true" if config.get(name) else "false"
+    return found
 
 
 def float_type(tensors: dict[str, Tensor]) -> str:

@@ -21,6 +21,8 @@ from spec_train.formats.flat import (
     refuse_sliding,
     section_of,
     shape_of,
+    shape_options,
+    switches_of,
     with_target_weights,
 )
 from spec_train.formats.layer_order import sort_states
@@ -74,9 +76,7 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
         DraftError: it computes something that our P-EAGLE does not, or weights are missing.
     """
     what, raw = "a P-EAGLE draft", files.config
-    refuse_set(files, what, hidden_act="silu", norm_before_residual=False, norm_before_fc=False)
-    refuse_set(files, what, attention_bias=False, mlp_bias=False, tie_word_embeddings=False)
-    refuse_set(files, what, norm_output=False)
+    refuse_set(files, what, norm_output=False, tie_word_embeddings=False)
     refuse_sliding(files, what)
     mask = next((raw[key] for key in MASK_KEYS if raw.get(key) is not None), None)
     blocks = raw.get("num_hidden_layers")
@@ -84,11 +84,6 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
         raise DraftError(
             f"{files.where}: a P-EAGLE draft needs num_hidden_layers, a mask token "
             f"({', '.join(MASK_KEYS)}) and the tensor {MASK_STATES}"
-        )
-    if any("q_norm" in name for name in files.tensors):
-        raise DraftError(
-            f"{files.where}: this P-EAGLE draft normalises queries and keys (Qwen3's layer), which "
-            "is not supported"
         )
     shape = shape_of(files)
     full = shape["draft_vocab_size"] == shape["vocab_size"]
@@ -100,7 +95,8 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
     tensors = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
     tensors[MASK_STATES] = tensors[MASK_STATES].reshape(1, 1, -1)
     tensors = with_target_weights(tensors, files, target, shape["dtype"], shared)
-    config = shape | {
+    config = shape | switches_of(files)
+    config |= {
         "architectures": [OWN],
         "model_type": "llama",
         "num_hidden_layers": blocks,
@@ -116,6 +112,7 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
         draft_layers=blocks,
         mask_token_id=mask,
         fc_norm=config["fc_norm"],
+        **shape_options(config),
     )
     config["spec_train"] = section_of(files, "peagle", layers, to_dict(options))
     return DraftFiles(config, tensors, files.where)

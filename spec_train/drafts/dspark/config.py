@@ -8,7 +8,7 @@ Keys that only this project needs are in `spec_train`.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from spec_data.config import from_dict
 from spec_data.shards.errors import DraftError
@@ -22,6 +22,7 @@ from spec_train.drafts.targets import (
 )
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.dspark import DFLASH, DSPARK
+from spec_train.shape_options import FULL
 
 OPTIONS: dict[str, type[BlockOptions]] = {"dspark": DSparkOptions, "dflash": DFlashOptions}
 
@@ -30,7 +31,7 @@ OPTIONS: dict[str, type[BlockOptions]] = {"dspark": DSparkOptions, "dflash": DFl
 class DSparkConfig(LayeredConfig):
     """Shapes and arithmetic of the draft. Layer id: block output, counted from 0."""
 
-    qk_norm: ClassVar[bool] = True  # Qwen3's layers: norms of queries and keys, no biases
+    qk_norm: bool = True  # as in Qwen3's layers
 
     num_hidden_layers: int
     num_target_layers: int
@@ -68,7 +69,7 @@ class DSparkConfig(LayeredConfig):
         warn_of_last_layer(layers, shape.num_hidden_layers)
         require_in_vocabulary(mask_token_id, vocab_size)
         return cls(
-            **cls.of_target(target_config, shape, dtype, origin),
+            **cls.of_target(target_config, shape, options, options.num_draft_layers, dtype, origin),
             target_hidden_size=shape.hidden_size,
             vocab_size=vocab_size,
             draft_vocab_size=draft_vocab_size,
@@ -103,9 +104,10 @@ class DSparkConfig(LayeredConfig):
             **self.shared_json(),
             "target_layer_ids": list(self.layers),
             "num_anchors": options.num_anchors,
-            "layer_types": ["full_attention"] * self.num_hidden_layers,
+            "layer_types": [FULL] * self.num_hidden_layers,
             "attention_dropout": 0.0,
-            "use_sliding_window": False,
+            "use_sliding_window": bool(self.layer_types),
+            **self.shape_json(),
             SECTION: self.own_json(draft, options),
         }
         if self.draft_vocab_size == self.vocab_size:

@@ -51,7 +51,14 @@ class EagleConfig(BaseConfig):
         """
         spec = resolve_eagle1_draft_spec(target_architectures(target_config))
         return cls(
-            **cls.of_target(target_config, spec.shape(target_config), dtype, origin),
+            **cls.of_target(
+                target_config,
+                spec.shape(target_config),
+                options,
+                options.num_layers,
+                dtype,
+                origin,
+            ),
             num_hidden_layers=options.num_layers,
             vocab_size=vocab_size,
         )
@@ -78,7 +85,8 @@ class EagleConfig(BaseConfig):
             "model_type": "llama",
             **self.shared_json(),
             "bias": False,  # of fc, for SafeAILab's loader
-            "mlp_bias": False,
+            "mlp_bias": self.mlp_bias,
+            **self.shape_json(),
             SECTION: self.own_json("eagle", options),
         }
 

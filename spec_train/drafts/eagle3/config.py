@@ -29,6 +29,8 @@ class Eagle3Config(AuxConfig):
     architecture: ClassVar[str] = ARCHITECTURE
     options_class: ClassVar[type] = Eagle3Options
 
+    num_hidden_layers: int = 1  # only the first one reads the token and the features
+
     @classmethod
     def from_target(
         cls,
@@ -54,7 +56,8 @@ class Eagle3Config(AuxConfig):
         shape = resolve_eagle3_draft_spec(architectures).shape(target_config)
         warn_of_last_layer(layers, shape.num_hidden_layers)
         return cls(
-            **cls.of_target(target_config, shape, dtype, origin),
+            **cls.of_target(target_config, shape, options, options.num_layers, dtype, origin),
+            num_hidden_layers=options.num_layers,
             target_hidden_size=shape.hidden_size,
             vocab_size=vocab_size,
             draft_vocab_size=draft_vocab_size,
@@ -69,11 +72,12 @@ class Eagle3Config(AuxConfig):
         return {
             "architectures": [self.architecture],
             "model_type": "llama",
-            "num_hidden_layers": 1,
+            "num_hidden_layers": self.num_hidden_layers,
             **self.shared_json(),
-            "mlp_bias": False,
-            "norm_before_residual": False,
-            "norm_before_fc": False,
+            "mlp_bias": self.mlp_bias,
+            "norm_before_residual": self.norm_before_residual,
+            "norm_before_fc": self.norm_before_fc,
+            **self.shape_json(),
             # vLLM and llama.cpp take an id as the *input* of that block, SGLang (nested) as its
             # output.
             "eagle_aux_hidden_state_layer_ids": as_block_inputs(self.layers),

@@ -32,7 +32,7 @@ class Eagle3Layer(nn.Module):
         self.hidden_norm = RMSNorm(size, eps)
         self.self_attn = Attention(config.layer_shape, input_size=2 * size)
         self.post_attention_layernorm = RMSNorm(size, eps)
-        self.mlp = GatedMLP(size, config.intermediate_size)
+        self.mlp = GatedMLP(config.layer_shape)
 
     def inputs(self, embedding: Tensor, carried: Tensor) -> Tensor:
         """Join embeddings and carried states, both [B, T, H]: attention input [B, T, 2H]."""

@@ -27,7 +27,6 @@ class PeagleConfig(Eagle3Config):
     architecture: ClassVar[str] = ARCHITECTURE
     options_class: ClassVar[type] = PeagleOptions
 
-    num_hidden_layers: int  # of the draft
     mask_token_id: int
 
     def to_json(self, options: PeagleOptions) -> dict[str, Any]:

@@ -38,9 +38,8 @@ class PeagleDraft(PeagleModel):
 
     @classmethod
     def own_settings(cls, options: PeagleOptions, facts: DatasetFacts) -> dict[str, Any]:
-        """Return the number of layers and the mask token (see LayeredDraft)."""
-        token = settle_mask_token(options.mask_token_id, facts)
-        return {"num_hidden_layers": options.draft_layers, "mask_token_id": token}
+        """Return the mask token (see LayeredDraft)."""
+        return {"mask_token_id": settle_mask_token(options.mask_token_id, facts)}
 
     @property
     def depth(self) -> int:

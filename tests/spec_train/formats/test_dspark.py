@@ -188,7 +188,7 @@ def test_a_published_draft_is_read(
         ({"mask_token_id": ...}, "mask_token_id is missing"),
         ({"target_layer_ids": [2, 0]}, "must be ascending"),
         ({"target_layer_ids": ...}, "target_layer_ids"),
-        ({"attention_bias": True}, "attention_bias"),
+        ({"attention_bias": True}, r"missing layers\.0\.self_attn\.q_proj\.bias"),
         ({"draft_vocab_size": 40}, "40 by draft_vocab_size, 64 by lm_head"),
     ],
 )

@@ -216,12 +216,12 @@ def test_layers_of_published_drafts_follow_the_key_that_names_them(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"norm_before_residual": True}, "norm_before_residual = True cannot be represented"),
+        ({"norm_before_residual": True}, "norm_before_residual = True: drafts of"),
         ({"norm_before_fc": True}, "norm_before_fc"),
         ({"eagle_config": {"norm_before_fc": True}}, "norm_before_fc"),
         ({"num_hidden_layers": 2}, "num_hidden_layers = 2"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"attention_bias": True}, r"missing midlayer\.self_attn\.q_proj\.bias"),
+        ({"hidden_act": "swilu"}, "no such activation"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings"),
         ({"hidden_size": ...}, "missing hidden_size"),
         ({"architectures": ["MedusaModel"]}, "MedusaModel"),

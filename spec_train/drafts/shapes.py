@@ -1,0 +1,70 @@
+"""Which shapes a draft can have: the checks of a draft's configuration.
+
+In: the fields of a configuration. Out: a DraftError that names the field, or nothing.
+"""
+
+from typing import Any
+
+from transformers.activations import ACT2FN
+
+from spec_data.console import nearest
+from spec_data.shards.errors import DraftError
+from spec_train.shape_options import FULL, SLIDING
+
+NOT_YET: dict[str, Any] = {
+    "sliding_window": None,
+    "norm_before_fc": False,
+    "norm_before_residual": False,
+    "train_embeddings": False,
+}
+"""Fields without an arithmetic here, with the only value that a draft can have."""
+
+
+def check_shape(config: Any) -> None:
+    """Refuse a configuration (`BaseConfig`) whose fields contradict each other or mean nothing.
+
+    Raises:
+        DraftError: names the field, its value and what is possible.
+    """
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv_heads:
+        raise DraftError(
+            f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}"
+        )
+    if config.head_dim % 2:
+        raise DraftError(f"head_dim = {config.head_dim}: rotary positions need an even size")
+    _check_activation(config.hidden_act)
+    _check_layer_types(config)
+    for name, value in NOT_YET.items():
+        found = getattr(config, name, value)
+        if found != value:
+            raise DraftError(f"{name} = {found}: drafts of spec-train have {name} = {value} only")
+
+
+def _check_activation(name: str) -> None:
+    if name not in ACT2FN:
+        near = nearest(str(name), list(ACT2FN))
+        advice = f"; did you mean {near}?" if near else ""
+        raise DraftError(
+            f"hidden_act = {name!r}: transformers has no such activation{advice} Known: "
+            f"{', '.join(sorted(ACT2FN))}"
+        )
+    if any(True for _ in ACT2FN[name].parameters()):
+        raise DraftError(f"hidden_act = {name!r}: an activation with weights is not supported")
+
+
+def _check_layer_types(config: Any) -> None:
+    types, layers = config.layer_types, config.num_hidden_layers
+    if types and len(types) != layers:
+        raise DraftError(
+            f"layer_types has {len(types)} entries, but the draft has {layers} decoder layers"
+        )
+    if odd := sorted(set(types) - {FULL, SLIDING}):
+        raise DraftError(
+            f"layer_types: {', '.join(map(str, odd))} unknown; a layer is {FULL} or {SLIDING}"
+        )
+    if types and (config.sliding_window or 0) < 1:
+        raise DraftError(
+            f"sliding_window = {config.sliding_window}: layer_types has {SLIDING}, which needs a "
+            "window of at least 1"
+        )
