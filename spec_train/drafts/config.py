@@ -16,7 +16,7 @@ from spec_data.models.shapes import LayerSizes, TargetShape, text_table
 from spec_data.shards.errors import DraftError
 from spec_data.shards.schema import LAYER_CONVENTION
 from spec_train.drafts.layers import LayerShape
-from spec_train.drafts.shapes import check_shape
+from spec_train.drafts.shape_checks import check_shape
 from spec_train.drafts.targets import target_dtype, token_ids
 from spec_train.formats.draft_seal import SECTION
 from spec_train.shape_options import FULL, LayerOptions

@@ -23,8 +23,10 @@ _LAYERS = "layers (outputs of decoder blocks)"
 _THETA, _PARTIAL = ("rope_theta", "rotary_emb_base"), ("partial_rotary_factor", "rotary_pct")
 _SHAPE = (
     *("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("hidden_act", "sliding_window"),
+    "sliding_window",
 )
+_SWITCHES = {"hidden_act": "silu", "norm_before_fc": False, "norm_before_residual": False}
+"""Options that decide the key of the same name, with the value of releases without them."""
 _OPTIONS = {
     "fc_norm": "fc_norm",
     "norm_output": "norm_output",
@@ -34,7 +36,7 @@ _OPTIONS = {
     "num_layers": "num_hidden_layers",
     "draft_layers": "num_hidden_layers",
     "num_draft_layers": "num_hidden_layers",
-    **{name: name for name in (*_SHAPE, "norm_before_fc", "norm_before_residual")},
+    **{name: name for name in _SHAPE},
 }
 """Options of a draft that decide the config key on the right."""
 
@@ -101,8 +103,10 @@ def _statements(raw: dict[str, Any]) -> Iterator[Statement]:
             blocks, kinds = table.get("num_hidden_layers"), len(table["layer_types"])
             known = isinstance(blocks, int) and blocks < kinds
             yield "num_hidden_layers", f"{prefix}layer_types", blocks if known else kinds
-    for name in _SHAPE:
+    for name in (*_SHAPE, "hidden_act"):
         yield name, name, raw.get(name)
+    for name, formerly in _SWITCHES.items() if options else ():
+        yield name, f"{SECTION}.options.{name}", options.get(name, formerly)
     for name, key in _OPTIONS.items():
         zero_is_auto = name in _SHAPE and options.get(name) == 0
         yield key, f"{SECTION}.options.{name}", None if zero_is_auto else options.get(name)

@@ -74,17 +74,26 @@ TWICE: dict[str, tuple[Change, str]] = {
     ),
     "norm_before_residual": (
         lambda raw: raw.update(norm_before_residual=True),
-        "norm_before_residual: would be written as false, found true",
+        "norm_before_residual: True by norm_before_residual, False by spec_train.options",
     ),
     "attention_bias": (
         lambda raw: raw.update(attention_bias=True),
-        "attention_bias: would be written as false, found true",
+        r"missing midlayer\.self_attn\.q_proj\.bias",
     ),
     "tied": (
         lambda raw: raw.update(tie_word_embeddings=True),
         "tie_word_embeddings: would be written as false, found true",
     ),
-    "activation": (lambda raw: raw.update(hidden_act="gelu"), 'hidden_act: .* found "gelu"'),
+    "activation": (
+        lambda raw: raw.update(hidden_act="gelu"),
+        "hidden_act: gelu by hidden_act, silu by spec_train.options.hidden_act",
+    ),
+    "activation in a file of a release without the option": (
+        lambda raw: raw.update(
+            hidden_act="gelu", no=raw["spec_train"]["options"].pop("hidden_act")
+        ),
+        "hidden_act: gelu by hidden_act, silu by spec_train.options.hidden_act",
+    ),
     "a wrong type": (lambda raw: raw.update(head_dim="8"), "a wrong type"),
     "ids of a wrong type": (
         lambda raw: raw.update(eagle_aux_hidden_state_layer_ids="1,2"),

@@ -1,0 +1,97 @@
+"""The fields of a draft's shape in config.json: absent where they are the default, else kept."""
+
+from typing import Any
+
+import pytest
+
+from spec_data.shards.errors import ConfigError, DraftError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.draft_options import DRAFT_OPTIONS
+from spec_train.drafts import DRAFTS
+from spec_train.drafts.eagle3.config import Eagle3Config
+from spec_train.formats.draft_seal import SECTION
+from spec_train.head import TargetHead
+from tests.spec_train.drafts import any_draft
+from tests.spec_train.drafts.any_draft import build_draft
+
+dataset, head = any_draft.dataset, any_draft.head
+
+NEW = ("qk_norm", "sliding_window", "train_embeddings")
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_a_draft_of_the_default_shape_writes_no_new_key(
+    dataset: HiddenStatesDataset, head: TargetHead, name: str
+) -> None:
+    raw = build_draft(name, dataset, head).config_json()
+    assert not set(NEW) & set(raw)
+    assert (raw["hidden_act"], raw["attention_bias"]) == ("silu", False)
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_a_file_of_a_release_without_the_options_is_read_as_before(
+    dataset: HiddenStatesDataset, head: TargetHead, name: str
+) -> None:
+    draft = build_draft(name, dataset, head)
+    raw = draft.config_json()
+    new = set(vars(draft.options)) & {*NEW, "hidden_act", "mlp_bias", "attention_bias", "head_dim"}
+    assert len(new) == 7
+    for option in new:
+        del raw[SECTION]["options"][option]
+    config, options = type(draft).read_config(raw, "here")
+    assert config == draft.config and options == draft.options
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "keys"),
+    [
+        ("eagle", {"hidden_act": "gelu_pytorch_tanh", "mlp_bias": "true"}, {"mlp_bias": True}),
+        ("eagle3", {"qk_norm": True, "intermediate_size": 20}, {"qk_norm": True}),
+        ("peagle", {"attention_bias": "true"}, {"attention_bias": True}),
+        ("dspark", {"qk_norm": False, "num_attention_heads": 2}, {"qk_norm": False}),
+        ("dflash", {"head_dim": 16, "num_key_value_heads": 4}, {"head_dim": 16}),
+    ],
+)
+def test_other_shapes_are_written_and_read(
+    dataset: HiddenStatesDataset,
+    head: TargetHead,
+    name: str,
+    options: dict[str, Any],
+    keys: dict[str, Any],
+) -> None:
+    draft = build_draft(name, dataset, head, **options)
+    raw = draft.config_json()
+    assert {key: raw[key] for key in keys} == keys
+    again = type(draft).from_files(draft.files(draft.fc.weight.dtype, "here"))
+    assert again.config == draft.config and again.options == draft.options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head_dim": 7}, "head_dim = 7: rotary positions need an even size"),
+        ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple"),
+        ({"hidden_act": "swilu"}, "no such activation; did you mean"),
+        ({"hidden_act": "xielu"}, "activation with weights"),
+        ({"intermediate_size": -1}, "intermediate_size = -1: 0 or more"),
+        ({"layer_types": "sliding_attention"}, "--sliding-window N is needed"),
+        ({"layer_types": "slides"}, "layer_types: slides unknown"),
+        ({"sliding_window": 4, "layer_types": "full_attention"}, "no layer of layer_types"),
+        (
+            {"sliding_window": 4, "layer_types": "sliding_attention,full_attention"},
+            "layer_types has 2 entries; the draft has 1 layers",
+        ),
+    ],
+)
+def test_an_impossible_shape_is_refused(
+    dataset: HiddenStatesDataset, head: TargetHead, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((ConfigError, DraftError), match=message):
+        build_draft("eagle3", dataset, head, **options)
+
+
+def test_the_fields_of_the_schema_have_one_name_each() -> None:
+    """Options and configuration use the same names, which are those of transformers."""
+    options = {name for kind in DRAFT_OPTIONS.values() for name in kind.__dataclass_fields__}
+    fields = set(Eagle3Config.__dataclass_fields__)
+    assert {*Eagle3Config.switches, "head_dim", "intermediate_size"} <= options & fields
