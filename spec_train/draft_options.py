@@ -8,6 +8,7 @@ from spec_data.config import option
 from spec_data.console import nearest
 from spec_data.shards.errors import DraftError
 from spec_data.shards.layer_ids import chosen_layers
+from spec_train.loss_options import BlockLossOptions, LossOptions, PositionOptions, loss_option
 from spec_train.shape_options import SHAPE, LayerOptions, NormOptions, qk_norm_option
 
 
@@ -64,7 +65,7 @@ class AuxOptions(LayerOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Options(AuxOptions, NormOptions):
+class Eagle3Options(PositionOptions, AuxOptions, NormOptions):
     """Options of the EAGLE-3 draft (arXiv 2503.01840)."""
 
     num_layers: int = option(
@@ -79,19 +80,9 @@ class Eagle3Options(AuxOptions, NormOptions):
         "time grow with it; 3 to 7 are common",
     )
     step_decay: float = option(
-        0.8, help="the loss of unroll step s, counted from 0, has the weight step_decay ** s"
-    )
-    loss: str = option(
-        "ce",
-        help="loss of a slot. ce: cross-entropy with the target's distribution; alpha and lambda: "
-        "the acceptance losses of arXiv 2602.23881",
-        choices=("ce", "alpha", "lambda"),
-    )
-    lambda_scale: float = option(
-        1.0, help="with --loss lambda: scale of the cross-entropy's share, 0 to 1"
-    )
-    lambda_decay: float = option(
-        3.0, help="with --loss lambda: how fast that share falls as acceptance rises"
+        0.8,
+        help="with --position-weights auto: the loss of unroll step s, counted from 0, has the "
+        "weight step_decay ** s",
     )
     slots: str = slots_option()
     fc_norm: bool = fc_norm_option()
@@ -109,14 +100,13 @@ class Eagle3Options(AuxOptions, NormOptions):
             raise DraftError(f"step_decay = {self.step_decay}: above 0 and at most 1")
         if self.draft_vocab_size < 0:
             raise DraftError(f"draft_vocab_size = {self.draft_vocab_size}: 0 (all) or more")
-        if not 0 <= self.lambda_scale <= 1:  # else a share of the loss is negative
-            raise DraftError(f"lambda_scale = {self.lambda_scale}: from 0 to 1")
-        if not 0 <= self.lambda_decay < math.inf:
-            raise DraftError(f"lambda_decay = {self.lambda_decay}: 0 or more")
+        self.check_loss()
+        self.check_positions(self.ttt_steps)
+        self.check_one_rule("step_decay")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleOptions(LayerOptions):
+class EagleOptions(LossOptions, LayerOptions):
     """Options of the EAGLE-1/2 draft (arXiv 2401.15077, 2406.16858)."""
 
     num_layers: int = option(1, help="decoder layers of the draft; 1 as published")
@@ -124,7 +114,9 @@ class EagleOptions(LayerOptions):
         1.0, help="weight of the smooth L1 distance from the target's next final hidden state"
     )
     ce_weight: float = option(
-        0.1, help="weight of the cross-entropy with the target's distribution, through its head"
+        0.1,
+        help="weight of --loss, between the target's distribution and the draft's, both "
+        "through the target's head",
     )
     noise: float = option(
         0.1, help="half width of the uniform noise on the input states, only in training"
@@ -151,11 +143,14 @@ class EagleOptions(LayerOptions):
                 raise DraftError(f"{name} = {getattr(self, name)}: 0 or more")
         if self.regression_weight == self.ce_weight == 0:
             raise DraftError("regression_weight and ce_weight are both 0: nothing would be learned")
+        self.check_loss()
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeagleOptions(AuxOptions, NormOptions):
+class PeagleOptions(PositionOptions, AuxOptions, NormOptions):
     """Options of the P-EAGLE draft (arXiv 2602.01469): all tokens of a round in one forward."""
+
+    loss: str = loss_option("kl")
 
     depths: int = option(8, help="tokens drafted by one forward; time and memory grow with it")
     draft_layers: int = option(
@@ -196,6 +191,8 @@ class PeagleOptions(AuxOptions, NormOptions):
             raise DraftError(f"cod_ratio = {self.cod_ratio}: above 0 and at most 1")
         if not 0 <= self.cod_floor <= 1:
             raise DraftError(f"cod_floor = {self.cod_floor}: from 0 to 1")
+        self.check_loss()
+        self.check_positions(self.depths)
 
     @property
     def num_layers(self) -> int:
@@ -209,7 +206,7 @@ class PeagleOptions(AuxOptions, NormOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockOptions(AuxOptions):
+class BlockOptions(BlockLossOptions, AuxOptions):
     """What DSpark and DFlash share: drafts that propose a whole block in one forward."""
 
     draft_vocab_size: int = option(
@@ -237,17 +234,9 @@ class BlockOptions(AuxOptions):
     )
     loss_decay_gamma: float = option(
         4.0,
-        help="the d-th draft of a block, counted from 0, has the weight exp(-d / gamma); 0 weighs "
-        "all alike",
+        help="with --position-weights auto: the d-th draft of a block, counted from 0, has the "
+        "weight exp(-d / gamma); 0 weighs all alike",
     )
-    ce_target: str = option(
-        "tokens",
-        help="cross-entropy with the document's tokens (as published), or with the teacher's "
-        "distribution",
-        choices=("tokens", "teacher"),
-    )
-    ce_weight: float = option(0.1, help="weight of the cross-entropy")
-    l1_weight: float = option(0.9, help="weight of the L1 distance to the target's distribution")
 
     def __post_init__(self) -> None:
         """Reject values outside their range."""
@@ -268,8 +257,14 @@ class BlockOptions(AuxOptions):
         ):
             if not bound <= value < math.inf:
                 raise DraftError(f"{name} = {value}: {bound} or more")
-        if self.ce_weight == self.l1_weight == 0:
-            raise DraftError("ce_weight and l1_weight are both 0: nothing would train the drafts")
+        self.check_mixture()
+        self.check_positions(self.drafts_per_block)
+        self.check_one_rule("loss_decay_gamma")
+
+    @property
+    def drafts_per_block(self) -> int:
+        """Number of tokens that a block drafts."""
+        return self.block_size if self.layout == "anchor" else self.block_size - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,11 +320,13 @@ class DFlashOptions(BlockOptions):
     )
     loss_decay_gamma: float = option(
         7.0,
-        help="the d-th draft of a block, counted from 0, has the weight exp(-d / gamma); 0 weighs "
-        "all alike",
+        help="with --position-weights auto: the d-th draft of a block, counted from 0, has the "
+        "weight exp(-d / gamma); 0 weighs all alike",
     )
-    ce_weight: float = option(1.0, help="weight of the cross-entropy")
-    l1_weight: float = option(0.0, help="weight of the L1 distance to the target's distribution")
+    ce_weight: float = option(1.0, help="with --loss ce+l1: weight of the cross-entropy")
+    l1_weight: float = option(
+        0.0, help="with --loss ce+l1: weight of the L1 distance to the target's distribution"
+    )
 
 
 DRAFT_OPTIONS: dict[str, type] = {

@@ -5,28 +5,40 @@ computes the gradients in the forward pass, chunk by chunk. So at most one chunk
 any time, for any number of slots, and a teacher row is computed once for all unroll steps that need
 it. In return, second derivatives are not available.
 
-With q the draft, p the teacher renormalised over the draft vocabulary, and m the target's
-probability of the whole draft vocabulary (1 if it is the target's), serving accepts with m p:
-    a       sum_v min(m p, q), the probability that rejection sampling keeps a token drawn from q
-    ce      -sum_v p log q
-    alpha   -log a                       (LK losses, arXiv 2602.23881)
-    lambda  r ce + (1 - r) (1 - a),      r = scale exp(-decay a), no gradient through r
+With q the draft, p the teacher renormalised over the draft vocabulary, m the target's probability
+of the whole draft vocabulary (1 if it is the target's), serving accepts with m p:
+    a           sum_v min(m p, q), the probability that rejection sampling keeps a draw from q
+    ce          -sum_v p log q
+    kl          sum_v p log(p / q)
+    reverse-kl  sum_v q log(q / p); with m p instead of p it only differs by the constant log m
+    jsd         (sum_v p log(p / w) + sum_v q log(q / w)) / 2,   w = (p + q) / 2
+    tv          1 - a, the total variation distance from the target's full distribution
+    lk-alpha    -log a                       (LK losses, arXiv 2602.23881)
+    lk-lambda   r ce + (1 - r) (1 - a),      r = scale exp(-decay a), no gradient through r
+A hard target replaces m p and p by 1 at one token. Logarithms are taken of numbers that are at
+least the smallest normal one, so nothing is infinite where p or q are 0.
 All are per slot: r depends only on its own slot, so sums over micro-batches add up exactly.
+
+A teacher of K logits (see `teacher.topk_teacher`) knows p only at some tokens; the others share the
+probability `rest`. It counts in a as rejected. Everywhere else it is one more token, which the
+draft proposes with the sum of its own probabilities there: p is completed by rest q_v / sum of
+these q, without a gradient, which leads to that very value and gradient.
 
 N teacher rows, S unroll steps, H hidden size, Vd draft vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from spec_data.shards.errors import DraftError
 from spec_data.shards.head_spec import HeadSpec, apply_head
+from spec_train.loss_options import KINDS, OLD_NAMES
 
-KINDS = ("ce", "alpha", "lambda")
 # Logits of one chunk: few fit in a CPU's cache, and a GPU needs many rows to be busy. Every chunk
 # reads all rows of the head and updates their gradient; if a chunk has few rows and the vocabulary
 # is large, this is most of the work.
@@ -58,11 +70,30 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LossKind:
-    """The name of a loss (of KINDS), and the two parameters of "lambda"."""
+    """The name of a loss (of KINDS), its target, and the two parameters of "lk-lambda"."""
 
     name: str = "ce"
+    hard: bool = False  # compare with one token, `TeacherRows.label`
     scale: float = 1.0
     decay: float = 3.0
+
+    def __post_init__(self) -> None:
+        """Accept the names of older releases.
+
+        Raises:
+            DraftError: no such loss.
+        """
+        name = OLD_NAMES.get(self.name, self.name)
+        if name not in KINDS:
+            raise DraftError(f"loss {name!r}: choose from {', '.join(KINDS)}")
+        object.__setattr__(self, "name", name)
+
+    @classmethod
+    def of(cls, options: Any) -> Self:
+        """Return the loss that the options of a draft name (see `loss_options`)."""
+        hard = getattr(options, "compared_with", options.loss_target) != "soft"
+        scale, decay = options.lambda_scale, options.lambda_decay
+        return cls(name=options.loss, hard=hard, scale=scale, decay=decay)
 
 
 def wide(x: Tensor) -> Tensor:
@@ -74,8 +105,11 @@ def wide(x: Tensor) -> Tensor:
 class TeacherRows:
     """The target's distribution at n slots, over the draft vocabulary."""
 
-    p: Tensor  # probabilities renormalised over the draft vocabulary [n, Vd]: rows add up to 1
+    p: Tensor  # probabilities over the draft vocabulary [n, Vd]: rows add up to 1 - rest
     mass: Tensor | None = None  # the target's probability of the draft vocabulary [n]; None: 1
+    rest: Tensor | None = None  # probability of all tokens where p is 0 [n]; None: 0
+    label: Tensor | None = None  # the one token of a hard target, int64 [n]
+    entropy: Tensor | None = None  # -sum_v p log p - rest log rest [n], if it is known already
 
     @classmethod
     def of_logits(cls, logits: Tensor, logsumexp: Tensor | None) -> "TeacherRows":
@@ -91,16 +125,51 @@ class TeacherRows:
         return cls(p, inside.exp().clamp(max=1.0))
 
     def full(self) -> Tensor:
-        """Return the probabilities [n, Vd] of the target's full distribution: rows add up to m."""
+        """Return the known probabilities [n, Vd] of the target's full distribution."""
         return self.p if self.mass is None else self.p * self.mass[:, None]
 
     def to(self, dtype: torch.dtype) -> "TeacherRows":
         """Return the rows in another dtype."""
-        return TeacherRows(self.p.to(dtype), None if self.mass is None else self.mass.to(dtype))
+        return self._each(lambda x: x.to(dtype) if x.is_floating_point() else x)
 
     def __getitem__(self, rows: Tensor) -> "TeacherRows":
         """Return the rows of an index, int64 [k]."""
-        return TeacherRows(self.p[rows], None if self.mass is None else self.mass[rows])
+        return self._each(lambda x: x[rows])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "TeacherRows":
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: change(v) for k, v in values.items() if v is not None})
+
+    def labelled(self, label: Tensor) -> "TeacherRows":
+        """Return the rows with the tokens of hard targets, int64 [n]; -1 becomes 0 (no loss)."""
+        return replace(self, label=label.clamp_min(0))
+
+    def hardened(self) -> "TeacherRows":
+        """Return rows in which every distribution is 1 at `label`."""
+        assert self.label is not None  # the loss that asks for hard targets has set it
+        return TeacherRows(torch.zeros_like(self.p).scatter_(1, self.label[:, None], 1.0))
+
+    def with_entropy(self) -> "TeacherRows":
+        """Return the rows with `entropy`, so that it is computed once for several drafts."""
+        if self.entropy is not None:
+            return self
+        entropy = -torch.xlogy(self.p, self.p).sum(-1)
+        if self.rest is not None:
+            entropy = entropy - torch.xlogy(self.rest, self.rest)
+        return replace(self, entropy=entropy)
+
+    def completed(self, q: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return p with the rest distributed like the draft `q` [n, S, Vd]: [n, 1 or S, Vd].
+
+        The second value is the draft's probability of the tokens that share the rest, [n, S];
+        None where there is no rest.
+        """
+        p = self.p[:, None]
+        if self.rest is None:
+            return p, None
+        outside = q * (p == 0)
+        tail = outside.sum(-1).clamp_min(torch.finfo(q.dtype).tiny)  # [n, S]
+        return outside.mul_((self.rest[:, None] / tail)[..., None]).add_(p), tail
 
 
 def distribution_loss(
@@ -117,30 +186,77 @@ def distribution_loss(
         kind: which loss.
 
     Returns:
-        loss [N, S], acceptance sum_v min(m p, q) [N, S], d loss / d logits [N, S, Vd], and the
-        largest logit's index, int64 [N, S].
+        loss [N, S], acceptance sum_v min(m p, q) [N, S] with the target's own distribution, also
+        if the loss has a hard target, d loss / d logits [N, S, Vd], and the largest logit's index,
+        int64 [N, S].
     """
-    agreement = torch.einsum("nv,nsv->ns", teacher.p, logits)
+    wanted = teacher.hardened() if kind.hard else teacher
+    agreement = torch.einsum("nv,nsv->ns", wanted.p, logits)
     peak, best = logits.max(-1, keepdim=True)
     q = logits.sub_(peak).exp_()
     mass = q.sum(-1, keepdim=True)
     q.div_(mass)
-    entropy = (peak + mass.log()).squeeze(-1) - agreement  # = -sum p log q, for sum p = 1
-    best = best.squeeze(-1)
-    p, full = teacher.p[:, None], teacher.full()[:, None]  # [N, 1, Vd]
-    acceptance = torch.minimum(full, q).sum(-1)
-    if kind.name == "ce":
-        return entropy, acceptance, q.sub_(p), best
+    acceptance = torch.minimum(teacher.full()[:, None], q).sum(-1)
+    p, tail = wanted.completed(q)  # [N, 1 or S, Vd], [N, S]
+    if kind.name in ("reverse-kl", "jsd"):
+        loss, slope = _divergence(q, p, kind.name)
+        return loss, acceptance, slope, best.squeeze(-1)
+    total = (peak + mass.log()).squeeze(-1)  # [N, S], log of the sum of exp(logits)
+    if wanted.rest is None or tail is None:
+        entropy = total - agreement  # = -sum p log q, for sum p = 1
+    else:
+        rest = wanted.rest[:, None]
+        entropy = (1 - rest) * total - agreement - rest * tail.log()
+    if kind.name in ("ce", "kl"):
+        loss = entropy
+        if kind.name == "kl":
+            own = wanted.with_entropy().entropy
+            assert own is not None
+            loss = entropy - own[:, None]
+        return loss, acceptance, q.sub_(p), best.squeeze(-1)
+    full = wanted.full()[:, None]
+    accepted = torch.minimum(full, q).sum(-1) if kind.hard else acceptance
+    loss, slope = _acceptance_loss(q, full, accepted, kind, entropy, p)
+    return loss, acceptance, slope, best.squeeze(-1)
+
+
+def _divergence(q: Tensor, p: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Return "reverse-kl" or "jsd" of q [N, S, Vd] and p [N, 1 or S, Vd], and d loss / d logits."""
+    tiny = torch.finfo(q.dtype).tiny
+    if name == "reverse-kl":
+        gap = q.clamp_min(tiny).log_().sub_(p.clamp_min(tiny).log())
+        loss = (q * gap).sum(-1)
+        return loss, gap.sub_(loss[..., None]).mul_(q)
+    middle = ((p + q) / 2).clamp_min_(tiny)  # [N, S, Vd]
+    gap = q.clamp_min(tiny).div_(middle).log_()
+    own = (q * gap).sum(-1)
+    loss = (torch.xlogy(p, p / middle).sum(-1) + own) / 2
+    return loss, gap.sub_(own[..., None]).mul_(q / 2)
+
+
+def _acceptance_loss(
+    q: Tensor, full: Tensor, accepted: Tensor, kind: LossKind, entropy: Tensor, p: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return "tv", "lk-alpha" or "lk-lambda", [N, S], and d loss / d logits [N, S, Vd].
+
+    Args:
+        q: the draft [N, S, Vd].
+        full: m p of the target of the loss [N, 1, Vd].
+        accepted: sum_v min(full, q) [N, S].
+        kind: which loss.
+        entropy: cross-entropy [N, S].
+        p: of the cross-entropy [N, 1 or S, Vd].
+    """
     inside = q * (q < full)
-    slope = inside - q * inside.sum(-1, keepdim=True)  # d acceptance / d logits
-    if kind.name == "alpha":
-        floor = torch.finfo(acceptance.dtype).tiny
-        safe = acceptance.clamp_min(floor)
-        return -safe.log(), acceptance, slope.mul_(-1 / safe[..., None]), best
-    r = kind.scale * torch.exp(-kind.decay * acceptance)
-    loss = r * entropy + (1 - r) * (1 - acceptance)
-    slope = slope.mul_((r - 1)[..., None]).add_(r[..., None] * (q - p))
-    return loss, acceptance, slope, best
+    slope = inside - q * inside.sum(-1, keepdim=True)  # d accepted / d logits
+    if kind.name == "tv":
+        return 1 - accepted, slope.neg_()
+    if kind.name == "lk-alpha":
+        safe = accepted.clamp_min(torch.finfo(accepted.dtype).tiny)
+        return -safe.log(), slope.mul_(-1 / safe[..., None])
+    r = kind.scale * torch.exp(-kind.decay * accepted)
+    loss = r * entropy + (1 - r) * (1 - accepted)
+    return loss, slope.mul_((r - 1)[..., None]).add_(r[..., None] * (q - p))
 
 
 @dataclass(frozen=True)

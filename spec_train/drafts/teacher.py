@@ -101,17 +101,17 @@ def teacher_of(draft: BaseDraft, batch: DraftBatch, head: TargetHead, shift: int
 class SharedTeacher:
     """Teacher of rows of which neighbours share a slot: computes each slot once per chunk."""
 
-    def __init__(self, teacher: Teacher, slots: Tensor) -> None:
-        """Prepare for rows at flat `slots`, int64 [n], in which equal slots are neighbours."""
-        self._teacher = teacher
+    def __init__(self, teacher: Teacher, slots: Tensor, entropy: bool = False) -> None:
+        """Prepare for rows at flat `slots`, int64 [n], in which equal slots are neighbours.
+
+        `entropy`: compute the entropy of every slot too, once.
+        """
+        self._teacher, self._entropy = teacher, entropy
         self.slots, self.index = torch.unique_consecutive(slots, return_inverse=True)
         self._bounds = self.index.tolist()
 
     def __call__(self, part: slice) -> TeacherRows:
         """Return the distributions of a slice of n rows."""
         first, last = self._bounds[part.start], self._bounds[part.stop - 1]
-        return self.distributions(slice(first, last + 1))[self.index[part] - first]
-
-    def distributions(self, part: slice) -> TeacherRows:
-        """Return the distributions of a slice of m distinct slots."""
-        return self._teacher(self.slots[part])
+        rows = self._teacher(self.slots[first : last + 1])
+        return (rows.with_entropy() if self._entropy else rows)[self.index[part] - first]

@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from spec_data.shards.errors import DraftError
 from spec_data.shards.head_spec import HeadSpec, apply_head
+from spec_train.loss_options import KINDS
 from spec_train.losses import (
-    KINDS,
     LossKind,
     TeacherRows,
     add_product,
@@ -19,16 +20,41 @@ from tests.tolerance import LAYER, close, close_in_norm
 
 
 def _formula(logits: Tensor, teacher: TeacherRows, kind: LossKind) -> Tensor:
-    p, log_q = teacher.p[:, None], logits.log_softmax(-1)
-    full = p if teacher.mass is None else teacher.mass[:, None, None] * p
+    """The losses from their definitions, for autograd: [n, S] of logits [n, S, Vd]."""
+    p, mass, log_q = teacher.p[:, None], teacher.mass, logits.log_softmax(-1)
+    if kind.hard:
+        assert teacher.label is not None
+        p, mass = F.one_hot(teacher.label, p.shape[-1])[:, None].to(p), None
+    full = p if mass is None else mass[:, None, None] * p
+    q = log_q.exp()
     entropy = -(p * log_q).sum(-1)
-    accepted = torch.minimum(full, log_q.exp()).sum(-1)
+    accepted = torch.minimum(full, q).sum(-1)
     if kind.name == "ce":
         return entropy
-    if kind.name == "alpha":
+    if kind.name == "kl":
+        return entropy + torch.xlogy(p, p).sum(-1)
+    if kind.name == "reverse-kl":
+        return F.kl_div(p.log().expand_as(log_q), log_q, log_target=True, reduction="none").sum(-1)
+    if kind.name == "jsd":
+        middle = ((p + q) / 2).log()
+        parts = (F.kl_div(middle, some, reduction="none").sum(-1) for some in (p, q))
+        return sum(parts, torch.zeros(())) / 2
+    if kind.name == "tv":  # half the L1 distance over the full vocabulary: 1 - mass is outside
+        outside = 0.0 if mass is None else (1 - mass)[:, None]
+        return ((full - q).abs().sum(-1) + outside) / 2
+    if kind.name == "lk-alpha":
         return -accepted.log()
     r = kind.scale * torch.exp(-kind.decay * accepted.detach())
     return r * entropy + (1 - r) * (1 - accepted)
+
+
+def _hard_too(names: tuple[str, ...]) -> list[tuple[str, bool]]:
+    """All losses with soft and hard targets, but for the one that is infinite."""
+    pairs = [(name, hard) for name in names for hard in (False, True)]
+    return [pair for pair in pairs if pair != ("reverse-kl", True)]
+
+
+EVERY = _hard_too(KINDS)
 
 
 def _case(n: int = 5, steps: int = 3, size: int = 4, vocab: int = 11, reduced: bool = False):
@@ -42,7 +68,8 @@ def _case(n: int = 5, steps: int = 3, size: int = 4, vocab: int = 11, reduced: b
     weights = torch.rand(n, steps, generator=generator, dtype=torch.float64)
     weights[1, 2] = 0
     mass = torch.rand(n, generator=generator, dtype=torch.float64) if reduced else None
-    return hidden, weight, TeacherRows(p, mass), weights
+    label = torch.randint(vocab, (n,), generator=generator)
+    return hidden, weight, TeacherRows(p, mass, label=label), weights
 
 
 def _part(teacher: TeacherRows, part: slice) -> TeacherRows:
@@ -50,9 +77,11 @@ def _part(teacher: TeacherRows, part: slice) -> TeacherRows:
 
 
 @pytest.mark.parametrize("reduced", [False, True])
-@pytest.mark.parametrize("name", KINDS)
-def test_slot_losses_and_gradients_are_those_of_the_formulas(name: str, reduced: bool) -> None:
-    kind = LossKind(name=name, scale=0.9, decay=2.0)
+@pytest.mark.parametrize(("name", "hard"), EVERY)
+def test_slot_losses_and_gradients_are_those_of_the_formulas(
+    name: str, hard: bool, reduced: bool
+) -> None:
+    kind = LossKind(name=name, hard=hard, scale=0.9, decay=2.0)
     hidden, weight, teacher, _ = _case(reduced=reduced)
     logits = F.linear(hidden, weight).detach().requires_grad_()
     expected = _formula(logits, teacher, kind)
@@ -67,10 +96,12 @@ def test_slot_losses_and_gradients_are_those_of_the_formulas(name: str, reduced:
 
 
 @pytest.mark.parametrize("reduced", [False, True])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "hard"), EVERY)
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
-def test_chunks_change_neither_value_nor_gradient(name: str, chunk: int, reduced: bool) -> None:
-    kind = LossKind(name=name)
+def test_chunks_change_neither_value_nor_gradient(
+    name: str, hard: bool, chunk: int, reduced: bool
+) -> None:
+    kind = LossKind(name=name, hard=hard)
     hidden, weight, teacher, weights = _case(reduced=reduced)
     logits = F.linear(hidden, weight)
     expected = (_formula(logits, teacher, kind) * weights).sum()
@@ -136,12 +167,55 @@ def test_scale_bias_and_softcap_of_a_head_are_part_of_the_loss(
         close(found, wanted, terms=2 * LAYER)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_distributions_without_overlap_stay_finite(name: str) -> None:
-    teacher = TeacherRows(torch.tensor([[1.0, 0.0, 0.0]]))
-    logits = torch.tensor([[[-300.0, 300.0, 0.0]]])
-    parts = distribution_loss(logits, teacher, LossKind(name=name))
-    assert all(part.isfinite().all() for part in parts)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("name", "hard"), EVERY)
+def test_distributions_without_overlap_stay_finite(
+    name: str, hard: bool, dtype: torch.dtype
+) -> None:
+    """p and q are exactly 0, subnormal or 1 here, and each is all of what the other is not."""
+    p = torch.tensor([[1, 0, 0], [0, 0, 1], [1e-44, 1, 0]], dtype=dtype)
+    logits = torch.tensor([[[-1e4, 1e4, 0]], [[90, 0, 0]], [[-1e30, 0, 1e30]]], dtype=dtype)
+    teacher = TeacherRows(p, torch.tensor([1, 1e-9, 0], dtype=dtype), label=p.argmax(-1))
+    loss, acceptance, slope, _ = distribution_loss(logits, teacher, LossKind(name=name, hard=hard))
+    assert all(part.isfinite().all() for part in (loss, acceptance, slope))
+    assert not hard or name in ("jsd", "tv") or bool((loss > 10).any())
+
+
+@pytest.mark.parametrize(("name", "hard"), EVERY)
+def test_a_draft_that_equals_its_target_is_the_minimum(name: str, hard: bool) -> None:
+    """Of a hard target, its token is. The losses of acceptance have a kink at a soft minimum."""
+    logits = torch.randn(4, 1, 9, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    label = logits.argmax(-1)[:, 0]
+    if hard:
+        logits = logits + 60 * F.one_hot(label, 9)[:, None]
+    teacher = TeacherRows(logits[:, 0].softmax(-1), label=label)
+    kind = LossKind(name=name, hard=hard)
+    loss, _, slope, _ = distribution_loss(logits.clone(), teacher, kind)
+    if hard or name in ("ce", "kl", "reverse-kl", "jsd"):
+        close(slope, torch.zeros_like(slope), terms=LAYER, magnitude=1.0)
+    if name not in ("ce", "lk-lambda") or hard:
+        close(loss, torch.zeros_like(loss), terms=LAYER, magnitude=1.0)
+
+
+def test_names_of_older_releases_are_the_same_losses_and_others_are_refused() -> None:
+    assert LossKind(name="alpha") == LossKind(name="lk-alpha")
+    assert LossKind(name="lambda") == LossKind(name="lk-lambda")
+    with pytest.raises(DraftError, match=r"loss 'mse': choose from ce, kl, "):
+        LossKind(name="mse")
+
+
+@pytest.mark.parametrize(("name", "hard"), EVERY)
+def test_micro_batches_add_up_to_one_batch(name: str, hard: bool) -> None:
+    """Per-slot losses: no term depends on the other slots of its batch."""
+    kind = LossKind(name=name, hard=hard)
+    hidden, weight, teacher, weights = _case(reduced=True)
+
+    def loss(rows: list[int]) -> Tensor:
+        part, some = teacher[torch.tensor(rows)], hidden[rows]
+        return head_loss(some, weight, lambda p: _part(part, p), weights[rows], kind)[0]
+
+    found = torch.autograd.grad(loss([0, 3]) + loss([1]) + loss([2, 4]), [hidden, weight])
+    close(found, torch.autograd.grad(loss([0, 1, 2, 3, 4]), [hidden, weight]), terms=2 * LAYER)
 
 
 def test_half_precision_states_give_float32_sums() -> None:

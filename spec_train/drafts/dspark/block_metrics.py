@@ -7,6 +7,7 @@ totals the metrics. The additional sums are
     term_weights [3] sums of their weights
     term_shares  [3] those, times the terms' weights in the loss
     tau, blocks  [] expected tokens per round, 1 + sum_d prod_{j<=d} c*_j, summed over the blocks
+    kind, kind_weight []  with another loss than ce+l1: its weighted sum, and the sum of its weights
     confidence_* [10] of trained drafts by their confidence, in tenths, weighted like their loss:
                  sum of weights (number), of confidence and of acceptance; confidence_gap [] sum of
                  their absolute difference
@@ -101,6 +102,13 @@ def block_sums(
     return sums
 
 
+@torch.no_grad()
+def kind_sums(figures: RowFigures, chosen: TrainedRows) -> Sums:
+    """Return the sums "kind" and "kind_weight" of the R drafts that count."""
+    weight = chosen.weight * chosen.has_token  # [R]
+    return {"kind": (weight * figures.loss.double()).sum(), "kind_weight": weight.sum()}
+
+
 def _calibration_sums(confidence: Tensor, acceptance: Tensor, weights: Tensor) -> Sums:
     """Return the sums "confidence_*" of drafts with these figures, float64 [R] each."""
     place = (confidence * BINS).long().clamp(max=BINS - 1)  # [R]
@@ -117,6 +125,8 @@ def summarise_blocks(sums: Sums) -> dict[str, float | None]:
     """Turn added sums into metrics: those of `metrics.summarise`, and the following.
 
     "loss" is the whole loss; "cross_entropy", "l1" and "confidence_bce" are its terms, unweighted.
+    With another loss than ce+l1, "distribution_loss" replaces the first two in it, and they are
+    only measured.
     "tau" is the expected number of tokens per round if drafts are sampled.
     "confidence_calibration" is the expected calibration error over ten bins: |mean confidence -
     mean acceptance|, weighted by the bin's sum of weights. "confidence_error" is the mean
@@ -129,6 +139,11 @@ def summarise_blocks(sums: Sums) -> dict[str, float | None]:
     means = torch.where(weight > 0, values["terms"] / weight.clamp_min(1e-30), 0.0)
     alphas = torch.where(weight > 0, values["term_shares"] / weight.clamp_min(1e-30), 0.0)
     out["loss"] = float((alphas * means).sum())
+    if "kind" in values:
+        weighed = float(values["kind_weight"])
+        mean = float(values["kind"]) / weighed if weighed else 0.0
+        out["distribution_loss"] = mean if weighed else None
+        out["loss"] = float((alphas * means).sum()) + mean
     for name, mean, some in zip(TERMS, means.tolist(), weight.tolist(), strict=True):
         out[name] = mean if some else None
     blocks = float(values["blocks"])

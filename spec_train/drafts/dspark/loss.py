@@ -7,9 +7,14 @@ confidence:
 
     0.1 * cross-entropy + 0.9 * |q - p|_1 + 1.0 * BCE(c, c*),    c* = sum_v min(m p, q), detached
 
+That is --loss ce+l1. Any other loss of `losses` replaces the cross-entropy and the L1 term by one
+term of weight 1, between p (or a hard target) and q.
+
 c* is the probability that sampling with the target's full distribution keeps the draft. It equals
 1 - |q - p|_1 / 2, as published, if m = 1. Each term is a mean over the drafts that count, weighted
-by exp(-d / gamma). The cross-entropy is taken with the document's token, as published, or with p.
+by exp(-d / gamma). The cross-entropy is taken with the document's token, as published, with p, or
+with the target's choice. The first term (the cross-entropy, or the other loss) has a denominator of
+its own, because it may count at fewer drafts.
 If the draft vocabulary is a selection of the target's, a draft whose target's choice is outside it
 is not trained and counts as a miss; its c* still counts in tau and in the acceptance. A
 cross-entropy with a token outside the draft vocabulary is left out.
@@ -30,7 +35,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from spec_train.drafts.dspark.block_frame import BlockFrame, BlockInputs, tensor_block_frame
-from spec_train.drafts.dspark.block_metrics import Forecasts, block_sums
+from spec_train.drafts.dspark.block_metrics import Forecasts, block_sums, kind_sums
 from spec_train.drafts.dspark.blocks import batch_context, block_states
 from spec_train.drafts.dspark.head_loss import RowFigures, block_rows_loss
 from spec_train.drafts.dspark.model import DSparkModel
@@ -38,6 +43,8 @@ from spec_train.drafts.dspark.trained_rows import TrainedRows, draft_weights
 from spec_train.drafts.protocol import DraftLoss
 from spec_train.drafts.teacher import SharedTeacher, Teacher
 from spec_train.head import TargetHead
+from spec_train.loss_options import MIXED
+from spec_train.losses import LossKind
 
 
 def dspark_loss(
@@ -50,7 +57,7 @@ def dspark_loss(
     Args:
         draft: the weights, as `DSparkDraft.from_pretrained` reads them.
         head: the target's; its rows also make the draft's logits.
-        counts: denominators [2], of the cross-entropy and of the other terms, over the whole
+        counts: denominators [2], of the first term and of the other terms, over the whole
             optimizer step; None: those of these blocks.
         **inputs: the fields of `block_frame.BlockInputs`, with their shapes there and in
             `frames.TokenInputs`: aux_hidden_states, input_ids, loss_mask, anchors; one teacher:
@@ -80,12 +87,13 @@ def blocks_loss(
         loss, figures, forecasts = _rows_loss(draft, y, chosen, head, frame.teacher, shares)
     else:
         loss, empty = draft.zero_loss(), own.new_zeros(0)
-        figures = RowFigures(empty, empty, empty, chosen.rows)
+        figures = RowFigures(empty, empty, empty, chosen.rows, empty)
         forecasts = None if draft.confidence_head is None else Forecasts(empty, empty)
-    options = draft.options
-    alphas = options.ce_weight, options.l1_weight, options.confidence_weight
+    options, mixed = draft.options, draft.options.loss == MIXED
+    alphas = options.ce_weight * mixed, options.l1_weight * mixed, options.confidence_weight
     weights = draft_weights(draft).to(own.device)  # [D]
-    return DraftLoss(loss, block_sums(figures, forecasts, chosen, weights, alphas))
+    sums = block_sums(figures, forecasts, chosen, weights, alphas)
+    return DraftLoss(loss, sums if mixed else sums | kind_sums(figures, chosen))
 
 
 def _rows_loss(
@@ -113,15 +121,19 @@ def _rows_loss(
         latent = draft.markov_head.block(e, y).flatten(0, 2)[rows]  # [R, r]
         known, markov_w2 = e.flatten(0, 2)[rows], draft.markov_head.markov_w2.weight
     head_rows = draft.head_rows(head)  # [Vd, H]
+    label = {"tokens": chosen.token, "hard": chosen.choice.clamp_min(0), "soft": None}
+    first = chosen.weight * chosen.has_token * shares[0]  # [R]
+    mixed = options.loss == MIXED
     loss, figures = block_rows_loss(
         hidden.to(head_rows.dtype),
         latent,
         head_rows,
         markov_w2,
         SharedTeacher(teacher, chosen.slot),
-        None if options.ce_target == "teacher" else chosen.label,
-        options.ce_weight * chosen.weight * chosen.has_token * shares[0],
+        label[options.compared_with],
+        options.ce_weight * first if mixed else first,
         options.l1_weight * chosen.weight * shares[1],
+        kind=None if mixed else LossKind.of(options),
     )
     if draft.confidence_head is None:
         return loss, figures, None

@@ -19,24 +19,30 @@ from spec_train.drafts.dspark.model import DSparkModel
 
 
 def draft_weights(draft: DSparkModel) -> Tensor:
-    """Return the weight exp(-d / gamma) of every draft of a block, float64 [D]; 1 for gamma 0."""
+    """Return the weights of the drafts of a block, float64 [D].
+
+    They are exp(-d / gamma), 1 for gamma 0, or the options' `position_weights`.
+    """
     gamma, depth = draft.options.loss_decay_gamma, draft.config.depth
     steps = torch.arange(depth, dtype=torch.float64, device=draft.fc.weight.device)
+    given = draft.options.weights_of(depth)
+    if given is not None:
+        return torch.tensor(given, dtype=torch.float64, device=steps.device)
     return torch.exp(-steps / gamma) if gamma else torch.ones_like(steps)
 
 
 def learnable(
     draft: DSparkModel, target_argmax: Tensor, following: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return where the cross-entropy and where the other terms can be learned, bool [B, T] each.
+    """Return where the first term and where the others can be learned, bool [B, T] each.
 
     Args:
-        draft: decides the draft vocabulary, and which token the cross-entropy is taken with.
+        draft: decides the draft vocabulary, and what the first term of the loss compares with.
         target_argmax: the target's choice after every token, int64 [B, T].
         following: the document's token after every token, int64 [B, T].
     """
     inside = draft.draft_index[target_argmax] >= 0
-    if draft.options.ce_target == "teacher":
+    if draft.options.compared_with != "tokens":
         return inside, inside
     return inside & (draft.draft_index[following] >= 0), inside
 
@@ -51,8 +57,8 @@ class TrainedRows:
     slot: Tensor  # flat slot of the teacher, ascending, int64 [R]; overlapping blocks share slots
     weight: Tensor  # exp(-d / gamma), float64 [R]; 0 for drafts that are not trained
     choice: Tensor  # the target's choice as a draft index, -1 outside, int64 [R]
-    has_token: Tensor  # bool [R]: the cross-entropy counts
-    label: Tensor  # the document's token as a draft index, int64 [R]; 0 where it does not count
+    has_token: Tensor  # bool [R]: the first term of the loss counts
+    token: Tensor  # the document's token as a draft index, int64 [R]; 0 where it is outside
     previous: Tensor  # the token before every draft, int64 [B, N, D]
 
     @classmethod
@@ -81,12 +87,12 @@ class TrainedRows:
             weight=draft_weights(draft).to(rows.device)[rows % depth] * trained,
             choice=draft.draft_index[frame.target_argmax.flatten()[slot]],
             has_token=with_token.flatten()[slot],
-            label=draft.draft_index[following.flatten()[slot]].clamp_min(0),
+            token=draft.draft_index[following.flatten()[slot]].clamp_min(0),
             previous=_gather(frame.input_ids, places),
         )
 
     def totals(self) -> Tensor:
-        """Return the summed weights of the cross-entropy and of the other terms, float64 [2]."""
+        """Return the summed weights of the first term and of the other terms, float64 [2]."""
         return torch.stack([(self.weight * self.has_token).sum(), self.weight.sum()])
 
 

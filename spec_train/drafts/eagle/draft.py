@@ -26,6 +26,7 @@ from spec_train.drafts.eagle.model import EagleModel, HeadedEagle
 from spec_train.drafts.eagle.unroll import serving_chains
 from spec_train.drafts.protocol import DraftLoss
 from spec_train.head import TargetHead
+from spec_train.losses import LossKind
 from spec_train.metrics import summarise
 from spec_train.origin import origin_of
 
@@ -132,6 +133,7 @@ class EagleDraft(EagleModel):
             steps=self._steps,
             regression_weight=options.regression_weight,
             ce_weight=options.ce_weight,
+            kind=LossKind.of(options),
             counts=counts,
         )
 
@@ -141,6 +143,7 @@ class EagleDraft(EagleModel):
         first = float(sums["supervised"][0])
         parts = {
             name: float(sums[name][0]) / first if first else None
-            for name in ("smooth_l1", "cross_entropy")
+            for name in ("smooth_l1", "cross_entropy", "distribution_loss")
+            if name in sums
         }
         return summarise(sums) | parts

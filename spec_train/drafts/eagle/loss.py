@@ -8,6 +8,7 @@ softmax(head(f_{t+1})). The loss of a slot is
     regression_weight * mean_H SmoothL1(pred_t, f_{t+1})
     + ce_weight * -sum_v softmax(head(f_{t+1}))_v log softmax(head(pred_t))_v
 
+(or another loss of `losses` in place of this cross-entropy)
 over the slots with m_{t+1} and m_{t+2} ("serving") or with m_{t+1} only ("shifted"), divided by
 their number over the whole optimizer step. Teachers have no noise.
 
@@ -46,11 +47,17 @@ class EagleInputs(TokenInputs):
 
 
 @dataclass(frozen=True)
-class TermWeights:
-    """Weights of the two terms of the loss."""
+class Terms:
+    """The two terms of the loss: their weights, and which loss the second one is."""
 
     regression: float
-    cross_entropy: float
+    cross_entropy: float  # of the second term, whichever loss it is
+    kind: LossKind
+
+    @property
+    def second(self) -> str:
+        """Name of the metric of the second term."""
+        return "cross_entropy" if self.kind.name == "ce" else "distribution_loss"
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,7 @@ def eagle_loss(
     steps: int = 1,
     regression_weight: float = 1.0,
     ce_weight: float = 0.1,
+    kind: str | LossKind = "ce",
     counts: Tensor | None = None,
     **inputs: Any,
 ) -> DraftLoss:
@@ -113,7 +121,8 @@ def eagle_loss(
         slots: "serving" or "shifted".
         steps: S; steps after the first have metrics but no loss.
         regression_weight: weight of the smooth L1 term.
-        ce_weight: weight of the cross-entropy term.
+        ce_weight: weight of the second term.
+        kind: loss of the second term: a name of `losses.KINDS`, or a `LossKind`.
         counts: denominators [S] over the whole optimizer step, of which the first is used; None:
             those of this batch.
         **inputs: the fields of `EagleInputs`, with their shapes there and in `frames.TokenInputs`:
@@ -124,7 +133,8 @@ def eagle_loss(
         DraftError: an unknown `slots`, or inputs of the other frame.
         TypeError: an input is unknown or missing.
     """
-    given, weights = EagleInputs(**inputs), TermWeights(regression_weight, ce_weight)
+    kind = kind if isinstance(kind, LossKind) else LossKind(name=kind)
+    given, terms = EagleInputs(**inputs), Terms(regression_weight, ce_weight, kind)
     document_ids, position_ids = given.documents()
     masks = supervised_slots(given.loss_mask, document_ids, slots, steps)  # [S, B, T]
     own = masks.flatten(1).sum(1).double()  # [S]
@@ -147,15 +157,20 @@ def eagle_loss(
         choice = None if given.target_argmax is None else given.target_argmax.flatten()[following]
         factor = (1.0 if s == 0 else 0.0) / counts[s]  # only the first step is trained
         total, distance, stats, best = _step_loss(
-            predicted, states[following], head, factor, weights
+            predicted, states[following], head, factor, terms, choice
         )
         loss = total if loss is None else loss
         figures.append(StepFigures(rows, distance, stats, best if choice is None else choice))
-    return DraftLoss(draft.zero_loss() if loss is None else loss, _sums(figures, masks, weights))
+    return DraftLoss(draft.zero_loss() if loss is None else loss, _sums(figures, masks, terms))
 
 
 def _step_loss(
-    predicted: Tensor, teacher: Tensor, head: TargetHead, factor: Tensor, weights: TermWeights
+    predicted: Tensor,
+    teacher: Tensor,
+    head: TargetHead,
+    factor: Tensor,
+    terms: Terms,
+    choice: Tensor | None,
 ) -> tuple[Tensor, Tensor, RowStats, Tensor]:
     """Return the loss of a step, and what it consists of.
 
@@ -164,7 +179,8 @@ def _step_loss(
         teacher: the target's states [n, H].
         head: the target's.
         factor: the sum over slots is multiplied by it, [].
-        weights: of the two terms.
+        terms: of the loss.
+        choice: the target's choice, int64 [n]; None: the teacher's.
 
     Returns:
         The loss [] with a graph, smooth L1 [n], the head's figures, and the teacher's choice, int64
@@ -176,29 +192,30 @@ def _step_loss(
     def distribution(part: slice) -> TeacherRows:
         logits = head.logits(teacher[part])
         best.append(logits.argmax(-1))
-        return TeacherRows.of_logits(logits, None)  # the draft has the full vocabulary
+        rows = TeacherRows.of_logits(logits, None)  # the draft has the full vocabulary
+        return rows.labelled(best[-1] if choice is None else choice[part])
 
     entropy, stats = head_loss(
         predicted[:, None].to(head.head_weight.dtype),
         head.head_weight,
         distribution,
-        (weights.cross_entropy * factor).to(distance.dtype).expand(len(distance), 1),
-        LossKind(),
+        (terms.cross_entropy * factor).to(distance.dtype).expand(len(distance), 1),
+        terms.kind,
         bias=head.head_bias,
         spec=head.spec,
     )
-    total = entropy + (weights.regression * factor).to(distance.dtype) * distance.sum()
+    total = entropy + (terms.regression * factor).to(distance.dtype) * distance.sum()
     return total, distance.detach(), stats, torch.cat(best)
 
 
 @torch.no_grad()
-def _sums(figures: list[StepFigures], masks: Tensor, weights: TermWeights) -> dict[str, Tensor]:
+def _sums(figures: list[StepFigures], masks: Tensor, terms: Terms) -> dict[str, Tensor]:
     """Return the additive metrics of a batch (see `metrics`), and those of both loss terms.
 
     Args:
         figures: of the S steps.
         masks: slot masks of all steps, bool [S, B, T].
-        weights: of the two terms.
+        terms: of the loss.
     """
     own = masks.flatten(1).sum(1).double()  # [S]
     trained = torch.zeros_like(own)
@@ -209,9 +226,9 @@ def _sums(figures: list[StepFigures], masks: Tensor, weights: TermWeights) -> di
     distance = torch.stack([step.distance.double().sum() for step in figures])
     entropy = torch.stack([step.stats.loss.double().sum() for step in figures])
     return {
-        "loss": weights.regression * distance + weights.cross_entropy * entropy,
+        "loss": terms.regression * distance + terms.cross_entropy * entropy,
         "smooth_l1": distance,
-        "cross_entropy": entropy,
+        terms.second: entropy,
         "supervised": own,
         "weighted": own * trained,
         "drafted": own,

@@ -10,7 +10,7 @@ from spec_train.data.batch import DraftBatch
 from spec_train.draft_options import Eagle3Options
 from spec_train.drafts.drafting import ChainDrafter
 from spec_train.drafts.eagle3.config import Eagle3Config
-from spec_train.drafts.eagle3.loss import Teachers, eagle3_loss, unrolled_loss
+from spec_train.drafts.eagle3.loss import Teachers, eagle3_loss, step_shares, unrolled_loss
 from spec_train.drafts.eagle3.model import Eagle3Model
 from spec_train.drafts.eagle3.unroll import Unroll, serving_chains
 from spec_train.drafts.frames import batch_frame, slots_of
@@ -62,17 +62,10 @@ class Eagle3Draft(Eagle3Model):
 
         `counts` is float64 [S]; None: those of this batch.
         """
-        options = self.options
-        return unrolled_loss(
-            self,
-            batch_frame(self, batch, head),
-            steps=options.ttt_steps,
-            decay=options.step_decay,
-            kind=LossKind(
-                name=options.loss, scale=options.lambda_scale, decay=options.lambda_decay
-            ),
-            counts=counts,
-        )
+        options, steps = self.options, self.options.ttt_steps
+        shares = step_shares(steps, options.step_decay, options.weights_of(steps))
+        frame, kind = batch_frame(self, batch, head), LossKind.of(options)
+        return unrolled_loss(self, frame, shares=shares, kind=kind, counts=counts)
 
     @staticmethod
     def summarise(sums: dict[str, Tensor]) -> dict[str, float | None]:

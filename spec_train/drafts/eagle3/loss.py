@@ -15,13 +15,13 @@ B packs, T slots, N slots in the slot mask, S unroll steps, H hidden size, V / V
 vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import shift_left
 from spec_train.attention.unrolled import active_slots
 from spec_train.drafts.eagle3.model import Eagle3Model
@@ -29,7 +29,7 @@ from spec_train.drafts.eagle3.unroll import Unroll
 from spec_train.drafts.frames import Frame, ShiftedInputs, tensor_frame
 from spec_train.drafts.protocol import DraftLoss
 from spec_train.drafts.slots import document_offsets, step_masks
-from spec_train.losses import KINDS, LossKind, RowStats, head_loss, wide
+from spec_train.losses import LossKind, RowStats, TeacherRows, head_loss, wide
 from spec_train.metrics import chain_sums
 
 
@@ -39,6 +39,7 @@ def eagle3_loss(
     steps: int = 7,
     decay: float = 0.8,
     kind: str | LossKind = "ce",
+    position_weights: Sequence[float] | None = None,
     counts: Tensor | None = None,
     **inputs: Any,
 ) -> DraftLoss:
@@ -48,7 +49,8 @@ def eagle3_loss(
         draft: the weights, as `Eagle3Draft.from_pretrained` reads them.
         steps: S.
         decay: step s has weight decay ** s, normalised over the S steps.
-        kind: "ce", "alpha", "lambda", or a `LossKind` with its numbers.
+        kind: a name of `losses.KINDS`, or a `LossKind` with its target and numbers.
+        position_weights: weights of the S steps instead of powers of `decay`.
         counts: denominators [S] over the whole optimizer step; None: those of this batch.
         **inputs: the fields of `frames.ShiftedInputs`, with their shapes there:
             aux_hidden_states and input_ids; loss_mask (with slots) or slot_mask; one teacher:
@@ -62,10 +64,17 @@ def eagle3_loss(
         TypeError: an input is unknown or missing.
     """
     kind = kind if isinstance(kind, LossKind) else LossKind(name=kind)
-    if kind.name not in KINDS:
-        raise DraftError(f"kind = {kind.name!r}: choose from {', '.join(KINDS)}")
     frame = tensor_frame(draft, ShiftedInputs(**inputs))
-    return unrolled_loss(draft, frame, steps=steps, decay=decay, kind=kind, counts=counts)
+    shares = step_shares(steps, decay, position_weights)
+    return unrolled_loss(draft, frame, shares=shares, kind=kind, counts=counts)
+
+
+def step_shares(steps: int, decay: float, weights: Sequence[float] | None = None) -> Tensor:
+    """Return the normalised weights of the steps, float64 [S]: powers of `decay`, or `weights`."""
+    share = decay ** torch.arange(steps, dtype=torch.float64)
+    if weights is not None:
+        share = torch.tensor(weights, dtype=torch.float64)
+    return share / share.sum()
 
 
 @dataclass(frozen=True)
@@ -93,25 +102,29 @@ def unrolled_loss(
     draft: Eagle3Model,
     frame: Frame,
     *,
-    steps: int,
-    decay: float,
+    shares: Tensor,
     kind: LossKind,
     counts: Tensor | None,
 ) -> DraftLoss:
-    """Compute the loss of a frame; the other arguments are those of `eagle3_loss` (counts: [S])."""
+    """Compute the loss of a frame; `shares` [S] of `step_shares`, the rest as for `eagle3_loss`."""
+    steps = len(shares)
     drafted = step_masks(frame.mask, frame.document_ids, steps)  # [S, B, T]
     teachers = Teachers.select(frame.rows, frame.choice, frame.document_ids, steps)
     rows, own = teachers.rows, teachers.counts()
     counts = own if counts is None else counts.to(own)
-    share = decay ** torch.arange(steps, dtype=torch.float64, device=rows.device)
-    share = share / share.sum()  # [S]
+    share = shares.to(rows.device)
     if rows.numel():
         hidden = _chain_states(draft, frame, teachers)  # [N, S, H]
+
+        def teacher(part: slice) -> TeacherRows:
+            found = frame.teacher(rows[part])
+            return found.labelled(teachers.choice[part]) if kind.hard else found
+
         weights = teachers.trained * torch.where(counts > 0, share / counts, 0.0)  # [N, S]
         loss, stats = head_loss(
             draft.head_input(hidden),
             draft.lm_head.weight,
-            lambda part: frame.teacher(rows[part]),
+            teacher,
             weights.to(wide(hidden).dtype),
             kind,
         )

@@ -17,12 +17,13 @@ from spec_train.drafts.frames import batch_frame, slots_of
 from spec_train.drafts.mask_token import settle_mask_token
 from spec_train.drafts.peagle.config import PeagleConfig
 from spec_train.drafts.peagle.depth_sampling import Draws, cod_sample
-from spec_train.drafts.peagle.loss import element_masks, parallel_loss, peagle_loss
+from spec_train.drafts.peagle.loss import Weighed, element_masks, parallel_loss, peagle_loss
 from spec_train.drafts.peagle.model import PeagleModel
 from spec_train.drafts.peagle.serving import ParallelDrafter, serving_chains
 from spec_train.drafts.protocol import DraftLoss
 from spec_train.drafts.slots import document_offsets
 from spec_train.head import TargetHead
+from spec_train.losses import LossKind
 from spec_train.metrics import summarise
 
 __all__ = ["PeagleConfig", "PeagleDraft", "PeagleOptions", "cod_sample", "peagle_loss"]
@@ -80,9 +81,14 @@ class PeagleDraft(PeagleModel):
             uniforms = table.to(ids.device)[document_offsets(ids)].permute(2, 0, 1)  # [K-1, B, T]
         return cod_sample(mask, ids, uniforms, ratio=options.cod_ratio, floor=options.cod_floor)
 
+    @property
+    def _weighed(self) -> Weighed:
+        """The loss and the weights of the depths that the options name."""
+        return Weighed(LossKind.of(self.options), self.options.weights_of(self.options.depths))
+
     @torch.no_grad()
     def slot_counts(self, batch: DraftBatch, sample: Tensor | None = None) -> Tensor:
-        """Return the number of elements with a loss, over all depths, float64 [1].
+        """Return the number of elements with a loss, weighted by depth, float64 [1].
 
         If no `sample` bool [B, K, T] is given, draw one and keep it for the loss of the batch.
         """
@@ -90,7 +96,7 @@ class PeagleDraft(PeagleModel):
             sample = self.draw(batch)
             self._draws.keep(_key(batch), sample)
         supervised = element_masks(*slots_of(self, batch), batch.document_ids, sample)[1]
-        return supervised.sum().double()[None]
+        return self._weighed.total(supervised)[None]
 
     def loss(
         self,
@@ -109,12 +115,16 @@ class PeagleDraft(PeagleModel):
         if sample is None:
             sample = self.draw(batch)
         frame, segments = batch_frame(self, batch, head), self.options.segments
-        return parallel_loss(self, frame, sample=sample, segments=segments, count=counts)
+        return parallel_loss(
+            self, frame, sample=sample, segments=segments, weighed=self._weighed, count=counts
+        )
 
     @staticmethod
     def summarise(sums: dict[str, Tensor]) -> dict[str, float | None]:
-        """Turn added sums into metrics; a depth's weight is its share of the elements."""
-        share = sums["supervised"] / sums["supervised"].sum().clamp_min(1)
+        """Turn added sums into metrics; a depth's weight is its share of the weighted elements."""
+        weighted = sums.get("weighted", sums["supervised"])
+        least = 1 if "weighted" not in sums else 1e-30
+        share = weighted / weighted.sum().clamp_min(least)
         return summarise(sums | {"weighted": sums["supervised"] * share})
 
 

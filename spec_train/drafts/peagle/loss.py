@@ -2,8 +2,9 @@
 
 In: a `Frame` (see `frames`) and a sample of elements. Out: a `DraftLoss`. Element (anchor t, depth
 d) has the teacher of slot t + d, so elements of one slot are neighbours here and share one teacher
-row. The loss is KL(teacher || draft), summed over the sampled supervised elements of all depths and
-divided by their total number. A sampled element whose target's choice is outside the draft
+row. The loss is KL(teacher || draft) as published, or another of `losses`, summed over the sampled
+supervised elements of all depths and divided by their total number. With position weights, both
+sums are weighted by depth. A sampled element whose target's choice is outside the draft
 vocabulary has no loss, but its expected acceptance counts.
 
 The segments are trained one after the other. Each segment's gradients are computed in the forward
@@ -33,7 +34,7 @@ from spec_train.drafts.peagle.elements import Elements, segments_of
 from spec_train.drafts.peagle.model import PeagleModel
 from spec_train.drafts.protocol import DraftLoss
 from spec_train.drafts.slots import rope_lengths, step_masks
-from spec_train.drafts.teacher import SharedTeacher, Teacher
+from spec_train.drafts.teacher import SharedTeacher
 from spec_train.losses import LossKind, TeacherRows, head_loss, wide
 from spec_train.metrics import chain_sums
 
@@ -43,6 +44,8 @@ def peagle_loss(
     *,
     sample: Tensor,
     segments: int = 1,
+    kind: str | LossKind = "kl",
+    position_weights: Sequence[float] | None = None,
     count: Tensor | None = None,
     **inputs: Any,
 ) -> DraftLoss:
@@ -54,6 +57,8 @@ def peagle_loss(
             slot is attended to at depth 0, in the sample or not.
         segments: parts of a pack that are trained one after the other; the loss and the gradients
             are the same for any number.
+        kind: a name of `losses.KINDS`, or a `LossKind` with its target and numbers.
+        position_weights: weights of the K depths; None: all are 1.
         count: denominator [1] over the whole optimizer step; None: that of this batch.
         **inputs: the fields of `frames.ShiftedInputs`, with their shapes there:
             aux_hidden_states and input_ids; loss_mask (with slots) or slot_mask; one teacher:
@@ -70,8 +75,29 @@ def peagle_loss(
     batch, length = given.input_ids.shape
     if sample.ndim != 3 or sample.shape[0] != batch or sample.shape[2] != length:
         raise DraftError(f"sample is {list(sample.shape)}: expected [{batch}, depths, {length}]")
+    kind = kind if isinstance(kind, LossKind) else LossKind(name=kind)
+    weighed = Weighed(kind, position_weights)
     frame = tensor_frame(draft, given)
-    return parallel_loss(draft, frame, sample=sample, segments=segments, count=count)
+    return parallel_loss(
+        draft, frame, sample=sample, segments=segments, weighed=weighed, count=count
+    )
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A loss and the weights of the K depths; None: all are 1."""
+
+    kind: LossKind
+    weights: Sequence[float] | None = None
+
+    def of_depths(self, supervised: Tensor) -> Tensor:
+        """Return the weights of the depths, float64 [K]; `supervised` is [K, ...]."""
+        weights = [1.0] * len(supervised) if self.weights is None else self.weights
+        return torch.tensor(weights, dtype=torch.float64, device=supervised.device)
+
+    def total(self, supervised: Tensor) -> Tensor:
+        """Return the weighted number of elements with a loss, float64 []; bool [K, B, T]."""
+        return supervised.flatten(1).sum(1).double() @ self.of_depths(supervised)
 
 
 def element_masks(
@@ -90,17 +116,25 @@ def element_masks(
 
 
 def parallel_loss(
-    draft: PeagleModel, frame: Frame, *, sample: Tensor, segments: int, count: Tensor | None
+    draft: PeagleModel,
+    frame: Frame,
+    *,
+    sample: Tensor,
+    segments: int,
+    weighed: Weighed,
+    count: Tensor | None,
 ) -> DraftLoss:
     """Compute the loss of a frame; `sample` is bool [B, K, T], `count` [1] (see `peagle_loss`)."""
     drafted, supervised = element_masks(
         frame.mask, frame.rows, frame.choice, frame.document_ids, sample
     )
     own = supervised.flatten(1).sum(1).double()  # [K]
-    total = own.sum() if count is None else count.to(own).sum()
+    total = weighed.total(supervised) if count is None else count.to(own).sum()
+    least = 1 if weighed.weights is None else 1e-30  # weights may add up to less than 1
+    weights = weighed.of_depths(own) / total.clamp_min(least)  # [K]
     tally = _Tally.zero(drafted)
     losses = [
-        functools.partial(_segment_loss, draft, frame, elements, 1 / total.clamp_min(1), tally)
+        functools.partial(_segment_loss, draft, frame, elements, weights, weighed.kind, tally)
         for elements in segments_of(sample, drafted, frame.document_ids, segments)
     ]
     if not losses:
@@ -117,6 +151,8 @@ def parallel_loss(
         "acceptance": tally.acceptance,
         **chain_sums(tally.hits, drafted),
     }
+    if weighed.weights is not None:
+        sums["weighted"] = own * weighed.of_depths(own)
     return DraftLoss(loss, sums)
 
 
@@ -136,25 +172,36 @@ class _Tally:
 
 
 def _segment_loss(
-    draft: PeagleModel, frame: Frame, elements: Elements, weight: Tensor, tally: _Tally
+    draft: PeagleModel,
+    frame: Frame,
+    elements: Elements,
+    weights: Tensor,
+    kind: LossKind,
+    tally: _Tally,
 ) -> Tensor:
-    """Return `weight` [] times the summed losses of a segment, with a graph; add to the tally."""
+    """Return the losses of a segment times `weights` [K], summed, with a graph; add to the tally.
+
+    The tally's losses have no weights.
+    """
     states = element_states(draft, frame, elements)  # [B, E, H]
     hidden = draft.norm(states.flatten(0, 1)[elements.place])  # [n, H]
     depth, row, anchor = elements.where  # [n] each
     slots = row * frame.input_ids.shape[1] + anchor + depth  # [n], flat, ascending
     choice = frame.choice[torch.searchsorted(frame.rows, slots)]  # [n]
     trained = choice >= 0  # [n]: the target's choice is in the draft vocabulary
-    teacher = _EntropyTeacher(frame.teacher, slots)
-    weights = (trained * weight.to(wide(hidden).dtype))[:, None]  # [n, 1]
-    loss, stats = head_loss(hidden[:, None], draft.lm_head.weight, teacher, weights, LossKind())
+    shared = SharedTeacher(frame.teacher, slots, entropy=kind.name == "kl" and not kind.hard)
+
+    def teacher(part: slice) -> TeacherRows:
+        found = shared(part)
+        return found.labelled(choice[part]) if kind.hard else found
+
+    factors = (trained * weights.to(wide(hidden).dtype)[depth])[:, None]  # [n, 1]
+    loss, stats = head_loss(hidden[:, None], draft.lm_head.weight, teacher, factors, kind)
     with torch.no_grad():
-        entropy = teacher.entropy[teacher.index] * trained  # [n]
-        tally.loss.index_add_(0, depth, stats.loss[:, 0].double() * trained - entropy)
+        tally.loss.index_add_(0, depth, stats.loss[:, 0].double() * trained)
         tally.acceptance.index_add_(0, depth, stats.acceptance[:, 0].double())
         tally.hits[depth, row, anchor] = stats.best[:, 0] == choice
-        constant = (entropy.sum() * weight).to(loss.dtype)
-    return loss - constant  # cross-entropy minus the teacher's entropy is the KL divergence
+    return loss
 
 
 def element_states(draft: PeagleModel, frame: Frame, elements: Elements) -> Tensor:
@@ -172,21 +219,6 @@ def element_states(draft: PeagleModel, frame: Frame, elements: Elements) -> Tens
     positions = frame.position_ids.gather(1, elements.anchors) + elements.depths  # [B, E]
     attends: list[Attend] = [attend] * len(draft.layers)
     return draft.states(tokens, carried, positions, lengths, attends)
-
-
-class _EntropyTeacher(SharedTeacher):
-    """A `SharedTeacher` that also keeps the entropy of every distinct slot."""
-
-    def __init__(self, teacher: Teacher, slots: Tensor) -> None:
-        """Prepare for elements at flat `slots`, int64 [n], in which equal slots are neighbours."""
-        super().__init__(teacher, slots)
-        self.entropy = torch.zeros(len(self.slots), dtype=torch.float64, device=slots.device)  # [m]
-
-    def distributions(self, part: slice) -> TeacherRows:
-        """Return the distributions of a slice of m distinct slots; keep their entropies."""
-        rows = super().distributions(part)
-        self.entropy[part] = -torch.xlogy(rows.p, rows.p).sum(-1).double()
-        return rows
 
 
 class _InTurn(torch.autograd.Function):

@@ -19,6 +19,7 @@ from spec_train.drafts.dspark.draft import DFlashDraft, DSparkDraft
 from spec_train.head import TargetHead
 from tests.spec_train.drafts.dspark.reference import Document, ReferenceConfig, block_logits
 from tests.spec_train.drafts.shared import reference_state, small_target
+from tests.spec_train.drafts.slot_loss import SlotLoss
 
 HIDDEN, WIDTH, LAYERS, VOCAB, MASK = 12, 10, 3, 14, 13
 DRAFT_IDS = [0, 2, 3, 5, 6, 7, 9, 10, 12]
@@ -38,6 +39,9 @@ class Case:
     draft_layers: int = 2
     gamma: float = 4.0
     ce_target: str = "tokens"
+    loss: SlotLoss | None = None
+    against: str = "auto"
+    weights: tuple[float, ...] = ()
     dflash: bool = False
 
     def options(self) -> Any:
@@ -45,10 +49,16 @@ class Case:
             "num_draft_layers": self.draft_layers,
             "block_size": self.block_size,
             "layout": self.layout,
-            "loss_decay_gamma": self.gamma,
             "ce_target": self.ce_target,
+            "loss_target": self.against,
             "mask_token_id": MASK,
         }
+        if self.loss is not None:
+            common["loss"] = self.loss.name
+        if self.weights:
+            common["position_weights"] = ",".join(map(str, self.weights))
+        else:
+            common["loss_decay_gamma"] = self.gamma
         if self.dflash:
             return DFlashOptions(**common)
         return DSparkOptions(
@@ -115,6 +125,9 @@ def reference_config(case: Case) -> ReferenceConfig:
         l1_weight=options.l1_weight,
         confidence_weight=options.confidence_weight,
         ce_target=case.ce_target,
+        loss=case.loss,
+        against=options.compared_with,
+        weights=case.weights,
     )
 
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tests.spec_train.drafts.slot_loss import SlotLoss
+
 State = Mapping[str, Tensor]
 
 
@@ -39,6 +41,9 @@ class ReferenceConfig:
     l1_weight: float
     confidence_weight: float
     ce_target: str  # tokens or teacher
+    loss: SlotLoss | None = None  # another loss in place of cross-entropy and L1
+    against: str = "soft"  # what that loss compares with: soft, hard or tokens
+    weights: tuple[float, ...] = ()  # of the drafts of a block, instead of exp(-d / gamma)
 
     @property
     def depth(self) -> int:
@@ -115,9 +120,18 @@ def reference_loss(
                 if wanted in ids:
                     out.trained += 1
                     w = math.exp(-d / config.gamma) if config.gamma else 1.0
+                    w = config.weights[d] if config.weights else w
                     p = torch.softmax(document.z[anchor + d][ids], 0)  # renormalised
                     distance = (log_q.exp() - p).abs().sum()
-                    if config.ce_target == "teacher":
+                    if config.loss is not None:
+                        label = token if config.against == "tokens" else wanted
+                        if config.against != "tokens" or token in ids:
+                            inside = [full[v] for v in ids]
+                            sums[0] = sums[0] + w * config.loss(
+                                p, inside, log_q, ids.index(label) if label in ids else 0
+                            )
+                            weights[0] += w
+                    elif config.ce_target == "teacher":
                         sums[0] = sums[0] - w * (p * log_q).sum()
                         weights[0] += w
                     elif token in ids:
@@ -145,6 +159,8 @@ def reference_loss(
                 out.survivors[d] += alive
     denominators = weights if counts is None else [counts[0], counts[1], counts[1]]
     alphas = config.ce_weight, config.l1_weight, config.confidence_weight
+    if config.loss is not None:
+        alphas = 1.0, 0.0, config.confidence_weight
     for alpha, total, weight in zip(alphas, sums, denominators, strict=True):
         if weight:
             out.loss = out.loss + alpha * total / weight

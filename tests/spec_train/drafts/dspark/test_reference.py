@@ -23,6 +23,7 @@ from tests.spec_train.drafts.dspark.cases import (
     reference_state,
 )
 from tests.spec_train.drafts.dspark.reference import Document, reference_loss
+from tests.spec_train.drafts.slot_loss import SlotLoss
 from tests.tolerance import network
 
 # two layers; gradients are sums over the slots of all blocks
@@ -55,6 +56,13 @@ CASES = (
     Case(block_size=7, draft_layers=1, ce_target="teacher"),
     Case(dflash=True, layout="mask"),
     Case(dflash=True, layout="anchor", gamma=2.0),
+    Case(reduced=True, loss=SlotLoss(hard=True), kind="gated"),  # with the document's tokens
+    Case(reduced=True, loss=SlotLoss(name="kl"), weights=(1.0, 0.5, 0.0, 0.25)),
+    Case(reduced=True, loss=SlotLoss(name="reverse-kl"), dflash=True),
+    Case(loss=SlotLoss(name="jsd", hard=True), against="tokens", confidence=False),
+    Case(reduced=True, loss=SlotLoss(name="tv"), layout="mask"),
+    Case(loss=SlotLoss(name="lk-alpha"), kind="none"),
+    Case(reduced=True, loss=SlotLoss(name="lk-lambda", hard=True), against="hard"),
 )
 
 
@@ -92,8 +100,12 @@ def compare(
         assert sums[name] == getattr(expected, name)
     assert sums["survive"] == expected.survivors and sums["chains"] == expected.chains
     close(sums["acceptance"], expected.acceptance)
-    close(sums["terms"], expected.terms)
-    close(sums["term_weights"], expected.weights)
+    if case.loss is None:
+        close(sums["terms"], expected.terms)
+        close(sums["term_weights"], expected.weights)
+    else:
+        close([sums["kind"], sums["terms"][2]], [expected.terms[0], expected.terms[2]])
+        close([sums["kind_weight"], *sums["term_weights"][1:]], expected.weights)
     assert sum(sums["supervised"]) == expected.trained
     live = sum(document.m[a + 1 : a + 2] == [1] for document, anchors in used for a in anchors)
     assert sums["blocks"] == live

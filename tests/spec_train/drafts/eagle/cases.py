@@ -17,6 +17,7 @@ from spec_train.drafts.eagle.draft import EagleConfig, EagleDraft
 from spec_train.head import TargetHead
 from tests.spec_train.drafts.eagle.reference import Document, ReferenceConfig, predict
 from tests.spec_train.drafts.shared import reference_state, small_target
+from tests.spec_train.drafts.slot_loss import SlotLoss
 
 HIDDEN, VOCAB = 12, 14
 SPEC = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "tied": False}
@@ -35,6 +36,7 @@ class Case:
     noise: bool = False
     regression_weight: float = 1.0
     ce_weight: float = 0.1
+    loss: SlotLoss = SlotLoss()
     rope: tuple[tuple[str, object], ...] = (("rope_type", "default"), ("rope_theta", 100.0))
 
     def options(self) -> EagleOptions:
@@ -43,6 +45,8 @@ class Case:
             slots=self.slots,
             regression_weight=self.regression_weight,
             ce_weight=self.ce_weight,
+            loss=self.loss.name,
+            loss_target="hard" if self.loss.hard else "soft",
             depth=3,
         )
 
@@ -89,6 +93,7 @@ def reference_config(case: Case, head: TargetHead) -> ReferenceConfig:
         slots=case.slots,
         regression_weight=case.regression_weight,
         ce_weight=case.ce_weight,
+        loss=case.loss,
     )
 
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tests.spec_train.drafts.slot_loss import SlotLoss
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:
@@ -36,6 +38,7 @@ class ReferenceConfig:
     slots: str = "serving"  # or "shifted"
     regression_weight: float = 1.0
     ce_weight: float = 0.1
+    loss: SlotLoss = SlotLoss()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +172,7 @@ def reference_loss(
                     gap = (predicted - f).abs()
                     smooth = torch.where(gap < 1, 0.5 * gap * gap, gap - 0.5)
                     distance = distance + smooth.sum() / len(smooth)
-                    entropy = entropy - (p * log_q).sum()
+                    entropy = entropy + config.loss(p, list(p), log_q, int(z.argmax()))
             if all(wanted):
                 out.chains += 1
                 for s in range(steps):

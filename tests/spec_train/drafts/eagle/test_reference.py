@@ -15,6 +15,7 @@ from spec_train.drafts.drafting import LayerCaches
 from spec_train.drafts.eagle.draft import EagleDraft, eagle_loss, serving_chains
 from spec_train.drafts.eagle.loss import input_noise, supervised_slots
 from spec_train.drafts.protocol import DraftLoss
+from spec_train.losses import LossKind
 from tests import tolerance
 from tests.spec_train.drafts.eagle.cases import (
     VOCAB,
@@ -27,6 +28,7 @@ from tests.spec_train.drafts.eagle.cases import (
     reference_state,
 )
 from tests.spec_train.drafts.eagle.reference import Document, Reference, chain, head, reference_loss
+from tests.spec_train.drafts.slot_loss import LOSSES, SlotLoss
 from tests.tolerance import network, same_choice
 
 # up to two layers; gradients are sums over up to 100 slots of each depth
@@ -64,6 +66,8 @@ CASES = {
     "softcap and bias": Case(scale=0.5, softcap=2.0, bias=True),
     "weights": Case(regression_weight=0.3, ce_weight=2.0, kv_heads=4),
     "regression alone": Case(ce_weight=0.0),
+    "hard": Case(loss=SlotLoss(hard=True), softcap=2.0),
+    **{name: Case(loss=SlotLoss(name=name), ce_weight=1.0) for name in LOSSES[1:]},
     "partial linear rope": Case(
         rope=(
             ("rope_type", "linear"),
@@ -82,6 +86,7 @@ def fast(draft: EagleDraft, case: Case, inputs: dict[str, Tensor], **more) -> Dr
         slots=case.slots,
         regression_weight=case.regression_weight,
         ce_weight=case.ce_weight,
+        kind=LossKind.of(case.options()),
         **inputs,
         **more,
     )
@@ -118,9 +123,10 @@ def test_loss_and_gradients_are_those_of_the_reference(name: str, layout: str) -
         inputs["target_argmax"] = make_head(case).logits(inputs["final_hidden"]).argmax(-1)
     result = fast(draft, case, inputs)
     close(result.loss.detach(), expected.loss.detach())
+    second = "cross_entropy" if case.loss.name == "ce" else "distribution_loss"
     for sums, value in (
         ("smooth_l1", expected.smooth_l1),
-        ("cross_entropy", expected.cross_entropy),
+        (second, expected.cross_entropy),
         ("supervised", expected.supervised[0]),
         ("hits", expected.hits[0]),
         ("acceptance", expected.acceptance[0]),

@@ -15,6 +15,7 @@ from spec_train.drafts.eagle3.config import Eagle3Config, Eagle3Options
 from spec_train.drafts.eagle3.draft import Eagle3Draft
 from tests.spec_train.drafts.eagle3.reference import Document, ReferenceConfig, reference_logits
 from tests.spec_train.drafts.shared import reference_state, small_target
+from tests.spec_train.drafts.slot_loss import SlotLoss
 
 HIDDEN, WIDTH, LAYERS, VOCAB, STEPS = 12, 10, 3, 14, 4
 DRAFT_IDS = [0, 2, 3, 5, 6, 7, 9, 10, 12]
@@ -25,7 +26,7 @@ class Case:
     """A setting of the draft and its loss."""
 
     slots: str = "serving"
-    kind: str = "ce"
+    loss: SlotLoss = SlotLoss()
     reduced: bool = True
     fc_norm: bool = False
     norm_output: bool = False
@@ -38,8 +39,12 @@ class Case:
     def options(self) -> Eagle3Options:
         return Eagle3Options(
             ttt_steps=self.steps,
-            step_decay=self.decay,
-            loss=self.kind,
+            step_decay=0.8 if self.loss.weights else self.decay,
+            loss=self.loss.name,
+            loss_target="hard" if self.loss.hard else "soft",
+            lambda_scale=self.loss.scale,
+            lambda_decay=self.loss.decay,
+            position_weights=",".join(map(str, self.loss.weights)) or "auto",
             slots=self.slots,
             fc_norm=self.fc_norm,
             norm_output=self.norm_output,
@@ -87,9 +92,7 @@ def reference_config(case: Case, draft: Eagle3Draft) -> ReferenceConfig:
         steps=case.steps,
         decay=case.decay,
         slots=case.slots,
-        kind=case.kind,
-        lambda_scale=draft.options.lambda_scale,
-        lambda_decay=draft.options.lambda_decay,
+        loss=case.loss,
     )
 
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tests.spec_train.drafts.slot_loss import SlotLoss
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:
@@ -34,8 +36,7 @@ class ReferenceConfig:
     decay: float = 0.8
     slots: str = "serving"  # or "shifted"
     kind: str = "ce"  # or "alpha", "lambda"
-    lambda_scale: float = 1.0
-    lambda_decay: float = 3.0
+    loss: SlotLoss = SlotLoss()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +115,10 @@ def reference_loss(
     weights = 0.0
     for s, step in enumerate(steps):
         count = step.supervised if counts is None else counts[s]
-        weights += config.decay**s
+        weight = config.loss.weight(s, config.decay**s)
+        weights += weight
         if count:
-            total = total + config.decay**s * step.loss / count
+            total = total + weight * step.loss / count
     return Reference(
         loss=total / weights,
         steps=steps,
@@ -190,20 +192,10 @@ def _add_document(
         hits[t, s] = draft_ids[int(draft_logits.argmax())] == wanted
         steps[s].hits += hits[t, s]
         p = torch.softmax(teacher_logits[draft_ids], 0)  # renormalised over the draft vocabulary
-        steps[s].loss = steps[s].loss + _slot_loss(p, log_q, accepted, config)
+        steps[s].loss = steps[s].loss + config.loss(
+            p, [full[v] for v in draft_ids], log_q, draft_ids.index(wanted)
+        )
     return hits
-
-
-def _slot_loss(p: Tensor, log_q: Tensor, accepted: Tensor, config: ReferenceConfig) -> Tensor:
-    cross_entropy = -(p * log_q).sum()
-    if config.kind == "ce":
-        return cross_entropy
-    if config.kind == "alpha":
-        return -torch.log(accepted)
-    if config.kind == "lambda":
-        r = config.lambda_scale * torch.exp(-config.lambda_decay * accepted.detach())
-        return r * cross_entropy + (1 - r) * (1 - accepted)
-    raise ValueError(f"kind={config.kind!r}")
 
 
 def _draft_ids(state: Mapping[str, Tensor]) -> list[int]:

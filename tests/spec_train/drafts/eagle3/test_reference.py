@@ -17,6 +17,7 @@ from spec_train.drafts.drafting import DraftCache
 from spec_train.drafts.eagle3.draft import Eagle3Draft, eagle3_loss
 from spec_train.drafts.protocol import DraftLoss
 from spec_train.head import TargetHead
+from spec_train.losses import LossKind
 from tests import tolerance
 from tests.spec_train.drafts.eagle3.cases import (
     STEPS,
@@ -36,6 +37,7 @@ from tests.spec_train.drafts.eagle3.reference import (
     reference_loss,
     slot_counts,
 )
+from tests.spec_train.drafts.slot_loss import SlotLoss
 from tests.tolerance import network
 
 # up to seven steps; gradients are sums over up to 100 slots of each depth
@@ -77,7 +79,13 @@ MASKS = [
 
 def fast(draft: Eagle3Draft, case: Case, **inputs: Tensor | TargetHead | None) -> DraftLoss:
     return eagle3_loss(
-        draft, slots=case.slots, steps=case.steps, decay=case.decay, kind=case.kind, **inputs
+        draft,
+        slots=case.slots,
+        steps=case.steps,
+        decay=case.decay,
+        kind=LossKind.of(draft.options),
+        position_weights=case.loss.weights or None,
+        **inputs,
     )
 
 
@@ -144,14 +152,19 @@ CASES = {
     "plain": Case(),
     "whole vocabulary": Case(reduced=False),
     "shifted": Case(slots="shifted"),
-    "alpha": Case(kind="alpha"),
-    "lambda": Case(kind="lambda", reduced=False),
-    "lambda shifted": Case(kind="lambda", slots="shifted"),
+    "alpha": Case(loss=SlotLoss(name="lk-alpha")),
+    "lambda": Case(loss=SlotLoss(name="lk-lambda"), reduced=False),
+    "lambda shifted": Case(loss=SlotLoss(name="lk-lambda", scale=0.9), slots="shifted"),
+    "kl": Case(loss=SlotLoss(name="kl", weights=(1.0, 0.25, 0.5, 0.0))),
+    "reverse kl": Case(loss=SlotLoss(name="reverse-kl")),
+    "jsd": Case(loss=SlotLoss(name="jsd", hard=True)),
+    "tv": Case(loss=SlotLoss(name="tv")),
+    "hard": Case(loss=SlotLoss(hard=True), reduced=False),
     "no GQA": Case(heads=2, kv_heads=2),
     "one kv head": Case(heads=3, kv_heads=1),
     "3.1": Case(fc_norm=True, norm_output=True),
     "fc_norm": Case(fc_norm=True),
-    "norm_output": Case(norm_output=True, kind="alpha"),
+    "norm_output": Case(norm_output=True, loss=SlotLoss(name="lk-alpha")),
     "seven steps": Case(steps=7, decay=0.5),
     "one step": Case(steps=1),
     "yarn": Case(

@@ -23,6 +23,7 @@ from tests.spec_train.drafts.peagle.reference import (
     slot_counts,
 )
 from tests.spec_train.drafts.shared import reference_state, small_target
+from tests.spec_train.drafts.slot_loss import SlotLoss
 
 DEPTHS, MASK_TOKEN = 4, 11
 
@@ -53,6 +54,7 @@ class Case:
     layers: int = 3
     ratio: float = 0.9
     floor: float = 0.2
+    loss: SlotLoss = SlotLoss(name="kl")
 
     def target_config(self) -> dict[str, object]:
         return small_target(12, self.heads, self.kv_heads)
@@ -67,6 +69,9 @@ def make_draft(case: Case, **options: object) -> PeagleDraft:
         cod_floor=case.floor,
         slots=case.slots,
         fc_norm=case.fc_norm,
+        loss=case.loss.name,
+        loss_target="hard" if case.loss.hard else "soft",
+        position_weights=",".join(map(str, case.loss.weights)) or "auto",
         **options,
     )
     config = PeagleConfig.from_target(
@@ -103,6 +108,7 @@ def reference_config(case: Case) -> ReferenceConfig:
         mask_token_id=MASK_TOKEN,
         depths=case.depths,
         slots=case.slots,
+        loss=case.loss,
     )
 
 

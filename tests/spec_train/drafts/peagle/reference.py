@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.spec_train.drafts.eagle3.reference import Document
+from tests.spec_train.drafts.slot_loss import SlotLoss
 
 Element = tuple[int, int]  # (anchor, depth)
 
@@ -34,6 +35,7 @@ class ReferenceConfig:
     mask_token_id: int
     depths: int
     slots: str = "serving"  # or "shifted"
+    loss: SlotLoss = SlotLoss(name="kl")
 
 
 @dataclass(kw_only=True)
@@ -142,7 +144,7 @@ def reference_loss(
         at_risk=[0 for _ in depths],
         kept=[0 for _ in depths],
     )
-    draft_ids = _draft_ids(state)
+    draft_ids, weights = _draft_ids(state), 0.0
     for document, sample in zip(documents, samples, strict=True):
         logits = reference_logits(state, config, document, sample)
         hit: dict[Element, bool] = {}
@@ -161,13 +163,15 @@ def reference_loss(
                 continue
             hit[t, d] = draft_ids[int(logits[t, d].argmax())] == wanted
             p = torch.softmax(teacher[draft_ids], 0)  # renormalised over the draft vocabulary
-            divergence = (p * (p.log() - log_q)).sum()
-            total = total + divergence
+            inside = [full[token] for token in draft_ids]
+            divergence = config.loss(p, inside, log_q, draft_ids.index(wanted))
+            weight = config.loss.weight(d, 1.0)
+            total, weights = total + weight * divergence, weights + weight
             out.losses[d] += float(divergence.detach())
             out.supervised[d] += 1
             out.hits[d] += hit[t, d]
         _add_chains(out, hit, len(document.x), config.depths)
-    out.loss = total / (sum(out.supervised) if count is None else count)
+    out.loss = total / (weights if count is None else count)
     return out
 
 

@@ -14,6 +14,7 @@ from spec_train.attention.masked import BACKENDS
 from spec_train.drafts.peagle.draft import PeagleDraft, peagle_loss
 from spec_train.drafts.protocol import DraftLoss
 from spec_train.head import TargetHead
+from spec_train.losses import LossKind
 from tests import tolerance
 from tests.spec_train.drafts.eagle3.cases import VOCAB, WIDTH
 from tests.spec_train.drafts.eagle3.reference import Document
@@ -28,6 +29,7 @@ from tests.spec_train.drafts.peagle.cases import (
     make_samples,
 )
 from tests.spec_train.drafts.peagle.reference import Reference
+from tests.spec_train.drafts.slot_loss import SlotLoss
 from tests.tolerance import network
 
 # up to two layers; gradients are sums over up to 100 slots of each depth
@@ -49,6 +51,13 @@ CASES = {
     "one layer": Case(layers=1),
     "one depth": Case(depths=1),
     "everything kept": Case(ratio=1.0, depths=5),
+    "ce, weighted": Case(loss=SlotLoss(weights=(1.0, 0.25, 0.5, 0.0))),
+    "reverse kl": Case(loss=SlotLoss(name="reverse-kl", weights=(0.1, 0.1, 0.2, 0.01))),
+    "jsd": Case(loss=SlotLoss(name="jsd")),
+    "tv": Case(loss=SlotLoss(name="tv"), reduced=False),
+    "alpha": Case(loss=SlotLoss(name="lk-alpha")),
+    "lambda": Case(loss=SlotLoss(name="lk-lambda", hard=True)),
+    "hard": Case(loss=SlotLoss(name="kl", hard=True)),
     "hardly anything kept": Case(ratio=0.3, floor=0.1),
 }
 
@@ -77,7 +86,7 @@ def assert_same(result: DraftLoss, expected: Reference) -> None:
         "at_risk": expected.at_risk,
         "kept": expected.kept,
     }
-    assert parts.keys() == result.sums.keys()
+    assert parts.keys() == result.sums.keys() - {"weighted"}
     for name, value in parts.items():
         close(
             result.sums[name],
@@ -91,7 +100,14 @@ def check_case(case: Case, layout: str, segments: int = 1, backend: str = "auto"
     draft = make_draft(case, **options)
     draft.use_attention(backend)
     inputs = lay_out_all(documents, samples, LAYOUTS[layout], case.depths)
-    result = peagle_loss(draft, slots=case.slots, segments=segments, **inputs)
+    result = peagle_loss(
+        draft,
+        slots=case.slots,
+        segments=segments,
+        kind=LossKind.of(draft.options),
+        position_weights=case.loss.weights or None,
+        **inputs,
+    )
     result.loss.backward()
     assert_same(result, expected)
     found = gradients(draft)
