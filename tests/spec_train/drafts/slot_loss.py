@@ -58,3 +58,7 @@ class SlotLoss:
     def weight(self, place: int, published: float) -> float:
         """Return the weight of the token at `place` of a round."""
         return self.weights[place] if self.weights else published
+
+
+CROSS_ENTROPY = SlotLoss()
+KL = SlotLoss(name="kl")

@@ -17,7 +17,7 @@ from spec_train.drafts.eagle.draft import EagleConfig, EagleDraft
 from spec_train.head import TargetHead
 from tests.spec_train.drafts.eagle.reference import Document, ReferenceConfig, predict
 from tests.spec_train.drafts.shared import reference_state, small_target
-from tests.spec_train.drafts.slot_loss import SlotLoss
+from tests.spec_train.drafts.slot_loss import CROSS_ENTROPY, SlotLoss
 
 HIDDEN, VOCAB = 12, 14
 SPEC = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "tied": False}
@@ -36,7 +36,7 @@ class Case:
     noise: bool = False
     regression_weight: float = 1.0
     ce_weight: float = 0.1
-    loss: SlotLoss = SlotLoss()
+    loss: SlotLoss = CROSS_ENTROPY
     rope: tuple[tuple[str, object], ...] = (("rope_type", "default"), ("rope_theta", 100.0))
 
     def options(self) -> EagleOptions:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tests.spec_train.drafts.slot_loss import SlotLoss
+from tests.spec_train.drafts.slot_loss import CROSS_ENTROPY, SlotLoss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class ReferenceConfig:
     slots: str = "serving"  # or "shifted"
     regression_weight: float = 1.0
     ce_weight: float = 0.1
-    loss: SlotLoss = SlotLoss()
+    loss: SlotLoss = CROSS_ENTROPY
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from spec_train.drafts.eagle3.config import Eagle3Config, Eagle3Options
 from spec_train.drafts.eagle3.draft import Eagle3Draft
 from tests.spec_train.drafts.eagle3.reference import Document, ReferenceConfig, reference_logits
 from tests.spec_train.drafts.shared import reference_state, small_target
-from tests.spec_train.drafts.slot_loss import SlotLoss
+from tests.spec_train.drafts.slot_loss import CROSS_ENTROPY, SlotLoss
 
 HIDDEN, WIDTH, LAYERS, VOCAB, STEPS = 12, 10, 3, 14, 4
 DRAFT_IDS = [0, 2, 3, 5, 6, 7, 9, 10, 12]
@@ -26,7 +26,7 @@ class Case:
     """A setting of the draft and its loss."""
 
     slots: str = "serving"
-    loss: SlotLoss = SlotLoss()
+    loss: SlotLoss = CROSS_ENTROPY
     reduced: bool = True
     fc_norm: bool = False
     norm_output: bool = False

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tests.spec_train.drafts.slot_loss import SlotLoss
+from tests.spec_train.drafts.slot_loss import CROSS_ENTROPY, SlotLoss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,7 @@ class ReferenceConfig:
     steps: int = 7
     decay: float = 0.8
     slots: str = "serving"  # or "shifted"
-    kind: str = "ce"  # or "alpha", "lambda"
-    loss: SlotLoss = SlotLoss()
+    loss: SlotLoss = CROSS_ENTROPY
 
 
 @dataclass(frozen=True, kw_only=True)

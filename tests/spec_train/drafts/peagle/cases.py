@@ -23,7 +23,7 @@ from tests.spec_train.drafts.peagle.reference import (
     slot_counts,
 )
 from tests.spec_train.drafts.shared import reference_state, small_target
-from tests.spec_train.drafts.slot_loss import SlotLoss
+from tests.spec_train.drafts.slot_loss import KL, SlotLoss
 
 DEPTHS, MASK_TOKEN = 4, 11
 
@@ -54,7 +54,7 @@ class Case:
     layers: int = 3
     ratio: float = 0.9
     floor: float = 0.2
-    loss: SlotLoss = SlotLoss(name="kl")
+    loss: SlotLoss = KL
 
     def target_config(self) -> dict[str, object]:
         return small_target(12, self.heads, self.kv_heads)

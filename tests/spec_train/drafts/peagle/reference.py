@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.spec_train.drafts.eagle3.reference import Document
-from tests.spec_train.drafts.slot_loss import SlotLoss
+from tests.spec_train.drafts.slot_loss import KL, SlotLoss
 
 Element = tuple[int, int]  # (anchor, depth)
 
@@ -35,7 +35,7 @@ class ReferenceConfig:
     mask_token_id: int
     depths: int
     slots: str = "serving"  # or "shifted"
-    loss: SlotLoss = SlotLoss(name="kl")
+    loss: SlotLoss = KL
 
 
 @dataclass(kw_only=True)
