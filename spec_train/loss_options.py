@@ -151,6 +151,11 @@ class BlockLossOptions(PositionOptions):
     )
 
     @property
+    def mixed(self) -> bool:
+        """Whether the loss is the weighted sum of cross-entropy and L1."""
+        return self.loss == MIXED
+
+    @property
     def compared_with(self) -> str:
         """What the loss compares a draft with: "soft", "hard" or "tokens"."""
         if self.loss_target != AUTO:

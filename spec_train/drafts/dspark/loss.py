@@ -43,7 +43,6 @@ from spec_train.drafts.dspark.trained_rows import TrainedRows, draft_weights
 from spec_train.drafts.protocol import DraftLoss
 from spec_train.drafts.teacher import SharedTeacher, Teacher
 from spec_train.head import TargetHead
-from spec_train.loss_options import MIXED
 from spec_train.losses import LossKind
 
 
@@ -89,7 +88,7 @@ def blocks_loss(
         loss, empty = draft.zero_loss(), own.new_zeros(0)
         figures = RowFigures(empty, empty, empty, chosen.rows, empty)
         forecasts = None if draft.confidence_head is None else Forecasts(empty, empty)
-    options, mixed = draft.options, draft.options.loss == MIXED
+    options, mixed = draft.options, draft.options.mixed
     alphas = options.ce_weight * mixed, options.l1_weight * mixed, options.confidence_weight
     weights = draft_weights(draft).to(own.device)  # [D]
     sums = block_sums(figures, forecasts, chosen, weights, alphas)
@@ -123,7 +122,7 @@ def _rows_loss(
     head_rows = draft.head_rows(head)  # [Vd, H]
     label = {"tokens": chosen.token, "hard": chosen.choice.clamp_min(0), "soft": None}
     first = chosen.weight * chosen.has_token * shares[0]  # [R]
-    mixed = options.loss == MIXED
+    mixed = options.mixed
     loss, figures = block_rows_loss(
         hidden.to(head_rows.dtype),
         latent,
