@@ -22,6 +22,7 @@ from spec_train.drafts import Draft, load_draft, own_files, read_draft
 from spec_train.formats.draft_files import DraftFiles, write_files
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.forms import changed_keys, write_form
+from spec_train.formats.known_keys import unread_keys
 from spec_train.formats.preflight import READERS, preflight, refusals
 from spec_train.formats.preflight_notes import NOTE, Finding, Subject
 from spec_train.formats.target_facts import TargetFacts, read_target
@@ -68,8 +69,8 @@ def check_draft(config: ExportConfig) -> CheckedDraft:
     draft, files = read_draft(folder, target, config.accept_edited)
     own = own_files(draft, str(folder))
     name = Path(config.out).name if config.out else folder.resolve().name
-    changed = _changed(files, own)
-    found = preflight(Subject(own, target, name, config.format or "vllm", changed))
+    changed, unread = _changed(files, own), tuple(unread_keys(files))
+    found = preflight(Subject(own, target, name, config.format or "vllm", changed, unread))
     return CheckedDraft(draft=draft, own=own, folder=folder, target=target, findings=found)
 
 

@@ -22,6 +22,7 @@ from spec_train.formats.contradictions import refuse_contradictions
 from spec_train.formats.draft_files import DraftFiles, read_files
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.forms import own_form, refuse_changed_keys
+from spec_train.formats.known_keys import unread_keys, unread_text
 from spec_train.formats.target_facts import TargetFacts
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,8 @@ def read_draft(
         log.warning("%s: no seal: cannot tell whether it is as it was trained", directory)
     refuse_contradictions(files)
     draft = _draft_of(files, target)
+    if unread := unread_keys(files):
+        log.warning("warning: %s: %s", files.config_path, unread_text(unread))
     if SECTION in files.config:
         refuse_changed_keys(files, own_files(draft, files.where))
     return draft, files

@@ -23,7 +23,9 @@ from spec_train.formats.flat import (
 from spec_train.formats.target_facts import TargetFacts
 
 OWN, SGLANG = "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"
-ARCHITECTURES = (OWN, SGLANG, "LlamaForCausalLM")  # the last is SafeAILab's
+SHARED = "LlamaForCausalLM"
+"""SafeAILab's name of all its drafts, also of EAGLE-3."""
+ARCHITECTURES = (OWN, SGLANG, SHARED)
 _BIAS = "fc.bias"
 
 

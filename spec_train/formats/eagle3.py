@@ -1,9 +1,14 @@
 """EAGLE-3: convert our checkpoints to and from the forms of engines and trainers.
 
 Our checkpoint is the flat form that vLLM, SGLang and llama.cpp read, with both keys for the layer
-ids. DeepSpec's class normalises queries and keys and has no draft vocabulary, so it cannot hold our
-draft.
+ids. DeepSpec's class norms queries and keys and has the full vocabulary, so it holds only such
+drafts. Tensors decide what a published draft computes: configs are often copies of other configs.
 """
+
+import logging
+from typing import Any
+
+from torch import Tensor
 
 from spec_data.config import to_dict
 from spec_data.shards.errors import DraftError
@@ -11,27 +16,39 @@ from spec_data.shards.layer_ids import as_block_inputs
 from spec_train.draft_options import Eagle3Options
 from spec_train.formats import speculators
 from spec_train.formats.draft_files import DraftFiles
+from spec_train.formats.eagle_parts import (
+    eagle_tensors,
+    flag,
+    has_norms,
+    no_bias,
+    tied_head,
+    with_whole_biases,
+)
 from spec_train.formats.flat import (
     INPUT_KEY,
     aux_layers,
-    plain_names,
     refuse_set,
-    refuse_sliding,
     section_of,
     shape_of,
     shape_options,
     switches_of,
     with_target_weights,
 )
+from spec_train.formats.foreign import AUTOMODEL_EAGLE3, count_layers, draft_keys
+from spec_train.formats.foreign import DEEPSPEC_EAGLE3 as DEEPSPEC
+from spec_train.formats.known_keys import refuse_arithmetic
 from spec_train.formats.layer_order import sort_states
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.formats.vocabulary_maps import own_vocabulary
+from spec_train.formats.windows import windows_of
 
 OWN = "LlamaForCausalLMEagle3"
 ARCHITECTURES = (
     *(OWN, "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"),
-    *("Eagle3Qwen3ForCausalLM", "Qwen3Eagle3Model"),
+    *("Eagle3Qwen3ForCausalLM", DEEPSPEC, AUTOMODEL_EAGLE3),
 )
+WHAT = "an EAGLE-3 draft"
+log = logging.getLogger(__name__)
 _OURS, _THEIRS = "midlayer.", "layers.0."
 
 
@@ -64,26 +81,70 @@ def to_speculators(own: DraftFiles, target: TargetFacts) -> DraftFiles:
 
 
 def to_deepspec(own: DraftFiles, target: TargetFacts) -> DraftFiles:
-    """Refuse: DeepSpec's class computes a different function.
+    """Write for DeepSpec, whose class always norms queries and keys and has the full vocabulary.
 
     Raises:
-        DraftError: always.
+        DraftError: the class computes something else than this draft.
     """
-    raise DraftError(
-        f"{own.where}: DeepSpec's EAGLE-3 normalises queries and keys (q_norm, k_norm), this draft "
-        "does not, and no values of those weights make the two equal. Use --format hf, vllm or "
-        "speculators"
-    )
+    raw = own.config
+    if faults := deepspec_faults(raw):
+        raise DraftError(f"{own.where}: DeepSpec's EAGLE-3 cannot hold it: {'; '.join(faults)}")
+    options = raw["spec_train"]["options"]
+    left_out = ("eagle_config", INPUT_KEY, "mlp_bias", "norm_before_residual", "norm_before_fc")
+    config = {name: value for name, value in raw.items() if name not in left_out}
+    config |= {
+        "architectures": [DEEPSPEC],
+        "model_type": "qwen3",
+        "layer_types": ["full_attention"],
+        "target_layer_ids": raw["spec_train"]["layers"],
+        "draft_num_hidden_layers": 1,
+        "ttt_length": options["ttt_steps"],
+        "step_loss_decay": options["step_decay"],
+    }
+    if target.num_layers is not None:
+        config["num_target_layers"] = target.num_layers
+    if target.name is not None:
+        config["target_model_name_or_path"] = target.name
+    tensors = {name.replace(_OURS, _THEIRS): value for name, value in own.tensors.items()}
+    return DraftFiles(config, tensors, own.where)
+
+
+def deepspec_faults(raw: dict[str, Any]) -> list[str]:
+    """Return why DeepSpec's class cannot hold a draft with this config, in our form; [] if it can.
+
+    Its layers after the first read the token again, so a second layer is another function.
+    """
+    faults = []
+    if not raw.get("qk_norm"):
+        faults.append("its EAGLE-3 norms queries and keys (q_norm, k_norm), this draft does not")
+    if raw["draft_vocab_size"] != raw["vocab_size"]:
+        faults.append("it has the full vocabulary, this draft a reduced one")
+    if raw.get("num_hidden_layers", 1) != 1:
+        faults.append("its later layers read the token again, those of this draft do not")
+    if raw["target_hidden_size"] != raw["hidden_size"]:
+        faults.append("its fc needs target states of the draft's hidden size")
+    for name in ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "mlp_bias"):
+        if raw.get(name):
+            faults.append(f"{name} is not supported")
+    if "sliding_attention" in (raw.get("layer_types") or ()):
+        faults.append("sliding windows are not supported")
+    return faults
 
 
 def from_speculators(flat: DraftFiles, depth: int | None, target: TargetFacts) -> DraftFiles:
-    """Convert unwrapped files of the speculators form to our checkpoint."""
-    if "norm_before_residual" not in flat.config:
-        raise DraftError(
-            f"{flat.config_path}: has no norm_before_residual; vLLM then assumes true and the "
-            "speculators library false. Add the value that it was trained with"
+    """Convert unwrapped files of the speculators form to our checkpoint.
+
+    Its states come from vLLM, which passes them in ascending order.
+    """
+    raw = flat.config
+    if raw.get("norm_before_residual") is None:
+        log.warning(
+            "warning: %s: has no norm_before_residual; it is read as true, as vLLM serves such a "
+            "file (the speculators library itself assumes false). Add the key to be sure",
+            flat.config_path,
         )
-    return from_flat(flat, depth, target)
+        raw = raw | {"norm_before_residual": True}
+    return _read(DraftFiles(raw, flat.tensors, flat.where), depth, target, collected=True)
 
 
 def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> DraftFiles:
@@ -94,26 +155,42 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
     Raises:
         DraftError: it computes something that our EAGLE-3 does not, or weights are missing.
     """
-    what = "an EAGLE-3 draft"
-    refuse_set(files, what, num_hidden_layers=1, tie_word_embeddings=False)
-    refuse_sliding(files, what)
-    shape, tensors = shape_of(files), plain_names(files.tensors)
+    # ModelOpt collects states with hooks, in the order of the target's blocks
+    collected = "next_layer_regular" in (files.config.get("eagle_config") or {})
+    return _read(draft_keys(files), depth, target, collected)
+
+
+def _read(files: DraftFiles, depth: int | None, target: TargetFacts, collected: bool) -> DraftFiles:
+    raw = files.config
+    shape, tensors = shape_of(files), eagle_tensors(files, WHAT)
+    refuse_arithmetic(files, WHAT)
     sizes = shape["vocab_size"], shape["draft_vocab_size"]
     tensors = own_vocabulary(tensors, *sizes, files.weights_path)
-    layers, tensors = sort_states(tensors, aux_layers(files, target), files.config_path)
-    tensors = {name.replace(_THEIRS, _OURS): value for name, value in tensors.items()}
-    shared = ["embed_tokens.weight"]
-    if shape["draft_vocab_size"] == shape["vocab_size"]:
-        shared += ["lm_head.weight"]
-    tensors = with_target_weights(tensors, files, target, shape["dtype"], tuple(shared))
-    raw = files.config
-    config = shape | switches_of(files)
+    layers, tensors = sort_states(
+        tensors, aux_layers(files, target), files.config_path, collected=collected
+    )
+    tensors, fields = with_whole_biases(tensors, files)
+    fields = switches_of(files) | fields | has_norms(tensors, files)
+    fields |= {
+        "norm_before_residual": flag(files, "norm_before_residual"),
+        "norm_output": flag(files, "norm_output", "return_hidden_post_norm"),
+    }
+    if fields["norm_output"] and any(_OURS in name for name in files.tensors):
+        log.warning(
+            "warning: %s: norm_output = true is read as engines serve it: the normed state is fed "
+            "back. SpecForge up to 0.2.0 trained such drafts as if it were false (see its pull "
+            "request 879); if this is one of them, set norm_output to false",
+            files.config_path,
+        )
+    tensors = _own_names(tied_head(tensors, files, sizes[0] == sizes[1]), files)
+    shared = ("embed_tokens.weight", *(("lm_head.weight",) if sizes[0] == sizes[1] else ()))
+    tensors = with_target_weights(tensors, files, target, shape["dtype"], shared)
+    windows = windows_of(files, count_layers(files.tensors)).keys()
+    config = shape | fields | windows
     config |= {
         "architectures": [OWN],
         "model_type": "llama",
         "num_hidden_layers": 1,
-        "fc_norm": bool(raw.get("fc_norm", False)),
-        "norm_output": bool(raw.get("norm_output", False)),
         INPUT_KEY: as_block_inputs(layers),
     }
     options = Eagle3Options(
@@ -121,8 +198,41 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
         draft_vocab_size=shape["draft_vocab_size"],
         fc_norm=config["fc_norm"],
         norm_output=config["norm_output"],
-        ttt_steps=depth or Eagle3Options.ttt_steps,
+        ttt_steps=depth or raw.get("ttt_length") or Eagle3Options.ttt_steps,
+        step_decay=raw.get("step_loss_decay") or Eagle3Options.step_decay,
         **shape_options(config),
     )
     config["spec_train"] = section_of(files, "eagle3", layers, to_dict(options))
     return DraftFiles(config, tensors, files.where)
+
+
+def _own_names(tensors: dict[str, Tensor], files: DraftFiles) -> dict[str, Tensor]:
+    """Return tensors with our names of layers, without biases of zero that our class lacks.
+
+    Raises:
+        DraftError: the file has another number of layers than its config says, a later layer that
+            reads the token, or a bias of `fc` or of the head.
+    """
+    count, stated = count_layers(tensors), files.config.get("num_hidden_layers")
+    if stated not in (None, count):
+        raise DraftError(
+            f"{files.config_path}: num_hidden_layers = {stated}, but {files.weights_path} has "
+            f"{count} layers; copy the draft again, or correct the key"
+        )
+    wide = files.config["hidden_size"] * 2
+    for name, value in tensors.items():
+        later = not name.startswith((_OURS, _THEIRS))
+        if later and name.endswith("self_attn.q_proj.weight") and value.shape[-1] == wide:
+            raise DraftError(
+                f"{files.weights_path}: {name} reads the token again, as every layer of DeepSpec's "
+                f"EAGLE-3 does; in {WHAT} of spec-train only the first layer reads it"
+            )
+    for name in ("fc.bias", "lm_head.bias"):
+        if not no_bias(tensors.get(name)):
+            raise DraftError(f"{files.weights_path}: {name}: {WHAT} of spec-train has no such bias")
+    refuse_set(files, WHAT, num_hidden_layers=1)
+    return {
+        name.replace(_THEIRS, _OURS): value
+        for name, value in tensors.items()
+        if name not in ("fc.bias", "lm_head.bias")
+    }

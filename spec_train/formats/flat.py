@@ -105,8 +105,9 @@ def aux_layers(files: DraftFiles, target: TargetFacts) -> tuple[int, ...]:
     """Return the layer ids (outputs of decoder blocks) of an EAGLE-3 style config.
 
     The top-level key holds inputs of blocks, as vLLM and llama.cpp read it. The nested key, which
-    SGLang reads, holds outputs; `agreement` has compared the two. Without either key all engines
-    use the inputs of blocks 2, L//2 and L-3 of a target with L blocks.
+    SGLang reads, holds outputs; `contradictions` has compared the two. DeepSpec's key holds
+    outputs. Without a key all engines use the inputs of blocks 2, L//2 and L-3 of a target with L
+    blocks.
 
     The ids have the order of the file; `layer_order.sort_states` sorts them.
 
@@ -119,8 +120,10 @@ def aux_layers(files: DraftFiles, target: TargetFacts) -> tuple[int, ...]:
         layers = tuple(from_block_inputs(raw[INPUT_KEY]))
     elif nested:
         layers = tuple(nested)
-    elif target.num_layers is not None:
-        layers = eagle3_layers(target.num_layers)
+    elif raw.get("target_layer_ids"):
+        layers = tuple(raw["target_layer_ids"])
+    elif blocks := raw.get("num_target_layers") or target.num_layers:
+        layers = eagle3_layers(blocks)
     else:
         raise DraftError(
             f"{files.config_path}: contains no layer ids; engines then derive them from the "

@@ -153,9 +153,14 @@ def _facts_in(files: DraftFiles) -> TargetFacts:
 
 
 def _kind_of(files: DraftFiles) -> str:
+    """Return the kind of a flat draft: by its tensors where names are shared, else by its name."""
     names = files.config.get("architectures") or []
-    if peagle.MASK_STATES in files.tensors:  # its architecture may have EAGLE-3's name
+    tensors = {name.removeprefix("model.") for name in files.tensors}
+    if peagle.MASK_STATES in tensors:  # its architecture may have EAGLE-3's name
         return "peagle"
+    if eagle.SHARED in names:  # SafeAILab's EAGLE-1/2 and EAGLE-3 have one name
+        wide = {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & tensors
+        return "eagle3" if wide else "eagle"
     for kind, known in _KINDS.items():
         if set(names) & set(known):
             return kind

@@ -11,6 +11,7 @@ import torch
 from spec_data.shards.identity import compare
 from spec_train.formats import rules_block, rules_eagle
 from spec_train.formats.draft_seal import some_of
+from spec_train.formats.known_keys import unread_text
 from spec_train.formats.preflight_notes import REFUSE, Finding, Notes, Subject
 from spec_train.formats.rules import (
     DEEPSPEC,
@@ -54,6 +55,7 @@ def general(subject: Subject) -> Notes:
         f"keys that engines read are not as this release writes them: {some_of(subject.changed)}; "
         "serve an export of this draft, not these files",
     )
+    notes.warn(bool(subject.unread), unread_text(list(subject.unread)))
     notes.warn(
         subject.origin.get("rope_factors") == "short",
         "the states were captured with the short factors of longrope; an engine whose maximum "

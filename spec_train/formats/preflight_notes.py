@@ -24,7 +24,8 @@ class Finding:
 class Subject:
     """A draft in our own form, its target, and the name and form of its output directory.
 
-    `changed` are keys for engines that the files have, as they are, otherwise than an export.
+    `changed` are keys for engines that the files have, as they are, otherwise than an export;
+    `unread` are keys of another trainer's files of which it is unknown what they change.
     """
 
     own: DraftFiles
@@ -32,6 +33,7 @@ class Subject:
     name: str
     form: str
     changed: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
     @property
     def config(self) -> dict[str, Any]:

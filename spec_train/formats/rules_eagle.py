@@ -1,5 +1,6 @@
 """Rules of engines for EAGLE drafts: EAGLE-1/2, EAGLE-3 and P-EAGLE."""
 
+from spec_train.formats.eagle3 import deepspec_faults
 from spec_train.formats.preflight_notes import Notes, Subject
 from spec_train.formats.rules import (
     DEEPSPEC,
@@ -98,7 +99,17 @@ def speculators_eagle3(subject: Subject) -> Notes:
 
 
 def deepspec_eagle3(subject: Subject) -> Notes:
-    """Check EAGLE-3 for DeepSpec, which has a different one."""
+    """Check EAGLE-3 for DeepSpec, whose class norms queries and keys and has all tokens."""
     notes = Notes(DEEPSPEC)
-    notes.refuse(True, "its EAGLE-3 normalises queries and keys, this draft does not")
+    for fault in deepspec_faults(subject.config):
+        notes.refuse(True, fault)
+    notes.warn(
+        len(subject.layers) != 5,
+        f"{len(subject.layers)} layers: it trains drafts of exactly 5, but loads others",
+    )
+    notes.warn(
+        subject.has("lm_head.weight"),
+        "its trainer uses the draft's LM head for the teacher too: to train there, put the "
+        "target's head back",
+    )
     return notes

@@ -130,9 +130,7 @@ FOREIGN_DROPS = ("spec_train", "dtype", "torch_dtype", "rope_parameters")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda raw: raw.update(sliding_window=64), "sliding_window = 64: sliding windows cannot"),
-        (lambda raw: raw.update(use_sliding_window=True), "use_sliding_window = True"),
-        (lambda raw: raw.update(layer_types=["sliding_attention"]), "layer_types = .*sliding"),
+        (lambda raw: raw.update(layer_types=["chunked_attention"]), "layer_types has chunked"),
         (lambda raw: raw["eagle_config"].update(norm_before_fc=True), "norm_before_fc"),
         (lambda raw: set_ids(raw["eagle_config"], 1), "layers"),
         (lambda raw: raw.update(rope_scaling={"rope_type": "yarn", "rope_theta": 3.0}), "theta"),

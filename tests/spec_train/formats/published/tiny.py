@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spec_train.drafts import load_draft
@@ -126,6 +126,16 @@ def write(
     else:
         save_file(plain, folder / weights)
     return folder
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json of a draft directory."""
+    return json.loads((folder / "config.json").read_text())
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Read model.safetensors of a draft directory."""
+    return load_file(folder / "model.safetensors")
 
 
 # --- an independent forward ----------------------------------------------------------------------

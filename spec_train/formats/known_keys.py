@@ -1,0 +1,147 @@
+"""What the keys of a published config.json do: those that are read, harmless ones, refused ones.
+
+A key that changes the arithmetic of a draft must not be dropped without a word. So every key that
+the known trainers write is in one of three tables here. A key in none of them is reported: when the
+draft is read, and by `export --check`.
+
+Sources: SafeAILab's EAGLE, SpecForge 0.2, speculators 0.9, NVIDIA's AutoModel 0.7 and ModelOpt
+0.47, DeepSpec, TorchSpec, and transformers 5.
+"""
+
+from typing import Any
+
+from spec_data.shards.errors import DraftError
+from spec_train.formats.draft_files import DraftFiles
+from spec_train.formats.draft_seal import SECTION
+from spec_train.formats.foreign import class_of
+
+_READ = """
+    architectures model_type hidden_size target_hidden_size intermediate_size vocab_size
+    draft_vocab_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+    rms_norm_eps hidden_act hidden_activation attention_bias mlp_bias qkv_bias qk_norm bias
+    max_position_embeddings rope_parameters rope_scaling rope_theta rotary_emb_base
+    partial_rotary_factor rotary_pct original_max_position_embeddings layer_types sliding_window
+    use_sliding_window tie_word_embeddings dtype torch_dtype bos_token_id eos_token_id
+    pad_token_id num_aux_hidden_states eagle_aux_hidden_state_layer_ids eagle_config
+    target_layer_ids num_target_layers norm_before_residual norm_before_fc fc_norm
+    fc_norm_perslice use_aux_norm norm_output return_hidden_post_norm embed_requires_grad
+    ttt_length step_loss_decay draft_num_hidden_layers train_embeddings mask_token_id
+    dspark_noise_token_id pard_token ptd_token_id parallel_drafting num_depths block_size
+    dspark_block_size dflash_config dspark_target_layer_ids aux_hidden_state_layer_ids
+    sample_from_anchor markov_rank markov_head_type enable_confidence_head use_confidence_head
+    confidence_head_with_markov is_causal causal use_swa swa_window_size
+    sliding_window_non_causal num_anchors target_num_hidden_layers target_model_name_or_path
+"""
+READ = frozenset(_READ.split())
+"""Keys that the readers use."""
+_HARMLESS = """
+    transformers_version _name_or_path name_or_path use_cache return_dict output_attentions
+    output_hidden_states torchscript use_bfloat16 pruned_heads chunk_size_feed_forward
+    is_decoder is_encoder_decoder cross_attention_hidden_size add_cross_attention
+    tie_encoder_decoder decoder_start_token_id finetuning_task id2label label2id problem_type
+    task_specific_params tokenizer_class prefix sep_token_id auto_map _attn_implementation
+    _attn_implementation_autoset attn_implementation max_length min_length do_sample
+    early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p
+    repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
+    bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id
+    forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    begin_suppress_tokens tf_legacy_loss keys_to_ignore_at_inference initializer_range
+    initializer_factor attention_dropout hidden_dropout embd_pdrop resid_pdrop dropout
+    use_return_dict gradient_checkpointing pretraining_tp loss_type down_sample_ratio
+    down_sample_ratio_min target_model_type max_window_layers num_local_experts
+    experts_per_token num_experts_per_tok num_experts moe_intermediate_size norm_topk_prob
+    decoder_sparse_step router_aux_loss_coef output_router_logits mlp_only_layers use_qk_norm
+    shared_expert_intermediate_size reuse_target_lm_head speculators_version
+    speculators_model_type speculators_config algorithm base_model_ep_plan enable_sp_ulysses
+    has_no_defaults_at_init
+"""
+HARMLESS = frozenset(_HARMLESS.split())
+"""Keys of libraries, of training, and about the target, which no forward pass of a draft reads.
+
+`pretraining_tp` only splits sums. Experts have tensors of their own, by which they are refused.
+"""
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "use_last_layernorm": (True,),  # ModelOpt, of EAGLE-3
+    "use_input_layernorm_in_first_layer": (True,),
+    "use_mtp_layernorm": (False,),
+    "next_layer_regular": (True,),
+    "parallel_draft_step": (0, 1),
+    "parallel_draft_heads_num_layers": (0, 1),
+    "has_lm_head": (False, True),
+    "additional_fc": (False,),
+    "use_aux_hidden_state": (True,),
+    "quantization_config": (),
+    "compression_config": (),
+    "logit_scale": (1.0,),
+    "logits_scaling": (1.0,),
+    "embedding_multiplier": (1.0,),
+    "residual_multiplier": (1.0,),
+    "scale_emb": (1,),
+    "final_logit_softcapping": (),
+    "attn_logit_softcapping": (),
+    "clip_qkv": (),
+    "attention_chunk_size": (),
+    "position_embedding_type": ("rope", "absolute"),  # BERT's default, which Llama ignores
+    "rotary_embedding_type": ("rope",),
+    "rope_interleaved": (False,),
+    "swiglu_limit": (),
+}
+"""Keys that change the arithmetic, with the values (besides null) that change nothing here."""
+_SCALES = {"query_pre_attn_scalar": 1.0, "attention_multiplier": -0.5}
+"""Keys of the attention's scale: neutral at this power of the head size."""
+NESTED = ("eagle_config", "transformer_layer_config", "dflash_config")
+
+
+def refuse_arithmetic(files: DraftFiles, what: str) -> None:
+    """Refuse a config with a key that changes the arithmetic in a way that `what` does not have.
+
+    Raises:
+        DraftError: names the keys and their values.
+    """
+    raw = files.config
+    size = raw.get("head_dim") or raw.get("hidden_size", 0) // raw.get("num_attention_heads", 1)
+    faults = []
+    for name, value, known in _leaves(raw):
+        if name in _SCALES and value not in (None, size ** _SCALES[name]):
+            faults.append(f"{known} = {value}")
+        if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
+            shown = "..." if isinstance(value, dict) else value
+            faults.append(f"{known} = {shown}")
+    if faults:
+        raise DraftError(
+            f"{files.config_path}: {', '.join(faults)} cannot be represented: {what} of spec-train "
+            "has no such arithmetic"
+        )
+
+
+def unread_keys(files: DraftFiles) -> list[str]:
+    """Return the keys of a published config, sorted, of which it is unknown what they change.
+
+    Null values are left out. Drafts of this project have other checks, and a config that is a copy
+    of the target's may have any key: its draft class reads a few of them.
+    """
+    if SECTION in files.config or class_of(files) is not None:
+        return []
+    known = READ | HARMLESS | _NEUTRAL.keys() | _SCALES.keys()
+    return sorted(
+        path
+        for name, value, path in _leaves(files.config)
+        if value is not None and name not in known
+    )
+
+
+def unread_text(names: list[str]) -> str:
+    """Return a sentence about keys that were not read."""
+    return (
+        f"keys of unknown meaning were not read: {', '.join(names)}. If one of them changes what "
+        "the draft computes, it is read as another draft than the one that was trained"
+    )
+
+
+def _leaves(raw: dict[str, Any]) -> list[tuple[str, Any, str]]:
+    """Return (name, value, path) of the keys at the top and in the tables `NESTED`."""
+    found = [(name, value, name) for name, value in raw.items() if name not in NESTED]
+    for table in NESTED:
+        if isinstance(raw.get(table), dict):
+            found += [(name, value, f"{table}.{name}") for name, value in raw[table].items()]
+    return found

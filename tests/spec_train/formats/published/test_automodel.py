@@ -1,0 +1,97 @@
+"""NVIDIA AutoModel's EAGLE-3 and 3.1: a copy of the target's config, names with `model.`.
+
+Source: AutoModel 0.7, `components/speculative/eagle/draft_llama.py` and the recipe
+`train_eagle3.py`. `num_hidden_layers`, windows and layer types are the target's: its class reads
+none of them, has one layer, and takes the outputs of blocks 1, L/2-1 and L-4 if not told otherwise.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.spec_train.formats.published import tiny
+from tests.spec_train.formats.published.tiny import VD, H, L, V
+
+TARGET: dict[str, Any] = tiny.SIZES | {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+    "initializer_range": 0.02,
+    "num_hidden_layers": L,
+    "transformers_version": "5.3.0",
+    "use_cache": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": tiny.THETA},
+    "dtype": "float64",
+}
+TARGETS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "mlp_bias": False, "pretraining_tp": 1},
+    "qwen3": {
+        "model_type": "qwen3",
+        "layer_types": ["full_attention"] * L,
+        "max_window_layers": 28,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+    "gpt-oss": {  # its windows and experts are the target's
+        "model_type": "gpt_oss",
+        "layer_types": ["sliding_attention", "full_attention"] * (L // 2),
+        "sliding_window": 3,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 4,
+        "swiglu_limit": 7.0,
+        "router_aux_loss_coef": 0.9,
+    },
+}
+DRAFT = {
+    "architectures": ["LlamaEagle3DraftModel"],
+    "draft_vocab_size": VD,
+    "target_hidden_size": H,
+    "tie_word_embeddings": False,
+    "attn_implementation": "eager",
+    "fc_norm": False,
+    "norm_output": False,
+    "parallel_drafting": False,
+}
+
+
+def in_its_form(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    top = ("lm_head.weight", "d2t", "t2d")
+    return {name if name in top else f"model.{name}": value for name, value in tensors.items()}
+
+
+@pytest.mark.parametrize("form", ["EAGLE-3", "EAGLE-3.1", "full vocabulary", "with biases"])
+@pytest.mark.parametrize("name", TARGETS)
+def test_eagle3_has_the_logits_of_its_own_class(tmp_path: Path, name: str, form: str) -> None:
+    torch.manual_seed(31)
+    facts = tiny.target()
+    ids = torch.arange(V) if form == "full vocabulary" else tiny.some_ids("by frequency")
+    new, config = form == "EAGLE-3.1", TARGET | TARGETS[name] | DRAFT
+    tensors = tiny.eagle3_tensors("layers.0.", size=len(ids))
+    tensors["embed_tokens.weight"] = facts.embedding.clone()
+    if new:
+        tensors |= {f"fc_norm.{i}.weight": tiny.gain(H) for i in range(3)}
+        config |= {"fc_norm": True, "norm_output": True}
+    if form == "with biases":
+        config |= {"attention_bias": True, "mlp_bias": True}
+        parts = [n for n in tensors if n.startswith("layers.") and "proj" in n]
+        for part in parts:
+            rows = tensors[part].shape[0]
+            tensors[part.replace("weight", "bias")] = torch.randn(rows).double()
+    if form == "full vocabulary":
+        config["draft_vocab_size"] = V
+    else:
+        tensors |= tiny.maps(ids)
+    tokens, aux = tiny.rows_of()
+    want, carried = tiny.eagle3_logits(
+        tensors, "layers.0.", tokens, aux, facts.embedding, norm_output=new
+    )
+    folder = tiny.write(tmp_path / "draft", config, in_its_form(tensors))
+    draft, found, state = tiny.served(folder, facts, tokens, aux)
+    assert draft.config.layers == (1, L // 2 - 1, L - 4)
+    assert draft.config.layer_types == () and draft.config.sliding_window is None
+    tiny.assert_same(tiny.by_token(found, draft.draft_ids), tiny.by_token(want, ids))
+    tiny.assert_same(state, carried)

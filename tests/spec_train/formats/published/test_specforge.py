@@ -1,0 +1,150 @@
+"""SpecForge's EAGLE-3 and EAGLE-3.1, as its templates in `configs/*.json` and its class write them.
+
+Source: SpecForge 0.2, `modeling/draft/llama3_eagle.py` and `configs/`. Layer ids in `eagle_config`
+are outputs of decoder blocks, as SGLang takes them. TorchSpec writes the same form.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spec_data.shards.errors import DraftError
+from spec_train.drafts import load_draft
+from tests.spec_train.formats.published import tiny
+from tests.spec_train.formats.published.tiny import VD, H, V
+
+TEMPLATE = tiny.SIZES | {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+    "initializer_range": 0.02,
+    "max_window_layers": 36,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "pretraining_tp": 1,
+    "rope_scaling": None,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "draft_vocab_size": VD,
+}
+IDS = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 9]}}
+TEMPLATES: dict[str, dict[str, Any]] = {
+    "llama3": {},
+    "kimi-k25": IDS | {"eagle_config": IDS["eagle_config"] | {"use_aux_hidden_state": True}},
+    "qwen3-4b, tied": {"tie_word_embeddings": True},  # its lm_head is its own all the same
+    "gemma3": {
+        "sliding_window": 512,
+        "target_model_type": "gemma3_text",
+        "additional_fc": False,
+        "reuse_target_lm_head": True,
+    },
+    "gpt-oss, dense": {"model_type": "gpt_oss", "num_local_experts": 16, "experts_per_token": 4},
+    "gelu": {"hidden_act": "gelu_pytorch_tanh"},
+    "full vocabulary": {"draft_vocab_size": V},
+    "TorchSpec": {"num_aux_hidden_states": 3, "target_hidden_size": H},
+}
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+@pytest.mark.parametrize("embedded", [False, True])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_eagle3_has_the_logits_of_its_own_class(tmp_path: Path, name: str, embedded: bool) -> None:
+    torch.manual_seed(12)
+    config, facts = TEMPLATE | TEMPLATES[name], tiny.target()
+    full = config["draft_vocab_size"] == V
+    ids = torch.arange(V) if full else tiny.some_ids()
+    tensors = tiny.eagle3_tensors(size=len(ids)) | tiny.maps(ids)
+    if embedded:
+        tensors["embed_tokens.weight"] = facts.embedding.clone()
+    tokens, aux = tiny.rows_of()
+    act = gelu if name == "gelu" else None
+    want, carried = tiny.eagle3_logits(tensors, "midlayer.", tokens, aux, facts.embedding, act=act)
+    folder = tiny.write(tmp_path / "draft", config, tensors)
+    draft, found, state = tiny.served(folder, facts, tokens, aux)
+    assert draft.config.layers == ((1, 4, 9) if name == "kimi-k25" else (1, 5, 8))
+    assert torch.equal(draft.draft_ids, ids)
+    tiny.assert_same(found, want)
+    tiny.assert_same(state, carried)
+
+
+@pytest.mark.parametrize("norm_output", [True, False])
+def test_eagle31_norms_each_state_and_its_own_output(
+    tmp_path: Path, norm_output: bool, caplog: Any
+) -> None:
+    """As of its pull request 879; releases up to 0.2.0 trained such drafts as EAGLE-3."""
+    torch.manual_seed(13)
+    facts, ids = tiny.target(), tiny.some_ids()
+    tensors = tiny.eagle3_tensors() | tiny.maps(ids)
+    tensors |= {f"fc_norm.{i}.weight": tiny.gain(H) for i in range(3)}
+    tokens, aux = tiny.rows_of()
+    want, carried = tiny.eagle3_logits(
+        tensors, "midlayer.", tokens, aux, facts.embedding, norm_output=norm_output
+    )
+    config = TEMPLATE | {"fc_norm": True, "norm_output": norm_output}
+    with caplog.at_level(logging.WARNING):
+        folder = tiny.write(tmp_path / "draft", config, tensors)
+        _, found, state = tiny.served(folder, facts, tokens, aux)
+    tiny.assert_same(found, want)
+    tiny.assert_same(state, carried)
+    assert ("SpecForge up to 0.2.0" in caplog.text) == norm_output
+
+
+def test_norms_that_the_config_denies_are_refused(tmp_path: Path) -> None:
+    tensors = tiny.eagle3_tensors() | tiny.maps(torch.arange(VD))
+    folder = tiny.write(tmp_path / "a", TEMPLATE | {"fc_norm": True}, tensors)
+    with pytest.raises(DraftError, match=r"fc_norm = true, but the norms in .* say otherwise"):
+        load_draft(folder, tiny.target())
+    tensors |= {f"fc_norm.{i}.weight": tiny.gain(H) for i in range(3)}
+    folder = tiny.write(tmp_path / "b", TEMPLATE | {"fc_norm": False}, tensors)
+    with pytest.raises(DraftError, match=r"fc_norm = false, but the norms in .* say otherwise"):
+        load_draft(folder, tiny.target())
+
+
+def test_a_head_that_is_tied_and_absent_is_the_embedding(tmp_path: Path) -> None:
+    torch.manual_seed(14)
+    facts = tiny.target()
+    tensors = tiny.eagle3_tensors(size=V) | {"embed_tokens.weight": facts.embedding.clone()}
+    del tensors["lm_head.weight"]
+    config = TEMPLATE | {"tie_word_embeddings": True, "draft_vocab_size": V}
+    tokens, aux = tiny.rows_of()
+    _, found, _ = tiny.served(tiny.write(tmp_path / "draft", config, tensors), facts, tokens, aux)
+    tensors["lm_head.weight"] = facts.embedding
+    want, _ = tiny.eagle3_logits(tensors, "midlayer.", tokens, aux, facts.embedding)
+    tiny.assert_same(found, want)
+    reduced = TEMPLATE | {"tie_word_embeddings": True}
+    del tensors["lm_head.weight"]
+    folder = tiny.write(tmp_path / "reduced", reduced, tensors | tiny.maps(torch.arange(VD)))
+    with pytest.raises(DraftError, match="tie_word_embeddings = true with a reduced"):
+        load_draft(folder, facts)
+
+
+REFUSED: dict[str, tuple[str, str]] = {
+    "deepseek-v3": ("midlayer.self_attn.kv_b_proj.weight", "multi-head latent attention"),
+    "gpt-oss-20B-eagle3-moe": ("midlayer.mlp.experts.0.up_proj.weight", "a mixture of experts"),
+    "a router": ("midlayer.mlp.gate.weight", "a mixture of experts"),
+    "LoRA": ("midlayer.self_attn.q_proj.lora_A.weight", "LoRA adapters; merge"),
+    "fp8": ("midlayer.self_attn.q_proj.weight_scale", "quantised weights; export"),
+    "HASS": ("embed_layernorm.weight", "the extra norms of HASS"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_parts_that_no_draft_here_has_are_refused_in_words(tmp_path: Path, name: str) -> None:
+    tensor, words = REFUSED[name]
+    tensors = tiny.eagle3_tensors() | tiny.maps(torch.arange(VD)) | {tensor: torch.ones(2)}
+    folder = tiny.write(tmp_path / "draft", TEMPLATE, tensors)
+    with pytest.raises(DraftError, match=rf"model\.safetensors: .*{words}.* cannot be represented"):
+        load_draft(folder, tiny.target())

@@ -1,0 +1,46 @@
+"""Every row of a support table in docs names tests that exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("published-drafts.md",)
+"""Pages of which every table with a column `test` is checked."""
+_TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
+
+
+def tables(page: str) -> list[list[list[str]]]:
+    """The tables of a page, as rows of cells; the first row is the header."""
+    found: list[list[list[str]]] = []
+    inside = False
+    for line in (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines():
+        if not line.startswith("|"):
+            inside = False
+            continue
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not inside:
+            found.append([])
+        inside = True
+        if not all(set(cell) <= {"-", ":"} for cell in cells):
+            found[-1].append(cells)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_row_names_tests_that_exist(page: str) -> None:
+    wrong, count = [], 0
+    for header, *rows in tables(page):
+        if header[-1] not in ("test", "tests"):
+            continue
+        for row in rows:
+            count += 1
+            found = _TEST.findall(row[-1])
+            if len(row) != len(header) or not found:
+                wrong.append(f"{row[0]}: no test, or another number of cells than the header")
+            for file, name in found:
+                path = ROOT / file
+                if not path.is_file() or f"def {name}(" not in path.read_text(encoding="utf-8"):
+                    wrong.append(f"{row[0]}: no {file}::{name}")
+    assert count and not wrong, "\n".join(wrong)
