@@ -28,6 +28,7 @@ from spec_data.devices import usable_device
 from spec_data.generation.calibrate import calibrate
 from spec_data.generation.capture import CaptureSettings, capture_unit
 from spec_data.generation.disk_bytes import other_files
+from spec_data.generation.fitting import find_positions
 from spec_data.generation.loaded_target import documents_to_prove, load_target
 from spec_data.generation.plan import Plan, load_plan, read_settings, save_plan
 from spec_data.generation.replan import check_still_planned, discard_unused_plan, half_discarded
@@ -231,6 +232,7 @@ def prove_target(setup: Setup, plan: Plan, target: Target, out: Path) -> dict[st
     file = out / WORK / "target.json"
     if file.is_file():
         return json.loads(file.read_text(encoding="utf-8"))
+    positions = find_positions(setup, plan, target)
     chosen, documents = documents_to_prove(plan, target)
     head_error = None
     if not setup.config.supervision.startswith("logits"):
@@ -239,9 +241,9 @@ def prove_target(setup: Setup, plan: Plan, target: Target, out: Path) -> dict[st
     level = logging.INFO if "rows" not in proof.form else logging.WARNING
     logger.log(level, "packing: %s", proof)
     check_agreement(setup, plan, target, proof.form, chosen)
-    save_target_files(setup, target, out / "target")
+    save_target_files(setup, target, positions, out / "target")
     codec, errors = calibrate(setup, plan, target, proof.form, out)
-    draft = manifest_draft(setup, plan, target, proof, head_error, codec, errors)
+    draft = manifest_draft(setup, plan, target, proof, head_error, positions, codec, errors)
     draft["files"] = file_records(out, target_file_names(out))
     write_once(file, dump_json(draft))
     return json.loads(file.read_text(encoding="utf-8"))

@@ -13,20 +13,13 @@ from spec_data.generation.setup import Setup
 from spec_data.models.rope_factors import chosen_factors
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.identity import own_facts
+from spec_data.shards.position_data import POSITIONS, Positions
 from spec_data.shards.schema import FORMAT, FORMAT_VERSION, LAYER_CONVENTION, head_to_json
+from spec_data.target.final_norm import final_norm
 from spec_data.target.hooks import output_head
 from spec_data.target.model import Target
 from spec_data.target.proofs import IsolationProof
 
-_NORM_PATHS = (
-    "model.norm",
-    "model.language_model.norm",
-    "language_model.model.norm",
-    "model.decoder.final_layer_norm",
-    "transformer.ln_f",
-    "gpt_neox.final_layer_norm",
-    "backbone.norm_f",
-)
 GENERATION_CONFIG = "generation_config.json"
 
 
@@ -36,8 +29,8 @@ def rope_factors(setup: Setup, plan: Plan) -> str | None:
     return chosen_factors(setup.config.rope_factors, setup.model_config, longest)
 
 
-def save_target_files(setup: Setup, target: Target, folder: Path) -> None:
-    """Write config, tokenizer files and head.safetensors into `folder`, each atomically."""
+def save_target_files(setup: Setup, target: Target, positions: Positions, folder: Path) -> None:
+    """Write config, tokenizer, head.safetensors and positions.safetensors, each atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     made = config_json(setup, target.dtype, type(target.model).__name__)
     write_atomically(folder / "config.json", made)
@@ -51,6 +44,8 @@ def save_target_files(setup: Setup, target: Target, folder: Path) -> None:
             place.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(place, file.read_bytes())
     write_atomically(folder / "head.safetensors", save(head_tensors(target)))
+    if positions.tables:
+        write_atomically(folder / Path(POSITIONS).name, save(positions.tensors()))
 
 
 def config_json(setup: Setup, dtype: torch.dtype, architecture: str = "") -> Any:
@@ -81,13 +76,9 @@ def head_parts(model: Any, tied: bool) -> dict[str, torch.Tensor]:
         tensors["lm_head"] = head.weight
     if getattr(head, "bias", None) is not None:
         tensors["lm_head_bias"] = head.bias
-    for path in _NORM_PATHS:
-        module: Any = model
-        for name in path.split("."):
-            module = getattr(module, name, None)
-        if getattr(module, "weight", None) is not None:
-            tensors["norm"] = module.weight
-            break
+    norm: Any = final_norm(model)
+    if norm is not None:
+        tensors["norm"] = norm.weight
     return tensors
 
 
@@ -97,6 +88,7 @@ def manifest_draft(
     target: Target,
     proof: IsolationProof,
     head_error: float | None,
+    positions: Positions,
     codec: dict[str, Any],
     errors: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
@@ -106,6 +98,7 @@ def manifest_draft(
         setup, plan, target: what is captured.
         proof: the isolation proof.
         head_error: the largest relative error of the head as data; None with full logits.
+        positions: of the target.
         codec: the manifest's `codec`.
         errors: the measured error of each lossy column, by name.
     """
@@ -146,6 +139,7 @@ def manifest_draft(
         ],
         "head": head_to_json(target.head),
         "head_proof": {"max_relative_error": head_error},
+        "positions": positions.to_json(),
         "packing": proof.to_json()
         | {"pack_length": plan.pack_length, "utilisation": round(plan.utilisation(), 4)},
         "policy": "on-policy" if setup.config.on_policy else "off-policy",

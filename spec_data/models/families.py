@@ -5,7 +5,7 @@ kind of draft supports the same families. A family whose config uses Llama's key
 family that does not also needs a shape function in `shapes.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,3 +57,17 @@ TARGETS: dict[str, DraftSpec] = {
     "GPT2LMHeadModel": DraftSpec(family="GPT-2", note="rotary positions instead of learned ones"),
 }
 """Supported targets, by an entry of `architectures` in config.json."""
+
+
+def find_spec(architectures: Sequence[str]) -> DraftSpec | None:
+    """Return the first registered match, None if there is none."""
+    return next((TARGETS[name] for name in architectures if name in TARGETS), None)
+
+
+def derived_spec(architectures: Sequence[str]) -> DraftSpec:
+    """Return the specification of a family that is not registered: its config has Llama's keys."""
+    name = ", ".join(architectures) or "a target without a name"
+    return DraftSpec(
+        family=name,
+        note=f"{name}: sizes come from config.json as Llama's do, rope and norm from the dataset",
+    )

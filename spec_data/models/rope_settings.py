@@ -4,7 +4,7 @@ Frequencies come from transformers' initialisers, the code that the target itsel
 rope type of transformers is supported.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from spec_data.shards.errors import DraftError
+from spec_data.shards.position_data import LONG, SHORT, RopeTable
 
 _LENGTH_AWARE = ("llama3", "yarn", "longrope")  # need original_max_position_embeddings
 
@@ -56,13 +57,17 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class RopeSettings:
-    """The fields of a config that transformers' rope initialisers read."""
+    """The fields of a config that transformers' rope initialisers read.
+
+    `stored` is what the settings cannot express, see `stored_json`.
+    """
 
     rope_parameters: dict[str, Any]
     head_dim: int
     hidden_size: int
     num_attention_heads: int
     max_position_embeddings: int
+    stored: dict[str, Any] = field(default_factory=dict)
 
     def standardize_rope_params(self) -> None:
         """Do nothing: `rope_parameters` is already in the standard form. transformers calls it."""
@@ -81,6 +86,52 @@ def rope_frequencies(settings: RopeSettings, length: int | None = None) -> tuple
     size = int(settings.head_dim * settings.rope_parameters.get("partial_rotary_factor", 1.0))
     steps = torch.arange(0, size, 2, dtype=torch.float)
     return 1.0 / (settings.rope_parameters["rope_theta"] ** (steps / size)), 1.0
+
+
+def config_table(settings: RopeSettings) -> RopeTable:
+    """Return the rotary embedding that the rope settings describe."""
+    inv_freq, factor = rope_frequencies(settings)
+    if settings.rope_parameters["rope_type"] != "longrope":
+        return RopeTable(inv_freq=inv_freq, factor=factor)
+    limit = int(settings.rope_parameters["original_max_position_embeddings"])
+    long_inv_freq, _ = rope_frequencies(settings, limit + 1)
+    return RopeTable(inv_freq=inv_freq, factor=factor, long_inv_freq=long_inv_freq, limit=limit)
+
+
+def rotary_table(settings: RopeSettings) -> RopeTable:
+    """Return the rotary embedding of a draft: of `stored` as far as it has it, else the settings'.
+
+    With `factors`, every document has the short or the long frequencies, and there is no limit.
+    """
+    stored, table = settings.stored, None
+    if "inv_freq" in stored:
+        long = stored.get("long_inv_freq")
+        table = RopeTable(
+            inv_freq=torch.tensor(stored["inv_freq"], dtype=torch.float32),
+            factor=float(stored["factor"]),
+            long_inv_freq=None if long is None else torch.tensor(long, dtype=torch.float32),
+            limit=stored.get("limit"),
+        )
+    table = table or config_table(settings)
+    if stored.get("factors") not in (SHORT, LONG) or table.long_inv_freq is None:
+        return table
+    chosen = table.long_inv_freq if stored["factors"] == LONG else table.inv_freq
+    return RopeTable(inv_freq=chosen, factor=table.factor)
+
+
+def stored_json(table: RopeTable, expressed: bool) -> dict[str, Any]:
+    """Return what a draft stores of a table beside its rope settings.
+
+    `expressed`: the settings have the same frequencies, so only the choice of longrope's is stored.
+    A float32 is exact as a JSON number.
+    """
+    found: dict[str, Any] = {} if table.factors is None else {"factors": table.factors}
+    if expressed:
+        return found
+    found |= {"inv_freq": table.inv_freq.tolist(), "factor": table.factor}
+    if table.long_inv_freq is not None:
+        found |= {"long_inv_freq": table.long_inv_freq.tolist(), "limit": table.limit}
+    return found
 
 
 def _first(config: dict[str, Any], *names: str, default: Any) -> Any:

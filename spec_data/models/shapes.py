@@ -4,7 +4,7 @@ In: a target's config.json as a dictionary. Out: a `TargetShape`. Configs with t
 GPT-2 need `decoder_shape` alone; other families have a function here. No model class is imported.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spec_data.models.rope_settings import rope_parameters
@@ -32,6 +32,7 @@ class TargetShape(LayerSizes):
     max_position_embeddings: int
     num_hidden_layers: int
     rope_parameters: dict[str, Any]  # flat, as `rope_settings.rope_parameters` returns them
+    positions: dict[str, Any] = field(default_factory=dict)  # see `rope_settings.stored_json`
 
     def of_draft(self) -> dict[str, Any]:
         """Return the fields that a draft's configuration copies: all but the number of blocks."""

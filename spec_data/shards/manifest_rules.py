@@ -123,6 +123,20 @@ _DOCUMENTS = {
     **dict.fromkeys(("dropped?", "unrendered?", "rendering?"), Named(COUNT)),
     "unrendered_examples?": Named(Listed(ANY)),
 }
+_POSITIONS = Table(
+    {
+        **{"kind": TEXT, "proven": FLAG, "reason": TEXT, "proven_to": COUNT, "difference": SHARE},
+        **{"rotation": or_null(TEXT), "norm": OBJECT},
+        "tables": Named(
+            Table(
+                {"dimensions": SIZE, "factor": NUMBER}
+                | {"limit": or_null(SIZE), "factors": or_null(TEXT)},
+                closed=True,
+            )
+        ),
+    },
+    closed=True,
+)
 _RENDERED = ("bad_rows", "unrendered", "rendering", "dropped", "cut", "tokens_cut")
 _AGREEMENT = Table(
     {
@@ -157,6 +171,7 @@ MANIFEST = Table(
         "codec?": Table({"file?": PATH, "sha256?": SHA256}),
         "columns": Listed(Table(_COLUMN)),
         "head": Table(_HEAD, closed=True),
+        "positions?": _POSITIONS,
         "packing": Table(
             {
                 **{"form?": TEXT, "utilisation?": SHARE, "tolerance?": SHARE, "noise?": ANY},

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from spec_data.shards.errors import ConfigError, DraftError
+from spec_data.shards.position_data import Positions
 from spec_data.shards.schema import Manifest
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.initial import draw_weights
@@ -35,6 +36,7 @@ class DatasetFacts:
     manifest: Manifest
     head: TargetHead
     token_counts: Tensor | None  # supervised tokens by id, int64 [V], if known
+    positions: Positions | None = None  # of the target; None: the dataset does not record them
 
 
 class BaseDraft(nn.Module):
@@ -160,18 +162,24 @@ class BaseDraft(nn.Module):
         manifest: Manifest,
         head: TargetHead,
         token_counts: Tensor | None,
+        positions: Positions | None = None,
     ) -> Self:
         """Make a fresh float32 draft for a dataset, with the frozen weights of its target.
 
         Random weights come from torch's default generator: seed it first. `token_counts` are the
         supervised tokens by id, int64 [V]; only a draft vocabulary smaller than V needs them.
+        `positions` are those of the target, None if the dataset does not record them.
 
         Raises:
             DraftError: options, target config and dataset do not fit together.
         """
         cls.check_data(options, manifest)
         facts = DatasetFacts(
-            target_config=target_config, manifest=manifest, head=head, token_counts=token_counts
+            target_config=target_config,
+            manifest=manifest,
+            head=head,
+            token_counts=token_counts,
+            positions=positions,
         )
         config = cls.make_config(options, facts)
         if config.hidden_size != head.spec.hidden_size:

@@ -26,7 +26,8 @@ from spec_train.shape_options import FULL, LayerOptions
 class BaseConfig(LayerSizes):
     """Shapes and arithmetic of a draft."""
 
-    not_keys: ClassVar[tuple[str, ...]] = ("token_ids", "origin")  # written under other names
+    not_keys: ClassVar[tuple[str, ...]] = ("token_ids", "origin", "positions")
+    """Fields that are written under other names."""
     switches: ClassVar[tuple[str, ...]] = (
         *("hidden_act", "attention_bias", "mlp_bias", "qk_norm", "sliding_window", "layer_types"),
         "train_embeddings",
@@ -46,6 +47,7 @@ class BaseConfig(LayerSizes):
     dtype: str = "bfloat16"
     token_ids: dict[str, Any] = field(default_factory=dict)  # the target's bos, eos and pad ids
     origin: dict[str, Any] = field(default_factory=dict)  # see `spec_train.origin`
+    positions: dict[str, Any] = field(default_factory=dict)  # see `rope_settings.stored_json`
 
     def __post_init__(self) -> None:
         """Bring `layer_types` into one form; refuse a shape that no draft of this kind can have.
@@ -96,6 +98,7 @@ class BaseConfig(LayerSizes):
             hidden_size=self.hidden_size,
             num_attention_heads=self.num_attention_heads,
             max_position_embeddings=self.max_position_embeddings,
+            stored=self.positions,
         )
 
     @property
@@ -130,7 +133,8 @@ class BaseConfig(LayerSizes):
 
     def own_json(self, draft: str, options: Any) -> dict[str, Any]:
         """Return the section of config.json that only this project reads."""
-        return {"draft": draft, "options": to_dict(options), "origin": self.origin}
+        own = {"draft": draft, "options": to_dict(options), "origin": self.origin}
+        return own | ({"positions": self.positions} if self.positions else {})
 
     @classmethod
     def fields_of(
@@ -169,14 +173,15 @@ class BaseConfig(LayerSizes):
         found = {name: raw[name] for name in names if name in raw}
         if "layers" in cls.not_keys:
             found["layers"] = tuple(own["layers"])
-        return {**found, "token_ids": token_ids(raw), "origin": own.get("origin") or {}}
+        tables = {name: own.get(name) or {} for name in ("origin", "positions")}
+        return {**found, "token_ids": token_ids(raw), **tables}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayeredConfig(BaseConfig):
     """A draft that reads captured layers. Layer id: block output, counted from 0."""
 
-    not_keys: ClassVar[tuple[str, ...]] = ("layers", "token_ids", "origin")
+    not_keys: ClassVar[tuple[str, ...]] = ("layers", "token_ids", "origin", "positions")
 
     target_hidden_size: int
     draft_vocab_size: int

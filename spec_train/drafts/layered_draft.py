@@ -68,6 +68,7 @@ class LayeredDraft(BaseDraft):
             options=options,
             dtype=manifest.target.get("dtype"),
             origin=origin_of(manifest),
+            positions=facts.positions,
             **cls.own_settings(options, facts),
         )
 

@@ -1,9 +1,11 @@
 """Parts of drafts: norm, rotary embedding, gated MLP, a decoder layer; in the engines' arithmetic.
 
-Rotary frequencies come from transformers' initialisers, the code that the target itself runs, so
-every rope type of the target is supported. Two types depend on the length of a sequence:
+Rotary frequencies come from transformers' initialisers, the code that the target itself runs, or
+from the dataset where the settings cannot express them. Two types depend on the length of a
+sequence:
 
-- longrope: a document longer than `original_max_position_embeddings` uses the long factors for all
+- longrope: every document has the factors that the dataset was captured with. Where they are not
+  recorded, a document longer than `original_max_position_embeddings` uses the long factors for all
   its tokens; a shorter one uses the short factors. transformers decides by the longest row of a
   forward pass. Here each document decides for itself, so the result does not depend on the pack.
 - dynamic: the frequencies are those of sequences up to `max_position_embeddings`. Longer sequences
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
-from spec_data.models.rope_settings import RopeSettings, rope_frequencies
+from spec_data.models.rope_settings import RopeSettings, rotary_table
 from spec_data.models.shapes import LayerSizes
 
 BEST_ROWS = 256  # rows of logits in memory at a time in `argmax_by_chunks`
@@ -51,14 +53,11 @@ class Rotary(nn.Module):
     long_inv_freq: Tensor | None
 
     def __init__(self, settings: RopeSettings) -> None:
-        """Compute the frequencies."""
+        """Compute the frequencies, or take the stored ones."""
         super().__init__()
-        self._exact, self.factor = rope_frequencies(settings)
-        self._exact_long: Tensor | None = None
-        self.limit: int | None = None
-        if settings.rope_parameters["rope_type"] == "longrope":
-            self.limit = int(settings.rope_parameters["original_max_position_embeddings"])
-            self._exact_long, _ = rope_frequencies(settings, self.limit + 1)
+        table = rotary_table(settings)
+        self._exact, self.factor = table.inv_freq, table.factor
+        self._exact_long, self.limit = table.long_inv_freq, table.limit
         self.register_buffer("inv_freq", self._exact.clone(), persistent=False)
         self.register_buffer("long_inv_freq", self._exact_long, persistent=False)
 

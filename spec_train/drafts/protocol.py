@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from spec_data.shards.position_data import Positions
 from spec_data.shards.schema import Manifest
 from spec_train.data.batch import DraftBatch
 from spec_train.formats.draft_files import DraftFiles
@@ -198,6 +199,7 @@ class Draft(Protocol):
         manifest: Manifest,
         head: TargetHead,
         token_counts: Tensor | None,
+        positions: Positions | None = None,
     ) -> Self:
         """Make a fresh draft for a dataset. `token_counts`: supervised tokens by id, int64 [V]."""
         ...

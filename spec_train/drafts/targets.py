@@ -5,12 +5,14 @@ tell before a capture which drafts fit. Token ids and dtype of a target's config
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from spec_data.models.families import TARGETS, DraftSpec
-from spec_data.models.shapes import text_table
+from spec_data.models.families import TARGETS, DraftSpec, derived_spec, find_spec
+from spec_data.models.fitted_shape import fitted_shape
+from spec_data.models.shapes import TargetShape, text_table
 from spec_data.shards.errors import DraftError
+from spec_data.shards.position_data import Positions
 from spec_train.formats.flat import TOKEN_KEYS
 
 log = logging.getLogger(__name__)
@@ -45,15 +47,47 @@ def resolve_dspark_draft_spec(architectures: Sequence[str]) -> DraftSpec:
 
 def _resolve(architectures: Sequence[str], draft: str) -> DraftSpec:
     """Return the first registered match; `draft` names the kind of draft in the message."""
-    for name in architectures:
-        if name in TARGETS:
-            return TARGETS[name]
+    if found := find_spec(architectures):
+        return found
     raise DraftError(
         f"no {draft} draft is registered for a target of architectures {list(architectures)}; "
         f"supported: {', '.join(sorted(TARGETS))}. Targets that take images or audio, encoder-"
         "decoders and recurrent models are not supported. To add a decoder whose config.json has "
         "Llama's keys, add one line to TARGETS in spec_data/models/families.py"
     )
+
+
+def target_shape(
+    resolve: Callable[[Sequence[str]], DraftSpec],
+    target_config: dict[str, Any],
+    positions: Positions | None,
+) -> TargetShape:
+    """Return the shape that a draft takes from its target.
+
+    Args:
+        resolve: a function above. A family that it does not know is derived from its config, if
+            the dataset has its rope.
+        target_config: the target's config.json.
+        positions: what the dataset records of the target's positions; None: it is older.
+
+    Raises:
+        DraftError: the family is not registered and its positions are not proven, or config.json
+            lacks a size.
+    """
+    names = target_architectures(target_config)
+    try:
+        spec = resolve(names)
+    except DraftError as error:
+        if positions is None:
+            raise
+        if not positions.proven:
+            raise DraftError(
+                f"{error}. The dataset does not replace that line: the target's positions are not "
+                f"proven ({positions.reason})"
+            ) from None
+        spec = derived_spec(names)
+        log.info("the target's family is not registered: %s", spec.note)
+    return fitted_shape(target_config, spec, positions)
 
 
 def target_architectures(config: dict[str, Any]) -> list[str]:

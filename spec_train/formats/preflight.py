@@ -10,7 +10,7 @@ import torch
 
 from spec_data.shards.identity import compare
 from spec_train.formats import rules_block, rules_eagle
-from spec_train.formats.draft_seal import some_of
+from spec_train.formats.draft_seal import SECTION, some_of
 from spec_train.formats.known_keys import unread_text
 from spec_train.formats.preflight_notes import REFUSE, Finding, Notes, Subject
 from spec_train.formats.rules import (
@@ -71,6 +71,18 @@ def general(subject: Subject) -> Notes:
     _embedding(notes, subject)
     _identity(notes, subject)
     return notes
+
+
+def _rope(subject: Subject, engine: str) -> list[Finding]:
+    """Refuse a draft whose rotary frequencies are not those of its rope settings."""
+    if "inv_freq" not in (subject.config[SECTION].get("positions") or {}):
+        return []
+    text = (
+        "computes rotary frequencies from config.json, but the draft was fitted with those of its "
+        "dataset, which no rope settings express; correct the rope of the target's config.json, "
+        "and generate and fit again"
+    )
+    return [Finding(engine, REFUSE, text)]
 
 
 def _identity(notes: Notes, subject: Subject) -> None:
@@ -176,7 +188,7 @@ def preflight(subject: Subject) -> dict[str, list[Finding]]:
     checks = dict(CHECKS[subject.kind])
     for engine, name in _NAMES.items():
         if engine in checks:
-            found[engine] = list(checks[engine](subject))
+            found[engine] = [*_rope(subject, name), *checks[engine](subject)]
         else:
             text = f"does not support {subject.kind} drafts"
             found[engine] = [Finding(name, REFUSE, text)]

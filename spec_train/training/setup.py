@@ -21,6 +21,7 @@ from spec_data.devices import compute_dtype, compute_dtype_name, usable_device
 from spec_data.paths import check_directory_to_write
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.follow import FollowedDataset
+from spec_data.shards.position_data import load_positions
 from spec_train.data.following import FollowingPlan
 from spec_train.data.mixture import Documents, open_documents
 from spec_train.data.order import BatchPlan, rank_slice
@@ -254,6 +255,7 @@ def _make_draft(
         manifest=dataset.manifest,
         head=head,
         token_counts=counts,
+        positions=load_positions(dataset.path, dataset.manifest),
     )
     if config.init_from is None:
         return fresh
@@ -285,6 +287,8 @@ def _unlearned(own: Any, fresh: Any) -> dict[str, Any]:
     found = {"token_ids": fresh.token_ids}
     if own.rope_parameters["rope_type"] in ("default", "linear", "llama3"):
         found["max_position_embeddings"] = fresh.max_position_embeddings
+    if not own.positions and set(fresh.positions) <= {"factors"}:
+        found["positions"] = fresh.positions  # other tools do not record the factors of longrope
     return found
 
 

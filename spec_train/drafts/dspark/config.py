@@ -12,12 +12,13 @@ from typing import Any
 
 from spec_data.config import from_dict
 from spec_data.shards.errors import DraftError
+from spec_data.shards.position_data import Positions
 from spec_train.draft_options import BlockOptions, DFlashOptions, DSparkOptions
 from spec_train.drafts.config import LayeredConfig
 from spec_train.drafts.mask_token import require_in_vocabulary
 from spec_train.drafts.targets import (
     resolve_dspark_draft_spec,
-    target_architectures,
+    target_shape,
     warn_of_last_layer,
 )
 from spec_train.formats.draft_seal import SECTION
@@ -55,17 +56,17 @@ class DSparkConfig(LayeredConfig):
         options: Any,
         dtype: str | None = None,
         origin: dict[str, Any] | None = None,
+        positions: Positions | None = None,
     ) -> "DSparkConfig":
         """Derive a draft's configuration from the target's config.json and `BlockOptions`.
 
-        `dtype` and `origin` are those of `BaseConfig.of_target`.
+        `dtype` and `origin` are those of `BaseConfig.of_target`, `positions` those of the dataset.
 
         Raises:
             DraftError: no draft is registered for the target's family, a size is missing, or the
                 mask token is not in the vocabulary.
         """
-        spec = resolve_dspark_draft_spec(target_architectures(target_config))
-        shape = spec.shape(target_config)
+        shape = target_shape(resolve_dspark_draft_spec, target_config, positions)
         warn_of_last_layer(layers, shape.num_hidden_layers)
         require_in_vocabulary(mask_token_id, vocab_size)
         return cls(

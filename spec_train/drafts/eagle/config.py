@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from spec_data.config import from_dict
+from spec_data.shards.position_data import Positions
 from spec_train.draft_options import EagleOptions
 from spec_train.drafts.config import BaseConfig
-from spec_train.drafts.targets import resolve_eagle1_draft_spec, target_architectures
+from spec_train.drafts.targets import resolve_eagle1_draft_spec, target_shape
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.eagle import OWN as ARCHITECTURE
 
@@ -41,23 +42,19 @@ class EagleConfig(BaseConfig):
         options: EagleOptions,
         dtype: str | None = None,
         origin: dict[str, Any] | None = None,
+        positions: Positions | None = None,
     ) -> "EagleConfig":
         """Derive a draft's configuration from the target's config.json.
 
-        `dtype` and `origin` are those of `BaseConfig.of_target`.
+        `dtype` and `origin` are those of `BaseConfig.of_target`, `positions` those of the dataset.
 
         Raises:
             DraftError: no draft is registered for the target's family, or a size is missing.
         """
-        spec = resolve_eagle1_draft_spec(target_architectures(target_config))
+        shape = target_shape(resolve_eagle1_draft_spec, target_config, positions)
         return cls(
             **cls.of_target(
-                target_config,
-                spec.shape(target_config),
-                options,
-                options.num_layers,
-                dtype,
-                origin,
+                target_config, shape, options, options.num_layers, dtype, origin
             ),
             num_hidden_layers=options.num_layers,
             vocab_size=vocab_size,

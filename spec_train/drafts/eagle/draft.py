@@ -68,6 +68,7 @@ class EagleDraft(EagleModel):
             options=options,
             dtype=facts.manifest.target.get("dtype"),
             origin=origin_of(facts.manifest),
+            positions=facts.positions,
         )
 
     @property

@@ -10,11 +10,12 @@ from typing import Any, ClassVar, Self
 
 from spec_data.config import from_dict
 from spec_data.shards.layer_ids import as_block_inputs
+from spec_data.shards.position_data import Positions
 from spec_train.draft_options import Eagle3Options
 from spec_train.drafts.config import AuxConfig
 from spec_train.drafts.targets import (
     resolve_eagle3_draft_spec,
-    target_architectures,
+    target_shape,
     warn_of_last_layer,
 )
 from spec_train.formats.draft_seal import SECTION
@@ -42,18 +43,18 @@ class Eagle3Config(AuxConfig):
         options: Any,
         dtype: str | None = None,
         origin: dict[str, Any] | None = None,
+        positions: Positions | None = None,
         **own: Any,
     ) -> Self:
         """Derive a draft's configuration from the target's config.json.
 
-        `dtype` and `origin` are those of `BaseConfig.of_target`; `own` are the fields that a
-        subclass adds.
+        `dtype` and `origin` are those of `BaseConfig.of_target`, `positions` those of the dataset;
+        `own` are the fields that a subclass adds.
 
         Raises:
             DraftError: no draft is registered for the target's family, or a size is missing.
         """
-        architectures = target_architectures(target_config)
-        shape = resolve_eagle3_draft_spec(architectures).shape(target_config)
+        shape = target_shape(resolve_eagle3_draft_spec, target_config, positions)
         warn_of_last_layer(layers, shape.num_hidden_layers)
         return cls(
             **cls.of_target(target_config, shape, options, options.num_layers, dtype, origin),

@@ -1,0 +1,158 @@
+"""The shape of a draft: from the target's config.json, and from what its modules were seen to do.
+
+`generate` reads inverse frequencies and the final norm from the live modules and proves them
+(`shards.position_data`). So a family needs no code to have the right rope. Where config.json says
+otherwise, the data decide, and the difference is logged. Engines compute a draft's rope from its
+config.json. So settings that have the same frequencies are searched first. Where none have, the
+draft stores the frequencies, and an export for engines is refused.
+"""
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from spec_data.models.families import DraftSpec
+from spec_data.models.rope_settings import RopeSettings, config_table, stored_json
+from spec_data.models.shapes import TargetShape
+from spec_data.shards.errors import DraftError
+from spec_data.shards.position_data import ROPE, Positions, RopeTable
+
+log = logging.getLogger(__name__)
+
+_ROPE_KEYS = ("rope_parameters", "rope_scaling")
+_DIGITS = 7  # of a theta that is searched
+
+
+def fitted_shape(
+    config: dict[str, Any], spec: DraftSpec, positions: Positions | None
+) -> TargetShape:
+    """Return the shape of a draft; `positions` are those of its dataset, None if not recorded.
+
+    Raises:
+        DraftError: config.json lacks a size, or has a rope that is unknown and not proven.
+    """
+    table = positions.of_draft if positions is not None and positions.proven else None
+    try:
+        shape = spec.shape(config)
+    except DraftError as error:
+        if table is None:
+            raise
+        shape = spec.shape(_without_rope(config))  # raises again if a size is missing
+        log.warning("the rope of config.json is not used: %s", error)
+    shape = _with_norm(shape, positions)
+    if table is not None:
+        return _with_table(shape, table)
+    if positions is not None and positions.kind == ROPE:
+        log.warning(
+            "warning: the target's rotary frequencies are not proven (%s): those of its "
+            "config.json are used",
+            positions.reason or "no table for full attention",
+        )
+    return shape
+
+
+def rope_of(shape: TargetShape) -> RopeSettings:
+    """Return the rope settings of a shape."""
+    return RopeSettings(
+        rope_parameters=shape.rope_parameters,
+        head_dim=shape.head_dim,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        max_position_embeddings=shape.max_position_embeddings,
+        stored=shape.positions,
+    )
+
+
+def _without_rope(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config without its tables of rope settings, at both levels."""
+    return {
+        key: _without_rope(value) if key == "text_config" and isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in _ROPE_KEYS
+    }
+
+
+def _with_norm(shape: TargetShape, positions: Positions | None) -> TargetShape:
+    """Return the shape with the eps of the target's final norm, where that is recorded."""
+    eps = (positions.norm if positions is not None else {}).get("eps")
+    if eps is None or math.isclose(eps, shape.rms_norm_eps, rel_tol=1e-6):
+        return shape
+    log.warning(
+        "warning: config.json leads to eps %g of the norms, the target's final norm has %g, which "
+        "is used",
+        *(shape.rms_norm_eps, eps),
+    )
+    return replace(shape, rms_norm_eps=eps)
+
+
+def _with_table(shape: TargetShape, table: RopeTable) -> TargetShape:
+    """Return the shape with the rotary embedding of a proven table."""
+    if table.size > shape.head_dim:
+        shape = replace(shape, head_dim=table.size)
+    plain = replace(table, factors=None)
+    own = _table_of(shape)
+    if own is not None and own.equals(plain):
+        return replace(shape, positions=stored_json(table, expressed=True))
+    for parameters in _candidates(shape, table):
+        found = replace(shape, rope_parameters=parameters)
+        other = _table_of(found)
+        if other is not None and other.equals(plain):
+            log.warning(
+                "warning: the rope of the target's config.json, %s, is not what its rotary module "
+                "computes (%s). The module decides; the draft's config.json has %s",
+                *(shape.rope_parameters, _difference(own, table), parameters),
+            )
+            return replace(found, positions=stored_json(table, expressed=True))
+    log.warning(
+        "warning: the rope of the target's config.json, %s, is not what its rotary module computes "
+        "(%s), and no rope settings are. The draft stores the module's frequencies; engines cannot "
+        "serve it",
+        *(shape.rope_parameters, _difference(own, table)),
+    )
+    return replace(shape, positions=stored_json(table, expressed=False))
+
+
+def _table_of(shape: TargetShape) -> RopeTable | None:
+    """Return the table of a shape's rope settings, None if they have none."""
+    try:
+        return config_table(rope_of(shape))
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
+        return None
+
+
+def _difference(own: RopeTable | None, table: RopeTable) -> str:
+    """Describe how a table differs from that of the config."""
+    if own is None:
+        return "they cannot be computed"
+    if own.size != table.size:
+        return f"{own.size} rotary dimensions, the module has {table.size}"
+    if own.factor != table.factor:
+        return f"factor {own.factor:g}, the module has {table.factor:g}"
+    gap = ((own.inv_freq - table.inv_freq).abs() / table.inv_freq.abs().clamp_min(1e-30)).max()
+    return f"frequencies differ by up to {float(gap):.1%}"
+
+
+def _candidates(shape: TargetShape, table: RopeTable) -> Iterator[dict[str, Any]]:
+    """Yield rope settings that may have the frequencies of a table."""
+    share = table.size / shape.head_dim
+    while int(shape.head_dim * share) < table.size:  # readers round down
+        share = math.nextafter(share, 2)
+    partial = {"partial_rotary_factor": share} if share < 1 else {}
+    own = {k: v for k, v in shape.rope_parameters.items() if k != "partial_rotary_factor"}
+    yield own | partial
+    count = len(table.inv_freq)
+    if count < 2 or not bool((table.inv_freq > 0).all()):
+        return
+    first, last = float(table.inv_freq[0]), float(table.inv_freq[-1])
+    exact = (first / last) ** (count / (count - 1))
+    factors = ({"rope_type": "default"}, {"rope_type": "linear", "factor": _rounded(1 / first, 6)})
+    for digits in range(1, _DIGITS + 1):
+        for kind in factors:
+            yield kind | {"rope_theta": _rounded(exact, digits)} | partial
+
+
+def _rounded(value: float, digits: int) -> float:
+    """Round a number to significant digits."""
+    return float(f"{value:.{digits}g}")

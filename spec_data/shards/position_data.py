@@ -1,0 +1,161 @@
+"""What a dataset records of its target's positions and final norm: target/positions.safetensors.
+
+Inverse frequencies are stored with all their bits. `generate` reads them from the modules of the
+loaded target, and proves that cosines and sines computed from them are those of the modules. So a
+draft needs no code for the target's family. Datasets of older releases have no such file: a draft
+then takes its rope settings from the target's config.json.
+
+r rotary dimensions.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from spec_data.shards.errors import DatasetError
+from spec_data.shards.reader import checked_file
+from spec_data.shards.schema import Manifest
+
+POSITIONS = "target/positions.safetensors"
+FULL = "full_attention"
+ROPE, LEARNED, UNKNOWN = "rope", "learned", "unknown"
+SHORT, LONG = "short", "long"
+_SHORT, _LONG = "inv_freq", "long_inv_freq"  # names of tensors, after the table's name and a dot
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeTable:
+    """The rotary embedding of one kind of layer.
+
+    Attributes:
+        inv_freq: inverse frequencies, float32 [r/2]; with longrope the short ones.
+        factor: of cosines and sines.
+        long_inv_freq: the long ones of longrope, float32 [r/2].
+        limit: tokens of the longest document of the short ones; None without longrope.
+        factors: "short" or "long" where every document has these; None: each by its own length.
+    """
+
+    inv_freq: Tensor
+    factor: float = 1.0
+    long_inv_freq: Tensor | None = None
+    limit: int | None = None
+    factors: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Rotary dimensions r."""
+        return 2 * len(self.inv_freq)
+
+    def equals(self, other: "RopeTable") -> bool:
+        """Return whether both have the same frequencies, bit for bit, and the same factor."""
+        pairs = ((self.inv_freq, other.inv_freq), (self.long_inv_freq, other.long_inv_freq))
+        same = all(
+            (a is None and b is None)
+            or (a is not None and b is not None and torch.equal(a.cpu(), b.cpu()))
+            for a, b in pairs
+        )
+        close = abs(self.factor - other.factor) <= 1e-6 * abs(self.factor)
+        return same and close and self.limit == other.limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Positions:
+    """How a target tells positions apart, and the form of its final norm.
+
+    Attributes:
+        kind: "rope"; "learned" (an embedding of positions); "unknown": nothing was found.
+        proven: whether `tables` were compared with the modules, and equal.
+        reason: why they are not proven; empty if they are.
+        proven_to: positions 0 to proven_to - 1 were sampled.
+        difference: the largest difference of a cosine or sine.
+        rotation: "half-split" or "interleaved" pairs of dimensions; None: not found out.
+        tables: by layer type; one table for all layers has the name "full_attention".
+        norm: of the final norm, `kind` ("rms" or "layer"), `eps`, and `offset`, which is added to
+            its weight; empty if not found out.
+    """
+
+    kind: str = UNKNOWN
+    proven: bool = False
+    reason: str = ""
+    proven_to: int = 0
+    difference: float = 0.0
+    rotation: str | None = None
+    tables: dict[str, RopeTable] = field(default_factory=dict)
+    norm: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def of_draft(self) -> RopeTable | None:
+        """The table that a draft uses: that of full attention, or the only one."""
+        return self.tables.get(FULL) or (
+            next(iter(self.tables.values())) if len(self.tables) == 1 else None
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the manifest's `positions`."""
+        plain = {k: v for k, v in vars(self).items() if k != "tables"}
+        plain["tables"] = {
+            name: {
+                "dimensions": table.size,
+                "factor": table.factor,
+                "limit": table.limit,
+                "factors": table.factors,
+            }
+            for name, table in self.tables.items()
+        }
+        return plain
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the file: frequencies, float32 [r/2]."""
+        found = {}
+        for name, table in self.tables.items():
+            found[f"{name}.{_SHORT}"] = table.inv_freq
+            if table.long_inv_freq is not None:
+                found[f"{name}.{_LONG}"] = table.long_inv_freq
+        return {name: value.detach().cpu().contiguous() for name, value in found.items()}
+
+
+def load_positions(dataset: str | Path, manifest: Manifest) -> Positions | None:
+    """Read what a dataset records of its target's positions; None if it is of an older release.
+
+    Raises:
+        MissingError, DatasetError: the file is missing or not what the manifest describes.
+    """
+    raw = manifest.raw.get("positions")
+    if raw is None:
+        return None
+    tensors: dict[str, Tensor] = {}
+    if raw["tables"]:
+        file = checked_file(Path(dataset), POSITIONS, manifest)
+        try:
+            tensors = load_file(file)
+        except SafetensorError as error:
+            raise DatasetError(f"{file}: damaged ({error}); copy it again") from None
+    tables = {name: _table(name, row, tensors, dataset) for name, row in raw["tables"].items()}
+    return Positions(**{k: raw[k] for k in raw if k != "tables"}, tables=tables)
+
+
+def _table(
+    name: str, row: dict[str, Any], tensors: dict[str, Tensor], dataset: str | Path
+) -> RopeTable:
+    """Make a table of the manifest's entry and the tensors of the file."""
+    short, long = tensors.get(f"{name}.{_SHORT}"), tensors.get(f"{name}.{_LONG}")
+    wanted = (row["dimensions"] // 2,)
+    for value in (short, long if row["limit"] else short):
+        if value is None or value.dtype != torch.float32 or tuple(value.shape) != wanted:
+            raise DatasetError(
+                f"{Path(dataset) / POSITIONS}: the frequencies of {name} are not float32 "
+                f"{list(wanted)}, as the manifest says; generate the dataset again"
+            )
+    assert short is not None
+    return RopeTable(
+        inv_freq=short,
+        factor=row["factor"],
+        long_inv_freq=long,
+        limit=row["limit"],
+        factors=row["factors"],
+    )
