@@ -147,10 +147,10 @@ def _candidates(shape: TargetShape, table: RopeTable) -> Iterator[dict[str, Any]
         return
     first, last = float(table.inv_freq[0]), float(table.inv_freq[-1])
     exact = (first / last) ** (count / (count - 1))
-    factors = ({"rope_type": "default"}, {"rope_type": "linear", "factor": _rounded(1 / first, 6)})
     for digits in range(1, _DIGITS + 1):
-        for kind in factors:
-            yield kind | {"rope_theta": _rounded(exact, digits)} | partial
+        theta = {"rope_theta": _rounded(exact, digits)}
+        yield {"rope_type": "default"} | theta | partial
+        yield {"rope_type": "linear"} | theta | {"factor": _rounded(1 / first, 6)} | partial
 
 
 def _rounded(value: float, digits: int) -> float:

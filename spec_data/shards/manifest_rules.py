@@ -270,6 +270,9 @@ def contradictions(raw: dict[str, Any]) -> Iterator[str]:
     places, units = left["places"], left["units"]
     if len(places) != len(units) or places != sorted(set(places)) or units != sorted(units):
         yield "left_out has places and units that do not belong together"
+    tables = raw.get("positions", {}).get("tables")
+    if ("target/positions.safetensors" in raw["files"]) != bool(tables):
+        yield "positions and the list of files disagree on target/positions.safetensors"
     packing = raw["packing"]
     if "utilisation" in packing:
         if not {"form", "tolerance", "differences"} <= packing.keys():

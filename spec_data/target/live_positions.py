@@ -167,7 +167,7 @@ def _proven_table(call: _Call, count: int) -> tuple[RopeTable, float]:
     """
     module, prefix = call.module, f"{call.layer_type}_" if call.layer_type else ""
     name = prefix + _FREQUENCIES if hasattr(module, prefix + _FREQUENCIES) else _FREQUENCIES
-    live = getattr(module, name).detach().float().cpu()
+    live = getattr(module, name).detach().float().cpu().clone()  # calls may change it
     factor = float(getattr(module, prefix + "attention_scaling", 1.0))
     sample = sampled_positions(count)
     if getattr(module, "rope_type", None) not in _LONGROPE:

@@ -1,0 +1,197 @@
+"""A draft's rotary embedding comes from its dataset: stored, damaged, absent, beyond a config."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from spec_data.models import families
+from spec_data.options import VerifyConfig
+from spec_data.shards.errors import DatasetError, DraftError, MissingError
+from spec_data.shards.files import dump_json
+from spec_data.shards.position_data import POSITIONS, load_positions
+from spec_data.shards.schema import Manifest, fingerprint
+from spec_train.drafts import DRAFTS, load_draft
+from spec_train.exporting import run_export
+from spec_train.options import ExportConfig, fit_config, split_config
+from spec_train.training.setup import fit
+from tests.spec_data.runs import run, save_target, verify, write_corpus
+
+STEP = {"steps": 1, "batch_size": 1, "seq_len": 128, "device": "cpu"}
+SMALL: dict[str, dict[str, Any]] = {
+    "eagle3": {"ttt_steps": 2, "draft_vocab_size": 100},
+    "peagle": {"draft_vocab_size": 100},
+    "dspark": {"markov_rank": 8},
+}
+
+
+def lying(config: Any, **_: Any) -> tuple[torch.Tensor, float]:
+    """Frequencies that no settings of a config express."""
+    size = config.hidden_size // config.num_attention_heads
+    plain = 1.0 / (1e4 ** (torch.arange(0, size, 2, dtype=torch.float) / size))
+    return plain * (1 + torch.arange(size // 2) / 7), 1.0
+
+
+def made(folder: Path, family: str = "llama") -> Path:
+    """Make a target, a corpus and a dataset in a folder."""
+    save_target(folder / "target", family)
+    write_corpus(folder / "chats.jsonl", 8)
+    run(folder / "target", folder / "chats.jsonl", folder / "data", layers="1,2,4")
+    return folder
+
+
+def settings(data: Path, draft: str = "eagle3", out: str = "run", **changes: Any) -> Any:
+    """The options of a fit of one step, in a directory beside the dataset."""
+    place = {"data": str(data), "out": str(data.parent / f"{draft}-{out}")}
+    config = fit_config(draft)(**place, **STEP, **SMALL.get(draft, {}), **changes)
+    return split_config(draft, config)
+
+
+def fitted(data: Path, draft: str = "eagle3", out: str = "run") -> Path:
+    """Fit a draft for one step; return its directory."""
+    config, options = settings(data, draft, out)
+    assert fit(draft, config, options).finished
+    return Path(config.out) / "last"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    """A Llama and its dataset."""
+    return made(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory) -> Path:
+    """A Llama whose modules compute another rope than its config says, and its dataset."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LlamaRotaryEmbedding, "compute_default_rope_parameters", staticmethod(lying))
+        return made(tmp_path_factory.mktemp("odd"))
+
+
+@pytest.fixture
+def data(plain: Path, tmp_path: Path) -> Path:
+    """A copy of the dataset of the Llama, to be changed."""
+    shutil.copytree(plain / "data", tmp_path / "data")
+    return tmp_path / "data"
+
+
+def test_a_dataset_says_how_its_target_tells_positions_apart(plain: Path) -> None:
+    manifest = Manifest.read(plain / "data" / "manifest.json")
+    found = manifest.raw["positions"]
+    assert (found["kind"], found["proven"], found["proven_to"]) == ("rope", True, 256)
+    table = {"dimensions": 8, "factor": 1.0, "limit": None, "factors": None}
+    assert found["tables"] == {"full_attention": table}
+    assert POSITIONS in manifest.raw["files"]
+    assert verify(VerifyConfig(data=str(plain / "data"), device="cpu")) == 0
+    loaded = load_positions(plain / "data", manifest)
+    assert loaded is not None and loaded.of_draft is not None
+    draft = load_draft(fitted(plain / "data"))
+    assert torch.equal(draft.rotary.inv_freq, loaded.of_draft.inv_freq)
+    assert draft.config.positions == {}  # its rope settings say it all
+
+
+def test_a_flipped_bit_of_the_stored_frequencies_is_refused(data: Path, capsys) -> None:
+    raw = bytearray((data / POSITIONS).read_bytes())
+    raw[-1] ^= 1
+    (data / POSITIONS).write_bytes(raw)
+    with pytest.raises(DatasetError, match=r"positions.safetensors: changed or damaged"):
+        fitted(data)
+    assert verify(VerifyConfig(data=str(data), device="cpu")) == 1
+    assert "positions.safetensors" in capsys.readouterr().out
+    (data / POSITIONS).unlink()
+    with pytest.raises(MissingError, match=r"positions.safetensors"):
+        fitted(data)
+
+
+def _changed(data: Path, change: Any) -> None:
+    """Change a manifest, and make its fingerprint again."""
+    raw = json.loads((data / "manifest.json").read_text())
+    change(raw)
+    raw["fingerprint"] = fingerprint(raw)
+    (data / "manifest.json").write_text(dump_json(raw))
+
+
+def test_a_dataset_of_an_older_release_works_through_the_registry(data: Path, monkeypatch) -> None:
+    (data / POSITIONS).unlink()
+
+    def older(raw: dict[str, Any]) -> None:
+        del raw["positions"], raw["files"][POSITIONS]
+
+    _changed(data, older)
+    assert load_positions(data, Manifest.read(data / "manifest.json")) is None
+    assert load_draft(fitted(data)).rotary.inv_freq.shape == (4,)
+    # but not a family that is not registered
+    monkeypatch.delitem(families.TARGETS, "LlamaForCausalLM")
+    with pytest.raises(DraftError, match=r"no EAGLE-1/2 draft is registered.*Qwen3ForCausalLM"):
+        fitted(data, "eagle")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("dimensions", 16, r"full_attention are not float32 \[8\]"),
+        ("limit", 64, r"full_attention are not float32 \[4\]"),
+        ("dimensions", "8", r"dimensions is '8', expected a whole number"),
+    ],
+)
+def test_a_manifest_that_describes_other_frequencies_is_refused(
+    data: Path, key: str, value: Any, message: str
+) -> None:
+    _changed(data, lambda raw: raw["positions"]["tables"]["full_attention"].update({key: value}))
+    with pytest.raises(DatasetError, match=message):
+        load_positions(data, Manifest.read(data / "manifest.json"))
+
+
+@pytest.mark.parametrize("draft", sorted(DRAFTS))
+def test_a_draft_of_a_config_that_lies_has_the_rope_of_the_data(
+    odd: Path, draft: str, tmp_path: Path, caplog
+) -> None:
+    stored = load_positions(odd / "data", Manifest.read(odd / "data" / "manifest.json"))
+    assert stored is not None and stored.proven and stored.of_draft is not None
+    with caplog.at_level(logging.WARNING):
+        folder = fitted(odd / "data", draft)
+    assert "'rope_theta': 10000.0" in caplog.text and "engines cannot serve it" in caplog.text
+    loaded = load_draft(folder)  # without the dataset
+    assert torch.equal(loaded.rotary.inv_freq, stored.of_draft.inv_freq)
+    assert loaded.config.positions["inv_freq"] == stored.of_draft.inv_freq.tolist()
+    # engines compute rope from config.json, so no form for them is written
+    with pytest.raises(DraftError, match="no rope settings express"):
+        run_export(ExportConfig(draft=str(folder), format="vllm", out=str(tmp_path / "vllm")))
+    run_export(ExportConfig(draft=str(folder), format="hf", out=str(tmp_path / "hf")))
+    again = load_draft(tmp_path / "hf")
+    assert torch.equal(again.rotary.inv_freq, stored.of_draft.inv_freq)
+
+
+def test_a_draft_with_another_rope_than_the_dataset_does_not_go_on(plain: Path, odd: Path) -> None:
+    with pytest.raises(DraftError, match=r"another shape or target.*\n *positions"):
+        fit(
+            "eagle3",
+            *settings(odd / "data", out="continued", init_from=str(fitted(plain / "data"))),
+        )
+
+
+@pytest.mark.parametrize("draft", sorted(DRAFTS))
+def test_a_family_that_is_not_registered_is_derived_and_named(
+    plain: Path, draft: str, monkeypatch, caplog
+) -> None:
+    monkeypatch.delitem(families.TARGETS, "LlamaForCausalLM")
+    with caplog.at_level(logging.INFO):
+        folder = fitted(plain / "data", draft, "derived")
+    assert "not registered: LlamaForCausalLM: sizes come from config.json" in caplog.text
+    assert load_draft(folder).config.head_dim == 8
+
+
+def test_an_unknown_family_without_proven_positions_is_refused(data: Path, monkeypatch) -> None:
+    def unproven(raw: dict[str, Any]) -> None:
+        raw["positions"] |= {"proven": False, "reason": "it computes otherwise", "tables": {}}
+
+    _changed(data, unproven)
+    fitted(data)  # a registered family: its config decides
+    monkeypatch.delitem(families.TARGETS, "LlamaForCausalLM")
+    with pytest.raises(DraftError, match=r"Qwen3ForCausalLM.*not proven \(it computes otherwise\)"):
+        fitted(data, "peagle")
