@@ -81,9 +81,13 @@ class BaseConfig(LayerSizes):
             origin: further facts that identify the target and its prompts.
         """
         sizes = shape.of_draft()
+        own = options.layer_fields(text_table(target_config) | sizes, layers)
+        if own["head_dim"] != shape.head_dim:  # the target's frequencies belong to its own heads
+            kept = {k: v for k, v in shape.positions.items() if k == "factors"}
+            sizes["positions"] = kept
         return {
             **sizes,
-            **options.layer_fields(text_table(target_config) | sizes, layers),
+            **own,
             "dtype": target_dtype(target_config) or dtype or "bfloat16",
             "token_ids": token_ids(target_config),
             "origin": origin or {},

@@ -53,9 +53,7 @@ class EagleConfig(BaseConfig):
         """
         shape = target_shape(resolve_eagle1_draft_spec, target_config, positions)
         return cls(
-            **cls.of_target(
-                target_config, shape, options, options.num_layers, dtype, origin
-            ),
+            **cls.of_target(target_config, shape, options, options.num_layers, dtype, origin),
             num_hidden_layers=options.num_layers,
             vocab_size=vocab_size,
         )

@@ -189,7 +189,12 @@ def test_a_family_that_is_not_registered_is_derived_and_named(
 def test_an_unknown_family_without_proven_positions_is_refused(data: Path, monkeypatch) -> None:
     def unproven(raw: dict[str, Any]) -> None:
         raw["positions"] |= {"proven": False, "reason": "it computes otherwise", "tables": {}}
+        del raw["files"][POSITIONS]
 
+    with pytest.raises(DatasetError, match=r"disagree on target/positions\.safetensors"):
+        _changed(data, lambda raw: raw["positions"].update(tables={}))
+        Manifest.read(data / "manifest.json")
+    (data / POSITIONS).unlink()
     _changed(data, unproven)
     fitted(data)  # a registered family: its config decides
     monkeypatch.delitem(families.TARGETS, "LlamaForCausalLM")
