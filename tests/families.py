@@ -1,4 +1,7 @@
-"""Tiny random targets of real families, float32, vocabulary 96, six blocks, window 8 if sliding."""
+"""Tiny random targets of real families, float32, vocabulary 96, six blocks, window 8 if sliding.
+
+Those of `current_families.py` are here by name, too.
+"""
 
 from collections.abc import Callable
 
@@ -27,20 +30,10 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-VOCAB, LAYERS, WINDOW = 96, 6, 8
-_COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.15,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+from tests.current_families import COMMON, VOCAB, WINDOW, current_config
+
+LAYERS = 6
+_COMMON = COMMON | {"num_hidden_layers": LAYERS}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _HALF = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 
@@ -205,7 +198,8 @@ LEAKY: dict[str, Callable[[], object]] = {
 def tiny_model(name: str, seed: int = 0) -> PreTrainedModel:
     """A random model of a family, in evaluation mode."""
     torch.manual_seed(seed)
-    config = (FAMILIES | MORE_FAMILIES | LEAKY)[name]()
+    own = FAMILIES | MORE_FAMILIES | LEAKY
+    config = own[name]() if name in own else current_config(name)
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     model.config.architectures = [type(model).__name__]  # as a checkpoint on disk has it
     return model

@@ -21,11 +21,21 @@ class DraftSpec:
     note: str = ""  # how the draft differs from its target
 
 
-_LATENT = DraftSpec(
-    family="DeepSeek-V3",
-    shape=latent_shape,
-    note="the draft uses dense attention, with heads of the size of the target's rotary part",
-)
+def _latent(family: str) -> DraftSpec:
+    """A family with multi-head latent attention."""
+    return DraftSpec(
+        family=family,
+        shape=latent_shape,
+        note="the draft uses dense attention, with heads of the size of the target's rotary part",
+    )
+
+
+def _recurrent(family: str, note: str = "") -> DraftSpec:
+    """A family with recurrent or convolutional blocks: captured one document per row."""
+    return DraftSpec(family=family, note=note or "the draft has attention only")
+
+
+_NO_ROPE = "rotary positions, although the target's attention has none"
 _GEMMA4 = DraftSpec(
     family="Gemma-4",
     shape=global_shape,
@@ -49,12 +59,88 @@ TARGETS: dict[str, DraftSpec] = {
     "Gemma4ForCausalLM": _GEMMA4,
     "Gemma4ForConditionalGeneration": _GEMMA4,
     "GptOssForCausalLM": _GPT_OSS,
-    "DeepseekV3ForCausalLM": _LATENT,
+    "DeepseekV3ForCausalLM": _latent("DeepSeek-V3, Kimi-K2"),
     "Glm4ForCausalLM": DraftSpec(family="GLM-4"),
     "GraniteForCausalLM": DraftSpec(family="Granite"),
     "Olmo2ForCausalLM": DraftSpec(family="OLMo-2"),
     "CohereForCausalLM": DraftSpec(family="Cohere"),
     "GPT2LMHeadModel": DraftSpec(family="GPT-2", note="rotary positions instead of learned ones"),
+    "AfmoeForCausalLM": DraftSpec(family="AFMoE"),
+    "ApertusForCausalLM": DraftSpec(family="Apertus"),
+    "ArceeForCausalLM": DraftSpec(family="Arcee"),
+    "AXK1ForCausalLM": _latent("A.X-K1"),
+    "AXK2ForCausalLM": _latent("A.X-K2"),
+    "BambaForCausalLM": _recurrent("Bamba"),
+    "BitNetForCausalLM": DraftSpec(family="BitNet"),
+    "Cohere2ForCausalLM": DraftSpec(family="Cohere-2"),
+    "Cohere2MoeForCausalLM": DraftSpec(family="Cohere-2 MoE"),
+    "CwmForCausalLM": DraftSpec(family="CWM"),
+    "DeepseekV2ForCausalLM": _latent("DeepSeek-V2"),
+    "DeepseekV32ForCausalLM": _latent("DeepSeek-V3.2"),
+    "Dots1ForCausalLM": DraftSpec(family="dots.llm1"),
+    "Ernie4_5ForCausalLM": DraftSpec(family="Ernie-4.5"),
+    "Ernie4_5_MoeForCausalLM": DraftSpec(family="Ernie-4.5 MoE"),
+    "Exaone4ForCausalLM": DraftSpec(family="EXAONE-4"),
+    "ExaoneMoeForCausalLM": DraftSpec(family="EXAONE MoE"),
+    "FalconForCausalLM": DraftSpec(family="Falcon"),
+    "FalconH1ForCausalLM": _recurrent("Falcon-H1"),
+    "FlexOlmoForCausalLM": DraftSpec(family="FlexOLMo"),
+    "GemmaForCausalLM": DraftSpec(family="Gemma"),
+    "GlmForCausalLM": DraftSpec(family="GLM-4 (9B)"),
+    "Glm4MoeForCausalLM": DraftSpec(family="GLM-4.5, GLM-4.6"),
+    "Glm4MoeLiteForCausalLM": _latent("GLM-4.7-Flash"),
+    "GlmMoeDsaForCausalLM": _latent("GLM-5"),
+    "GPTNeoXForCausalLM": DraftSpec(family="GPT-NeoX"),
+    "GraniteMoeForCausalLM": DraftSpec(family="Granite MoE"),
+    "GraniteMoeHybridForCausalLM": _recurrent("Granite-4"),
+    "GraniteMoeSharedForCausalLM": DraftSpec(family="Granite MoE, shared experts"),
+    "GraniteMoeSWAForCausalLM": DraftSpec(family="Granite MoE, sliding windows"),
+    "GraniteSWAForCausalLM": DraftSpec(family="Granite, sliding windows"),
+    "HeliumForCausalLM": DraftSpec(family="Helium"),
+    "HunYuanDenseV1ForCausalLM": DraftSpec(family="Hunyuan dense"),
+    "HunYuanMoEV1ForCausalLM": DraftSpec(family="Hunyuan MoE"),
+    "HYV3ForCausalLM": DraftSpec(family="Hunyuan 3"),
+    "HyperCLOVAXForCausalLM": DraftSpec(family="HyperCLOVA X"),
+    "InternLM3ForCausalLM": DraftSpec(family="InternLM3"),
+    "Jais2ForCausalLM": DraftSpec(family="Jais-2"),
+    "JambaForCausalLM": _recurrent("Jamba", _NO_ROPE),
+    "KimiLinearForCausalLM": _recurrent("Kimi-Linear", _NO_ROPE),
+    "LagunaForCausalLM": DraftSpec(family="Laguna"),
+    "Lfm2ForCausalLM": _recurrent("LFM2"),
+    "Lfm2MoeForCausalLM": _recurrent("LFM2 MoE"),
+    "Lfm3ForCausalLM": _recurrent("LFM3"),
+    "Llama4ForCausalLM": DraftSpec(family="Llama-4 text"),
+    "Llama4ForConditionalGeneration": DraftSpec(family="Llama-4, text only"),
+    "MellumForCausalLM": DraftSpec(family="Mellum"),
+    "MiMoV2FlashForCausalLM": DraftSpec(family="MiMo-V2-Flash"),
+    "MiniMaxForCausalLM": _recurrent("MiniMax-01"),
+    "MiniMaxM2ForCausalLM": DraftSpec(family="MiniMax-M2"),
+    "MiniMaxM3VLForCausalLM": DraftSpec(family="MiniMax-M3 text"),
+    "MinistralForCausalLM": DraftSpec(family="Ministral"),
+    "Ministral3ForCausalLM": DraftSpec(family="Ministral-3"),
+    "MixtralForCausalLM": DraftSpec(family="Mixtral"),
+    "NanoChatForCausalLM": DraftSpec(family="nanochat"),
+    "NemotronForCausalLM": DraftSpec(family="Nemotron, Minitron"),
+    "NemotronHForCausalLM": _recurrent("Nemotron-H", _NO_ROPE),
+    "OlmoForCausalLM": DraftSpec(family="OLMo"),
+    "Olmo3ForCausalLM": DraftSpec(family="OLMo-3"),
+    "OlmoHybridForCausalLM": _recurrent("OLMo hybrid"),
+    "OlmoeForCausalLM": DraftSpec(family="OLMoE"),
+    "PhiForCausalLM": DraftSpec(family="Phi-2"),
+    "PhimoeForCausalLM": DraftSpec(family="Phi-3.5 MoE"),
+    "Qwen2MoeForCausalLM": DraftSpec(family="Qwen2-MoE"),
+    "Qwen3_5ForCausalLM": _recurrent("Qwen3.5 text"),
+    "Qwen3_5ForConditionalGeneration": _recurrent("Qwen3.5, text only"),
+    "Qwen3_5MoeForCausalLM": _recurrent("Qwen3.5-MoE text"),
+    "Qwen3_5MoeForConditionalGeneration": _recurrent("Qwen3.5-MoE, text only"),
+    "Qwen3NextForCausalLM": _recurrent("Qwen3-Next"),
+    "SeedOssForCausalLM": DraftSpec(family="Seed-OSS"),
+    "SmolLM3ForCausalLM": DraftSpec(family="SmolLM3"),
+    "SolarOpenForCausalLM": DraftSpec(family="Solar Open"),
+    "StableLmForCausalLM": DraftSpec(family="StableLM"),
+    "Starcoder2ForCausalLM": DraftSpec(family="StarCoder2"),
+    "VaultGemmaForCausalLM": DraftSpec(family="VaultGemma"),
+    "YoutuForCausalLM": _latent("Youtu"),
 }
 """Supported targets, by an entry of `architectures` in config.json."""
 

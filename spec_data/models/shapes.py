@@ -10,7 +10,7 @@ from typing import Any
 from spec_data.models.rope_settings import rope_parameters
 from spec_data.shards.errors import DraftError
 
-_EPS_KEYS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
+_EPS_KEYS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps", "norm_epsilon")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,18 +54,26 @@ def decoder_shape(config: dict[str, Any]) -> TargetShape:
             f"target config.json: num_attention_heads = {heads} is not a multiple of "
             f"num_key_value_heads = {kv_heads}; the file was edited or damaged"
         )
-    limit = _size(text, "max_position_embeddings", "n_positions")
+    limit = _size(text, "max_position_embeddings", "n_positions", "model_max_length")
     return TargetShape(
         hidden_size=hidden,
         intermediate_size=text.get("intermediate_size") or text.get("n_inner") or 4 * hidden,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=text.get("head_dim") or hidden // heads,
-        rms_norm_eps=next((text[key] for key in _EPS_KEYS if key in text), 1e-6),
+        rms_norm_eps=next((text[key] for key in _EPS_KEYS if text.get(key) is not None), 1e-6),
         max_position_embeddings=limit,
-        num_hidden_layers=_size(text, "num_hidden_layers", "n_layer"),
+        num_hidden_layers=_blocks(text),
         rope_parameters=rope_parameters(text | {"max_position_embeddings": limit}),
     )
+
+
+def _blocks(text: dict[str, Any]) -> int:
+    """Return the number of blocks; some hybrid families list the kind of each block instead."""
+    kinds = text.get("layers_block_type") or text.get("layer_types")
+    if "num_hidden_layers" not in text and "n_layer" not in text and isinstance(kinds, list):
+        return len(kinds)
+    return _size(text, "num_hidden_layers", "n_layer")
 
 
 def latent_shape(config: dict[str, Any]) -> TargetShape:
