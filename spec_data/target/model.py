@@ -1,4 +1,4 @@
-"""Load the target, capture its states, and describe its head as data.
+"""Load the target and capture its states.
 
 The only module that runs a target. A forward returns the raw states of the chosen layers and the
 input of the head. Logits are computed from that input with the head described as data, which
@@ -21,9 +21,10 @@ from spec_data.models.reading import text_config
 from spec_data.models.rope_factors import fix_rope_factors
 from spec_data.shards import packing
 from spec_data.shards.errors import TargetError
-from spec_data.shards.head_spec import HeadSpec, apply_head
+from spec_data.shards.head_spec import apply_head
 from spec_data.shards.layer_ids import choose_layers
 from spec_data.shards.packing import row_layout, shift_left
+from spec_data.target.head_form import describe_head
 from spec_data.target.hooks import (
     Captured,
     capturing,
@@ -38,39 +39,10 @@ from spec_data.target.target_batch import TargetBatch, document_starts
 
 logger = logging.getLogger(__name__)
 
-_MULTIPLIED = {"hyperclovax"}  # model types whose logits_scaling is a factor; elsewhere a divisor
-
 # Largest block of float32 logits in memory: small enough for the cache of a CPU, large enough to
 # keep a GPU busy.
 _LOGIT_BYTES = {"cpu": 8 << 20}
 _LOGIT_BYTES_OF_DEVICES = 256 << 20
-
-
-def describe_head(model: Any) -> HeadSpec:
-    """Return the head as data, from its module and the config fields that scale or cap logits."""
-    head, config = output_head(model), text_config(model.config)
-    vocab_size, hidden_size = head.weight.shape
-    embedding = model.get_input_embeddings().weight
-    return HeadSpec(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        tied=embedding.data_ptr() == head.weight.data_ptr(),
-        has_bias=getattr(head, "bias", None) is not None,
-        scale=_logit_scale(config),
-        softcap=getattr(config, "final_logit_softcapping", None),
-    )
-
-
-def _logit_scale(config: Any) -> float:
-    """Return the factor on the logits, under the names that families have for it."""
-    for name in ("logit_scale", "lm_head_multiplier"):
-        if getattr(config, name, None):
-            return float(getattr(config, name))
-    derived = isinstance(getattr(type(config), "logits_scaling", None), property)
-    if derived or not getattr(config, "logits_scaling", None):
-        return 1.0  # a derived one (MiniCPM3) scales the states before the head, not the logits
-    value = float(config.logits_scaling)
-    return value if config.model_type in _MULTIPLIED else 1.0 / value
 
 
 class Target:

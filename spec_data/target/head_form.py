@@ -1,0 +1,36 @@
+"""The head of a causal LM described as data: what its logits are, from the final hidden state."""
+
+from typing import Any
+
+from spec_data.models.reading import text_config
+from spec_data.shards.head_spec import HeadSpec
+from spec_data.target.hooks import output_head
+
+_MULTIPLIED = {"hyperclovax"}  # model types whose logits_scaling is a factor; elsewhere a divisor
+
+
+def describe_head(model: Any) -> HeadSpec:
+    """Return the head as data, from its module and the config fields that scale or cap logits."""
+    head, config = output_head(model), text_config(model.config)
+    vocab_size, hidden_size = head.weight.shape
+    embedding = model.get_input_embeddings().weight
+    return HeadSpec(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        tied=embedding.data_ptr() == head.weight.data_ptr(),
+        has_bias=getattr(head, "bias", None) is not None,
+        scale=_logit_scale(config),
+        softcap=getattr(config, "final_logit_softcapping", None),
+    )
+
+
+def _logit_scale(config: Any) -> float:
+    """Return the factor on the logits, under the names that families have for it."""
+    for name in ("logit_scale", "lm_head_multiplier"):
+        if getattr(config, name, None):
+            return float(getattr(config, name))
+    derived = isinstance(getattr(type(config), "logits_scaling", None), property)
+    if derived or not getattr(config, "logits_scaling", None):
+        return 1.0  # a derived one (MiniCPM3) scales the states before the head, not the logits
+    value = float(config.logits_scaling)
+    return value if config.model_type in _MULTIPLIED else 1.0 / value
