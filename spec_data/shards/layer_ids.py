@@ -59,6 +59,18 @@ def capturable_layer_ids(num_target_layers: int, num_feature_layers: int) -> lis
     return build_target_layer_ids(num_target_layers - 1, num_feature_layers)
 
 
+def published_dflash_layers(num_target_layers: int, count: int) -> list[int]:
+    """Return the layers of a published DFlash draft that lists none: spread over [1, L-3].
+
+    A single one is L // 2. The rule is that of z-lab's code; SpecForge, TorchSpec and NVIDIA's
+    AutoModel have the same.
+    """
+    if count == 1:
+        return [num_target_layers // 2]
+    span = num_target_layers - 4
+    return [round(1 + i * span / (count - 1)) for i in range(count)]
+
+
 def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
     """Return the layer ids of the EAGLE-3 recipe, 1, L/2-1 and L-4, without checking them."""
     return 1, num_layers // 2 - 1, num_layers - 4

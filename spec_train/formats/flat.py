@@ -58,6 +58,28 @@ def shape_of(files: DraftFiles) -> dict[str, Any]:
     return found | tokens
 
 
+def sizes_of_weights(files: DraftFiles) -> dict[str, Any]:
+    """Return the config with the sizes of the weights where it has none.
+
+    The defaults of config classes differ: without `head_dim`, Qwen3's has 128, Llama's H / heads.
+    """
+    raw, tensors = dict(files.config), plain_names(files.tensors)
+    layer, heads = "layers.0.", raw.get("num_attention_heads")
+    query = tensors.get(f"{layer}self_attn.q_proj.weight")
+    if raw.get("head_dim") is None and query is not None and isinstance(heads, int) and heads:
+        raw["head_dim"] = len(query) // heads
+    key = tensors.get(f"{layer}self_attn.k_proj.weight")
+    if raw.get("num_key_value_heads") is None and key is not None and raw.get("head_dim"):
+        raw["num_key_value_heads"] = len(key) // raw["head_dim"]
+    for name, tensor in (
+        ("hidden_size", tensors.get("norm.weight")),
+        ("intermediate_size", tensors.get(f"{layer}mlp.gate_proj.weight")),
+    ):
+        if raw.get(name) is None and tensor is not None:
+            raw[name] = len(tensor)
+    return raw
+
+
 def switches_of(files: DraftFiles) -> dict[str, Any]:
     """Return the switches of layers and norms that the file has; absent ones are left out.
 

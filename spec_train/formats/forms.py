@@ -3,10 +3,11 @@
 from collections.abc import Callable
 
 from spec_data.shards.errors import DraftError
-from spec_train.formats import dspark, eagle, eagle3, peagle, speculators
+from spec_train.formats import dspark, eagle, eagle3, peagle, read_blocks, speculators
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION, differing_leaves, some_of
 from spec_train.formats.flat import FORM
+from spec_train.formats.other_classes import OTHER_CLASSES
 from spec_train.formats.target_facts import TargetFacts
 
 Writer = Callable[[DraftFiles, TargetFacts], DraftFiles]
@@ -47,14 +48,14 @@ FLAT_READERS: dict[str, Reader] = {
     "eagle": eagle.from_flat,
     "eagle3": eagle3.from_flat,
     "peagle": peagle.from_flat,
-    "dspark": dspark.from_flat,
-    "dflash": dspark.from_flat,
+    "dspark": read_blocks.from_flat,
+    "dflash": read_blocks.from_flat,
 }
 SPECULATORS_READERS: dict[str, Reader] = {
     "eagle3": eagle3.from_speculators,
     "peagle": peagle.from_speculators,
-    "dspark": dspark.from_speculators,
-    "dflash": dspark.from_speculators,
+    "dspark": read_blocks.from_speculators,
+    "dflash": read_blocks.from_speculators,
 }
 _KINDS: dict[str, tuple[str, ...]] = {
     "eagle": eagle.ARCHITECTURES,
@@ -164,6 +165,12 @@ def _kind_of(files: DraftFiles) -> str:
     for kind, known in _KINDS.items():
         if set(names) & set(known):
             return kind
+    for name in names:
+        if name in OTHER_CLASSES:
+            raise DraftError(
+                f"{files.config_path}: a {name} has {OTHER_CLASSES[name]}; drafts of spec-train do "
+                "not, so this one cannot be read"
+            )
     raise DraftError(
         f"{files.config_path}: architectures {names} are not a known draft; known: "
         f"{', '.join(name for known in _KINDS.values() for name in known)}"

@@ -31,6 +31,7 @@ _READ = """
     sample_from_anchor markov_rank markov_head_type enable_confidence_head use_confidence_head
     confidence_head_with_markov is_causal causal use_swa swa_window_size
     sliding_window_non_causal num_anchors target_num_hidden_layers target_model_name_or_path
+    dspark_bonus_anchor shift_label
 """
 READ = frozenset(_READ.split())
 """Keys that the readers use."""
@@ -53,7 +54,9 @@ _HARMLESS = """
     decoder_sparse_step router_aux_loss_coef output_router_logits mlp_only_layers use_qk_norm
     shared_expert_intermediate_size reuse_target_lm_head speculators_version
     speculators_model_type speculators_config algorithm base_model_ep_plan enable_sp_ulysses
-    has_no_defaults_at_init
+    has_no_defaults_at_init has_embed_tokens max_anchors loss_decay_gamma confidence_head_alpha
+    enable_d2_feature d2_prefix_weight_base ce_loss_alpha l1_loss_alpha _torchspec_version emb_dim
+    backbone_rotary_base mrope_section mrope_interleaved
 """
 HARMLESS = frozenset(_HARMLESS.split())
 """Keys of libraries, of training, and about the target, which no forward pass of a draft reads.
@@ -85,10 +88,34 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rotary_embedding_type": ("rope",),
     "rope_interleaved": (False,),
     "swiglu_limit": (),
+    "attention_sink_bias": (False,),  # of block drafts, in `dflash_config`
+    "add_swa_attention_sink_bias": (False,),
+    "add_full_attention_sink_bias": (False,),
+    "attention_value_scale": (1,),
+    "attention_k_eq_v": (False,),
+    "attn_output_gate": (False,),
+    "output_multiplier": (1,),
+    "input_embedding_scale": (1,),
+    "is_neox_style": (True,),
+    "kv_lora_rank": (),
+    "attention_mode": ("gqa", "mha"),
+    "causal_head": (False,),
+    "projector_type": ("dflash", "dspark"),
+    "gru_hidden_dim": (),
+    "pure_draft_prefix_len": (0, 1),
+    "selector_rank": (),
+    "selector_top_k": (),
+    "conv_kernel_size": (),
+    "conv_group_size": (),
+    "draft_ffn_type": ("dense",),
+    "use_heterogeneous_kv": (False,),
+    "hc_mult": (1,),
 }
 """Keys that change the arithmetic, with the values (besides null) that change nothing here."""
 _SCALES = {"query_pre_attn_scalar": 1.0, "attention_multiplier": -0.5}
 """Keys of the attention's scale: neutral at this power of the head size."""
+KNOWN = READ | HARMLESS | _NEUTRAL.keys() | _SCALES.keys()
+"""All of them."""
 NESTED = ("eagle_config", "transformer_layer_config", "dflash_config")
 
 
@@ -122,11 +149,10 @@ def unread_keys(files: DraftFiles) -> list[str]:
     """
     if SECTION in files.config or class_of(files) is not None:
         return []
-    known = READ | HARMLESS | _NEUTRAL.keys() | _SCALES.keys()
     return sorted(
         path
         for name, value, path in _leaves(files.config)
-        if value is not None and name not in known
+        if value is not None and name not in KNOWN
     )
 
 

@@ -6,28 +6,34 @@ The speculators library has a form of its own. In both, `mask_hidden`, the learn
 tokens, is an input of `fc`.
 """
 
+import torch
+from torch import Tensor
+
 from spec_data.config import to_dict
 from spec_data.shards.errors import DraftError
 from spec_data.shards.layer_ids import as_block_inputs
 from spec_train.draft_options import PeagleOptions
 from spec_train.formats import speculators
 from spec_train.formats.draft_files import DraftFiles
+from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.flat import (
     INPUT_KEY,
     MASK_KEYS,
     aux_layers,
     plain_names,
-    refuse_set,
-    refuse_sliding,
     section_of,
     shape_of,
     shape_options,
+    sizes_of_weights,
     switches_of,
     with_target_weights,
 )
+from spec_train.formats.foreign import draft_keys
+from spec_train.formats.known_keys import refuse_arithmetic
 from spec_train.formats.layer_order import sort_states
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.formats.vocabulary_maps import own_vocabulary
+from spec_train.formats.windows import windows_of
 
 OWN = "Eagle3LlamaForCausalLM"
 ARCHITECTURES = (
@@ -36,6 +42,8 @@ ARCHITECTURES = (
 )
 """Names that no EAGLE-3 has. Drafts with EAGLE-3's names are recognised by MASK_STATES."""
 MASK_STATES = "mask_hidden"
+_TRAINED = "embed_requires_grad"
+"""Whether the embedding was trained, in the speculators form."""
 
 
 def to_speculators(own: DraftFiles, target: TargetFacts) -> DraftFiles:
@@ -64,7 +72,22 @@ def to_speculators(own: DraftFiles, target: TargetFacts) -> DraftFiles:
 
 def from_speculators(flat: DraftFiles, depth: int | None, target: TargetFacts) -> DraftFiles:
     """Convert unwrapped files of the speculators form to our checkpoint."""
-    return from_flat(flat, depth, target)
+    raw = {_TRAINED: True} | flat.config  # the library's default for P-EAGLE
+    return from_flat(DraftFiles(raw, flat.tensors, flat.where), depth, target)
+
+
+def _has_own_embedding(files: DraftFiles, tensors: dict[str, Tensor], target: TargetFacts) -> bool:
+    """Return whether the embedding is the draft's own, and not the target's.
+
+    Trainers of P-EAGLE train it, and not all of them write a key for it.
+    """
+    raw, own = files.config, tensors.get("embed_tokens.weight")
+    stated = raw.get("train_embeddings", raw.get(_TRAINED))
+    if own is None or SECTION in raw:
+        return bool(stated) and own is not None
+    if target.embedding is not None and own.shape == target.embedding.shape:
+        return not torch.equal(own, target.embedding.detach().to("cpu", own.dtype))
+    return bool(stated)
 
 
 def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> DraftFiles:
@@ -75,34 +98,42 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
     Raises:
         DraftError: it computes something that our P-EAGLE does not, or weights are missing.
     """
-    what, raw = "a P-EAGLE draft", files.config
-    refuse_set(files, what, norm_output=False, tie_word_embeddings=False)
-    refuse_sliding(files, what)
+    files = draft_keys(files)
+    refuse_arithmetic(files, "a P-EAGLE draft")
+    raw = sizes_of_weights(files)
+    files = DraftFiles(raw, files.tensors, files.where)
     mask = next((raw[key] for key in MASK_KEYS if raw.get(key) is not None), None)
     blocks = raw.get("num_hidden_layers")
+    if raw.get("tie_word_embeddings") and "lm_head.weight" not in plain_names(files.tensors):
+        raise DraftError(
+            f"{files.config_path}: tie_word_embeddings = true, and the file has no lm_head.weight: "
+            "P-EAGLE drafts of spec-train have a head of their own"
+        )
     if mask is None or blocks is None or MASK_STATES not in files.tensors:
         raise DraftError(
             f"{files.where}: a P-EAGLE draft needs num_hidden_layers, a mask token "
             f"({', '.join(MASK_KEYS)}) and the tensor {MASK_STATES}"
         )
-    shape = shape_of(files)
+    shape, windows = shape_of(files), windows_of(files, blocks)
     full = shape["draft_vocab_size"] == shape["vocab_size"]
     shared = ("embed_tokens.weight", *(("lm_head.weight",) if full else ()))
     tensors = plain_names(files.tensors)
+    own_embedding = _has_own_embedding(files, tensors, target)
     sizes = shape["vocab_size"], shape["draft_vocab_size"]
     tensors = own_vocabulary(tensors, *sizes, files.weights_path)
     layers, tensors = sort_states(tensors, aux_layers(files, target), files.config_path)
     tensors = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
     tensors[MASK_STATES] = tensors[MASK_STATES].reshape(1, 1, -1)
     tensors = with_target_weights(tensors, files, target, shape["dtype"], shared)
-    config = shape | switches_of(files)
+    config = shape | switches_of(files) | windows.keys()
     config |= {
         "architectures": [OWN],
         "model_type": "llama",
         "num_hidden_layers": blocks,
         "mask_token_id": mask,
         "fc_norm": bool(raw.get("fc_norm", False)),
-        "norm_output": False,
+        "norm_output": False,  # nothing is fed back, so it has no effect
+        "train_embeddings": own_embedding,
         INPUT_KEY: as_block_inputs(layers),
     }
     options = PeagleOptions(

@@ -3,6 +3,7 @@
 In: a `DraftBatch` in the token frame. Out: the loss of `dspark.loss`, chains and a drafter.
 """
 
+import logging
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +24,8 @@ from spec_train.drafts.dspark.trained_rows import draft_weights, learnable
 from spec_train.drafts.mask_token import settle_mask_token
 from spec_train.drafts.protocol import DraftLoss
 from spec_train.head import TargetHead
+
+log = logging.getLogger(__name__)
 
 __all__ = ["DFlashDraft", "DSparkConfig", "DSparkDraft", "dspark_loss"]
 
@@ -45,12 +48,34 @@ class DSparkDraft(DSparkModel):
             super().stop_below(confidence)
         self.confidence_threshold = confidence
 
-    def share(self, head: TargetHead) -> None:
+    @torch.no_grad()
+    def adopt(self, head: TargetHead) -> None:
         """Share the target's embedding; copy the head rows of a reduced draft vocabulary."""
-        super().share(head)
         if self.lm_head is not None:
-            rows = head.head_weight[self.draft_ids]
-            self.lm_head.weight = torch.nn.Parameter(rows, requires_grad=False)
+            self._use_rows(head.head_weight[self.draft_ids])
+        super().adopt(head)
+
+    def share(self, head: TargetHead) -> None:
+        """Share the target's embedding, and the head rows of a reduced draft vocabulary.
+
+        Rows in a draft of another trainer that are not the target's are kept.
+        """
+        super().share(head)
+        if self.lm_head is None:
+            return
+        rows, own = head.head_weight[self.draft_ids], self.lm_head.weight
+        if torch.equal(rows.to(own), own):
+            self._use_rows(rows)
+        else:
+            log.warning(
+                "warning: the draft's lm_head is not made of the target's rows: it is kept, and "
+                "not trained"
+            )
+
+    def _use_rows(self, rows: Tensor) -> None:
+        """Use head rows [Vd, H] of the target, frozen."""
+        assert self.lm_head is not None
+        self.lm_head.weight = torch.nn.Parameter(rows, requires_grad=False)
 
     @property
     def depth(self) -> int:

@@ -186,7 +186,7 @@ def test_a_published_draft_is_read(
         ({"is_causal": True}, "is_causal"),
         ({"confidence_head_with_markov": False}, "confidence head of width 32; the one"),
         ({"mask_token_id": ...}, "mask_token_id is missing"),
-        ({"target_layer_ids": [2, 0]}, "must be ascending"),
+        ({"target_layer_ids": [2, 2]}, "repeat an id"),
         ({"target_layer_ids": ...}, "target_layer_ids"),
         ({"attention_bias": True}, r"missing layers\.0\.self_attn\.q_proj\.bias"),
         ({"draft_vocab_size": 40}, "40 by draft_vocab_size, 64 by lm_head"),
@@ -204,15 +204,25 @@ def test_what_cannot_be_represented_is_refused(
         load_draft(published(own, tmp_path / "theirs", head, **changes), facts(head))
 
 
-def test_speculators_drafts_must_say_which_slot_drafts_first(
-    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, target: Path
+def test_speculators_drafts_without_the_slot_that_drafts_first(
+    dataset: HiddenStatesDataset,
+    head: TargetHead,
+    tmp_path: Path,
+    target: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """The library reads true; vLLM reads false, and so say the tokens per round of such a file."""
     own = saved(dataset, head, tmp_path / "own", "dspark", markov_rank=8)
     out = written(own, "speculators", tmp_path / "out", target)
     raw, _ = read(unseal(out))
-    del raw["sample_from_anchor"]
+    del raw["sample_from_anchor"], raw["spec_train"]
     (out / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(DraftError, match="no sample_from_anchor"):
+    assert load_draft(out, facts(head)).config.sample_from_anchor
+    assert "has no sample_from_anchor; read as true" in caplog.text
+    (method,) = raw["speculators_config"]["proposal_methods"]
+    method["speculative_tokens"] -= 1
+    (out / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(DraftError, match=r"no sample_from_anchor, and 3 tokens per round.*of 4"):
         load_draft(out, facts(head))
 
 

@@ -1,0 +1,103 @@
+"""ModelOpt's DFlash and DSpark: z-lab's layout, with the heads of DSpark at the top level."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec_data.shards.errors import DraftError
+from tests.spec_train.formats.published import blocks, tiny
+from tests.spec_train.formats.published.blocks import IDS, LAYERS, MASK, RANK, SIZE, Reading
+from tests.spec_train.formats.published.tiny import H, L
+
+SLIDING = "sliding_attention"
+CONFIG: dict[str, Any] = tiny.SIZES | {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "block_size": SIZE,
+    "num_hidden_layers": LAYERS,
+    "initializer_range": 0.02,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "num_target_layers": L,
+    "layer_types": ["full_attention"] * LAYERS,
+}
+TABLE: dict[str, Any] = {"mask_token_id": MASK, "target_layer_ids": IDS, "causal": False}
+
+
+def heads_at_the_top(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return tensors under ModelOpt's names."""
+    names = (("markov_head.", ""), ("confidence_head.proj.", "confidence_proj."))
+    found = {}
+    for name, value in tensors.items():
+        for ours, theirs in names:
+            name = name.replace(ours, theirs) if name.startswith(ours) else name
+        found[name] = value
+    return found
+
+
+@pytest.mark.parametrize("markov", ["vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("confidence", [True, False])
+def test_dspark_drafts_as_defined(tmp_path: Path, markov: str, confidence: bool) -> None:
+    facts = blocks.target()
+    tensors = blocks.block_tensors(markov=markov, confidence=H + RANK if confidence else None)
+    table = TABLE | {
+        "projector_type": "dspark",
+        "shift_label": True,
+        "markov_rank": RANK,
+        "markov_head_type": markov,
+        "use_confidence_head": confidence,
+    }
+    folder = tiny.write(tmp_path, CONFIG | {"dflash_config": table}, heads_at_the_top(tensors))
+    draft = blocks.read_block(folder, facts)
+    assert draft.name == "dspark" and draft.config.sample_from_anchor
+    assert facts.embedding is not None and facts.head is not None
+    it = Reading(tensors, facts.embedding, facts.head, markov=markov)
+    blocks.compare(draft, facts, it)
+    if confidence:
+        tiny.assert_same(*blocks.confidences(draft, facts, it))
+
+
+def test_a_released_dspark_nests_its_heads(tmp_path: Path) -> None:
+    facts, tensors = blocks.target(), blocks.block_tensors(markov="vanilla")
+    table = TABLE | {"projector_type": "dspark", "shift_label": True, "markov_rank": RANK}
+    folder = tiny.write(tmp_path / "a", CONFIG | {"dflash_config": table}, tensors)
+    assert facts.embedding is not None and facts.head is not None
+    it = Reading(tensors, facts.embedding, facts.head, markov="vanilla")
+    blocks.compare(blocks.read_block(folder, facts), facts, it)
+    both = tensors | {"markov_w1.weight": tensors["markov_head.markov_w1.weight"]}
+    folder = tiny.write(tmp_path / "b", CONFIG | {"dflash_config": table}, both)
+    with pytest.raises(DraftError, match=r"markov_w1\.weight is there twice"):
+        blocks.read_block(folder, facts)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"causal": True}, "causal = true: full attention that is causal"),
+        ({"attention_sink_bias": True}, "attention_sink_bias = True"),
+        (
+            {"projector_type": "domino", "emb_dim": 4},
+            "projector_type = domino",
+        ),
+        ({"projector_type": "dspark", "shift_label": False, "markov_rank": RANK}, "unclear which"),
+        ({"markov_rank": RANK}, "no sample_from_anchor"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    tensors = blocks.block_tensors(markov="vanilla" if "markov_rank" in changes else None)
+    folder = tiny.write(tmp_path, CONFIG | {"dflash_config": TABLE | changes}, tensors)
+    with pytest.raises(DraftError, match=message):
+        blocks.read_block(folder, blocks.target())
+
+
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    config = CONFIG | {"dflash_config": TABLE, "quantization_config": {"quant_algo": "FP8"}}
+    folder = tiny.write(tmp_path, config, blocks.block_tensors())
+    with pytest.raises(DraftError, match="quantization_config"):
+        blocks.read_block(folder, blocks.target())

@@ -1,0 +1,172 @@
+"""DFlash, DSpark and P-EAGLE of the speculators library (0.9), with the fields that it writes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec_data.shards.errors import DraftError
+from tests.spec_train.formats.published import blocks, tiny
+from tests.spec_train.formats.published.blocks import IDS, LAYERS, MASK, RANK, SIZE, Reading
+from tests.spec_train.formats.published.tiny import VD, H, V
+
+FULL = "full_attention"
+
+
+def layer_config(kind: str = "qwen3", **changes: Any) -> dict[str, Any]:
+    """Return `transformer_layer_config`: what the config class of the layer writes."""
+    plain = {k: v for k, v in tiny.SIZES.items() if k != "rope_theta"}
+    return plain | {
+        "model_type": kind,
+        "num_hidden_layers": LAYERS,
+        "rope_parameters": {"rope_theta": tiny.THETA, "rope_type": "default"},
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "layer_types": [FULL] * LAYERS,
+        "max_window_layers": 28,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "transformers_version": "5.2.0",
+        **changes,
+    }
+
+
+def config(kind: str, tokens: int, layer: dict[str, Any], **own: Any) -> dict[str, Any]:
+    """Return config.json of a draft of that kind with `tokens` per round."""
+    return {
+        "architectures": [own.pop("name")],
+        "auto_map": {"": "config.SpeculatorModelConfig"},
+        "dtype": "float32",
+        "draft_vocab_size": V,
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": layer,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "accept_tolerance": 0.0,
+                    "proposal_type": "greedy",
+                    "speculative_tokens": tokens,
+                    "verifier_accept_k": 1,
+                }
+            ],
+            "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": "Some/Target"},
+        },
+        **own,
+    }
+
+
+def block_config(kind: str, layer: dict[str, Any] | None = None, **own: Any) -> dict[str, Any]:
+    """Return config.json of a DFlash or DSpark."""
+    anchor = own.setdefault("sample_from_anchor", kind == "dspark")
+    fields: dict[str, Any] = {
+        "name": "DSparkDraftModel" if kind == "dspark" else "DFlashDraftModel",
+        "aux_hidden_state_layer_ids": [k + 1 for k in IDS],
+        "block_size": SIZE,
+        "mask_token_id": MASK,
+        "sliding_window_non_causal": False,
+    }
+    if kind == "dspark":
+        fields |= {
+            "markov_rank": RANK,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+        }
+    tokens = SIZE if anchor else SIZE - 1
+    return config(kind, tokens, layer or layer_config(), **fields | own)
+
+
+@pytest.mark.parametrize("layer", ["qwen3", "llama"])
+def test_dflash_drafts_as_defined(tmp_path: Path, layer: str) -> None:
+    """Its layers are Qwen3's in both cases, with norms of queries and keys."""
+    facts, tensors = blocks.target(), blocks.block_tensors()
+    raw = block_config("dflash", layer_config(layer))
+    draft = blocks.read_block(tiny.write(tmp_path, raw, tensors), facts)
+    assert draft.name == "dflash" and draft.config.layers == tuple(IDS)
+    assert facts.embedding is not None and facts.head is not None
+    blocks.compare(draft, facts, Reading(tensors, facts.embedding, facts.head, anchor=False))
+
+
+@pytest.mark.parametrize("anchor", [True, False])
+@pytest.mark.parametrize("with_markov", [True, False])
+@pytest.mark.parametrize("markov", ["vanilla", "gated", "rnn"])
+def test_dspark_drafts_as_defined(
+    tmp_path: Path, markov: str, with_markov: bool, anchor: bool
+) -> None:
+    facts, width = blocks.target(), H + (RANK if with_markov else 0)
+    tensors = blocks.block_tensors(markov=markov, confidence=width)
+    raw = block_config(
+        "dspark",
+        markov_head_type=markov,
+        confidence_head_with_markov=with_markov,
+        sample_from_anchor=anchor,
+    )
+    draft = blocks.read_block(tiny.write(tmp_path, raw, tensors), facts)
+    assert draft.name == "dspark" and draft.config.sample_from_anchor == anchor
+    assert facts.embedding is not None and facts.head is not None
+    it = Reading(tensors, facts.embedding, facts.head, anchor=anchor, markov=markov)
+    blocks.compare(draft, facts, it)
+    tiny.assert_same(*blocks.confidences(draft, facts, it))
+
+
+@pytest.mark.parametrize("order", ["ascending", "random"])
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_a_reduced_vocabulary_has_rows_of_its_own(tmp_path: Path, kind: str, order: str) -> None:
+    facts, ids = blocks.target(), tiny.some_ids(order)
+    assert facts.embedding is not None and facts.head is not None
+    markov, width = ("vanilla", H + RANK) if kind == "dspark" else (None, None)
+    tensors = blocks.block_tensors(markov=markov, confidence=width, rows=VD)
+    head = facts.head[ids]
+    saved = tensors | {"lm_head.weight": head} | tiny.maps(ids)
+    raw = block_config(kind, draft_vocab_size=VD)
+    draft = blocks.read_block(tiny.write(tmp_path, raw, saved), facts)
+    rows = ids.argsort()  # of the file, for each of our rows
+    state = dict(tensors)
+    if kind == "dspark":
+        name = "markov_head.markov_w2.weight"
+        state[name] = tensors[name][rows]
+    it = Reading(
+        state,
+        facts.embedding,
+        head[rows],
+        ids=ids[rows].tolist(),
+        anchor=kind == "dspark",
+        markov=markov,
+    )
+    blocks.compare(draft, facts, it)
+
+
+def test_rows_that_are_not_the_targets_are_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    facts, ids = blocks.target(), tiny.some_ids()
+    assert facts.embedding is not None
+    tensors, head = blocks.block_tensors(rows=VD), tiny.noise(VD, H)
+    saved = tensors | {"lm_head.weight": head} | tiny.maps(ids)
+    raw = block_config("dflash", draft_vocab_size=VD)
+    draft = blocks.read_block(tiny.write(tmp_path, raw, saved), facts)
+    it = Reading(tensors, facts.embedding, head, ids=ids.tolist(), anchor=False)
+    blocks.compare(draft, facts, it)
+    assert "lm_head is not made of the target's rows" in caplog.text
+
+
+@pytest.mark.parametrize("missing", ["markov_rank", "block_size", "confidence_head_with_markov"])
+def test_a_missing_field_has_the_librarys_default(tmp_path: Path, missing: str) -> None:
+    defaults = {"markov_rank": 256, "block_size": 8, "confidence_head_with_markov": True}
+    tensors = blocks.block_tensors(markov="vanilla", confidence=H + RANK)
+    raw = block_config("dspark")
+    del raw[missing]
+    if missing == "markov_rank":
+        with pytest.raises(DraftError, match="needs a confidence head of width 272"):
+            blocks.read_block(tiny.write(tmp_path, raw, tensors), blocks.target())
+        return
+    draft = blocks.read_block(tiny.write(tmp_path, raw, tensors), blocks.target())
+    assert getattr(draft.config, missing) == defaults[missing]

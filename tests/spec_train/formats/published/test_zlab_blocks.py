@@ -1,0 +1,118 @@
+"""z-lab's published DFlash: `dflash_config`, no head, no embedding, and code that is never run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec_data.shards.errors import DraftError
+from spec_data.shards.layer_ids import published_dflash_layers
+from tests.spec_train.formats.published import blocks, tiny
+from tests.spec_train.formats.published.blocks import IDS, LAYERS, MASK, SIZE, Reading
+from tests.spec_train.formats.published.tiny import L
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+CONFIG: dict[str, Any] = tiny.SIZES | {
+    "architectures": ["DFlashDraftModel"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "block_size": SIZE,
+    "bos_token_id": 1,
+    "dflash_config": {"mask_token_id": MASK, "target_layer_ids": IDS},
+    "dtype": "bfloat16",
+    "eos_token_id": 2,
+    "initializer_range": 0.02,
+    "layer_types": [FULL] * LAYERS,
+    "max_window_layers": LAYERS,
+    "model_type": "qwen3",
+    "num_hidden_layers": LAYERS,
+    "num_target_layers": L,
+    "rope_scaling": None,
+    "sliding_window": None,
+    "tie_word_embeddings": True,  # the target's
+    "transformers_version": "4.57.3",
+    "use_cache": True,
+    "use_sliding_window": False,
+}
+
+
+def write(folder: Path, tensors: Any, **changes: Any) -> Path:
+    """Write a checkpoint with a file of code that fails when it is run."""
+    made = tiny.write(folder, CONFIG | changes, tensors)
+    (made / "dflash.py").write_text("raise SystemExit('code of a checkpoint was run')\n")
+    return made
+
+
+def test_a_published_draft_drafts_as_defined(tmp_path: Path) -> None:
+    facts, tensors = blocks.target(), blocks.block_tensors()
+    draft = blocks.read_block(write(tmp_path / "draft", tensors), facts)
+    assert draft.name == "dflash" and not draft.config.sample_from_anchor
+    assert draft.config.layers == tuple(IDS) and draft.depth == SIZE - 1
+    assert facts.embedding is not None and facts.head is not None
+    blocks.compare(draft, facts, Reading(tensors, facts.embedding, facts.head, anchor=False))
+
+
+def test_layers_in_any_order_and_layers_that_are_not_listed(tmp_path: Path) -> None:
+    facts, tensors = blocks.target(), blocks.block_tensors()
+    ids = [8, 1, 4]
+    table = {"mask_token_id": MASK, "target_layer_ids": ids}
+    draft = blocks.read_block(write(tmp_path / "order", tensors, dflash_config=table), facts)
+    assert draft.config.layers == (1, 4, 8)
+    parts = tensors["fc.weight"].chunk(3, dim=1)
+    tiny.assert_same(draft.fc.weight.detach(), blocks.torch.cat([parts[1], parts[2], parts[0]], 1))
+    table = {"mask_token_id": MASK, "target_layer_ids": None}
+    draft = blocks.read_block(write(tmp_path / "none", tensors, dflash_config=table), facts)
+    assert draft.config.layers == tuple(published_dflash_layers(L, 3)) == (1, 5, 9)
+    assert published_dflash_layers(36, 5) == [1, 9, 17, 25, 33]  # of Qwen3-8B-DFlash-b16
+    assert published_dflash_layers(36, 1) == [18]
+
+
+@pytest.mark.parametrize(
+    "table, message",
+    [
+        ({"attention_sink_bias": True}, "attention_sink_bias = True"),
+        ({"attention_value_scale": 0.6}, "attention_value_scale = 0.6"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        ({"output_multiplier": 0.5}, "output_multiplier = 0.5"),
+        ({"projector_type": "domino"}, "projector_type = domino"),
+        ({"causal_head": True}, "causal_head = True"),
+        ({"causal": True}, "causal = true: full attention that is causal"),
+        ({"block_size": 9}, "block_size"),
+        ({"surprise": 1}, "dflash_config has surprise"),
+        ({"shift_label": True}, "unclear which slot drafts first"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(
+    tmp_path: Path, table: dict[str, Any], message: str
+) -> None:
+    table = {"mask_token_id": MASK, "target_layer_ids": IDS} | table
+    folder = write(tmp_path / "draft", blocks.block_tensors(), dflash_config=table)
+    with pytest.raises(DraftError, match=message):
+        blocks.read_block(folder, blocks.target())
+
+
+def test_values_without_an_effect_are_read(tmp_path: Path) -> None:
+    table = {
+        "mask_token_id": MASK,
+        "target_layer_ids": IDS,
+        "block_size": SIZE,
+        "output_multiplier": 1.0,
+        "final_logit_softcapping": None,
+        "input_embedding_scale": 1.0,
+        "attention_sink_bias": False,
+        "projector_type": "dflash",
+        "causal": False,
+    }
+    folder = write(tmp_path / "draft", blocks.block_tensors(), dflash_config=table)
+    assert blocks.read_block(folder, blocks.target()).config.block_size == SIZE
+
+
+def test_keys_that_are_not_known_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocks.read_block(write(tmp_path / "a", blocks.block_tensors()), blocks.target())
+    assert "not read" not in caplog.text
+    folder = write(tmp_path / "b", blocks.block_tensors(), new_trick=3)
+    blocks.read_block(folder, blocks.target())
+    assert "not read: new_trick." in caplog.text
