@@ -33,6 +33,8 @@ class BaseConfig(LayerSizes):
         "train_embeddings",
     )
     """Fields that older files lack and that are written only if they are not the default."""
+    of_files: ClassVar[tuple[str, ...]] = ()
+    """Fields that no option sets: a draft that was read keeps its own."""
 
     max_position_embeddings: int
     vocab_size: int

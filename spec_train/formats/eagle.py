@@ -10,30 +10,41 @@ from spec_data.config import to_dict
 from spec_data.shards.errors import DraftError
 from spec_train.draft_options import EagleOptions
 from spec_train.formats.draft_files import DraftFiles
+from spec_train.formats.eagle_parts import (
+    eagle_tensors,
+    has_norms,
+    layers_of,
+    no_bias,
+    with_whole_biases,
+)
 from spec_train.formats.flat import (
     drop_target_head,
-    plain_names,
-    refuse_sliding,
     section_of,
     shape_of,
     shape_options,
     switches_of,
     with_target_weights,
 )
+from spec_train.formats.foreign import AUTOMODEL_EAGLE, draft_keys
+from spec_train.formats.known_keys import refuse_arithmetic
 from spec_train.formats.target_facts import TargetFacts
+from spec_train.formats.windows import windows_of
 
 OWN, SGLANG = "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"
 SHARED = "LlamaForCausalLM"
 """SafeAILab's name of all its drafts, also of EAGLE-3."""
-ARCHITECTURES = (OWN, SGLANG, SHARED)
+ARCHITECTURES = (OWN, SGLANG, SHARED, AUTOMODEL_EAGLE)
+WHAT = "an EAGLE-1/2 draft"
 _BIAS = "fc.bias"
+_NORMS = ("use_input_layernorm_in_first_layer", "use_last_layernorm")
 
 
 def to_sglang(own: DraftFiles, target: TargetFacts) -> DraftFiles:
     """Write for SGLang."""
     weight = own.tensors["fc.weight"]
-    tensors = own.tensors | {_BIAS: torch.zeros(weight.shape[0], dtype=weight.dtype)}
-    return DraftFiles(own.config | {"architectures": [SGLANG], "bias": True}, tensors, own.where)
+    bias = own.tensors.get(_BIAS, torch.zeros(weight.shape[0], dtype=weight.dtype))
+    config = own.config | {"architectures": [SGLANG], "bias": True}
+    return DraftFiles(config, own.tensors | {_BIAS: bias}, own.where)
 
 
 def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> DraftFiles:
@@ -42,27 +53,30 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
     Raises:
         DraftError: it computes something that our EAGLE-1/2 does not, or weights are missing.
     """
-    what = "an EAGLE-1/2 draft"
-    refuse_sliding(files, what)
-    tensors, shape = plain_names(files.tensors), shape_of(files)
-    bias = tensors.pop(_BIAS, None)
-    if bias is not None and bool(bias.any()):
+    files = draft_keys(files)
+    shape, tensors = shape_of(files), eagle_tensors(files, WHAT)
+    refuse_arithmetic(files, WHAT, but=_NORMS)
+    tensors, fields = with_whole_biases(tensors, files)
+    fields = switches_of(files) | fields | {"qk_norm": has_norms(tensors, files)["qk_norm"]}
+    bias = tensors.get(_BIAS)
+    if files.config.get("bias") and bias is None:
         raise DraftError(
-            f"{files.weights_path}: fc has a bias, which neither our EAGLE-1/2 nor vLLM's has"
+            f"{files.config_path}: bias = true, but {files.weights_path} has no {_BIAS}, for which "
+            "SGLang uses random values; copy the draft again, or set it to false"
         )
-    if "layers.0.input_layernorm.weight" in tensors:
-        raise DraftError(
-            f"{files.weights_path}: the first layer normalises its input; in {what} it does not"
-        )
+    if no_bias(bias):
+        tensors.pop(_BIAS, None)
+    blocks = layers_of(tensors, files)
     tensors = drop_target_head(tensors, files, target)
     tensors = with_target_weights(tensors, files, target, shape["dtype"], ("embed_tokens.weight",))
-    blocks = files.config.get("num_hidden_layers") or 1
-    config = shape | switches_of(files)
+    config = shape | fields | windows_of(files, blocks).keys()
     config |= {
         "architectures": [OWN],
         "model_type": "llama",
         "num_hidden_layers": blocks,
-        "bias": False,
+        "bias": _BIAS in tensors,
+        _NORMS[0]: "layers.0.input_layernorm.weight" in tensors,
+        _NORMS[1]: "norm.weight" in tensors,
     }
     options = EagleOptions(
         num_layers=blocks, depth=depth or EagleOptions.depth, **shape_options(config)

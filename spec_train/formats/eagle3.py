@@ -20,6 +20,7 @@ from spec_train.formats.eagle_parts import (
     eagle_tensors,
     flag,
     has_norms,
+    layers_of,
     no_bias,
     tied_head,
     with_whole_biases,
@@ -34,7 +35,7 @@ from spec_train.formats.flat import (
     switches_of,
     with_target_weights,
 )
-from spec_train.formats.foreign import AUTOMODEL_EAGLE3, count_layers, draft_keys
+from spec_train.formats.foreign import AUTOMODEL_EAGLE3, draft_keys
 from spec_train.formats.foreign import DEEPSPEC_EAGLE3 as DEEPSPEC
 from spec_train.formats.known_keys import refuse_arithmetic
 from spec_train.formats.layer_order import sort_states
@@ -185,7 +186,7 @@ def _read(files: DraftFiles, depth: int | None, target: TargetFacts, collected: 
     tensors = _own_names(tied_head(tensors, files, sizes[0] == sizes[1]), files)
     shared = ("embed_tokens.weight", *(("lm_head.weight",) if sizes[0] == sizes[1] else ()))
     tensors = with_target_weights(tensors, files, target, shape["dtype"], shared)
-    windows = windows_of(files, count_layers(files.tensors)).keys()
+    windows = windows_of(files, layers_of(tensors, files)).keys()
     config = shape | fields | windows
     config |= {
         "architectures": [OWN],
@@ -213,12 +214,6 @@ def _own_names(tensors: dict[str, Tensor], files: DraftFiles) -> dict[str, Tenso
         DraftError: the file has another number of layers than its config says, a later layer that
             reads the token, or a bias of `fc` or of the head.
     """
-    count, stated = count_layers(tensors), files.config.get("num_hidden_layers")
-    if stated not in (None, count):
-        raise DraftError(
-            f"{files.config_path}: num_hidden_layers = {stated}, but {files.weights_path} has "
-            f"{count} layers; copy the draft again, or correct the key"
-        )
     wide = files.config["hidden_size"] * 2
     for name, value in tensors.items():
         later = not name.startswith((_OURS, _THEIRS))

@@ -14,6 +14,7 @@ from torch import Tensor
 from spec_data.shards.errors import DraftError
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.flat import plain_names
+from spec_train.formats.foreign import count_layers
 
 _NAMES = (
     (r"aux_norm_low\.", "fc_norm.0."),  # SGLang's aliases
@@ -136,6 +137,21 @@ def has_norms(tensors: dict[str, Tensor], files: DraftFiles) -> dict[str, bool]:
             "all layers of our drafts do, or none does"
         )
     return found | {"qk_norm": bool(normed)}
+
+
+def layers_of(tensors: dict[str, Tensor], files: DraftFiles) -> int:
+    """Return the number of decoder layers in the tensors.
+
+    Raises:
+        DraftError: the config has another number.
+    """
+    count, stated = count_layers(tensors), files.config.get("num_hidden_layers")
+    if stated not in (None, count):
+        raise DraftError(
+            f"{files.config_path}: num_hidden_layers = {stated}, but {files.weights_path} has "
+            f"{count} layers; copy the draft again, or correct the key"
+        )
+    return count
 
 
 def tied_head(tensors: dict[str, Tensor], files: DraftFiles, full: bool) -> dict[str, Tensor]:

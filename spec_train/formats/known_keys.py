@@ -119,8 +119,10 @@ KNOWN = READ | HARMLESS | _NEUTRAL.keys() | _SCALES.keys()
 NESTED = ("eagle_config", "transformer_layer_config", "dflash_config")
 
 
-def refuse_arithmetic(files: DraftFiles, what: str) -> None:
+def refuse_arithmetic(files: DraftFiles, what: str, but: tuple[str, ...] = ()) -> None:
     """Refuse a config with a key that changes the arithmetic in a way that `what` does not have.
+
+    `but` are keys that `what` reads.
 
     Raises:
         DraftError: names the keys and their values.
@@ -131,7 +133,9 @@ def refuse_arithmetic(files: DraftFiles, what: str) -> None:
     for name, value, known in _leaves(raw):
         if name in _SCALES and value not in (None, size ** _SCALES[name]):
             faults.append(f"{known} = {value}")
-        if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
+        if name in but or name not in _NEUTRAL:
+            continue
+        if value is not None and value not in _NEUTRAL[name]:
             shown = "..." if isinstance(value, dict) else value
             faults.append(f"{known} = {shown}")
     if faults:

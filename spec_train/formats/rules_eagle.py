@@ -18,6 +18,8 @@ from spec_train.formats.rules import (
 def vllm_eagle(subject: Subject) -> Notes:
     """Check EAGLE-1/2 for vLLM."""
     notes = Notes(VLLM)
+    notes.refuse(bool(subject.config.get("bias")), "a bias of fc: its class has none")
+    _refuse_norms(notes, subject)
     named = "eagle-" in subject.name.lower() and "eagle3" not in subject.name.lower()
     notes.warn(
         subject.form == "vllm" and not named,
@@ -30,11 +32,21 @@ def vllm_eagle(subject: Subject) -> Notes:
 def sglang_eagle(subject: Subject) -> Notes:
     """Check EAGLE-1/2 for SGLang."""
     notes = Notes(SGLANG)
+    _refuse_norms(notes, subject)
     notes.warn(
         subject.form not in ("sglang",),
         "needs --format sglang: its fc has a bias, which is random if the file has none",
     )
     return notes
+
+
+def _refuse_norms(notes: Notes, subject: Subject) -> None:
+    """Refuse the norms of AutoModel's EAGLE-1/2: engines have neither."""
+    for key, words in (
+        ("use_input_layernorm_in_first_layer", "a norm before the first layer's attention"),
+        ("use_last_layernorm", "a norm of the prediction"),
+    ):
+        notes.refuse(bool(subject.config.get(key)), f"{words} is not supported")
 
 
 def vllm_eagle3(subject: Subject) -> Notes:

@@ -267,7 +267,8 @@ def _make_draft(
             f"`spec-train fit {loaded.name}`"
         )
     loaded.update_config(**_unlearned(loaded.config, fresh.config))
-    ignored = {"dtype": "", "origin": {}}  # facts about the file; `join` checks the target
+    ignored: dict[str, Any] = {"dtype": "", "origin": {}}  # of the file; `join` checks the target
+    ignored |= dict.fromkeys(type(loaded.config).of_files)
     old, new = to_dict(loaded.config), to_dict(fresh.config)
     differing = differing_fields(old | ignored, new | ignored)
     if differing:

@@ -10,13 +10,17 @@ round accepts the tokens that `spec_train.decoding.chains` accepts (measured).
 
 The engines differ in the bias of `fc`. SafeAILab's loader makes one unless config.json has
 `"bias": false`. vLLM has none and refuses a file with one. SGLang always has one and leaves it at
-*random values* if the file has none. Drafts here have no bias and write `"bias": false`. For SGLang
-the file needs an `fc.bias` of zeros and the architecture name `LlamaForCausalLMEagle`; it refuses
-the file as written here.
+*random values* if the file has none. Drafts that are fitted here have no bias and write
+`"bias": false`. For SGLang the file needs an `fc.bias` of zeros and the architecture name
+`LlamaForCausalLMEagle`; it refuses the file as written here.
+
+Drafts of other trainers may have the bias, a norm before the first layer's attention, and a norm of
+the prediction (AutoModel has both norms, under ModelOpt's names of the keys). Such a draft is read
+and can be fitted further; no option makes a new one.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from spec_data.config import from_dict
 from spec_data.shards.position_data import Positions
@@ -31,7 +35,15 @@ from spec_train.formats.eagle import OWN as ARCHITECTURE
 class EagleConfig(BaseConfig):
     """Shapes and arithmetic of the draft."""
 
+    of_files: ClassVar[tuple[str, ...]] = (
+        *("bias", "use_input_layernorm_in_first_layer", "use_last_layernorm"),
+    )
+    switches: ClassVar[tuple[str, ...]] = (*BaseConfig.switches, *of_files)
+
     num_hidden_layers: int
+    bias: bool = False  # of fc
+    use_input_layernorm_in_first_layer: bool = False
+    use_last_layernorm: bool = False  # of the prediction
 
     @classmethod
     def from_target(
@@ -79,7 +91,7 @@ class EagleConfig(BaseConfig):
             "architectures": [ARCHITECTURE],
             "model_type": "llama",
             **self.shared_json(),
-            "bias": False,  # of fc, for SafeAILab's loader
+            "bias": self.bias,  # SafeAILab's loader makes one if there is no such key
             "mlp_bias": self.mlp_bias,
             **self.shape_json(),
             SECTION: self.own_json("eagle", options),

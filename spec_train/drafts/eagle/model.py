@@ -4,8 +4,9 @@ In: known tokens and final hidden states. Out: predicted final hidden states. Th
 reads token x_{t+1} and the final hidden state f_t, has RoPE position t, and predicts f_{t+1}. The
 target's head turns the prediction into a draft of x_{t+2}, and the next step reads it instead of
 f_{t+1}. The first layer has no norm before its attention, and there is no final norm: f is taken
-after the target's final norm, so its prediction enters the head directly. `eagle.config` says how
-engines read the checkpoint. The embedding is the target's and stays frozen; the head is not stored.
+after the target's final norm, so its prediction enters the head directly. (Drafts of some trainers
+have either norm.) `eagle.config` says how engines read the checkpoint. The embedding is the
+target's and stays frozen; the head is not stored.
 
 B packs, T slots, H hidden size, V target vocabulary.
 """
@@ -20,7 +21,7 @@ from spec_train.draft_options import EagleOptions
 from spec_train.drafts.base import BaseDraft
 from spec_train.drafts.drafting import LayerCaches
 from spec_train.drafts.eagle.config import EagleConfig
-from spec_train.drafts.layers import DecoderLayer, Rotary, frozen_embedding
+from spec_train.drafts.layers import DecoderLayer, RMSNorm, Rotary, frozen_embedding
 from spec_train.head import TargetHead
 
 
@@ -34,11 +35,14 @@ class EagleModel(BaseDraft):
         self.options = options or EagleOptions()
         size = config.hidden_size
         self.embed_tokens = frozen_embedding(config.vocab_size, size)
-        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.fc = nn.Linear(2 * size, size, bias=config.bias)
         self.layers = nn.ModuleList(
             DecoderLayer(config.layer_shape) for _ in range(config.num_hidden_layers)
         )
-        self.layers[0].add_module("input_layernorm", nn.Identity())
+        if not config.use_input_layernorm_in_first_layer:
+            self.layers[0].add_module("input_layernorm", nn.Identity())
+        if config.use_last_layernorm:
+            self.norm = RMSNorm(size, config.rms_norm_eps)
         self.rotary = Rotary(config.rope)
         self.scale = config.head_dim**-0.5  # factor on the attention scores
 
@@ -46,6 +50,10 @@ class EagleModel(BaseDraft):
         """Map known tokens, int64 [B, T], and states [B, T, H] to the layers' input [B, T, H]."""
         embedding = self.cast(self.embed_tokens(token_ids))
         return self.fc(torch.cat([embedding, self.cast(states)], dim=-1))
+
+    def predict(self, output: Tensor) -> Tensor:
+        """Map the last layer's output [B, T, H] to the predicted states [B, T, H]."""
+        return self.norm(output) if self.config.use_last_layernorm else output
 
     def project(self, states: Tensor) -> Tensor:
         """Cast the target's final hidden states [B, T, H] to the input of `step`."""
@@ -76,7 +84,7 @@ class EagleModel(BaseDraft):
         x = self.fuse(token_ids, carried)
         for layer, held in zip(self.layers, caches.layers, strict=True):
             x = layer(x, cos, sin, partial(held.attend, scale=self.scale, seen=seen))
-        return x
+        return self.predict(x)
 
     @classmethod
     def read_config(cls, raw: dict[str, Any], where: str) -> tuple[Any, Any]:

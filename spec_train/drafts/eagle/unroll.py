@@ -77,8 +77,8 @@ class EagleUnroll:
         for layer, steps in zip(draft.layers, self._layers, strict=True):
             x = layer(x, cos, sin, steps)
         self._steps += 1
-        self.carried = x
-        return x
+        self.carried = draft.predict(x)
+        return self.carried
 
 
 @torch.no_grad()

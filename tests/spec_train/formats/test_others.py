@@ -181,10 +181,6 @@ def test_a_published_eagle_draft_is_read(
     again = load_draft(rewrite(tmp_path / "theirs", raw, copy), facts(head))
     for name, value in load_draft(own).state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
-    for change, message in (
-        ({"fc.bias": torch.ones(32)}, "fc has a bias"),
-        ({"layers.0.input_layernorm.weight": torch.ones(32)}, "normalises its input"),
-        ({"lm_head.weight": torch.ones(64, 32)}, "lm_head is not the target's"),
-    ):
-        with pytest.raises(DraftError, match=message):
-            load_draft(rewrite(tmp_path / message, raw, copy | change), facts(head))
+    other = copy | {"lm_head.weight": torch.ones(64, 32)}
+    with pytest.raises(DraftError, match="lm_head is not the target's"):
+        load_draft(rewrite(tmp_path / "other", raw, other), facts(head))

@@ -1,8 +1,10 @@
-"""NVIDIA AutoModel's EAGLE-3 and 3.1: a copy of the target's config, names with `model.`.
+"""NVIDIA AutoModel's EAGLE-1/2, 3 and 3.1: a copy of the target's config, names with `model.`.
 
-Source: AutoModel 0.7, `components/speculative/eagle/draft_llama.py` and the recipe
-`train_eagle3.py`. `num_hidden_layers`, windows and layer types are the target's: its class reads
-none of them, has one layer, and takes the outputs of blocks 1, L/2-1 and L-4 if not told otherwise.
+Source: AutoModel 0.7, `components/speculative/eagle/draft_llama.py` (EAGLE-3) and
+`draft_llama_v12.py` (EAGLE-1/2), and the recipes `train_eagle3.py` and `train_eagle1.py`. Its
+EAGLE-1/2 norms the first layer's input and the prediction. `num_hidden_layers`, windows and layer
+types are the target's: its class reads none of them, has one layer, and takes the outputs of blocks
+1, L/2-1 and L-4 if not told otherwise.
 """
 
 from pathlib import Path
@@ -11,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from spec_train.drafts.eagle.unroll import EagleUnroll
+from spec_train.exporting import run_export
+from spec_train.options import ExportConfig
 from tests.spec_train.formats.published import tiny
 from tests.spec_train.formats.published.tiny import VD, H, L, V
 
@@ -95,3 +100,33 @@ def test_eagle3_has_the_logits_of_its_own_class(tmp_path: Path, name: str, form:
     assert draft.config.layer_types == () and draft.config.sliding_window is None
     tiny.assert_same(tiny.by_token(found, draft.draft_ids), tiny.by_token(want, ids))
     tiny.assert_same(state, carried)
+
+
+def trained_states(draft: Any, tokens: list[int], states: torch.Tensor) -> torch.Tensor:
+    """Step 0 of the training forward."""
+    rows, document = torch.arange(len(tokens))[None], torch.zeros(1, len(tokens), dtype=torch.long)
+    with torch.no_grad():
+        return EagleUnroll(draft, states[None], document, rows).advance(torch.tensor([tokens]))[0]
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("name", TARGETS)
+def test_eagle1_predicts_the_states_of_its_own_class(
+    tmp_path: Path, name: str, blocks: int
+) -> None:
+    torch.manual_seed(32)
+    facts = tiny.target()
+    tensors = tiny.eagle_tensors(blocks, first_norm=True) | {"norm.weight": tiny.gain(H)}
+    tensors["embed_tokens.weight"] = facts.embedding.clone()
+    own = {"architectures": ["LlamaEagleDraftModel"], "draft_num_hidden_layers": blocks}
+    config = TARGET | TARGETS[name] | own | {"hidden_act": "gelu"}  # its MLP is always SiLU
+    tokens, states = tiny.rows_of(states=1)
+    folder = tiny.write(tmp_path / "draft", config, tensors)
+    draft, found = tiny.served_states(folder, facts, tokens, states)
+    assert draft.name == "eagle" and draft.config.num_hidden_layers == blocks
+    want = tiny.eagle_states(tensors, tokens, states, facts.embedding)
+    tiny.assert_same(found, want)
+    tiny.assert_same(trained_states(draft, tokens, states), want)  # what a fit goes on from
+    engines = run_export(ExportConfig(draft=str(folder), check=True)).findings
+    for engine in ("vllm", "sglang"):  # none has these norms
+        assert [f.level for f in engines[engine]].count("refuse") == 2

@@ -246,6 +246,33 @@ def eagle3_logits(
     return logits, torch.stack(final if norm_output else x)
 
 
+def eagle_tensors(blocks: int = 1, *, first_norm: bool = False) -> dict[str, Tensor]:
+    """An EAGLE-1/2 of plain layers; with `first_norm` also the first one norms its input."""
+    found = {"fc.weight": noise(H, 2 * H)}
+    for i in range(blocks):
+        found |= layer_tensors(f"layers.{i}.")
+        if i or first_norm:
+            found[f"layers.{i}.input_layernorm.weight"] = gain(H)
+    return found
+
+
+def eagle_states(
+    state: Mapping[str, Tensor], tokens: list[int], states: Tensor, embedding: Tensor
+) -> Tensor:
+    """EAGLE-1/2 as its trainers define it: predicted states [T, H] of final states [T, H]."""
+    rows = zip(tokens, states, strict=True)
+    x = [linear(state, "fc", torch.cat([embedding[token], row])) for token, row in rows]
+    blocks = sum(name.endswith("self_attn.o_proj.weight") for name in state)
+    for i in range(blocks):
+        name = f"layers.{i}."
+        norm = state.get(f"{name}input_layernorm.weight")
+        inputs = x if norm is None else [rms(row, norm) for row in x]
+        attended = attention(state, name, inputs)
+        x = [_after(state, name, r, a, None) for r, a in zip(x, attended, strict=True)]
+    norm = state.get("norm.weight")
+    return torch.stack(x if norm is None else [rms(row, norm) for row in x])
+
+
 def _after(
     state: Mapping[str, Tensor], prefix: str, residual: Tensor, attended: Tensor, act: Any
 ) -> Tensor:
@@ -261,6 +288,16 @@ def served(folder: Path, facts: TargetFacts, tokens: list[int], aux: Tensor) -> 
         rows = torch.arange(len(tokens))[None]
         carried = draft.step(torch.tensor([tokens]), draft.project(aux[None]), rows)
         return draft, draft.logits(carried)[0], carried[0]
+
+
+def served_states(
+    folder: Path, facts: TargetFacts, tokens: list[int], states: Tensor
+) -> tuple[Any, Tensor]:
+    """Read an EAGLE-1/2 and run its serving forward: draft, predicted states [T, H]."""
+    draft = load_draft(folder, facts).double()
+    with torch.no_grad():
+        rows = torch.arange(len(tokens))[None]
+        return draft, draft.step(torch.tensor([tokens]), draft.project(states[None]), rows)[0]
 
 
 def by_token(logits: Tensor, ids: Tensor) -> Tensor:
