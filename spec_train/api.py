@@ -324,5 +324,6 @@ def export(
         ),
         tensors=len(tensors),
         bytes=sum(value.nbytes for value in tensors.values()),
+        pruning=None if checked.cost is None else checked.cost.facts(),
         text=report(checked.findings, checked.own),
     )

@@ -10,6 +10,7 @@ from spec_data.shards.errors import DraftError
 from spec_data.shards.layer_ids import chosen_layers
 from spec_train.loss_options import BlockLossOptions, LossOptions, PositionOptions, loss_option
 from spec_train.shape_options import SHAPE, LayerOptions, NormOptions, qk_norm_option
+from spec_train.vocabulary_options import VocabularyOptions
 
 
 def slots_option() -> Any:
@@ -37,7 +38,7 @@ def fc_norm_option() -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuxOptions(LayerOptions):
+class AuxOptions(VocabularyOptions, LayerOptions):
     """What drafts over captured layers share."""
 
     layers: str = option(
@@ -46,16 +47,16 @@ class AuxOptions(LayerOptions):
         "captured with for this draft (`spec-data generate --for`), else every captured layer",
         metavar="IDS",
     )
-    draft_vocab_size: int = option(
-        32000,
-        help="the draft can propose this many tokens, the most frequent supervised ones; 0 = all. "
-        "Fewer are faster; raise it for many languages",
-    )
     gradient_checkpointing: bool = option(
         False,
         help="compute every layer (of EAGLE-3: every unroll step) again in the backward pass: less "
         "memory, up to a third slower",
     )
+
+    def __post_init__(self) -> None:
+        """Reject values outside their range."""
+        VocabularyOptions.__post_init__(self)
+        LayerOptions.__post_init__(self)
 
     def layer_ids(
         self, captured: tuple[int, ...], recorded: tuple[int, ...] | None = None
@@ -98,8 +99,6 @@ class Eagle3Options(PositionOptions, AuxOptions, NormOptions):
             raise DraftError(f"ttt_steps = {self.ttt_steps}: at least 1")
         if not 0 < self.step_decay <= 1:
             raise DraftError(f"step_decay = {self.step_decay}: above 0 and at most 1")
-        if self.draft_vocab_size < 0:
-            raise DraftError(f"draft_vocab_size = {self.draft_vocab_size}: 0 (all) or more")
         self.check_loss()
         self.check_positions(self.ttt_steps)
         self.check_one_rule("step_decay")
@@ -183,10 +182,8 @@ class PeagleOptions(PositionOptions, AuxOptions, NormOptions):
         for name in ("depths", "draft_layers", "segments"):
             if getattr(self, name) < 1:
                 raise DraftError(f"{name} = {getattr(self, name)}: at least 1")
-        for name in ("draft_vocab_size", "mask_token_id"):
-            least = -1 if name == "mask_token_id" else 0
-            if getattr(self, name) < least:
-                raise DraftError(f"{name} = {getattr(self, name)}: {least} or more")
+        if self.mask_token_id < -1:
+            raise DraftError(f"mask_token_id = {self.mask_token_id}: -1 or more")
         if not 0 < self.cod_ratio <= 1:
             raise DraftError(f"cod_ratio = {self.cod_ratio}: above 0 and at most 1")
         if not 0 <= self.cod_floor <= 1:
@@ -249,7 +246,6 @@ class BlockOptions(BlockLossOptions, AuxOptions):
         for name, value, bound in (
             ("num_draft_layers", self.num_draft_layers, 1),
             ("num_anchors", self.num_anchors, 1),
-            ("draft_vocab_size", self.draft_vocab_size, 0),
             ("mask_token_id", self.mask_token_id, -1),
             ("loss_decay_gamma", self.loss_decay_gamma, 0),
             ("ce_weight", self.ce_weight, 0),

@@ -27,7 +27,9 @@ from spec_train.formats.preflight import READERS, preflight, refusals
 from spec_train.formats.preflight_notes import NOTE, Finding, Subject
 from spec_train.formats.target_facts import TargetFacts, read_target
 from spec_train.options import ExportConfig
+from spec_train.pruning import PruningCost, pruned
 from spec_train.training.stored import resolve_draft_dir
+from spec_train.vocabulary_options import CHOICES
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,8 @@ class CheckedDraft:
     folder: Path
     target: TargetFacts
     findings: dict[str, list[Finding]]
+    cost: PruningCost | None = None
+    """What its smaller vocabulary costs, if it was pruned."""
 
 
 def run_export(config: ExportConfig) -> CheckedDraft:
@@ -50,6 +54,8 @@ def run_export(config: ExportConfig) -> CheckedDraft:
         As `check_draft` and `export_draft`.
     """
     checked = check_draft(config)
+    if checked.cost is not None:
+        print(checked.cost.text())
     if config.check:
         print(report(checked.findings, checked.own))
     export_draft(config, checked)
@@ -67,11 +73,17 @@ def check_draft(config: ExportConfig) -> CheckedDraft:
     target = find_target(config.target)
     folder = resolve_draft_dir(config.draft)
     draft, files = read_draft(folder, target, config.accept_edited)
+    cost = None
+    if config.prunes:
+        draft, cost = pruned(draft, config, folder, target)
     own = own_files(draft, str(folder))
     name = Path(config.out).name if config.out else folder.resolve().name
-    changed, unread = _changed(files, own), tuple(unread_keys(files))
+    changed = () if cost else _changed(files, own)
+    unread = tuple(unread_keys(files))
     found = preflight(Subject(own, target, name, config.format or "vllm", changed, unread))
-    return CheckedDraft(draft=draft, own=own, folder=folder, target=target, findings=found)
+    return CheckedDraft(
+        draft=draft, own=own, folder=folder, target=target, findings=found, cost=cost
+    )
 
 
 def find_target(name: str | None) -> TargetFacts:
@@ -125,6 +137,10 @@ def command_after(config: ExportConfig, checked: CheckedDraft) -> list[str]:
         out = f"{config.draft.rstrip('/')}-{form}"
         target = ["--target", config.target] if config.target else []
         words = ["--draft", config.draft, "--format", form, "--out", out, *target]
+        names = (*CHOICES, "draft_vocab_from", "data")
+        given = {name: getattr(config, name) for name in names}
+        for name, value in given.items():
+            words += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
         return ["spec-train", "export", *words]
     if config.format not in ("vllm", "speculators"):
         return ["spec-train", "export", "--draft", config.out, "--check"]

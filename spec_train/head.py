@@ -8,6 +8,7 @@ V / Vd target / draft vocabulary, H hidden size.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -145,6 +146,35 @@ def choose_draft_vocabulary(
     rank[special] = torch.iinfo(torch.int64).max
     chosen = torch.argsort(rank, descending=True, stable=True)[:size]
     return cast(torch.LongTensor, chosen.sort().values)
+
+
+def smallest_vocabulary(
+    counts: Tensor, share: float, special_ids: Sequence[int] = ()
+) -> torch.LongTensor:
+    """Choose the smallest draft vocabulary that holds a share of the supervised tokens.
+
+    Tokens are chosen as by `choose_draft_vocabulary`: int64 [Vd], ascending.
+
+    Args:
+        counts: how often each target token is a supervised token, int64 [V].
+        share: above 0 and at most 1.
+        special_ids: ids that are always chosen; ids outside 0..V-1 are ignored.
+
+    Raises:
+        DraftError: there is no supervised token.
+    """
+    total = int(counts.sum())
+    if not total:
+        raise DraftError("there is no supervised token, so no draft vocabulary can cover any")
+    special = sorted({i for i in special_ids if 0 <= i < counts.numel()})
+    others = counts.detach().to("cpu", torch.int64).clone()
+    held = int(others[special].sum())
+    others[special] = 0
+    covered = held + others.sort(descending=True).values.cumsum(0)  # [V], with 1, 2, ... others
+    # the least count that is at least the share; a product in floats may be above a whole number
+    needed = min(math.ceil(share * total - 1e-9 * total), total)
+    more = 0 if held >= needed else int((covered < needed).sum()) + 1
+    return choose_draft_vocabulary(counts, max(1, len(special) + more), special_ids)
 
 
 def vocabulary_coverage(

@@ -26,6 +26,13 @@ from spec_train.fit_options import (
     share,
 )
 from spec_train.presets import apply_preset
+from spec_train.vocabulary_options import (
+    CHOICES,
+    check_choice,
+    coverage_option,
+    file_option,
+    source_option,
+)
 
 T = TypeVar("T")
 
@@ -80,6 +87,7 @@ def resolve_fit(
     """
     cls = fit_config(draft)
     names = {field.name for field in dataclasses.fields(cls)}
+    check_choice(given)
     return from_dict(cls, apply_preset(given, table or {}, names), where=where)
 
 
@@ -249,6 +257,7 @@ class EvalConfig:
         at_least(self, 1, "max_new_tokens", "tree_topk")
 
 
+_SMALLER = "a smaller vocabulary"
 FORMATS = ("vllm", "sglang", "speculators", "deepspec", "hf")
 
 
@@ -279,6 +288,23 @@ class ExportConfig:
         group="what is written",
         metavar="MODEL",
     )
+    draft_vocab_size: int | None = option(
+        None,
+        help="write a smaller draft that can propose only this many tokens, those of its own that "
+        "are most frequent in --data. The rows of its head are kept or dropped, never changed",
+        group=_SMALLER,
+        metavar="N",
+    )
+    draft_vocab: str | None = file_option(_SMALLER)
+    draft_vocab_coverage: float | None = coverage_option(_SMALLER)
+    draft_vocab_from: str | None = source_option("in --data", _SMALLER)
+    data: str | None = option(
+        None,
+        help="measure on this dataset what a smaller vocabulary costs: supervised tokens that it "
+        "does not hold, and the simulated acceptance before and after",
+        group=_SMALLER,
+        metavar="DIR",
+    )
     check: bool = option(
         False,
         help="report what every engine would make of the draft; without --out, only that",
@@ -290,6 +316,29 @@ class ExportConfig:
             raise ConfigError("nothing to do: give --out with --format, or --check")
         if self.out is not None and self.format is None:
             raise ConfigError(f"--out {self.out} needs --format: {', '.join(FORMATS)}")
+        self._check_vocabulary()
+
+    @property
+    def prunes(self) -> bool:
+        """Whether the draft gets a smaller vocabulary."""
+        return any(getattr(self, name) is not None for name in CHOICES)
+
+    def _check_vocabulary(self) -> None:
+        names = (*CHOICES, "draft_vocab_from")
+        check_choice({name: getattr(self, name) for name in names})
+        at_least(self, 1, "draft_vocab_size")
+        counted = self.prunes and self.draft_vocab is None
+        if counted and self.data is None and self.draft_vocab_from is None:
+            raise ConfigError(
+                "a size or share does not say which tokens to keep: add --data DIR or "
+                "--draft-vocab-from DATA, in which they are counted"
+            )
+        for name in ("data", "draft_vocab_from"):
+            if getattr(self, name) is not None and not self.prunes:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} has no effect without --draft-vocab-size, "
+                    "--draft-vocab or --draft-vocab-coverage"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

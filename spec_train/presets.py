@@ -28,8 +28,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-HOW_LONG = frozenset({"steps", "epochs"})
-"""Options that exclude each other: setting one of them overrides both."""
+from spec_train.vocabulary_options import CHOICES
+
+EXCLUSIVE = (frozenset({"steps", "epochs"}), frozenset(CHOICES))
+"""Groups of options that exclude each other: setting one of a group overrides all of it."""
+
+_EXCLUSIVE = frozenset().union(*EXCLUSIVE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +106,8 @@ def apply_preset(
     """Merge options: flags override the config file's `table`, which overrides a preset.
 
     A preset named by a flag (not in the file) overrides the file, because it was typed for this
-    run. A preset sets only options in `names`, those that the draft has. A source that sets --steps
-    or --epochs removes both from the sources that it overrides; None sets neither.
+    run. A preset sets only options in `names`, those that the draft has. A source that sets one
+    of a group of EXCLUSIVE removes the group from the sources that it overrides; None sets nothing.
     """
     preset = flags.get("preset", table.get("preset"))
     found = PRESETS[preset].values if preset in PRESETS else {}
@@ -111,9 +115,10 @@ def apply_preset(
     layers = [table, values] if "preset" in flags else [values, table]
     merged: dict[str, Any] = {}
     for source in (*layers, flags):
-        layer = {k: v for k, v in source.items() if k not in HOW_LONG or v is not None}
-        if layer.keys() & HOW_LONG:
-            merged = {name: value for name, value in merged.items() if name not in HOW_LONG}
+        layer = {k: v for k, v in source.items() if v is not None or k not in _EXCLUSIVE}
+        for group in EXCLUSIVE:
+            if layer.keys() & group:
+                merged = {name: value for name, value in merged.items() if name not in group}
         merged |= layer
     return merged
 

@@ -100,6 +100,8 @@ class ExportResult:
     tensors: int
     bytes: int
     """Bytes of the tensors."""
+    pruning: dict[str, Any] | None
+    """What a smaller vocabulary costs (see `spec_train.pruning.PruningCost`); None: not pruned."""
     text: str = field(repr=False)
 
     def __str__(self) -> str:

@@ -22,9 +22,8 @@ from spec_data.shards.schema import Manifest
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.initial import draw_weights
 from spec_train.drafts.protocol import DraftLoss
-from spec_train.drafts.targets import special_ids
 from spec_train.formats.draft_files import DraftFiles, check_tensors, read_files, write_files
-from spec_train.head import TargetHead, choose_draft_vocabulary
+from spec_train.head import TargetHead
 from spec_train.origin import origin_of, origin_warnings, require_same_embedding
 
 
@@ -37,6 +36,7 @@ class DatasetFacts:
     head: TargetHead
     token_counts: Tensor | None  # supervised tokens by id, int64 [V], if known
     positions: Positions | None = None  # of the target; None: the dataset does not record them
+    vocabulary: Tensor | None = None  # target ids of the draft vocabulary, int64 [Vd]; None: all
 
 
 class BaseDraft(nn.Module):
@@ -149,6 +149,16 @@ class BaseDraft(nn.Module):
         raise NotImplementedError
 
     @classmethod
+    def choose_vocabulary(
+        cls, options: Any, facts: DatasetFacts, counts: Tensor | None
+    ) -> Tensor | None:
+        """Return the target ids of the draft vocabulary, int64 [Vd] ascending; None: all tokens.
+
+        `counts` are how often each token is a supervised token, int64 [V], if known.
+        """
+        return None
+
+    @classmethod
     def make_config(cls, options: Any, facts: DatasetFacts) -> Any:
         """Return the configuration of a fresh draft for a dataset."""
         raise NotImplementedError
@@ -162,13 +172,15 @@ class BaseDraft(nn.Module):
         manifest: Manifest,
         head: TargetHead,
         token_counts: Tensor | None,
+        vocabulary_counts: Tensor | None = None,
         positions: Positions | None = None,
     ) -> Self:
         """Make a fresh float32 draft for a dataset, with the frozen weights of its target.
 
         Random weights come from torch's default generator: seed it first. `token_counts` are the
-        supervised tokens by id, int64 [V]; only a draft vocabulary smaller than V needs them.
-        `positions` are those of the target, None if the dataset does not record them.
+        supervised tokens by id, int64 [V]; a draft vocabulary smaller than V is chosen by them, or
+        by `vocabulary_counts`. `positions` are those of the target, None if the dataset does not
+        record them.
 
         Raises:
             DraftError: options, target config and dataset do not fit together.
@@ -181,6 +193,8 @@ class BaseDraft(nn.Module):
             token_counts=token_counts,
             positions=positions,
         )
+        counts = token_counts if vocabulary_counts is None else vocabulary_counts
+        facts = dataclasses.replace(facts, vocabulary=cls.choose_vocabulary(options, facts, counts))
         config = cls.make_config(options, facts)
         if config.hidden_size != head.spec.hidden_size:
             raise DraftError(
@@ -191,12 +205,8 @@ class BaseDraft(nn.Module):
         draft = cls(config, options)
         draw_weights(draft, options.initializer_range)
         draft.to(head.head_weight.device)
-        if not draft.full_vocabulary:
-            if token_counts is None:
-                raise DraftError("a draft vocabulary smaller than the target's needs token_counts")
-            special = special_ids(target_config)
-            size = config.draft_vocab_size
-            draft.set_vocabulary(choose_draft_vocabulary(token_counts, size, special))
+        if facts.vocabulary is not None:
+            draft.set_vocabulary(facts.vocabulary)
         draft.adopt(head)
         return draft
 

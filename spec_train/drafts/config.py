@@ -20,6 +20,7 @@ from spec_train.drafts.shape_checks import check_shape
 from spec_train.drafts.targets import target_dtype, token_ids
 from spec_train.formats.draft_seal import SECTION
 from spec_train.shape_options import FULL, LayerOptions
+from spec_train.vocabulary_options import PATHS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +140,8 @@ class BaseConfig(LayerSizes):
 
     def own_json(self, draft: str, options: Any) -> dict[str, Any]:
         """Return the section of config.json that only this project reads."""
-        own = {"draft": draft, "options": to_dict(options), "origin": self.origin}
+        kept = {name: value for name, value in to_dict(options).items() if name not in PATHS}
+        own = {"draft": draft, "options": kept, "origin": self.origin}
         return own | ({"positions": self.positions} if self.positions else {})
 
     @classmethod

@@ -8,11 +8,15 @@ largest logits do not.
 
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.layer_ids import recorded_layers
 from spec_data.shards.schema import FINAL, Manifest, layer_column
 from spec_train.drafts.base import BaseDraft, DatasetFacts
+from spec_train.drafts.targets import special_ids
 from spec_train.drafts.teacher import LOGITS
+from spec_train.drafts.vocabulary import choose_vocabulary
 from spec_train.origin import origin_of
 
 
@@ -57,14 +61,27 @@ class LayeredDraft(BaseDraft):
         return f"every captured layer, because the dataset was not captured with --for {cls.name}"
 
     @classmethod
+    def choose_vocabulary(
+        cls, options: Any, facts: DatasetFacts, counts: Tensor | None
+    ) -> Tensor | None:
+        """Return the target ids of the draft vocabulary, int64 [Vd] ascending; None: all tokens.
+
+        Raises:
+            DraftError: the options cannot be met, see `drafts.vocabulary`.
+        """
+        special = special_ids(facts.target_config)
+        return choose_vocabulary(options, facts.head.spec.vocab_size, counts, special)
+
+    @classmethod
     def make_config(cls, options: Any, facts: DatasetFacts) -> Any:
         """Return the configuration of a fresh draft for a dataset."""
         vocab, manifest = facts.head.spec.vocab_size, facts.manifest
+        chosen = facts.vocabulary
         return cls.config_class.from_target(
             facts.target_config,
             layers=cls.layers_of(options, manifest),
             vocab_size=vocab,
-            draft_vocab_size=min(options.draft_vocab_size or vocab, vocab),
+            draft_vocab_size=vocab if chosen is None else len(chosen),
             options=options,
             dtype=manifest.target.get("dtype"),
             origin=origin_of(manifest),

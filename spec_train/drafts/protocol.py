@@ -199,9 +199,14 @@ class Draft(Protocol):
         manifest: Manifest,
         head: TargetHead,
         token_counts: Tensor | None,
+        vocabulary_counts: Tensor | None = None,
         positions: Positions | None = None,
     ) -> Self:
-        """Make a fresh draft for a dataset. `token_counts`: supervised tokens by id, int64 [V]."""
+        """Make a fresh draft for a dataset.
+
+        `token_counts` are the supervised tokens by id, int64 [V]. The draft vocabulary is chosen by
+        them, or by `vocabulary_counts` of other data.
+        """
         ...
 
     def join(self, head: TargetHead, manifest: Manifest, where: str) -> list[str]:

@@ -48,7 +48,7 @@ def own_vocabulary(
             f"{where}: has neither d2t nor t2d, so the {draft_vocab_size} tokens of the draft "
             f"vocabulary (of {vocab_size}) are unknown; copy the draft again"
         )
-    ids = _target_ids(d2t, t2d, vocab_size, draft_vocab_size, where)
+    ids = target_ids(d2t, t2d, vocab_size, draft_vocab_size, where)
     ids, order = ids.sort()
     rows = torch.arange(draft_vocab_size)
     if not torch.equal(order, rows):
@@ -72,10 +72,17 @@ def _sort_rows(found: dict[str, Tensor], order: Tensor, where: str) -> None:
             found[name] = found[name][order].contiguous()
 
 
-def _target_ids(
-    d2t: Tensor | None, t2d: Tensor | None, vocab: int, size: int, where: str
-) -> Tensor:
-    """Return the target id of every row of the head, int64 [Vd], in any order."""
+def target_ids(d2t: Tensor | None, t2d: Tensor | None, vocab: int, size: int, where: str) -> Tensor:
+    """Return the target id of every row of the head, int64 [Vd], in any order.
+
+    Args:
+        d2t, t2d: the maps of a file, or None.
+        vocab, size: V and Vd.
+        where: path of the weights, for messages.
+
+    Raises:
+        DraftError: they do not name Vd different tokens.
+    """
     if d2t is not None and tuple(d2t.shape) != (size,):
         raise DraftError(f"{where}: d2t has shape {list(d2t.shape)}, expected [{size}]")
     if t2d is not None and tuple(t2d.shape) != (vocab,):

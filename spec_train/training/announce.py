@@ -98,7 +98,7 @@ def log_vocabulary(config: DraftConfig, coverage: float, best: float) -> None:
     """Log the share of supervised training tokens that a draft can propose.
 
     `coverage` is the share of its own vocabulary, `best` that of a vocabulary of the same size
-    chosen on these documents; the two differ where --init-from brought the vocabulary.
+    chosen on these documents; the two differ where the vocabulary comes from somewhere else.
     """
     log.info(
         "vocabulary %s of %s tokens: %.2f %% of the supervised tokens for training",
@@ -108,7 +108,7 @@ def log_vocabulary(config: DraftConfig, coverage: float, best: float) -> None:
         log.warning(
             "warning: the draft vocabulary is not made for this data: it holds %.1f %% of the "
             "supervised tokens, and one chosen on these documents %.1f %%. The draft can never "
-            "propose the others. Train a new draft without --init-from, or start from one with a "
-            "larger vocabulary",
+            "propose the others. Train a new draft without --init-from, --draft-vocab and "
+            "--draft-vocab-from, or take a larger vocabulary",
             *(100 * coverage, 100 * best),
         )

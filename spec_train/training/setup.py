@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,12 +20,14 @@ from spec_data.devices import compute_dtype, compute_dtype_name, usable_device
 from spec_data.paths import check_directory_to_write
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.follow import FollowedDataset
+from spec_data.shards.identity import identity_of
 from spec_data.shards.position_data import load_positions
 from spec_train.data.following import FollowingPlan
 from spec_train.data.mixture import Documents, open_documents
 from spec_train.data.order import BatchPlan, rank_slice
 from spec_train.data.release import KeepAll, UnitRelease
 from spec_train.data.splits import Splits, make_splits
+from spec_train.data.token_counts import count_tokens, counts_from
 from spec_train.data_option import parse_sources
 from spec_train.draft_options import draft_options
 from spec_train.drafts import DRAFTS, Draft, load_draft
@@ -41,6 +42,7 @@ from spec_train.training.result import FitResult
 from spec_train.training.run_identity import FORMERLY_HELD, rules_of, run_identity, with_intervals
 from spec_train.training.stored import Saved, read_checkpoint, resolve_draft_dir
 from spec_train.training.trainer import Trainer
+from spec_train.vocabulary_options import CHOICES, PATHS
 
 log = logging.getLogger(__name__)
 
@@ -211,15 +213,19 @@ def count_supervised_tokens(
         Counts over all ranks, int64 [V].
     """
     ranks = ranks or Ranks()
-    counts = np.zeros(dataset.manifest.vocab_size, dtype=np.int64)
-    ids = torch.zeros(plan.seq_len, dtype=torch.int64)
-    mask = torch.zeros(plan.seq_len, dtype=torch.bool)
-    out = {"input_ids": ids, "loss_mask": mask}
     repeats = list(zip(plan.rows.tolist(), plan.repeats().tolist(), strict=True))
-    for document, times in rank_slice(repeats, ranks.rank, ranks.world_size):
-        tokens = dataset.read_into(document, out, 0, int(plan.lengths[document]))
-        np.add.at(counts, ids[:tokens][mask[:tokens]].numpy(), times)
-    return ranks.sum(torch.from_numpy(counts))
+    mine = rank_slice(repeats, ranks.rank, ranks.world_size)
+    documents = ((row, int(plan.lengths[row]), times) for row, times in mine)
+    return ranks.sum(torch.from_numpy(count_tokens(dataset, documents, plan.seq_len)))
+
+
+def _vocabulary_counts(options: Any, dataset: Documents) -> Tensor | None:
+    """Return the token counts of --draft-vocab-from, int64 [V]; None without it."""
+    path = getattr(options, "draft_vocab_from", None)  # EAGLE-1/2 have no vocabulary
+    if path is None:
+        return None
+    tokenizer = identity_of(dataset.manifest).get("tokenizer_hash")
+    return torch.from_numpy(counts_from(path, dataset.manifest.vocab_size, tokenizer))
 
 
 def _total_steps(config: FitConfig, splits: Splits) -> int:
@@ -255,6 +261,7 @@ def _make_draft(
         manifest=dataset.manifest,
         head=head,
         token_counts=counts,
+        vocabulary_counts=_vocabulary_counts(options, dataset),
         positions=load_positions(dataset.path, dataset.manifest),
     )
     if config.init_from is None:
@@ -279,8 +286,24 @@ def _make_draft(
         )
     for warning in loaded.join(head, dataset.manifest, f"--init-from {folder}"):
         log.warning("warning: %s", warning)
+    _require_vocabulary(options, loaded, fresh, folder)
     loaded.use_options(options)
     return loaded
+
+
+def _require_vocabulary(options: Any, loaded: Draft, fresh: Draft, folder: Path) -> None:
+    """Refuse a draft of --init-from whose vocabulary is not the one that options ask for.
+
+    Raises:
+        DraftError: it has other tokens, though as many.
+    """
+    asked = [n for n in (*CHOICES[1:], *PATHS) if getattr(options, n, None) is not None]
+    if asked and not torch.equal(loaded.draft_ids.cpu(), fresh.draft_ids.cpu()):
+        raise DraftError(
+            f"--init-from {folder}: the draft has a vocabulary of its own, with other tokens than "
+            f"--{asked[0].replace('_', '-')} chooses; leave that out, or prune the draft with "
+            "`spec-train export --draft-vocab` first"
+        )
 
 
 def _unlearned(own: Any, fresh: Any) -> dict[str, Any]:

@@ -1,0 +1,387 @@
+"""Draft vocabularies: by coverage, from files and other data, and pruned from a trained draft."""
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import spec_train
+from spec_data.shards.errors import ConfigError, DatasetError, DraftError, MissingError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train import load_draft
+from spec_train.cli import main
+from spec_train.draft_options import DRAFT_OPTIONS, DSparkOptions, Eagle3Options
+from spec_train.drafts.vocabulary import prune
+from spec_train.formats.vocabulary_files import read_vocabulary
+from spec_train.head import TargetHead, choose_draft_vocabulary, smallest_vocabulary
+from spec_train.options import ExportConfig, resolve_fit
+from tests.factory import tiny_dataset
+from tests.tolerance import close, network
+
+VOCAB = 64
+SMALL: dict[str, dict[str, Any]] = {
+    "eagle3": {"ttt_steps": 2},
+    "peagle": {"depths": 2, "draft_layers": 1},
+    "dspark": {"num_draft_layers": 1, "block_size": 3, "markov_rank": 4},
+    "dflash": {"num_draft_layers": 1, "block_size": 4},
+}
+KEPT = torch.arange(3, 60, 3)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return tiny_dataset(tmp_path_factory.mktemp("vocabulary") / "set", n_docs=24)
+
+
+@pytest.fixture(scope="module")
+def runs(data, tmp_path_factory) -> dict[tuple[str, int], Path]:
+    """A run of one step of every draft, with 40 of the 64 tokens and with all."""
+    folder, made = tmp_path_factory.mktemp("runs"), {}
+    for kind in SMALL:
+        for size in (40, 0):
+            out = folder / f"{kind}-{size}"
+            fit(kind, data, out, draft_vocab_size=size)
+            made[kind, size] = out
+    return made
+
+
+def fit(kind: str, data: Path, out: Path, **changes):
+    given = dict(steps=1, batch_size=2, seq_len=48, validation=0.2, device="cpu")
+    return spec_train.fit(kind, data, out, **given | SMALL[kind] | changes)
+
+
+def counts_of(data: Path) -> Tensor:
+    """Count supervised tokens with plain loops."""
+    counts = [0] * VOCAB
+    for document in HiddenStatesDataset(data):
+        pairs = zip(document["input_ids"].tolist(), document["loss_mask"].tolist(), strict=True)
+        for token, supervised in pairs:
+            counts[token] += int(supervised)
+    return torch.tensor(counts)
+
+
+def special_tokens(draft: Any) -> list[int]:
+    values = draft.config.token_ids.values()
+    return [i for value in values for i in (value if isinstance(value, list) else [value])]
+
+
+def write_maps(folder: Path, ids: Tensor, **more: Tensor) -> Path:
+    """Write the maps of a draft with these tokens, and nothing else."""
+    t2d = torch.zeros(VOCAB, dtype=torch.bool)
+    t2d[ids] = True
+    folder.mkdir(parents=True)
+    d2t = ids - torch.arange(len(ids))
+    save_file({"d2t": d2t, "t2d": t2d, **more}, folder / "model.safetensors")
+    return folder
+
+
+# --- by coverage ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("special", [[], [0, 7]])
+def test_the_smallest_vocabulary_that_covers_a_share(special):
+    counts = torch.tensor([0, 50, 25, 12, 6, 4, 2, 1, 0, 0])
+    for share in (1e-6, 0.3, 0.5, 0.51, 0.75, 0.9, 0.97, 0.99, 0.999, 1.0):
+        fewest = max(1, len(special))
+        while True:  # one more token, until they cover the share
+            chosen = choose_draft_vocabulary(counts, fewest, special)
+            if int(counts[chosen].sum()) >= share * 100 - 1e-9:
+                break
+            fewest += 1
+        assert smallest_vocabulary(counts, share, special).tolist() == chosen.tolist(), share
+    with pytest.raises(DraftError, match="no supervised token"):
+        smallest_vocabulary(torch.zeros(4, dtype=torch.long), 0.5)
+
+
+# --- from files -----------------------------------------------------------------------------------
+
+
+def test_every_form_of_a_vocabulary_is_read(tmp_path, runs):
+    ids = torch.tensor([3, 9, 10, 63])
+    mask = torch.zeros(VOCAB, dtype=torch.bool)
+    mask[ids] = True
+    (tmp_path / "list.json").write_text("[63, 3, 10, 9]")
+    save_file({"ids": ids.flip(0).int()}, tmp_path / "ids.safetensors")
+    save_file({"mask": mask}, tmp_path / "mask.safetensors")
+    save_file({"t2d": mask}, tmp_path / "t2d.safetensors")
+    folder = write_maps(tmp_path / "draft", ids, weight=torch.ones(2, 2))
+    torch.save({"model.d2t": ids - torch.arange(4)}, tmp_path / "draft.bin")
+    for path in (*tmp_path.glob("*.*"), folder, folder / "model.safetensors"):
+        assert torch.equal(read_vocabulary(path, VOCAB), ids), path
+    own = load_draft(runs["eagle3", 40] / "best").draft_ids
+    for path in (runs["eagle3", 40], runs["eagle3", 40] / "best"):
+        assert torch.equal(read_vocabulary(path, VOCAB), own)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[1, 2, 64]", r"1 ids outside 0\.\.63"),
+        ("[1, 2, 2]", "1 tokens repeat"),
+        ("[]", "names no token"),
+        ('{"1": 2}', "expected a JSON list"),
+        ("[1, true]", "expected a JSON list"),
+        ("[1", "not valid JSON"),
+    ],
+)
+def test_a_list_that_is_no_vocabulary_is_refused(tmp_path, text, named):
+    (tmp_path / "v.json").write_text(text)
+    with pytest.raises(DraftError, match=named):
+        read_vocabulary(tmp_path / "v.json", VOCAB)
+
+
+def test_a_file_without_a_vocabulary_is_refused(tmp_path, runs):
+    with pytest.raises(DraftError, match="A draft without them proposes every token"):
+        read_vocabulary(runs["eagle3", 0], VOCAB)
+    with pytest.raises(MissingError, match="no such file"):
+        read_vocabulary(tmp_path / "none", VOCAB)
+    save_file({"x": torch.ones(3)}, tmp_path / "x.safetensors")
+    with pytest.raises(DraftError, match="expected token ids"):
+        read_vocabulary(tmp_path / "x.safetensors", VOCAB)
+    other = write_maps(tmp_path / "other", torch.tensor([1, 2]))
+    with pytest.raises(DraftError, match=r"t2d has shape \[64\], expected \[80\]"):
+        read_vocabulary(other, 80)
+
+
+# --- at fit ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_a_new_draft_has_the_tokens_of_the_file(kind, data, tmp_path):
+    (tmp_path / "v.json").write_text(json.dumps(KEPT.tolist()))
+    run = fit(kind, data, tmp_path / "run", draft_vocab=tmp_path / "v.json")
+    draft = load_draft(run.directory / "last")
+    assert torch.equal(draft.draft_ids, KEPT)
+    assert draft.config.draft_vocab_size == len(KEPT)
+    raw = (run.directory / "last" / "config.json").read_text()
+    assert str(tmp_path) not in raw  # a path of this machine
+
+
+def test_a_new_draft_covers_the_share(data, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    run = fit("eagle3", data, tmp_path / "run", draft_vocab_coverage=0.8, validation=0.0)
+    draft = load_draft(run.directory / "last")
+    notes = json.loads((run.directory / "run.json").read_text())["notes"]
+    assert 0.8 <= notes["vocabulary_coverage"] < 0.85  # of the documents that have a slot
+    assert notes["best_coverage"] == notes["vocabulary_coverage"]
+    assert f"vocabulary {len(draft.draft_ids)} of 64 tokens: 80." in caplog.text
+
+
+def test_tokens_are_counted_in_other_data(data, tmp_path):
+    other = tiny_dataset(tmp_path / "other", n_docs=12, seed=5)
+    run = fit("eagle3", data, tmp_path / "a", draft_vocab_from=other, draft_vocab_size=20)
+    draft = load_draft(run.directory / "last")
+    expected = choose_draft_vocabulary(counts_of(other), 20, special_tokens(draft))
+    assert torch.equal(draft.draft_ids, expected)
+    counts = {str(i): int(n) for i, n in enumerate(counts_of(other)) if n}
+    (tmp_path / "counts.json").write_text(json.dumps(counts))
+    again = fit(
+        "eagle3", data, tmp_path / "b", draft_vocab_from=tmp_path / "counts.json",
+        draft_vocab_size=20,
+    )  # fmt: skip
+    assert torch.equal(load_draft(again.directory / "last").draft_ids, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "error", "named"),
+    [
+        ("c.json", '{"64": 3}', ConfigError, "'64': 3 is no count of a token"),
+        ("c.json", '{"6": -3}', ConfigError, "'6': -3 is no count"),
+        ("c.json", "[3]", ConfigError, "expected an object"),
+        ("c.jsonl", "{}", ConfigError, "To count a corpus, capture it"),
+        ("none", None, MissingError, "no such dataset or file"),
+    ],
+)
+def test_counts_that_are_none_are_refused(data, tmp_path, name, text, error, named):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(error, match=named):
+        fit("eagle3", data, tmp_path / "run", draft_vocab_from=tmp_path / name)
+
+
+def test_data_of_another_tokenizer_is_refused(data, tmp_path):
+    other = tiny_dataset(tmp_path / "other", n_docs=4, vocab=80)
+    with pytest.raises(DatasetError, match=r"another tokenizer \(vocabulary 80, here 64"):
+        fit("eagle3", data, tmp_path / "run", draft_vocab_from=other)
+
+
+@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"draft_vocab": "f", "draft_vocab_coverage": 0.9}, "each of them chooses"),
+        ({"draft_vocab": "f", "draft_vocab_size": 32000}, "each of them chooses"),
+        ({"draft_vocab_coverage": 0.9, "draft_vocab_size": 9}, "each of them chooses"),
+        ({"draft_vocab": "f", "draft_vocab_from": "d"}, "a file names the tokens"),
+        ({"draft_vocab_coverage": 0.0}, "above 0 and at most 1"),
+        ({"draft_vocab_coverage": 1.5}, "above 0 and at most 1"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(kind, given, named):
+    with pytest.raises(ConfigError, match=named):
+        resolve_fit(kind, {"data": "d", "out": "o", **given})
+    if given.get("draft_vocab_size") != 32000:  # the class cannot tell a default from a flag
+        with pytest.raises(ConfigError, match=named):
+            DRAFT_OPTIONS[kind](**given)
+
+
+def test_a_preset_gives_way_to_a_file():
+    found = resolve_fit("eagle3", {"data": "d", "out": "o", "preset": "5k", "draft_vocab": "f"})
+    assert found.draft_vocab == "f"
+    again = resolve_fit("eagle3", {}, dataclasses.asdict(found))  # as from fit.json
+    assert again.draft_vocab == "f"
+
+
+def test_a_draft_to_start_from_keeps_its_vocabulary(data, runs, tmp_path):
+    same = read_vocabulary(runs["eagle3", 40], VOCAB)
+    other = torch.cat([same[:-1], torch.tensor([i for i in range(VOCAB) if i not in same][-1:])])
+    (tmp_path / "other.json").write_text(json.dumps(other.tolist()))
+    given = {"init_from": runs["eagle3", 40]}
+    with pytest.raises(DraftError, match="other tokens than --draft-vocab chooses"):
+        fit("eagle3", data, tmp_path / "a", draft_vocab=tmp_path / "other.json", **given)
+    run = fit("eagle3", data, tmp_path / "b", draft_vocab=runs["eagle3", 40], **given)
+    assert torch.equal(load_draft(run.directory / "last").draft_ids, same)
+
+
+def test_the_vocabulary_is_part_of_a_run(data, tmp_path):
+    (tmp_path / "v.json").write_text(json.dumps(KEPT.tolist()))
+    fit("eagle3", data, tmp_path / "run", draft_vocab=tmp_path / "v.json")
+    with pytest.raises(ConfigError, match="draft_vocab"):
+        fit("eagle3", data, tmp_path / "run", draft_vocab_coverage=0.9)
+
+
+# --- pruned ---------------------------------------------------------------------------------------
+
+
+def logits_of(draft: Any, head: TargetHead, seed: int = 0) -> Tensor:
+    """Return logits [8, Vd] that a draft computes from random states, its last bias included."""
+    torch.manual_seed(seed)
+    states = torch.randn(8, draft.config.hidden_size)
+    if draft.name in ("eagle3", "peagle"):
+        return draft.logits(states[None])[0]
+    logits = states @ draft.head_rows(head).float().T
+    if draft.markov_head is not None:
+        previous = draft.markov_head.markov_w1(torch.arange(8))
+        logits = logits + draft.markov_head.markov_w2(previous)
+    return logits
+
+
+@pytest.mark.parametrize("size", [40, 0])
+@pytest.mark.parametrize("kind", SMALL)
+def test_a_pruned_draft_keeps_rows_and_changes_none(kind, size, runs, data, tmp_path):
+    draft = load_draft(runs[kind, size]).eval().float()
+    head = TargetHead.from_dataset(data)
+    ids = draft.draft_ids[::2]
+    smaller = prune(draft, ids, head.head_weight)
+    assert torch.equal(smaller.draft_ids, ids)
+    with torch.no_grad():
+        before, after = logits_of(draft, head), logits_of(smaller, head)
+    kept = draft.draft_index[ids]
+    close(after, before[:, kept], terms=network(1))
+    best = draft.draft_ids[before.argmax(-1)]
+    inside = torch.isin(best, ids)
+    assert inside.any() and not inside.all()
+    assert torch.equal(smaller.draft_ids[after.argmax(-1)][inside], best[inside])
+    for name, value in smaller.state_dict().items():  # the rows themselves, bit for bit
+        other = dict(draft.state_dict()).get(name, head.head_weight)
+        assert torch.equal(value, other if value.shape == other.shape else other[kept]), name
+    smaller.save_pretrained(tmp_path / "small", torch.float32)
+    back = load_draft(tmp_path / "small")
+    assert torch.equal(back.draft_ids, ids)
+
+
+def test_a_draft_never_gains_tokens(runs):
+    draft = load_draft(runs["eagle3", 40])
+    outside = torch.tensor([i for i in range(VOCAB) if int(draft.draft_index[i]) < 0][:3])
+    with pytest.raises(DraftError, match="3 of the 4 tokens are not among the 40"):
+        prune(draft, torch.cat([draft.draft_ids[:1], outside]).sort().values)
+
+
+def test_a_draft_without_a_head_of_its_own_needs_the_targets(runs):
+    with pytest.raises(DraftError, match="pass --data or --target"):
+        prune(load_draft(runs["dspark", 0]), KEPT)
+
+
+def test_export_prunes_and_prints_what_it_costs(runs, data, tmp_path, capsys):
+    draft, words = load_draft(runs["eagle3", 40]), ["export", "--draft", str(runs["eagle3", 40])]
+    out = str(tmp_path / "small")
+    words += ["--format", "vllm", "--out", out, "--draft-vocab-size", "12", "--data", str(data)]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    counts = counts_of(data)
+    small = load_draft(out)
+    before, after = (int(counts[d.draft_ids].sum()) / int(counts.sum()) for d in (draft, small))
+    assert "vocabulary 40 -> 12 tokens" in printed
+    assert f"{before:.3%} -> {after:.3%}" in printed
+    assert "simulated acceptance length: " in printed and "validation)" in printed
+    assert len(small.draft_ids) == 12
+    special = [
+        i for v in draft.config.token_ids.values() for i in (v if isinstance(v, list) else [v])
+    ]
+    rest = counts[draft.draft_ids]
+    rows = choose_draft_vocabulary(rest, 12, [int(draft.draft_index[i]) for i in special])
+    assert torch.equal(small.draft_ids, draft.draft_ids[rows])
+    raw = load_file(Path(out) / "model.safetensors")
+    assert raw["lm_head.weight"].shape[0] == 12 and raw["t2d"].sum() == 12
+
+
+def test_export_in_python_returns_the_cost(runs, data, tmp_path):
+    (tmp_path / "v.json").write_text(json.dumps(KEPT.tolist()))
+    made = spec_train.export(
+        runs["dspark", 0], tmp_path / "small", format="hf", draft_vocab=tmp_path / "v.json",
+        data=data,
+    )  # fmt: skip
+    assert made.pruning is not None
+    assert (made.pruning["tokens_before"], made.pruning["tokens"]) == (VOCAB, len(KEPT))
+    assert made.pruning["coverage_before"] == 1.0 > made.pruning["coverage"] > 0
+    whole = spec_train.simulate_acceptance(runs["dspark", 0], data)
+    small = spec_train.simulate_acceptance(tmp_path / "small", data, split="all")
+    assert made.pruning["acceptance_before"] == whole.acceptance_length
+    assert small.acceptance_length >= 1
+    share = spec_train.export(runs["peagle", 0], draft_vocab_coverage=0.5, data=data)
+    assert 0.5 <= share.pruning["coverage"] < 0.6
+    alone = spec_train.export(runs["dflash", 40], draft_vocab=_half(runs, tmp_path), target=None)
+    assert alone.pruning["coverage"] is None
+
+
+def _half(runs, tmp_path) -> Path:
+    ids = read_vocabulary(runs["dflash", 40], VOCAB)[::2]
+    (tmp_path / "half.json").write_text(json.dumps(ids.tolist()))
+    return tmp_path / "half.json"
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"draft_vocab_size": 9}, "which tokens to keep: add --data"),
+        ({"draft_vocab_coverage": 0.9}, "which tokens to keep: add --data"),
+        ({"data": "d"}, "--data has no effect without"),
+        ({"draft_vocab_from": "d"}, "--draft-vocab-from has no effect without"),
+        ({"draft_vocab_size": 9, "draft_vocab": "f"}, "each of them chooses"),
+        ({"draft_vocab_size": 0, "data": "d"}, "expected at least 1"),
+    ],
+)
+def test_export_options_that_mean_nothing_are_refused(given, named):
+    with pytest.raises(ConfigError, match=named):
+        ExportConfig(draft="d", check=True, **given)
+
+
+def test_a_vocabulary_that_prunes_nothing_is_refused(runs, data, tmp_path):
+    for given in ({"draft_vocab_size": 40}, {"draft_vocab": str(runs["eagle3", 40])}):
+        with pytest.raises(ConfigError, match="nothing to prune"):
+            spec_train.export(runs["eagle3", 40], data=data, **given)
+    with pytest.raises(DraftError, match="the draft itself holds only"):
+        spec_train.export(runs["eagle3", 40], data=data, draft_vocab_coverage=1.0)
+    spec_train.fit("eagle", data, tmp_path / "e", steps=1, seq_len=48, device="cpu", validation=0.2)
+    with pytest.raises(DraftError, match="no vocabulary to prune"):
+        spec_train.export(tmp_path / "e", data=data, draft_vocab_size=9)
+
+
+def test_options_of_a_draft_are_unchanged_by_default():
+    assert (Eagle3Options().draft_vocab_size, DSparkOptions().draft_vocab_size) == (32000, 0)
