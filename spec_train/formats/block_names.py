@@ -70,6 +70,8 @@ def block_names(files: DraftFiles) -> DraftFiles:
         _put(raw, ours, value, files)
     if "use_confidence_head" in nested:  # ModelOpt reads both, always
         raw.setdefault("confidence_head_with_markov", raw["enable_confidence_head"])
+    if raw.get("confidence_head_alpha") and "enable_confidence_head" not in raw:  # SpecForge
+        raw["enable_confidence_head"] = True
     if raw.get("markov_head_type") == "classical":  # TorchSpec
         raw["markov_head_type"] = "vanilla"
     if MUSE in (raw.get("architectures") or ()):

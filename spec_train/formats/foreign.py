@@ -71,8 +71,9 @@ def draft_keys(files: DraftFiles) -> DraftFiles:
     raw = files.config
     kept: dict[str, Any] = {name: raw[name] for name in _KEPT[writer] if name in raw}
     kept["num_hidden_layers"] = count_layers(files.tensors)
-    if writer == AUTOMODEL_EAGLE3 and not raw.get("parallel_drafting"):
-        kept["num_target_layers"] = raw.get("num_hidden_layers")
+    if writer == AUTOMODEL_EAGLE3:
+        if not raw.get("parallel_drafting"):  # P-EAGLE writes the draft's own number
+            kept["num_target_layers"] = raw.get("num_hidden_layers")
         if not any(name in raw for name in _LAYER_IDS):
             log.warning(
                 "warning: %s: AutoModel writes no layer ids; its default is assumed, the outputs "
@@ -80,7 +81,5 @@ def draft_keys(files: DraftFiles) -> DraftFiles:
                 '"eagle_config": {"eagle_aux_hidden_state_layer_ids": [...]} with them',
                 files.config_path,
             )
-        kept |= {
-            k: raw[k] for k in ("eagle_config", "eagle_aux_hidden_state_layer_ids") if k in raw
-        }
+        kept |= {name: raw[name] for name in _LAYER_IDS if name in raw}
     return DraftFiles(kept, files.tensors, files.where)

@@ -139,7 +139,7 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
     options = PeagleOptions(
         layers=",".join(map(str, layers)),
         draft_vocab_size=shape["draft_vocab_size"],
-        depths=depth or PeagleOptions.depths,
+        depths=depth or raw.get("num_depths") or PeagleOptions.depths,
         draft_layers=blocks,
         mask_token_id=mask,
         fc_norm=config["fc_norm"],
