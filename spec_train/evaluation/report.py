@@ -23,7 +23,8 @@ from spec_data.paths import check_file_to_write
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.drafts import Draft, load_draft
+from spec_train.drafts import Draft
+from spec_train.evaluation.draft_to_measure import draft_to_measure
 from spec_train.evaluation.on_dataset import check_fit, evaluate_data
 from spec_train.evaluation.on_target import (
     check_draft,
@@ -85,7 +86,7 @@ def measure(config: EvalConfig) -> dict[str, Any]:
     folder = resolve_draft_dir(config.draft)
     run = read_run(Path(config.draft), folder)
     device = usable_device(config.device)
-    draft = load_draft(folder, accept_edited=config.accept_edited).eval()
+    draft = draft_to_measure(config, folder).eval()
     warnings: list[str] = []
     if config.data is not None:  # report a mismatch before the target is loaded
         _warn(warnings, check_fit(draft, HiddenStatesDataset(config.data)))

@@ -1,6 +1,7 @@
 """The tables of forms: which kind of draft can be written in which form, and how it is read."""
 
 from collections.abc import Callable
+from typing import Any
 
 from spec_data.shards.errors import DraftError
 from spec_train.formats import dspark, eagle, eagle3, peagle, read_blocks, speculators
@@ -85,6 +86,12 @@ def write_form(own: DraftFiles, form: str, target: TargetFacts) -> DraftFiles:
     return DraftFiles({**files.config, SECTION: marked}, files.tensors, files.where)
 
 
+def is_own_form(config: dict[str, Any]) -> bool:
+    """Return whether a config.json is that of our own checkpoint, which has all of a draft."""
+    section = config.get(SECTION)
+    return isinstance(section, dict) and FORM not in section
+
+
 def own_form(files: DraftFiles, target: TargetFacts) -> DraftFiles:
     """Convert files of any known form to our checkpoint; the inverse of an export, bit for bit.
 
@@ -93,8 +100,7 @@ def own_form(files: DraftFiles, target: TargetFacts) -> DraftFiles:
     Raises:
         DraftError: the form or kind is unknown, or the draft cannot be represented.
     """
-    section = files.config.get(SECTION)
-    if isinstance(section, dict) and FORM not in section:
+    if is_own_form(files.config):
         return files
     if speculators.TYPE in files.config:
         kind, flat, depth = speculators.unwrap(files)

@@ -1,0 +1,101 @@
+"""A published draft in the commands as it is: eval on data and on the target, fit, export.
+
+The draft has no embedding, a shuffled vocabulary map and pytorch_model.bin.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spec_train.drafts import load_draft
+from spec_train.evaluation.draft_to_measure import draft_to_measure
+from spec_train.evaluation.report import run_eval
+from spec_train.exporting import run_export
+from spec_train.options import EvalConfig, ExportConfig
+from tests.factory import tiny_dataset, tiny_llama
+from tests.spec_train.formats.published import tiny
+from tests.spec_train.training.tools import OPTIONS, FitConfig, run
+
+HIDDEN, VOCAB, SIZE, INNER = 32, 64, 40, 64  # of tiny_llama
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": VOCAB,
+    "draft_vocab_size": SIZE,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset, its target, and the draft of another trainer for it."""
+    folder = tmp_path_factory.mktemp("published")
+    torch.manual_seed(6)
+    sizes = {
+        "fc": (HIDDEN, 3 * HIDDEN),
+        "lm_head": (SIZE, HIDDEN),
+        **{f"midlayer.self_attn.{x}_proj": (16, 2 * HIDDEN) for x in "kv"},
+        "midlayer.self_attn.q_proj": (32, 2 * HIDDEN),
+        "midlayer.self_attn.o_proj": (HIDDEN, 32),
+        **{f"midlayer.mlp.{x}_proj": (INNER, HIDDEN) for x in ("gate", "up")},
+        "midlayer.mlp.down_proj": (HIDDEN, INNER),
+    }
+    tensors = {f"{name}.weight": torch.randn(size) / 8 for name, size in sizes.items()}
+    for norm in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
+        tensors[f"midlayer.{norm}.weight"] = 1 + torch.rand(HIDDEN)
+    tensors |= {
+        "norm.weight": torch.ones(HIDDEN),
+        "d2t": tiny.offsets(torch.randperm(VOCAB)[:SIZE]),
+    }
+    tiny.write(folder / "draft", CONFIG, tensors, "pytorch_model.bin")
+    tiny_llama().save_pretrained(folder / "target")
+    tiny_dataset(folder / "data", n_docs=20)
+    return folder
+
+
+def test_eval_measures_it_on_a_dataset(place: Path) -> None:
+    config = EvalConfig(draft=str(place / "draft"), data=str(place / "data"), device="cpu")
+    assert run_eval(config)["acceptance_length"] >= 1
+
+
+def test_eval_takes_what_it_lacks_from_the_target(place: Path) -> None:
+    config = EvalConfig(draft=str(place / "draft"), target=str(place / "target"), prompts="none")
+    draft: Any = draft_to_measure(config, place / "draft")
+    embedding = tiny.read_tensors(place / "target")["model.embed_tokens.weight"]
+    assert torch.equal(draft.embed_tokens.weight, embedding)
+
+
+def test_fit_goes_on_from_it(place: Path, tmp_path: Path) -> None:
+    config = FitConfig(
+        data=str(place / "data"),
+        out=str(tmp_path / "run"),
+        steps=0,
+        seq_len=48,
+        init_from=str(place / "draft"),
+    )
+    assert run(config, OPTIONS).finished
+    new = load_draft(tmp_path / "run" / "last")
+    old = draft_to_measure(
+        EvalConfig(draft=str(place / "draft"), data=str(place / "data")), place / "draft"
+    )
+    for name, value in old.state_dict().items():  # type: ignore[attr-defined]
+        assert torch.equal(value, new.state_dict()[name]), name  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("form", ["vllm", "sglang", "speculators"])
+def test_export_writes_it_for_an_engine(place: Path, tmp_path: Path, form: str) -> None:
+    out, target = tmp_path / form, str(place / "target")
+    given = ExportConfig(draft=str(place / "draft"), format=form, out=str(out), target=target)
+    checked = run_export(given)
+    assert "refuse" not in [finding.level for finding in checked.findings[form]]
+    tensors = tiny.read_tensors(out)
+    ids = tensors["d2t"] + torch.arange(SIZE)
+    assert torch.equal(ids, ids.sort().values) and torch.equal(ids, tensors["t2d"].nonzero()[:, 0])
