@@ -210,6 +210,12 @@ class BlockOptions(BlockLossOptions, AuxOptions):
         0, help="the draft can propose this many tokens, the most frequent ones; 0 = all"
     )
     qk_norm: bool = qk_norm_option(True)
+    sliding_window_non_causal: bool = option(
+        False,
+        help="slots see all slots of their block in the layers of --sliding-window as well; "
+        "without it they see only earlier ones there, as engines serve such layers by default",
+        group=SHAPE,
+    )
     num_draft_layers: int = option(
         5, help="decoder layers of the draft; fewer are faster and accept less"
     )

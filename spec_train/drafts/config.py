@@ -37,6 +37,7 @@ class BaseConfig(LayerSizes):
     of_files: ClassVar[tuple[str, ...]] = ()
     """Fields that no option sets: a draft that was read keeps its own."""
 
+    num_hidden_layers: int  # decoder layers of the draft
     max_position_embeddings: int
     vocab_size: int
     rope_parameters: dict[str, Any]
@@ -113,11 +114,19 @@ class BaseConfig(LayerSizes):
         """The fields that a decoder layer needs."""
         return LayerShape(**{f.name: getattr(self, f.name) for f in dataclasses.fields(LayerShape)})
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of every layer of the draft, in positions; None: it sees every position."""
+        types = self.layer_types or (FULL,) * self.num_hidden_layers
+        return tuple(None if kind == FULL else self.sliding_window for kind in types)
+
     def shape_json(self) -> dict[str, Any]:
         """Return the `switches` that are not the default of this kind of draft."""
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
         found = {name: getattr(self, name) for name in self.switches}
-        return {name: value for name, value in found.items() if value != defaults[name]}
+        out = {name: value for name, value in found.items() if value != defaults[name]}
+        # transformers drops the window of a Qwen3 config without it
+        return out | ({"use_sliding_window": True} if self.layer_types else {})
 
     def shared_json(self) -> dict[str, Any]:
         """Return the keys of config.json that every kind of draft writes."""

@@ -41,7 +41,13 @@ class DraftCache:
         return keys, values
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        seen: Tensor | None = None,
+        window: int | None = None,
     ) -> Tensor:
         """Append rows and attend from them to all rows.
 
@@ -50,12 +56,13 @@ class DraftCache:
             k, v: their keys and values [B, g, n, d]; g divides h.
             scale: factor on the attention scores.
             seen: whether a new row sees a row, bool [n, length]; None: causal.
+            window: number of positions that a row of this layer sees; None: no limit.
 
         Returns:
             Heads [B, h, n, d].
         """
         k, v = self.append(k, v)
-        return attend_cached(q, k, v, scale, seen)
+        return attend_cached(q, k, v, scale, seen, window)
 
     def crop(self, length: int) -> None:
         """Keep the first `length` rows."""

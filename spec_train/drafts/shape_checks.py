@@ -12,7 +12,6 @@ from spec_data.shards.errors import DraftError
 from spec_train.shape_options import FULL, SLIDING
 
 NOT_YET: dict[str, Any] = {
-    "sliding_window": None,
     "norm_before_fc": False,
     "norm_before_residual": False,
     "train_embeddings": False,

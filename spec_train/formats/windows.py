@@ -20,10 +20,9 @@ from typing import Any
 
 from spec_data.shards.errors import DraftError
 from spec_train.formats.draft_files import DraftFiles
+from spec_train.shape_options import FULL, SLIDING
 
 log = logging.getLogger(__name__)
-
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 _QWEN = ("qwen2", "qwen3")
 _QWEN_WINDOW, _QWEN_FULL_LAYERS = 4096, 28  # defaults of transformers' Qwen2Config and Qwen3Config

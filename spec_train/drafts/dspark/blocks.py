@@ -154,9 +154,8 @@ def block_states(
     lengths = rope_lengths(draft.rotary, document_ids, anchors)  # [B, N]
     if lengths is not None:
         lengths = lengths.repeat_interleave(size, dim=1)  # [B, N*S]
-    attending = block_attending(
-        document_ids, anchors, blocks.kept, size, config.head_dim, draft.attention_backend
-    )
-    states = draft.forward_blocks(ids.flatten(1), positions.flatten(1), context, attending, lengths)
+    layout = document_ids, anchors, blocks.kept, size, config.head_dim, draft.attention_backend
+    attends = draft.per_layer(lambda window: block_attending(*layout, window))
+    states = draft.forward_blocks(ids.flatten(1), positions.flatten(1), context, attends, lengths)
     # states: [B, N*S, H]; the slots from `first` on make the D drafts.
     return states.unflatten(1, (anchors.shape[1], size))[:, :, config.first :]

@@ -8,11 +8,12 @@ Keys that only this project needs are in `spec_train`.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from spec_data.config import from_dict
 from spec_data.shards.errors import DraftError
 from spec_data.shards.position_data import Positions
+from spec_train.attention.masks import BlockWindow
 from spec_train.draft_options import BlockOptions, DFlashOptions, DSparkOptions
 from spec_train.drafts.config import LayeredConfig
 from spec_train.drafts.mask_token import require_in_vocabulary
@@ -23,7 +24,7 @@ from spec_train.drafts.targets import (
 )
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.dspark import DFLASH, DSPARK
-from spec_train.shape_options import FULL
+from spec_train.shape_options import FULL, SLIDING
 
 OPTIONS: dict[str, type[BlockOptions]] = {"dspark": DSparkOptions, "dflash": DFlashOptions}
 
@@ -32,9 +33,11 @@ OPTIONS: dict[str, type[BlockOptions]] = {"dspark": DSparkOptions, "dflash": DFl
 class DSparkConfig(LayeredConfig):
     """Shapes and arithmetic of the draft. Layer id: block output, counted from 0."""
 
-    qk_norm: bool = True  # as in Qwen3's layers
+    switches: ClassVar[tuple[str, ...]] = (*LayeredConfig.switches, "sliding_window_non_causal")
 
-    num_hidden_layers: int
+    qk_norm: bool = True  # as in Qwen3's layers
+    sliding_window_non_causal: bool = False  # sliding layers see later slots of their block
+
     num_target_layers: int
     block_size: int
     mask_token_id: int
@@ -43,6 +46,21 @@ class DSparkConfig(LayeredConfig):
     markov_head_type: str
     enable_confidence_head: bool
     confidence_head_with_markov: bool  # its input is [y; W1 of the previous token], not y alone
+
+    def __post_init__(self) -> None:
+        """Check the shape; see `LayeredConfig`.
+
+        Raises:
+            DraftError: names the field.
+        """
+        super().__post_init__()
+        if not self.layer_types:
+            object.__setattr__(self, "sliding_window_non_causal", False)
+        elif (self.sliding_window or 0) < self.block_size:
+            raise DraftError(
+                f"sliding_window = {self.sliding_window} is less than block_size = "
+                f"{self.block_size}: engines differ in what the slots of a block then see of it"
+            )
 
     @classmethod
     def from_target(
@@ -84,7 +102,14 @@ class DSparkConfig(LayeredConfig):
             markov_head_type=options.markov_head_type,
             enable_confidence_head=options.confidence_weight > 0,
             confidence_head_with_markov=options.with_markov,
+            sliding_window_non_causal=options.sliding_window_non_causal,
         )
+
+    @property
+    def block_windows(self) -> tuple[BlockWindow | None, ...]:
+        """The window of every layer; None: its slots see the whole context and block."""
+        causal = not self.sliding_window_non_causal
+        return tuple(None if size is None else BlockWindow(size, causal) for size in self.windows)
 
     @property
     def first(self) -> int:
@@ -109,6 +134,7 @@ class DSparkConfig(LayeredConfig):
             "attention_dropout": 0.0,
             "use_sliding_window": bool(self.layer_types),
             **self.shape_json(),
+            **self._causal_json(),
             SECTION: self.own_json(draft, options),
         }
         if self.draft_vocab_size == self.vocab_size:
@@ -122,6 +148,18 @@ class DSparkConfig(LayeredConfig):
                 "block_size": self.block_size,
             }
         return out
+
+    def _causal_json(self) -> dict[str, Any]:
+        """Return the key that engines read before their defaults, where it says what we compute.
+
+        Without it, vLLM and SGLang make sliding layers causal and full ones not; llama.cpp makes
+        none causal. It is for all layers, so causal sliding layers beside full ones have no key.
+        """
+        if not self.layer_types:
+            return {}
+        if self.sliding_window_non_causal:
+            return {"is_causal": False}
+        return {"is_causal": True} if set(self.layer_types) == {SLIDING} else {}
 
     @classmethod
     def from_json(cls, raw: dict[str, Any], where: str) -> tuple["DSparkConfig", str, Any]:

@@ -5,7 +5,8 @@ In: aux states of verified positions, and token ids of blocks. Out: one state pe
 The states of a verified token become c = RMSNorm(fc(states)). Every layer projects c to keys and
 values of that position, without an input norm; the layers do not change c. A block consists of the
 last known token (the anchor) and mask tokens, at the anchor's position and the following ones. Its
-slots see the context before the anchor, and each other in both directions. With
+slots see the context before the anchor, and each other in both directions; in a layer with a window
+they see less (`BlockWindow`). With
 `sample_from_anchor`, slot k drafts the token after its position. Without it, slots 1, 2, .. draft
 the tokens of their own positions.
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from spec_data.shards.errors import DraftError
+from spec_train.attention.masks import BlockWindow
 from spec_train.draft_options import BlockOptions, DSparkOptions
 from spec_train.drafts.dspark.config import DSparkConfig
 from spec_train.drafts.dspark.heads import ConfidenceHead, MarkovHead
@@ -97,7 +99,7 @@ class DSparkModel(LayeredDraft):
         token_ids: Tensor,
         position_ids: Tensor,
         context: Context,
-        attend: Attend,
+        attends: Sequence[Attend],
         lengths: Tensor | None = None,
     ) -> Tensor:
         """Return the states y [B, Q, H] of the slots of blocks, after the final norm.
@@ -106,16 +108,23 @@ class DSparkModel(LayeredDraft):
             token_ids: of the slots, int64 [B, Q].
             position_ids: of the slots, int64 [B, Q].
             context: keys and values of T positions, as `context` returns them.
-            attend: attention of the Q slots over the T context positions and then the Q slots.
+            attends: per layer, the attention of the Q slots over the T context positions and then
+                the Q slots.
             lengths: tokens of each slot's document, int64 [B, Q], or None (see `Rotary`).
         """
         x = self.cast(self.embed_tokens(token_ids))  # [B, Q, H]
         cos, sin = self.rotary.cos_sin(position_ids, lengths, x.dtype)
-        for layer, (k0, v0) in zip(self._decoder_layers(), context, strict=True):
+        for layer, (k0, v0), attend in zip(self._decoder_layers(), context, attends, strict=True):
             attention = _over_context(attend, k0, v0, layer.self_attn.scale)
             recompute = self.options.gradient_checkpointing
             x = run_layer(layer, x, cos, sin, attention, recompute=recompute)
         return self.norm(x)
+
+    def per_layer(self, make: Callable[[BlockWindow | None], Attend]) -> list[Attend]:
+        """Return the attention of every layer; `make` is called once for every different window."""
+        windows = self.config.block_windows
+        made = {window: make(window) for window in dict.fromkeys(windows)}
+        return [made[window] for window in windows]
 
     def _decoder_layers(self) -> list[DecoderLayer]:
         return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]

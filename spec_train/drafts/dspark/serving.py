@@ -10,13 +10,14 @@ vocabulary.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from spec_train.attention.plain import attend_all
+from spec_train.attention.plain import attend_block
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.drafting import DraftCache
 from spec_train.drafts.dspark.blocks import Blocks, batch_context, block_states
@@ -84,7 +85,8 @@ class BlockDrafter:
         block = torch.full((1, config.block_size), config.mask_token_id, device=device)
         block[0, 0] = tokens[-1]
         places = self._verified + torch.arange(config.block_size, device=device)[None]
-        y = draft.forward_blocks(block, places, context, attend_all)
+        attends = draft.per_layer(lambda window: partial(attend_block, window=window))
+        y = draft.forward_blocks(block, places, context, attends)
         self.passes += 1
         walk = BlockWalk(draft, self._head, y[0, config.first :])
         token, drafted, distributions = block[0, 0], [], []

@@ -40,7 +40,6 @@ class EagleConfig(BaseConfig):
     )
     switches: ClassVar[tuple[str, ...]] = (*BaseConfig.switches, *of_files)
 
-    num_hidden_layers: int
     bias: bool = False  # of fc
     use_input_layernorm_in_first_layer: bool = False
     use_last_layernorm: bool = False  # of the prediction

@@ -82,8 +82,10 @@ class EagleModel(BaseDraft):
         caches = cache or LayerCaches(len(self.layers))
         cos, sin = self.rotary.cos_sin(position_ids, None, carried.dtype)
         x = self.fuse(token_ids, carried)
-        for layer, held in zip(self.layers, caches.layers, strict=True):
-            x = layer(x, cos, sin, partial(held.attend, scale=self.scale, seen=seen))
+        windows = self.config.windows
+        for layer, held, window in zip(self.layers, caches.layers, windows, strict=True):
+            attend = partial(held.attend, scale=self.scale, seen=seen, window=window)
+            x = layer(x, cos, sin, attend)
         return self.predict(x)
 
     @classmethod

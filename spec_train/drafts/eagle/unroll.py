@@ -4,7 +4,7 @@ In: final hidden states and known tokens. Out: the predicted states of every ste
 is the row (x_{t+1}, f_t), causal in its document; training needs no other. Step s continues from
 every slot at once, as serving would: the row (a known token of position t+1+s, the state that step
 s-1 predicted) at RoPE position t + s. It sees the step-0 rows of slots <= t of its document, and of
-the later steps the rows of slot t only.
+the later steps the rows of slot t only; a layer's window limits both.
 
 B packs, T slots, H hidden size, h / g query / key-value heads, d head size.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.packing import shift_left
-from spec_train.attention.unrolled import Queries, default_backend, unrolled_attention
+from spec_train.attention.unrolled import StepQueries, default_backend
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.eagle.model import EagleModel
 from spec_train.drafts.layers import argmax_by_chunks
@@ -27,8 +27,8 @@ class _Steps:
     A later step's key is seen by its own slot only (a diagonal). See `layers.Attend` for shapes.
     """
 
-    def __init__(self, queries: Queries, scale: float) -> None:
-        self._queries, self._scale = queries, scale
+    def __init__(self, queries: StepQueries, scale: float, window: int | None) -> None:
+        self._queries, self._scale, self._window = queries, scale, window
         self._first: tuple[Tensor, Tensor] | None = None
         self._diagonal: list[tuple[Tensor, Tensor]] = []
 
@@ -37,7 +37,8 @@ class _Steps:
             self._first = k, v
         else:
             self._diagonal.append((k, v))
-        return unrolled_attention(q, *self._first, self._diagonal, self._queries, self._scale)
+        first, diagonal = self._first, self._diagonal
+        return self._queries.attend(q, *first, diagonal, self._scale, self._window)
 
 
 class EagleUnroll:
@@ -64,8 +65,8 @@ class EagleUnroll:
             backend = default_backend(*kind)
         every = torch.arange(document_ids.shape[1], device=document_ids.device)  # [T]
         first = every - document_offsets(document_ids)  # [B, T]: the document's first slot
-        queries = Queries.prepare(first, every.expand_as(first), len(every), backend)
-        self._layers = [_Steps(queries, draft.scale) for _ in draft.layers]
+        queries = StepQueries(first, every.expand_as(first), len(every), backend)
+        self._layers = [_Steps(queries, draft.scale, window) for window in draft.config.windows]
         self._steps = 0
 
     def advance(self, token_ids: Tensor) -> Tensor:

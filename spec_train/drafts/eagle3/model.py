@@ -92,5 +92,6 @@ class Eagle3Model(AuxDraft):
         u = self.midlayer.inputs(self.embed(token_ids), carried)
         q = attention.queries(u, cos, sin)
         k, v = attention.keys_values(u, cos, sin)
-        heads = (cache or DraftCache()).attend(q, k, v, attention.scale, seen)
+        window = self.config.windows[0]
+        heads = (cache or DraftCache()).attend(q, k, v, attention.scale, seen, window)
         return self.feedback(self.midlayer.outputs(carried, heads))

@@ -2,8 +2,8 @@
 
 In: aux states and known tokens. Out: the states of every step. Step 0 carries the projected
 features and makes a key at every slot. Step s carries the state of step s - 1 and adds one key per
-slot, which only that slot sees. So queries, MLP and later keys are computed at the `active` slots
-only: those of which some step is used.
+slot, which only that slot sees; a layer's window limits both. So queries, MLP and later keys are
+computed at the `active` slots only: those of which some step is used.
 
 B packs, T slots, A active slots, S unroll steps, n captured layers, H hidden size, h / g query /
 key-value heads, d head size.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spec_data.shards.packing import shift_left
 from spec_train.attention.plain import repeat_heads
-from spec_train.attention.unrolled import Queries, default_backend, unrolled_attention
+from spec_train.attention.unrolled import StepQueries, default_backend
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.eagle3.model import Eagle3Model
 from spec_train.drafts.layers import argmax_by_chunks, run_layer
@@ -59,7 +59,8 @@ class Unroll:
             backend = default_backend(k0.device.type, k0.dtype, k0.shape[-1])
         slots = torch.arange(document_ids.shape[1], device=active.device)  # [T]
         first = (slots - document_offsets(document_ids)).gather(1, active)  # [B, A]
-        self._queries = Queries.prepare(first, active, document_ids.shape[1], backend)
+        self._queries = StepQueries(first, active, document_ids.shape[1], backend)
+        self._window = draft.config.windows[0]
         if backend != "flex":  # once for all steps
             heads = draft.config.num_attention_heads
             k0, v0 = repeat_heads(k0, heads), repeat_heads(v0, heads)
@@ -118,7 +119,8 @@ class Unroll:
             u = layer.inputs(self.draft.embed(token_ids), carried)
             diagonal = [*diagonal, attention.keys_values(u, cos, sin)]
         q = attention.queries(u, cos, sin)
-        out = unrolled_attention(q, self._k0, self._v0, diagonal, self._queries, attention.scale)
+        first_keys = self._k0, self._v0
+        out = self._queries.attend(q, *first_keys, diagonal, attention.scale, self._window)
         return self.draft.feedback(layer.outputs(carried, out)), diagonal
 
 

@@ -45,7 +45,7 @@ class Elements:
 
 
 def segments_of(
-    sample: Tensor, drafted: Tensor, document_ids: Tensor, count: int
+    sample: Tensor, drafted: Tensor, document_ids: Tensor, count: int, reach: int | None = None
 ) -> Iterator[Elements]:
     """Cut the packs into `count` segments of equal width; skip those in which nothing counts.
 
@@ -54,6 +54,8 @@ def segments_of(
         drafted: elements that count, bool [K, B, T]; a subset of the sample.
         document_ids: int64 [B, T], -1 in padding.
         count: number of segments; 1 is one forward pass over all elements.
+        reach: no element depends on inputs further back than this many positions; None: any may.
+            With windows in all layers it is the sum of W - 1 over the layers.
     """
     length = document_ids.shape[1]
     width = -(-length // count)
@@ -61,7 +63,7 @@ def segments_of(
     offsets = document_offsets(document_ids).masked_fill(document_ids == PADDING, 0)  # [B, T]
     # Per segment: slots before its start that belong to a document it continues, over all packs.
     behind = offsets[:, starts].amax(0).tolist()  # [segments]
-    for start, reach in zip(starts, behind, strict=True):
+    for start, held in zip(starts, behind, strict=True):
         stop = min(start + width, length)
         own = torch.zeros_like(sample)  # [B, K, T]: elements of this segment
         own[:, 0, start:stop] = sample[:, 0, start:stop]
@@ -69,7 +71,8 @@ def segments_of(
         own[:, 1:, before : stop - 1] = sample[:, 1:, before : stop - 1]
         counted = drafted & own.transpose(0, 1)  # [K, B, T]
         if counted.any():
-            yield _elements(own, counted, document_ids, start - reach, stop)
+            first = start - (held if reach is None else min(held, reach))
+            yield _elements(own, counted, document_ids, first, stop)
 
 
 def _elements(

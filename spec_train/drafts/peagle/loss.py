@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.errors import DraftError
-from spec_train.attention.masked import Attending
 from spec_train.attention.masks import parallel_mask
 from spec_train.drafts.frames import Frame, ShiftedInputs, tensor_frame
 from spec_train.drafts.layers import Attend
@@ -135,7 +134,7 @@ def parallel_loss(
     tally = _Tally.zero(drafted)
     losses = [
         functools.partial(_segment_loss, draft, frame, elements, weights, weighed.kind, tally)
-        for elements in segments_of(sample, drafted, frame.document_ids, segments)
+        for elements in segments_of(sample, drafted, frame.document_ids, segments, draft.reach)
     ]
     if not losses:
         loss = draft.zero_loss()
@@ -210,14 +209,13 @@ def element_states(draft: PeagleModel, frame: Frame, elements: Elements) -> Tens
     features = draft.project(frame.aux[:, part])  # [B, E - D, H]
     tokens, carried = draft.element_inputs(frame.input_ids[:, part], features, elements.deeper)
     lengths = rope_lengths(draft.rotary, frame.document_ids, elements.anchors)  # [B, E]
-    mask = parallel_mask(elements.document_ids, elements.anchors, elements.depths)
-    attending = Attending.prepare(mask, draft.config.head_dim, draft.attention_backend)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attending(q, k, v, draft.scale)
-
+    mask_of = functools.partial(
+        parallel_mask, elements.document_ids, elements.anchors, elements.depths
+    )
+    attends: list[Attend] = [
+        functools.partial(attending, scale=draft.scale) for attending in draft.attendings(mask_of)
+    ]
     positions = frame.position_ids.gather(1, elements.anchors) + elements.depths  # [B, E]
-    attends: list[Attend] = [attend] * len(draft.layers)
     return draft.states(tokens, carried, positions, lengths, attends)
 
 

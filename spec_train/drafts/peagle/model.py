@@ -10,13 +10,15 @@ B packs, T slots, E elements of a pack, n captured layers, H hidden size, h / g 
 heads, d head size, r rotary dimensions, Vd draft vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from spec_train.attention.masked import Attending
+from spec_train.attention.masks import AttentionMask
 from spec_train.draft_options import PeagleOptions
 from spec_train.drafts.aux_draft import AuxDraft
 from spec_train.drafts.drafting import DraftCache
@@ -58,6 +60,12 @@ class PeagleModel(AuxDraft):
     def scale(self) -> float:
         """Factor on the attention scores."""
         return self.config.head_dim**-0.5
+
+    @property
+    def reach(self) -> int | None:
+        """How many positions back an element's state depends on inputs; None: all of them."""
+        windows = [window for window in self.config.windows if window is not None]
+        return sum(windows) - len(windows) if len(windows) == len(self.layers) else None
 
     def unknown_inputs(self, batch: int, count: int) -> tuple[Tensor, Tensor]:
         """Return mask tokens, int64 [B, count], and projected `mask_hidden`, [B, count, H]."""
@@ -117,8 +125,19 @@ class PeagleModel(AuxDraft):
         The other arguments and the result [B, E, H] are those of `states`. The new rows are
         appended to the caches.
         """
-        attends = [partial(cache.attend, scale=self.scale) for cache in caches]
+        attends = [
+            partial(cache.attend, scale=self.scale, window=window)
+            for cache, window in zip(caches, self.config.windows, strict=True)
+        ]
         return self.states(token_ids, carried, position_ids, None, attends)
+
+    def attendings(self, mask_of: Callable[[int | None], AttentionMask]) -> list[Attending]:
+        """Prepare every layer's mask; `mask_of` returns that of a layer with a window."""
+        prepared = {
+            window: Attending.prepare(mask_of(window), self.config.head_dim, self.attention_backend)
+            for window in set(self.config.windows)
+        }
+        return [prepared[window] for window in self.config.windows]
 
     def new_caches(self) -> list[DraftCache]:
         """Return an empty cache for every layer."""

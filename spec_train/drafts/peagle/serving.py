@@ -9,7 +9,8 @@ no trace.
 B packs, T slots, n anchors, H hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ def serving_chains(draft: PeagleModel, batch: DraftBatch, depth: int) -> Tensor:
     features = draft.project(batch.aux(draft.config.layers))  # [B, T, H]
     lengths = rope_lengths(draft.rotary, batch.document_ids)  # [B, T]
     caches = draft.new_caches()
-    attends = _attends(draft, causal_mask(batch.document_ids), caches)
+    attends = _attends(draft, partial(causal_mask, batch.document_ids), caches)
     states = draft.states(known, features, batch.position_ids, lengths, attends)
     chains = argmax_by_chunks(draft.logits, states)[..., None]  # [B, T, 1], draft indices
     if depth > 1:
@@ -108,14 +109,20 @@ def _deeper(
     depths = torch.arange(1, depth, device=slots.device).repeat_interleave(len(slots))
     depths = depths.expand(packs, -1)  # [B, E]
     every = torch.arange(length, device=slots.device).expand(packs, -1)  # [B, T]
-    mask = parallel_mask(  # T + E elements, those of depth 0 first
-        torch.cat([batch.document_ids, batch.document_ids.gather(1, anchors)], dim=1),
-        torch.cat([every, anchors], dim=1),
-        torch.cat([torch.zeros_like(every), depths], dim=1),
-    )
+    documents = torch.cat([batch.document_ids, batch.document_ids.gather(1, anchors)], dim=1)
+
+    def mask_of(window: int | None) -> AttentionMask:
+        mask = parallel_mask(  # T + E elements, those of depth 0 first
+            documents,
+            torch.cat([every, anchors], dim=1),
+            torch.cat([torch.zeros_like(every), depths], dim=1),
+            window,
+        )
+        return _last_queries(mask, anchors.shape[1])
+
     lengths = rope_lengths(draft.rotary, batch.document_ids, anchors)  # [B, E]
     tokens, carried = draft.unknown_inputs(packs, anchors.shape[1])  # [B, E], [B, E, H]
-    attends = _attends(draft, _last_queries(mask, anchors.shape[1]), caches)
+    attends = _attends(draft, mask_of, caches)
     positions = batch.position_ids.gather(1, anchors) + depths
     states = draft.states(tokens, carried, positions, lengths, attends)  # [B, E, H]
     for cache in caches:
@@ -124,14 +131,21 @@ def _deeper(
     return best.view(packs, depth - 1, len(slots)).transpose(1, 2)
 
 
-def _attends(draft: PeagleModel, mask: AttentionMask, caches: Sequence[DraftCache]) -> list[Attend]:
-    """Return every layer's attention: new rows over its cache and themselves, under `mask`."""
-    attending = Attending.prepare(mask, draft.config.head_dim, draft.attention_backend)
+def _attends(
+    draft: PeagleModel,
+    mask_of: Callable[[int | None], AttentionMask],
+    caches: Sequence[DraftCache],
+) -> list[Attend]:
+    """Return every layer's attention: new rows over its cache and themselves.
 
-    def after(cache: DraftCache) -> Attend:
+    `mask_of` returns the mask of a layer with a window.
+    """
+
+    def after(cache: DraftCache, attending: Attending) -> Attend:
         return lambda q, k, v: attending(q, *cache.append(k, v), draft.scale)
 
-    return [after(cache) for cache in caches]
+    layers = draft.attendings(mask_of)
+    return [after(cache, attending) for cache, attending in zip(caches, layers, strict=True)]
 
 
 def _last_queries(mask: AttentionMask, count: int) -> AttentionMask:

@@ -26,6 +26,13 @@ def small_target(
     }
 
 
+def windows_of(types: str, window: int, layers: int) -> tuple[int | None, ...]:
+    """Return the window of every layer from the options `layer_types` and `sliding_window`."""
+    if types == "auto":
+        return (window or None,) * layers
+    return tuple(window if kind == "sliding_attention" else None for kind in types.split(","))
+
+
 def reference_state(draft: Any) -> dict[str, Tensor]:
     """Return the checkpoint's tensors as float64 leaves of a graph of their own."""
     return {

@@ -31,7 +31,7 @@ OPTIONS: dict[str, tuple[type, Any, dict[str, Any]]] = {
     "peagle": (
         PeagleConfig,
         PeagleOptions(depths=2, draft_layers=1),
-        {"mask_token_id": 3, "num_hidden_layers": 1},
+        {"mask_token_id": 3},
     ),
     "dspark": (
         DSparkConfig,

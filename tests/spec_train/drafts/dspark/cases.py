@@ -18,7 +18,7 @@ from spec_train.drafts.dspark.config import DSparkConfig
 from spec_train.drafts.dspark.draft import DFlashDraft, DSparkDraft
 from spec_train.head import TargetHead
 from tests.spec_train.drafts.dspark.reference import Document, ReferenceConfig, block_logits
-from tests.spec_train.drafts.shared import reference_state, small_target
+from tests.spec_train.drafts.shared import reference_state, small_target, windows_of
 from tests.spec_train.drafts.slot_loss import SlotLoss
 
 HIDDEN, WIDTH, LAYERS, VOCAB, MASK = 12, 10, 3, 14, 13
@@ -43,6 +43,9 @@ class Case:
     against: str = "auto"
     weights: tuple[float, ...] = ()
     dflash: bool = False
+    window: int = 0
+    types: str = "auto"
+    non_causal: bool = False
 
     def options(self) -> Any:
         common: dict[str, Any] = {
@@ -52,6 +55,9 @@ class Case:
             "ce_target": self.ce_target,
             "loss_target": self.against,
             "mask_token_id": MASK,
+            "sliding_window": self.window,
+            "layer_types": self.types,
+            "sliding_window_non_causal": self.non_causal,
         }
         if self.loss is not None:
             common["loss"] = self.loss.name
@@ -117,6 +123,8 @@ def reference_config(case: Case) -> ReferenceConfig:
         block_size=case.block_size,
         mask_token_id=MASK,
         sample_from_anchor=case.layout == "anchor",
+        windows=windows_of(case.types, case.window, case.draft_layers),
+        non_causal=case.non_causal,
         kind="none" if case.dflash else case.kind,
         confidence=case.confidence and not case.dflash,
         confidence_reads_markov=case.confidence_reads_markov,

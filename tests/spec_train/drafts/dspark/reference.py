@@ -33,6 +33,8 @@ class ReferenceConfig:
     block_size: int
     mask_token_id: int
     sample_from_anchor: bool
+    windows: tuple[int | None, ...]  # per layer: positions that a slot sees back; None: all
+    non_causal: bool  # slots of a layer with a window see later slots of their block
     kind: str  # none, vanilla, gated, rnn
     confidence: bool
     confidence_reads_markov: bool
@@ -254,15 +256,17 @@ def _layer(
         [[make(state, name, s, g, t, config) for t, s in sources] for g in range(config.kv_heads)]
         for make in (_key, _value)
     )
+    window = config.windows[int(name.split(".")[1])]
+    seen = {k: _seen(config, window, anchor, k) for k in range(len(rows))}
     out = []
     for k, (row, u) in enumerate(zip(rows, inputs, strict=True)):
         heads = []
         for h in range(config.heads):
             group = h * config.kv_heads // config.heads  # consecutive query heads share a kv head
             query = _turned(state, name, "q", u, h, anchor + k, config)
-            scores = torch.stack([query @ key for key in keys[group]]) / math.sqrt(config.head_dim)
-            weights = torch.softmax(scores, 0)
-            heads.append(sum(w * v for w, v in zip(weights, values[group], strict=True)))
+            scores = torch.stack([query @ keys[group][j] for j in seen[k]])
+            weights = torch.softmax(scores / math.sqrt(config.head_dim), 0)
+            heads.append(sum(w * values[group][j] for w, j in zip(weights, seen[k], strict=True)))
         middle = row + _linear(state, f"{name}.self_attn.o_proj", torch.cat(heads))
         v = _rms(middle, state[f"{name}.post_attention_layernorm.weight"], config)
         gate = _linear(state, f"{name}.mlp.gate_proj", v)
@@ -271,6 +275,16 @@ def _layer(
             middle + _linear(state, f"{name}.mlp.down_proj", gate * torch.sigmoid(gate) * up)
         )
     return out
+
+
+def _seen(config: ReferenceConfig, window: int | None, anchor: int, slot: int) -> list[int]:
+    """Return the positions that a slot sees; context and slots are at 0, 1, ... in order."""
+    last, own = anchor + config.block_size - 1, anchor + slot
+    if window is None:
+        return list(range(last + 1))
+    if not config.non_causal:
+        last = own
+    return [p for p in range(last + 1) if abs(own - p) < window]
 
 
 def _key(

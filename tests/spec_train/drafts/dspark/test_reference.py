@@ -54,6 +54,11 @@ CASES = (
     Case(reduced=True, ce_target="teacher", gamma=0.0),
     Case(block_size=1, draft_layers=1),
     Case(block_size=7, draft_layers=1, ce_target="teacher"),
+    Case(window=4),
+    Case(window=5, layout="mask", reduced=True),
+    Case(window=4, non_causal=True, types="sliding_attention,full_attention"),
+    Case(window=6, non_causal=True, dflash=True, layout="mask"),
+    Case(window=7, block_size=7, types="full_attention,sliding_attention"),
     Case(dflash=True, layout="mask"),
     Case(dflash=True, layout="anchor", gamma=2.0),
     Case(reduced=True, loss=SlotLoss(hard=True), kind="gated"),  # with the document's tokens

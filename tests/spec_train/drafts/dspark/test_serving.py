@@ -48,6 +48,9 @@ CASES = (
     Case(kind="none"),
     Case(dflash=True, layout="mask", block_size=6),
     Case(dflash=True, layout="anchor"),
+    Case(window=4),
+    Case(window=5, block_size=5, layout="mask", types="sliding_attention,full_attention"),
+    Case(window=6, non_causal=True, dflash=True, layout="mask"),
 )
 
 

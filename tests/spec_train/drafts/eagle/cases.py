@@ -16,7 +16,7 @@ from spec_train.draft_options import EagleOptions
 from spec_train.drafts.eagle.draft import EagleConfig, EagleDraft
 from spec_train.head import TargetHead
 from tests.spec_train.drafts.eagle.reference import Document, ReferenceConfig, predict
-from tests.spec_train.drafts.shared import reference_state, small_target
+from tests.spec_train.drafts.shared import reference_state, small_target, windows_of
 from tests.spec_train.drafts.slot_loss import CROSS_ENTROPY, SlotLoss
 
 HIDDEN, VOCAB = 12, 14
@@ -30,6 +30,8 @@ class Case:
     slots: str = "serving"
     layers: int = 1
     kv_heads: int = 2
+    window: int = 0
+    types: str = "auto"
     scale: float = 1.0
     softcap: float | None = None
     bias: bool = False
@@ -48,6 +50,8 @@ class Case:
             loss=self.loss.name,
             loss_target="hard" if self.loss.hard else "soft",
             depth=3,
+            sliding_window=self.window,
+            layer_types=self.types,
         )
 
     def target_config(self) -> dict[str, object]:
@@ -86,6 +90,7 @@ def reference_config(case: Case, head: TargetHead) -> ReferenceConfig:
         rope_inv_freq=rotary.inv_freq,
         rope_factor=rotary.attention_scaling,
         layers=case.layers,
+        windows=windows_of(case.types, case.window, case.layers),
         head_weight=head.head_weight,
         head_bias=head.head_bias,
         head_scale=case.scale,

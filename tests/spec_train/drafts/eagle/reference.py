@@ -31,6 +31,7 @@ class ReferenceConfig:
     rope_inv_freq: Tensor  # [rotary dimensions / 2]
     rope_factor: float = 1.0
     layers: int = 1
+    windows: tuple[int | None, ...] = (None,)  # per layer: positions that a row sees; None: all
     head_weight: Tensor  # [V, H]
     head_bias: Tensor | None = None  # [V]
     head_scale: float = 1.0
@@ -199,15 +200,17 @@ def _layer(
         return whole[index * size : (index + 1) * size]
 
     outputs = []
+    window = config.windows[int(prefix.split(".")[1])]
+    first = 0 if window is None else max(0, position - window + 1)
     for h in range(config.heads):
         group = h * config.kv_heads // config.heads  # consecutive query heads share a kv head
         query = _rope(part("q", position, h), position, config)
         scores = [
             query @ _rope(part("k", j, group), j, config) / math.sqrt(size)
-            for j in range(position + 1)
+            for j in range(first, position + 1)
         ]
         weights = torch.softmax(torch.stack(scores), 0)
-        outputs.append(sum(w * part("v", j, group) for j, w in enumerate(weights)))
+        outputs.append(sum(w * part("v", j, group) for j, w in enumerate(weights, first)))
     x = x + state[f"{prefix}.self_attn.o_proj.weight"] @ torch.cat(outputs)
     inside = _rms(x, state[f"{prefix}.post_attention_layernorm.weight"], config)
     gate = state[f"{prefix}.mlp.gate_proj.weight"] @ inside

@@ -61,6 +61,9 @@ CASES = {
     "plain": Case(),
     "shifted": Case(slots="shifted"),
     "two layers": Case(layers=2),
+    "window": Case(window=3),
+    "window of two": Case(window=2),
+    "mixed layers": Case(layers=2, window=2, types="sliding_attention,full_attention"),
     "noise": Case(noise=True, kv_heads=1),
     "scaled head": Case(scale=0.25),
     "softcap and bias": Case(scale=0.5, softcap=2.0, bias=True),
@@ -153,7 +156,9 @@ def test_back_ends_agree(backend: str) -> None:
     close_gradients(found, {parameter: state[parameter].grad for parameter in found})
 
 
-@pytest.mark.parametrize("name", ["plain", "shifted", "two layers", "softcap and bias"])
+@pytest.mark.parametrize(
+    "name", ["plain", "shifted", "two layers", "softcap and bias", "mixed layers"]
+)
 def test_figures_of_deeper_steps_are_those_of_the_reference(name: str) -> None:
     """Chains that read the documents' tokens and the draft's own states."""
     case = CASES[name]
@@ -231,7 +236,10 @@ def test_other_documents_and_later_tokens_change_nothing(case: Case, what: str) 
     assert abs(float(changed - loss)) > 1e-9
 
 
-@pytest.mark.parametrize("name", ["plain", "two layers", "partial linear rope"])
+@pytest.mark.parametrize(
+    "name",
+    ["plain", "two layers", "partial linear rope", "window", "window of two", "mixed layers"],
+)
 def test_serving_with_a_cache_is_the_chain_computed_anew(name: str) -> None:
     """Step 0 equals training; deeper steps equal the slow recomputation without a cache."""
     case = CASES[name]

@@ -30,6 +30,7 @@ class Case:
     reduced: bool = True
     fc_norm: bool = False
     norm_output: bool = False
+    window: int = 0
     heads: int = 4
     kv_heads: int = 2
     steps: int = STEPS
@@ -48,6 +49,7 @@ class Case:
             slots=self.slots,
             fc_norm=self.fc_norm,
             norm_output=self.norm_output,
+            sliding_window=self.window,
         )
 
     def target_config(self) -> dict[str, object]:
@@ -89,6 +91,7 @@ def reference_config(case: Case, draft: Eagle3Draft) -> ReferenceConfig:
         rope_inv_freq=rotary.inv_freq,
         rope_factor=rotary.attention_scaling,
         norm_output=case.norm_output,
+        window=case.window or None,
         steps=case.steps,
         decay=case.decay,
         slots=case.slots,

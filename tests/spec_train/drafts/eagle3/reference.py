@@ -32,6 +32,7 @@ class ReferenceConfig:
     rope_factor: float = 1.0  # multiplies cos and sin (yarn, longrope)
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
     norm_output: bool = False
+    window: int | None = None  # positions that a row sees; None: all
     steps: int = 7
     decay: float = 0.8
     slots: str = "serving"  # or "shifted"
@@ -235,6 +236,8 @@ def _attend(
         scale = config.attention_scale
     queries = _linear(state, "midlayer.self_attn.q_proj", u)
     seen = [(j, 0) for j in range(t + 1)] + [(t, step) for step in range(1, s + 1)]
+    if config.window is not None:  # slot j at step s is at position j + s
+        seen = [pair for pair in seen if t + s - config.window < sum(pair)]
     outputs = []
     for h in range(config.heads):
         query = _rope(queries[h * config.head_dim : (h + 1) * config.head_dim], t + s, config)

@@ -165,6 +165,10 @@ CASES = {
     "3.1": Case(fc_norm=True, norm_output=True),
     "fc_norm": Case(fc_norm=True),
     "norm_output": Case(norm_output=True, loss=SlotLoss(name="lk-alpha")),
+    "window": Case(window=3),
+    "window of two": Case(window=2, steps=3),
+    "window shorter than the unroll": Case(window=2, steps=5),
+    "long window": Case(window=50),
     "seven steps": Case(steps=7, decay=0.5),
     "one step": Case(steps=1),
     "yarn": Case(
@@ -195,7 +199,9 @@ def test_values_sums_and_gradients_are_the_reference(name: str, layout: str) -> 
 
 
 @pytest.mark.parametrize("backend", ["dense", "merged"])
-@pytest.mark.parametrize("name", ["plain", "one kv head", "3.1", "seven steps", "one step"])
+@pytest.mark.parametrize(
+    "name", ["plain", "one kv head", "3.1", "seven steps", "one step", "window", "window of two"]
+)
 def test_every_attention_backend_matches_the_reference(
     name: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,7 +210,7 @@ def test_every_attention_backend_matches_the_reference(
 
 
 @pytest.mark.parametrize("backend", ["dense", "merged"])
-@pytest.mark.parametrize("name", ["plain", "3.1", "seven steps", "one step"])
+@pytest.mark.parametrize("name", ["plain", "3.1", "seven steps", "one step", "window"])
 def test_recomputed_steps_match_the_reference(name: str, backend: str) -> None:
     case = CASES[name]
     documents, state, expected = expectation(case)
@@ -303,7 +309,13 @@ def test_slot_masks_of_two_turns_are_those_written_by_hand(slots: str) -> None:
         assert changed.tolist() == wanted, f"teacher of token {p}"
 
 
-@pytest.mark.parametrize("name", ["plain", "3.1", "norm_output", "one kv head", "yarn"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("plain", "3.1", "norm_output", "one kv head", "yarn"),
+        *("window", "window of two", "window shorter than the unroll"),
+    ],
+)
 def test_serving_forwards_give_the_logits_of_the_unroll(name: str) -> None:
     """A chain drafted from slot t with a key-value cache equals column t of the training unroll."""
     case = CASES[name]

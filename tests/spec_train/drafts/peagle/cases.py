@@ -22,7 +22,7 @@ from tests.spec_train.drafts.peagle.reference import (
     reference_loss,
     slot_counts,
 )
-from tests.spec_train.drafts.shared import reference_state, small_target
+from tests.spec_train.drafts.shared import reference_state, small_target, windows_of
 from tests.spec_train.drafts.slot_loss import KL, SlotLoss
 
 DEPTHS, MASK_TOKEN = 4, 11
@@ -55,6 +55,8 @@ class Case:
     ratio: float = 0.9
     floor: float = 0.2
     loss: SlotLoss = KL
+    window: int = 0
+    types: str = "auto"
 
     def target_config(self) -> dict[str, object]:
         return small_target(12, self.heads, self.kv_heads)
@@ -72,6 +74,8 @@ def make_draft(case: Case, **options: object) -> PeagleDraft:
         loss=case.loss.name,
         loss_target="hard" if case.loss.hard else "soft",
         position_weights=",".join(map(str, case.loss.weights)) or "auto",
+        sliding_window=case.window,
+        layer_types=case.types,
         **options,
     )
     config = PeagleConfig.from_target(
@@ -80,7 +84,6 @@ def make_draft(case: Case, **options: object) -> PeagleDraft:
         vocab_size=VOCAB,
         draft_vocab_size=len(DRAFT_IDS) if case.reduced else VOCAB,
         options=chosen,
-        num_hidden_layers=case.layers,
         mask_token_id=MASK_TOKEN,
     )
     draft = PeagleDraft(replace(config, target_hidden_size=WIDTH), chosen).double()
@@ -103,6 +106,7 @@ def reference_config(case: Case) -> ReferenceConfig:
         kv_heads=case.kv_heads,
         head_dim=6,
         layers=case.layers,
+        windows=windows_of(case.types, case.window, case.layers),
         rms_norm_eps=1e-5,
         rope_inv_freq=LlamaRotaryEmbedding(LlamaConfig(**case.target_config())).inv_freq,
         mask_token_id=MASK_TOKEN,

@@ -30,6 +30,7 @@ class ReferenceConfig:
     kv_heads: int
     head_dim: int
     layers: int
+    windows: tuple[int | None, ...]  # per layer: positions that an element sees; None: all
     rms_norm_eps: float
     rope_inv_freq: Tensor
     mask_token_id: int
@@ -109,7 +110,8 @@ def reference_logits(
         if number:
             norm = state[f"{name}.input_layernorm.weight"]
             inputs = {e: _rms(hidden[e], norm, config) for e in elements}
-        heads = _attention(state, config, f"{name}.self_attn", inputs, elements)
+        window = config.windows[number]
+        heads = _attention(state, config, f"{name}.self_attn", inputs, elements, window)
         for e in elements:
             middle = hidden[e] + state[f"{name}.self_attn.o_proj.weight"] @ heads[e]
             normed = _rms(middle, state[f"{name}.post_attention_layernorm.weight"], config)
@@ -196,6 +198,7 @@ def _attention(
     name: str,
     inputs: Mapping[Element, Tensor],
     elements: Sequence[Element],
+    window: int | None,
 ) -> dict[Element, Tensor]:
     size, out = config.head_dim, {}
     projected = {
@@ -206,6 +209,8 @@ def _attention(
     for t, d in elements:
         seen = [(j, 0) for j in range(t + 1)] + [(t, e) for e in range(1, d + 1)]
         assert all(e in inputs for e in seen), "an anchor's depths have no gaps"
+        if window is not None:  # an element is at position anchor + depth
+            seen = [e for e in seen if t + d - window < sum(e)]
         heads = []
         for h in range(config.heads):
             group = h * config.kv_heads // config.heads

@@ -49,6 +49,11 @@ CASES = {
     "fc_norm": Case(fc_norm=True),
     "one kv head": Case(heads=3, kv_heads=1),
     "one layer": Case(layers=1),
+    "window": Case(window=3),
+    "window of two": Case(window=2),
+    "mixed layers": Case(
+        window=2, types="sliding_attention,full_attention,sliding_attention", ratio=1.0
+    ),
     "one depth": Case(depths=1),
     "everything kept": Case(ratio=1.0, depths=5),
     "ce, weighted": Case(loss=SlotLoss(weights=(1.0, 0.25, 0.5, 0.0))),
@@ -129,7 +134,9 @@ def test_values_sums_and_gradients_are_the_reference(name: str, layout: str) -> 
 
 @pytest.mark.parametrize("segments", [2, 3, 7, 1000])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["plain", "shifted", "everything kept"])
+@pytest.mark.parametrize(
+    "name", ["plain", "shifted", "everything kept", "window", "window of two", "mixed layers"]
+)
 def test_segments_match_the_reference(name: str, layout: str, segments: int) -> None:
     check_case(CASES[name], layout, segments=segments)
 
@@ -139,9 +146,10 @@ def test_recomputed_layers_match_the_reference(segments: int) -> None:
     check_case(CASES["plain"], "one row", segments=segments, gradient_checkpointing=True)
 
 
+@pytest.mark.parametrize("name", ["plain", "mixed layers"])
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "flex"])
-def test_every_attention_backend_matches_the_reference(backend: str) -> None:
-    check_case(CASES["plain"], "three rows", backend=backend)
+def test_every_attention_backend_matches_the_reference(backend: str, name: str) -> None:
+    check_case(CASES[name], "three rows", backend=backend)
 
 
 def test_small_chunks_of_the_head_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

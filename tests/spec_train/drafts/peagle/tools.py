@@ -45,7 +45,6 @@ def make_draft(model: Any, draft_vocab: int = VOCAB, **changes: Any) -> PeagleDr
         options=options,
         dtype="float32",
         origin={"chat_template_kwargs": {}},
-        num_hidden_layers=options.draft_layers,
         mask_token_id=VOCAB - 1,
     )
     draft = PeagleDraft(config, options)
