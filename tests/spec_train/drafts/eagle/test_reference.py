@@ -269,7 +269,8 @@ def test_serving_with_a_cache_is_the_chain_computed_anew(name: str) -> None:
                     if s:
                         token = torch.tensor([[drafted[s - 1]]])
                         carried = draft.step(token, carried, torch.tensor([[t + s]]), cache)
-                    close(carried[0, 0], slow[s])
+                    # no norm before the first layer: differences grow from step to step
+                    close(carried[0, 0], slow[s], terms=network(4 ** (s + 1)))
                 assert cache.length == t + 4
             start += len(x)
 
