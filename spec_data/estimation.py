@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.generation.disk_bytes import other_files
+from spec_data.generation.fitting import Fitting, announce_drafts
 from spec_data.generation.plan import Plan
 from spec_data.generation.probe import Probe, run_probe
 from spec_data.generation.setup import Setup, make_plan, set_up
@@ -22,11 +23,13 @@ class Estimate:
 
     Attributes:
         setup, plan: what would be captured.
+        fitting: which drafts can be fitted on it.
         probe: what a probe measured; None without one.
     """
 
     setup: Setup
     plan: Plan
+    fitting: Fitting
     probe: Probe | None = None
 
     @cached_property
@@ -63,6 +66,7 @@ class Estimate:
         return {
             "target": setup.target["name"],
             "blocks": setup.target["num_layers"],
+            "fitting": self.fitting.problems,
             "layers": list(setup.layers),
             "drafts": self.drafts,
             "documents": len(plan.lengths),
@@ -93,8 +97,9 @@ def estimate_size(config: EstimateConfig) -> Estimate:
             proving its mask form raise.
     """
     setup = set_up(config, weights=config.probe)
+    announced = announce_drafts(setup)
     plan = make_plan(setup)
-    return Estimate(setup, plan, run_probe(setup, plan) if config.probe else None)
+    return Estimate(setup, plan, announced, run_probe(setup, plan) if config.probe else None)
 
 
 def estimate_text(found: Estimate) -> str:
@@ -122,6 +127,7 @@ def estimate_text(found: Estimate) -> str:
     sources = "\n".join(f"  {_source_text(s)}" for s in plan.corpus)
     return "\n\n".join(
         [
+            "drafts that can be fitted\n  " + "\n  ".join(found.fitting.lines),
             "corpus\n" + sources,
             counts_text(vars(plan.counts)),
             column_rows(setup.columns, plan.tokens, plan.predicting),

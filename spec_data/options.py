@@ -114,6 +114,9 @@ class GenerateConfig:
         group=CAPTURE,
         choices=("all", "supervised"),
     )
+    states_only: bool = option(
+        False, help="capture a target although no draft can be fitted on its states", group=CAPTURE
+    )
     keep_tails: bool = option(
         False,
         help="keep the tokens after a document's last supervised token. No draft learns from them",

@@ -29,7 +29,7 @@ from spec_data.shards.follow import WORK, FollowedDataset
 from spec_data.shards.reader import MANIFEST
 from spec_data.shards.schema import Manifest
 from spec_train.data.batch import PLAIN, DraftBatch
-from spec_train.drafts import DRAFTS, Draft
+from spec_train.drafts import DRAFTS, Draft, draft_class
 from spec_train.head import TargetHead
 from spec_train.options import ReplayConfig
 from spec_train.training.failure import (
@@ -183,7 +183,7 @@ def _load_head(
 
 def _load_draft(folder: Path, state: dict[str, Any], head: TargetHead, manifest: Manifest) -> Any:
     """Read the draft from before the failed step, an nn.Module of the Draft protocol."""
-    kind = DRAFTS[state["draft"]]
+    kind = draft_class(state["draft"], manifest.target.get("architectures") or ())
     draft = kind.from_pretrained(folder)
     options: Any = from_dict(kind.options_class, state["options"], where=str(folder / FAILURE))
     draft.use_options(options)

@@ -1,28 +1,114 @@
-"""What `generate` reads of the target's positions, for the drafts of the dataset."""
+"""Which drafts can be fitted on a dataset: known before the capture, and proven when it begins.
+
+A draft needs the target's sizes and its rotary frequencies. Families of the registry have both from
+their config.json. Those of other families are derived: sizes from config.json, frequencies from the
+loaded target.
+"""
 
 import json
 import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup
 from spec_data.generation.target_files import config_json
 from spec_data.models.families import derived_spec, find_spec
-from spec_data.models.fitted_shape import fitted_shape
-from spec_data.shards.errors import DraftError
+from spec_data.models.fitted_shape import fitted_shape, sizes_of
+from spec_data.shards.draft_needs import data_problem
+from spec_data.shards.errors import DraftError, TargetError
+from spec_data.shards.layer_ids import RECIPES
 from spec_data.shards.position_data import ROPE, Positions
 from spec_data.target.live_positions import read_positions
 from spec_data.target.model import Target
 
 log = logging.getLogger(__name__)
 
+_ANYWAY = "Pass --states-only to capture the states for another use"
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """Which drafts can be fitted on a dataset.
+
+    Attributes:
+        family: the target's family, and how its shape is known.
+        problems: by draft, why it cannot be fitted; None if it can.
+    """
+
+    family: str
+    problems: dict[str, str | None]
+
+    @property
+    def possible(self) -> list[str]:
+        """The drafts that can be fitted."""
+        return [draft for draft, problem in self.problems.items() if problem is None]
+
+    @property
+    def lines(self) -> list[str]:
+        """What can be fitted, then a line for each reason why others cannot."""
+        found = [f"{', '.join(self.possible) or 'none'} ({self.family})"]
+        for reason in dict.fromkeys(p for p in self.problems.values() if p):
+            drafts = [draft for draft, problem in self.problems.items() if problem == reason]
+            found.append(f"not {', '.join(drafts)}: {reason}")
+        return found
+
+
+def fitting(setup: Setup) -> Fitting:
+    """Return which drafts can be fitted on the dataset of a setup; no weights are needed."""
+    names = setup.target["architectures"]
+    spec = find_spec(names)
+    known = ", ".join(names) or setup.target["model_type"]
+    if spec is not None:
+        family = f"the target is registered as {spec.family}"
+    else:
+        family = f"{known} is not registered: its shape is derived, and proven before the capture"
+    problem = None
+    try:
+        sizes_of(_config(setup), spec or derived_spec(names))
+    except DraftError as error:
+        problem = str(error)
+    config = setup.config
+    problems = {}
+    for draft in RECIPES:
+        own = data_problem(draft, config.supervision, config.final)
+        if draft != "eagle" and not setup.layers:
+            own = "no layer is captured"
+        problems[draft] = problem or own
+    return Fitting(family, problems)
+
+
+def announce_drafts(setup: Setup) -> Fitting:
+    """Log which drafts can be fitted on a dataset; refuse a capture that no draft can use.
+
+    Raises:
+        TargetError: there is none, and --states-only is not given.
+    """
+    found = fitting(setup)
+    for line in found.lines:
+        log.info("drafts: %s", line)
+    if not found.possible and not setup.config.states_only:
+        reasons = "\n  ".join(found.lines[1:])
+        raise TargetError(
+            f"no draft of spec-train can be fitted on this dataset ({found.family}):\n  {reasons}\n"
+            f"{_ANYWAY}"
+        )
+    return found
+
 
 def find_positions(setup: Setup, plan: Plan, target: Target) -> Positions:
     """Read and prove the positions of a loaded target; log what was found.
 
     A difference between the target's modules and its config.json is logged as a warning.
+
+    Raises:
+        TargetError: no draft can be fitted, because the family is not registered and nothing was
+            proven; --states-only is not given.
     """
     found = read_positions(target.model, int(plan.lengths.max()))
-    names = setup.target["architectures"]
+    names = setup.target["architectures"] or [type(target.model).__name__]
     if found.proven and found.kind == ROPE:
         dimensions = {table.size for table in found.tables.values()}
         log.info(
@@ -31,9 +117,24 @@ def find_positions(setup: Setup, plan: Plan, target: Target) -> Positions:
         )
     elif found.proven:
         log.info("positions: learned; a draft uses rotary positions instead")
-    config = json.loads(config_json(setup, target.dtype, type(target.model).__name__))
+    spec = find_spec(names)
+    if spec is None and not found.proven and not setup.config.states_only:
+        raise TargetError(
+            f"no draft of spec-train can be fitted on this dataset: {', '.join(names)} is not "
+            f"registered, and the positions of the target are not proven ({found.reason}). Add the "
+            f"family to TARGETS in spec_data/models/families.py. {_ANYWAY}"
+        )
     try:
-        fitted_shape(config, find_spec(names) or derived_spec(names), found)
+        fitted_shape(_config(setup, target), spec or derived_spec(names), found)
     except DraftError as error:
         log.warning("warning: %s", error)
     return found
+
+
+def _config(setup: Setup, target: Target | None = None) -> dict[str, Any]:
+    """Return config.json as the dataset will have it."""
+    if target is None:
+        found = config_json(setup, torch.float32)
+    else:
+        found = config_json(setup, target.dtype, type(target.model).__name__)
+    return json.loads(found)

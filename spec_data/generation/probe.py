@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from spec_data.generation.fitting import find_positions
 from spec_data.generation.loaded_target import documents_to_prove, load_target
 from spec_data.generation.plan import Plan
 from spec_data.generation.sample_check import LONGEST, measure_documents
@@ -46,6 +47,7 @@ def run_probe(setup: Setup, plan: Plan) -> Probe:
     """
     config = setup.config
     target = load_target(setup, plan)
+    find_positions(setup, plan, target)
     _, documents = documents_to_prove(plan, target)
     form = prove_isolation(target, documents, plan.pack_length, config.packing).form
     sample = _sample(plan, _BATCHES * config.batch_tokens)

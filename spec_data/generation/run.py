@@ -28,7 +28,7 @@ from spec_data.devices import usable_device
 from spec_data.generation.calibrate import calibrate
 from spec_data.generation.capture import CaptureSettings, capture_unit
 from spec_data.generation.disk_bytes import other_files
-from spec_data.generation.fitting import find_positions
+from spec_data.generation.fitting import announce_drafts, find_positions
 from spec_data.generation.loaded_target import documents_to_prove, load_target
 from spec_data.generation.plan import Plan, load_plan, read_settings, save_plan
 from spec_data.generation.replan import check_still_planned, discard_unused_plan, half_discarded
@@ -75,6 +75,7 @@ def generate(config: GenerateConfig) -> Manifest | None:
         shutil.rmtree(out / WORK, ignore_errors=True)  # left if killed after the manifest
         logger.info("%s is complete already: nothing to do", out)
         return manifest
+    announce_drafts(setup)
     plan = find_plan(setup, out)
     index, workers = config.worker
     mine = list(range(index, len(plan.units), workers))

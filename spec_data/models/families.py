@@ -2,11 +2,12 @@
 
 `architectures` of a target's config.json selects the family; the first registered name wins. Every
 kind of draft supports the same families. A family whose config uses Llama's keys is one line. A
-family that does not also needs a shape function in `shapes.py`.
+family that does not also needs a shape function in `shapes.py`. A family with drafts of its
+own names their classes in `drafts`.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from spec_data.models.shapes import TargetShape, decoder_shape, global_shape, latent_shape
@@ -14,11 +15,20 @@ from spec_data.models.shapes import TargetShape, decoder_shape, global_shape, la
 
 @dataclass(frozen=True, kw_only=True)
 class DraftSpec:
-    """How to build a draft for a family of targets."""
+    """How to build a draft for a family of targets.
+
+    Attributes:
+        family: its name in messages.
+        shape: from config.json to the draft's shape.
+        note: how the draft differs from its target.
+        drafts: draft classes of the family's own, by kind, as "package.module:Class"; only
+            spec_train imports them.
+    """
 
     family: str
     shape: Callable[[dict[str, Any]], TargetShape] = decoder_shape
-    note: str = ""  # how the draft differs from its target
+    note: str = ""
+    drafts: Mapping[str, str] = field(default_factory=dict)
 
 
 def _latent(family: str) -> DraftSpec:

@@ -53,6 +53,18 @@ def fitted_shape(
     return shape
 
 
+def sizes_of(config: dict[str, Any], spec: DraftSpec) -> TargetShape:
+    """Return the shape of a draft before the target is loaded; a rope that is unknown is left out.
+
+    Raises:
+        DraftError: config.json lacks a size.
+    """
+    try:
+        return spec.shape(config)
+    except DraftError:
+        return spec.shape(_without_rope(config))
+
+
 def rope_of(shape: TargetShape) -> RopeSettings:
     """Return the rope settings of a shape."""
     return RopeSettings(

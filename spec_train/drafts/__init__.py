@@ -9,10 +9,15 @@ spec_train.attention, spec_train.data, spec_train.formats, spec_train.head, spec
 spec_train.origin, spec_train.sampling, spec_train.shape_options, spec_train.vocabulary_options.
 """
 
+import importlib
 import logging
+from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
+from spec_data.models.families import find_spec
 from spec_data.shards.errors import DraftError, SpecDataError
+from spec_train.drafts.base import BaseDraft
 from spec_train.drafts.dspark.draft import DFlashDraft, DSparkDraft
 from spec_train.drafts.eagle.draft import EagleDraft
 from spec_train.drafts.eagle3.draft import Eagle3Draft
@@ -34,6 +39,38 @@ DRAFTS: dict[str, type[Draft]] = {
     "dspark": DSparkDraft,
     "dflash": DFlashDraft,
 }
+
+
+def draft_class(kind: str, architectures: Sequence[str]) -> type[Draft]:
+    """Return the class of a kind of draft for a target, the family's own if it has one.
+
+    Args:
+        kind: a key of `DRAFTS`.
+        architectures: of the target; the first registered one decides.
+
+    Raises:
+        DraftError: `kind` is unknown, or the family's own class cannot be imported or is no such
+            draft.
+    """
+    if kind not in DRAFTS:
+        raise DraftError(f"there is no draft {kind!r}; known kinds: {', '.join(DRAFTS)}")
+    spec = find_spec(architectures)
+    place = spec.drafts.get(kind) if spec is not None else None
+    if spec is None or place is None:
+        return DRAFTS[kind]
+    module, _, name = place.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise DraftError(
+            f"{spec.family}: its {kind} draft {place} cannot be loaded: {error}"
+        ) from None
+    if not (isinstance(found, type) and issubclass(found, BaseDraft) and found.name == kind):
+        raise DraftError(
+            f"{spec.family}: {place} is no {kind} draft: a subclass of {DRAFTS[kind].__name__}, or "
+            f'of BaseDraft with name = "{kind}", is needed'
+        )
+    return cast(type[Draft], found)
 
 
 def load_draft(
@@ -81,12 +118,14 @@ def _draft_of(files: DraftFiles, target: TargetFacts | None) -> Draft:
     """Make a draft from files of any form."""
     try:
         own = own_form(files, target or TargetFacts())
-        kind = own.config[SECTION].get("draft")
+        section = own.config[SECTION]
+        kind = section.get("draft")
         if kind not in DRAFTS:
             raise DraftError(
                 f"{own.config_path}: {SECTION}.draft is {kind!r}; known kinds: {', '.join(DRAFTS)}"
             )
-        return DRAFTS[kind].from_files(own)
+        target_names = (section.get("origin") or {}).get("architectures") or ()
+        return draft_class(kind, target_names).from_files(own)
     except SpecDataError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as e:
@@ -96,4 +135,4 @@ def _draft_of(files: DraftFiles, target: TargetFacts | None) -> Draft:
         ) from e
 
 
-__all__ = ["DRAFTS", "Draft", "DraftLoss", "load_draft", "own_files", "read_draft"]
+__all__ = ["DRAFTS", "Draft", "DraftLoss", "draft_class", "load_draft", "own_files", "read_draft"]

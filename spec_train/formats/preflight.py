@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from spec_data.models.families import find_spec
 from spec_data.shards.identity import compare
 from spec_train.formats import rules_block, rules_eagle
 from spec_train.formats.draft_seal import SECTION, some_of
@@ -73,16 +74,22 @@ def general(subject: Subject) -> Notes:
     return notes
 
 
-def _rope(subject: Subject, engine: str) -> list[Finding]:
-    """Refuse a draft whose rotary frequencies are not those of its rope settings."""
-    if "inv_freq" not in (subject.config[SECTION].get("positions") or {}):
-        return []
-    text = (
-        "computes rotary frequencies from config.json, but the draft was fitted with those of its "
-        "dataset, which no rope settings express; correct the rope of the target's config.json, "
-        "and generate and fit again"
-    )
-    return [Finding(engine, REFUSE, text)]
+def _unknown_to(subject: Subject, engine: str) -> list[Finding]:
+    """Refuse a draft whose arithmetic no engine knows.
+
+    These are rotary frequencies that no rope settings express, and a class of the family's own.
+    """
+    section, found = subject.config[SECTION], []
+    if "inv_freq" in (section.get("positions") or {}):
+        found.append(
+            "computes rotary frequencies from config.json, but the draft was fitted with those of "
+            "its dataset, which no rope settings express; correct the rope of the target's "
+            "config.json, and generate and fit again"
+        )
+    spec = find_spec(subject.origin.get("architectures") or ())
+    if spec is not None and subject.kind in spec.drafts:
+        found.append(f"does not know {spec.drafts[subject.kind]}, the draft class of {spec.family}")
+    return [Finding(engine, REFUSE, text) for text in found]
 
 
 def _identity(notes: Notes, subject: Subject) -> None:
@@ -188,7 +195,7 @@ def preflight(subject: Subject) -> dict[str, list[Finding]]:
     checks = dict(CHECKS[subject.kind])
     for engine, name in _NAMES.items():
         if engine in checks:
-            found[engine] = [*_rope(subject, name), *checks[engine](subject)]
+            found[engine] = [*_unknown_to(subject, name), *checks[engine](subject)]
         else:
             text = f"does not support {subject.kind} drafts"
             found[engine] = [Finding(name, REFUSE, text)]

@@ -30,8 +30,8 @@ from spec_train.data.splits import Splits, make_splits
 from spec_train.data.token_counts import count_tokens, counts_from
 from spec_train.data_option import parse_sources
 from spec_train.draft_options import draft_options
-from spec_train.drafts import DRAFTS, Draft, load_draft
-from spec_train.drafts.targets import special_ids
+from spec_train.drafts import Draft, draft_class, load_draft
+from spec_train.drafts.targets import special_ids, target_architectures
 from spec_train.formats.target_facts import TargetFacts, block_count
 from spec_train.head import TargetHead, vocabulary_coverage
 from spec_train.options import FitConfig, default_lr
@@ -75,7 +75,7 @@ def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
                 "--follow without --follow-keep"
             )
         dataset = open_data(config)
-        DRAFTS[draft_name].check_data(options, dataset.manifest)
+        _class(draft_name, dataset).check_data(options, dataset.manifest)
         config = resolve_config(config, dataset)
         run = None
         if ranks.is_main:
@@ -235,6 +235,11 @@ def _total_steps(config: FitConfig, splits: Splits) -> int:
     return sum(splits.train.count_batches(epoch) for epoch in range(epochs))
 
 
+def _class(name: str, dataset: Documents) -> type[Draft]:
+    """Return the class of a draft for the target of a dataset."""
+    return draft_class(name, target_architectures(dataset.target_config()))
+
+
 def _make_draft(
     name: str,
     config: FitConfig,
@@ -249,7 +254,7 @@ def _make_draft(
     `counts` are the supervised tokens of the training documents, int64 [V]; a checkpoint needs
     none.
     """
-    kind = DRAFTS[name]
+    kind = _class(name, dataset)
     if saved is not None:
         draft = kind.from_pretrained(saved.path)
         draft.use_options(options)  # a few of them may change when a run resumes

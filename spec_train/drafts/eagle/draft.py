@@ -14,8 +14,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from spec_data.shards.draft_needs import data_problem
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.schema import ALL, FINAL, Manifest
+from spec_data.shards.schema import FINAL, Manifest
 from spec_train.data.batch import DraftBatch
 from spec_train.draft_options import EagleOptions
 from spec_train.drafts.base import DatasetFacts
@@ -46,18 +47,8 @@ class EagleDraft(EagleModel):
         Raises:
             DatasetError: what is missing, and how to generate it.
         """
-        if FINAL not in {column.name for column in manifest.columns}:
-            raise DatasetError(
-                f"{manifest.where}: --supervision {manifest.supervision} keeps no {FINAL}, and an "
-                "eagle draft reads and predicts the final hidden states. Generate with "
-                "--supervision final-hidden, or fit eagle3"
-            )
-        if manifest.final != ALL:
-            raise DatasetError(
-                f"{manifest.where} keeps {FINAL} only where the next token is supervised; an eagle "
-                "draft reads it at every token of the prompt too. Generate with --final all, or "
-                "fit eagle3"
-            )
+        if problem := data_problem("eagle", manifest.supervision, manifest.final):
+            raise DatasetError(f"{manifest.where}: {problem}")
 
     @classmethod
     def make_config(cls, options: EagleOptions, facts: DatasetFacts) -> EagleConfig:

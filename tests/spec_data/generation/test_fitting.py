@@ -1,0 +1,130 @@
+"""Which drafts can be fitted is known before a capture; what no draft can use is refused."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from spec_data.cli import main
+from spec_data.estimation import estimate_size, estimate_text
+from spec_data.models import families
+from spec_data.options import EstimateConfig
+from spec_data.shards.draft_needs import data_problem
+from spec_data.shards.errors import TargetError
+from spec_data.shards.layer_ids import RECIPES
+from spec_train.drafts import DRAFTS
+from tests.spec_data.runs import options, run, save_target, write_corpus
+from tests.spec_train.fitted import edit
+
+ALL = "eagle, eagle3, peagle, dspark, dflash"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A Llama, a Mamba and a corpus."""
+    folder = tmp_path_factory.mktemp("fitting")
+    save_target(folder / "llama")
+    save_target(folder / "mamba", "mamba")
+    write_corpus(folder / "chats.jsonl", 6)
+    return folder
+
+
+def estimated(place: Path, target: str = "llama", **changes: Any) -> Any:
+    """An estimate of a dataset of a target."""
+    given = options(place / target, place / "chats.jsonl", place / "never", **changes)
+    return estimate_size(EstimateConfig(**given))
+
+
+def test_the_drafts_of_both_programs_are_the_same() -> None:
+    assert set(RECIPES) == set(DRAFTS)
+
+
+def test_estimate_says_first_which_drafts_can_be_fitted(place: Path) -> None:
+    found = estimated(place)
+    first = estimate_text(found).splitlines()[:2]
+    assert first == [
+        "drafts that can be fitted",
+        f"  {ALL} (the target is registered as Llama)",
+    ]
+    assert found.facts()["fitting"] == dict.fromkeys(RECIPES)
+
+
+def test_what_an_option_rules_out_is_named(place: Path, caplog) -> None:
+    with caplog.at_level(logging.INFO):
+        found = estimated(place, final="supervised")
+    lines = estimate_text(found).splitlines()
+    assert lines[1].startswith("  eagle3, peagle, dspark, dflash (")
+    assert lines[2].startswith("  not eagle: --final supervised keeps hidden.final only where")
+    logged = [line for line in caplog.messages if not line.startswith("documents are cut")]
+    assert logged[0].startswith("drafts: eagle3, peagle, dspark, dflash (")
+    assert found.facts()["fitting"]["eagle"] == data_problem("eagle", "final-hidden", "supervised")
+
+
+@pytest.mark.parametrize("command", ["estimate", "generate"])
+def test_what_no_draft_can_use_is_refused_before_the_corpus_is_read(
+    place: Path, command: str, tmp_path: Path, capsys
+) -> None:
+    given = options(place / "mamba", place / "chats.jsonl", tmp_path / "out")
+    arguments = [command]
+    for name, value in given.items():
+        values = value if isinstance(value, tuple) else (value,)
+        arguments += ["--" + name.replace("_", "-"), *map(str, values)]
+    assert main(arguments) != 0
+    text = capsys.readouterr().err
+    assert "no draft of spec-train can be fitted" in text and "--states-only" in text
+    assert f"not {ALL}: the target's config.json has no num_attention_heads" in text
+    assert "render" not in text and not (tmp_path / "out").exists()
+    if command == "estimate":
+        assert main([*arguments, "--states-only"]) == 0
+        text = capsys.readouterr().out
+        assert "none (MambaForCausalLM is not registered" in text.splitlines()[1]
+
+
+def test_an_unregistered_family_is_named_and_derived(place: Path, tmp_path, monkeypatch) -> None:
+    monkeypatch.delitem(families.TARGETS, "LlamaForCausalLM")
+    lines = estimate_text(estimated(place)).splitlines()
+    assert lines[1] == (
+        f"  {ALL} (LlamaForCausalLM is not registered: its shape is derived, and proven before the "
+        "capture)"
+    )
+    manifest = run(place / "llama", place / "chats.jsonl", tmp_path / "data")
+    assert manifest.raw["positions"]["proven"]
+
+
+def test_an_unregistered_family_that_is_not_proven_is_refused_before_the_first_shard(
+    place: Path, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.delitem(families.TARGETS, "LlamaForCausalLM")
+    forward = LlamaRotaryEmbedding.forward
+
+    def faster(self: Any, x: Any, position_ids: Any) -> Any:
+        return forward(self, x, position_ids * 2)
+
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", faster)
+    where = (place / "llama", place / "chats.jsonl", tmp_path / "data")
+    with pytest.raises(TargetError, match=r"LlamaForCausalLM is not registered, and .* not proven"):
+        run(*where)
+    assert not list((tmp_path / "data").glob("shards/*.arrow"))
+    with pytest.raises(TargetError, match="not proven"):
+        estimated(place, probe=True)
+    manifest = run(*where, states_only=True)  # the same directory: nothing else has changed
+    found = manifest.raw["positions"]
+    assert not found["proven"] and "differ by" in found["reason"] and not found["tables"]
+
+
+def test_a_config_without_a_size_is_refused(place: Path, tmp_path: Path) -> None:
+    save_target(tmp_path / "target")
+    edit(tmp_path / "target" / "config.json", num_attention_heads=4, num_key_value_heads=3)
+    given = options(tmp_path / "target", place / "chats.jsonl", tmp_path / "data")
+    with pytest.raises(TargetError, match="not a multiple of num_key_value_heads = 3"):
+        estimate_size(EstimateConfig(**given))
+
+
+def test_a_complete_dataset_is_not_refused_later(place: Path, tmp_path: Path) -> None:
+    made = run(place / "mamba", place / "chats.jsonl", tmp_path / "data", states_only=True)
+    assert json.loads(json.dumps(made.raw["positions"]))["kind"] == "unknown"
+    again = run(place / "mamba", place / "chats.jsonl", tmp_path / "data")
+    assert again.fingerprint == made.fingerprint
