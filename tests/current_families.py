@@ -198,6 +198,12 @@ ONE_PER_ROW = {
     *("minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3next"),
 }
 
+# Families whose blocks output several residual streams per token.
+STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v4": ("deepseek_v4", _HEADS | _LOCAL | {"index_head_dim": 8, "hc_mult": 2}),
+    "hy_v4": ("hy_v4", _LATENT | _ROUTED | _INDEXER | {"hc_mult": 4}),
+}
+
 # Close relatives of other families, and older ones: the normal test run fits one draft of each.
 RARE = (
     *("axk1", "axk2", "bamba", "bitnet", "cohere2_moe", "cwm", "exaone_moe", "falcon", "flex_olmo"),
@@ -213,5 +219,5 @@ WITHOUT_ROPE = {"granitemoehybrid", "jamba", "kimi_linear", "nemotron_h"}
 
 def current_config(name: str) -> PreTrainedConfig:
     """Return the configuration of a tiny model of this family."""
-    kind, own = CURRENT[name]
+    kind, own = (CURRENT | STREAMS)[name]
     return CONFIG_MAPPING[kind](**COMMON | own)

@@ -16,11 +16,40 @@ def text_config(config: Any) -> Any:
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
+# Config keys for the number of residual streams per token, if there are several (hyper-connections:
+# DeepSeek-V4, Hunyuan 4, GLM-5-Next, Qwen4; AltUp: Gemma-3n).
+_STREAMS = ("hc_mult", "hc_count", "altup_num_inputs")
+
+
+def residual_streams(config: Any) -> int:
+    """Return how many residual streams a target keeps per token; 1 for nearly every family.
+
+    `config` is the transformers configuration.
+    """
+    text = text_config(config)
+    return max(int(getattr(text, name, None) or 1) for name in _STREAMS)
+
+
+def check_one_stream(name: str, streams: int) -> None:
+    """Refuse a target whose decoder blocks have no state [B, T, H].
+
+    Raises:
+        TargetError: it keeps several residual streams; `name` starts the message.
+    """
+    if streams > 1:
+        raise TargetError(
+            f"{name}: each decoder block outputs {streams} residual streams per token "
+            "(hyper-connections), not one state of the hidden size. A dataset holds one state per "
+            "token and layer, and no draft can be fitted to several; choose another target"
+        )
+
+
 def load_config(directory: Path, trust: bool = False) -> Any:
     """Return the configuration of a model directory, with the defaults of its family.
 
     Raises:
-        TargetError: transformers does not know the family, or it is not a decoder-only text model.
+        TargetError: transformers does not know the family, it is not a decoder-only text model, or
+            its blocks output no state [B, T, H].
     """
     try:
         config = AutoConfig.from_pretrained(str(directory), trust_remote_code=trust)
@@ -39,6 +68,7 @@ def load_config(directory: Path, trust: bool = False) -> Any:
         raise TargetError(
             f"{directory / 'config.json'}: {why}; drafts need a decoder-only language model"
         )
+    check_one_stream(str(directory / "config.json"), residual_streams(config))
     return config
 
 

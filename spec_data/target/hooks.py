@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from spec_data.models.reading import text_config
+from spec_data.models.reading import check_one_stream, text_config
 from spec_data.shards.errors import TargetError
 from spec_data.shards.layer_ids import EMBEDDING, check_layers
 
@@ -125,8 +125,12 @@ def capturing(model: Any, layers: Sequence[int], *, skip_head: bool = True) -> I
         yield captured
 
 
-def check_captured(captured: Captured, layers: Sequence[int], shape: tuple[int, int]) -> None:
-    """Check that every layer was captured and that all states have `shape` (B, T).
+def check_captured(
+    captured: Captured, layers: Sequence[int], shape: tuple[int, int], hidden_size: int
+) -> None:
+    """Check that every layer was captured and that all states are [B, T, `hidden_size`].
+
+    `shape` is (B, T).
 
     Raises:
         TargetError: a layer is missing, or its states have another shape.
@@ -139,5 +143,10 @@ def check_captured(captured: Captured, layers: Sequence[int], shape: tuple[int, 
         )
     states = {f"layer {k}": captured.layers[k] for k in layers} | {"final hidden": captured.final}
     for name, value in states.items():
-        if tuple(value.shape[:2]) != shape:
-            raise TargetError(f"{name} has shape {tuple(value.shape)}, but the batch is {shape}")
+        if value.dim() > 3:
+            check_one_stream(name, value.numel() // (shape[0] * shape[1] * hidden_size))
+        if tuple(value.shape) != (*shape, hidden_size):
+            raise TargetError(
+                f"{name} has shape {tuple(value.shape)}, but a dataset holds one state of the "
+                f"hidden size per token: {(*shape, hidden_size)}"
+            )

@@ -185,7 +185,8 @@ class Target:
         attention = attention_in_chunks(self.model, self.attn) if chunks else nullcontext()
         with capturing(self.model, self.layers, skip_head=not full_logits) as captured, attention:
             output = self.model(input_ids=ids, **kwargs)
-        check_captured(captured, self.layers, (ids.shape[0], ids.shape[1]))
+        shape = (ids.shape[0], ids.shape[1])
+        check_captured(captured, self.layers, shape, self.head.hidden_size)
         return captured, output.logits if full_logits else None
 
     def _attends_in_chunks(self, ids: Tensor) -> bool:
