@@ -196,6 +196,30 @@ CURRENT: dict[str, tuple[str, dict[str, Any]]] = {
 ONE_PER_ROW = {
     *("bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3"),
     *("minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3next"),
+    *("qwen3_5-nested", "qwen3_5_moe-nested"),
+}
+
+# Multimodal names, of which the text part is captured: model type, and the family of that part.
+NESTED = {
+    "llama4-nested": ("llama4", "llama4"),
+    "mistral3": ("mistral3", "ministral3"),
+    "qwen3_5-nested": ("qwen3_5", "qwen3_5"),
+    "qwen3_5_moe-nested": ("qwen3_5_moe", "qwen3_5_moe"),
+}
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "num_position_embeddings": 16,
+    "out_hidden_size": 32,
+    "vision_output_dim": 16,
+    "projector_input_dim": 16,
+    "projector_output_dim": 16,
 }
 
 # Families whose blocks output several residual streams per token.
@@ -219,5 +243,9 @@ WITHOUT_ROPE = {"granitemoehybrid", "jamba", "kimi_linear", "nemotron_h"}
 
 def current_config(name: str) -> PreTrainedConfig:
     """Return the configuration of a tiny model of this family."""
+    if name in NESTED:
+        kind, part = NESTED[name]
+        text = COMMON | CURRENT[part][1] | {"model_type": CURRENT[part][0]}
+        return CONFIG_MAPPING[kind](text_config=text, vision_config=dict(_VISION))
     kind, own = (CURRENT | STREAMS)[name]
     return CONFIG_MAPPING[kind](**COMMON | own)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     CohereConfig,
     DeepseekV3Config,
     Gemma2Config,
@@ -30,7 +31,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from tests.current_families import COMMON, VOCAB, WINDOW, current_config
+from tests.current_families import COMMON, NESTED, VOCAB, WINDOW, current_config
 
 LAYERS = 6
 _COMMON = COMMON | {"num_hidden_layers": LAYERS}
@@ -200,6 +201,7 @@ def tiny_model(name: str, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
     own = FAMILIES | MORE_FAMILIES | LEAKY
     config = own[name]() if name in own else current_config(name)
-    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    auto = AutoModelForImageTextToText if name in NESTED else AutoModelForCausalLM
+    model = auto.from_config(config).eval().requires_grad_(False)
     model.config.architectures = [type(model).__name__]  # as a checkpoint on disk has it
     return model

@@ -53,7 +53,7 @@ _GEMMA4 = DraftSpec(
 )
 _GPT_OSS = DraftSpec(
     family="gpt-oss",
-    note="a dense MLP, no attention sinks and no biases; YaRN without truncation as in the target",
+    note="a dense MLP, no attention sinks; YaRN without truncation as in the target",
 )
 
 TARGETS: dict[str, DraftSpec] = {
@@ -128,6 +128,7 @@ TARGETS: dict[str, DraftSpec] = {
     "MiniMaxM3VLForCausalLM": DraftSpec(family="MiniMax-M3 text"),
     "MinistralForCausalLM": DraftSpec(family="Ministral"),
     "Ministral3ForCausalLM": DraftSpec(family="Ministral-3"),
+    "Mistral3ForConditionalGeneration": DraftSpec(family="Mistral-3, text only"),
     "MixtralForCausalLM": DraftSpec(family="Mixtral"),
     "NanoChatForCausalLM": DraftSpec(family="nanochat"),
     "NemotronForCausalLM": DraftSpec(family="Nemotron, Minitron"),

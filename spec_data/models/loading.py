@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_TEXT,
+)
 
 from spec_data.devices import DTYPES, usable_device
 from spec_data.models.reading import load_config, text_config
@@ -50,9 +56,9 @@ def load_model(
     directory, _ = resolve_model(path)
     weight_files(directory)
     known: Any = dtype if dtype == "auto" else DTYPES.get(str(dtype), dtype)
-    load_config(directory, trust)  # refuses what is no decoder-only model
+    config = load_config(directory, trust)  # refuses what is no decoder-only model
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = _auto_class(config).from_pretrained(
             directory,
             dtype=known,
             attn_implementation=None if attn == "auto" else attn,
@@ -66,6 +72,14 @@ def load_model(
     _check_complete(path, info)
     _check_tied(path, model)
     return model.eval().requires_grad_(False).to(place)
+
+
+def _auto_class(config: Any) -> Any:
+    """Return the class that loads a model; a few multimodal ones have no text-only class."""
+    kind = getattr(config, "model_type", None)
+    if kind in IMAGE_TEXT and kind not in CAUSAL:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def _check_complete(path: str, info: dict[str, Any]) -> None:

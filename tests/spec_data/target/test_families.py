@@ -5,7 +5,7 @@ import torch
 
 from spec_data.target.model import Target
 from spec_data.target.proofs import prove_head, prove_isolation
-from tests.current_families import CURRENT, LAYERS, ONE_PER_ROW, VOCAB, WINDOW
+from tests.current_families import CURRENT, LAYERS, NESTED, ONE_PER_ROW, VOCAB, WINDOW
 from tests.families import tiny_model
 from tests.tolerance import LAYER, tolerance
 
@@ -13,7 +13,7 @@ CHOSEN = (0, 1, 2)
 LENGTHS = (5, 30, 11, 3, 17, 26, 9)
 
 
-@pytest.mark.parametrize("family", CURRENT)
+@pytest.mark.parametrize("family", (*CURRENT, *NESTED))
 def test_capture_is_exact_and_proven(family: str) -> None:
     """States equal `output_hidden_states`; the head is the model's; packs are kept apart."""
     generator = torch.Generator().manual_seed(0)
