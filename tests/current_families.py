@@ -199,6 +199,9 @@ ONE_PER_ROW = {
     *("qwen3_5-nested", "qwen3_5_moe-nested"),
 }
 
+# Also refused by real decoding: a cache of indices, and a family that may have recurrent blocks.
+NOT_DECODED = ONE_PER_ROW | {"axk2", "deepseek_v32", "glm_moe_dsa", "granitemoehybrid-dense"}
+
 # Multimodal names, of which the text part is captured: model type, and the family of that part.
 NESTED = {
     "llama4-nested": ("llama4", "llama4"),
