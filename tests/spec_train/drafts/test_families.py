@@ -16,7 +16,15 @@ from spec_train.drafts.layers import RopeSettings, Rotary
 from spec_train.evaluation.report import run_eval
 from spec_train.options import EvalConfig, fit_config, split_config
 from spec_train.training.setup import fit
-from tests.current_families import CURRENT, LAYERS, NESTED, NOT_DECODED, ONE_PER_ROW, RARE, WITHOUT_ROPE
+from tests.current_families import (
+    CURRENT,
+    LAYERS,
+    NESTED,
+    NOT_DECODED,
+    ONE_PER_ROW,
+    RARE,
+    WITHOUT_ROPE,
+)
 from tests.families import tiny_model
 from tests.spec_data.runs import run, save_target, write_corpus
 
