@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 
 WHAT = "a DSpark or DFlash draft"
 ANCHOR = "sample_from_anchor"
+NON_CAUSAL = "sliding_window_non_causal"
 _OF_SPECULATORS: dict[str, dict[str, Any]] = {
     "dflash": {ANCHOR: False, "block_size": 8},
     "dspark": {
@@ -74,6 +75,11 @@ def from_speculators(flat: DraftFiles, depth: int | None, target: TargetFacts) -
         _check_silent_anchor(flat, raw, depth)
     if INPUT_KEY not in raw:
         raise DraftError(f"{flat.config_path}: {INPUT_KEY} is missing; add it")
+    if NON_CAUSAL not in raw and windows_of(flat).layer_types:
+        raise DraftError(
+            f"{flat.config_path}: has sliding layers and no {NON_CAUSAL}; the speculators library "
+            "reads it as false, vLLM as true. Add the value that it was trained with"
+        )
     raw = defaults | raw
     raw["target_layer_ids"] = from_block_inputs(raw.pop(INPUT_KEY))
     raw["architectures"] = [DFLASH if dflash else DSPARK]
@@ -155,7 +161,7 @@ def _causality(files: DraftFiles, windows: Windows) -> dict[str, bool]:
             "no window; programs read such layers in different ways. Correct the wrong key"
         )
     non_causal = slides_non_causal(files, windows)
-    return {"sliding_window_non_causal": non_causal} if windows.layer_types else {}
+    return {NON_CAUSAL: True} if windows.layer_types and non_causal else {}
 
 
 def needed(files: DraftFiles, name: str) -> Any:

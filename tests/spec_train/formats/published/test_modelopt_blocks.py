@@ -74,6 +74,28 @@ def test_a_released_dspark_nests_its_heads(tmp_path: Path) -> None:
         blocks.read_block(folder, facts)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_on_every_layer_beside_layer_types_without_one(
+    tmp_path: Path, causal: bool
+) -> None:
+    facts, tensors, window = blocks.target(), blocks.block_tensors(), 5
+    table = TABLE | {"use_swa": True, "swa_window_size": window, "causal": causal}
+    config = CONFIG | {"sliding_window": window, "dflash_config": table}
+    draft = blocks.read_block(tiny.write(tmp_path, config, tensors), facts)
+    assert draft.name == "dflash" and not draft.config.sample_from_anchor
+    assert facts.embedding is not None and facts.head is not None
+    it = Reading(
+        tensors,
+        facts.embedding,
+        facts.head,
+        anchor=False,
+        types=(SLIDING,) * LAYERS,
+        window=window,
+        causal=(causal,) * LAYERS,
+    )
+    blocks.compare(draft, facts, it, (9, 4))
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [

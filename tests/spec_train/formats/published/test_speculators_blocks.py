@@ -10,7 +10,7 @@ from tests.spec_train.formats.published import blocks, tiny
 from tests.spec_train.formats.published.blocks import IDS, LAYERS, MASK, RANK, SIZE, Reading
 from tests.spec_train.formats.published.tiny import VD, H, V
 
-FULL = "full_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def layer_config(kind: str = "qwen3", **changes: Any) -> dict[str, Any]:
@@ -156,6 +156,37 @@ def test_rows_that_are_not_the_targets_are_kept(
     it = Reading(tensors, facts.embedding, head, ids=ids.tolist(), anchor=False)
     blocks.compare(draft, facts, it)
     assert "lm_head is not made of the target's rows" in caplog.text
+
+
+@pytest.mark.parametrize("non_causal", [True, False])
+@pytest.mark.parametrize("types", [(SLIDING, SLIDING), (SLIDING, FULL)])
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_windows_are_those_of_its_training_defaults(
+    tmp_path: Path, kind: str, types: tuple[str, ...], non_causal: bool
+) -> None:
+    """By default every layer slides, and is causal inside a block."""
+    facts, window = blocks.target(), 5
+    markov, width = ("vanilla", H + RANK) if kind == "dspark" else (None, None)
+    tensors = blocks.block_tensors(markov=markov, confidence=width)
+    layer = layer_config(layer_types=list(types), sliding_window=window, use_sliding_window=True)
+    raw = block_config(kind, layer, sliding_window_non_causal=non_causal)
+    draft = blocks.read_block(tiny.write(tmp_path / "a", raw, tensors), facts)
+    assert facts.embedding is not None and facts.head is not None
+    it = Reading(
+        tensors,
+        facts.embedding,
+        facts.head,
+        anchor=kind == "dspark",
+        markov=markov,
+        types=types,
+        window=window,
+        causal=tuple(type_ == SLIDING and not non_causal for type_ in types),
+    )
+    blocks.compare(draft, facts, it, (9, 4))
+    blocks.compare(draft, facts, it, (2,))  # all positions are in the window
+    del raw["sliding_window_non_causal"]
+    with pytest.raises(DraftError, match="has sliding layers and no sliding_window_non_causal"):
+        blocks.read_block(tiny.write(tmp_path / "b", raw, tensors), facts)
 
 
 @pytest.mark.parametrize("missing", ["markov_rank", "block_size", "confidence_head_with_markov"])

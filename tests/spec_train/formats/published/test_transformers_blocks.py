@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+from transformers.cache_utils import DFlashCache
 
 from tests.spec_train.formats.published import blocks, tiny
 from tests.spec_train.formats.published.blocks import IDS, LAYERS, MASK, SIZE, Reading
@@ -45,7 +46,7 @@ def made(types: list[str] | None, window: int) -> Any:
     return model
 
 
-@pytest.mark.parametrize("types", [[FULL] * LAYERS])
+@pytest.mark.parametrize("types", [[FULL] * LAYERS, [SLIDING, FULL], None])
 def test_it_is_read_as_transformers_runs_it(tmp_path: Path, types: list[str] | None) -> None:
     facts, window = blocks.target(), 5
     model = made(types, window)
@@ -59,8 +60,13 @@ def test_it_is_read_as_transformers_runs_it(tmp_path: Path, types: list[str] | N
         ours = draft.drafter(blocks.head_of(facts))
         recorder = blocks.Recorder()
         ours.propose([*range(1, 9), 7], aux[None], SIZE, recorder)
+        cache = DFlashCache(config=model.config)
+        cache.activate_past_recording()
+        cache.set_previous_accepted_tokens(len(aux))
         theirs = model(
-            noise_embeds=facts.embedding[ids][None], context_hidden_states=aux[None]
+            noise_embeds=facts.embedding[ids][None],
+            context_hidden_states=aux[None],
+            past_key_values=cache,
         ).last_hidden_state[0, 1:]
     found, expected = torch.stack(recorder.logits), theirs @ facts.head.T
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # its norms are in float32

@@ -53,6 +53,30 @@ def test_a_published_draft_drafts_as_defined(tmp_path: Path) -> None:
     blocks.compare(draft, facts, Reading(tensors, facts.embedding, facts.head, anchor=False))
 
 
+@pytest.mark.parametrize("is_causal", [None, False])
+@pytest.mark.parametrize("types", [(SLIDING, FULL), (SLIDING, SLIDING)])
+def test_sliding_layers_are_causal_unless_the_file_says_otherwise(
+    tmp_path: Path, types: tuple[str, ...], is_causal: bool | None
+) -> None:
+    facts, tensors, window = blocks.target(), blocks.block_tensors(), 5
+    changes = {"layer_types": list(types), "sliding_window": window, "use_sliding_window": True}
+    if is_causal is not None:
+        changes["is_causal"] = is_causal
+    draft = blocks.read_block(write(tmp_path / "draft", tensors, **changes), facts)
+    causal = tuple(kind == SLIDING and is_causal is None for kind in types)
+    assert facts.embedding is not None and facts.head is not None
+    it = Reading(
+        tensors,
+        facts.embedding,
+        facts.head,
+        anchor=False,
+        types=types,
+        window=window,
+        causal=causal,
+    )
+    blocks.compare(draft, facts, it, (9, 4))
+
+
 def test_layers_in_any_order_and_layers_that_are_not_listed(tmp_path: Path) -> None:
     facts, tensors = blocks.target(), blocks.block_tensors()
     ids = [8, 1, 4]
