@@ -30,6 +30,8 @@ class AuxDraft(LayeredDraft):
         size, eps = config.hidden_size, config.rms_norm_eps
         count, width = len(config.layers), config.target_hidden_size
         self.embed_tokens = frozen_embedding(config.vocab_size, size)
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(count * width, eps)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(count))
         self.fc = nn.Linear(count * width, size, bias=False)
@@ -46,6 +48,8 @@ class AuxDraft(LayeredDraft):
     def project(self, aux: Tensor) -> Tensor:
         """Project aux states [B, T, n*H] to features [B, T, H], in the dtype of the weights."""
         aux = self.cast(aux)
+        if self.config.norm_before_fc:
+            aux = self.input_norm(aux)
         if self.config.fc_norm:
             parts = aux.chunk(len(self.fc_norm), dim=-1)  # n times [B, T, H]
             pairs = zip(self.fc_norm, parts, strict=True)

@@ -214,13 +214,24 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = GatedMLP(shape)
 
+    def inputs(self, x: Tensor) -> Tensor:
+        """Return the attention input [B, T, H] of [B, T, H]."""
+        return self.input_layernorm(x)
+
+    def outputs(self, u: Tensor, x: Tensor, heads: Tensor) -> Tensor:
+        """Return the output [B, T, H] of the residual x [B, T, H] and attention heads.
+
+        `heads` are [B, h, T, d]; `u`, the attention input, is not used.
+        """
+        x = x + self.self_attn.join(heads)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """Map [B, T, H] to [B, T, H], at the positions of cos, sin [B, T, r].
 
         `attend` receives the queries, keys and values of these rows. It adds masks, caches and
         further keys.
         """
-        attention, inside = self.self_attn, self.input_layernorm(x)
-        q = attention.queries(inside, cos, sin)
-        x = x + attention.join(attend(q, *attention.keys_values(inside, cos, sin)))
-        return x + self.mlp(self.post_attention_layernorm(x))
+        u, attention = self.inputs(x), self.self_attn
+        q = attention.queries(u, cos, sin)
+        return self.outputs(u, x, attend(q, *attention.keys_values(u, cos, sin)))

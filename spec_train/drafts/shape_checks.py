@@ -12,8 +12,6 @@ from spec_data.shards.errors import DraftError
 from spec_train.shape_options import FULL, SLIDING
 
 NOT_YET: dict[str, Any] = {
-    "norm_before_fc": False,
-    "norm_before_residual": False,
     "train_embeddings": False,
 }
 """Fields without an arithmetic here, with the only value that a draft can have."""

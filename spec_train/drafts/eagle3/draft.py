@@ -44,7 +44,7 @@ class Eagle3Draft(Eagle3Model):
 
     def drafter(self, head: TargetHead) -> ChainDrafter:
         """Start drafting one sequence. The draft has its own head; `head` is not used."""
-        return ChainDrafter(self, self.config.vocab_size)
+        return ChainDrafter(self, self.config.vocab_size, self.new_cache())
 
     def chains(self, batch: DraftBatch, head: TargetHead, depth: int) -> Tensor:
         """Draft greedily from every slot: int64 [B, T, depth] (see protocol.Draft)."""

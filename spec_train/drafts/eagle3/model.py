@@ -1,28 +1,31 @@
-"""The EAGLE-3 draft as a model (arXiv 2503.01840): one decoder layer over (token, carried state).
+"""The EAGLE-3 draft as a model (arXiv 2503.01840): decoder layers over (token, carried state).
 
 In: known tokens and features of the target's states. Out: the carried state of every row, which
 goes to the LM head and into the next step. The row of slot t reads token x_{t+1} and the states of
-token t, has RoPE position t and drafts x_{t+2}. The carried state is the layer's output before the
-final norm, or after it with `norm_output`.
+token t, has RoPE position t and drafts x_{t+2}. The carried state is the last layer's output before
+the final norm, or after it with `norm_output`. The first layer reads token and carried state; later
+ones, if there are any, are ordinary layers. One layer is named `midlayer` in a checkpoint, several
+are `layers.0`, `layers.1`, ..., as engines name them.
 
 B packs, T slots, n captured layers, H hidden size, h / g query / key-value heads, d head size,
 r rotary dimensions, V / Vd target / draft vocabulary.
 """
 
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from spec_train.draft_options import Eagle3Options
 from spec_train.drafts.aux_draft import AuxDraft
-from spec_train.drafts.drafting import DraftCache
+from spec_train.drafts.drafting import LayerCaches
 from spec_train.drafts.eagle3.config import Eagle3Config
-from spec_train.drafts.layers import Attention, GatedMLP, RMSNorm
+from spec_train.drafts.layers import Attend, Attention, DecoderLayer, GatedMLP, RMSNorm
 
 
 class Eagle3Layer(nn.Module):
-    """The decoder layer, split at its attention, which the caller computes."""
+    """The first decoder layer, split at its attention, which the caller computes."""
 
     def __init__(self, config: Eagle3Config) -> None:
         """Make norms, attention projections (of inputs of width 2H) and MLP."""
@@ -33,15 +36,29 @@ class Eagle3Layer(nn.Module):
         self.self_attn = Attention(config.layer_shape, input_size=2 * size)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = GatedMLP(config.layer_shape)
+        self._norm_before_residual = config.norm_before_residual
 
     def inputs(self, embedding: Tensor, carried: Tensor) -> Tensor:
         """Join embeddings and carried states, both [B, T, H]: attention input [B, T, 2H]."""
         return torch.cat([self.input_layernorm(embedding), self.hidden_norm(carried)], dim=-1)
 
-    def outputs(self, carried: Tensor, heads: Tensor) -> Tensor:
-        """Map the residual [B, T, H] and attention heads [B, h, T, d] to the output [B, T, H]."""
-        middle = carried + self.self_attn.join(heads)
+    def outputs(self, u: Tensor, carried: Tensor, heads: Tensor) -> Tensor:
+        """Return the output [B, T, H] of the attention heads [B, h, T, d].
+
+        `u` [B, T, 2H] is the result of `inputs` for the carried states [B, T, H]. Its second half
+        is the normed carried state, which is the residual with `norm_before_residual`.
+        """
+        residual = u[..., carried.shape[-1] :] if self._norm_before_residual else carried
+        middle = residual + self.self_attn.join(heads)
         return middle + self.mlp(self.post_attention_layernorm(middle))
+
+    def forward(
+        self, embedding: Tensor, carried: Tensor, cos: Tensor, sin: Tensor, attend: Attend
+    ) -> Tensor:
+        """Map embeddings and carried states, both [B, T, H], to [B, T, H]; cos, sin [B, T, r]."""
+        u, attention = self.inputs(embedding, carried), self.self_attn
+        q = attention.queries(u, cos, sin)
+        return self.outputs(u, carried, attend(q, *attention.keys_values(u, cos, sin)))
 
 
 class Eagle3Model(AuxDraft):
@@ -52,8 +69,18 @@ class Eagle3Model(AuxDraft):
     config_class: ClassVar[type[Eagle3Config]] = Eagle3Config
 
     def make_layers(self) -> None:
-        """Make the one layer."""
-        self.midlayer = Eagle3Layer(self.config)
+        """Make the layers, under the names of the checkpoint."""
+        first, count = Eagle3Layer(self.config), self.config.num_hidden_layers
+        if count == 1:
+            self.midlayer = first
+        else:
+            later = (DecoderLayer(self.config.layer_shape) for _ in range(1, count))
+            self.layers = nn.ModuleList([first, *later])
+
+    @property
+    def decoder_layers(self) -> list[Any]:
+        """The layers, the first one an `Eagle3Layer`, the others `DecoderLayer`s."""
+        return [self.midlayer] if self.config.num_hidden_layers == 1 else list(self.layers)
 
     def feedback(self, output: Tensor) -> Tensor:
         """Map the layer's output [..., H] to the carried state [..., H]."""
@@ -72,7 +99,7 @@ class Eagle3Model(AuxDraft):
         token_ids: Tensor,
         carried: Tensor,
         position_ids: Tensor,
-        cache: DraftCache | None = None,
+        cache: LayerCaches | None = None,
         seen: Tensor | None = None,
     ) -> Tensor:
         """Process T new rows as serving does, after the rows in `cache`.
@@ -87,11 +114,20 @@ class Eagle3Model(AuxDraft):
         Returns:
             Carried states [B, T, H], for `logits` and for the next `step`.
         """
-        attention = self.midlayer.self_attn
+        caches = cache or self.new_cache()
         cos, sin = self.rotary.cos_sin(position_ids, None, carried.dtype)
-        u = self.midlayer.inputs(self.embed(token_ids), carried)
-        q = attention.queries(u, cos, sin)
-        k, v = attention.keys_values(u, cos, sin)
-        window = self.config.windows[0]
-        heads = (cache or DraftCache()).attend(q, k, v, attention.scale, seen, window)
-        return self.feedback(self.midlayer.outputs(carried, heads))
+        inputs: tuple[Tensor, ...] = (self.embed(token_ids), carried)
+        layers = zip(self.decoder_layers, caches.layers, self.config.windows, strict=True)
+        for layer, held, window in layers:
+            attend = partial(held.attend, scale=self.scale, seen=seen, window=window)
+            inputs = (layer(*inputs, cos, sin, attend),)
+        return self.feedback(inputs[0])
+
+    def new_cache(self) -> LayerCaches:
+        """Return an empty cache for every layer."""
+        return LayerCaches(self.config.num_hidden_layers)
+
+    @property
+    def scale(self) -> float:
+        """Factor on the attention scores."""
+        return self.config.head_dim**-0.5

@@ -28,18 +28,6 @@ from spec_train.drafts.layers import Attend, DecoderLayer, run_layer
 from spec_train.drafts.peagle.config import PeagleConfig
 
 
-class FirstLayer(Eagle3Layer):
-    """EAGLE-3's layer, with the attention as an argument like `DecoderLayer`."""
-
-    def forward(
-        self, embedding: Tensor, carried: Tensor, cos: Tensor, sin: Tensor, attend: Attend
-    ) -> Tensor:
-        """Map embeddings and features, both [B, E, H], to [B, E, H]; cos, sin are [B, E, r]."""
-        u, attention = self.inputs(embedding, carried), self.self_attn
-        q = attention.queries(u, cos, sin)
-        return self.outputs(carried, attend(q, *attention.keys_values(u, cos, sin)))
-
-
 class PeagleModel(AuxDraft):
     """Modules and serving forward pass of a P-EAGLE draft; the loss is in `peagle.loss`."""
 
@@ -53,7 +41,7 @@ class PeagleModel(AuxDraft):
         """Make the layers, and `mask_hidden` [1, 1, n*H] with unit variance."""
         config, shape = self.config, self.config.layer_shape
         others = (DecoderLayer(shape) for _ in range(1, config.num_hidden_layers))
-        self.layers = nn.ModuleList([FirstLayer(config), *others])
+        self.layers = nn.ModuleList([Eagle3Layer(config), *others])
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
 
     @property

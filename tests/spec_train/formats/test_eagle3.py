@@ -216,7 +216,6 @@ def test_layers_of_published_drafts_follow_the_key_that_names_them(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"norm_before_residual": True}, "norm_before_residual = True: drafts of"),
         ({"norm_before_fc": True}, "norm_before_fc = true, but the norms in"),
         ({"eagle_config": {"norm_before_fc": True}}, "norm_before_fc"),
         ({"num_hidden_layers": 2}, "num_hidden_layers = 2"),

@@ -20,6 +20,7 @@ from spec_train.head import TargetHead
 from tests.spec_train.drafts.dspark.reference import Document, ReferenceConfig, block_logits
 from tests.spec_train.drafts.shared import reference_state, small_target, windows_of
 from tests.spec_train.drafts.slot_loss import SlotLoss
+from tests.spec_train.drafts.slow_layer import Shape
 
 HIDDEN, WIDTH, LAYERS, VOCAB, MASK = 12, 10, 3, 14, 13
 DRAFT_IDS = [0, 2, 3, 5, 6, 7, 9, 10, 12]
@@ -46,9 +47,11 @@ class Case:
     window: int = 0
     types: str = "auto"
     non_causal: bool = False
+    shape: Shape = ()
 
     def options(self) -> Any:
         common: dict[str, Any] = {
+            **dict(self.shape),
             "num_draft_layers": self.draft_layers,
             "block_size": self.block_size,
             "layout": self.layout,
@@ -112,12 +115,15 @@ def make_head() -> TargetHead:
 
 def reference_config(case: Case) -> ReferenceConfig:
     """Return the setting for the reference; frequencies come from the target's rotary code."""
-    rotary = LlamaRotaryEmbedding(LlamaConfig(**TARGET))
+    shape = dict(case.shape)
+    fields = TARGET | {k: v for k, v in shape.items() if k == "head_dim"}
+    rotary = LlamaRotaryEmbedding(LlamaConfig(**fields))
     options = case.options()
     return ReferenceConfig(
-        heads=4,
-        kv_heads=2,
-        head_dim=6,
+        heads=shape.get("num_attention_heads", 4),
+        kv_heads=shape.get("num_key_value_heads", 2),
+        head_dim=shape.get("head_dim", 6),
+        act=shape.get("hidden_act", "silu"),
         rms_norm_eps=1e-5,
         rope_inv_freq=rotary.inv_freq,
         block_size=case.block_size,

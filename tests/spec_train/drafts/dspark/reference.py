@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tests.spec_train.drafts import slow_layer
 from tests.spec_train.drafts.slot_loss import SlotLoss
 
 State = Mapping[str, Tensor]
@@ -46,6 +47,7 @@ class ReferenceConfig:
     loss: SlotLoss | None = None  # another loss in place of cross-entropy and L1
     against: str = "soft"  # what that loss compares with: soft, hard or tokens
     weights: tuple[float, ...] = ()  # of the drafts of a block, instead of exp(-d / gamma)
+    act: str = "silu"
 
     @property
     def depth(self) -> int:
@@ -269,11 +271,7 @@ def _layer(
             heads.append(sum(w * values[group][j] for w, j in zip(weights, seen[k], strict=True)))
         middle = row + _linear(state, f"{name}.self_attn.o_proj", torch.cat(heads))
         v = _rms(middle, state[f"{name}.post_attention_layernorm.weight"], config)
-        gate = _linear(state, f"{name}.mlp.gate_proj", v)
-        up = _linear(state, f"{name}.mlp.up_proj", v)
-        out.append(
-            middle + _linear(state, f"{name}.mlp.down_proj", gate * torch.sigmoid(gate) * up)
-        )
+        out.append(middle + slow_layer.mlp(state, f"{name}.mlp", v, config.act))
     return out
 
 
@@ -302,8 +300,8 @@ def _value(
 def _part(
     state: State, name: str, which: str, x: Tensor, head: int, config: ReferenceConfig
 ) -> Tensor:
-    rows = slice(head * config.head_dim, (head + 1) * config.head_dim)
-    return state[f"{name}.self_attn.{which}_proj.weight"][rows] @ x
+    size, eps = config.head_dim, config.rms_norm_eps
+    return slow_layer.head_of(state, f"{name}.self_attn", which, x, head, size, eps)
 
 
 def _turned(
@@ -311,7 +309,6 @@ def _turned(
 ) -> Tensor:
     """Return a query or key: projected, normed per head, rotated."""
     part = _part(state, name, which, x, head, c)
-    part = _rms(part, state[f"{name}.self_attn.{which}_norm.weight"], c)
     half = c.rope_inv_freq.numel()
     angle = position * c.rope_inv_freq.double()
     first, second, rest = part[:half], part[half : 2 * half], part[2 * half :]

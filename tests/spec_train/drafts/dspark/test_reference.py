@@ -24,6 +24,7 @@ from tests.spec_train.drafts.dspark.cases import (
 )
 from tests.spec_train.drafts.dspark.reference import Document, reference_loss
 from tests.spec_train.drafts.slot_loss import SlotLoss
+from tests.spec_train.drafts.slow_layer import EVERY
 from tests.tolerance import network
 
 # two layers; gradients are sums over the slots of all blocks
@@ -68,6 +69,8 @@ CASES = (
     Case(reduced=True, loss=SlotLoss(name="tv"), layout="mask"),
     Case(loss=SlotLoss(name="lk-alpha"), kind="none"),
     Case(reduced=True, loss=SlotLoss(name="lk-lambda", hard=True), against="hard"),
+    Case(shape=EVERY),
+    Case(kind="none", draft_layers=1, shape=(("qk_norm", False), ("hidden_act", "relu"))),
 )
 
 

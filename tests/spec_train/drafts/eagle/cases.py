@@ -5,6 +5,7 @@ Only plain loops: the code that lays out documents for the fast function must no
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from spec_train.head import TargetHead
 from tests.spec_train.drafts.eagle.reference import Document, ReferenceConfig, predict
 from tests.spec_train.drafts.shared import reference_state, small_target, windows_of
 from tests.spec_train.drafts.slot_loss import CROSS_ENTROPY, SlotLoss
+from tests.spec_train.drafts.slow_layer import Shape
 
 HIDDEN, VOCAB = 12, 14
 SPEC = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "tied": False}
@@ -40,9 +42,12 @@ class Case:
     ce_weight: float = 0.1
     loss: SlotLoss = CROSS_ENTROPY
     rope: tuple[tuple[str, object], ...] = (("rope_type", "default"), ("rope_theta", 100.0))
+    shape: Shape = ()
 
     def options(self) -> EagleOptions:
+        shape: dict[str, Any] = dict(self.shape)
         return EagleOptions(
+            **shape,
             num_layers=self.layers,
             slots=self.slots,
             regression_weight=self.regression_weight,
@@ -81,11 +86,14 @@ def make_head(case: Case, seed: int = 1) -> TargetHead:
 
 def reference_config(case: Case, head: TargetHead) -> ReferenceConfig:
     """Return the setting for the reference; frequencies come from the target's rotary code."""
-    rotary = LlamaRotaryEmbedding(LlamaConfig(**case.target_config()))
+    fields, shape = case.target_config(), dict(case.shape)
+    fields |= {k: v for k, v in shape.items() if k == "head_dim"}
+    rotary = LlamaRotaryEmbedding(LlamaConfig(**fields))
     return ReferenceConfig(
-        heads=4,
-        kv_heads=case.kv_heads,
-        head_dim=6,
+        heads=shape.get("num_attention_heads", 4),
+        kv_heads=shape.get("num_key_value_heads", case.kv_heads),
+        head_dim=shape.get("head_dim", 6),
+        act=shape.get("hidden_act", "silu"),
         rms_norm_eps=1e-5,
         rope_inv_freq=rotary.inv_freq,
         rope_factor=rotary.attention_scaling,

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tests.spec_train.drafts import slow_layer
 from tests.spec_train.drafts.slot_loss import CROSS_ENTROPY, SlotLoss
 
 
@@ -32,6 +33,7 @@ class ReferenceConfig:
     rope_factor: float = 1.0
     layers: int = 1
     windows: tuple[int | None, ...] = (None,)  # per layer: positions that a row sees; None: all
+    act: str = "silu"
     head_weight: Tensor  # [V, H]
     head_bias: Tensor | None = None  # [V]
     head_scale: float = 1.0
@@ -196,8 +198,8 @@ def _layer(
     size, position = config.head_dim, len(normed) - 1
 
     def part(name: str, row: int, index: int) -> Tensor:
-        whole = state[f"{prefix}.self_attn.{name}_proj.weight"] @ normed[row]
-        return whole[index * size : (index + 1) * size]
+        x, eps = normed[row], config.rms_norm_eps
+        return slow_layer.head_of(state, f"{prefix}.self_attn", name, x, index, size, eps)
 
     outputs = []
     window = config.windows[int(prefix.split(".")[1])]
@@ -211,11 +213,9 @@ def _layer(
         ]
         weights = torch.softmax(torch.stack(scores), 0)
         outputs.append(sum(w * part("v", j, group) for j, w in enumerate(weights, first)))
-    x = x + state[f"{prefix}.self_attn.o_proj.weight"] @ torch.cat(outputs)
+    x = x + slow_layer.linear(state, f"{prefix}.self_attn.o_proj", torch.cat(outputs))
     inside = _rms(x, state[f"{prefix}.post_attention_layernorm.weight"], config)
-    gate = state[f"{prefix}.mlp.gate_proj.weight"] @ inside
-    up = state[f"{prefix}.mlp.up_proj.weight"] @ inside
-    return x + state[f"{prefix}.mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
+    return x + slow_layer.mlp(state, f"{prefix}.mlp", inside, config.act)
 
 
 def _rope(vector: Tensor, position: int, config: ReferenceConfig) -> Tensor:

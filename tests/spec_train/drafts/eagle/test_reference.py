@@ -29,6 +29,7 @@ from tests.spec_train.drafts.eagle.cases import (
 )
 from tests.spec_train.drafts.eagle.reference import Document, Reference, chain, head, reference_loss
 from tests.spec_train.drafts.slot_loss import LOSSES, SlotLoss
+from tests.spec_train.drafts.slow_layer import EVERY
 from tests.tolerance import network, same_choice
 
 # up to two layers; gradients are sums over up to 100 slots of each depth
@@ -64,6 +65,8 @@ CASES = {
     "window": Case(window=3),
     "window of two": Case(window=2),
     "mixed layers": Case(layers=2, window=2, types="sliding_attention,full_attention"),
+    "another shape": Case(layers=2, shape=EVERY),
+    "q/k norm": Case(shape=(("qk_norm", True), ("hidden_act", "relu"))),
     "noise": Case(noise=True, kv_heads=1),
     "scaled head": Case(scale=0.25),
     "softcap and bias": Case(scale=0.5, softcap=2.0, bias=True),

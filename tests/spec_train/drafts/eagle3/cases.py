@@ -5,6 +5,7 @@ Only plain loops: the code that lays out documents for the fast function must no
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +15,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from spec_train.drafts.eagle3.config import Eagle3Config, Eagle3Options
 from spec_train.drafts.eagle3.draft import Eagle3Draft
 from tests.spec_train.drafts.eagle3.reference import Document, ReferenceConfig, reference_logits
-from tests.spec_train.drafts.shared import reference_state, small_target
+from tests.spec_train.drafts.shared import reference_state, small_target, windows_of
 from tests.spec_train.drafts.slot_loss import CROSS_ENTROPY, SlotLoss
+from tests.spec_train.drafts.slow_layer import Shape
 
 HIDDEN, WIDTH, LAYERS, VOCAB, STEPS = 12, 10, 3, 14, 4
 DRAFT_IDS = [0, 2, 3, 5, 6, 7, 9, 10, 12]
@@ -36,9 +38,12 @@ class Case:
     steps: int = STEPS
     decay: float = 0.8
     rope: tuple[tuple[str, object], ...] = (("rope_type", "default"), ("rope_theta", 100.0))
+    shape: Shape = ()
 
     def options(self) -> Eagle3Options:
+        shape: dict[str, Any] = dict(self.shape)
         return Eagle3Options(
+            **shape,
             ttt_steps=self.steps,
             step_decay=0.8 if self.loss.weights else self.decay,
             loss=self.loss.name,
@@ -81,17 +86,22 @@ def make_draft(case: Case, seed: int = 0) -> Eagle3Draft:
 
 def reference_config(case: Case, draft: Eagle3Draft) -> ReferenceConfig:
     """Return the setting for the reference; frequencies come from the target's rotary code."""
-    fields = {k: v for k, v in case.target_config().items() if k != "num_hidden_layers"}
-    rotary = LlamaRotaryEmbedding(LlamaConfig(**fields, num_hidden_layers=8))
+    fields, shape = case.target_config(), dict(case.shape)
+    fields |= {k: v for k, v in shape.items() if k == "head_dim"}
+    rotary = LlamaRotaryEmbedding(LlamaConfig(**fields))
     return ReferenceConfig(
-        heads=case.heads,
-        kv_heads=case.kv_heads,
-        head_dim=6,
+        heads=shape.get("num_attention_heads", case.heads),
+        kv_heads=shape.get("num_key_value_heads", case.kv_heads),
+        head_dim=shape.get("head_dim", 6),
+        act=shape.get("hidden_act", "silu"),
+        norm_before_residual=shape.get("norm_before_residual", False),
         rms_norm_eps=1e-5,
         rope_inv_freq=rotary.inv_freq,
         rope_factor=rotary.attention_scaling,
         norm_output=case.norm_output,
-        window=case.window or None,
+        windows=windows_of(
+            shape.get("layer_types", "auto"), case.window, shape.get("num_layers", 1)
+        ),
         steps=case.steps,
         decay=case.decay,
         slots=case.slots,

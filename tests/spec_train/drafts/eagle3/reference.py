@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tests.spec_train.drafts import slow_layer
 from tests.spec_train.drafts.slot_loss import CROSS_ENTROPY, SlotLoss
 
 
@@ -32,7 +33,9 @@ class ReferenceConfig:
     rope_factor: float = 1.0  # multiplies cos and sin (yarn, longrope)
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
     norm_output: bool = False
-    window: int | None = None  # positions that a row sees; None: all
+    windows: tuple[int | None, ...] = (None,)  # per layer: positions that a row sees; None: all
+    norm_before_residual: bool = False
+    act: str = "silu"
     steps: int = 7
     decay: float = 0.8
     slots: str = "serving"  # or "shifted"
@@ -135,35 +138,58 @@ def reference_logits(
     """Return the draft logits [Vd] for every (slot, step) whose known token exists."""
     slots = len(x) - 1  # the last token's slot has no known token
     carried = [_project(state, config, aux[t]) for t in range(slots)]
-    keys: dict[tuple[int, int, int], Tensor] = {}  # (slot, step, kv head) -> [d]
-    values: dict[tuple[int, int, int], Tensor] = {}
+    keys: list[Rows] = [{} for _ in _layers(state)]  # per layer
+    values: list[Rows] = [{} for _ in _layers(state)]
     logits: dict[tuple[int, int], Tensor] = {}
     for s in range(config.steps):
-        inputs = {}
-        for t in range(slots - s):
-            embedding = state["embed_tokens.weight"][x[t + 1 + s]]
-            inputs[t] = torch.cat(
-                [
-                    _rms(embedding, state["midlayer.input_layernorm.weight"], config),
-                    _rms(carried[t], state["midlayer.hidden_norm.weight"], config),
-                ]
-            )
-            key = _linear(state, "midlayer.self_attn.k_proj", inputs[t])
-            value = _linear(state, "midlayer.self_attn.v_proj", inputs[t])
-            for h in range(config.kv_heads):
-                part = slice(h * config.head_dim, (h + 1) * config.head_dim)
-                keys[t, s, h] = _rope(key[part], t + s, config)
-                values[t, s, h] = value[part]
-        for t in range(slots - s):
-            attended = _attend(state, config, inputs[t], t, s, keys, values)
-            middle = carried[t] + _linear(state, "midlayer.self_attn.o_proj", attended)
-            output = middle + _mlp(
-                state, _rms(middle, state["midlayer.post_attention_layernorm.weight"], config)
-            )
+        residual = {t: carried[t] for t in range(slots - s)}
+        for number, name in enumerate(_layers(state)):
+            inputs = {}
+            for t in residual:
+                norm = state[f"{name}.input_layernorm.weight"]
+                if number == 0:
+                    embedding = state["embed_tokens.weight"][x[t + 1 + s]]
+                    normed = _rms(residual[t], state[f"{name}.hidden_norm.weight"], config)
+                    inputs[t] = torch.cat([_rms(embedding, norm, config), normed])
+                    residual[t] = normed if config.norm_before_residual else residual[t]
+                else:
+                    inputs[t] = _rms(residual[t], norm, config)
+                for h in range(config.kv_heads):
+                    key = _head(state, config, f"{name}.self_attn", "k", inputs[t], h)
+                    keys[number][t, s, h] = _rope(key, t + s, config)
+                    value = _head(state, config, f"{name}.self_attn", "v", inputs[t], h)
+                    values[number][t, s, h] = value
+            for t in residual:
+                attended = _attend(
+                    state, config, name, inputs[t], t, s, keys[number], values[number]
+                )
+                middle = residual[t] + _linear(state, f"{name}.self_attn.o_proj", attended)
+                inside = _rms(middle, state[f"{name}.post_attention_layernorm.weight"], config)
+                residual[t] = middle + slow_layer.mlp(state, f"{name}.mlp", inside, config.act)
+        for t, output in residual.items():
             normed = _rms(output, state["norm.weight"], config)
             logits[t, s] = state["lm_head.weight"] @ normed
             carried[t] = normed if config.norm_output else output
     return logits
+
+
+Rows = dict[tuple[int, int, int], Tensor]
+"""(slot, step, kv head) -> [d]"""
+
+
+def _layers(state: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the layers, in order."""
+    if "midlayer.hidden_norm.weight" in state:
+        return ["midlayer"]
+    count = sum(name.endswith(".input_layernorm.weight") for name in state)
+    return [f"layers.{number}" for number in range(count)]
+
+
+def _head(
+    state: Mapping[str, Tensor], config: ReferenceConfig, name: str, which: str, x: Tensor, h: int
+) -> Tensor:
+    eps = config.rms_norm_eps
+    return slow_layer.head_of(state, name, which, x, h, config.head_dim, eps)
 
 
 def _add_document(
@@ -212,6 +238,8 @@ def _draft_ids(state: Mapping[str, Tensor]) -> list[int]:
 
 def _project(state: Mapping[str, Tensor], config: ReferenceConfig, aux: Tensor) -> Tensor:
     """Map aux states of one token [n*H] to a feature [H]; with fc_norm, norm every layer's part."""
+    if "input_norm.weight" in state:
+        aux = _rms(aux, state["input_norm.weight"], config)
     norms = sum(name.startswith("fc_norm.") for name in state)
     if norms:
         parts = aux.chunk(norms)
@@ -224,6 +252,7 @@ def _project(state: Mapping[str, Tensor], config: ReferenceConfig, aux: Tensor) 
 def _attend(
     state: Mapping[str, Tensor],
     config: ReferenceConfig,
+    name: str,
     u: Tensor,
     t: int,
     s: int,
@@ -234,13 +263,13 @@ def _attend(
     scale = 1 / math.sqrt(config.head_dim)
     if config.attention_scale is not None:
         scale = config.attention_scale
-    queries = _linear(state, "midlayer.self_attn.q_proj", u)
     seen = [(j, 0) for j in range(t + 1)] + [(t, step) for step in range(1, s + 1)]
-    if config.window is not None:  # slot j at step s is at position j + s
-        seen = [pair for pair in seen if t + s - config.window < sum(pair)]
+    window = config.windows[int(name.rpartition(".")[2] if "." in name else 0)]
+    if window is not None:  # slot j at step s is at position j + s
+        seen = [pair for pair in seen if t + s - window < sum(pair)]
     outputs = []
     for h in range(config.heads):
-        query = _rope(queries[h * config.head_dim : (h + 1) * config.head_dim], t + s, config)
+        query = _rope(_head(state, config, f"{name}.self_attn", "q", u, h), t + s, config)
         group = h * config.kv_heads // config.heads  # consecutive query heads share a kv head
         scores = torch.stack([query @ keys[j, step, group] * scale for j, step in seen])
         weights = torch.softmax(scores, 0)
@@ -257,12 +286,6 @@ def _rope(vector: Tensor, position: int, config: ReferenceConfig) -> Tensor:
     cos, sin = config.rope_factor * angle.cos(), config.rope_factor * angle.sin()
     first, second, rest = vector[:half], vector[half : 2 * half], vector[2 * half :]
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest])
-
-
-def _mlp(state: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    gate = _linear(state, "midlayer.mlp.gate_proj", x)
-    up = _linear(state, "midlayer.mlp.up_proj", x)
-    return _linear(state, "midlayer.mlp.down_proj", gate * torch.sigmoid(gate) * up)
 
 
 def _linear(state: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from spec_data.shards.head_spec import HeadSpec
 from spec_train.attention import unrolled as attention
-from spec_train.drafts.drafting import DraftCache
 from spec_train.drafts.eagle3.draft import Eagle3Draft, eagle3_loss
 from spec_train.drafts.protocol import DraftLoss
 from spec_train.head import TargetHead
@@ -38,6 +37,7 @@ from tests.spec_train.drafts.eagle3.reference import (
     slot_counts,
 )
 from tests.spec_train.drafts.slot_loss import SlotLoss
+from tests.spec_train.drafts.slow_layer import EVERY
 from tests.tolerance import network
 
 # up to seven steps; gradients are sums over up to 100 slots of each depth
@@ -171,6 +171,17 @@ CASES = {
     "long window": Case(window=50),
     "seven steps": Case(steps=7, decay=0.5),
     "one step": Case(steps=1),
+    "norms before fc and residual": Case(
+        fc_norm=True, shape=(("norm_before_fc", True), ("norm_before_residual", True))
+    ),
+    "two layers": Case(shape=(("num_layers", 2), ("qk_norm", True))),
+    "a window in one of two layers": Case(
+        steps=3,
+        window=2,
+        shape=(("num_layers", 2), ("layer_types", "sliding_attention,full_attention")),
+    ),
+    "three layers, another shape": Case(steps=3, shape=(("num_layers", 3), *EVERY)),
+    "q/k norm": Case(shape=(("qk_norm", True), ("hidden_act", "relu"), ("mlp_bias", "true"))),
     "yarn": Case(
         rope=(
             ("rope_type", "yarn"),
@@ -314,6 +325,8 @@ def test_slot_masks_of_two_turns_are_those_written_by_hand(slots: str) -> None:
     [
         *("plain", "3.1", "norm_output", "one kv head", "yarn"),
         *("window", "window of two", "window shorter than the unroll"),
+        *("a window in one of two layers", "three layers, another shape"),
+        "norms before fc and residual",
     ],
 )
 def test_serving_forwards_give_the_logits_of_the_unroll(name: str) -> None:
@@ -328,7 +341,7 @@ def test_serving_forwards_give_the_logits_of_the_unroll(name: str) -> None:
     with torch.no_grad():
         features = draft.project(document.aux[None])
         for t in range(len(x) - 1):
-            cache = DraftCache()
+            cache = draft.new_cache()
             carried = draft.step(
                 x[None, 1 : t + 2], features[:, : t + 1], torch.arange(t + 1)[None], cache
             )[:, -1:]

@@ -24,6 +24,7 @@ from tests.spec_train.drafts.peagle.reference import (
 )
 from tests.spec_train.drafts.shared import reference_state, small_target, windows_of
 from tests.spec_train.drafts.slot_loss import KL, SlotLoss
+from tests.spec_train.drafts.slow_layer import Shape
 
 DEPTHS, MASK_TOKEN = 4, 11
 
@@ -57,6 +58,7 @@ class Case:
     loss: SlotLoss = KL
     window: int = 0
     types: str = "auto"
+    shape: Shape = ()
 
     def target_config(self) -> dict[str, object]:
         return small_target(12, self.heads, self.kv_heads)
@@ -76,7 +78,7 @@ def make_draft(case: Case, **options: object) -> PeagleDraft:
         position_weights=",".join(map(str, case.loss.weights)) or "auto",
         sliding_window=case.window,
         layer_types=case.types,
-        **options,
+        **(dict(case.shape) | options),
     )
     config = PeagleConfig.from_target(
         case.target_config(),
@@ -101,14 +103,18 @@ def make_draft(case: Case, **options: object) -> PeagleDraft:
 
 def reference_config(case: Case) -> ReferenceConfig:
     """Return the setting for the reference; frequencies come from the target's rotary code."""
+    fields, shape = case.target_config(), dict(case.shape)
+    fields |= {k: v for k, v in shape.items() if k == "head_dim"}
     return ReferenceConfig(
-        heads=case.heads,
-        kv_heads=case.kv_heads,
-        head_dim=6,
+        heads=shape.get("num_attention_heads", case.heads),
+        kv_heads=shape.get("num_key_value_heads", case.kv_heads),
+        head_dim=shape.get("head_dim", 6),
+        act=shape.get("hidden_act", "silu"),
+        norm_before_residual=shape.get("norm_before_residual", False),
         layers=case.layers,
         windows=windows_of(case.types, case.window, case.layers),
         rms_norm_eps=1e-5,
-        rope_inv_freq=LlamaRotaryEmbedding(LlamaConfig(**case.target_config())).inv_freq,
+        rope_inv_freq=LlamaRotaryEmbedding(LlamaConfig(**fields)).inv_freq,
         mask_token_id=MASK_TOKEN,
         depths=case.depths,
         slots=case.slots,

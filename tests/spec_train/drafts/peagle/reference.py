@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tests.spec_train.drafts import slow_layer
 from tests.spec_train.drafts.eagle3.reference import Document
 from tests.spec_train.drafts.slot_loss import KL, SlotLoss
 
@@ -37,6 +38,8 @@ class ReferenceConfig:
     depths: int
     slots: str = "serving"  # or "shifted"
     loss: SlotLoss = KL
+    norm_before_residual: bool = False
+    act: str = "silu"
 
 
 @dataclass(kw_only=True)
@@ -104,6 +107,9 @@ def reference_logits(
                 _rms(hidden[t, d], state["layers.0.hidden_norm.weight"], config),
             ]
         )
+    if config.norm_before_residual:
+        norm = state["layers.0.hidden_norm.weight"]
+        hidden = {e: _rms(hidden[e], norm, config) for e in elements}
     for number in range(config.layers):
         name = f"layers.{number}"
         inputs = first
@@ -113,12 +119,9 @@ def reference_logits(
         window = config.windows[number]
         heads = _attention(state, config, f"{name}.self_attn", inputs, elements, window)
         for e in elements:
-            middle = hidden[e] + state[f"{name}.self_attn.o_proj.weight"] @ heads[e]
+            middle = hidden[e] + slow_layer.linear(state, f"{name}.self_attn.o_proj", heads[e])
             normed = _rms(middle, state[f"{name}.post_attention_layernorm.weight"], config)
-            gate = state[f"{name}.mlp.gate_proj.weight"] @ normed
-            up = state[f"{name}.mlp.up_proj.weight"] @ normed
-            down = state[f"{name}.mlp.down_proj.weight"]
-            hidden[e] = middle + down @ (gate * torch.sigmoid(gate) * up)
+            hidden[e] = middle + slow_layer.mlp(state, f"{name}.mlp", normed, config.act)
     return {
         e: state["lm_head.weight"] @ _rms(hidden[e], state["norm.weight"], config) for e in elements
     }
@@ -201,8 +204,12 @@ def _attention(
     window: int | None,
 ) -> dict[Element, Tensor]:
     size, out = config.head_dim, {}
+    eps = config.rms_norm_eps
     projected = {
-        (kind, e): (state[f"{name}.{kind}_proj.weight"] @ inputs[e]).split(size)
+        (kind, e): [
+            slow_layer.head_of(state, name, kind, inputs[e], h, size, eps)
+            for h in range(config.heads if kind == "q" else config.kv_heads)
+        ]
         for kind in "qkv"
         for e in elements
     }
@@ -232,6 +239,8 @@ def _draft_ids(state: Mapping[str, Tensor]) -> list[int]:
 
 
 def _project(state: Mapping[str, Tensor], config: ReferenceConfig, aux: Tensor) -> Tensor:
+    if "input_norm.weight" in state:
+        aux = _rms(aux, state["input_norm.weight"], config)
     norms = sum(name.startswith("fc_norm.") for name in state)
     if norms:
         parts = aux.chunk(norms)

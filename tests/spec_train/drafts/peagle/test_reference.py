@@ -30,6 +30,7 @@ from tests.spec_train.drafts.peagle.cases import (
 )
 from tests.spec_train.drafts.peagle.reference import Reference
 from tests.spec_train.drafts.slot_loss import SlotLoss
+from tests.spec_train.drafts.slow_layer import EVERY
 from tests.tolerance import network
 
 # up to two layers; gradients are sums over up to 100 slots of each depth
@@ -53,6 +54,11 @@ CASES = {
     "window of two": Case(window=2),
     "mixed layers": Case(
         window=2, types="sliding_attention,full_attention,sliding_attention", ratio=1.0
+    ),
+    "another shape": Case(layers=2, shape=EVERY),
+    "norms": Case(
+        layers=2,
+        shape=(("qk_norm", True), ("norm_before_fc", True), ("norm_before_residual", True)),
     ),
     "one depth": Case(depths=1),
     "everything kept": Case(ratio=1.0, depths=5),
