@@ -14,7 +14,7 @@ from spec_data.shards.layer_ids import from_block_inputs
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION, same_value, some_of
 from spec_train.formats.flat import INPUT_KEY, MASK_KEYS
-from spec_train.formats.speculators import LAYER
+from spec_train.formats.speculators import LAYER, TYPE
 
 Statement = tuple[str, str, Any]
 """(what is said, the key that says it, the value in one meaning)."""
@@ -105,6 +105,8 @@ def _statements(raw: dict[str, Any]) -> Iterator[Statement]:
             yield "num_hidden_layers", f"{prefix}layer_types", blocks if known else kinds
     for name in (*_SHAPE, "hidden_act"):
         yield name, name, raw.get(name)
+    if raw.get(TYPE) == "eagle3" and raw.get("norm_before_residual") is None:
+        yield "norm_before_residual", "its absence (vLLM serves true)", True
     for name, formerly in _SWITCHES.items() if options else ():
         yield name, f"{SECTION}.options.{name}", options.get(name, formerly)
     for name, key in _OPTIONS.items():
