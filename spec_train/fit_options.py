@@ -8,6 +8,7 @@ from typing import Any
 from spec_data.config import DOCUMENT_LENGTH, option
 from spec_data.shards.checking import CHECK_HELP, CHECKS, FIRST
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.turn_masks import check_policy
 from spec_train.data_option import parse_sources
 from spec_train.presets import PRESETS
 
@@ -151,6 +152,13 @@ class FitConfig:
         "where validation takes long",
         group=DATA,
     )
+    mask: str | None = option(
+        None,
+        help="supervised tokens, from the stored turns: assistant (every turn), last-turn, first-N "
+        "(turns, such as first-2), roles=A,B (such as roles=text), or all. Not given: as generated",
+        group=DATA,
+        metavar="POLICY",
+    )
     window_tokens: int = option(
         4_194_304,
         help="documents are shuffled inside windows of so many tokens: a larger window mixes "
@@ -222,6 +230,13 @@ class FitConfig:
             raise ConfigError(
                 f"--follow-keep {self.follow_keep}: needs --follow, and --epochs rather than "
                 "--steps: they say when a unit was used often enough"
+            )
+        if self.mask is not None:
+            check_policy(self.mask)
+        if self.mask is not None and self.follow:
+            raise ConfigError(
+                f"--mask {self.mask} and --follow: the masks of all documents are needed first; "
+                "train on the sealed dataset, or generate with the mask that you want"
             )
         at_least(self, 0, "follow_keep", "follow_timeout")
         at_least(self, 0, "steps", "clip", "weight_decay", "validation_documents", "seed")

@@ -164,7 +164,7 @@ def open_data(config: FitConfig) -> Documents:
         return FollowedDataset(
             parse_sources(config.data)[0].path, config.follow_timeout, config.check
         )
-    return open_documents(parse_sources(config.data), config.check)
+    return open_documents(parse_sources(config.data), config.check, config.mask)
 
 
 def _follow(config: FitConfig, dataset: FollowedDataset, splits: Splits) -> KeepAll:
