@@ -20,6 +20,9 @@ RUNNING = "where it runs"
 FOLLOW = "training while the dataset is generated"
 FILES = "files and figures"
 
+BATCH = 4
+"""Packs per micro-batch for a dataset that has enough tokens."""
+
 
 def accept_edited_option() -> Any:
     """Return the option, shared by the commands that read a draft, to ignore a broken seal."""
@@ -81,14 +84,17 @@ class FitConfig:
     )
     epochs: int | None = option(
         None,
-        help="passes over the training documents, instead of --steps; 3 if neither is given",
+        help="passes over the training documents, instead of --steps. Neither given: 3, and up to "
+        "20 for a dataset so small that the run would have under 1,500 steps",
         group=LENGTH,
     )
-    batch_size: int = option(
-        4,
+    batch_size: int | None = option(
+        None,
         help="packs per micro-batch. Halve it and double --accumulation when memory runs out: the "
-        "result is the same",
+        "result is the same. Not given: 4, and fewer for a dataset so small that an epoch would "
+        "have under 100 steps",
         group=LENGTH,
+        metavar="N",
     )
     accumulation: int = option(
         1,
@@ -263,7 +269,12 @@ class FitConfig:
 
     def packs_per_step(self, world_size: int = 1) -> int:
         """Return the number of packs of one optimizer step of `world_size` processes."""
-        return self.batch_size * self.accumulation * world_size
+        return self.micro_batch * self.accumulation * world_size
+
+    @property
+    def micro_batch(self) -> int:
+        """Number of packs of a micro-batch."""
+        return self.batch_size or BATCH
 
 
 def _flag(name: str) -> str:
