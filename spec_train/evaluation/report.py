@@ -116,7 +116,6 @@ def measure(config: EvalConfig) -> dict[str, Any]:
             depth=depth,
             limit=config.limit,
             check=config.check,
-            mask=config.mask,
         )
         if config.target is None:
             report["acceptance_length"] = report["data"]["walk"]["acceptance_length"]

@@ -8,6 +8,7 @@ drafts. Tensors decide what a published draft computes: configs are often copies
 import logging
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from spec_data.config import to_dict
@@ -20,6 +21,7 @@ from spec_train.formats.eagle_parts import (
     eagle_tensors,
     flag,
     has_norms,
+    has_own_embedding,
     layers_of,
     no_bias,
     tied_head,
@@ -28,14 +30,13 @@ from spec_train.formats.eagle_parts import (
 from spec_train.formats.flat import (
     INPUT_KEY,
     aux_layers,
-    refuse_set,
     section_of,
     shape_of,
     shape_options,
     switches_of,
     with_target_weights,
 )
-from spec_train.formats.foreign import AUTOMODEL_EAGLE3, draft_keys
+from spec_train.formats.foreign import AUTOMODEL_EAGLE3, count_layers, draft_keys
 from spec_train.formats.foreign import DEEPSPEC_EAGLE3 as DEEPSPEC
 from spec_train.formats.known_keys import refuse_arithmetic
 from spec_train.formats.layer_order import sort_states
@@ -47,6 +48,8 @@ OWN = "LlamaForCausalLMEagle3"
 ARCHITECTURES = (
     *(OWN, "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"),
     *("Eagle3Qwen3ForCausalLM", DEEPSPEC, AUTOMODEL_EAGLE3),
+    # vLLM has one class for these and the first two
+    *("Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM", "Eagle3MiniMaxM2ForCausalLM"),
 )
 WHAT = "an EAGLE-3 draft"
 log = logging.getLogger(__name__)
@@ -186,15 +189,18 @@ def _read(files: DraftFiles, depth: int | None, target: TargetFacts, collected: 
     tensors = _own_names(tied_head(tensors, files, sizes[0] == sizes[1]), files)
     shared = ("embed_tokens.weight", *(("lm_head.weight",) if sizes[0] == sizes[1] else ()))
     tensors = with_target_weights(tensors, files, target, shape["dtype"], shared)
-    windows = windows_of(files, layers_of(tensors, files)).keys()
+    count = layers_of(tensors, files)
+    windows = windows_of(files, count).keys()
     config = shape | fields | windows
     config |= {
         "architectures": [OWN],
         "model_type": "llama",
-        "num_hidden_layers": 1,
+        "num_hidden_layers": count,
+        "train_embeddings": has_own_embedding(tensors, files, target),
         INPUT_KEY: as_block_inputs(layers),
     }
     options = Eagle3Options(
+        num_layers=count,
         layers=",".join(map(str, layers)),
         draft_vocab_size=shape["draft_vocab_size"],
         fc_norm=config["fc_norm"],
@@ -210,10 +216,33 @@ def _read(files: DraftFiles, depth: int | None, target: TargetFacts, collected: 
 def _own_names(tensors: dict[str, Tensor], files: DraftFiles) -> dict[str, Tensor]:
     """Return tensors with our names of layers, without biases of zero that our class lacks.
 
+    One layer is `midlayer`, several are `layers.0` and so on. The one norm before the attention of
+    a later layer has two names: `hidden_norm` in SGLang and TensorRT-LLM.
+
     Raises:
-        DraftError: the file has another number of layers than its config says, a later layer that
-            reads the token, or a bias of `fc` or of the head.
+        DraftError: a later layer reads the token, or there is a bias of `fc` or of the head.
     """
+    one, found = count_layers(tensors) == 1, {}
+    _refuse_tokens_in_later_layers(tensors, files)
+    for name, value in tensors.items():
+        first = name.startswith((_OURS, _THEIRS))
+        if name in ("fc.bias", "lm_head.bias"):
+            if no_bias(value):
+                continue
+            raise DraftError(f"{files.weights_path}: {name}: {WHAT} of spec-train has no such bias")
+        if not first and name.endswith(".hidden_norm.weight"):
+            other = name.replace("hidden_norm", "input_layernorm")
+            if other in tensors and not torch.equal(tensors[other], value):
+                raise DraftError(
+                    f"{files.weights_path}: {name} and {other} differ, and a later layer has one "
+                    "norm before its attention; copy the draft again"
+                )
+            name = other
+        found[name.replace(_THEIRS, _OURS) if one else name.replace(_OURS, _THEIRS)] = value
+    return found
+
+
+def _refuse_tokens_in_later_layers(tensors: dict[str, Tensor], files: DraftFiles) -> None:
     wide = files.config["hidden_size"] * 2
     for name, value in tensors.items():
         later = not name.startswith((_OURS, _THEIRS))
@@ -222,12 +251,3 @@ def _own_names(tensors: dict[str, Tensor], files: DraftFiles) -> dict[str, Tenso
                 f"{files.weights_path}: {name} reads the token again, as every layer of DeepSpec's "
                 f"EAGLE-3 does; in {WHAT} of spec-train only the first layer reads it"
             )
-    for name in ("fc.bias", "lm_head.bias"):
-        if not no_bias(tensors.get(name)):
-            raise DraftError(f"{files.weights_path}: {name}: {WHAT} of spec-train has no such bias")
-    refuse_set(files, WHAT, num_hidden_layers=1)
-    return {
-        name.replace(_THEIRS, _OURS): value
-        for name, value in tensors.items()
-        if name not in ("fc.bias", "lm_head.bias")
-    }

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from spec_data.shards.errors import DraftError
 from spec_train.formats.draft_files import DraftFiles
+from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.flat import plain_names
 from spec_train.formats.foreign import count_layers
+from spec_train.formats.target_facts import TargetFacts
 
 _NAMES = (
     (r"aux_norm_low\.", "fc_norm.0."),  # SGLang's aliases
@@ -48,6 +50,8 @@ _NORM_KEYS = {
     "norm_before_fc": ("norm_before_fc",),
 }
 """(field, the keys that name it; the second ones are aliases of SGLang and of a fork)."""
+_COMPARED, _NEAR = 4096, 0.5
+"""Rows of two embeddings that are compared, and the mean cosine from which one is the other's."""
 _LAYER = r"(?:midlayer|layers\.\d+)"
 
 
@@ -152,6 +156,26 @@ def layers_of(tensors: dict[str, Tensor], files: DraftFiles) -> int:
             f"{count} layers; copy the draft again, or correct the key"
         )
     return count
+
+
+def has_own_embedding(tensors: dict[str, Tensor], files: DraftFiles, target: TargetFacts) -> bool:
+    """Return whether the embedding is the draft's own, and not the target's.
+
+    Not all trainers that train it write a key for it, so the target's decides if it is given. A
+    trained embedding stays near the target's. One that has nothing to do with it belongs to another
+    target: it is not the draft's own here, and is refused where the two are joined.
+    """
+    raw, own = files.config, tensors.get("embed_tokens.weight")
+    stated = bool(raw.get("train_embeddings", raw.get("embed_requires_grad")))
+    if own is None or SECTION in raw:
+        return stated and own is not None
+    if target.embedding is None or own.shape != target.embedding.shape:
+        return stated
+    theirs = target.embedding.detach().to("cpu", own.dtype)
+    if torch.equal(own, theirs):
+        return False
+    pairs = own[:_COMPARED].float(), theirs[:_COMPARED].float()
+    return stated or float(torch.cosine_similarity(*pairs, dim=-1).mean()) > _NEAR
 
 
 def tied_head(tensors: dict[str, Tensor], files: DraftFiles, full: bool) -> dict[str, Tensor]:

@@ -51,7 +51,7 @@ def shape_of(files: DraftFiles) -> dict[str, Any]:
         "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
         "max_position_embeddings": limit,
         "draft_vocab_size": raw.get("draft_vocab_size") or raw["vocab_size"],
-        "rope_parameters": rope_parameters(raw | {"max_position_embeddings": limit}),
+        "rope_parameters": rope_parameters(_text_rope(raw) | {"max_position_embeddings": limit}),
         "dtype": float_type(files.tensors),
     }
     tokens = {key: raw[key] for key in TOKEN_KEYS if raw.get(key) is not None}
@@ -78,6 +78,19 @@ def sizes_of_weights(files: DraftFiles) -> dict[str, Any]:
         if raw.get(name) is None and tensor is not None:
             raw[name] = len(tensor)
     return raw
+
+
+def _text_rope(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a config in which M-RoPE is the plain rope that it is for text.
+
+    The three positions of a text token are equal. `mrope_section` stays, for engines and images.
+    """
+    found = dict(raw)
+    for place in ("rope_parameters", "rope_scaling"):
+        rope = raw.get(place)
+        if isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type")) == "mrope":
+            found[place] = {k: v for k, v in rope.items() if k != "type"} | {"rope_type": "default"}
+    return found
 
 
 def switches_of(files: DraftFiles) -> dict[str, Any]:
@@ -191,6 +204,29 @@ def refuse_set(files: DraftFiles, what: str, **wanted: Any) -> None:
             f"{files.config_path}: {', '.join(faults)} cannot be represented: {what} of spec-train "
             "has " + ", ".join(f"{name} = {value}" for name, value in wanted.items())
         )
+
+
+def refuse_sliding(files: DraftFiles, what: str) -> None:
+    """Refuse a draft whose attention has a sliding window: `what` attends to every position.
+
+    Raises:
+        DraftError: names the key.
+    """
+    raw = files.config
+    kinds = set((raw.get("layer_types") or ())[: raw.get("num_hidden_layers")])
+    kinds -= {"full_attention"}
+    window = raw.get("sliding_window") if raw.get("use_sliding_window") is not False else None
+    for name, found in (
+        ("layer_types", sorted(kinds)),
+        ("use_sliding_window", raw.get("use_sliding_window")),
+        ("sliding_window", window),
+    ):
+        if found:
+            raise DraftError(
+                f"{files.config_path}: {name} = {found}: sliding windows cannot be represented; "
+                f"{what} of spec-train has full attention. Set use_sliding_window = false if the "
+                "draft was trained without a window"
+            )
 
 
 def plain_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

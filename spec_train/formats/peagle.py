@@ -6,16 +6,13 @@ The speculators library has a form of its own. In both, `mask_hidden`, the learn
 tokens, is an input of `fc`.
 """
 
-import torch
-from torch import Tensor
-
 from spec_data.config import to_dict
 from spec_data.shards.errors import DraftError
 from spec_data.shards.layer_ids import as_block_inputs
 from spec_train.draft_options import PeagleOptions
 from spec_train.formats import speculators
 from spec_train.formats.draft_files import DraftFiles
-from spec_train.formats.draft_seal import SECTION
+from spec_train.formats.eagle_parts import has_own_embedding
 from spec_train.formats.flat import (
     INPUT_KEY,
     MASK_KEYS,
@@ -76,20 +73,6 @@ def from_speculators(flat: DraftFiles, depth: int | None, target: TargetFacts) -
     return from_flat(DraftFiles(raw, flat.tensors, flat.where), depth, target)
 
 
-def _has_own_embedding(files: DraftFiles, tensors: dict[str, Tensor], target: TargetFacts) -> bool:
-    """Return whether the embedding is the draft's own, and not the target's.
-
-    Trainers of P-EAGLE train it, and not all of them write a key for it.
-    """
-    raw, own = files.config, tensors.get("embed_tokens.weight")
-    stated = raw.get("train_embeddings", raw.get(_TRAINED))
-    if own is None or SECTION in raw:
-        return bool(stated) and own is not None
-    if target.embedding is not None and own.shape == target.embedding.shape:
-        return not torch.equal(own, target.embedding.detach().to("cpu", own.dtype))
-    return bool(stated)
-
-
 def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> DraftFiles:
     """Convert a flat checkpoint of any tool to ours.
 
@@ -118,7 +101,7 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
     full = shape["draft_vocab_size"] == shape["vocab_size"]
     shared = ("embed_tokens.weight", *(("lm_head.weight",) if full else ()))
     tensors = plain_names(files.tensors)
-    own_embedding = _has_own_embedding(files, tensors, target)
+    own_embedding = has_own_embedding(tensors, files, target)
     sizes = shape["vocab_size"], shape["draft_vocab_size"]
     tensors = own_vocabulary(tensors, *sizes, files.weights_path)
     layers, tensors = sort_states(tensors, aux_layers(files, target), files.config_path)

@@ -19,6 +19,7 @@ from tests.spec_train.formats.published import (
     test_modelopt,
     test_safeailab,
     test_specforge,
+    test_speculators,
     tiny,
 )
 from tests.spec_train.formats.published.tiny import VD
@@ -27,6 +28,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "SafeAILab": test_safeailab.CONFIG,
     "ModelOpt": test_modelopt.CONFIG,
     "DeepSpec": test_deepspec.CONFIG,
+    "speculators": test_speculators.CONFIG | {"transformer_layer_config": test_speculators.LAYER},
     **{f"SpecForge: {n}": test_specforge.TEMPLATE | c for n, c in test_specforge.TEMPLATES.items()},
     **{
         f"AutoModel: {n}": test_automodel.TARGET | c | test_automodel.DRAFT

@@ -50,6 +50,15 @@ TEMPLATES: dict[str, dict[str, Any]] = {
     },
     "gpt-oss, dense": {"model_type": "gpt_oss", "num_local_experts": 16, "experts_per_token": 4},
     "gelu": {"hidden_act": "gelu_pytorch_tanh"},
+    "qwen3-vl": {  # for text, M-RoPE is plain
+        "target_model_type": "qwen3_vl_moe",
+        "max_window_layers": None,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [1, 1, 0]},
+    },
+    "qwen2.5-vl": {
+        "architectures": ["Eagle3Qwen2_5vlForCausalLM"],
+        "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 0]},
+    },
     "full vocabulary": {"draft_vocab_size": V},
     "TorchSpec": {"num_aux_hidden_states": 3, "target_hidden_size": H},
 }

@@ -1,0 +1,206 @@
+"""speculators' EAGLE-3 with the defaults of its trainer: windows, norms, several layers, biases.
+
+Source: speculators 0.9, `models/eagle3/core.py`, `config.py` and `train/config/schema.py`. The
+trainer norms before the residual, before fc and its own output, and every layer has a window of
+2048. The config is what its class saves; layer ids are inputs of blocks, collected in ascending
+order.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spec_data.shards.errors import DraftError
+from spec_train.drafts import load_draft
+from spec_train.exporting import run_export
+from spec_train.options import ExportConfig
+from tests.spec_train.formats.published import tiny
+from tests.spec_train.formats.published.tiny import VD, H, V
+
+WINDOW = 4
+LAYER: dict[str, Any] = {name: tiny.SIZES[name] for name in tiny.SIZES if name != "rope_theta"} | {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.02,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "pad_token_id": None,
+    "pretraining_tp": 1,
+    "rope_parameters": {"rope_theta": tiny.THETA, "rope_type": "default"},
+    "tie_word_embeddings": False,
+    "transformers_version": "5.12.0",
+    "use_cache": True,
+}
+CONFIG: dict[str, Any] = {
+    "architectures": ["Eagle3DraftModel"],
+    "auto_map": {"": "config.Eagle3SpeculatorConfig"},
+    "draft_vocab_size": VD,
+    "dtype": "float64",
+    "eagle_aux_hidden_state_layer_ids": [2, 6, 9],
+    "embed_requires_grad": False,
+    "fc_norm": False,
+    "norm_before_fc": False,
+    "norm_before_residual": False,
+    "norm_output": False,
+    "speculators_config": {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [
+            {
+                "accept_tolerance": 0.0,
+                "proposal_type": "greedy",
+                "speculative_tokens": 5,
+                "verifier_accept_k": 1,
+            }
+        ],
+        "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "Some/Target"},
+    },
+    "speculators_model_type": "eagle3",
+    "speculators_version": "0.9.0",
+    "target_hidden_size": None,
+    "tie_word_embeddings": False,
+    "transformers_version": "5.12.0",
+}
+TRAINED = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
+QWEN3 = {"model_type": "qwen3", "max_window_layers": 28}
+
+
+def sliding(layers: int) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "layer_types": ["sliding_attention"] * layers,
+        "sliding_window": WINDOW,
+        "use_sliding_window": True,
+    }
+
+
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "the trainer's defaults": (TRAINED, sliding(1)),
+    "three layers": (TRAINED, sliding(3)),
+    "without windows": ({"norm_before_residual": True}, {}),
+    "no switch at all": ({}, {}),
+    "fc_norm": ({"fc_norm": True, "norm_output": True}, {}),
+    "qwen3": (TRAINED, QWEN3 | sliding(2)),
+    "biases": ({}, {"attention_bias": True, "mlp_bias": True}),
+    "gelu": ({}, {"hidden_act": "gelu_pytorch_tanh"}),
+    "full vocabulary": (TRAINED | {"draft_vocab_size": V}, sliding(1)),
+}
+
+
+WRITTEN = ("no switch at all", "fc_norm", "biases", "gelu")
+
+
+def published(form: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The config and the tensors of a form, without an embedding."""
+    top, layer = FORMS[form]
+    config = CONFIG | top | {"transformer_layer_config": LAYER | layer}
+    size, count = config["draft_vocab_size"], layer.get("num_hidden_layers", 1)
+    qk_norm = layer.get("model_type") == "qwen3"
+    tensors = tiny.eagle3_tensors("layers.0.", size=size, qk_norm=qk_norm)
+    for i in range(1, count):
+        tensors |= tiny.layer_tensors(f"layers.{i}.", qk_norm=qk_norm)
+        tensors[f"layers.{i}.input_layernorm.weight"] = tiny.gain(H)
+    if config["norm_before_fc"]:
+        tensors["input_norm.weight"] = tiny.gain(3 * H)
+    if config["fc_norm"]:
+        tensors |= {f"fc_norm.{i}.weight": tiny.gain(H) for i in range(3)}
+    if layer.get("attention_bias"):
+        for name in [n for n in tensors if "_proj" in n]:
+            tensors[name.replace("weight", "bias")] = torch.randn(len(tensors[name])).double()
+    if size < V:
+        tensors |= tiny.maps(tiny.some_ids())
+    return config, tensors
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+def logits_of(
+    config: dict[str, Any], tensors: dict[str, torch.Tensor], form: str, *rows: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    layer = config["transformer_layer_config"]
+    return tiny.eagle3_logits(
+        tensors,
+        "layers.0.",
+        *rows,
+        layers=layer["num_hidden_layers"],
+        norm_before_residual=config["norm_before_residual"],
+        norm_output=config["norm_output"],
+        window=layer.get("sliding_window"),
+        act=gelu if form == "gelu" else None,
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_eagle3_has_the_logits_of_its_own_class(tmp_path: Path, form: str) -> None:
+    torch.manual_seed(51)
+    facts = tiny.target()
+    config, tensors = published(form)
+    tokens, aux = tiny.rows_of()
+    want, carried = logits_of(config, tensors, form, tokens, aux, facts.embedding)
+    folder = tiny.write(tmp_path / "draft", config, tensors)
+    draft, found, state = tiny.served(folder, facts, tokens, aux)
+    assert draft.config.layers == (1, 5, 8) and draft.options.ttt_steps == 5
+    tiny.assert_same(found, want)
+    tiny.assert_same(state, carried)
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+def test_what_is_read_can_be_written_for_vllm(tmp_path: Path, form: str) -> None:
+    torch.manual_seed(52)
+    facts = tiny.target()
+    config, tensors = published(form)
+    tensors["embed_tokens.weight"] = facts.embedding.clone()  # type: ignore[union-attr]
+    folder = tiny.write(tmp_path / "draft", config, tensors)
+    for written in ("speculators", "hf"):
+        out = tmp_path / written
+        given = {"target": None} if written == "hf" else {"target": "Some/Target"}
+        run_export(ExportConfig(draft=str(folder), format=written, out=str(out), **given))
+        old, new = load_draft(folder), load_draft(out)
+        assert old.config == new.config and old.options == new.options
+        for name, value in old.state_dict().items():
+            assert torch.equal(value, new.state_dict()[name]), name
+
+
+def test_ids_in_another_order_mean_the_same_states(tmp_path: Path) -> None:
+    """vLLM, which computes the states, passes them in ascending order."""
+    torch.manual_seed(54)
+    facts = tiny.target()
+    config, tensors = published("no switch at all")
+    tokens, aux = tiny.rows_of()
+    want, _ = logits_of(config, tensors, "", tokens, aux, facts.embedding)
+    config |= {"eagle_aux_hidden_state_layer_ids": [9, 2, 6]}
+    draft, found, _ = tiny.served(tiny.write(tmp_path / "d", config, tensors), facts, tokens, aux)
+    assert draft.config.layers == (1, 5, 8)
+    tiny.assert_same(found, want)
+
+
+def test_a_missing_norm_before_residual_is_what_vllm_serves(tmp_path: Path, caplog: Any) -> None:
+    torch.manual_seed(55)
+    facts = tiny.target()
+    config, tensors = published("no switch at all")
+    tokens, aux = tiny.rows_of()
+    want, _ = logits_of(
+        config | {"norm_before_residual": True}, tensors, "", tokens, aux, facts.embedding
+    )
+    del config["norm_before_residual"]
+    with caplog.at_level(logging.WARNING):
+        folder = tiny.write(tmp_path / "draft", config, tensors)
+        _, found, _ = tiny.served(folder, facts, tokens, aux)
+    assert "no norm_before_residual; it is read as true" in caplog.text
+    tiny.assert_same(found, want)
+
+
+def test_layers_that_the_file_lacks_are_refused(tmp_path: Path) -> None:
+    config, tensors = published("three layers")
+    tensors = {name: value for name, value in tensors.items() if "layers.2." not in name}
+    folder = tiny.write(tmp_path / "draft", config, tensors)
+    with pytest.raises(DraftError, match=r"num_hidden_layers = 3, but .* has 2 layers"):
+        load_draft(folder, tiny.target())
