@@ -173,6 +173,7 @@ def estimate(
 _SIZES = (
     *(
         "target",
+        "fitting",
         "drafts",
         "documents",
         "tokens",

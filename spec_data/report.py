@@ -149,6 +149,7 @@ def dataset_text(manifest: Manifest) -> str:
             (f"  of {draft}", ", ".join(map(str, own)) or "none (hidden.final)")
             for draft, own in recorded_layers(raw).items()
         ),
+        *([("positions", _positions_text(raw["positions"]))] if "positions" in raw else []),
         ("supervision", f"{manifest.supervision}, at {_where(manifest)}"),
         ("documents", f"{totals['documents']:,}"),
         ("tokens", f"{totals['tokens']:,}"),
@@ -167,6 +168,16 @@ def dataset_text(manifest: Manifest) -> str:
         parts.append(counts_text(raw["documents"]))
     parts.append(agreement_text(manifest))
     return "\n\n".join(parts)
+
+
+def _positions_text(positions: dict[str, Any]) -> str:
+    """How the target tells positions apart, and whether that is proven."""
+    if not positions["proven"]:
+        return f"{positions['kind']}, not proven ({positions['reason']})"
+    if not positions["tables"]:
+        return str(positions["kind"])
+    parts = [f"{t['dimensions']} dimensions ({name})" for name, t in positions["tables"].items()]
+    return f"rope, {', '.join(parts)}, proven below {positions['proven_to']:,}"
 
 
 def agreement_text(manifest: Manifest) -> str:

@@ -16,6 +16,8 @@ class EstimateResult:
     """What `generate` would write. Sizes are in bytes and exact but for tokens that escape."""
 
     target: str
+    fitting: dict[str, str | None]
+    """By draft, why it cannot be fitted on the dataset; None if it can."""
     layers: tuple[int, ...]
     drafts: dict[str, dict[str, Any]]
     """What each draft of `for_drafts` reads: "layers", "bytes_per_token" and "bytes" of payload."""

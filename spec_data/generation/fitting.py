@@ -117,6 +117,11 @@ def find_positions(setup: Setup, plan: Plan, target: Target) -> Positions:
         )
     elif found.proven:
         log.info("positions: learned; a draft uses rotary positions instead")
+    elif found.kind != ROPE:
+        log.warning(
+            "warning: positions: not found in the target (%s); a draft uses its config's rope",
+            found.reason,
+        )
     spec = find_spec(names)
     if spec is None and not found.proven and not setup.config.states_only:
         raise TargetError(

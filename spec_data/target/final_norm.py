@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 NORM_PATHS = (
     "model.norm",
+    "model.final_layernorm",
+    "model.embedding_norm",
     "model.language_model.norm",
     "language_model.model.norm",
     "model.decoder.final_layer_norm",

@@ -13,8 +13,10 @@ from spec_data.generation.capture import forward_batches, forward_columns
 from spec_data.models.identify import identify_files
 from spec_data.progress import progress
 from spec_data.shards.identity import compare, identity_of
+from spec_data.shards.position_data import load_positions
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
+from spec_data.target.live_positions import read_positions
 from spec_data.target.mask_forms import SINGLE
 from spec_data.target.model import Target
 from spec_data.verification.findings import Findings, declared_error, stored_tokens
@@ -47,6 +49,23 @@ def check_identity(manifest: Manifest, path: Path, trust: bool, findings: Findin
     if found.not_compared:
         findings.warn(f"not compared, because only one side tells it: {found.not_compared}")
     findings.passed("the given target is the one that was captured (weights and config)")
+
+
+def check_positions(dataset: HiddenStatesDataset, target: Target, findings: Findings) -> None:
+    """Compare the stored rotary frequencies and final norm with those of `target`."""
+    stored = load_positions(dataset.path, dataset.manifest)
+    if stored is None or not stored.proven:
+        return
+    fresh = read_positions(target.model, int(dataset.lengths.max()))
+    if not fresh.proven:
+        findings.fail(f"positions: not proven for this target ({fresh.reason})")
+    for name, table in stored.tables.items():
+        other = fresh.tables.get(name)
+        if fresh.proven and (other is None or not table.equals(other)):
+            findings.fail(f"positions: the rotary frequencies of {name} are not this target's")
+    if fresh.norm and stored.norm and fresh.norm != stored.norm:
+        findings.fail(f"the final norm is recorded as {stored.norm}, this target has {fresh.norm}")
+    findings.passed("rotary frequencies and final norm are those of the given target")
 
 
 def check_fresh(

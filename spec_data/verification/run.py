@@ -35,7 +35,12 @@ from spec_data.target.model import Target
 from spec_data.verification.directory import check_files
 from spec_data.verification.findings import Findings, declared_error, stored_tokens
 from spec_data.verification.first_choices import check_first_choices
-from spec_data.verification.fresh import LOGIT_TOLERANCE, check_fresh, check_identity
+from spec_data.verification.fresh import (
+    LOGIT_TOLERANCE,
+    check_fresh,
+    check_identity,
+    check_positions,
+)
 
 
 def examine(config: VerifyConfig) -> Findings:
@@ -89,6 +94,7 @@ def _verify_target(
         trust_remote_code=trust,
         rope_factors=recorded.get("rope_factors"),
     )
+    findings.check(lambda: check_positions(dataset, target, findings))
     findings.check(lambda: check_fresh(dataset, sampled, target, findings))
 
 

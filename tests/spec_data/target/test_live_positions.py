@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from spec_data.models.families import TARGETS
 from spec_data.models.fitted_shape import fitted_shape, rope_of
@@ -16,6 +17,7 @@ from spec_data.models.rope_settings import rotary_table
 from spec_data.shards.position_data import Positions
 from spec_data.target.live_positions import read_positions, sampled_positions
 from spec_train.drafts.layers import Rotary
+from tests.current_families import CURRENT, RARE, WITHOUT_ROPE, current_config
 from tests.families import FAMILIES, MORE_FAMILIES, tiny_model
 from tests.tolerance import close
 
@@ -75,6 +77,25 @@ def test_stored_frequencies_are_those_of_the_live_module(family: str, caplog) ->
         strict=True,
     ):
         close(own[0], other, terms=4)
+
+
+@pytest.mark.parametrize("family", sorted(set(CURRENT) - set(RARE)))
+def test_current_families_are_proven_and_their_configs_agree(family: str, caplog) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(current_config(family)).eval()
+    found = read_positions(model, 40)
+    if family in WITHOUT_ROPE:
+        assert (found.kind, found.proven) == ("unknown", False)
+        return
+    assert (found.kind, found.proven, found.reason) == ("rope", True, "")
+    (live,) = [m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")]
+    buffers = dict(live.named_buffers())
+    for name, table in found.tables.items():
+        assert torch.equal(table.inv_freq, buffers.get(f"{name}_inv_freq", buffers.get("inv_freq")))
+    config = model.config.to_dict()
+    with caplog.at_level(logging.WARNING):
+        shape = fitted_shape(config, TARGETS[type(model).__name__], found)
+    assert "decides" not in caplog.text and shape.positions == {}
 
 
 def test_samples_reach_the_longest_position() -> None:

@@ -39,7 +39,7 @@ def failures(data: Path, capsys, **changes) -> str:
 def test_intact_data_passes(data, target, capsys):
     out = failures(data, capsys, target=str(target), samples=5)
     assert "FAIL" not in out
-    assert out.count("ok ") == 7, out
+    assert out.count("ok ") == 8, out
 
 
 @pytest.mark.parametrize("supervision", ["topk:3", "logits"])

@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spec_data.models import families
 from spec_data.options import VerifyConfig
+from spec_data.report import dataset_text
 from spec_data.shards.errors import DatasetError, DraftError, MissingError
 from spec_data.shards.files import dump_json
 from spec_data.shards.position_data import POSITIONS, load_positions
@@ -200,3 +201,39 @@ def test_an_unknown_family_without_proven_positions_is_refused(data: Path, monke
     monkeypatch.delitem(families.TARGETS, "LlamaForCausalLM")
     with pytest.raises(DraftError, match=r"Qwen3ForCausalLM.*not proven \(it computes otherwise\)"):
         fitted(data, "peagle")
+
+
+@pytest.mark.parametrize("factors", ["short", "long"])
+def test_a_draft_of_longrope_has_the_factors_of_the_capture(tmp_path: Path, factors: str) -> None:
+    save_target(tmp_path / "target", "phi3-longrope")
+    write_corpus(tmp_path / "chats.jsonl", 6)
+    where = (tmp_path / "target", tmp_path / "chats.jsonl", tmp_path / "data")
+    manifest = run(*where, layers="1,2,4", rope_factors=factors)
+    found = load_positions(tmp_path / "data", manifest)
+    assert found is not None and found.of_draft is not None and found.proven
+    table = found.of_draft
+    assert (table.factors, table.limit) == (factors, 4096)
+    folder = fitted(tmp_path / "data")
+    run_export(ExportConfig(draft=str(folder), format="vllm", out=str(tmp_path / "vllm")))
+    for place in (folder, tmp_path / "vllm"):
+        draft = load_draft(place)
+        assert draft.config.positions == {"factors": factors}
+        wanted = table.inv_freq if factors == "short" else table.long_inv_freq
+        assert torch.equal(draft.rotary.inv_freq, wanted) and draft.rotary.limit is None
+        # engines read both sets, and the limit between them
+        rope = json.loads((place / "config.json").read_text())["rope_scaling"]
+        assert rope["long_factor"] == [2.0, 3.0, 4.0] and "inv_freq" not in rope
+
+
+def test_verify_compares_the_stored_frequencies_with_the_target(odd: Path, capsys) -> None:
+    """Here the target's class computes what its config says, unlike when it was captured."""
+    config = VerifyConfig(data=str(odd / "data"), target=str(odd / "target"), device="cpu")
+    assert verify(config) == 1
+    assert (
+        "the rotary frequencies of full_attention are not this target's" in capsys.readouterr().out
+    )
+
+
+def test_inspect_names_the_positions(plain: Path, odd: Path) -> None:
+    text = dataset_text(Manifest.read(plain / "data" / "manifest.json"))
+    assert "rope, 8 dimensions (full_attention), proven below 256" in text
