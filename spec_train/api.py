@@ -187,6 +187,7 @@ def simulate_acceptance(
     split: str = "auto",
     limit: int = 0,
     draft_tokens: int = 0,
+    mask: str | None = None,
     accept_edited: bool = False,
 ) -> AcceptanceResult:
     """Simulate on stored states how many drafted tokens the target would accept.
@@ -200,6 +201,8 @@ def simulate_acceptance(
             belongs to no run: all documents are measured, those it was trained on too.
         limit: measure the first so many documents only; 0: all.
         draft_tokens: tokens drafted per round; 0: as many as the draft was trained for.
+        mask: supervised tokens, as `mask` of `fit`; None: those of the run of the draft on its own
+            data, else the stored ones.
         accept_edited: measure a draft that is not as it was sealed, with a warning.
 
     Returns:
@@ -219,6 +222,7 @@ def simulate_acceptance(
     given = {
         "draft": draft if stored else "(in memory)",
         **{"data": path, "split": split, "limit": limit, "draft_tokens": draft_tokens},
+        "mask": mask,
         "accept_edited": accept_edited,
     }
     config = from_keywords(EvalConfig, given, "simulate_acceptance")
@@ -234,7 +238,9 @@ def simulate_acceptance(
     training = module.training
     try:
         module.eval()
-        found = evaluate_data(draft, path, split=split, run=None, depth=depth, limit=limit)
+        found = evaluate_data(
+            draft, path, split=split, run=None, depth=depth, limit=limit, mask=mask
+        )
     finally:
         module.train(training)
     return _accepted(found)

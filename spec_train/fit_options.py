@@ -8,6 +8,7 @@ from typing import Any
 from spec_data.config import DOCUMENT_LENGTH, option
 from spec_data.shards.checking import CHECK_HELP, CHECKS, FIRST
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.turn_masks import check_policy
 from spec_train.data_option import parse_sources
 from spec_train.presets import PRESETS
 
@@ -18,6 +19,9 @@ DATA = "data and order"
 RUNNING = "where it runs"
 FOLLOW = "training while the dataset is generated"
 FILES = "files and figures"
+
+BATCH = 4
+"""Packs per micro-batch for a dataset that has enough tokens."""
 
 
 def accept_edited_option() -> Any:
@@ -80,14 +84,17 @@ class FitConfig:
     )
     epochs: int | None = option(
         None,
-        help="passes over the training documents, instead of --steps; 3 if neither is given",
+        help="passes over the training documents, instead of --steps. Neither given: 3, and up to "
+        "20 for a dataset so small that the run would have under 1,500 steps",
         group=LENGTH,
     )
-    batch_size: int = option(
-        4,
+    batch_size: int | None = option(
+        None,
         help="packs per micro-batch. Halve it and double --accumulation when memory runs out: the "
-        "result is the same",
+        "result is the same. Not given: 4, and fewer for a dataset so small that an epoch would "
+        "have under 100 steps",
         group=LENGTH,
+        metavar="N",
     )
     accumulation: int = option(
         1,
@@ -150,6 +157,13 @@ class FitConfig:
         help="measure at most so many held-out documents at each validation; 0 = all. Lower it "
         "where validation takes long",
         group=DATA,
+    )
+    mask: str | None = option(
+        None,
+        help="supervised tokens, from the stored turns: assistant (every turn), last-turn, first-N "
+        "(turns, such as first-2), roles=A,B (such as roles=text), or all. Not given: as generated",
+        group=DATA,
+        metavar="POLICY",
     )
     window_tokens: int = option(
         4_194_304,
@@ -223,6 +237,13 @@ class FitConfig:
                 f"--follow-keep {self.follow_keep}: needs --follow, and --epochs rather than "
                 "--steps: they say when a unit was used often enough"
             )
+        if self.mask is not None:
+            check_policy(self.mask)
+        if self.mask is not None and self.follow:
+            raise ConfigError(
+                f"--mask {self.mask} and --follow: the masks of all documents are needed first; "
+                "train on the sealed dataset, or generate with the mask that you want"
+            )
         at_least(self, 0, "follow_keep", "follow_timeout")
         at_least(self, 0, "steps", "clip", "weight_decay", "validation_documents", "seed")
         at_least(self, 0, "split_seed")
@@ -248,7 +269,12 @@ class FitConfig:
 
     def packs_per_step(self, world_size: int = 1) -> int:
         """Return the number of packs of one optimizer step of `world_size` processes."""
-        return self.batch_size * self.accumulation * world_size
+        return self.micro_batch * self.accumulation * world_size
+
+    @property
+    def micro_batch(self) -> int:
+        """Number of packs of a micro-batch."""
+        return self.batch_size or BATCH
 
 
 def _flag(name: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from spec_data.config import from_dict, option
 from spec_data.shards.checking import CHECK_HELP, CHECKS, FIRST
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.turn_masks import check_policy
 from spec_train.draft_options import draft_options
 from spec_train.fit_options import (
     DATA,
@@ -126,6 +127,13 @@ class EvalConfig:
         "(train), or all. auto: validation on the dataset it was trained on, else all",
         group=_MEASURED,
         choices=("auto", "validation", "train", "all"),
+    )
+    mask: str | None = option(
+        None,
+        help="with --data: supervised tokens, as --mask of fit (assistant, last-turn, first-N, "
+        "roles=A,B, all). Not given: those of the run on its own data, else the stored ones",
+        group=_MEASURED,
+        metavar="POLICY",
     )
     check: str = option(
         FIRST,
@@ -247,6 +255,10 @@ class EvalConfig:
                 f"--temperature {self.temperature}: expected 0 (greedy) or at least "
                 f"{LEAST_TEMPERATURE:g}"
             )
+        if self.mask is not None:
+            check_policy(self.mask)
+            if self.data is None:
+                raise ConfigError(f"--mask {self.mask} is about --data; give it, or leave it out")
         share(self, "confidence_threshold")
         if self.tree_tokens and self.target is None:
             raise ConfigError(

@@ -20,10 +20,11 @@ from torch import Tensor
 from spec_data.devices import compute_dtype, usable_device
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.data.policy_masks import open_with_mask
 from spec_train.data.token_counts import count_dataset, counts_from
 from spec_train.drafts import Draft
 from spec_train.drafts.vocabulary import choose_vocabulary, prune, require_vocabulary
-from spec_train.evaluation.on_dataset import check_fit, evaluate_data
+from spec_train.evaluation.on_dataset import check_fit, evaluate_data, measured_mask
 from spec_train.evaluation.run_record import read_run
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.head import TargetHead
@@ -85,6 +86,8 @@ def pruned(
     if dataset is not None:
         for warning in check_fit(draft, dataset):
             log.warning("warning: %s", warning)
+        run = read_run(Path(config.draft), folder)
+        dataset = open_with_mask(dataset.path, measured_mask(dataset, run, None))
     counts = None if dataset is None else torch.from_numpy(count_dataset(dataset))
     require_vocabulary(draft)
     ids = _chosen(draft, config, _counts(draft, config, counts))

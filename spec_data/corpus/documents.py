@@ -8,11 +8,9 @@ turn has one. This module does no input or output.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
-from spec_data.shards.errors import ConfigError, CorpusError
-
-MaskPolicy = Literal["assistant", "last-turn", "all"]
+from spec_data.shards.errors import CorpusError
+from spec_data.shards.turn_masks import supervised_spans
 
 _NOTHING_TO_LEARN = frozenset({"no-assistant-turn", "nothing-supervised", "empty"})
 
@@ -64,13 +62,10 @@ def loss_mask_from_turns(length: int, turns: Sequence[Turn], policy: str) -> lis
     Raises:
         ConfigError: the policy is unknown, or a turn lies outside the document.
     """
-    if policy not in get_args(MaskPolicy):
-        raise ConfigError(f"mask = {policy!r}: choose from {', '.join(get_args(MaskPolicy))}")
-    mask = [int(policy == "all")] * length
-    for turn in turns[-1:] if policy == "last-turn" else turns:
-        if not 0 <= turn.start < turn.end <= length:
-            raise ConfigError(f"{turn} is outside a document of {length} tokens")
-        mask[turn.start : turn.end] = [1] * (turn.end - turn.start)
+    mask = [0] * length
+    plain = [(turn.role, turn.start, turn.end) for turn in turns]
+    for start, end in supervised_spans(length, plain, policy):
+        mask[start:end] = [1] * (end - start)
     return mask
 
 

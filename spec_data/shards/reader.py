@@ -33,6 +33,7 @@ from spec_data.shards.shard import IndexRows, Place, Shard
 
 MANIFEST = "manifest.json"
 INDEX = "index.arrow"
+_KEPT_BY = ("supervised", "first_supervised")  # columns that tell the rows of sparse columns
 _SHOWN = 20  # wrong shards that a message names
 
 
@@ -287,7 +288,9 @@ class HiddenStatesDataset(DocumentAccess):
             record = self.manifest.shards[number]
             before = sum(other.rows for other in self.manifest.shards[:number])
             rows = slice(before, before + record.rows)
-            kept = self.supervised[rows] - (self.first_supervised[rows] == 0)
+            # not of `supervised`: a subclass may have other masks than the stored ones
+            supervised, first = (index_numbers(self._index, n)[rows] for n in _KEPT_BY)
+            kept = supervised.astype(np.int64) - (first == 0)
             index = IndexRows(
                 rows.start, self.id_array[rows], self.lengths[rows], kept, self._checksums
             )

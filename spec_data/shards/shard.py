@@ -204,6 +204,10 @@ class Shard:
         """Tokens of a document."""
         return int(self.index.lengths[row])
 
+    def mask(self, place: Place) -> np.ndarray:
+        """Return the stored loss mask of a document, bool [T]."""
+        return self.values(_MASK, place) != 0
+
     def kept(self, place: Place) -> np.ndarray:
         """Tokens that have a row in sparse columns, bool [T]."""
         mask = self.values(_MASK, place)

@@ -29,6 +29,7 @@ from spec_data.shards.lossy import Tables
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import ALL, SUPERVISED, Column, Manifest, fingerprint
 from spec_train.data.mixed_order import Share
+from spec_train.data.policy_masks import open_with_mask
 from spec_train.data_option import Source
 from spec_train.origin import differing_rows
 
@@ -151,16 +152,18 @@ class Mixture:
         return dataset.read_into(row, out, start, length)
 
 
-def open_documents(sources: Sequence[Source], check: str = FIRST) -> HiddenStatesDataset | Mixture:
+def open_documents(
+    sources: Sequence[Source], check: str = FIRST, mask: str | None = None
+) -> HiddenStatesDataset | Mixture:
     """Open what a run trains on; one dataset of weight 1 is returned as it is.
 
-    `check` is as for HiddenStatesDataset.
+    `check` is as for HiddenStatesDataset; `mask` is a mask policy, None: the stored masks.
 
     Raises:
         MissingError, DatasetError: a dataset cannot be read, or its target or supervision is not
             that of the first.
     """
-    datasets = tuple(HiddenStatesDataset(source.path, check=check) for source in sources)
+    datasets = tuple(open_with_mask(source.path, mask, check=check) for source in sources)
     if len(sources) == 1 and sources[0].weight == 1:
         return datasets[0]
     for other in datasets[1:]:

@@ -158,7 +158,7 @@ def _validation_plan(
 
     def plan(rows: np.ndarray, fingerprint: str) -> BatchPlan:
         mask = _mask(dataset, rows)
-        options = _plan_options(config, config.batch_size * world_size, order)
+        options = _plan_options(config, config.micro_batch * world_size, order)
         return BatchPlan(dataset.lengths, mask, fingerprint=fingerprint, **options)
 
     shares = dataset.shares if isinstance(dataset, Mixture) else ()

@@ -25,6 +25,7 @@ from spec_data.shards.packing import pack_documents, row_layout
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_train.data.batch import DraftBatch
 from spec_train.data.order import SPLIT_RULE, below_border, split_border
+from spec_train.data.policy_masks import open_with_mask
 from spec_train.data.splits import select
 from spec_train.drafts import Draft
 from spec_train.evaluation.walk import ServingSums, document_sums
@@ -65,7 +66,11 @@ def choose_documents(
                 f"--split {split}: the run held out documents by rule {run['split_rule']!r}, this "
                 f"release uses {SPLIT_RULE!r} and cannot tell which they were; use --split all"
             )
-        usable = select(dataset, run["seq_len"], run["rules"]).usable
+        # The run selected documents by its own masks, which may not be those to measure with.
+        own = dataset
+        if run.get("mask") != getattr(dataset, "policy", None):
+            own = open_with_mask(dataset.path, run.get("mask"))
+        usable = select(own, run["seq_len"], run["rules"]).usable
         documents = np.flatnonzero(usable)
         held_out = np.zeros(len(dataset), dtype=bool)
         ids, seed, border = dataset.id_array, run["split_seed"], run["split_border"]
@@ -80,6 +85,19 @@ def choose_documents(
             "try --split all"
         )
     return (found[:limit] if limit else found), split
+
+
+def measured_mask(
+    dataset: HiddenStatesDataset, run: dict[str, Any] | None, mask: str | None
+) -> str | None:
+    """Return the mask policy to measure with: `mask`, or the run's on its own data; None: stored.
+
+    `run` is as for `choose_documents`.
+    """
+    if mask is not None or run is None or run.get("mask") is None:
+        return mask
+    same = recorded_fingerprint(dataset, run) in run["datasets"]
+    return str(run["mask"]) if same else None
 
 
 def recorded_fingerprint(dataset: HiddenStatesDataset, run: dict[str, Any]) -> str:
@@ -193,14 +211,17 @@ def evaluate_data(
     depth: int,
     limit: int = 0,
     check: str = FIRST,
+    mask: str | None = None,
 ) -> dict[str, Any]:
     """Return the metrics of `draft` on the dataset at `path`, on the draft's device and dtype.
 
-    `check_fit` must have accepted the two before. `check` is as for HiddenStatesDataset.
+    `check_fit` must have accepted the two before. `check` is as for HiddenStatesDataset. `mask` is
+    a mask policy; None: that of the run on the run's own data, otherwise the stored masks.
     """
     dataset = HiddenStatesDataset(path)
+    policy = measured_mask(dataset, run, mask)
     columns = draft.columns(dataset.manifest.supervision)
-    dataset = HiddenStatesDataset(path, columns, check)
+    dataset = open_with_mask(path, policy, columns, check)
     documents, split = choose_documents(dataset, split, run, limit)
     weight = draft.embed_tokens.weight
     head = TargetHead.from_dataset(path, weight.dtype, weight.device)
@@ -218,6 +239,7 @@ def evaluate_data(
     return {
         "path": str(path),
         "split": split,
+        "mask": policy or dataset.manifest.raw.get("mask"),
         "documents": len(documents),
         "supervised_tokens": serving.tokens,
         "on_policy": serving.on_policy / max(serving.tokens, 1),

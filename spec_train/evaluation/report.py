@@ -116,6 +116,7 @@ def measure(config: EvalConfig) -> dict[str, Any]:
             depth=depth,
             limit=config.limit,
             check=config.check,
+            mask=config.mask,
         )
         if config.target is None:
             report["acceptance_length"] = report["data"]["walk"]["acceptance_length"]

@@ -23,9 +23,9 @@ def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
 
     Keys: the run's `seed`, `validation` and `seq_len`; the path of its `data` (the first of
     several), and of all its `sources`; the fingerprints of its `datasets`; whether it used
-    `follow`; the `rules` of its order; the `split_rule`, `split_seed` and `split_border` of its
-    held-out documents (border None: not recorded); and the `identity` of its data (None if the data
-    is no longer readable).
+    `follow`; its `mask` policy (None: as stored); the `rules` of its order; the `split_rule`,
+    `split_seed` and `split_border` of its held-out documents (border None: not recorded); and the
+    `identity` of its data (None if the data is no longer readable).
 
     Raises:
         ConfigError: fit.json or run.json is damaged.
@@ -50,6 +50,7 @@ def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
         fingerprints = identity["dataset"]
         found["datasets"] = [fingerprints] if isinstance(fingerprints, str) else fingerprints
         found["follow"] = identity.get("follow", False)
+        found["mask"] = identity.get("mask")
         found["rules"] = Rules(
             order=identity.get("order", 1), slots=options.get("slots", "serving")
         )

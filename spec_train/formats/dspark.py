@@ -33,13 +33,15 @@ def to_flat(own: DraftFiles, target: TargetFacts) -> DraftFiles:
 def to_speculators(own: DraftFiles, target: TargetFacts) -> DraftFiles:
     """Write for the speculators library, which vLLM reads too."""
     raw = own.config
+    windows = bool(raw.get("sliding_window"))
     published = DFLASH in raw["architectures"]
     fields: dict[str, Any] = {
         INPUT_KEY: as_block_inputs(raw[SECTION]["layers"]),
         "block_size": raw["block_size"],
         "mask_token_id": raw["mask_token_id"],
         "sample_from_anchor": raw["sample_from_anchor"],
-        "sliding_window_non_causal": True,
+        # without sliding layers: vLLM would make the full layers of DFlash causal by a false
+        "sliding_window_non_causal": raw.get("sliding_window_non_causal", not windows),
         "target_hidden_size": raw["target_hidden_size"],
         "num_target_layers": raw["num_target_layers"],
     }
@@ -65,7 +67,8 @@ def to_deepspec(own: DraftFiles, target: TargetFacts) -> DraftFiles:
     """Write for DeepSpec's trainer, whose class holds copies of the target's embedding and head.
 
     Raises:
-        DraftError: the vocabulary is reduced, the layout is "mask", or no target is given.
+        DraftError: the vocabulary is reduced, the layout is "mask", a layer has a sliding window,
+            or no target is given.
     """
     raw = own.config
     if raw["draft_vocab_size"] != raw["vocab_size"]:
@@ -76,6 +79,11 @@ def to_deepspec(own: DraftFiles, target: TargetFacts) -> DraftFiles:
         raise DraftError(
             f"{own.where}: DeepSpec drafts from the anchor's slot (layout anchor), this draft does "
             "not (layout mask)"
+        )
+    if raw.get("sliding_window"):
+        raise DraftError(
+            f"{own.where}: DeepSpec's mask has no sliding windows, and this draft has one of "
+            f"{raw['sliding_window']} positions"
         )
     if target.head is None:
         raise DraftError(

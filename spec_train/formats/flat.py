@@ -206,29 +206,6 @@ def refuse_set(files: DraftFiles, what: str, **wanted: Any) -> None:
         )
 
 
-def refuse_sliding(files: DraftFiles, what: str) -> None:
-    """Refuse a draft whose attention has a sliding window: `what` attends to every position.
-
-    Raises:
-        DraftError: names the key.
-    """
-    raw = files.config
-    kinds = set((raw.get("layer_types") or ())[: raw.get("num_hidden_layers")])
-    kinds -= {"full_attention"}
-    window = raw.get("sliding_window") if raw.get("use_sliding_window") is not False else None
-    for name, found in (
-        ("layer_types", sorted(kinds)),
-        ("use_sliding_window", raw.get("use_sliding_window")),
-        ("sliding_window", window),
-    ):
-        if found:
-            raise DraftError(
-                f"{files.config_path}: {name} = {found}: sliding windows cannot be represented; "
-                f"{what} of spec-train has full attention. Set use_sliding_window = false if the "
-                "draft was trained without a window"
-            )
-
-
 def plain_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors without the prefix `model.` that some tools add to the names."""
     return {name.removeprefix("model."): value for name, value in tensors.items()}

@@ -14,6 +14,12 @@ from spec_train.formats.rules import (
     vllm_cpu,
     vllm_name,
 )
+from spec_train.formats.rules_windows import (
+    ignored_windows,
+    llama_cpp_block_windows,
+    speculators_block_windows,
+    vllm_block_windows,
+)
 
 
 def _is_dflash(subject: Subject) -> bool:
@@ -42,6 +48,7 @@ def vllm_block(subject: Subject) -> Notes:
         not dflash and not subject.config["sample_from_anchor"],
         "some earlier releases ignored sample_from_anchor and drafted from the anchor's slot",
     )
+    vllm_block_windows(notes, subject)
     vllm_name(notes, subject, "dflash" if dflash else "dspark")
     return notes
 
@@ -81,6 +88,7 @@ def llama_cpp_block(subject: Subject) -> Notes:
         "confidence head",
     )
     notes.refuse(uses_last(subject), LAST + "the process aborts")
+    llama_cpp_block_windows(notes, subject)
     size = subject.config["block_size"]
     count = size if subject.config["sample_from_anchor"] else size - 1
     notes.warn(
@@ -96,6 +104,7 @@ def speculators_block(subject: Subject) -> Notes:
         subject.config["target_hidden_size"] != subject.config["hidden_size"],
         "its fc needs target states of the draft's hidden size",
     )
+    speculators_block_windows(notes, subject)
     return notes
 
 
@@ -107,4 +116,5 @@ def deepspec_block(subject: Subject) -> Notes:
         not subject.config["sample_from_anchor"],
         "it drafts from the anchor's slot (layout anchor), this draft does not (layout mask)",
     )
+    ignored_windows(notes, subject)
     return notes

@@ -13,6 +13,13 @@ from spec_train.formats.rules import (
     uses_last,
     vllm_name,
 )
+from spec_train.formats.rules_windows import (
+    ignored_windows,
+    sglang_eagle3_windows,
+    speculators_eagle3_windows,
+    vllm_eagle3_windows,
+    vllm_eagle_windows,
+)
 
 
 def vllm_eagle(subject: Subject) -> Notes:
@@ -20,6 +27,7 @@ def vllm_eagle(subject: Subject) -> Notes:
     notes = Notes(VLLM)
     notes.refuse(bool(subject.config.get("bias")), "a bias of fc: its class has none")
     _refuse_norms(notes, subject)
+    vllm_eagle_windows(notes, subject)
     named = "eagle-" in subject.name.lower() and "eagle3" not in subject.name.lower()
     notes.warn(
         subject.form == "vllm" and not named,
@@ -33,6 +41,7 @@ def sglang_eagle(subject: Subject) -> Notes:
     """Check EAGLE-1/2 for SGLang."""
     notes = Notes(SGLANG)
     _refuse_norms(notes, subject)
+    ignored_windows(notes, subject)
     notes.warn(
         subject.form not in ("sglang",),
         "needs --format sglang: its fc has a bias, which is random if the file has none",
@@ -58,6 +67,7 @@ def vllm_eagle3(subject: Subject) -> Notes:
         -1 in subject.layers,
         "layer -1 (the embedding's output) has the id 0 there, which few drafts use; not tested",
     )
+    vllm_eagle3_windows(notes, subject)
     vllm_name(notes, subject, "eagle3")
     return notes
 
@@ -67,6 +77,7 @@ def vllm_peagle(subject: Subject) -> Notes:
     notes = Notes(VLLM)
     notes.refuse(uses_last(subject), LAST_VLLM)
     notes.refuse(not subject.has("mask_hidden"), "a draft without mask_hidden does not load")
+    vllm_eagle3_windows(notes, subject)
     notes.warn(
         subject.form == "vllm",
         'pass "method": "eagle3" and "parallel_drafting": true in --speculative-config, with any '
@@ -79,6 +90,7 @@ def sglang_eagle3(subject: Subject) -> Notes:
     """Check EAGLE-3 for SGLang: flat form only, always with the target's embedding."""
     notes = Notes(SGLANG)
     notes.warn(uses_last(subject), LAST + "engines treat it differently; not checked for this one")
+    sglang_eagle3_windows(notes, subject)
     count = len(subject.layers)
     notes.warn(count != 3, f"{count} aux states: earlier releases support only 3")
     notes.warn(
@@ -96,6 +108,7 @@ def llama_cpp_eagle3(subject: Subject) -> Notes:
     notes.refuse(count != 3, f"{count} aux states: it reads exactly 3")
     for name in ("fc_norm", "norm_output"):
         notes.refuse(bool(subject.config.get(name)), f"{name} (EAGLE-3.1) is not supported")
+    ignored_windows(notes, subject)
     notes.refuse(uses_last(subject), LAST + "it silently reads other states")
     return notes
 
@@ -107,6 +120,7 @@ def speculators_eagle3(subject: Subject) -> Notes:
         subject.config["target_hidden_size"] != subject.config["hidden_size"],
         "its fc needs target states of the draft's hidden size",
     )
+    speculators_eagle3_windows(notes, subject)
     return notes
 
 

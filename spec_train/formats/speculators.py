@@ -18,6 +18,7 @@ _LAYER_KEYS = (
     *("max_position_embeddings", "rope_parameters", "rope_theta", "rope_scaling"),
     *("partial_rotary_factor", "attention_bias", "mlp_bias", "tie_word_embeddings"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "layer_types"),
+    *("sliding_window", "use_sliding_window", "is_causal"),
 )
 
 

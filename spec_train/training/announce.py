@@ -6,6 +6,7 @@ from typing import Any
 
 from spec_train.data.mixed_order import MixedPlan
 from spec_train.data.mixture import Documents, Mixture
+from spec_train.data.policy_masks import PolicyDataset
 from spec_train.data.splits import Splits
 from spec_train.drafts.layered_draft import LayeredDraft
 from spec_train.drafts.protocol import DraftConfig
@@ -66,6 +67,11 @@ def _announce_dataset(dataset: Documents, columns: tuple[str, ...]) -> None:
         dataset.path,
         *(f"{n:,}" for n in (len(dataset), dataset.lengths.sum(), dataset.supervised.sum())),
     )
+    if isinstance(dataset, PolicyDataset):
+        log.info(
+            "mask       %s, from the stored turns; the dataset was generated with %s",
+            *(dataset.policy, dataset.manifest.raw.get("mask", "another one")),
+        )
     width = {column.name: column.bytes_per_token for column in dataset.manifest.columns}
     log.info(
         "columns    %s: %d of %d bytes per token are read",

@@ -40,13 +40,12 @@ from spec_train.training.checkpoint import RunDirectory
 from spec_train.training.ranks import Ranks
 from spec_train.training.result import FitResult
 from spec_train.training.run_identity import FORMERLY_HELD, rules_of, run_identity, with_intervals
+from spec_train.training.run_size import sized
 from spec_train.training.stored import Saved, read_checkpoint, resolve_draft_dir
 from spec_train.training.trainer import Trainer
 from spec_train.vocabulary_options import CHOICES, PATHS
 
 log = logging.getLogger(__name__)
-
-DEFAULT_EPOCHS = 3
 
 
 def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
@@ -95,6 +94,7 @@ def _fit(
     """Run one rank; `run` is None on every rank except rank 0."""
     started = ranks.gather(None if run is None else run.started())[0]
     config, rules = rules_of(config, options, started)
+    config = sized(config, dataset, ranks.world_size, started)
     splits = make_splits(dataset, config, ranks.world_size, rules)
     total, saved = 0, None
     if run is not None:
@@ -164,7 +164,7 @@ def open_data(config: FitConfig) -> Documents:
         return FollowedDataset(
             parse_sources(config.data)[0].path, config.follow_timeout, config.check
         )
-    return open_documents(parse_sources(config.data), config.check)
+    return open_documents(parse_sources(config.data), config.check, config.mask)
 
 
 def _follow(config: FitConfig, dataset: FollowedDataset, splits: Splits) -> KeepAll:
@@ -197,7 +197,6 @@ def resolve_config(config: FitConfig, dataset: Documents) -> FitConfig:
         device=str(device),
         dtype=compute_dtype_name(config.dtype, device),
         lr=config.lr if config.lr is not None else default_lr(dataset.manifest.hidden_size),
-        epochs=DEFAULT_EPOCHS if config.steps is None and config.epochs is None else config.epochs,
     )
 
 

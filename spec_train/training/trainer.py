@@ -119,7 +119,7 @@ class Trainer:
             self.dataset,
             plan,
             self.draft.columns(self.dataset.manifest.supervision),
-            batch_size=self.config.batch_size,
+            batch_size=self.config.micro_batch,
             buffers=BufferOptions(dtype=self.dtype, pin=on_gpu, decode_on=decode_on),
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,

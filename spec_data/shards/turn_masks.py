@@ -1,0 +1,70 @@
+"""Which tokens of a document are supervised, by its turns and a mask policy: the only place.
+
+`generate` applies a policy to the turns of every document and stores both, the mask and the turns.
+`fit --mask` applies another one to the stored turns. Only turns that may be supervised are turns
+here; a turn includes its end-of-turn token.
+
+    assistant      every turn (also those of plain text, and of given loss masks)
+    last-turn      the last turn
+    first-N        the first N turns
+    roles=A,B      the turns of these roles: "assistant", "text" and "given" exist
+    all            every token, also those outside turns
+"""
+
+import re
+from collections.abc import Sequence
+
+from spec_data.shards.errors import ConfigError
+
+ASSISTANT, LAST_TURN, ALL = "assistant", "last-turn", "all"
+POLICIES = "assistant, last-turn, all, first-N (such as first-2), roles=A,B (such as roles=text)"
+_FORM = re.compile(r"assistant|last-turn|all|first-([1-9]\d{0,8})|roles=(\w+(?:,\w+)*)")
+
+Turn = tuple[str, int, int]
+"""Role, first token, and the token after the last one."""
+
+
+def check_policy(policy: str) -> str:
+    """Return a mask policy.
+
+    Raises:
+        ConfigError: there is no such policy.
+    """
+    if not _FORM.fullmatch(policy):
+        raise ConfigError(f"mask = {policy!r}: choose from {POLICIES}")
+    return policy
+
+
+def roles_of(policy: str) -> tuple[str, ...]:
+    """Return the roles that a policy names; none unless it is roles=A,B."""
+    found = _FORM.fullmatch(policy)
+    return tuple(found[2].split(",")) if found and found[2] else ()
+
+
+def needs_whole_conversations(policy: str) -> bool:
+    """Return whether a policy counts the turns of a conversation, from its first or its last."""
+    return policy == LAST_TURN or policy.startswith("first-")
+
+
+def supervised_spans(length: int, turns: Sequence[Turn], policy: str) -> list[tuple[int, int]]:
+    """Return the spans [start, end) of a document of `length` tokens that are supervised.
+
+    Raises:
+        ConfigError: the policy is unknown, or a turn lies outside the document.
+    """
+    check_policy(policy)
+    for role, start, end in turns:
+        if not 0 <= start < end <= length:
+            raise ConfigError(
+                f"turn {role} [{start}, {end}) is outside a document of {length} tokens"
+            )
+    if policy == ALL:
+        return [(0, length)] if length else []
+    chosen = list(turns)
+    if policy == LAST_TURN:
+        chosen = chosen[-1:]
+    elif policy.startswith("first-"):
+        chosen = chosen[: int(policy.removeprefix("first-"))]
+    elif roles := roles_of(policy):
+        chosen = [turn for turn in chosen if turn[0] in roles]
+    return [(start, end) for _, start, end in chosen]

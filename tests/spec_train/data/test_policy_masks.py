@@ -1,0 +1,309 @@
+"""`--mask`: the masks of another policy, from the stored turns, compared with plain loops."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import spec_train
+from spec_data.shards.errors import ConfigError, DatasetError
+from spec_data.shards.files import dump_json, write_atomically
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.schema import fingerprint
+from spec_data.shards.seal import seal
+from spec_data.shards.turn_masks import supervised_spans
+from spec_data.shards.writer import UnitData, write_shard
+from spec_train.cli import main
+from spec_train.data.mixture import open_documents
+from spec_train.data.policy_masks import PolicyDataset, open_with_mask
+from spec_train.data.selection import has_slot
+from spec_train.data.splits import Rules, make_splits, select
+from spec_train.data_option import parse_sources
+from spec_train.evaluation.on_dataset import choose_documents
+from spec_train.evaluation.run_record import read_run
+from spec_train.options import EvalConfig, FitConfig
+from spec_train.training.setup import count_supervised_tokens
+from tests.spec_data.runs import run as generate
+from tests.spec_data.runs import save_target
+
+POLICIES = ("assistant", "last-turn", "all", "first-1", "first-2", "roles=assistant", "roles=text")
+ROWS = [
+    *(
+        {
+            "messages": [
+                message
+                for turn in range(1 + row % 3)
+                for message in (
+                    {"role": "user", "content": f"question {row}.{turn}"},
+                    {"role": "assistant", "content": f"answer {row}, {turn} " + "so " * (row % 5)},
+                )
+            ]
+        }
+        for row in range(24)
+    ),
+    {"text": "a text without any turn, supervised as a whole"},
+    {"input_ids": [5, 6, 7, 8, 9, 10, 11], "loss_mask": [0, 1, 1, 0, 0, 1, 1]},
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """One corpus of chats, a text and given masks, captured with every policy of `generate`."""
+    folder = tmp_path_factory.mktemp("masks")
+    save_target(folder / "target")
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    (folder / "c.jsonl").write_text(lines)
+    for policy in ("assistant", "last-turn", "all"):
+        generate(folder / "target", folder / "c.jsonl", folder / policy, mask=policy, layers="0,2")
+    generate(
+        folder / "target", folder / "c.jsonl", folder / "sparse", final="supervised", layers="0,2"
+    )
+    return folder
+
+
+def plain_mask(document: dict, policy: str) -> list[int]:
+    """Return the mask of a stored document, one token at a time."""
+    turns, mask = document["turns"], []
+    for token in range(len(document["input_ids"])):
+        inside = [i for i, turn in enumerate(turns) if turn["start"] <= token < turn["end"]]
+        if policy == "all":
+            wanted = True
+        elif policy == "last-turn":
+            wanted = len(turns) - 1 in inside
+        elif policy.startswith("first-"):
+            wanted = any(i < int(policy[6:]) for i in inside)
+        elif policy.startswith("roles="):
+            wanted = any(turns[i]["role"] in policy[6:].split(",") for i in inside)
+        else:
+            wanted = bool(inside)
+        mask.append(int(wanted))
+    return mask
+
+
+def fit(data, out: Path, **changes):
+    given = dict(
+        steps=2, batch_size=2, seq_len=64, validation=0.25, ttt_steps=2, draft_vocab_size=64,
+        device="cpu",
+    )  # fmt: skip
+    return spec_train.fit("eagle3", data, out, **given | changes)
+
+
+@pytest.mark.parametrize("policy", ["assistant", "last-turn", "all"])
+def test_the_policy_of_generate_derives_the_stored_masks(place, policy):
+    stored, derived = HiddenStatesDataset(place / policy), PolicyDataset(place / policy, policy)
+    assert len(stored) >= 25
+    for row in range(len(stored)):
+        assert torch.equal(derived[row]["loss_mask"], stored[row]["loss_mask"]), row
+        assert stored[row]["loss_mask"].tolist() == plain_mask(stored[row], policy), row
+    assert np.array_equal(derived.supervised, stored.supervised)
+    assert np.array_equal(derived.first_supervised, stored.first_supervised)
+    assert type(open_with_mask(place / policy, policy)) is HiddenStatesDataset
+    assert type(open_with_mask(place / policy, None)) is HiddenStatesDataset
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_masks_and_their_statistics_are_those_of_plain_loops(place, policy):
+    stored, derived = HiddenStatesDataset(place / "all"), PolicyDataset(place / "all", policy)
+    buffer = torch.ones(200, dtype=torch.bool)
+    for row, document in enumerate(stored):
+        mask = plain_mask(document, policy)
+        assert derived[row]["loss_mask"].tolist() == mask
+        assert derived[row - len(stored)]["loss_mask"].tolist() == mask
+        assert derived.mask_of(row).tolist() == [bool(value) for value in mask]
+        assert derived.supervised[row] == sum(mask)
+        assert derived.first_supervised[row] == (mask.index(1) if 1 in mask else len(mask))
+        buffer[:] = True
+        count = derived.read_into(row, {"loss_mask": buffer}, 3, 10)  # cut, and with an offset
+        assert buffer[3 : 3 + count].tolist() == [bool(value) for value in mask[:10]]
+        assert buffer[:3].all() and buffer[3 + count :].all()
+        states = torch.zeros(len(mask), 32)
+        derived.read_into(row, {"hidden.L2": states})
+        assert torch.equal(states, document["hidden.L2"].float())
+
+
+def test_selection_splits_and_counts_are_those_of_the_new_masks(place):
+    config = FitConfig(data=str(place / "all"), out="x", seq_len=64, validation=0.25)
+    dataset = open_documents(parse_sources(config.data), mask="roles=text")
+    chosen = select(dataset, 64, Rules())
+    documents = list(HiddenStatesDataset(place / "all"))
+    masks = [plain_mask(document, "roles=text") for document in documents]
+    assert chosen.usable.tolist() == [has_slot(np.array(m, bool)[:64], "serving") for m in masks]
+    assert chosen.left_out == {"no supervised token": len(documents) - 1}
+    last = open_documents(parse_sources(config.data), mask="last-turn")
+    splits = make_splits(last, config)
+    counts = [0] * last.manifest.vocab_size
+    for row in splits.train.rows.tolist():
+        ids = documents[row]["input_ids"][:64].tolist()
+        for token, wanted in zip(ids, plain_mask(documents[row], "last-turn"), strict=False):
+            counts[token] += wanted
+    assert count_supervised_tokens(last, splits.train).tolist() == counts
+
+
+def test_training_with_a_mask_equals_training_on_data_generated_with_it(place, tmp_path):
+    """Same documents, same states: only their stored masks, ids and order of hashes differ."""
+    derived = fit(place / "assistant", tmp_path / "a", mask="last-turn", validation=0)
+    copied = tmp_path / "copy"
+    rewritten(place / "assistant", copied, "last-turn")
+    stored = fit(copied, tmp_path / "b", validation=0)
+    assert [line["loss"] for line in derived.training] == [line["loss"] for line in stored.training]
+    plain = fit(place / "assistant", tmp_path / "c", validation=0)
+    assert [line["loss"] for line in plain.training] != [line["loss"] for line in stored.training]
+
+
+def rewritten(source: Path, out: Path, policy: str) -> None:
+    """Copy a dataset with the masks of a policy written into its shards, by other code."""
+    stored = HiddenStatesDataset(source)
+    columns = stored.manifest.columns
+    (out / "shards").mkdir(parents=True)
+    shutil.copytree(source / "target", out / "target")
+    records, row = [], 0
+    for record in stored.manifest.shards:
+        part = [stored[row + i] for i in range(record.rows)]
+        masks = [np.array(plain_mask(document, policy), np.uint8) for document in part]
+        row += record.rows
+        unit = UnitData.allocate(
+            columns,
+            [document["doc_id"] for document in part],
+            [document["source"] for document in part],
+            [[tuple(turn.values()) for turn in document["turns"]] for document in part],
+            [len(mask) for mask in masks],
+        )
+        for i, document in enumerate(part):
+            span = slice(int(unit.offsets[i]), int(unit.offsets[i + 1]))
+            for column in columns:
+                unit.tokens[column.name][span] = column.coder.encode(document[column.name])
+            unit.tokens["loss_mask"][span] = masks[i]
+        records.append(write_shard(out / record.file, unit, columns))
+    raw = {k: v for k, v in stored.manifest.raw.items() if k not in ("shards", "totals", "files")}
+    del raw["fingerprint"]
+    raw["documents"]["stored"] = len(stored)
+    seal(out, raw | {"mask": policy}, records)
+
+
+def test_a_run_keeps_its_mask_and_eval_uses_it(place, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    run = fit(place / "assistant", tmp_path / "run", mask="last-turn")
+    assert (
+        "mask       last-turn, from the stored turns; the dataset was generated with assistant"
+        in (caplog.text)
+    )
+    with pytest.raises(ConfigError, match="mask: 'last-turn' -> 'first-1'"):
+        fit(place / "assistant", tmp_path / "run", mask="first-1")
+    with pytest.raises(ConfigError, match="mask: 'last-turn' -> None"):
+        fit(place / "assistant", tmp_path / "run")
+    facts = read_run(run.directory, run.directory / "best")
+    dataset = PolicyDataset(place / "assistant", "last-turn")
+    config = FitConfig(
+        data=str(place / "assistant"), out="x", seq_len=64, validation=0.25, mask="last-turn"
+    )
+    held_out = set(range(len(dataset))) - set(make_splits(dataset, config).train.rows.tolist())
+    measured, split = choose_documents(HiddenStatesDataset(place / "assistant"), "auto", facts)
+    assert split == "validation" and set(measured) <= held_out and measured
+    found = spec_train.evaluate(run.directory, data=place / "assistant").data
+    assert found.figures["mask"] == "last-turn"
+    assert found.supervised_tokens < _supervised(place, "assistant", found, measured)
+    whole = spec_train.evaluate(run.directory, data=place / "assistant", mask="assistant").data
+    assert whole.supervised_tokens > found.supervised_tokens
+    other = spec_train.evaluate(run.directory, data=place / "all").data  # not the run's own data
+    assert other.figures["mask"] == "all"
+
+
+def _supervised(place: Path, name: str, found, measured: list[int]) -> int:
+    """Return the supervised tokens of documents that a walk can draft, by the stored masks."""
+    assert found.documents == len(measured)
+    stored = HiddenStatesDataset(place / name)
+    return sum(int(stored.supervised[row]) for row in measured)
+
+
+def test_mixtures_use_the_mask_in_every_dataset(place, tmp_path):
+    data = [str(place / "assistant"), f"{place / 'all'}:0.5"]
+    mixture = open_documents(parse_sources(data), mask="last-turn")
+    size = len(HiddenStatesDataset(place / "assistant"))
+    for row in range(len(mixture)):
+        name, own = ("assistant", row) if row < size else ("all", row - size)
+        document = HiddenStatesDataset(place / name)[own]
+        assert mixture.supervised[row] == sum(plain_mask(document, "last-turn"))
+    assert fit(data, tmp_path / "run", mask="last-turn").finished
+
+
+# --- what cannot be derived -----------------------------------------------------------------------
+
+
+def test_states_that_were_not_stored_are_refused(place, tmp_path):
+    with pytest.raises(DatasetError, match=r"--mask all .*hidden\.final.* with --final all"):
+        PolicyDataset(place / "sparse", "all")
+    stored, fewer = (
+        HiddenStatesDataset(place / "sparse"),
+        PolicyDataset(place / "sparse", "first-1"),
+    )
+    for row in range(len(stored)):  # the rows of sparse columns are still found
+        assert torch.equal(fewer[row]["hidden.final"], stored[row]["hidden.final"])
+    assert fit(place / "sparse", tmp_path / "run", mask="last-turn").finished
+
+
+def test_roles_that_are_not_stored_are_refused(place):
+    with pytest.raises(DatasetError, match="no document has a turn of role user; stored are turns"):
+        PolicyDataset(place / "all", "roles=assistant,user")
+
+
+def edited(source: Path, out: Path, change) -> Path:
+    """Copy a dataset and change its manifest."""
+    shutil.copytree(source, out)
+    raw = json.loads((out / "manifest.json").read_text())
+    change(raw)
+    raw["fingerprint"] = fingerprint(raw)
+    write_atomically(out / "manifest.json", dump_json(raw))
+    return out
+
+
+@pytest.mark.parametrize("policy", ["last-turn", "first-2"])
+def test_conversations_in_pieces_are_refused(place, tmp_path, policy):
+    data = edited(
+        place / "assistant", tmp_path / "d",
+        lambda raw: raw["documents"]["rendering"].update({"turn by turn": 7}),
+    )  # fmt: skip
+    with pytest.raises(DatasetError, match="7 conversations were rendered turn by turn"):
+        PolicyDataset(data, policy)
+    assert PolicyDataset(data, "roles=assistant").supervised.any()
+
+
+def test_cut_documents_are_named(place, tmp_path, caplog):
+    data = edited(place / "assistant", tmp_path / "d", lambda raw: raw["documents"].update(cut=3))
+    PolicyDataset(data, "last-turn")
+    assert "3 documents were cut at --max-length" in caplog.text
+
+
+def test_masks_that_are_not_those_of_the_turns_are_refused(place, tmp_path):
+    data = edited(place / "last-turn", tmp_path / "d", lambda raw: raw.update(mask="assistant"))
+    with pytest.raises(DatasetError, match="its stored mask is not that of its turns under --mask"):
+        PolicyDataset(data, "all")
+
+
+@pytest.mark.parametrize("policy", ["user", "first-0", "first-n", "roles=", "last"])
+def test_unknown_policies_are_refused(policy):
+    for make in (
+        lambda: FitConfig(data="d", out="o", mask=policy),
+        lambda: EvalConfig(draft="d", data="d", mask=policy),
+        lambda: supervised_spans(3, [], policy),
+    ):
+        with pytest.raises(ConfigError, match="choose from assistant, last-turn, all, first-N"):
+            make()
+
+
+def test_a_mask_needs_all_documents_and_a_dataset():
+    with pytest.raises(ConfigError, match="--mask all and --follow"):
+        FitConfig(data="d", out="o", mask="all", follow=True)
+    with pytest.raises(ConfigError, match="--mask all is about --data"):
+        EvalConfig(draft="d", target="t", prompts="p", mask="all")
+
+
+def test_the_command_takes_a_mask(place, tmp_path):
+    words = ["fit", "eagle3", "--data", str(place / "assistant"), "--out", str(tmp_path / "run")]
+    words += ["--steps", "1", "--seq-len", "64", "--device", "cpu", "--draft-vocab-size", "64"]
+    assert main([*words, "--mask", "roles=assistant,given"]) == 0
+    table = json.loads((tmp_path / "run" / "fit.json").read_text())
+    assert table["mask"] == "roles=assistant,given"

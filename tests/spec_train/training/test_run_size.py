@@ -1,0 +1,119 @@
+"""A small dataset gets smaller steps and more epochs; what the user gave stays as it is."""
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from spec_data.shards.errors import ConfigError
+from spec_train.options import resolve_fit
+from spec_train.presets import PRESETS
+from spec_train.training import run_size
+from spec_train.training.run_size import sized
+from tests.spec_train.training import tools as trainer_tools
+from tests.spec_train.training.tools import change, run
+
+data, config = trainer_tools.data, trainer_tools.config
+SEQ = 100
+
+
+def dataset(packs: float):
+    """Documents that fill `packs` packs of SEQ tokens; as many again have nothing to learn."""
+    count = round(packs * SEQ / 50)
+    lengths = np.full(2 * count, 50)
+    return SimpleNamespace(lengths=lengths, supervised=np.arange(2 * count) % 2)
+
+
+def options(**given):
+    return resolve_fit(
+        "eagle3", {"data": "d", "out": "o", "seq_len": SEQ, "validation": 0.0, **given}
+    )
+
+
+def size(packs: float, world: int = 1, started=None, **given) -> tuple:
+    found = sized(options(**given), dataset(packs), world, started)
+    return found.batch_size, found.accumulation, found.epochs
+
+
+def test_a_large_dataset_gets_the_defaults():
+    assert size(4 * 500) == (4, 1, 3)
+    assert size(4 * 5000) == (4, 1, 3)
+
+
+def test_a_smaller_one_gets_more_epochs_and_then_smaller_steps():
+    assert size(4 * 100) == (4, 1, 15)  # 100 steps per epoch
+    assert size(4 * 99) == (2, 1, 8)  # 198 steps
+    assert size(108) == (1, 1, 14)
+    assert size(10) == (1, 1, run_size.MOST_EPOCHS)
+
+
+def test_processes_and_accumulation_count_as_packs_of_a_step():
+    assert size(4 * 400, world=4) == (4, 1, 15)
+    assert size(4 * 399, world=4) == (2, 1, 8)
+    assert size(4 * 399, accumulation=4) == (2, 4, 8)
+
+
+def test_a_mixture_counts_every_document_by_its_weight():
+    share = SimpleNamespace
+    found = dataset(100)
+    half = len(found.lengths) // 2
+    shares = (
+        share(first=0, last=half, weight=3),
+        share(first=half, last=2 * half, weight=0.5),
+    )
+    mixture = object.__new__(run_size.Mixture)
+    for name, value in (*vars(found).items(), ("shares", shares)):
+        object.__setattr__(mixture, name, value)
+    assert run_size.packs_of_epoch(options(), mixture) == 50 * 3 + 50 * 0.5
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"epochs": 2}, (1, 1, 2)),
+        ({"batch_size": 8}, (8, 1, 20)),
+        ({"batch_size": 8, "epochs": 1}, (8, 1, 1)),
+        ({"steps": 7}, (4, 1, None)),
+        ({"steps": 7, "batch_size": 2}, (2, 1, None)),
+    ],
+)
+def test_what_the_user_gave_stays(given, expected):
+    assert size(108, **given) == expected
+
+
+def test_a_preset_is_for_a_dataset_that_has_enough_tokens():
+    values = PRESETS["50k"].values
+    whole = values["batch_size"] * values["accumulation"]
+    assert size(whole * 1500, preset="50k") == (4, 4, 6)
+    assert size(whole * 100, preset="50k") == (4, 4, 15)
+    assert size(160, preset="50k") == (1, 1, 10)
+    assert size(400, preset="50k") == (4, 1, 15)  # --accumulation first: a pack costs the same
+    assert size(160, preset="50k", epochs=2, batch_size=2, accumulation=2) == (2, 2, 2)
+
+
+def test_a_run_that_resumes_keeps_its_size():
+    started = {"packs_per_step": 4, "epochs": 3}  # as runs of older releases
+    assert size(108, started=started) == (4, 1, 3)
+    assert size(108, world=2, started=started) == (2, 1, 3)
+    assert size(108, started=started, epochs=5) == (4, 1, 5)  # to be refused by the identity
+    assert size(108, started={"packs_per_step": 2, "epochs": 9}, preset="50k") == (2, 1, 9)
+    assert size(108, started={"packs_per_step": 16, "epochs": 6}, preset="50k") == (4, 4, 6)
+    with pytest.raises(ConfigError, match="3 packs per step, which 2 processes"):
+        size(108, world=2, started={"packs_per_step": 3, "epochs": 3})
+
+
+def test_a_small_run_says_its_size_and_resumes_with_the_same_command(config, caplog, monkeypatch):
+    monkeypatch.setattr(run_size, "LEAST_STEPS", 8)
+    given = change(config, steps=None, epochs=None, batch_size=None, validation=0.2, accumulation=1)
+    with caplog.at_level(logging.INFO):
+        first = run(given)
+    assert "small dataset" in caplog.text and "1 packs per step" in caplog.text
+    table = json.loads((Path(config.out) / "fit.json").read_text())
+    assert table["batch_size"] == 1 and table["epochs"] > 1
+    assert first.step >= 8 / 2
+    monkeypatch.setattr(run_size, "LEAST_STEPS", 1000)  # as another release
+    again = run(given)
+    assert again.finished and again.step == first.step
