@@ -80,7 +80,7 @@ def _announce_dataset(dataset: Documents, columns: tuple[str, ...]) -> None:
 
 
 def _announce_layers(trainer: Trainer) -> None:
-    """Log which captured layers the draft reads, and why; EAGLE-1/2 read none."""
+    """Log which captured layers the draft reads, and why; some drafts read none."""
     draft: Any = trainer.draft
     if isinstance(draft, LayeredDraft):
         log.info(

@@ -220,7 +220,7 @@ def count_supervised_tokens(
 
 def _vocabulary_counts(options: Any, dataset: Documents) -> Tensor | None:
     """Return the token counts of --draft-vocab-from, int64 [V]; None without it."""
-    path = getattr(options, "draft_vocab_from", None)  # EAGLE-1/2 have no vocabulary
+    path = getattr(options, "draft_vocab_from", None)  # some drafts have no vocabulary
     if path is None:
         return None
     tokenizer = identity_of(dataset.manifest).get("tokenizer_hash")
