@@ -319,3 +319,49 @@ def test_a_served_block_without_a_window_sees_everything() -> None:
     assert torch.equal(attend_block(q, k, v, 0.5, None), whole)
     long = attend_block(q, k, v, 0.5, BlockWindow(40, False))
     close(long, whole, terms=LAYER)
+
+
+# -- the masks of another trainer ------------------------------------------------------------------
+
+
+def theirs(name: str, b: int, query: int, window: int) -> list[int]:
+    """Keys that a query sees in speculators 0.9.0, from its masks' rules."""
+    row = DOCUMENTS[b].tolist()
+    if name == "parallel":  # the window is over depth 0; an element's own chain is not cut
+        documents, anchors, depths = (x[b].tolist() for x in elements())
+        items = list(zip(documents, anchors, depths, strict=True))
+        document, anchor, depth = items[query]
+        return [
+            k
+            for k, (other, start, level) in enumerate(items)
+            if other == document
+            and (
+                (level == 0 and anchor + depth - window < start <= anchor)
+                or (start == anchor and level <= depth)
+            )
+        ]
+    block, slot = divmod(query, SIZE)
+    anchor = int(ANCHORS[b, block])
+    context = [t for t in range(anchor) if row[t] == row[anchor] and t >= anchor - window]
+    own = range(SIZE if name == "block" else slot + 1)
+    return [
+        *(context if KEPT[b, block] else []),
+        *(LENGTH + SIZE * block + k for k in own),
+    ]
+
+
+@pytest.mark.parametrize("name", ["parallel", "block", "causal block"])
+def test_the_trainer_of_speculators_differs_only_at_the_edge_of_the_window(name: str) -> None:
+    """P-EAGLE: not at all up to a chain's length. Blocks: slot k sees up to k + 1 more context."""
+    window, more = 4, 0
+    table = made(name, window).dense()
+    for b, query in itertools.product(range(2), range(table.shape[2])):
+        ours = table[b, 0, query].nonzero().flatten().tolist()
+        other = theirs(name, b, query, window)
+        extra = sorted(set(other) - set(ours))
+        assert set(ours) <= set(other)
+        slot = query % SIZE
+        assert len(extra) <= (0 if name == "parallel" else slot + 1)
+        assert all(key < LENGTH for key in extra)  # context, not slots
+        more += len(extra)
+    assert more == 0 if name == "parallel" else more > 0
