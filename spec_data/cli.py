@@ -265,9 +265,17 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _say_fit(data: str) -> None:
-    """Name the command that trains on a dataset, into a run directory beside it."""
-    run = f"{data.rstrip('/')}-eagle3"
-    say_next("spec-train", "fit", "eagle3", "--data", data, "--out", run)
+    """Name the command that trains on a dataset, into a run directory beside it.
+
+    The draft is the first that the dataset was captured for (--for), else EAGLE-3.
+    """
+    from spec_data.shards.layer_ids import recorded_layers
+    from spec_data.shards.reader import MANIFEST
+    from spec_data.shards.schema import Manifest
+
+    draft = next(iter(recorded_layers(Manifest.read(Path(data) / MANIFEST).raw)), "eagle3")
+    run = f"{data.rstrip('/')}-{draft}"
+    say_next("spec-train", "fit", draft, "--data", data, "--out", run)
 
 
 _COMMANDS = {

@@ -40,7 +40,8 @@ _POLL = 0.2  # seconds between two looks
 _LOG_AGAIN = 60.0  # seconds between two log lines
 _COMMON = (
     *("format", "format_version", "settings", "target", "tokenizer", "corpus", "layers"),
-    *("layer_convention", "supervision", "final", "codec", "columns", "head", "packing"),
+    *("draft_layers", "layer_convention", "supervision", "final", "codec", "columns", "head"),
+    *("positions", "packing"),
 )
 
 log = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from spec_data.cli import main
 from spec_data.generation.sealing import seal_directory
 from spec_data.options import GenerateConfig, VerifyConfig
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError, TargetError
+from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.schema import Manifest, fingerprint
 from spec_data.target.model import Target
 from spec_train.data.mixture import common_manifest
@@ -153,6 +154,18 @@ def test_a_config_file_may_say_for(place, tmp_path, capsys):
     file.write_text(f"target: {place}/target\ncorpus: {place}/c.jsonl\nfor: dspark\n")
     assert main(["estimate", "--config", str(file), "--out", str(tmp_path / "out")]) == 0
     assert re.search(r"dspark +1, 3, 4, 6, 8 ", capsys.readouterr().out)
+
+
+def test_the_next_command_fits_a_draft_that_the_data_has(place, capsys):
+    for name, draft in (("eagle", "eagle"), ("both", "eagle3"), ("old", "eagle3")):
+        assert main(["inspect", str(place / name), "--doc", "0"]) == 0
+        assert f"spec-train fit {draft} --data" in "".join(capsys.readouterr())
+
+
+def test_a_run_that_follows_reads_the_same_layers(place):
+    followed = FollowedDataset(place / "both").manifest
+    for key in ("draft_layers", "positions"):
+        assert followed.raw[key] == spec_data.open_dataset(place / "both").manifest.raw[key]
 
 
 def test_a_resumed_capture_keeps_its_drafts(place, tmp_path):

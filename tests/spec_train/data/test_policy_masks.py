@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import spec_train
-from spec_data.shards.errors import ConfigError, DatasetError
+from spec_data.corpus.chat import Renderer
+from spec_data.generation.plan import PlanBuilder
+from spec_data.shards.errors import ConfigError, CorpusError, DatasetError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import fingerprint
@@ -27,6 +29,9 @@ from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.evaluation.run_record import read_run
 from spec_train.options import EvalConfig, FitConfig
 from spec_train.training.setup import count_supervised_tokens
+from tests.spec_data.corpus.chat_cases import CASES
+from tests.spec_data.corpus.templates import tokenizer
+from tests.spec_data.corpus.test_chat import chat
 from tests.spec_data.runs import run as generate
 from tests.spec_data.runs import save_target
 
@@ -103,6 +108,30 @@ def test_the_policy_of_generate_derives_the_stored_masks(place, policy):
     assert np.array_equal(derived.first_supervised, stored.first_supervised)
     assert type(open_with_mask(place / policy, policy)) is HiddenStatesDataset
     assert type(open_with_mask(place / policy, None)) is HiddenStatesDataset
+
+
+@pytest.mark.parametrize("length", [1000, 40])
+@pytest.mark.parametrize("policy", ["assistant", "last-turn", "all"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_template_stores_turns_that_derive_its_mask(name, policy, length):
+    """Reasoning, tool calls, tags, end-of-turn tokens, turn by turn; whole, cut and trimmed."""
+    family, messages, kwargs, tools, _ = CASES[name]
+    builder = PlanBuilder(length)
+    for document in Renderer(tokenizer(family), mask=policy, template_kwargs=kwargs).render(
+        chat(*messages, tools=tools)
+    ):
+        builder.add(document)
+    try:
+        plan = builder.build([], {}, 0, 1, 1).documents
+    except CorpusError:  # no turn is left before the cut
+        assert length < 1000
+        return
+    for document, turns in enumerate(plan.turns):
+        span = slice(*plan.offsets[document : document + 2].tolist())
+        mask = np.zeros(span.stop - span.start, bool)
+        for first, last in supervised_spans(len(mask), turns, policy):
+            mask[first:last] = True
+        assert np.array_equal(mask, plan.tokens["loss_mask"][span] != 0)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
