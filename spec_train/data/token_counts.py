@@ -108,4 +108,6 @@ def _read_counts(path: Path, vocab: int) -> np.ndarray:
                 f"ids from 0 to {vocab - 1} and whole numbers"
             )
         counts[int(name)] = count
+    if not counts.any():  # the vocabulary would be the lowest ids
+        raise ConfigError(f"--draft-vocab-from {path}: counts no token")
     return counts

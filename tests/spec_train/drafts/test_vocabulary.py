@@ -194,6 +194,8 @@ def test_tokens_are_counted_in_other_data(data, tmp_path):
         ("c.json", '{"64": 3}', ConfigError, "'64': 3 is no count of a token"),
         ("c.json", '{"6": -3}', ConfigError, "'6': -3 is no count"),
         ("c.json", "[3]", ConfigError, "expected an object"),
+        ("c.json", '{"3": 0}', ConfigError, "counts no token"),
+        ("c.json", '{"3": 1', ConfigError, "not valid JSON"),
         ("c.jsonl", "{}", ConfigError, "To count a corpus, capture it"),
         ("none", None, MissingError, "no such dataset or file"),
     ],
