@@ -24,6 +24,7 @@ from spec_train.formats.rules import (
     VLLM_CPU,
     vllm_cpu,
 )
+from spec_train.formats.rules_bias import refused_biases
 
 
 def general(subject: Subject) -> Notes:
@@ -195,7 +196,8 @@ def preflight(subject: Subject) -> dict[str, list[Finding]]:
     checks = dict(CHECKS[subject.kind])
     for engine, name in _NAMES.items():
         if engine in checks:
-            found[engine] = [*_unknown_to(subject, name), *checks[engine](subject)]
+            biases = refused_biases(subject.kind, subject.config, name)
+            found[engine] = [*_unknown_to(subject, name), *biases, *checks[engine](subject)]
         else:
             text = f"does not support {subject.kind} drafts"
             found[engine] = [Finding(name, REFUSE, text)]

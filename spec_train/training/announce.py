@@ -10,6 +10,7 @@ from spec_train.data.policy_masks import PolicyDataset
 from spec_train.data.splits import Splits
 from spec_train.drafts.layered_draft import LayeredDraft
 from spec_train.drafts.protocol import DraftConfig
+from spec_train.formats.rules_bias import not_served
 from spec_train.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ def announce(trainer: Trainer, splits: Splits) -> None:
     for part in dataset.datasets if isinstance(dataset, Mixture) else (dataset,):
         _announce_dataset(part, trainer.stream.columns)
     _announce_layers(trainer)
+    warn_of_biases(trainer.draft.name, vars(trainer.draft.config))
     if isinstance(plan, MixedPlan):
         _announce_shares(plan)
     reasons = [f"{count:,} with {reason}" for reason, count in splits.selection.left_out.items()]
@@ -87,6 +89,18 @@ def _announce_layers(trainer: Trainer) -> None:
             "layers     %s (outputs of these blocks, from 0): %s",
             ", ".join(map(str, draft.config.layers)),
             draft.why_layers(draft.options, trainer.dataset.manifest),
+        )
+
+
+def warn_of_biases(kind: str, config: dict[str, Any]) -> None:
+    """Name the engines that do not load the biases of a draft; `config` has its fields."""
+    for name, engines in not_served(kind, config).items():
+        if not engines:
+            continue
+        log.warning(
+            "warning: the draft has %s, as its target or the option says, and %s does not load "
+            "such biases in %s drafts; --%s false fits a draft without",
+            *(name, " or ".join(engines), kind, name.replace("_", "-")),
         )
 
 

@@ -1,0 +1,113 @@
+"""Biases of a draft follow the target's config; who drops them is said by fit and by --check."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from spec_train.drafts import DRAFTS
+from spec_train.exporting import check_draft
+from spec_train.formats.preflight_notes import REFUSE
+from spec_train.formats.rules import DEEPSPEC, LLAMA_CPP, SGLANG, SPECULATORS, VLLM
+from spec_train.formats.rules_bias import BIASES, LOADED
+from spec_train.options import ExportConfig, fit_config, split_config
+from spec_train.shape_options import LayerOptions
+from spec_train.training import setup
+from spec_train.training.setup import fit
+from tests.current_families import current_config
+from tests.families import FAMILIES, MORE_FAMILIES
+from tests.spec_data.runs import run, save_target, write_corpus
+
+SMALL: dict[str, dict[str, Any]] = {
+    "eagle3": {"ttt_steps": 2, "draft_vocab_size": 64},
+    "peagle": {"draft_layers": 1, "draft_vocab_size": 64},
+    "dspark": {"num_draft_layers": 1, "markov_rank": 4},
+    "dflash": {"num_draft_layers": 1},
+}
+ENGINES = (VLLM, SGLANG, LLAMA_CPP, SPECULATORS, DEEPSPEC)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of GLM-4, whose config has attention_bias = true."""
+    folder = tmp_path_factory.mktemp("glm")
+    save_target(folder / "target", "glm")
+    write_corpus(folder / "chats.jsonl", 4)
+    run(folder / "target", folder / "chats.jsonl", folder / "data", layers="0,1,2")
+    return folder / "data"
+
+
+def train(draft: str, data: Path, out: Path, **options: Any) -> tuple[dict[str, Any], set[str]]:
+    """Fit one step; return config.json and the names of the tensors that are biases."""
+    values = {"steps": 1, "batch_size": 1, "validation": 0, "device": "cpu"} | SMALL.get(draft, {})
+    joined = fit_config(draft)(data=str(data), out=str(out), **values | options)
+    fit(draft, *split_config(draft, joined))
+    config = json.loads((out / "last" / "config.json").read_text())
+    names = {n for n in load_file(out / "last" / "model.safetensors") if n.endswith("proj.bias")}
+    return config, {n for n in names if "confidence" not in n}
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_draft_has_the_biases_of_its_target_and_fit_names_who_drops_them(
+    draft: str, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, biases = train(draft, data, tmp_path / "run")
+    assert config["attention_bias"] is True and not config.get("mlp_bias")
+    assert {n.split(".")[-2] for n in biases} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    said = [r.getMessage() for r in caplog.records if "has attention_bias" in r.getMessage()]
+    dropped = [e for e, loaded in LOADED[draft].items() if "attention_bias" not in loaded]
+    assert len(said) == bool(dropped)
+    assert all(engine in said[0] for engine in dropped)
+
+    checked = check_draft(ExportConfig(draft=str(tmp_path / "run"), check=True))
+    for engine, findings in checked.findings.items():
+        of_bias = [f for f in findings if "such biases" in f.text]
+        name = findings[0].engine
+        assert bool(of_bias) == (name in dropped), engine
+        assert all(f.level == REFUSE for f in of_bias)
+
+
+def test_a_switch_overrides_the_target(data: Path, tmp_path: Path) -> None:
+    config, biases = train("eagle3", data, tmp_path / "without", attention_bias="false")
+    assert config["attention_bias"] is False and not biases
+    config, biases = train("eagle3", data, tmp_path / "both", mlp_bias="true")
+    assert config["attention_bias"] and config["mlp_bias"]
+    assert {n.split(".")[-2] for n in biases} >= {"gate_proj", "up_proj", "down_proj", "o_proj"}
+
+
+def test_a_draft_without_biases_is_continued_without_them(data: Path, tmp_path: Path) -> None:
+    """A draft of an earlier release has none; "auto" does not ask it for any."""
+    train("eagle3", data, tmp_path / "old", attention_bias="false")
+    config, biases = train("eagle3", data, tmp_path / "new", init_from=str(tmp_path / "old"))
+    assert config["attention_bias"] is False and not biases
+
+
+def test_a_run_of_an_earlier_release_is_resumed_without_biases(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = setup.run_identity
+
+    def without_the_options(*arguments: Any) -> dict[str, Any]:
+        known = original(*arguments)
+        assert set(BIASES) <= set(known)
+        return {name: value for name, value in known.items() if name not in BIASES}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(setup, "run_identity", without_the_options)
+        train("eagle3", data, tmp_path / "run", attention_bias="false")
+    config, biases = train("eagle3", data, tmp_path / "run", steps=2)
+    assert config["attention_bias"] is False and not biases
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES, "jais2", "seed_oss", "glm"])
+def test_auto_reads_the_keys_of_the_targets_config(family: str) -> None:
+    known = FAMILIES | MORE_FAMILIES
+    raw = (known[family]() if family in known else current_config(family)).to_dict()
+    sizes = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 8)
+    fields = LayerOptions().layer_fields(raw | sizes | {"intermediate_size": 8}, 1)
+    of_config = {name for name in BIASES if raw.get(name)}
+    assert {name for name in BIASES if fields[name]} == of_config
+    biased = {"gpt_oss", "gpt_oss-yarn", "glm4", "jais2", "seed_oss", "glm"}
+    assert bool(of_config) == (family in biased)
