@@ -118,6 +118,11 @@ class LayerOptions(InitialOptions):
             return ()
         return tuple(part.strip() for part in self.layer_types.split(","))
 
+    @property
+    def biases_of_target(self) -> list[str]:
+        """The options of biases that are auto, so that a new draft follows its target."""
+        return [name for name in ("attention_bias", "mlp_bias") if getattr(self, name) == AUTO]
+
     def layer_fields(self, target: dict[str, Any], count: int) -> dict[str, Any]:
         """Return the fields of a draft's configuration that these options decide.
 

@@ -32,11 +32,9 @@ from spec_train.data_option import parse_sources
 from spec_train.draft_options import draft_options
 from spec_train.drafts import Draft, draft_class, load_draft
 from spec_train.drafts.targets import special_ids, target_architectures
-from spec_train.formats.rules_bias import BIASES
 from spec_train.formats.target_facts import TargetFacts, block_count
 from spec_train.head import TargetHead, vocabulary_coverage
 from spec_train.options import FitConfig, default_lr
-from spec_train.shape_options import AUTO
 from spec_train.training.announce import announce, log_vocabulary
 from spec_train.training.checkpoint import RunDirectory
 from spec_train.training.ranks import Ranks
@@ -283,7 +281,7 @@ def _make_draft(
     ignored: dict[str, Any] = {"dtype": "", "origin": {}}  # of the file; `join` checks the target
     ignored |= dict.fromkeys(type(loaded.config).of_files)
     # "auto" follows the target in a new draft; a draft that exists keeps the biases that it has
-    ignored |= {name: "" for name in BIASES if getattr(options, name) == AUTO}
+    ignored |= dict.fromkeys(options.biases_of_target, "")
     old, new = to_dict(loaded.config), to_dict(fresh.config)
     differing = differing_fields(old | ignored, new | ignored)
     if differing:
