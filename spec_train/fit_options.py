@@ -10,11 +10,11 @@ from spec_data.shards.checking import CHECK_HELP, CHECKS, FIRST
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.turn_masks import check_policy
 from spec_train.data_option import parse_sources
+from spec_train.loss_options import LEARNING, OptimizerOptions
 from spec_train.presets import PRESETS
 
 REQUIRED = "required"
 LENGTH = "how long, how large"
-LEARNING = "learning"
 DATA = "data and order"
 RUNNING = "where it runs"
 FOLLOW = "training while the dataset is generated"
@@ -35,7 +35,7 @@ def accept_edited_option() -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitConfig:
+class FitConfig(OptimizerOptions):
     """Options of `spec-train fit` that every draft shares."""
 
     data: str | tuple[str, ...] = option(
@@ -125,10 +125,12 @@ class FitConfig:
         0.02, help="share of the steps in which the rate rises linearly to --lr", group=LEARNING
     )
     min_lr_ratio: float = option(
-        0.05, help="rate at the end of the cosine, as a share of --lr", group=LEARNING
+        0.05,
+        help="rate at the last step of --schedule cosine or linear, as a share of --lr",
+        group=LEARNING,
     )
     weight_decay: float = option(
-        0.0, help="AdamW decay of matrices; never of norms and biases", group=LEARNING
+        0.0, help="decoupled decay of matrices; never of norms and biases", group=LEARNING
     )
     clip: float = option(
         0.5, help="largest gradient norm of a step; 0 turns clipping off", group=LEARNING
@@ -250,6 +252,7 @@ class FitConfig:
         at_least(self, 1, "epochs", "batch_size", "accumulation", "window_tokens", "keep")
         at_least(self, 1, "log_every", "eval_every", "save_every")
         at_least(self, 4, "seq_len")
+        self.beta_pair()
         share(self, "warmup_ratio", "min_lr_ratio", "validation")
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise ConfigError(f"--lr {self.lr}: a learning rate is above 0")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spec_data.config import option
-from spec_data.shards.errors import DraftError
+from spec_data.shards.errors import ConfigError, DraftError
 
 KINDS = ("ce", "kl", "reverse-kl", "jsd", "tv", "lk-alpha", "lk-lambda")
 OLD_NAMES = {"alpha": "lk-alpha", "lambda": "lk-lambda"}
@@ -19,6 +19,7 @@ TARGETS = ("soft", "hard")
 MIXED = "ce+l1"
 """The loss of block drafts as published: cross-entropy and L1, each with its weight."""
 AUTO = "auto"
+LEARNING = "learning"
 
 _LOSSES = (
     "ce: cross-entropy; kl, reverse-kl: KL divergence from and to the target's distribution; jsd: "
@@ -179,3 +180,45 @@ class BlockLossOptions(PositionOptions):
                 f"ce_target = teacher and loss_target = {self.loss_target} contradict each other; "
                 "leave ce_target out"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """How the weights move: the optimizer, and the learning rate over the steps."""
+
+    optimizer: str = option(
+        "adamw",
+        help="adamw; muon: torch's Muon for the matrices of the draft's layers, AdamW for "
+        "embeddings, heads, norms and biases, both with --lr (Muon's step has AdamW's size)",
+        group=LEARNING,
+        choices=("adamw", "muon"),
+    )
+    betas: str = option(
+        "0.9,0.95",
+        help="decay rates of AdamW's averages of the gradient and of its square",
+        group=LEARNING,
+        metavar="B1,B2",
+    )
+    schedule: str = option(
+        "cosine",
+        help="learning rate after the warm-up: cosine or linear, down to --min-lr-ratio at the "
+        "last step, or constant",
+        group=LEARNING,
+        choices=("cosine", "linear", "constant"),
+    )
+
+    def beta_pair(self) -> tuple[float, float]:
+        """Return both decay rates.
+
+        Raises:
+            ConfigError: they are not two numbers from 0 to below 1.
+        """
+        try:
+            first, second = (float(part) for part in self.betas.split(","))
+        except ValueError:
+            first = second = math.nan
+        if not (0 <= first < 1 and 0 <= second < 1):
+            raise ConfigError(
+                f"--betas {self.betas}: expected two numbers from 0 to below 1, such as 0.9,0.95"
+            )
+        return first, second

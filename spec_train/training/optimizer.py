@@ -1,7 +1,12 @@
-"""The trained fp32 weights and their AdamW state, complete on each rank or sharded over the ranks.
+"""The trained fp32 weights and their optimizer state, complete on each rank or sharded.
 
 Checkpoints hold both complete, by parameter name, so that a run can resume with any number of
 ranks and either kind of sharding.
+
+With --optimizer muon, torch's Muon moves the matrices of the layers between the draft's inputs and
+its heads, as its documentation advises; AdamW moves the others: embeddings, heads, norms, biases
+and tensors of other dimensions. Muon's step is scaled to the size of AdamW's
+(`match_rms_adamw`), so that one learning rate serves both.
 
 The state is gathered here, not by `torch.distributed.checkpoint.state_dict`: that reads the state
 of an optimizer without steps as one of step 1, gathers all of it into new memory where `moments`
@@ -17,10 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from spec_data.shards.errors import ConfigError
 from spec_train.drafts import Draft
 from spec_train.options import FitConfig
 
-STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
+STATE_KEYS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
+NOT_HIDDEN = ("embed_tokens", "lm_head", "markov_w1", "markov_w2", "confidence_head", "mask_hidden")
+"""Parts of a name that mark embeddings and heads: AdamW moves them, with any optimizer."""
 
 
 class Masters:
@@ -32,18 +40,45 @@ class Masters:
         names = {id(p): name for name, p in draft.named_parameters()}
         self.names = [names[id(p)] for p in self.params]
         self._limit = config.clip or math.inf
+        hidden = self._hidden_matrices() if config.optimizer == "muon" else []
+        if hidden and any(hasattr(p, "full_tensor") for p in hidden):
+            raise ConfigError(
+                "--optimizer muon with --sharding fsdp2: Muon needs whole matrices, and fsdp2 "
+                "splits each of them among the processes; use --sharding ddp, or --optimizer adamw"
+            )
+        self.optimizers: list[torch.optim.Optimizer] = [self._adamw(hidden, config)]
+        if hidden:
+            muon = torch.optim.Muon(
+                hidden,
+                lr=config.lr or 0.0,
+                weight_decay=config.weight_decay,
+                adjust_lr_fn="match_rms_adamw",
+            )
+            self.optimizers.append(muon)
+
+    def _hidden_matrices(self) -> list[nn.Parameter]:
+        """Return the parameters that Muon moves."""
+        pairs = zip(self.names, self.params, strict=True)
+        return [p for name, p in pairs if p.ndim == 2 and not _has(name, NOT_HIDDEN)]
+
+    def _adamw(self, others: list[nn.Parameter], config: FitConfig) -> torch.optim.AdamW:
+        """Return the optimizer of all parameters except `others`."""
+        other = {id(p) for p in others}
+        own = [p for p in self.params if id(p) not in other]
         groups: list[dict[str, Any]] = [
-            {
-                "params": [p for p in self.params if p.ndim > 1],
-                "weight_decay": config.weight_decay,
-            },
-            {"params": [p for p in self.params if p.ndim <= 1], "weight_decay": 0.0},
+            {"params": [p for p in own if p.ndim > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in own if p.ndim <= 1], "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
         fused = self.params[0].device.type in ("cuda", "cpu")
-        self.optimizer = torch.optim.AdamW(
-            groups, lr=config.lr or 0.0, betas=(0.9, 0.95), fused=fused
-        )
+        return torch.optim.AdamW(groups, lr=config.lr or 0.0, betas=config.beta_pair(), fused=fused)
+
+    def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Return the state of a parameter in its optimizer; empty before the first step."""
+        for optimizer in self.optimizers:
+            if any(parameter is p for g in optimizer.param_groups for p in g["params"]):
+                return optimizer.state[parameter]
+        raise AssertionError("every trained parameter has an optimizer")
 
     def clip(self) -> Tensor:
         """Limit the gradient norm of the step; return the norm before, a float32 scalar."""
@@ -56,10 +91,11 @@ class Masters:
 
     def step(self, lr: float) -> None:
         """Update the weights at the rate `lr`, then drop the gradients."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield complete weights with their checkpoint names; every rank must iterate to the end.
@@ -72,7 +108,7 @@ class Masters:
     def moments(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the optimizer's tensors in the same way."""
         for name, parameter in zip(self.names, self.params, strict=True):
-            for key, value in self.optimizer.state[parameter].items():
+            for key, value in self._state(parameter).items():
                 yield f"optimizer.{key}.{name}", gather_whole(value)
 
     @torch.no_grad()
@@ -87,7 +123,7 @@ class Masters:
                 value = tensors.get(f"optimizer.{key}.{name}")
                 if value is not None:
                     kept = shard_like(value, parameter) if value.ndim else value
-                    self.optimizer.state[parameter][key] = kept.to(parameter.device)
+                    self._state(parameter)[key] = kept.to(parameter.device)
         return []
 
 
@@ -111,14 +147,26 @@ def shard_like(full: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(full, sharded.device_mesh, sharded.placements, src_data_rank=None)
 
 
+def _has(name: str, parts: tuple[str, ...]) -> bool:
+    """Return whether one of the dotted parts of a parameter's name is in `parts`."""
+    return any(part in parts for part in name.split("."))
+
+
 def learning_rate(step: int, total: int, config: FitConfig) -> float:
-    """Return the rate of step 0..total-1: linear warm-up, then a cosine to min_lr_ratio * lr."""
+    """Return the rate of step 0..total-1: linear warm-up to lr, then --schedule.
+
+    cosine and linear end at min_lr_ratio * lr with the last step; constant stays at lr.
+    """
     # Not transformers' cosine schedule with a minimum: it starts at rate 0 and ends one step later,
     # and with shifted arguments its warm-up rounds differently. A resumed run must keep its rates.
     peak = config.lr or 0.0
     warm = math.ceil(config.warmup_ratio * total)
     if step < warm:
         return peak * (step + 1) / (warm + 1)
-    progress = (step - warm) / max(1, total - 1 - warm)
+    if config.schedule == "constant":
+        return peak
+    progress = min(1.0, (step - warm) / max(1, total - 1 - warm))
     low = config.min_lr_ratio
-    return peak * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+    if config.schedule == "linear":
+        return peak * (1 - (1 - low) * progress)
+    return peak * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress)))

@@ -232,7 +232,7 @@ def test_masters_are_fp32_and_only_matrices_decay(config):
     assert {p.dtype for p in trainer.masters.params} == {torch.float32}
     decays = {
         id(p): g["weight_decay"]
-        for g in trainer.masters.optimizer.param_groups
+        for g in trainer.masters.optimizers[0].param_groups
         for p in g["params"]
     }
     assert all(decays[id(p)] == (0.1 if p.ndim > 1 else 0.0) for p in trainer.masters.params)

@@ -1,0 +1,181 @@
+"""Optimizers and schedules: their formulas, what each of them moves, resume."""
+
+import math
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from spec_data.shards.errors import ConfigError
+from spec_train.draft_options import DRAFT_OPTIONS
+from spec_train.drafts import DRAFTS
+from spec_train.options import FitConfig
+from spec_train.training.optimizer import Masters, learning_rate
+from spec_train.training.setup import fit
+from spec_train.training.trainer import Trainer
+from tests.spec_train.training import tools as trainer_tools
+from tests.spec_train.training.ranks_tools import fit_on_ranks, fit_well
+from tests.spec_train.training.test_trainer_resume import assert_same_run, stop_after
+from tests.spec_train.training.tools import assert_close_runs, change, run
+from tests.tolerance import close, close_in_norm
+
+data, config = trainer_tools.data, trainer_tools.config
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("total", [1, 2, 40])
+def test_rates_are_those_of_the_formula(schedule: str, total: int) -> None:
+    plan = FitConfig(
+        data="d", out="o", lr=0.1, warmup_ratio=0.1, min_lr_ratio=0.2, schedule=schedule
+    )
+    warm = -(-total // 10)
+    expected = []
+    for step in range(total):
+        done = max(0.0, (step - warm) / max(1, total - 1 - warm))
+        share = {
+            "cosine": (1 + math.cos(math.pi * done)) / 2,
+            "linear": 1 - done,
+            "constant": 1.0,
+        }[schedule]
+        low = 1.0 if schedule == "constant" else 0.2
+        rate = 0.1 * (low + (1 - low) * share)
+        expected.append(0.1 * (step + 1) / (warm + 1) if step < warm else rate)
+    close([learning_rate(s, total, plan) for s in range(total)], expected, terms=8)
+
+
+@pytest.mark.parametrize("betas", ["0.9", "0.9,1", "-0.1,0.9", "a,b", "0.9,0.95,0.99", "nan,0.9"])
+def test_betas_that_are_no_decay_rates_are_refused(betas: str) -> None:
+    with pytest.raises(ConfigError, match=f"--betas {betas}: expected two numbers"):
+        FitConfig(data="d", out="o", betas=betas)
+
+
+class Net(nn.Module):
+    """A draft as far as `Masters` knows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(24, 16, bias=True)
+        self.tall = nn.Linear(8, 20, bias=False)
+        self.lm_head = nn.Linear(16, 12, bias=False)
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        return list(self.parameters())
+
+
+def muon_by_definition(weight: Tensor, gradients: Sequence[Tensor], lr: float, decay: float):
+    """Muon with Nesterov momentum 0.95 and five Newton-Schulz steps, in float64."""
+    weight, momentum = weight.double(), torch.zeros_like(weight, dtype=torch.float64)
+    for gradient in gradients:
+        momentum = 0.95 * momentum + 0.05 * gradient.double()  # an average of the gradients
+        x = 0.05 * gradient.double() + 0.95 * momentum
+        x = x / x.norm()
+        for _ in range(5):  # odd polynomial of the singular values
+            gram = x @ x.T
+            x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
+        weight = weight * (1 - lr * decay) - lr * 0.2 * math.sqrt(max(weight.shape)) * x
+    return weight
+
+
+def test_muon_moves_matrices_as_its_definition_says_and_adamw_the_rest() -> None:
+    plan = FitConfig(
+        data="d", out="o", lr=0.02, optimizer="muon", weight_decay=0.1, betas="0.8,0.9"
+    )
+    net, gradients = Net(), {}
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    masters = Masters(net, plan)  # type: ignore[arg-type]
+    for step in range(3):
+        for name, parameter in net.named_parameters():
+            torch.manual_seed(step)
+            parameter.grad = torch.randn_like(parameter) * (1 + step)
+            gradients.setdefault(name, []).append(parameter.grad.clone())
+        masters.step(0.02)
+    for name in ("fc.weight", "tall.weight"):
+        expected = muon_by_definition(before[name], gradients[name], 0.02, 0.1)
+        found = dict(net.named_parameters())[name].detach() - before[name]
+        # torch computes the Newton-Schulz steps in bfloat16: five, of three products each
+        close_in_norm(found, expected - before[name].double(), torch.bfloat16, terms=5 * 3)
+    for name, decay in (("fc.bias", 0.0), ("lm_head.weight", 0.1)):
+        weight = before[name].double()
+        first, second = torch.zeros_like(weight), torch.zeros_like(weight)
+        for t, gradient in enumerate(map(Tensor.double, gradients[name]), start=1):
+            first, second = 0.8 * first + 0.2 * gradient, 0.9 * second + 0.1 * gradient**2
+            step = first / (1 - 0.8**t) / ((second / (1 - 0.9**t)).sqrt() + 1e-8)
+            weight = weight * (1 - 0.02 * decay) - 0.02 * step
+        found = dict(net.named_parameters())[name].detach()
+        close(found.double(), weight, terms=60, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", DRAFT_OPTIONS)
+def test_muon_never_moves_embeddings_heads_norms_or_biases(name: str, config, monkeypatch) -> None:
+    kept: list[Trainer] = []
+    original = Trainer.run
+    monkeypatch.setattr(
+        Trainer, "run", lambda self, release=None: kept.append(self) or original(self, release)
+    )
+    fit(name, change(config, optimizer="muon", steps=1), DRAFT_OPTIONS[name]())
+    draft, masters = kept[0].draft, kept[0].masters
+    adamw, muon = ({id(p) for g in o.param_groups for p in g["params"]} for o in masters.optimizers)
+    assert not adamw & muon and adamw | muon == {id(p) for p in masters.params}
+    for parameter_name, parameter in draft.named_parameters():
+        if id(parameter) in muon:
+            assert parameter.ndim == 2
+            last = parameter_name.split(".")[-2]
+            assert last == "fc" or last.endswith("_proj"), parameter_name
+    matrices = [
+        n for n, p in draft.named_parameters() if p.ndim == 2 and n.endswith("_proj.weight")
+    ]
+    named = dict(draft.named_parameters())
+    assert matrices and all(id(named[n]) in muon for n in matrices)
+    assert DRAFTS[name].name == name
+
+
+def test_a_run_with_muon_resumes_bit_for_bit(config, tmp_path: Path, monkeypatch) -> None:
+    config = change(config, optimizer="muon", schedule="linear", betas="0.8,0.99")
+    run(change(config, out=str(tmp_path / "whole")))
+    with monkeypatch.context() as patch:
+        stop_after(7, patch)
+        assert not run(config).finished
+    state = load_file(Path(config.out) / "last" / "training_state.safetensors")
+    assert "optimizer.momentum_buffer.fc.weight" in state
+    assert "optimizer.exp_avg.lm_head.weight" in state
+    assert run(config).finished
+    assert_same_run(tmp_path / "whole", config.out)
+    with pytest.raises(ConfigError, match="optimizer: 'muon' -> 'adamw'"):
+        run(change(config, optimizer="adamw"))
+
+
+def test_muon_on_ranks_is_muon_alone_and_goes_on_with_another_number(config, tmp_path) -> None:
+    config = change(config, optimizer="muon", batch_size=4, accumulation=1, lr=1e-4, steps=6)
+    alone = change(config, out=str(tmp_path / "alone"))
+    run(alone)
+    pair = change(config, batch_size=2)
+
+    original = Trainer._train_step
+
+    def stop(rank: int) -> None:
+        def signalled(self, step):
+            if rank == 1 and self.step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            original(self, step)
+
+        Trainer._train_step = signalled  # type: ignore[method-assign]  # in the forked process
+
+    assert [end.code for end in fit_on_ranks(pair, 2, stop)] == [0, 0]
+    assert (Path(config.out) / "last").resolve().name == "checkpoint-00000004"
+    fit_well(config, 1)
+    assert_close_runs(alone.out, config.out)
+
+
+def test_muon_with_shards_of_matrices_is_refused_on_all_ranks(config) -> None:
+    split = change(config, optimizer="muon", batch_size=1, sharding="fsdp2", steps=2)
+    ended = fit_on_ranks(split)
+    assert [end.code for end in ended] == [2, 2]
+    assert "--optimizer muon with --sharding fsdp2: Muon needs whole matrices" in ended[0].text
+    assert replace(split, optimizer="adamw").sharding == "fsdp2"
