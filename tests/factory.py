@@ -77,6 +77,21 @@ def states_of(model: PreTrainedModel, ids: list[int], layers: tuple[int, ...]) -
     return columns
 
 
+@torch.no_grad()
+def _rounded_logits(model: PreTrainedModel, ids: list[int], supervision: str) -> dict[str, Any]:
+    """Columns of one document that supervision by logits adds or replaces."""
+    logits = model(torch.tensor([ids]), use_cache=False).logits[0].bfloat16().float()
+    k = int(supervision.partition(":")[2] or 1)
+    top = logits.topk(k, -1)
+    return {
+        "logits": logits,
+        "topk_ids": top.indices,
+        "topk_logits": top.values,
+        "target_argmax": logits.argmax(-1),
+        "target_logsumexp": logits.logsumexp(-1),
+    }
+
+
 def tiny_dataset(
     path: Path,
     n_docs: int = 24,
@@ -86,12 +101,17 @@ def tiny_dataset(
     docs_per_shard: int = 10,
     model: PreTrainedModel | None = None,
     documents: list | None = None,
+    supervision: str = "final-hidden",
 ) -> Path:
-    """Make a sealed dataset at `path` from a tiny random Llama (or `model`); gives `path`."""
+    """Make a sealed dataset at `path` from a tiny random Llama (or `model`); gives `path`.
+
+    The logits of "logits" and "topk:K" are the same numbers: rounded to bf16, which the former is
+    stored in.
+    """
     model = model if model is not None else tiny_llama(vocab, seed=seed)
     config = model.config
     documents = documents or random_documents(n_docs, config.vocab_size, seed)
-    columns = token_columns(layers, config.hidden_size, "final-hidden", config.vocab_size)
+    columns = token_columns(layers, config.hidden_size, supervision, config.vocab_size)
     (path / "shards").mkdir(parents=True)
     records = []
     for number, first in enumerate(range(0, len(documents), docs_per_shard)):
@@ -107,6 +127,8 @@ def tiny_dataset(
             span = slice(int(unit.offsets[d]), int(unit.offsets[d + 1]))
             values = {"input_ids": torch.tensor(ids), "loss_mask": torch.tensor(mask)}
             values |= states_of(model, ids, layers)
+            if supervision != "final-hidden":
+                values |= _rounded_logits(model, ids, supervision)
             for column in columns:
                 unit.tokens[column.name][span] = column.coder.encode(values[column.name])
         records.append(write_shard(path / "shards" / f"unit-{number:05d}.arrow", unit, columns))
@@ -124,7 +146,7 @@ def tiny_dataset(
         "corpus": [{"source": "tiny"}],
         "layers": list(layers),
         "layer_convention": LAYER_CONVENTION,
-        "supervision": "final-hidden",
+        "supervision": supervision,
         "columns": [asdict(c) for c in columns],
         "head": head_to_json(head),
         "packing": {"mode": "rows"},

@@ -1,21 +1,19 @@
 """What all drafts over captured layers share: every kind except EAGLE-1/2.
 
 In: a dataset's manifest and training options. Out: the checks of a dataset, the configuration of a
-fresh draft, and the columns that are read. A teacher is the target's distribution over the whole
-draft vocabulary: the final hidden states with the head supply it, and so do all logits. The K
-largest logits do not.
+fresh draft, and the columns that are read. A teacher is the target's distribution over the draft
+vocabulary, from the final hidden states with the head, from all logits, or from the K largest.
 """
 
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from spec_data.shards.errors import DatasetError
 from spec_data.shards.layer_ids import recorded_layers
 from spec_data.shards.schema import FINAL, Manifest, layer_column
 from spec_train.drafts.base import BaseDraft, DatasetFacts
 from spec_train.drafts.targets import special_ids
-from spec_train.drafts.teacher import LOGITS
+from spec_train.drafts.teacher import LOGITS, TOPK
 from spec_train.drafts.vocabulary import choose_vocabulary
 from spec_train.origin import origin_of
 
@@ -27,18 +25,13 @@ class LayeredDraft(BaseDraft):
 
     @classmethod
     def check_data(cls, options: Any, manifest: Manifest) -> None:
-        """Raise an error if a dataset lacks the teachers or the layers of the draft.
+        """Raise an error if a dataset lacks the layers of the draft.
+
+        Every supervision supplies teachers.
 
         Raises:
-            DatasetError, DraftError: what is missing, and how to generate it.
+            DraftError: what is missing, and how to generate it.
         """
-        if manifest.supervision.startswith("topk"):
-            raise DatasetError(
-                f"{manifest.where}: --supervision {manifest.supervision} keeps too few logits: "
-                "the draft needs the target's distribution over its whole vocabulary. Generate "
-                "with --supervision final-hidden, or with --supervision logits if the target's "
-                "head rules that out"
-            )
         cls.layers_of(options, manifest)
 
     @classmethod
@@ -101,5 +94,7 @@ class LayeredDraft(BaseDraft):
 
     def columns(self, supervision: str = "final-hidden") -> tuple[str, ...]:
         """Return the columns that the loss reads of a dataset with that supervision."""
-        teacher = LOGITS if supervision == LOGITS else FINAL
-        return ("input_ids", "loss_mask", *self.state_columns, teacher, "target_argmax")
+        teachers: tuple[str, ...] = (LOGITS if supervision == LOGITS else FINAL, "target_argmax")
+        if supervision.startswith("topk"):
+            teachers = (*TOPK, "target_argmax", "target_logsumexp")
+        return ("input_ids", "loss_mask", *self.state_columns, *teachers)

@@ -1,13 +1,18 @@
 """Teachers: the target's distribution at a slot, over the draft vocabulary.
 
-In: the target's final hidden states with its head, or all its logits. Out: a function of flat slot
-indices (b * T + t), so that only the rows of the slots that count are ever computed.
+In: the target's final hidden states with its head, all its logits, or the K largest. Out: a
+function of flat slot indices (b * T + t), so that only the rows of the slots that count are ever
+computed.
 
 A teacher of a reduced draft vocabulary also knows how much of the target's probability lies in it,
 because serving accepts with the target's full distribution. Final hidden states of a dataset need
 all V rows of the head for that: a codec rounds the states, and a quotient of rounded logits and the
 stored, exact `target_logsumexp` is wrong by 0.1 on average with the default codec. The errors of a
 quotient of two sums over the same rounded logits cancel (0.004).
+
+K logits and the logsumexp of all of them are exact, so the target's probability m p of these K
+tokens is exact, and how much the others share is known, but not how: the missing mass. It is never
+renormalised away. See `topk_teacher`, and `spec_train.topk_bounds` for what a loss makes of it.
 
 B packs, T slots, n slots asked for, V / Vd target / draft vocabulary, H hidden size.
 """
@@ -25,6 +30,9 @@ from spec_train.losses import TeacherRows, rows_of_width, rows_per_chunk, wide
 
 Teacher = Callable[[Tensor], TeacherRows]
 """Flat slots, int64 [n] -> their distributions, float32 (float64 for float64 inputs)."""
+
+TOPK = ("topk_ids", "topk_logits")
+"""The columns of a dataset of supervision topk:K; `target_logsumexp` completes them."""
 
 LOGITS = "logits"
 """The column, and the supervision, of a dataset that holds all logits of the target."""
@@ -87,14 +95,69 @@ def logits_teacher(logits: Tensor, ids: Tensor | None, shift: int = 0) -> Teache
     return teacher
 
 
+def missing_mass(logits: Tensor, logsumexp: Tensor) -> Tensor:
+    """Return the target's probability [...] of all tokens but the K with `logits` [..., K].
+
+    `logsumexp` [...] is over the full vocabulary. The result is exact up to the rounding of both,
+    some 1e-6 in float32.
+    """
+    known = (wide(logits) - wide(logsumexp)[..., None]).exp().sum(-1)
+    return (1 - known).clamp_min_(0.0)
+
+
+def topk_teacher(
+    ids: Tensor, logits: Tensor, logsumexp: Tensor, place: Tensor, size: int, shift: int = 0
+) -> Teacher:
+    """Return the teacher of K logits: slot r reads row r + `shift`.
+
+    With s the exact probability of those of the K tokens that are in the draft vocabulary, and t
+    the missing mass, the target's probability m of the draft vocabulary is between s and s + t, and
+    m = s + t is assumed: no known token looks more probable than it is. The tokens of the draft
+    vocabulary that are not among the K share `rest` = t / (s + t). Of the full vocabulary, m is 1
+    and `rest` is t, both exact. If all tokens of the draft vocabulary are known, m is s and `rest`
+    is 0.
+
+    Args:
+        ids: target ids, [B*T, K].
+        logits: their logits [B*T, K].
+        logsumexp: of all logits [B*T].
+        place: draft index of every target id, -1 outside the draft vocabulary, int64 [V].
+        size: Vd.
+        shift: 1 for slots of the shifted frame, 0 for slots of the token frame.
+    """
+
+    def teacher(r: Tensor) -> TeacherRows:
+        rows = r + shift
+        z, total = wide(logits[rows]), wide(logsumexp[rows])
+        known = (z - total[:, None]).exp()  # [n, K], m p of the K tokens
+        index = place[ids[rows].long()]  # [n, K]
+        inside = index >= 0
+        own = known * inside
+        full = own.new_zeros(len(rows), size).scatter_add_(1, index.clamp_min(0), own)
+        missing = missing_mass(z, total) * (inside.sum(-1) < size)  # [n]
+        mass = (own.sum(-1) + missing).clamp_min_(torch.finfo(own.dtype).tiny)
+        return TeacherRows(
+            full.div_(mass[:, None]),
+            None if size == len(place) else mass.clamp(max=1.0),
+            missing / mass,
+        )
+
+    return teacher
+
+
 def teacher_of(draft: BaseDraft, batch: DraftBatch, head: TargetHead, shift: int) -> Teacher:
-    """Return the teacher of a batch, from its logits if it has them, else from its final states.
+    """Return the teacher of a batch: from its logits, all or K, or else from its final states.
 
     `shift` is 1 for slots of the shifted frame, 0 for slots of the token frame.
     """
     ids = proposed_ids(draft)
     if LOGITS in batch.hidden:
         return logits_teacher(batch.hidden[LOGITS].flatten(0, 1), ids, shift)
+    if TOPK[0] in batch.hidden:
+        chosen, logits = (batch.hidden[name].flatten(0, 1) for name in TOPK)
+        assert batch.target_logsumexp is not None  # `columns` names it
+        size, total = draft.config.draft_vocab_size, batch.target_logsumexp.flatten()
+        return topk_teacher(chosen, logits, total, draft.draft_index, size, shift)
     return head_teacher(head, batch.hidden[FINAL].flatten(0, 1), ids, shift=shift)
 
 

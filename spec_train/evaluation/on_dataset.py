@@ -21,13 +21,14 @@ from spec_data.progress import progress
 from spec_data.shards.checking import FIRST
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError
 from spec_data.shards.follow import FollowedDataset
-from spec_data.shards.packing import pack_documents, row_layout
+from spec_data.shards.packing import pack_documents, row_layout, shift_left
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_train.data.batch import DraftBatch
 from spec_train.data.order import SPLIT_RULE, below_border, split_border
 from spec_train.data.policy_masks import open_with_mask
 from spec_train.data.splits import select
 from spec_train.drafts import Draft
+from spec_train.drafts.teacher import TOPK, missing_mass
 from spec_train.evaluation.walk import ServingSums, document_sums
 from spec_train.head import TargetHead
 from spec_train.metrics import add_sums, shown
@@ -145,11 +146,11 @@ def read_pack(
 
     Hidden states [1, T, H] have `dtype`. `loss_mask` (bool), `input_ids` and `target_argmax`
     (int64), all [1, T], are zero unless they are among `columns`. `target_logsumexp`, float32 [1,
-    T], is None unless it is.
+    T], is None unless it is. The K logits of a top-k dataset and their ids keep their dtype.
     """
     lengths = [int(dataset.lengths[document]) for document in documents]
     width = sum(lengths)
-    stored = {c.name: c.width for c in dataset.manifest.columns}
+    stored = {c.name: c for c in dataset.manifest.columns}
     out: dict[str, Tensor] = {
         "input_ids": torch.zeros(width, dtype=torch.long),
         "loss_mask": torch.zeros(width, dtype=torch.bool),
@@ -157,8 +158,9 @@ def read_pack(
     }
     for name in columns:
         if name not in out:
-            size = stored[name]
-            kind = torch.float32 if name == "target_logsumexp" else dtype
+            size = stored[name].width
+            exact = name in TOPK or name == "target_logsumexp"
+            kind = stored[name].coder.logical if exact else dtype
             out[name] = torch.zeros(width if size is None else (width, size), dtype=kind)
     start = 0
     for document in documents:
@@ -195,6 +197,18 @@ def serving_sums(batch: DraftBatch, chains: Tensor) -> ServingSums:
     return total
 
 
+def _missing(batch: DraftBatch) -> Tensor:
+    """Return the sum of the probability that K logits miss, and the number of slots, float64 [2].
+
+    The slots are those whose next token is supervised. Both are 0 if the batch has other teachers.
+    """
+    if TOPK[1] not in batch.hidden or batch.target_logsumexp is None:
+        return torch.zeros(2, dtype=torch.float64)
+    slots = shift_left(batch.loss_mask, batch.document_ids)
+    found = missing_mass(batch.hidden[TOPK[1]][slots], batch.target_logsumexp[slots])
+    return torch.tensor([float(found.double().sum()), len(found)], dtype=torch.float64)
+
+
 def _packs(dataset: HiddenStatesDataset, documents: Sequence[int]) -> Iterator[list[int]]:
     lengths = [int(dataset.lengths[document]) for document in documents]
     for pack in pack_documents(lengths, max(_PACK_TOKENS, max(lengths))):
@@ -227,11 +241,13 @@ def evaluate_data(
     head = TargetHead.from_dataset(path, weight.dtype, weight.device)
     teacher_forced: dict[str, Tensor] = {}
     serving = ServingSums.zero(depth)
+    missing = torch.zeros(2, dtype=torch.float64)  # sum over supervised slots, and their number
     with progress(total=len(documents), unit="documents", desc="data", leave=False) as bar:
         for pack in _packs(dataset, documents):
             batch = read_pack(dataset, pack, columns, weight.dtype).to(weight.device)
             sums = draft.loss(batch, head, draft.slot_counts(batch)).sums
             teacher_forced = add_sums([teacher_forced, sums])
+            missing += _missing(batch)
             serving += serving_sums(batch, draft.chains(batch, head, depth))
             bar.update(len(pack))
             length = shown(serving.walk_figures().acceptance_length)
@@ -244,6 +260,7 @@ def evaluate_data(
         "supervised_tokens": serving.tokens,
         "on_policy": serving.on_policy / max(serving.tokens, 1),
         "teacher_forced": draft.summarise(teacher_forced),
+        "missing_mass": float(missing[0] / missing[1]) if missing[1] else None,
         "slots": asdict(serving.slot_figures()),
         "walk": asdict(serving.walk_figures()),
     }

@@ -313,7 +313,7 @@ def _data_lines(data: dict[str, Any]) -> list[tuple[str, str, str]]:
     rates = [
         forced[f"accept_rate/{d}"] for d in range(1, len(forced)) if f"accept_rate/{d}" in forced
     ]
-    return [
+    lines = [
         ("dataset", "", f"{data['path']}, {data['split']}: {data['documents']:,} documents"),
         (
             "  serving-like length",
@@ -340,6 +340,11 @@ def _data_lines(data: dict[str, Any]) -> list[tuple[str, str, str]]:
         ),
         ("  censored", f"{walk['censored']:.1%}", "of rounds leave the document; estimated there"),
     ]
+    if data["missing_mass"] is not None:
+        meaning = "of the target's probability is outside the stored logits: expected_acceptance/*"
+        meaning += " (--json) and tau are lower bounds, too low by at most that"
+        lines.append(("  missing mass", f"{data['missing_mass']:.2%}", meaning))
+    return lines
 
 
 def _rates(rates: list[float | None]) -> str:

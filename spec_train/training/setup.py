@@ -37,6 +37,7 @@ from spec_train.head import TargetHead, vocabulary_coverage
 from spec_train.options import FitConfig, default_lr
 from spec_train.training.announce import announce, log_vocabulary
 from spec_train.training.checkpoint import RunDirectory
+from spec_train.training.missing_mass import log_missing_mass, measure_missing_mass
 from spec_train.training.ranks import Ranks
 from spec_train.training.result import FitResult
 from spec_train.training.run_identity import FORMERLY_HELD, rules_of, run_identity, with_intervals
@@ -130,6 +131,7 @@ def _fit(
         run.begin() if saved is None else run.truncate_metrics(saved.step)
         announce(trainer, splits)
         _note_vocabulary(run, draft, counts, special_ids(dataset.target_config()))
+        _note_missing_mass(run, draft, dataset, splits)
     return trainer.run(release)
 
 
@@ -156,6 +158,14 @@ def _note_vocabulary(
     coverage, best = vocabulary_coverage(counts, draft.draft_ids, special)
     log_vocabulary(draft.config, coverage, best)
     run.note(vocabulary_coverage=round(coverage, 6), best_coverage=round(best, 6))
+
+
+def _note_missing_mass(run: RunDirectory, draft: Draft, dataset: Documents, splits: Splits) -> None:
+    """Log what the K logits of a dataset miss, if it has no others, and note it."""
+    found = measure_missing_mass(draft, dataset, splits)
+    if found is not None:
+        log_missing_mass(found, draft.options, dataset.manifest.supervision)
+        run.note(missing_mass=found.note())
 
 
 def open_data(config: FitConfig) -> Documents:

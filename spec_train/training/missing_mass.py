@@ -1,0 +1,111 @@
+"""How much of the target's probability the K logits of a dataset miss, measured before a run.
+
+The first documents are read: a mean over some thousand slots is precise enough for a log line, and
+the exact figure of every slot enters its loss anyway (see `drafts.teacher.topk_teacher`).
+"""
+
+import logging
+import threading
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spec_train.data.mixture import Documents
+from spec_train.data.splits import Splits
+from spec_train.drafts import Draft
+from spec_train.drafts.teacher import TOPK, missing_mass
+from spec_train.topk_bounds import Bounds, bounds_of
+
+log = logging.getLogger(__name__)
+
+DOCUMENTS = 64
+"""Documents that are read."""
+
+
+@dataclass(frozen=True)
+class MissingMass:
+    """Means over supervised slots of the first documents."""
+
+    slots: int
+    missing: float  # probability of all tokens but the K
+    largest: float
+    share: float  # its share of the draft vocabulary, all of it assumed to be inside
+    bounds: Bounds
+
+    def note(self) -> dict[str, Any]:
+        """Return the figures for run.json."""
+        return {
+            "slots": self.slots,
+            "mean": round(self.missing, 8),
+            "largest": round(self.largest, 8),
+            "share_of_draft_vocabulary": round(self.share, 8),
+            "loss_bound": self.bounds.value,
+            "loss_side": self.bounds.side,
+            "gradient_bound": self.bounds.gradient,
+        }
+
+
+def measure_missing_mass(draft: Draft, dataset: Documents, splits: Splits) -> MissingMass | None:
+    """Return the figures of a dataset of K logits for a draft; None for other datasets.
+
+    Held-out documents come first: of a dataset that is still being generated, they exist already.
+    """
+    if not dataset.manifest.supervision.startswith("topk"):
+        return None
+    rows = splits.validation.rows.tolist()[:DOCUMENTS]
+    packs = (pack for batch in splits.train.iter_batches(0) for pack in batch)
+    rows = rows or list(islice((row for pack in packs for row in pack), DOCUMENTS))
+    dataset.wait_for(rows, threading.Event())
+    inside = torch.ones(draft.config.vocab_size, dtype=torch.bool)
+    if not draft.full_vocabulary:
+        inside = torch.zeros_like(inside)
+        inside[draft.draft_ids.cpu()] = True
+    parts = [_document(dataset, row, int(splits.train.lengths[row]), inside) for row in rows]
+    missing, share = (torch.cat(column).double() for column in zip(*parts, strict=True))
+    if not len(missing):
+        return None
+    means = float(missing.mean()), float(share.mean())
+    bounds = bounds_of(draft.options, *means, draft.full_vocabulary)
+    return MissingMass(len(missing), means[0], float(missing.max()), means[1], bounds)
+
+
+def _document(dataset: Documents, row: int, count: int, inside: Tensor) -> tuple[Tensor, Tensor]:
+    """Return missing mass and share, [n] each, of the n supervised slots of a document.
+
+    `inside` is bool [V], true in the draft vocabulary. A slot counts if its next token is
+    supervised, and if it knows a token of the draft vocabulary (others train nothing).
+    """
+    width = next(c.width for c in dataset.manifest.columns if c.name == TOPK[0]) or 1
+    out = {
+        "loss_mask": torch.zeros(count, dtype=torch.bool),
+        TOPK[0]: torch.zeros(count, width, dtype=torch.int32),
+        TOPK[1]: torch.zeros(count, width),
+        "target_logsumexp": torch.zeros(count),
+    }
+    dataset.read_into(row, out, 0, count)
+    slots = out["loss_mask"][1:].nonzero()[:, 0]
+    ids, logits, total = (out[name][slots] for name in (*TOPK, "target_logsumexp"))
+    own = (logits - total[:, None]).exp() * inside[ids.long()]  # [n, K]
+    missing, known = missing_mass(logits, total), own.sum(-1)
+    some = known > 0
+    return missing[some], (missing / (known + missing))[some]
+
+
+def log_missing_mass(found: MissingMass, options: Any, supervision: str) -> None:
+    """Log what the K logits miss, and what that does to the loss and to the metrics."""
+    bounds = found.bounds
+    side = {"lower": "a lower bound of", "upper": "an upper bound of", "": "near"}[bounds.side]
+    value = "no bound of the difference" if bounds.value is None else f"within {bounds.value:.2g}"
+    if bounds.value == 0:
+        side, value = "exactly", "the K tokens include its target"
+    slope = "no bound" if bounds.gradient is None else f"at most {bounds.gradient:.2g} per slot"
+    log.info(
+        "teacher    %s: the logits miss %.2g of the target's probability on average (largest %.2g, "
+        "%s slots). Loss %s is %s the loss with all logits (%s); error of its gradient for the "
+        "draft's logits: %s. Expected acceptance is a lower bound, at most %.2g too low",
+        *(supervision, found.missing, found.largest, f"{found.slots:,}"),
+        *(options.loss, side, value, slope, found.missing),
+    )

@@ -1,0 +1,296 @@
+"""Teachers of K exact logits: what they know, how far a loss may be off, every draft on a dataset.
+
+The oracle is a coarser vocabulary in plain autograd: the unknown tokens are one token, whose draft
+probability is the sum of theirs.
+"""
+
+import json
+import logging
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spec_train.cli import main
+from spec_train.draft_options import draft_options
+from spec_train.drafts.dspark.head_loss import block_rows_loss
+from spec_train.drafts.teacher import Teacher, logits_teacher, missing_mass, topk_teacher
+from spec_train.loss_options import KINDS
+from spec_train.losses import LossKind, TeacherRows, distribution_loss
+from spec_train.topk_bounds import bounds_of, kind_bounds
+from tests.factory import tiny_dataset
+from tests.spec_train.training.test_trainer_resume import stop_after
+from tests.tolerance import LAYER, close, network
+
+VOCAB, ROWS = 24, 60
+DRAFT_IDS = torch.tensor([0, 1, 3, 4, 6, 7, 9, 12, 13, 17, 20, 22])
+VOCABULARIES = pytest.mark.parametrize("full", [True, False], ids=["full", "reduced"])
+
+
+def logits_of(seed: int, sharp: float = 2.0) -> Tensor:
+    """Return logits [ROWS, V] of all sorts: nearly uniform to nearly certain."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.linspace(0.1, 2 * sharp, ROWS, dtype=torch.float64)[:, None]
+    return torch.randn(ROWS, VOCAB, generator=generator, dtype=torch.float64) * scale
+
+
+def teachers(z: Tensor, k: int, full: bool) -> tuple[TeacherRows, TeacherRows, Tensor]:
+    """Return the rows of all logits, those of the K largest, and the missing mass, [n]."""
+    ids = None if full else DRAFT_IDS
+    place = torch.full((VOCAB,), -1)
+    own = torch.arange(VOCAB) if full else DRAFT_IDS
+    place[own] = torch.arange(len(own))
+    top, total = z.topk(k, -1), z.logsumexp(-1)
+    some: Teacher = topk_teacher(top.indices, top.values, total, place, len(own))
+    rows = torch.arange(len(z))
+    return logits_teacher(z, ids)(rows), some(rows), missing_mass(top.values, total)
+
+
+@VOCABULARIES
+def test_all_logits_as_top_k_are_the_full_teacher(full: bool) -> None:
+    exact, found, missing = teachers(logits_of(0), VOCAB, full)
+    assert found.rest is not None and not found.rest.any()
+    close(missing, torch.zeros_like(missing), terms=VOCAB, magnitude=1.0)
+    close(found.p, exact.p, terms=VOCAB)
+    close(found.full(), exact.full(), terms=VOCAB)
+    assert (found.mass is None) == full
+    for name in KINDS:
+        draft = logits_of(1)[:, None, : found.p.shape[1]]
+        results = [distribution_loss(draft.clone(), t, LossKind(name=name)) for t in (found, exact)]
+        for a, b in zip(*results, strict=True):
+            close(a, b, terms=LAYER, magnitude=40.0)
+
+
+@VOCABULARIES
+@pytest.mark.parametrize("k", [1, 5, 17])
+def test_known_probabilities_are_exact_and_nothing_is_renormalised_away(k: int, full: bool) -> None:
+    z = logits_of(2)
+    exact, found, missing = teachers(z, k, full)
+    assert found.rest is not None
+    known = found.p > 0
+    close(found.full()[known], exact.full()[known], terms=VOCAB)
+    close(missing, 1 - z.softmax(-1).topk(k).values.sum(-1), terms=VOCAB, magnitude=1.0)
+    close(found.p.sum(-1) + found.rest, torch.ones(ROWS, dtype=torch.float64), terms=VOCAB)
+    mass = torch.ones(ROWS, dtype=torch.float64) if exact.mass is None else exact.mass
+    assumed = mass if found.mass is None else found.mass
+    inside = found.full().sum(-1)
+    assert bool((inside <= mass + 1e-12).all()) and bool((mass <= assumed + 1e-12).all())
+    assert bool((assumed <= inside + missing + 1e-12).all())
+
+
+def coarse(draft: Tensor, rows: TeacherRows) -> tuple[Tensor, Tensor, Tensor]:
+    """Return p, q and m p of every row over the known tokens and one more, by plain loops."""
+    parts = []
+    for n, logits in enumerate(draft):
+        q, known = logits.softmax(-1), rows.p[n] > 0
+        mass = 1.0 if rows.mass is None else rows.mass[n]
+        assert rows.rest is not None
+        p = torch.cat([rows.p[n] * known, rows.rest[n : n + 1]])
+        tail = (q * ~known).sum()[None]
+        parts.append((p, torch.cat([q * known, tail]), mass * rows.p[n]))
+    p, q, full = (torch.stack(column) for column in zip(*parts, strict=True))
+    return p, q, full
+
+
+def coarse_loss(draft: Tensor, rows: TeacherRows, name: str) -> Tensor:
+    """Return the losses [n] over the coarser vocabulary, for autograd."""
+    p, q, full = coarse(draft, rows)
+    some = (p > 0) & (q > 0)
+    log_q, log_p = (torch.where(some, x, 1.0).log() for x in (q, p))
+    entropy = -(p * log_q).sum(-1)
+    accepted = torch.minimum(full, q[:, :-1] * (full > 0)).sum(-1)
+    if name == "ce":
+        return entropy
+    if name == "kl":
+        return entropy + (p * log_p).sum(-1)
+    if name == "reverse-kl":
+        return (q * (log_q - log_p) * some).sum(-1)
+    if name == "jsd":
+        middle = torch.where(some, (p + q) / 2, 1.0).log()
+        return ((p * (log_p - middle) + q * (log_q - middle)) * some).sum(-1) / 2
+    if name == "tv":
+        return 1 - accepted
+    if name == "lk-alpha":
+        return -accepted.log()
+    r = torch.exp(-3 * accepted.detach())
+    return r * entropy + (1 - r) * (1 - accepted)
+
+
+@VOCABULARIES
+@pytest.mark.parametrize("name", KINDS)
+def test_values_and_gradients_are_those_of_the_coarser_vocabulary(name: str, full: bool) -> None:
+    _, found, _ = teachers(logits_of(3), 5, full)
+    known = (found.p > 0).any(-1)  # a slot without a known token is never trained
+    found = found[known.nonzero()[:, 0]]
+    draft = logits_of(4)[known][:, : found.p.shape[1]].requires_grad_()
+    expected = coarse_loss(draft, found, name)
+    (slope,) = torch.autograd.grad(expected.sum(), draft)
+    loss, accepted, gradient, _ = distribution_loss(
+        draft.detach()[:, None].clone(), found, LossKind(name=name)
+    )
+    close(loss[:, 0], expected.detach(), terms=LAYER)
+    close(gradient[:, 0], slope, terms=LAYER, magnitude=1.0)
+    lower = torch.minimum(found.full(), draft.softmax(-1)).sum(-1).detach()
+    close(accepted[:, 0], lower, terms=LAYER)
+
+
+@VOCABULARIES
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("k", [1, 3, 8, 20])
+def test_errors_are_within_the_printed_bounds(name: str, k: int, full: bool) -> None:
+    """For every row; the gradient is for the draft's logits, its error a sum of absolute values."""
+    kind, slack = LossKind(name=name), 1e-9
+    exact, found, missing = teachers(logits_of(5 + k), k, full)
+    rows = (found.p > 0).any(-1).nonzero()[:, 0]
+    exact, found, missing = exact[rows], found[rows], missing[rows]
+    draft = logits_of(50 + k)[rows][:, None, : found.p.shape[1]]
+    wanted, accept, slope, _ = distribution_loss(draft.clone(), exact, kind)
+    loss, lower, gradient, _ = distribution_loss(draft.clone(), found, kind)
+    assert found.rest is not None
+    short = accept - lower
+    assert bool((short > -slack).all()) and bool((short[:, 0] <= missing + slack).all())
+    errors = (gradient - slope).abs().sum(-1)[:, 0]
+    seen = 0.0
+    for n, row in enumerate(rows):
+        t, w = float(missing[n]), float(found.rest[n])
+        bounds = kind_bounds(kind, t, w, full)
+        error = float(loss[n] - wanted[n])
+        if bounds.value is not None:
+            assert abs(error) <= bounds.value + slack, int(row)
+        if bounds.gradient is not None:
+            assert float(errors[n]) <= bounds.gradient + slack, int(row)
+            seen = max(seen, float(errors[n]) / max(bounds.gradient, 1e-12))
+        if name == "lk-alpha":
+            assert float(errors[n]) <= 4 * t / float(lower[n]) + slack, int(row)
+        assert bounds.side != "lower" or error <= slack, int(row)
+        assert bounds.side != "upper" or error >= -slack, int(row)
+    if name in ("ce", "kl", "jsd", "tv", "lk-lambda") and k < 20:
+        assert seen > 0.02  # the bound says something
+
+
+@VOCABULARIES
+def test_the_l1_distance_of_block_drafts_is_within_its_bound(full: bool) -> None:
+    exact, found, missing = teachers(logits_of(6), 4, full)
+    rows = (found.p > 0).any(-1).nonzero()[:, 0]
+    exact, found, missing = exact[rows], found[rows], missing[rows]
+    hidden = logits_of(7)[rows][:, : found.p.shape[1]].requires_grad_()
+    weight = torch.eye(found.p.shape[1], dtype=torch.float64)
+    ones, nothing = torch.ones(len(rows), dtype=torch.float64), torch.zeros(len(rows))
+    results = []
+    for teacher in (exact, found):
+        total, figures = block_rows_loss(
+            hidden, None, weight, None, lambda _, whole=teacher: whole, None, nothing, ones, 100
+        )
+        results.append((figures, torch.autograd.grad(total, hidden)[0]))
+    (right, slope), (loose, gradient) = results
+    assert found.rest is not None
+    distance = 2 * (right.overlap - loose.overlap).abs()
+    assert bool((distance <= 2 * found.rest + 1e-9).all()) and float(distance.max()) > 0.01
+    short = right.acceptance - loose.acceptance
+    assert bool((short >= -1e-9).all()) and bool((short <= missing + 1e-9).all())
+    if full:
+        assert bool(((gradient - slope).abs().sum(-1) <= 4 * missing + 1e-9).all())
+
+
+def test_bounds_of_options_weigh_their_terms() -> None:
+    spark = draft_options("dspark")()  # cross-entropy with the documents' tokens: exact
+    assert bounds_of(spark, 0.1, 0.1, True).gradient == pytest.approx(0.9 * 4 * 0.1)
+    assert bounds_of(spark, 0.1, 0.2, False).gradient is None
+    assert bounds_of(spark, 0.1, 0.2, False).value == pytest.approx(0.9 * 2 * 0.2)
+    hard = draft_options("eagle3")(loss_target="hard")
+    assert bounds_of(hard, 0.1, 0.1, True).value == 0
+    assert bounds_of(draft_options("dflash")(), 0.1, 0.1, True).gradient == 0
+
+
+# -- whole runs -----------------------------------------------------------------------------------
+
+SMALL: dict[str, tuple[str, ...]] = {
+    "eagle3": ("--ttt-steps", "2"),
+    "peagle": ("--draft-layers", "1", "--depths", "2"),
+    "dspark": ("--num-draft-layers", "1", "--markov-rank", "4", "--block-size", "4"),
+    "dflash": ("--num-draft-layers", "1", "--block-size", "4", "--ce-target", "teacher"),
+}
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory) -> dict[str, Path]:
+    """The same documents and logits: K = V, K = 8, and all of them as supervision."""
+    folder = tmp_path_factory.mktemp("sets")
+    kinds = {"all": "topk:64", "some": "topk:8", "logits": "logits"}
+    return {
+        name: tiny_dataset(folder / name, n_docs=14, supervision=kind)
+        for name, kind in kinds.items()
+    }
+
+
+def command(draft: str, data: Path, out: Path, *more: str) -> list[str]:
+    flags = ["fit", draft, "--data", str(data), "--out", str(out), "--seq-len", "48"]
+    return [*flags, *SMALL.get(draft, ()), "--log-every", "1", "--validation", "0.3", *more]
+
+
+def first_line(out: Path, split: str) -> dict[str, Any]:
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return next(line for line in lines if line["split"] == split)
+
+
+@pytest.mark.parametrize("draft", SMALL)
+def test_every_draft_trains_and_resumes_on_k_logits(
+    sets: dict[str, Path],
+    tmp_path: Path,
+    draft: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "run"
+    flags = command(draft, sets["some"], out, "--steps", "2", "--draft-vocab-size", "40")
+    with caplog.at_level(logging.INFO), monkeypatch.context() as patch:
+        stop_after(1, patch)
+        assert main(flags) == 128 + signal.SIGTERM
+    assert "topk:8: the logits miss 0." in caplog.text
+    assert "Expected acceptance is a lower bound" in caplog.text
+    notes = json.loads((out / "run.json").read_text())["notes"]["missing_mass"]
+    assert 0 < notes["mean"] <= notes["largest"] < 1 and notes["slots"] > 0
+    assert notes["mean"] <= notes["share_of_draft_vocabulary"]
+    assert main(flags) == 0
+    assert (out / "last").resolve().name == "checkpoint-00000002"
+    line = first_line(out, "train")
+    assert line["grad_norm"] > 0 and line["loss"] > 0
+
+
+@pytest.mark.parametrize("draft", SMALL)
+def test_all_logits_as_top_k_train_like_supervision_by_logits(
+    sets: dict[str, Path], tmp_path: Path, draft: str
+) -> None:
+    lines = []
+    for name in ("all", "logits"):
+        out = tmp_path / name
+        assert (
+            main(command(draft, sets[name], out, "--steps", "1", "--draft-vocab-size", "40")) == 0
+        )
+        lines.append([first_line(out, split) for split in ("train", "validation")])
+    keys = ["loss", "grad_norm", "expected_acceptance/1"]
+    found = [[line.get(key) for line in both for key in keys] for both in lines]
+    close(*found, terms=network(3, backward=True, slots=500), dtype=torch.float32)
+
+
+def test_eval_says_that_its_acceptance_is_a_bound(
+    sets: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys
+) -> None:
+    out, file = tmp_path / "run", tmp_path / "report.json"
+    assert main(command("eagle3", sets["some"], out, "--steps", "0")) == 0
+    with caplog.at_level(logging.INFO):
+        flags = ["eval", "--draft", str(out), "--data", str(sets["some"]), "--json", str(file)]
+        assert main(flags) == 0
+    text = caplog.text + capsys.readouterr().out
+    assert "expected_acceptance/* (--json) and tau are lower bounds" in text
+    assert 0 < json.loads(file.read_text())["data"]["missing_mass"] < 1
+
+
+def test_eagle_needs_the_states_that_k_logits_replace(sets: dict[str, Path], tmp_path, capsys):
+    assert main(command("eagle", sets["some"], tmp_path / "run")) == 2
+    said = capsys.readouterr().err
+    assert "--supervision topk:8 keeps no hidden.final" in said and "fit eagle3" in said
+    assert not (tmp_path / "run").exists()
