@@ -267,9 +267,8 @@ def test_all_logits_as_top_k_train_like_supervision_by_logits(
     lines = []
     for name in ("all", "logits"):
         out = tmp_path / name
-        assert (
-            main(command(draft, sets[name], out, "--steps", "1", "--draft-vocab-size", "40")) == 0
-        )
+        flags = command(draft, sets[name], out, "--steps", "1", "--draft-vocab-size", "40")
+        assert main(flags) == 0
         lines.append([first_line(out, split) for split in ("train", "validation")])
     keys = ["loss", "grad_norm", "expected_acceptance/1"]
     found = [[line.get(key) for line in both for key in keys] for both in lines]
