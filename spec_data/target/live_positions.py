@@ -82,15 +82,17 @@ def read_positions(model: Any, length: int) -> Positions:
     limit = getattr(text_config(model.config), "max_position_embeddings", None) or 0
     count = max(length, int(limit))
     try:
-        calls, tables_of_positions = _calls(model)
+        calls, others, learned = _calls(model)
     except Exception as error:  # a family whose forward needs more than token ids
         reason = f"a forward of {_TOKENS} tokens failed ({type(error).__name__}: {error})"
         return Positions(reason=reason, norm=norm)
-    if not calls and tables_of_positions:
+    if not calls and learned and not others:
         return Positions(kind=LEARNED, proven=True, norm=norm)
     if not calls:
         reason = "no module with inverse frequencies ran"
-        return Positions(kind=UNKNOWN, reason=reason, norm=norm)
+        if others:
+            reason = f"{others[0]} has inverse frequencies, but is called without positions"
+        return Positions(kind=ROPE if others else UNKNOWN, reason=reason, norm=norm)
     found = Positions(kind=ROPE, rotation=_rotation(model), norm=norm)
     worst, tables = 0.0, dict[str, RopeTable]()
     try:
@@ -110,9 +112,15 @@ def _described(error: Exception) -> str:
     return f"a rotary module cannot be called with sampled positions ({error})"
 
 
-def _calls(model: Any) -> tuple[list[_Call], bool]:
-    """Run a few tokens; return the rotary modules that ran, and whether positions are learned."""
+def _calls(model: Any) -> tuple[list[_Call], list[str], bool]:
+    """Run a few tokens, and watch modules with inverse frequencies and embeddings.
+
+    Returns:
+        The calls of rotary modules with positions, the names of rotary modules that were called
+        without, and whether an embedding of positions ran.
+    """
     calls: list[_Call] = []
+    others: list[str] = []
     learned = []
     handles = []
     device = next(model.parameters()).device
@@ -121,7 +129,9 @@ def _calls(model: Any) -> tuple[list[_Call], bool]:
     def keep(module: nn.Module, arguments: tuple, keywords: dict) -> None:
         kinds = [c for c in calls if c.module is module]
         call = _Call(module, arguments, keywords)
-        if call.layer_type not in [c.layer_type for c in kinds] and _positions_in(call):
+        if not _positions_in(call):
+            others.append(type(module).__name__)
+        elif call.layer_type not in [c.layer_type for c in kinds]:
             calls.append(call)
 
     def keep_learned(_module: nn.Module, arguments: tuple) -> None:
@@ -143,7 +153,8 @@ def _calls(model: Any) -> tuple[list[_Call], bool]:
         for handle in handles:
             handle.remove()
     # copies: a rotary module may change its frequencies when it is called with long positions
-    return [_Call(copy.deepcopy(c.module), c.arguments, c.keywords) for c in calls], any(learned)
+    copies = [_Call(copy.deepcopy(c.module), c.arguments, c.keywords) for c in calls]
+    return copies, others, any(learned)
 
 
 def _positions_in(call: _Call) -> bool:

@@ -187,6 +187,18 @@ def test_a_smaller_rotary_part_than_the_config_says_is_expressed() -> None:
     assert shape.head_dim == 8 and rotary_table(rope_of(shape)).size == 4
 
 
+def test_a_rotary_module_that_is_called_without_positions_is_not_proven() -> None:
+    """As older code of families does, which asks for a table of the first T cosines."""
+    model = tiny_model("llama")
+    rotary = rotary_of(model)
+    forward = rotary.forward
+    rotary.forward = lambda x, count: forward(x, torch.arange(count)[None])
+    model.forward = lambda **_: rotary(torch.zeros(1), 4)
+    found = read_positions(model, 40)
+    assert (found.kind, found.proven) == ("rope", False)
+    assert found.reason.startswith("LlamaRotaryEmbedding has inverse frequencies, but is called")
+
+
 def test_a_module_that_returns_no_angles_is_not_proven() -> None:
     model = tiny_model("llama")
     rotary = rotary_of(model)

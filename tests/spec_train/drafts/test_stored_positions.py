@@ -168,6 +168,13 @@ def test_a_draft_of_a_config_that_lies_has_the_rope_of_the_data(
     assert torch.equal(again.rotary.inv_freq, stored.of_draft.inv_freq)
 
 
+def test_a_draft_with_heads_of_another_size_takes_the_rope_of_the_config(odd: Path) -> None:
+    config, options = settings(odd / "data", out="wide", head_dim=16)
+    assert fit("eagle3", config, options).finished
+    draft = load_draft(Path(config.out) / "last")
+    assert draft.config.positions == {} and draft.rotary.inv_freq.shape == (8,)
+
+
 def test_a_draft_with_another_rope_than_the_dataset_does_not_go_on(plain: Path, odd: Path) -> None:
     with pytest.raises(DraftError, match=r"another shape or target.*\n *positions"):
         fit(
