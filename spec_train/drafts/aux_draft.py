@@ -15,7 +15,7 @@ from spec_data.shards.errors import DraftError
 from spec_data.shards.schema import SUPERVISED, Manifest
 from spec_train.drafts.config import AuxConfig
 from spec_train.drafts.layered_draft import LayeredDraft
-from spec_train.drafts.layers import RMSNorm, Rotary, frozen_embedding
+from spec_train.drafts.layers import RMSNorm, Rotary, make_embedding
 from spec_train.head import TargetHead
 
 
@@ -29,7 +29,7 @@ class AuxDraft(LayeredDraft):
         self.options: Any = options or self.options_class()
         size, eps = config.hidden_size, config.rms_norm_eps
         count, width = len(config.layers), config.target_hidden_size
-        self.embed_tokens = frozen_embedding(config.vocab_size, size)
+        self.embed_tokens = make_embedding(config.vocab_size, size, trained=config.train_embeddings)
         if config.norm_before_fc:
             self.input_norm = RMSNorm(count * width, eps)
         if config.fc_norm:
@@ -81,7 +81,7 @@ class AuxDraft(LayeredDraft):
     @torch.no_grad()
     def adopt(self, head: TargetHead) -> None:
         """Share the target's embedding and, with `head_init = "target"`, copy its head rows."""
-        self.share(head)
+        super().adopt(head)
         if self.options.head_init == "target":
             rows = head.head_weight[self.draft_ids] * head.spec.scale  # [Vd, H]
             self.lm_head.weight.copy_(rows.to(self.lm_head.weight.dtype))

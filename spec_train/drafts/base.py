@@ -1,9 +1,9 @@
 """What all drafts share: the vocabulary, the settings, building and joining to a target, the files.
 
 Every draft has an `fc` and the target's embedding. The embedding stays frozen, because engines
-replace it with the target's own. The checkpoint holds the parameters under their module names. If
-the draft cannot propose every token, it also holds `d2t` int64 [Vd], which are *offsets* (target id
-= i + d2t[i]), and `t2d` bool [V].
+replace it with the target's own; with `train_embeddings` it is the draft's own and is trained. The
+checkpoint holds the parameters under their module names. If the draft cannot propose every token,
+it also holds `d2t` int64 [Vd], which are *offsets* (target id = i + d2t[i]), and `t2d` bool [V].
 
 V / Vd target / draft vocabulary.
 """
@@ -219,20 +219,26 @@ class BaseDraft(nn.Module):
         Raises:
             DraftError: the draft belongs to another target.
         """
-        whose = str(Path(manifest.where).parent)
-        require_same_embedding(self.embed_tokens.weight, head.embed_weight, where, whose)
+        if not self.config.train_embeddings:  # otherwise only the origin identifies the target
+            whose = str(Path(manifest.where).parent)
+            require_same_embedding(self.embed_tokens.weight, head.embed_weight, where, whose)
         warnings = origin_warnings(self.config.origin, manifest)
         self.update_config(origin=origin_of(manifest))
         self.share(head)
         return warnings
 
     def share(self, head: TargetHead) -> None:
-        """Use the target's embedding, frozen, without a copy."""
+        """Use the target's embedding, frozen, without a copy; a trained one stays as it is."""
+        if self.config.train_embeddings:
+            return
         self.embed_tokens.weight = nn.Parameter(head.embed_weight, requires_grad=False)
 
     @torch.no_grad()
     def adopt(self, head: TargetHead) -> None:
         """Take the weights from the target that a fresh draft starts with."""
+        if self.config.train_embeddings:
+            own = self.embed_tokens.weight
+            own.copy_(head.embed_weight.to(own.dtype))
         self.share(head)
 
     # -- files ------------------------------------------------------------------------------------

@@ -116,10 +116,10 @@ def run_layer(layer: Callable[..., Any], *arguments: Any, recompute: bool) -> An
     return checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
-def frozen_embedding(count: int, size: int) -> nn.Embedding:
-    """Return an embedding [count, size] that is not trained: a place for the target's."""
+def make_embedding(count: int, size: int, *, trained: bool) -> nn.Embedding:
+    """Return an embedding [count, size]; not `trained`: a place for the target's, frozen."""
     embedding = nn.Embedding(count, size)
-    embedding.weight.requires_grad_(False)
+    embedding.weight.requires_grad_(trained)
     return embedding
 
 

@@ -11,11 +11,6 @@ from spec_data.console import nearest
 from spec_data.shards.errors import DraftError
 from spec_train.shape_options import FULL, SLIDING
 
-NOT_YET: dict[str, Any] = {
-    "train_embeddings": False,
-}
-"""Fields without an arithmetic here, with the only value that a draft can have."""
-
 
 def check_shape(config: Any) -> None:
     """Refuse a configuration (`BaseConfig`) whose fields contradict each other or mean nothing.
@@ -32,10 +27,6 @@ def check_shape(config: Any) -> None:
         raise DraftError(f"head_dim = {config.head_dim}: rotary positions need an even size")
     _check_activation(config.hidden_act)
     _check_layer_types(config)
-    for name, value in NOT_YET.items():
-        found = getattr(config, name, value)
-        if found != value:
-            raise DraftError(f"{name} = {found}: drafts of spec-train have {name} = {value} only")
 
 
 def _check_activation(name: str) -> None:

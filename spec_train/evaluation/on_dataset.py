@@ -131,8 +131,9 @@ def check_fit(draft: Draft, dataset: HiddenStatesDataset) -> list[str]:
                 f"the draft is for a target of {name} {own}, {dataset.path} has {theirs}: the "
                 "dataset was made with another target"
             )
-    embedding = load_head_tensors(dataset.path)["embed_tokens"]
-    require_same_embedding(draft.embed_tokens.weight, embedding, "--draft", str(dataset.path))
+    if not draft.config.train_embeddings:
+        embedding = load_head_tensors(dataset.path)["embed_tokens"]
+        require_same_embedding(draft.embed_tokens.weight, embedding, "--draft", str(dataset.path))
     return origin_warnings(config.origin, manifest)
 
 

@@ -25,7 +25,12 @@ EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 def to_flat(own: DraftFiles, target: TargetFacts) -> DraftFiles:
-    """Write for vLLM, SGLang and llama.cpp: our checkpoint without the target's embedding."""
+    """Write for vLLM, SGLang and llama.cpp: our checkpoint without the target's embedding.
+
+    An embedding that was trained stays.
+    """
+    if own.config.get("train_embeddings"):
+        return own
     tensors = {name: value for name, value in own.tensors.items() if name != EMBEDDING}
     return DraftFiles(own.config, tensors, own.where)
 

@@ -6,6 +6,7 @@ drafts. Tensors decide what a published draft computes: configs are often copies
 """
 
 import logging
+import re
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from spec_train.formats.flat import (
     switches_of,
     with_target_weights,
 )
-from spec_train.formats.foreign import AUTOMODEL_EAGLE3, count_layers, draft_keys
+from spec_train.formats.foreign import AUTOMODEL_EAGLE3, draft_keys
 from spec_train.formats.foreign import DEEPSPEC_EAGLE3 as DEEPSPEC
 from spec_train.formats.known_keys import refuse_arithmetic
 from spec_train.formats.layer_order import sort_states
@@ -52,13 +53,24 @@ ARCHITECTURES = (
     *("Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM", "Eagle3MiniMaxM2ForCausalLM"),
 )
 WHAT = "an EAGLE-3 draft"
+WITH_QK_NORM = "Eagle3Qwen3ForCausalLM"
+"""The one class of vLLM for EAGLE-3 and P-EAGLE drafts whose queries and keys are normed."""
 log = logging.getLogger(__name__)
 _OURS, _THEIRS = "midlayer.", "layers.0."
+_LATER_NORM = re.compile(r"^(layers\.[1-9]\d*\.)input_layernorm\.")
 
 
 def to_flat(own: DraftFiles, target: TargetFacts) -> DraftFiles:
-    """Write for vLLM, SGLang and llama.cpp: they read our checkpoint unchanged."""
+    """Write for vLLM and llama.cpp: they read our checkpoint unchanged."""
     return own
+
+
+def to_sglang(own: DraftFiles, target: TargetFacts) -> DraftFiles:
+    """Write for SGLang, which names the input norm of the layers after the first `hidden_norm`."""
+    if own.config["num_hidden_layers"] == 1:
+        return own
+    tensors = {_LATER_NORM.sub(r"\1hidden_norm.", name): v for name, v in own.tensors.items()}
+    return DraftFiles(own.config, tensors, own.where)
 
 
 def to_speculators(own: DraftFiles, target: TargetFacts) -> DraftFiles:
@@ -70,9 +82,9 @@ def to_speculators(own: DraftFiles, target: TargetFacts) -> DraftFiles:
         "Eagle3DraftModel",
         raw["spec_train"]["options"]["ttt_steps"],
         target,
-        embed_requires_grad=False,
-        norm_before_residual=False,
-        norm_before_fc=False,
+        embed_requires_grad=raw.get("train_embeddings", False),
+        norm_before_residual=raw["norm_before_residual"],
+        norm_before_fc=raw["norm_before_fc"],
         fc_norm=raw["fc_norm"],
         norm_output=raw["norm_output"],
         target_hidden_size=raw["target_hidden_size"],
@@ -82,6 +94,16 @@ def to_speculators(own: DraftFiles, target: TargetFacts) -> DraftFiles:
     config[speculators.LAYER]["num_aux_hidden_states"] = len(raw["spec_train"]["layers"])
     tensors = {name.replace(_OURS, _THEIRS): value for name, value in own.tensors.items()}
     return DraftFiles(config, tensors, own.where)
+
+
+def named_class(config: dict[str, Any], plain: str = OWN) -> dict[str, Any]:
+    """Return the keys that name the class of a draft with this config; `plain`: without q/k norm.
+
+    Norms of queries and keys exist only in Qwen3's classes, so `model_type` is theirs too.
+    """
+    if config.get("qk_norm"):
+        return {"architectures": [WITH_QK_NORM], "model_type": "qwen3"}
+    return {"architectures": [plain], "model_type": "llama"}
 
 
 def to_deepspec(own: DraftFiles, target: TargetFacts) -> DraftFiles:
@@ -186,15 +208,14 @@ def _read(files: DraftFiles, depth: int | None, target: TargetFacts, collected: 
             "request 879); if this is one of them, set norm_output to false",
             files.config_path,
         )
-    tensors = _own_names(tied_head(tensors, files, sizes[0] == sizes[1]), files)
+    count = layers_of(tensors, files)
+    tensors = _own_names(tied_head(tensors, files, sizes[0] == sizes[1]), files, count)
     shared = ("embed_tokens.weight", *(("lm_head.weight",) if sizes[0] == sizes[1] else ()))
     tensors = with_target_weights(tensors, files, target, shape["dtype"], shared)
-    count = layers_of(tensors, files)
     windows = windows_of(files, count).keys()
     config = shape | fields | windows
     config |= {
-        "architectures": [OWN],
-        "model_type": "llama",
+        **named_class(config),
         "num_hidden_layers": count,
         "train_embeddings": has_own_embedding(tensors, files, target),
         INPUT_KEY: as_block_inputs(layers),
@@ -213,8 +234,8 @@ def _read(files: DraftFiles, depth: int | None, target: TargetFacts, collected: 
     return DraftFiles(config, tensors, files.where)
 
 
-def _own_names(tensors: dict[str, Tensor], files: DraftFiles) -> dict[str, Tensor]:
-    """Return tensors with our names of layers, without biases of zero that our class lacks.
+def _own_names(tensors: dict[str, Tensor], files: DraftFiles, count: int) -> dict[str, Tensor]:
+    """Return tensors with our names of `count` layers, without biases of zero that we have not.
 
     One layer is `midlayer`, several are `layers.0` and so on. The one norm before the attention of
     a later layer has two names: `hidden_norm` in SGLang and TensorRT-LLM.
@@ -222,7 +243,7 @@ def _own_names(tensors: dict[str, Tensor], files: DraftFiles) -> dict[str, Tenso
     Raises:
         DraftError: a later layer reads the token, or there is a bias of `fc` or of the head.
     """
-    one, found = count_layers(tensors) == 1, {}
+    one, found = count == 1, {}
     _refuse_tokens_in_later_layers(tensors, files)
     for name, value in tensors.items():
         first = name.startswith((_OURS, _THEIRS))

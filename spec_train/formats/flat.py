@@ -106,7 +106,9 @@ def switches_of(files: DraftFiles) -> dict[str, Any]:
         if value is not None:
             found[name] = value
     found["qk_norm"] = any(".q_norm." in name for name in files.tensors)
+    options = (raw.get(SECTION) or {}).get("options") or {}  # the speculators form may lack the key
     own = raw.get("train_embeddings", raw.get("embed_requires_grad"))
+    own = options.get("train_embeddings") if own is None else own
     return found | ({"train_embeddings": True} if own else {})
 
 

@@ -27,7 +27,7 @@ WRITERS: dict[tuple[str, str], Writer] = {
     ("eagle", "sglang"): eagle.to_sglang,
     ("eagle3", "hf"): _as_it_is,
     ("eagle3", "vllm"): eagle3.to_flat,
-    ("eagle3", "sglang"): eagle3.to_flat,
+    ("eagle3", "sglang"): eagle3.to_sglang,
     ("eagle3", "speculators"): eagle3.to_speculators,
     ("eagle3", "deepspec"): eagle3.to_deepspec,
     ("peagle", "hf"): _as_it_is,

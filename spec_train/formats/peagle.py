@@ -12,6 +12,7 @@ from spec_data.shards.layer_ids import as_block_inputs
 from spec_train.draft_options import PeagleOptions
 from spec_train.formats import speculators
 from spec_train.formats.draft_files import DraftFiles
+from spec_train.formats.eagle3 import named_class
 from spec_train.formats.eagle_parts import has_own_embedding
 from spec_train.formats.flat import (
     INPUT_KEY,
@@ -52,9 +53,9 @@ def to_speculators(own: DraftFiles, target: TargetFacts) -> DraftFiles:
         "PEagleDraftModel",
         raw["spec_train"]["options"]["depths"],
         target,
-        embed_requires_grad=False,
-        norm_before_residual=False,
-        norm_before_fc=False,
+        embed_requires_grad=raw.get("train_embeddings", False),
+        norm_before_residual=raw["norm_before_residual"],
+        norm_before_fc=raw["norm_before_fc"],
         fc_norm=raw["fc_norm"],
         norm_output=False,
         mask_token_id=raw["mask_token_id"],
@@ -110,8 +111,7 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
     tensors = with_target_weights(tensors, files, target, shape["dtype"], shared)
     config = shape | switches_of(files) | windows.keys()
     config |= {
-        "architectures": [OWN],
-        "model_type": "llama",
+        **named_class(config, OWN),
         "num_hidden_layers": blocks,
         "mask_token_id": mask,
         "fc_norm": bool(raw.get("fc_norm", False)),

@@ -127,11 +127,10 @@ def _embedding(notes: Notes, subject: Subject) -> None:
         f"embed_tokens has shape {list(own.shape)}, the target's {list(other.shape)}: the draft "
         "was fitted to another target",
     )
-    if own.shape == other.shape:
+    if own.shape == other.shape and not subject.config.get("train_embeddings"):
         notes.refuse(
             not torch.equal(own, other.to(own.dtype)),
-            "embed_tokens is not the target's: the draft was fitted to another target, or its "
-            "embedding was trained",
+            "embed_tokens is not the target's: the draft was fitted to another target",
         )
         notes.warn(
             own.dtype != other.dtype,

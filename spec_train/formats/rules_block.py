@@ -1,5 +1,6 @@
 """Rules of engines for block drafts: DSpark, and DFlash in its published form."""
 
+from spec_train.formats import rules_shape
 from spec_train.formats.dspark import DFLASH
 from spec_train.formats.preflight_notes import Notes, Subject
 from spec_train.formats.rules import (
@@ -34,6 +35,7 @@ def _markov(subject: Subject) -> str | None:
 def vllm_block(subject: Subject) -> Notes:
     """Check block drafts for vLLM, which has two methods for them."""
     notes = Notes(VLLM)
+    rules_shape.vllm_block(notes, subject)
     dflash, markov = _is_dflash(subject), _markov(subject)
     notes.refuse(
         markov not in (None, "vanilla"), f"{markov} Markov head: its class supports only vanilla"
@@ -68,6 +70,7 @@ def vllm_cpu_block(subject: Subject) -> Notes:
 def sglang_block(subject: Subject) -> Notes:
     """Check block drafts for SGLang, which always uses the target's embedding and head."""
     notes = Notes(SGLANG)
+    rules_shape.sglang_block(notes, subject)
     notes.refuse(
         subject.reduced,
         "a reduced vocabulary: it ignores lm_head and d2t of the draft and uses the target's head",
@@ -79,6 +82,7 @@ def sglang_block(subject: Subject) -> Notes:
 def llama_cpp_block(subject: Subject) -> Notes:
     """Check block drafts for llama.cpp, after its converter."""
     notes = Notes(LLAMA_CPP)
+    rules_shape.llama_cpp_block(notes, subject)
     markov = _markov(subject)
     notes.refuse(markov not in (None, "vanilla"), f"{markov} Markov head: it supports only vanilla")
     confidence = subject.config["enable_confidence_head"]
@@ -100,6 +104,7 @@ def llama_cpp_block(subject: Subject) -> Notes:
 def speculators_block(subject: Subject) -> Notes:
     """Check block drafts for the speculators library."""
     notes = Notes(SPECULATORS)
+    rules_shape.qwen3_block(notes, subject)
     notes.refuse(
         subject.config["target_hidden_size"] != subject.config["hidden_size"],
         "its fc needs target states of the draft's hidden size",
@@ -111,6 +116,7 @@ def speculators_block(subject: Subject) -> Notes:
 def deepspec_block(subject: Subject) -> Notes:
     """Check block drafts for DeepSpec."""
     notes = Notes(DEEPSPEC)
+    rules_shape.qwen3_block(notes, subject)
     notes.refuse(subject.reduced, "a reduced vocabulary: its drafts use the target's full head")
     notes.refuse(
         not subject.config["sample_from_anchor"],

@@ -1,5 +1,6 @@
 """Rules of engines for EAGLE drafts: EAGLE-1/2, EAGLE-3 and P-EAGLE."""
 
+from spec_train.formats import rules_shape
 from spec_train.formats.eagle3 import deepspec_faults
 from spec_train.formats.preflight_notes import Notes, Subject
 from spec_train.formats.rules import (
@@ -26,6 +27,7 @@ def vllm_eagle(subject: Subject) -> Notes:
     """Check EAGLE-1/2 for vLLM."""
     notes = Notes(VLLM)
     notes.refuse(bool(subject.config.get("bias")), "a bias of fc: its class has none")
+    rules_shape.vllm_llama(notes, subject, qk_norm=False)
     _refuse_norms(notes, subject)
     vllm_eagle_windows(notes, subject)
     named = "eagle-" in subject.name.lower() and "eagle3" not in subject.name.lower()
@@ -42,6 +44,7 @@ def sglang_eagle(subject: Subject) -> Notes:
     notes = Notes(SGLANG)
     _refuse_norms(notes, subject)
     ignored_windows(notes, subject)
+    rules_shape.sglang_llama(notes, subject, eagle3=False)
     notes.warn(
         subject.form not in ("sglang",),
         "needs --format sglang: its fc has a bias, which is random if the file has none",
@@ -61,7 +64,7 @@ def _refuse_norms(notes: Notes, subject: Subject) -> None:
 def vllm_eagle3(subject: Subject) -> Notes:
     """Check EAGLE-3 for vLLM: any layers, any number of states, both runners."""
     notes = Notes(VLLM)
-    notes.refuse(bool(subject.config.get("norm_before_fc")), "norm_before_fc is not supported")
+    rules_shape.vllm_llama(notes, subject, qk_norm=True)
     notes.refuse(uses_last(subject), LAST_VLLM)
     notes.warn(
         -1 in subject.layers,
@@ -75,6 +78,7 @@ def vllm_eagle3(subject: Subject) -> Notes:
 def vllm_peagle(subject: Subject) -> Notes:
     """Check P-EAGLE for vLLM: served as EAGLE-3 with parallel drafting, V1 runner only."""
     notes = Notes(VLLM)
+    rules_shape.vllm_llama(notes, subject, qk_norm=True)
     notes.refuse(uses_last(subject), LAST_VLLM)
     notes.refuse(not subject.has("mask_hidden"), "a draft without mask_hidden does not load")
     vllm_eagle3_windows(notes, subject)
@@ -89,6 +93,7 @@ def vllm_peagle(subject: Subject) -> Notes:
 def sglang_eagle3(subject: Subject) -> Notes:
     """Check EAGLE-3 for SGLang: flat form only, always with the target's embedding."""
     notes = Notes(SGLANG)
+    rules_shape.sglang_llama(notes, subject, eagle3=True)
     notes.warn(uses_last(subject), LAST + "engines treat it differently; not checked for this one")
     sglang_eagle3_windows(notes, subject)
     count = len(subject.layers)
@@ -103,6 +108,7 @@ def sglang_eagle3(subject: Subject) -> Notes:
 def llama_cpp_eagle3(subject: Subject) -> Notes:
     """Check EAGLE-3 for llama.cpp, after its converter."""
     notes = Notes(LLAMA_CPP)
+    rules_shape.llama_cpp_llama(notes, subject)
     count = len(subject.layers)
     notes.refuse(subject.blocks != 1, f"{subject.blocks} layers: it supports exactly one")
     notes.refuse(count != 3, f"{count} aux states: it reads exactly 3")
@@ -116,6 +122,7 @@ def llama_cpp_eagle3(subject: Subject) -> Notes:
 def speculators_eagle3(subject: Subject) -> Notes:
     """Check EAGLE-3 for the speculators library."""
     notes = Notes(SPECULATORS)
+    rules_shape.speculators_llama(notes, subject)
     notes.refuse(
         subject.config["target_hidden_size"] != subject.config["hidden_size"],
         "its fc needs target states of the draft's hidden size",

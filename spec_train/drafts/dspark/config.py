@@ -137,7 +137,7 @@ class DSparkConfig(LayeredConfig):
             **self._causal_json(),
             SECTION: self.own_json(draft, options),
         }
-        if self.draft_vocab_size == self.vocab_size:
+        if self.draft_vocab_size == self.vocab_size and not self.train_embeddings:
             # The file has no head: engines take the target's. Without this key, llama.cpp ties a
             # missing head to the embedding of the file.
             out["has_embed_tokens"] = False

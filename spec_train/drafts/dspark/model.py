@@ -30,7 +30,7 @@ from spec_train.draft_options import BlockOptions, DSparkOptions
 from spec_train.drafts.dspark.config import DSparkConfig
 from spec_train.drafts.dspark.heads import ConfidenceHead, MarkovHead
 from spec_train.drafts.layered_draft import LayeredDraft
-from spec_train.drafts.layers import DecoderLayer, RMSNorm, Rotary, frozen_embedding, run_layer
+from spec_train.drafts.layers import DecoderLayer, RMSNorm, Rotary, make_embedding, run_layer
 from spec_train.head import TargetHead
 
 Context = Sequence[tuple[Tensor, Tensor]]
@@ -52,7 +52,7 @@ class DSparkModel(LayeredDraft):
         self.config = config
         self.options: Any = options or DSparkOptions()
         size, eps, rank = config.hidden_size, config.rms_norm_eps, config.markov_rank
-        self.embed_tokens = frozen_embedding(config.vocab_size, size)
+        self.embed_tokens = make_embedding(config.vocab_size, size, trained=config.train_embeddings)
         self.fc = nn.Linear(len(config.layers) * config.target_hidden_size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps)
         layers = [DecoderLayer(config.layer_shape) for _ in range(config.num_hidden_layers)]

@@ -21,7 +21,7 @@ from spec_train.draft_options import EagleOptions
 from spec_train.drafts.base import BaseDraft
 from spec_train.drafts.drafting import LayerCaches
 from spec_train.drafts.eagle.config import EagleConfig
-from spec_train.drafts.layers import DecoderLayer, RMSNorm, Rotary, frozen_embedding
+from spec_train.drafts.layers import DecoderLayer, RMSNorm, Rotary, make_embedding
 from spec_train.head import TargetHead
 
 
@@ -34,7 +34,7 @@ class EagleModel(BaseDraft):
         self.config = config
         self.options = options or EagleOptions()
         size = config.hidden_size
-        self.embed_tokens = frozen_embedding(config.vocab_size, size)
+        self.embed_tokens = make_embedding(config.vocab_size, size, trained=config.train_embeddings)
         self.fc = nn.Linear(2 * size, size, bias=config.bias)
         self.layers = nn.ModuleList(
             DecoderLayer(config.layer_shape) for _ in range(config.num_hidden_layers)

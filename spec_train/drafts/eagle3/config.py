@@ -20,6 +20,7 @@ from spec_train.drafts.targets import (
 )
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.eagle3 import OWN as ARCHITECTURE
+from spec_train.formats.eagle3 import WITH_QK_NORM, named_class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +72,7 @@ class Eagle3Config(AuxConfig):
     def to_json(self, options: Any) -> dict[str, Any]:
         """Return config.json of the draft."""
         return {
-            "architectures": [self.architecture],
-            "model_type": "llama",
+            **named_class({"qk_norm": self.qk_norm}, self.architecture),
             "num_hidden_layers": self.num_hidden_layers,
             **self.shared_json(),
             "mlp_bias": self.mlp_bias,
@@ -100,7 +100,7 @@ class Eagle3Config(AuxConfig):
             raw,
             where,
             kind=f"an {cls.draft}" if cls.draft.startswith("e") else f"a {cls.draft}",
-            architectures=(cls.architecture,),
+            architectures=(cls.architecture, WITH_QK_NORM),
             needed=("layers", "options"),
         )
         return cls(**found), from_dict(cls.options_class, raw[SECTION]["options"], where=where)

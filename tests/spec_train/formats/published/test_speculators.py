@@ -159,7 +159,8 @@ def test_what_is_read_can_be_written_for_vllm(tmp_path: Path, form: str) -> None
     config, tensors = published(form)
     tensors["embed_tokens.weight"] = facts.embedding.clone()  # type: ignore[union-attr]
     folder = tiny.write(tmp_path / "draft", config, tensors)
-    for written in ("speculators", "hf"):
+    # vLLM, which reads the speculators form, serves silu only
+    for written in ("hf",) if form == "gelu" else ("speculators", "hf"):
         out = tmp_path / written
         given = {"target": None} if written == "hf" else {"target": "Some/Target"}
         run_export(ExportConfig(draft=str(folder), format=written, out=str(out), **given))

@@ -1,0 +1,214 @@
+"""Shapes of drafts in the forms of engines: what each form holds, and which engine serves it."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.drafts import load_draft
+from spec_train.exporting import find_target
+from spec_train.formats.draft_files import write_files
+from spec_train.formats.forms import write_form
+from spec_train.formats.preflight import preflight
+from spec_train.formats.preflight_notes import REFUSE, WARN, Subject
+from spec_train.head import TargetHead
+from tests.spec_train.drafts import any_draft
+from tests.spec_train.drafts.any_draft import build_draft
+
+dataset, head = any_draft.dataset, any_draft.head
+
+
+def own_files(name: str, dataset: HiddenStatesDataset, head: TargetHead, **options: Any) -> Any:
+    draft = build_draft(name, dataset, head, **options)
+    with torch.no_grad():
+        for number, parameter in enumerate(draft.trainable_parameters()):
+            parameter += 0.01 * (number + 1)
+    return draft.files(torch.float32, "own")
+
+
+FORMS = [
+    ("eagle", {"qk_norm": True, "hidden_act": "gelu"}, ("hf",)),
+    ("eagle", {"attention_bias": "true", "mlp_bias": "true"}, ("hf", "vllm", "sglang")),
+    ("eagle3", {"num_layers": 2}, ("hf", "vllm", "sglang", "speculators")),
+    ("eagle3", {"num_layers": 3, "qk_norm": True}, ("hf", "vllm", "sglang", "speculators")),
+    ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}, ("vllm", "speculators")),
+    ("eagle3", {"train_embeddings": True, "hidden_act": "relu"}, ("vllm", "speculators")),
+    ("eagle3", {"attention_bias": "true", "mlp_bias": "true", "head_dim": 16}, ("vllm",)),
+    ("peagle", {"norm_before_fc": True, "norm_before_residual": True}, ("vllm", "speculators")),
+    ("peagle", {"qk_norm": True, "train_embeddings": True}, ("hf", "vllm", "speculators")),
+    ("dspark", {"train_embeddings": True}, ("hf", "vllm", "speculators")),
+    ("dspark", {"attention_bias": "true", "intermediate_size": 20}, ("vllm", "speculators")),
+    ("dflash", {"num_attention_heads": 2, "train_embeddings": True}, ("vllm", "speculators")),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "forms"), FORMS)
+def test_every_form_comes_back_as_the_same_draft(
+    dataset: HiddenStatesDataset,
+    head: TargetHead,
+    tmp_path: Path,
+    name: str,
+    options: dict[str, Any],
+    forms: tuple[str, ...],
+) -> None:
+    own, target = own_files(name, dataset, head, **options), find_target(str(dataset.target_dir))
+    facts = target if target.embedding is not None else _facts(target, head)
+    for form in forms:
+        write_files(write_form(own, form, facts), tmp_path / form)
+        back = load_draft(tmp_path / form, facts).files(torch.float32, "own")
+        assert back.config == own.config, form
+        assert back.tensors.keys() == own.tensors.keys(), form
+        assert all(torch.equal(value, back.tensors[k]) for k, value in own.tensors.items()), form
+
+
+def _facts(target: Any, head: TargetHead) -> Any:
+    return dataclasses.replace(
+        target, name="target", embedding=head.embed_weight, head=head.head_weight
+    )
+
+
+def test_sglang_reads_the_input_norm_of_later_layers_under_another_name(
+    dataset: HiddenStatesDataset, head: TargetHead
+) -> None:
+    own = own_files("eagle3", dataset, head, num_layers=2)
+    target = find_target(None)
+    written = write_form(own, "sglang", target).tensors
+    assert "layers.1.hidden_norm.weight" in written
+    assert "layers.1.input_layernorm.weight" not in written
+    assert {"layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight"} <= set(written)
+    assert "layers.1.input_layernorm.weight" in write_form(own, "vllm", target).tensors
+
+
+def test_norms_of_queries_and_keys_name_qwen3s_class(
+    dataset: HiddenStatesDataset, head: TargetHead
+) -> None:
+    for name in ("eagle3", "peagle"):
+        config = own_files(name, dataset, head, qk_norm=True).config
+        assert config["architectures"] == ["Eagle3Qwen3ForCausalLM"]
+        assert config["model_type"] == "qwen3"
+    form = write_form(own_files("eagle3", dataset, head), "vllm", find_target(None))
+    assert form.config["architectures"] == ["LlamaForCausalLMEagle3"]
+
+
+RULES: list[tuple[str, dict[str, Any], dict[str, str]]] = [
+    (
+        "eagle",
+        {"hidden_act": "gelu"},
+        {"vllm": "hidden_act gelu: it supports only silu", "sglang": "hidden_act gelu"},
+    ),
+    ("eagle", {"qk_norm": True}, {"vllm": "qk_norm", "sglang": "qk_norm"}),
+    ("eagle", {"mlp_bias": "true"}, {"sglang": "mlp_bias"}),
+    ("eagle", {"train_embeddings": True}, {"sglang": "train_embeddings"}),
+    (
+        "eagle3",
+        {"hidden_act": "gelu"},
+        {"vllm": "only silu", "sglang": "only silu", "llama.cpp": "silently computes silu"},
+    ),
+    (
+        "eagle3",
+        {"qk_norm": True},
+        {"sglang": "silently drops norms", "llama.cpp": "qk_norm is not supported"},
+    ),
+    (
+        "eagle3",
+        {"qk_norm": True, "attention_bias": "true"},
+        {
+            "vllm": "no bias of o_proj",
+            "sglang": "biases of queries",
+            "llama.cpp": "attention_bias is not",
+        },
+    ),
+    (
+        "eagle3",
+        {"qk_norm": True, "mlp_bias": "true"},
+        {
+            "vllm": "no biases of the MLP",
+            "sglang": "mlp_bias",
+            "llama.cpp": "mlp_bias is not",
+            "speculators": "no biases of the MLP",
+        },
+    ),
+    (
+        "eagle3",
+        {"attention_bias": "true"},
+        {"sglang": "silently drops the biases", "llama.cpp": "attention_bias is not supported"},
+    ),
+    ("eagle3", {"norm_before_residual": True}, {"sglang": "it ignores the key"}),
+    ("eagle3", {"norm_before_fc": True}, {}),
+    ("eagle3", {"train_embeddings": True}, {"sglang": "always uses the target's embedding"}),
+    ("eagle3", {"num_layers": 2}, {"llama.cpp": "exactly one"}),
+    ("peagle", {"qk_norm": True}, {}),
+    ("peagle", {"hidden_act": "gelu"}, {"vllm": "only silu"}),
+    ("peagle", {"qk_norm": True, "mlp_bias": "true"}, {"vllm": "MLP", "speculators": "MLP"}),
+    (
+        "dspark",
+        {"hidden_act": "gelu"},
+        {"vllm": "only silu", "sglang": "only silu", "llama.cpp": "silently computes silu"},
+    ),
+    ("dspark", {"attention_bias": "true"}, {"llama.cpp": "attention_bias is not supported"}),
+    (
+        "dspark",
+        {"train_embeddings": True},
+        {"sglang": "always uses the target's embedding", "llama.cpp": "it ties the head"},
+    ),
+    *(
+        (
+            "dflash",
+            {name: value},
+            dict.fromkeys(("vllm", "sglang", "llama.cpp", "speculators"), words),
+        )
+        for name, value, words in (
+            ("qk_norm", False, "always have norms of queries and keys"),
+            ("mlp_bias", "true", "no biases"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "refused"), RULES)
+def test_the_preflight_knows_who_serves_a_shape(
+    dataset: HiddenStatesDataset,
+    head: TargetHead,
+    name: str,
+    options: dict[str, Any],
+    refused: dict[str, str],
+) -> None:
+    """Compared with a draft of the default shape: exactly these engines refuse it as well."""
+    target = find_target(None)
+    plain = preflight(Subject(own_files(name, dataset, head), target, "x-eagle3", "vllm"))
+    found = preflight(
+        Subject(own_files(name, dataset, head, **options), target, "x-eagle3", "vllm")
+    )
+    new = {
+        engine: " ".join(f.text for f in findings if f.level == REFUSE and f not in plain[engine])
+        for engine, findings in found.items()
+    }
+    engines = ("vllm", "sglang", "llama.cpp", "speculators")
+    assert {engine for engine in engines if new[engine]} == set(refused)
+    for engine, words in refused.items():
+        assert words in new[engine]
+
+
+def test_several_layers_need_the_form_of_sglang(
+    dataset: HiddenStatesDataset, head: TargetHead
+) -> None:
+    own, target = own_files("eagle3", dataset, head, num_layers=2), find_target(None)
+    for form, needed in (("vllm", True), ("sglang", False)):
+        found = preflight(Subject(own, target, "x-eagle3", form))["sglang"]
+        assert needed == any("needs --format sglang" in f.text for f in found if f.level == WARN)
+
+
+def test_a_trained_embedding_is_not_taken_for_one_of_another_target(
+    dataset: HiddenStatesDataset, head: TargetHead
+) -> None:
+    target = dataclasses.replace(find_target(None), embedding=head.embed_weight)
+    own = own_files("eagle3", dataset, head, train_embeddings=True)
+    assert not torch.equal(own.tensors["embed_tokens.weight"], head.embed_weight)
+    found = preflight(Subject(own, target, "x-eagle3", "vllm"))["spec-train"]
+    assert not [f for f in found if f.level == REFUSE]
+    frozen = dataclasses.replace(own, config={**own.config, "train_embeddings": False})
+    found = preflight(Subject(frozen, target, "x-eagle3", "vllm"))["spec-train"]
+    assert any("embed_tokens is not the target's" in f.text for f in found if f.level == REFUSE)
