@@ -118,6 +118,9 @@ def shape_options(config: dict[str, Any]) -> dict[str, Any]:
     found = {name: config[name] for name in names if name in config}
     for name in ("attention_bias", "mlp_bias"):
         found[name] = "true" if config.get(name) else "false"
+    if config.get("layer_types"):
+        found["sliding_window"] = config["sliding_window"]
+        found["layer_types"] = ",".join(config["layer_types"])
     return found
 
 

@@ -260,6 +260,7 @@ def _options(
         "mask_token_id": config["mask_token_id"],
         "num_anchors": anchors or DSparkOptions.num_anchors,
         **shape_options(config),
+        NON_CAUSAL: config.get(NON_CAUSAL, False),
     }
     if kind == "dflash":
         return to_dict(DFlashOptions(**common))

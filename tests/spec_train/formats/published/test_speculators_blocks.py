@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from spec_data.shards.errors import DraftError
-from tests.spec_train.formats.published import blocks, tiny
+from tests.spec_train.formats.published import blocks, parallel, tiny
 from tests.spec_train.formats.published.blocks import IDS, LAYERS, MASK, RANK, SIZE, Reading
 from tests.spec_train.formats.published.tiny import VD, H, V
 
@@ -201,3 +201,61 @@ def test_a_missing_field_has_the_librarys_default(tmp_path: Path, missing: str) 
         return
     draft = blocks.read_block(tiny.write(tmp_path, raw, tensors), blocks.target())
     assert getattr(draft.config, missing) == defaults[missing]
+
+
+def peagle_config(kind: str = "qwen3", **own: Any) -> dict[str, Any]:
+    """Return config.json of a P-EAGLE; keys of the layer config are in `own["layer"]`."""
+    count = parallel.BLOCKS
+    layer = {"num_hidden_layers": count, "layer_types": [FULL] * count} | own.pop("layer", {})
+    fields: dict[str, Any] = {
+        "name": "PEagleDraftModel",
+        "draft_vocab_size": VD,
+        "eagle_aux_hidden_state_layer_ids": [k + 1 for k in IDS],
+        "mask_token_id": MASK,
+        "norm_before_residual": True,  # the default of its command line
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "embed_requires_grad": True,
+    }
+    return config("peagle", parallel.DEPTHS, layer_config(kind, **layer), **fields | own)
+
+
+SLIDES = {"layer_types": [SLIDING] * 2, "sliding_window": 5, "use_sliding_window": True}
+PEAGLES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("qwen3", {}, {}),
+    ("llama", {"norm_before_residual": False}, {}),
+    ("qwen3", {"norm_before_fc": True}, {}),
+    ("llama", {"fc_norm": True}, {}),
+    ("qwen3", {"norm_output": True}, {}),  # nothing is fed back: no effect
+    ("qwen3", {}, SLIDES),  # the default of its command line
+    ("llama", {}, SLIDES),
+    ("llama", {}, {"attention_bias": True, "mlp_bias": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "own", "layer"), PEAGLES, ids=str)
+def test_peagle_drafts_as_defined(
+    tmp_path: Path, kind: str, own: dict[str, Any], layer: dict[str, Any]
+) -> None:
+    facts, ids = blocks.target(), tiny.some_ids("random")
+    norms = {name: own.get(name, False) for name in ("norm_before_fc", "fc_norm")}
+    tensors = parallel.peagle_tensors(
+        qk_norm=kind == "qwen3", bias="attention_bias" in layer, **norms
+    )
+    assert facts.embedding is not None
+    saved = tensors | {"embed_tokens.weight": facts.embedding} | tiny.maps(ids)
+    folder = tiny.write(tmp_path, peagle_config(kind, layer=layer, **own), saved)
+    draft = parallel.read_peagle(folder, facts)
+    assert draft.config.layers == tuple(IDS) and draft.options.depths == parallel.DEPTHS
+    assert not draft.config.norm_output
+    rows = ids.argsort()
+    state = tensors | {"lm_head.weight": tensors["lm_head.weight"][rows]}
+    parallel.compare(
+        draft,
+        state,
+        facts.embedding,
+        ids[rows],
+        norm_before_residual=own.get("norm_before_residual", True),
+        window=layer.get("sliding_window"),
+    )
