@@ -241,6 +241,19 @@ def test_a_run_keeps_its_mask_and_eval_uses_it(place, tmp_path, caplog):
     assert other.figures["mask"] == "all"
 
 
+def test_documents_are_selected_by_the_mask_of_the_run(place, tmp_path):
+    """Two documents have no turn of the role, so the run neither trained on them nor held them out;
+    the stored masks supervise both."""
+    given = {"mask": "roles=assistant", "validation": 0.25}
+    run = fit(place / "assistant", tmp_path / "run", **given)
+    facts = read_run(run.directory, run.directory / "best")
+    config = FitConfig(data=str(place / "assistant"), out="x", seq_len=64, **given)
+    splits = make_splits(PolicyDataset(place / "assistant", "roles=assistant"), config)
+    assert splits.selection.left_out == {"no supervised token": 2}
+    train, _ = choose_documents(HiddenStatesDataset(place / "assistant"), "train", facts)
+    assert train == splits.train.rows.tolist()
+
+
 def _supervised(place: Path, name: str, found, measured: list[int]) -> int:
     """Return the supervised tokens of documents that a walk can draft, by the stored masks."""
     assert found.documents == len(measured)
