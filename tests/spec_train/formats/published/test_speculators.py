@@ -93,9 +93,6 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-WRITTEN = ("no switch at all", "fc_norm", "biases", "gelu")
-
-
 def published(form: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The config and the tensors of a form, without an embedding."""
     top, layer = FORMS[form]
@@ -152,7 +149,7 @@ def test_eagle3_has_the_logits_of_its_own_class(tmp_path: Path, form: str) -> No
     tiny.assert_same(state, carried)
 
 
-@pytest.mark.parametrize("form", WRITTEN)
+@pytest.mark.parametrize("form", FORMS)
 def test_what_is_read_can_be_written_for_vllm(tmp_path: Path, form: str) -> None:
     torch.manual_seed(52)
     facts = tiny.target()
@@ -168,6 +165,27 @@ def test_what_is_read_can_be_written_for_vllm(tmp_path: Path, form: str) -> None
         assert old.config == new.config and old.options == new.options
         for name, value in old.state_dict().items():
             assert torch.equal(value, new.state_dict()[name]), name
+
+
+def test_a_trained_embedding_is_the_drafts_own(tmp_path: Path) -> None:
+    torch.manual_seed(53)
+    facts = tiny.target()
+    config, tensors = published("no switch at all")
+    own = facts.embedding + tiny.noise(V, H)  # type: ignore[operator]
+    tensors["embed_tokens.weight"] = own
+    tokens, aux = tiny.rows_of()
+    want, _ = logits_of(config, tensors, "", tokens, aux, own)
+    for stated in (True, False):  # a file may leave the key at its default
+        folder = tiny.write(
+            tmp_path / str(stated), config | {"embed_requires_grad": stated}, tensors
+        )
+        draft, found, _ = tiny.served(folder, facts, tokens, aux)
+        assert draft.config.train_embeddings
+        tiny.assert_same(found, want)
+    other = tiny.write(
+        tmp_path / "other", config, tensors | {"embed_tokens.weight": tiny.noise(V, H)}
+    )
+    assert not load_draft(other, facts).config.train_embeddings  # of another target: refused later
 
 
 def test_ids_in_another_order_mean_the_same_states(tmp_path: Path) -> None:
