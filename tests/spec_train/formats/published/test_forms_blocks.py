@@ -37,6 +37,8 @@ def published(kind: str, embedding: torch.Tensor) -> tuple[dict[str, Any], dict[
         tensors |= {"lm_head.weight": tiny.noise(VD, H)} | tiny.maps(ids)
         return block_config("dspark", layer_config(**WINDOW), draft_vocab_size=VD, **own), tensors
     tensors = parallel.peagle_tensors(qk_norm=True, norm_before_fc=True, bias=True)
+    if kind == "P-EAGLE, own embedding":
+        embedding = tiny.noise(*embedding.shape)
     tensors |= {"embed_tokens.weight": embedding} | tiny.maps(tiny.some_ids())
     layer = SLIDES | {"attention_bias": True, "mlp_bias": True}
     return peagle_config(norm_before_fc=True, norm_output=True, layer=layer), tensors
@@ -47,6 +49,9 @@ CASES = [
     ("speculators DSpark", "sglang"),
     ("speculators DSpark", "speculators"),
     ("speculators P-EAGLE", "vllm"),
+    ("speculators P-EAGLE", "speculators"),
+    ("P-EAGLE, own embedding", "vllm"),
+    ("P-EAGLE, own embedding", "speculators"),
 ]
 
 

@@ -259,3 +259,26 @@ def test_peagle_drafts_as_defined(
         norm_before_residual=own.get("norm_before_residual", True),
         window=layer.get("sliding_window"),
     )
+
+
+@pytest.mark.parametrize("key", [True, False, None])
+@pytest.mark.parametrize("known", [True, False])
+def test_the_embedding_of_a_peagle_is_its_own(
+    tmp_path: Path, known: bool, key: bool | None
+) -> None:
+    """Its trainer trains it by default. A given target decides, else the key does."""
+    facts, ids = blocks.target(), tiny.some_ids()
+    assert facts.embedding is not None
+    tensors, own = parallel.peagle_tensors(), facts.embedding + tiny.noise(V, H) / 5
+    raw = peagle_config("llama")
+    if key is None:
+        del raw["embed_requires_grad"]
+    else:
+        raw["embed_requires_grad"] = key
+    saved = tensors | {"embed_tokens.weight": own} | tiny.maps(ids)
+    folder = tiny.write(tmp_path, raw, saved)
+    draft = parallel.read_peagle(folder, facts if known else None)
+    assert draft.config.train_embeddings == (known or key is not False)
+    if draft.config.train_embeddings:
+        draft.share(blocks.head_of(facts))  # as evaluation does
+        parallel.compare(draft, tensors, own, ids, norm_before_residual=True)
