@@ -123,8 +123,9 @@ class BaseConfig(LayerSizes):
     def shape_json(self) -> dict[str, Any]:
         """Return the `switches` that are not the default of this kind of draft."""
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        found = {name: getattr(self, name) for name in self.switches}
-        out = {name: value for name, value in found.items() if value != defaults[name]}
+        plain = to_dict(self)  # lists for tuples, as a file has them
+        names = [name for name in self.switches if getattr(self, name) != defaults[name]]
+        out = {name: plain[name] for name in names}
         # transformers drops the window of a Qwen3 config without it
         return out | ({"use_sliding_window": True} if self.layer_types else {})
 

@@ -15,16 +15,14 @@ from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION, same_value, some_of
 from spec_train.formats.flat import INPUT_KEY, MASK_KEYS
 from spec_train.formats.speculators import LAYER, TYPE
+from spec_train.shape_options import AUTO, FULL, SLIDING
 
 Statement = tuple[str, str, Any]
 """(what is said, the key that says it, the value in one meaning)."""
 
 _LAYERS = "layers (outputs of decoder blocks)"
 _THETA, _PARTIAL = ("rope_theta", "rotary_emb_base"), ("partial_rotary_factor", "rotary_pct")
-_SHAPE = (
-    *("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    "sliding_window",
-)
+_SHAPE = (*("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),)
 _SWITCHES = {"hidden_act": "silu", "norm_before_fc": False, "norm_before_residual": False}
 """Options that decide the key of the same name, with the value of releases without them."""
 _OPTIONS = {
@@ -107,6 +105,8 @@ def _statements(raw: dict[str, Any]) -> Iterator[Statement]:
         yield name, name, raw.get(name)
     if raw.get(TYPE) == "eagle3" and raw.get("norm_before_residual") is None:
         yield "norm_before_residual", "its absence (vLLM serves true)", True
+    if "sliding_window" in options:
+        yield from _window_statements(raw | layer, options)
     for name, formerly in _SWITCHES.items() if options else ():
         yield name, f"{SECTION}.options.{name}", options.get(name, formerly)
     for name, key in _OPTIONS.items():
@@ -118,6 +118,22 @@ def _statements(raw: dict[str, Any]) -> Iterator[Statement]:
         yield "sample_from_anchor", "sample_from_anchor", raw.get("sample_from_anchor")
         anchor = options["layout"] == "anchor"
         yield "sample_from_anchor", f"{SECTION}.options.layout", anchor
+
+
+def _window_statements(raw: dict[str, Any], options: dict[str, Any]) -> Iterator[Statement]:
+    """Yield the layers that slide and their window, by the keys of engines and by the options."""
+    count = raw.get("num_hidden_layers") or 1
+    found = [kind == SLIDING for kind in (raw.get("layer_types") or [FULL] * count)[:count]]
+    window = options["sliding_window"]
+    kinds = options.get("layer_types", AUTO)
+    kinds = [SLIDING if window else FULL] * count if kinds == AUTO else kinds.split(",")
+    own = [kind.strip() == SLIDING for kind in kinds]
+    yield from (
+        ("sliding layers", "layer_types", found),
+        ("sliding layers", f"{SECTION}.options.layer_types", own),
+        ("sliding_window", "sliding_window", raw.get("sliding_window") if any(found) else 0),
+        ("sliding_window", f"{SECTION}.options.sliding_window", window),
+    )
 
 
 def _layer_statements(

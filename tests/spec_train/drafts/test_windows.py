@@ -30,7 +30,12 @@ WINDOW, DEPTH = 4, 3
 MIXED = "full_attention,sliding_attention"
 DRAFTS_OF: dict[str, tuple[type, type, dict[str, Any], dict[str, Any]]] = {
     "eagle": (EagleConfig, EagleOptions, {"num_layers": 2, "depth": DEPTH}, {}),
-    "eagle3": (Eagle3Config, Eagle3Options, {"ttt_steps": DEPTH}, {"layers": LAYERS}),
+    "eagle3": (
+        Eagle3Config,
+        Eagle3Options,
+        {"num_layers": 2, "ttt_steps": DEPTH},
+        {"layers": LAYERS},
+    ),
     "peagle": (
         PeagleConfig,
         PeagleOptions,
@@ -52,7 +57,7 @@ DRAFTS_OF: dict[str, tuple[type, type, dict[str, Any], dict[str, Any]]] = {
 }
 CASES = [
     *((kind, "auto", False) for kind in DRAFTS_OF),
-    *((kind, MIXED, False) for kind in DRAFTS_OF if kind != "eagle3"),
+    *((kind, MIXED, False) for kind in DRAFTS_OF),
     *((kind, "auto", True) for kind in ("dspark", "dflash")),
 ]
 
