@@ -121,8 +121,7 @@ def shape_options(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("layer_types"):
         found["sliding_window"] = config["sliding_window"]
         found["layer_types"] = ",".join(config["layer_types"])
-    non_causal = "sliding_window_non_causal"  # of block drafts
-    return found | ({non_causal: config[non_causal]} if non_causal in config else {})
+    return found
 
 
 def float_type(tensors: dict[str, Tensor]) -> str:
