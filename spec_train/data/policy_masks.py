@@ -143,14 +143,13 @@ class PolicyDataset(HiddenStatesDataset):
         for row in progress(range(len(self)), desc="masks", unit="documents", leave=False):
             turns, stored = self._turns_and_mask(row)
             roles |= {role for role, _, _ in turns}
-            if own is not None and not np.array_equal(_mask(len(stored), turns, own), stored):
+            if own is not None and not np.array_equal(_mask(stored.size, turns, own)[0], stored):
                 raise DatasetError(
                     f"{self.path}: document {row}: its stored mask is not that of its turns under "
                     f"--mask {own}, with which the dataset was generated, so --mask {self.policy} "
                     "cannot be derived; generate the dataset again, or leave --mask out"
                 )
-            found = supervised_spans(len(stored), turns, self.policy)
-            mask = _mask(len(stored), turns, self.policy)
+            mask, found = _mask(stored.size, turns, self.policy)
             if sparse and (mask & ~stored)[1:].any():
                 raise DatasetError(
                     f"{self.path}: --mask {self.policy} supervises tokens of document {row} whose "
@@ -185,11 +184,15 @@ class PolicyDataset(HiddenStatesDataset):
         return turns, shard.mask(place)
 
 
-def _mask(length: int, turns: Sequence[Turn], policy: str) -> np.ndarray:
+def _mask(
+    length: int, turns: Sequence[Turn], policy: str
+) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """Return the mask of a document, bool [T], and its spans."""
+    spans = supervised_spans(length, turns, policy)
     mask = np.zeros(length, dtype=bool)
-    for start, end in supervised_spans(length, turns, policy):
+    for start, end in spans:
         mask[start:end] = True
-    return mask
+    return mask, spans
 
 
 def _require_conversations(manifest: Manifest, policy: str) -> None:
