@@ -45,7 +45,9 @@ def test_on_the_targets_own_responses_the_walk_is_the_real_decoding(target, prom
     total = evaluate_data.ServingSums.zero(STEPS)
     for prompt in prompts:
         request = Request(prompt, Greedy(), LIMIT, {STOP})
-        got = decode_speculative(target, ChainDrafter(trained, VOCAB), COLUMNS, request, STEPS)
+        got = decode_speculative(
+            target, ChainDrafter(trained, VOCAB, trained.new_cache()), COLUMNS, request, STEPS
+        )
         document = prompt + got.tokens, [0] * len(prompt) + [1] * len(got.tokens)
         assert document == respond(target, prompt)
         batch = batch_of(target, [document])
@@ -74,7 +76,9 @@ def test_an_untrained_draft_with_a_small_vocabulary_loses_nothing(target, prompt
     for seed, prompt in enumerate(prompts[:6]):
         sampler = make_sampler(temperature, seed)
         request = Request(prompt, sampler, LIMIT, {STOP})
-        got = decode_speculative(target, ChainDrafter(draft, VOCAB), COLUMNS, request, STEPS)
+        got = decode_speculative(
+            target, ChainDrafter(draft, VOCAB, draft.new_cache()), COLUMNS, request, STEPS
+        )
         assert got.stopped or len(got.tokens) == LIMIT
         document = prompt + got.tokens, [0] * len(prompt) + [1] * len(got.tokens)
         batch = batch_of(target, [document])
