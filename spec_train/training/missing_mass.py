@@ -7,7 +7,6 @@ the exact figure of every slot enters its loss anyway (see `drafts.teacher.topk_
 import logging
 import threading
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from spec_train.topk_bounds import Bounds, bounds_of
 log = logging.getLogger(__name__)
 
 DOCUMENTS = 64
-"""Documents that are read."""
+"""Most documents that are read."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,13 @@ class MissingMass:
 def measure_missing_mass(draft: Draft, dataset: Documents, splits: Splits) -> MissingMass | None:
     """Return the figures of a dataset of K logits for a draft; None for other datasets.
 
-    Held-out documents come first: of a dataset that is still being generated, they exist already.
+    Held-out documents and those of the first batch are read: the first step needs them anyway, so a
+    dataset that is still being generated is not waited for any longer.
     """
     if not dataset.manifest.supervision.startswith("topk"):
         return None
-    rows = splits.validation.rows.tolist()[:DOCUMENTS]
-    packs = (pack for batch in splits.train.iter_batches(0) for pack in batch)
-    rows = rows or list(islice((row for pack in packs for row in pack), DOCUMENTS))
+    first = next(iter(splits.train.iter_batches(0)), [])
+    rows = [*splits.validation.rows.tolist(), *(row for pack in first for row in pack)][:DOCUMENTS]
     dataset.wait_for(rows, threading.Event())
     inside = torch.ones(draft.config.vocab_size, dtype=torch.bool)
     if not draft.full_vocabulary:
@@ -96,16 +95,21 @@ def _document(dataset: Documents, row: int, count: int, inside: Tensor) -> tuple
 
 def log_missing_mass(found: MissingMass, options: Any, supervision: str) -> None:
     """Log what the K logits miss, and what that does to the loss and to the metrics."""
-    bounds = found.bounds
-    side = {"lower": "a lower bound of", "upper": "an upper bound of", "": "near"}[bounds.side]
-    value = "no bound of the difference" if bounds.value is None else f"within {bounds.value:.2g}"
+    bounds, other = found.bounds, "the loss with all logits"
+    far = "with no bound of the distance"
+    if bounds.value is not None:
+        far = f"at most {bounds.value:.2g} away"
     if bounds.value == 0:
-        side, value = "exactly", "the K tokens include its target"
+        loss = f"equals {other}: its target is one of the K tokens"
+    elif bounds.side:
+        loss = f"is {'a' if bounds.side == 'lower' else 'an'} {bounds.side} bound of {other}, {far}"
+    else:
+        loss = f"differs from {other}, {far}"
     slope = "no bound" if bounds.gradient is None else f"at most {bounds.gradient:.2g} per slot"
     log.info(
         "teacher    %s: the logits miss %.2g of the target's probability on average (largest %.2g, "
-        "%s slots). Loss %s is %s the loss with all logits (%s); error of its gradient for the "
-        "draft's logits: %s. Expected acceptance is a lower bound, at most %.2g too low",
+        "%s slots). Loss %s %s; error of its gradient for the draft's logits: %s. Expected "
+        "acceptance is a lower bound, at most %.2g too low",
         *(supervision, found.missing, found.largest, f"{found.slots:,}"),
-        *(options.loss, side, value, slope, found.missing),
+        *(options.loss, loss, slope, found.missing),
     )

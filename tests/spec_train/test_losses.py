@@ -218,22 +218,26 @@ def test_micro_batches_add_up_to_one_batch(name: str, hard: bool) -> None:
     close(found, torch.autograd.grad(loss([0, 1, 2, 3, 4]), [hidden, weight]), terms=2 * LAYER)
 
 
-def test_half_precision_states_give_float32_sums() -> None:
-    hidden, weight, teacher, weights = _case()
+@pytest.mark.parametrize(("name", "hard"), EVERY)
+def test_half_precision_states_give_float32_sums(name: str, hard: bool) -> None:
+    kind = LossKind(name=name, hard=hard)
+    hidden, weight, teacher, weights = _case(reduced=True)
     low = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]
     total, stats = head_loss(
         *low,
         lambda part: _part(teacher, part).to(torch.float32),
         weights.float(),
-        LossKind(),
+        kind,
         1 << 20,
     )
-    expected, _ = head_loss(hidden, weight, lambda part: _part(teacher, part), weights, LossKind())
+    expected, _ = head_loss(hidden, weight, lambda part: _part(teacher, part), weights, kind)
     assert total.dtype == stats.loss.dtype == torch.float32
-    # states, weights, logits and teacher are rounded; a mean over 15 slots
-    close(total.double(), expected, terms=4 / 15, dtype=torch.bfloat16)
+    # states, weights, logits and teacher are rounded, in sums of 15 slots
+    sizes = (weights * stats.loss.double().abs().clamp_min(1)).sum()
+    close(total.double(), expected, terms=4, dtype=torch.bfloat16, magnitude=float(sizes))
     total.backward()
     assert [x.grad.dtype for x in low] == [torch.bfloat16] * 2
+    assert all(bool(x.grad.isfinite().all()) for x in low)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
