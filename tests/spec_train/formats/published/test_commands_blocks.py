@@ -1,0 +1,118 @@
+"""A published DFlash in the commands as it is: eval on data, fit, export. It slides and is causal.
+
+The draft has z-lab's layout: no embedding, no head, and the target's `tie_word_embeddings`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spec_data.shards.errors import DraftError
+from spec_train.draft_options import DRAFT_OPTIONS
+from spec_train.drafts import load_draft
+from spec_train.evaluation.report import run_eval
+from spec_train.exporting import find_target, run_export
+from spec_train.options import EvalConfig, ExportConfig, FitConfig
+from spec_train.training.setup import fit
+from tests.factory import tiny_dataset, tiny_llama
+from tests.spec_train.formats.published import tiny
+
+HIDDEN, VOCAB, INNER, LAYERS, SIZE = 32, 64, 64, 2, 4  # of tiny_llama, and of the draft
+CONFIG: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"],
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "model_type": "qwen3",
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_hidden_layers": LAYERS,
+    "num_target_layers": 4,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "block_size": SIZE,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 6,
+    "use_sliding_window": True,
+    "tie_word_embeddings": True,
+    "dflash_config": {"mask_token_id": 5, "target_layer_ids": [2, 0]},
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset, its target, and the draft of another trainer for it."""
+    folder = tmp_path_factory.mktemp("published")
+    torch.manual_seed(6)
+    tensors = {"fc.weight": torch.randn(HIDDEN, 2 * HIDDEN) / 8}
+    tensors |= {f"{name}.weight": 1 + torch.rand(HIDDEN) for name in ("hidden_norm", "norm")}
+    shapes = {
+        "self_attn.q_proj": (32, HIDDEN),
+        "self_attn.k_proj": (16, HIDDEN),
+        "self_attn.v_proj": (16, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, 32),
+        "mlp.gate_proj": (INNER, HIDDEN),
+        "mlp.up_proj": (INNER, HIDDEN),
+        "mlp.down_proj": (HIDDEN, INNER),
+    }
+    norms = {"input_layernorm": HIDDEN, "post_attention_layernorm": HIDDEN}
+    norms |= {"self_attn.q_norm": 8, "self_attn.k_norm": 8}
+    for i in range(LAYERS):
+        for name, shape in shapes.items():
+            tensors[f"layers.{i}.{name}.weight"] = torch.randn(shape) / 8
+        for name, size in norms.items():
+            tensors[f"layers.{i}.{name}.weight"] = 1 + torch.rand(size)
+    tiny.write(folder / "draft", CONFIG, tensors)
+    tiny_llama().save_pretrained(folder / "target")
+    tiny_dataset(folder / "data", n_docs=20)
+    return folder
+
+
+def test_eval_measures_it_on_a_dataset(place: Path) -> None:
+    config = EvalConfig(draft=str(place / "draft"), data=str(place / "data"), device="cpu")
+    assert run_eval(config)["acceptance_length"] >= 1
+
+
+def test_fit_goes_on_from_it(place: Path, tmp_path: Path) -> None:
+    config = FitConfig(
+        data=str(place / "data"),
+        out=str(tmp_path / "run"),
+        steps=0,
+        seq_len=64,
+        init_from=str(place / "draft"),
+        device="cpu",
+    )
+    options = {"num_draft_layers": LAYERS, "block_size": SIZE, "mask_token_id": 5}
+    window = {"sliding_window": 6, "layer_types": ",".join(CONFIG["layer_types"])}
+    fit("dflash", config, DRAFT_OPTIONS["dflash"](layers="0,2", **options, **window))
+    new = load_draft(tmp_path / "run" / "last")
+    old = load_draft(place / "draft", find_target(str(place / "target")))
+    assert new.config.layers == (0, 2) and new.config.layer_types == old.config.layer_types
+    for name, value in old.state_dict().items():
+        assert torch.equal(value, new.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("form", ["vllm", "sglang"])
+def test_export_writes_it_for_an_engine(place: Path, tmp_path: Path, form: str) -> None:
+    out, target = tmp_path / form, str(place / "target")
+    given = ExportConfig(draft=str(place / "draft"), format=form, out=str(out), target=target)
+    checked = run_export(given)
+    assert "refuse" not in [finding.level for finding in checked.findings[form]]
+    raw, facts = tiny.read_config(out), find_target(target)
+    assert raw["target_layer_ids"] == [0, 2] and raw["sliding_window"] == 6
+    old, new = load_draft(place / "draft", facts), load_draft(out, facts)
+    for name, value in old.state_dict().items():
+        assert torch.equal(value, new.state_dict()[name]), name
+
+
+def test_a_form_that_vllm_would_misread_is_refused(place: Path, tmp_path: Path) -> None:
+    """vLLM makes every layer of a speculators file causal, or none."""
+    draft, target = str(place / "draft"), str(place / "target")
+    out = str(tmp_path / "out")
+    given = ExportConfig(draft=draft, format="speculators", out=out, target=target)
+    with pytest.raises(DraftError, match="causal attention in the full layers"):
+        run_export(given)
