@@ -18,11 +18,11 @@ from spec_train.options import EvalConfig, fit_config, split_config
 from spec_train.training.setup import fit
 from tests.current_families import (
     CURRENT,
+    EVERY_DRAFT,
     LAYERS,
     NESTED,
     NOT_DECODED,
     ONE_PER_ROW,
-    RARE,
     WITHOUT_ROPE,
 )
 from tests.families import tiny_model
@@ -66,18 +66,16 @@ def places(tmp_path_factory):
 
 
 def drafts_of(family: str) -> list[str]:
-    """Return the drafts to fit: of a rare family one, in turn, unless all are asked for."""
+    """Return the drafts to fit: all, or one in turn (see `EVERY_DRAFT`)."""
     names = sorted(DRAFTS)
-    if family in NESTED and not ALL:
-        return ["eagle3"]
-    if ALL or family not in RARE:
+    if ALL or family in EVERY_DRAFT:
         return names
-    return [names[RARE.index(family) % len(names)]]
+    return [names[ALL_FAMILIES.index(family) % len(names)]]
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_generate_fit_and_eval(family: str, places) -> None:
-    """One dataset of a registered family trains and evaluates every draft (see `RARE`)."""
+    """One dataset of a registered family trains and evaluates every draft (see `drafts_of`)."""
     place = places(family)
     data = str(place / "data")
     (name,) = json.loads((place / "data" / "target" / "config.json").read_text())["architectures"]
