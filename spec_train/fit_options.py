@@ -12,6 +12,7 @@ from spec_data.shards.turn_masks import check_policy
 from spec_train.data_option import parse_sources
 from spec_train.loss_options import LEARNING, OptimizerOptions
 from spec_train.presets import PRESETS
+from spec_train.shape_options import SHAPE
 
 REQUIRED = "required"
 LENGTH = "how long, how large"
@@ -196,6 +197,14 @@ class FitConfig(OptimizerOptions):
         "the target's where a draft says so",
         group=LEARNING,
         metavar="DIR",
+    )
+    draft_config: str | None = option(
+        None,
+        help="shape of the draft from a config.json with keys of transformers, any subset, such as "
+        "that of a published draft. A flag replaces its key; a key that contradicts the target is "
+        "an error",
+        group=SHAPE,
+        metavar="FILE",
     )
     accept_edited: bool = accept_edited_option()
     log_every: int = option(10, help="steps between lines of metrics.jsonl", group=FILES)

@@ -15,6 +15,7 @@ from spec_data.config import from_dict, option
 from spec_data.shards.checking import CHECK_HELP, CHECKS, FIRST
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.turn_masks import check_policy
+from spec_train.draft_config_file import options_of
 from spec_train.draft_options import draft_options
 from spec_train.fit_options import (
     DATA,
@@ -78,6 +79,8 @@ def resolve_fit(
 ) -> Any:
     """Build the joined config of `fit DRAFT`: `given` over `table` over a preset over defaults.
 
+    A --draft-config file stands below `table` and above a preset.
+
     The command line and the Python API both come through here, so a preset works in both.
     `given` holds what the caller typed, `table` the content of a config file, and `where` names
     their place in errors. `split_config` takes the result apart.
@@ -89,7 +92,13 @@ def resolve_fit(
     cls = fit_config(draft)
     names = {field.name for field in dataclasses.fields(cls)}
     check_choice(given)
-    return from_dict(cls, apply_preset(given, table or {}, names), where=where)
+    values = apply_preset(given, table or {}, names)
+    if values.get("draft_config") is not None:
+        own = {field.name for field in dataclasses.fields(draft_options(draft))}
+        shape = options_of(str(values["draft_config"]), draft, own)
+        typed = {**(table or {}), **given}
+        values |= {name: value for name, value in shape.items() if name not in typed}
+    return from_dict(cls, values, where=where)
 
 
 def default_lr(hidden_size: int) -> float:

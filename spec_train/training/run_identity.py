@@ -20,7 +20,7 @@ TIMES, INTERVAL = 5, 500
 
 FORMERLY_HELD = ("gradient_checkpointing",)  # the identity of older runs may contain it
 MAY_CHANGE = (
-    "preset",  # a bundle: the options it sets are still compared
+    *("preset", "draft_config"),  # bundles: the options they set are still compared
     *("data", "out", "device", "log_every", "eval_every", "save_every", "keep", "track"),
     "check",  # decides when damage is found, not what is learnt
     "accept_edited",  # about the files of --init-from, which is compared

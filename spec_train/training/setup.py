@@ -37,6 +37,7 @@ from spec_train.head import TargetHead, vocabulary_coverage
 from spec_train.options import FitConfig, default_lr
 from spec_train.training.announce import announce, log_vocabulary
 from spec_train.training.checkpoint import RunDirectory
+from spec_train.training.draft_config_checks import check_keys, check_target
 from spec_train.training.missing_mass import log_missing_mass, measure_missing_mass
 from spec_train.training.ranks import Ranks
 from spec_train.training.result import FitResult
@@ -66,6 +67,7 @@ def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
             "come from spec_train.draft_options"
         )
     check_directory_to_write("--out", config.out)
+    check_keys(config)
     device = usable_device(config.device)
     with Ranks(device, config.sharding) as ranks, contextlib.ExitStack() as stack:
         if config.follow_keep and not ranks.alone:
@@ -278,6 +280,7 @@ def _make_draft(
         vocabulary_counts=_vocabulary_counts(options, dataset),
         positions=load_positions(dataset.path, dataset.manifest),
     )
+    check_target(config, fresh)
     if config.init_from is None:
         return fresh
     folder = resolve_draft_dir(config.init_from)

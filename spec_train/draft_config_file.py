@@ -1,0 +1,131 @@
+"""`--draft-config FILE`: the options of a draft from a config.json, of this or another project.
+
+In: a JSON object with keys of transformers, any subset; a published draft's config.json is one.
+Out: values of options. Flags and a `--config` file replace them. Keys that describe the target are
+compared with it when the draft is made, and an unknown key is an error
+(`draft_config_checks`). No torch here: `--help` is instant.
+"""
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from spec_data.paths import check_value
+from spec_data.shards.errors import ConfigError, MissingError
+from spec_data.shards.layer_ids import from_block_inputs
+
+NESTED = ("transformer_layer_config", "dflash_config", "eagle_config")
+"""Tables of a draft's config.json whose keys count as if they were at the top."""
+_MASKS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+_INPUTS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
+_OUTPUTS = ("target_layer_ids", "dspark_target_layer_ids")
+_LAYERS = {"eagle": "num_layers", "eagle3": "num_layers", "peagle": "draft_layers"}
+_SAME = (
+    *("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act"),
+    *("qk_norm", "norm_before_fc", "norm_before_residual", "fc_norm", "norm_output"),
+    *("train_embeddings", "draft_vocab_size", "block_size", "markov_rank", "markov_head_type"),
+    *("confidence_head_with_markov", "num_anchors", "sliding_window_non_causal"),
+)
+"""Keys whose option has the same name."""
+OPTION_KEYS = frozenset(
+    {
+        *(*_SAME, *_MASKS, *_INPUTS, *_OUTPUTS, *NESTED, "hidden_activation", "mlp_bias"),
+        *("num_hidden_layers", "draft_num_hidden_layers", "attention_bias", "sliding_window"),
+        *("layer_types", "use_sliding_window", "embed_requires_grad", "sample_from_anchor"),
+        *("enable_confidence_head", "layers"),
+    }
+)
+"""Keys that set options."""
+
+
+def read_draft_config(path: str) -> dict[str, Any]:
+    """Return the keys of a file, those of its `NESTED` tables included; null values are left out.
+
+    Raises:
+        MissingError: no such file. ConfigError: it is not a JSON object.
+    """
+    check_value("--draft-config", path)
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise MissingError(f"--draft-config {path}: no such file") from None
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"--draft-config {path}: not a JSON file ({error})") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"--draft-config {path}: expected an object, found {type(raw).__name__}")
+    flat = {name: value for name, value in raw.items() if name not in NESTED}
+    for table in NESTED:
+        inner = raw.get(table) if isinstance(raw.get(table), dict) else {}
+        for name, value in (inner or {}).items():
+            if table == "eagle_config" and name in _INPUTS:
+                name = "target_layer_ids"  # nested ids are outputs of blocks, as SGLang reads them
+            flat.setdefault(name, value)
+    return {name: value for name, value in flat.items() if value is not None}
+
+
+def options_of(path: str, draft: str, names: Collection[str]) -> dict[str, Any]:
+    """Return the options that a file sets, of those in `names`, the options of the draft.
+
+    Raises:
+        MissingError: no such file. ConfigError: it is not a JSON object, or a key has no meaning
+            for this kind of draft.
+    """
+    raw = read_draft_config(path)
+    found = {name: raw[name] for name in _SAME if name in raw}
+    found |= {"hidden_act": raw["hidden_activation"]} if "hidden_activation" in raw else {}
+    for name in ("attention_bias", "mlp_bias"):
+        if name in raw:
+            found[name] = "true" if raw[name] else "false"
+    if "embed_requires_grad" in raw:
+        found.setdefault("train_embeddings", raw["embed_requires_grad"])
+    found |= _windows(raw) | _layers(raw, draft) | _head_size(raw)
+    for name in reversed(_MASKS):
+        if name in raw:
+            found["mask_token_id"] = raw[name]
+    if "sample_from_anchor" in raw:
+        found["layout"] = "anchor" if raw["sample_from_anchor"] else "mask"
+    if raw.get("enable_confidence_head") is False:
+        found["confidence_weight"] = 0.0
+    if raw.get("markov_rank") == 0:  # no head, so no type of it
+        found.pop("markov_head_type", None)
+    odd = sorted(name for name, value in found.items() if name not in names and value)
+    if odd:
+        raise ConfigError(
+            f"--draft-config {path}: {', '.join(odd)}: {draft} drafts have no such option; fit "
+            "the kind of draft that the file describes, or remove the key"
+        )
+    return {name: value for name, value in found.items() if name in names}
+
+
+def _windows(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the window and the layer types; none unless a layer slides."""
+    window, types = raw.get("sliding_window"), raw.get("layer_types")
+    if raw.get("use_sliding_window") is False or (types and "sliding_attention" not in types):
+        return {}
+    found: dict[str, Any] = {"sliding_window": window} if window else {}
+    if types:
+        # a copy of the target's config has one entry per layer of the target
+        found["layer_types"] = ",".join(types[: raw.get("num_hidden_layers", len(types))])
+    return found
+
+
+def _layers(raw: dict[str, Any], draft: str) -> dict[str, Any]:
+    """Return the number of layers of the draft, and the captured layers that it reads."""
+    count, found = raw.get("draft_num_hidden_layers", raw.get("num_hidden_layers")), {}
+    if count is not None and "LlamaEagle3DraftModel" not in (raw.get("architectures") or ()):
+        found[_LAYERS.get(draft, "num_draft_layers")] = count  # AutoModel's is the target's number
+    inputs = next((raw[name] for name in _INPUTS if raw.get(name)), None)
+    outputs = next((raw[name] for name in _OUTPUTS if raw.get(name)), None)
+    ids = from_block_inputs(inputs) if inputs else outputs
+    if isinstance(raw.get("layers"), str):
+        found["layers"] = raw["layers"]
+    elif ids:
+        found["layers"] = ",".join(map(str, sorted(set(ids))))
+    return found
+
+
+def _head_size(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the head size that transformers derives for a file without one."""
+    heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
+    return {"head_dim": hidden // heads} if heads and hidden and "head_dim" not in raw else {}
