@@ -105,7 +105,12 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
     own_embedding = has_own_embedding(tensors, files, target)
     sizes = shape["vocab_size"], shape["draft_vocab_size"]
     tensors = own_vocabulary(tensors, *sizes, files.weights_path)
-    layers, tensors = sort_states(tensors, aux_layers(files, target), files.config_path)
+    layers, tensors = sort_states(
+        tensors,
+        aux_layers(files, target),
+        files.config_path,
+        collected="speculators_version" in raw,  # its states come from vLLM, which sorts them
+    )
     tensors = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
     tensors[MASK_STATES] = tensors[MASK_STATES].reshape(1, 1, -1)
     tensors = with_target_weights(tensors, files, target, shape["dtype"], shared)
