@@ -83,7 +83,7 @@ def from_speculators(flat: DraftFiles, depth: int | None, target: TargetFacts) -
     raw = defaults | raw
     raw["target_layer_ids"] = from_block_inputs(raw.pop(INPUT_KEY))
     raw["architectures"] = [DFLASH if dflash else DSPARK]
-    return from_flat(DraftFiles(raw, flat.tensors, flat.where), depth, target)
+    return from_flat(DraftFiles(raw, flat.tensors, flat.where), depth, target, collected=True)
 
 
 def _check_silent_anchor(flat: DraftFiles, raw: dict[str, Any], depth: int | None) -> None:
@@ -102,8 +102,10 @@ def _check_silent_anchor(flat: DraftFiles, raw: dict[str, Any], depth: int | Non
     )
 
 
-def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> DraftFiles:
-    """Convert a flat checkpoint of any trainer to ours.
+def from_flat(
+    files: DraftFiles, depth: int | None, target: TargetFacts, *, collected: bool = False
+) -> DraftFiles:
+    """Convert a flat checkpoint of any trainer to ours; `collected` as for `sort_states`.
 
     Raises:
         DraftError: it computes something that our DSpark and DFlash do not, or weights are missing.
@@ -120,7 +122,9 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
     windows = windows_of(files, blocks)
     heads = bool(raw.get("markov_rank") or raw.get("enable_confidence_head"))
     anchor = _anchor(files, dflash, heads)
-    layers, tensors = sort_states(files.tensors, raw["target_layer_ids"], files.config_path)
+    layers, tensors = sort_states(
+        files.tensors, raw["target_layer_ids"], files.config_path, collected=collected
+    )
     config = shape_of(files) | switches_of(files)
     config |= {
         "architectures": [DFLASH if dflash and not anchor and not heads else DSPARK],

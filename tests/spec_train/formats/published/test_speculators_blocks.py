@@ -284,3 +284,19 @@ def test_the_embedding_of_a_peagle_is_its_own(
     if draft.config.train_embeddings:
         draft.share(blocks.head_of(facts))  # as evaluation does
         parallel.compare(draft, tensors, own, ids, norm_before_residual=True)
+
+
+def test_layer_ids_in_another_order_leave_the_parts_of_fc(tmp_path: Path) -> None:
+    """Its states are collected in the order of the target's blocks, not in that of the ids."""
+    facts, tensors = blocks.target(), blocks.block_tensors()
+    assert facts.embedding is not None and facts.head is not None
+    raw = block_config("dflash", aux_hidden_state_layer_ids=[9, 2, 5])
+    draft = blocks.read_block(tiny.write(tmp_path / "block", raw, tensors), facts)
+    assert draft.config.layers == tuple(IDS)
+    blocks.compare(draft, facts, Reading(tensors, facts.embedding, facts.head, anchor=False))
+    ids, tensors = tiny.some_ids(), parallel.peagle_tensors()
+    raw = peagle_config("llama", eagle_aux_hidden_state_layer_ids=[9, 2, 5])
+    saved = tensors | {"embed_tokens.weight": facts.embedding} | tiny.maps(ids)
+    draft = parallel.read_peagle(tiny.write(tmp_path / "peagle", raw, saved), facts)
+    assert draft.config.layers == tuple(IDS)
+    parallel.compare(draft, tensors, facts.embedding, ids, norm_before_residual=True)
