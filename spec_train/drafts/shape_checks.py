@@ -25,8 +25,22 @@ def check_shape(config: Any) -> None:
         )
     if config.head_dim % 2:
         raise DraftError(f"head_dim = {config.head_dim}: rotary positions need an even size")
+    _check_factors(config)
     _check_activation(config.hidden_act)
     _check_layer_types(config)
+
+
+def _check_factors(config: Any) -> None:
+    """Refuse a head size for which longrope has no factors: it has one per rotated pair."""
+    rope = config.rope_parameters
+    pairs = int(config.head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+    for name in ("short_factor", "long_factor"):
+        count = len(rope.get(name) or ()) if rope["rope_type"] == "longrope" else 0
+        if count not in (0, pairs):
+            raise DraftError(
+                f"head_dim = {config.head_dim}: the target's longrope has {count} numbers in "
+                f"{name}, heads of this size need {pairs}; use the target's head size"
+            )
 
 
 def _check_activation(name: str) -> None:

@@ -6,13 +6,14 @@ import pytest
 
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.draft_options import DRAFT_OPTIONS
+from spec_train.draft_options import DRAFT_OPTIONS, Eagle3Options
 from spec_train.drafts import DRAFTS
 from spec_train.drafts.eagle3.config import Eagle3Config
 from spec_train.formats.draft_seal import SECTION
 from spec_train.head import TargetHead
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft
+from tests.spec_train.drafts.shared import small_target
 
 dataset, head = any_draft.dataset, any_draft.head
 
@@ -88,6 +89,18 @@ def test_an_impossible_shape_is_refused(
 ) -> None:
     with pytest.raises((ConfigError, DraftError), match=message):
         build_draft("eagle3", dataset, head, **options)
+
+
+def test_longrope_has_no_factors_for_another_head_size() -> None:
+    rope = {
+        **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32},
+        **{"short_factor": [1.0, 1.0, 1.0], "long_factor": [2.0, 3.0, 4.0]},
+    }
+    sizes = {"layers": (1,), "vocab_size": 8, "draft_vocab_size": 8}
+    target = small_target(12, 4, 2, rope)  # heads of size 6
+    assert Eagle3Config.from_target(target, options=Eagle3Options(), **sizes).head_dim == 6
+    with pytest.raises(DraftError, match=r"head_dim = 4: .* has 3 numbers in short_factor"):
+        Eagle3Config.from_target(target, options=Eagle3Options(head_dim=4), **sizes)
 
 
 def test_the_fields_of_the_schema_have_one_name_each() -> None:
