@@ -323,8 +323,9 @@ def test_a_mask_token_of_no_use_is_refused(dataset: HiddenStatesDataset, head: T
     assert build(dataset, head, "dspark", mask_token_id=9).config.mask_token_id == 9
 
 
-def test_biases_and_norms_of_the_target_do_not_leak_into_the_draft() -> None:
-    """The layers have norms of queries and keys and no biases, as published, for every target."""
+@pytest.mark.parametrize(("switch", "bias"), [("auto", True), ("false", False)])
+def test_biases_follow_the_target_and_norms_are_those_published(switch: str, bias: bool) -> None:
+    """The layers have norms of queries and keys for every target, and its biases if wanted."""
     raw = LlamaConfig(num_hidden_layers=6, attention_bias=True, vocab_size=64).to_dict()
     raw["architectures"] = ["LlamaForCausalLM"]
     config = DSparkConfig.from_target(
@@ -333,6 +334,6 @@ def test_biases_and_norms_of_the_target_do_not_leak_into_the_draft() -> None:
         vocab_size=64,
         draft_vocab_size=64,
         mask_token_id=0,
-        options=DSparkOptions(),
+        options=DSparkOptions(attention_bias=switch),
     )
-    assert config.layer_shape.qk_norm and not config.layer_shape.attention_bias
+    assert config.layer_shape.qk_norm and config.layer_shape.attention_bias == bias
