@@ -150,7 +150,11 @@ class BaseConfig(LayerSizes):
 
     def own_json(self, draft: str, options: Any) -> dict[str, Any]:
         """Return the section of config.json that only this project reads."""
-        kept = {name: value for name, value in to_dict(options).items() if name not in PATHS}
+        kept = {  # without null, which some engines do not read
+            name: value
+            for name, value in to_dict(options).items()
+            if name not in PATHS and value is not None
+        }
         own = {"draft": draft, "options": kept, "origin": self.origin}
         return own | ({"positions": self.positions} if self.positions else {})
 
