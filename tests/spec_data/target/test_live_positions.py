@@ -17,7 +17,7 @@ from spec_data.models.rope_settings import rotary_table
 from spec_data.shards.position_data import Positions
 from spec_data.target.live_positions import read_positions, sampled_positions
 from spec_train.drafts.layers import Rotary
-from tests.current_families import CURRENT, RARE, WITHOUT_ROPE, current_config
+from tests.current_families import EVERY_DRAFT, WITHOUT_ROPE, current_config
 from tests.families import FAMILIES, MORE_FAMILIES, tiny_model
 from tests.tolerance import close
 
@@ -79,7 +79,7 @@ def test_stored_frequencies_are_those_of_the_live_module(family: str, caplog) ->
         close(own[0], other, terms=4)
 
 
-@pytest.mark.parametrize("family", sorted(set(CURRENT) - set(RARE)))
+@pytest.mark.parametrize("family", sorted(EVERY_DRAFT))
 def test_current_families_are_proven_and_their_configs_agree(family: str, caplog) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(current_config(family)).eval()
