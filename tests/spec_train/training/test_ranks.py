@@ -101,14 +101,14 @@ def test_recomputing_activations_on_ranks_changes_nothing(gentle, tmp_path, shar
     many = change(gentle, batch_size=1, accumulation=2, sharding=sharding, steps=4)
 
     def prepare(rank):
-        original, calls = Unroll._step, []
+        original, calls = Unroll._attended, []
 
         def counted(self, *arguments):
             calls.append(torch.is_grad_enabled())
             (tmp_path / f"calls-{rank}").write_text(str(sum(calls)))
             return original(self, *arguments)
 
-        Unroll._step = counted
+        Unroll._attended = counted
 
     fit_well(many, prepare=prepare, options=replace(OPTIONS, gradient_checkpointing=True))
     assert_close_runs(alone.out, many.out)

@@ -90,13 +90,13 @@ def test_a_run_may_go_on_with_activations_recomputed(config, tmp_path, recorded,
         del table["checksum"]  # older releases wrote none
         file.write_text(json.dumps(table))
     calls = []
-    original = Unroll._step
+    original = Unroll._attended
 
     def counted(self, *arguments):
         calls.append(torch.is_grad_enabled())
         return original(self, *arguments)
 
-    monkeypatch.setattr(Unroll, "_step", counted)
+    monkeypatch.setattr(Unroll, "_attended", counted)
     assert run(config, replace(OPTIONS, gradient_checkpointing=True)).finished
     micro_batches = 7 * config.accumulation
     assert sum(calls) == 2 * OPTIONS.ttt_steps * micro_batches
