@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import spec_data.generation.calibrate as calibrate_module
 from spec_data.estimation import Estimate, estimate_text
 from spec_data.generation.calibrate import sample_documents
+from spec_data.generation.fitting import fitting
 from spec_data.generation.sealing import seal_directory
 from spec_data.generation.setup import make_plan, set_up
 from spec_data.options import GenerateConfig, VerifyConfig
@@ -39,7 +40,7 @@ def test_estimate_is_exact_but_for_escaped_tokens(target, corpus, tmp_path, give
     if "codec" not in given:
         assert predicted == found
     assert sum(predicted) == pytest.approx(sum(found), rel=0.01)
-    text = estimate_text(Estimate(setup, plan))
+    text = estimate_text(Estimate(setup, plan, fitting(setup)))
     assert "per massive token and lossy column" in text or "codec" not in given
     assert "tail tokens trimmed" in text and "hidden.final" in text
 

@@ -9,6 +9,7 @@ import pytest
 
 import spec_data.generation.run as generate_module
 from spec_data.estimation import Estimate, estimate_text
+from spec_data.generation.fitting import fitting
 from spec_data.generation.replan import check_still_planned, discard_unused_plan, half_discarded
 from spec_data.generation.run import find_plan
 from spec_data.generation.setup import make_plan, set_up
@@ -114,7 +115,9 @@ def test_the_few_rows_that_a_template_refuses_are_kept_as_examples(target, tmp_p
     assert counts.unrendered_examples["template-error"][0].startswith("c.jsonl:298: ")
     assert f"row left out (template-error): {file}:298: " in caplog.text
     assert "not rendered (template-error): c.jsonl:298: " in counts_text(vars(counts))
-    assert "0 bad, 3 that cannot be rendered" in estimate_text(Estimate(setup, plan))
+    assert "0 bad, 3 that cannot be rendered" in estimate_text(
+        Estimate(setup, plan, fitting(setup))
+    )
     assert plan.corpus[0]["unrendered"] == 3
 
 
