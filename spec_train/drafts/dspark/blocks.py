@@ -106,7 +106,7 @@ def expected_weights(
     for d, weight in enumerate(weights):
         # Draft d of the block at a reads slot a+d, which is in the document if the draft counts.
         at = torch.zeros_like(inside)  # [B, T], `inside` moved left by d
-        at[:, : inside.shape[1] - d] = inside[:, d:]
+        at[:, : inside[:, d:].shape[1]] = inside[:, d:]  # nothing is left of a shorter pack
         total += weight * (candidates & counted[..., d] & at).sum(1)
     count = candidates.sum(1).double()  # [B]
     return (total * (count.clamp(max=limit) / count.clamp(min=1))).sum()
