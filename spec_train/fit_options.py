@@ -192,9 +192,9 @@ class FitConfig(OptimizerOptions):
     )
     init_from: str | None = option(
         None,
-        help="start from the weights of this draft: a run, a checkpoint, or a draft directory in "
-        "any form that `spec-train export` writes, from any trainer. Not given: random weights, or "
-        "the target's where a draft says so",
+        help="start from the weights and the shape of this draft: a run, a checkpoint, or a draft "
+        "directory of any trainer in docs/published-drafts.md. Not given: random weights, or the "
+        "target's where a draft says so",
         group=LEARNING,
         metavar="DIR",
     )

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_data.config import differing_fields, to_dict
+from spec_data.config import to_dict
 from spec_data.devices import compute_dtype, compute_dtype_name, usable_device
 from spec_data.paths import check_directory_to_write
-from spec_data.shards.errors import ConfigError, DraftError
+from spec_data.shards.errors import ConfigError
 from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.identity import identity_of
 from spec_data.shards.position_data import load_positions
@@ -30,9 +30,8 @@ from spec_train.data.splits import Splits, make_splits
 from spec_train.data.token_counts import count_tokens, counts_from
 from spec_train.data_option import parse_sources
 from spec_train.draft_options import draft_options
-from spec_train.drafts import Draft, draft_class, load_draft
+from spec_train.drafts import Draft, draft_class
 from spec_train.drafts.targets import special_ids, target_architectures
-from spec_train.formats.target_facts import TargetFacts, block_count
 from spec_train.head import TargetHead, vocabulary_coverage
 from spec_train.options import FitConfig, default_lr
 from spec_train.training.announce import announce, log_vocabulary
@@ -43,9 +42,9 @@ from spec_train.training.ranks import Ranks
 from spec_train.training.result import FitResult
 from spec_train.training.run_identity import FORMERLY_HELD, rules_of, run_identity, with_intervals
 from spec_train.training.run_size import sized
-from spec_train.training.stored import Saved, read_checkpoint, resolve_draft_dir
+from spec_train.training.start_draft import start_from, with_shape_of_start
+from spec_train.training.stored import Saved, read_checkpoint
 from spec_train.training.trainer import Trainer
-from spec_train.vocabulary_options import CHOICES, PATHS
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +95,7 @@ def _fit(
 ) -> FitResult:
     """Run one rank; `run` is None on every rank except rank 0."""
     started = ranks.gather(None if run is None else run.started())[0]
+    options = with_shape_of_start(draft_name, config, options, dataset, started)
     config, rules = rules_of(config, options, started)
     config = sized(config, dataset, ranks.world_size, started)
     splits = make_splits(dataset, config, ranks.world_size, rules)
@@ -283,62 +283,4 @@ def _make_draft(
     check_target(config, fresh)
     if config.init_from is None:
         return fresh
-    folder = resolve_draft_dir(config.init_from)
-    loaded = load_draft(folder, _target_facts(dataset, head), accept_edited=config.accept_edited)
-    if loaded.name != name:
-        raise DraftError(
-            f"--init-from {folder}: this is a {loaded.name} draft; fit it with "
-            f"`spec-train fit {loaded.name}`"
-        )
-    loaded.update_config(**_unlearned(loaded.config, fresh.config))
-    ignored: dict[str, Any] = {"dtype": "", "origin": {}}  # of the file; `join` checks the target
-    ignored |= dict.fromkeys(type(loaded.config).of_files)
-    # "auto" follows the target in a new draft; a draft that exists keeps the biases that it has
-    ignored |= dict.fromkeys(options.biases_of_target, "")
-    old, new = to_dict(loaded.config), to_dict(fresh.config)
-    differing = differing_fields(old | ignored, new | ignored)
-    if differing:
-        raise DraftError(
-            f"--init-from {folder}: the draft has another shape or target than this run:\n  "
-            + "\n  ".join(differing)
-            + "\nUse the options of that draft, or leave --init-from out"
-        )
-    for warning in loaded.join(head, dataset.manifest, f"--init-from {folder}"):
-        log.warning("warning: %s", warning)
-    _require_vocabulary(options, loaded, fresh, folder)
-    loaded.use_options(options)
-    return loaded
-
-
-def _require_vocabulary(options: Any, loaded: Draft, fresh: Draft, folder: Path) -> None:
-    """Refuse a draft of --init-from whose vocabulary is not the one that options ask for.
-
-    Raises:
-        DraftError: it has other tokens, though as many.
-    """
-    asked = [n for n in (*CHOICES[1:], *PATHS) if getattr(options, n, None) is not None]
-    if asked and not torch.equal(loaded.draft_ids.cpu(), fresh.draft_ids.cpu()):
-        raise DraftError(
-            f"--init-from {folder}: the draft has a vocabulary of its own, with other tokens than "
-            f"--{asked[0].replace('_', '-')} chooses; leave that out, or prune the draft with "
-            "`spec-train export --draft-vocab` first"
-        )
-
-
-def _unlearned(own: Any, fresh: Any) -> dict[str, Any]:
-    """Return fields that do not affect the draft's output and that published files may lack."""
-    found = {"token_ids": fresh.token_ids}
-    if own.rope_parameters["rope_type"] in ("default", "linear", "llama3"):
-        found["max_position_embeddings"] = fresh.max_position_embeddings
-    if not own.positions and set(fresh.positions) <= {"factors"}:
-        found["positions"] = fresh.positions  # other tools do not record the factors of longrope
-    return found
-
-
-def _target_facts(dataset: Documents, head: TargetHead) -> TargetFacts:
-    """Return what a draft of another tool may leave to its target."""
-    return TargetFacts(
-        num_layers=block_count(dataset.target_config()),
-        embedding=head.embed_weight,
-        head=head.head_weight,
-    )
+    return start_from(name, config, options, dataset, head, fresh)

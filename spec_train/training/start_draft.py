@@ -1,0 +1,166 @@
+"""`--init-from`: the draft that a run starts with, and the shape that it brings.
+
+In: a draft directory of any form, and the options of the run. Out: the draft, connected to the
+dataset's target; and the options with the shape of that draft, where the user gave none.
+"""
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spec_data.config import differing_fields, to_dict
+from spec_data.shards.errors import DraftError
+from spec_train.data.mixture import Documents
+from spec_train.drafts import Draft, load_draft
+from spec_train.formats.target_facts import TargetFacts, block_count
+from spec_train.head import TargetHead
+from spec_train.options import FitConfig
+from spec_train.training.stored import resolve_draft_dir
+from spec_train.vocabulary_options import CHOICES, PATHS
+
+log = logging.getLogger(__name__)
+
+_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+_SHAPE = (
+    *_SIZES,
+    *("num_layers", "draft_layers", "num_draft_layers", "layers", "hidden_act", "qk_norm"),
+    *("sliding_window", "layer_types", "sliding_window_non_causal", "train_embeddings"),
+    *("norm_before_fc", "norm_before_residual", "fc_norm", "norm_output"),
+    *("block_size", "layout", "mask_token_id", "markov_rank", "markov_head_type"),
+    *("confidence_head_with_markov", "draft_vocab_size"),
+)
+"""Options that decide a draft's shape. Biases are not here: "auto" keeps those of the draft."""
+
+
+def with_shape_of_start(
+    name: str, config: FitConfig, options: Any, dataset: Documents, started: dict[str, Any] | None
+) -> Any:
+    """Return the options of the draft `name` with the shape of --init-from.
+
+    Options that have another value than their default were given by the user, and stay. A run that
+    resumes (`started` is its identity) has the shape that it began with.
+
+    Raises:
+        MissingError, DraftError: the draft cannot be read, or is of another kind.
+    """
+    if config.init_from is None:
+        return options
+    if started is not None and started.get("init_from") == config.init_from:
+        return _filled(options, started)
+    draft = _load(name, config, dataset, TargetHead.from_dataset(dataset.path))
+    found = to_dict(draft.options) | {key: getattr(draft.config, key) for key in _SIZES}
+    if draft.config.layers:
+        found["layers"] = ",".join(map(str, draft.config.layers))
+    if found.get("confidence_weight"):  # 0: the draft has no such head, else only a weight
+        del found["confidence_weight"]
+    made = _filled(options, found)
+    taken = {k: v for k, v in to_dict(made).items() if v != to_dict(options)[k]}
+    if taken:
+        text = ", ".join(f"{key} {value}" for key, value in taken.items())
+        log.info("shape      of --init-from, where no option says otherwise: %s", text)
+    return made
+
+
+def _filled(options: Any, known: dict[str, Any]) -> Any:
+    """Return options whose default values are replaced by the shape in `known`."""
+    default = {f.name: f.default for f in dataclasses.fields(options)}
+    names = [key for key in (*_SHAPE, "confidence_weight") if key in default]
+    if any(getattr(options, key, None) is not None for key in (*CHOICES[1:], *PATHS)):
+        names = [key for key in names if key != "draft_vocab_size"]
+    changes = {
+        key: known[key]
+        for key in names
+        if known.get(key) is not None and getattr(options, key) == default[key]
+    }
+    return dataclasses.replace(options, **changes)
+
+
+def start_from(
+    name: str,
+    config: FitConfig,
+    options: Any,
+    dataset: Documents,
+    head: TargetHead,
+    fresh: Draft,
+) -> Draft:
+    """Return the draft of --init-from, connected to the dataset's target.
+
+    `fresh` is a new draft of these options: its shape must be that of the loaded one.
+
+    Raises:
+        MissingError, DraftError: the draft cannot be read, is of another kind, shape or target, or
+            has another vocabulary than options ask for.
+    """
+    loaded = _load(name, config, dataset, head)
+    folder = resolve_draft_dir(str(config.init_from))
+    loaded.update_config(**_unlearned(loaded.config, fresh.config))
+    ignored: dict[str, Any] = {"dtype": "", "origin": {}}  # of the file; `join` checks the target
+    ignored |= dict.fromkeys(type(loaded.config).of_files)
+    # "auto" follows the target in a new draft; a draft that exists keeps the biases that it has
+    ignored |= dict.fromkeys(options.biases_of_target, "")
+    old, new = to_dict(loaded.config), to_dict(fresh.config)
+    differing = differing_fields(old | ignored, new | ignored)
+    if differing:
+        raise DraftError(
+            f"--init-from {folder}: the draft has another shape or target than this run:\n  "
+            + "\n  ".join(differing)
+            + "\nUse the options of that draft, or leave --init-from out"
+        )
+    for warning in loaded.join(head, dataset.manifest, f"--init-from {folder}"):
+        log.warning("warning: %s", warning)
+    _require_vocabulary(options, loaded, fresh, folder)
+    loaded.use_options(options)
+    return loaded
+
+
+def _load(name: str, config: FitConfig, dataset: Documents, head: TargetHead) -> Draft:
+    """Read the draft of --init-from; `head` is the target's.
+
+    Raises:
+        MissingError, DraftError: it cannot be read, or is not a draft `name`.
+    """
+    folder = resolve_draft_dir(str(config.init_from))
+    loaded = load_draft(folder, _target_facts(dataset, head), accept_edited=config.accept_edited)
+    if loaded.name != name:
+        raise DraftError(
+            f"--init-from {folder}: this is a {loaded.name} draft; fit it with "
+            f"`spec-train fit {loaded.name}`"
+        )
+    return loaded
+
+
+def _require_vocabulary(options: Any, loaded: Draft, fresh: Draft, folder: Path) -> None:
+    """Refuse a draft of --init-from whose vocabulary is not the one that options ask for.
+
+    Raises:
+        DraftError: it has other tokens, though as many.
+    """
+    asked = [n for n in (*CHOICES[1:], *PATHS) if getattr(options, n, None) is not None]
+    if asked and not torch.equal(loaded.draft_ids.cpu(), fresh.draft_ids.cpu()):
+        raise DraftError(
+            f"--init-from {folder}: the draft has a vocabulary of its own, with other tokens than "
+            f"--{asked[0].replace('_', '-')} chooses; leave that out, or prune the draft with "
+            "`spec-train export --draft-vocab` first"
+        )
+
+
+def _unlearned(own: Any, fresh: Any) -> dict[str, Any]:
+    """Return fields that do not affect the draft's output and that published files may lack."""
+    found = {"token_ids": fresh.token_ids}
+    if own.rope_parameters["rope_type"] in ("default", "linear", "llama3"):
+        found["max_position_embeddings"] = fresh.max_position_embeddings
+    if not own.positions and set(fresh.positions) <= {"factors"}:
+        found["positions"] = fresh.positions  # other tools do not record the factors of longrope
+    return found
+
+
+def _target_facts(dataset: Documents, head: TargetHead) -> TargetFacts:
+    """Return what a draft of another tool may leave to its target."""
+    return TargetFacts(
+        num_layers=block_count(dataset.target_config()),
+        embedding=head.embed_weight,
+        head=head.head_weight,
+    )

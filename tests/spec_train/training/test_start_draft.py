@@ -1,0 +1,103 @@
+"""`--init-from` brings the shape of its draft: no option has to repeat it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from spec_data.shards.errors import DraftError
+from spec_train.draft_options import DRAFT_OPTIONS
+from spec_train.drafts import load_draft
+from spec_train.formats.draft_files import DraftFiles, read_files, write_files
+from spec_train.formats.draft_seal import SECTION
+from spec_train.options import resolve_fit, split_config
+from spec_train.training.setup import fit
+from tests.factory import tiny_dataset
+
+LAYER = {
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+SHAPES = {
+    "eagle": {**LAYER, "num_layers": 2, "hidden_act": "gelu", "depth": 2},
+    "eagle3": {
+        **LAYER,
+        **{"num_layers": 2, "layers": "0,2", "draft_vocab_size": 40, "ttt_steps": 2},
+        **{"qk_norm": True, "norm_before_fc": True, "norm_before_residual": True},
+        **{"norm_output": True, "sliding_window": 9},
+    },
+    "peagle": {**LAYER, "draft_layers": 2, "draft_vocab_size": 40, "depths": 3, "fc_norm": True},
+    "dspark": {
+        **LAYER,
+        **{"num_draft_layers": 1, "block_size": 4, "markov_rank": 6, "markov_head_type": "gated"},
+        **{"confidence_weight": 0.0, "draft_vocab_size": 40, "mask_token_id": 5},
+    },
+    "dflash": {**LAYER, "num_draft_layers": 1, "block_size": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    return str(tiny_dataset(tmp_path_factory.mktemp("start") / "data", n_docs=20))
+
+
+def run(name: str, data: str, out: Path, **given):
+    """Fit for a step as the command line does, options that are not given are at their default."""
+    config, options = split_config(
+        name,
+        resolve_fit(
+            name,
+            {"data": data, "out": str(out), "steps": 1, "seq_len": 48, "device": "cpu", **given},
+        ),
+    )
+    return fit(name, config, options)
+
+
+def foreign(folder: Path, out: Path) -> Path:
+    """Copy a draft as another program would have written it: without our section."""
+    files = read_files(folder)
+    config = {key: value for key, value in files.config.items() if key != SECTION}
+    write_files(DraftFiles(config, files.tensors, str(out)), out)
+    return out
+
+
+@pytest.mark.parametrize("name", DRAFT_OPTIONS)
+@pytest.mark.parametrize("whose", ["ours", "foreign"])
+def test_the_shape_comes_from_the_draft(name, whose, data, tmp_path):
+    run(name, data, tmp_path / "first", **SHAPES[name])
+    start = tmp_path / "first" / "last"
+    if whose == "foreign":
+        start = foreign(start, tmp_path / "foreign")
+    second = tmp_path / "second"
+    run(name, data, second, init_from=str(start), lr=1e-30)
+    old, new = (load_draft(folder) for folder in (start, second / "last"))
+    assert old.config.layer_shape == new.config.layer_shape
+    for key, value in old.state_dict().items():
+        assert torch.allclose(value.float(), new.state_dict()[key].float(), atol=1e-6), key
+    table = json.loads((second / "fit.json").read_text())
+    assert {k: table[k] for k in LAYER} == LAYER
+    assert run(name, data, second, init_from=str(start), lr=1e-30).finished  # resumes
+
+
+def test_a_run_resumes_without_the_draft_that_it_began_with(data, tmp_path):
+    run("eagle3", data, tmp_path / "first", **SHAPES["eagle3"])
+    start = foreign(tmp_path / "first" / "last", tmp_path / "start")
+    run("eagle3", data, tmp_path / "second", init_from=str(start))
+    start.rename(tmp_path / "moved")
+    assert run("eagle3", data, tmp_path / "second", init_from=str(start)).finished
+
+
+def test_an_option_that_is_given_stays_and_is_compared(data, tmp_path):
+    run("eagle3", data, tmp_path / "first", **SHAPES["eagle3"])
+    start = str(tmp_path / "first" / "last")
+    with pytest.raises(DraftError, match=r"another shape.*\n  head_dim: 16 -> 8"):
+        run("eagle3", data, tmp_path / "second", init_from=start, head_dim=8)
+
+
+def test_a_draft_of_another_kind_is_refused_before_the_data_are_read(data, tmp_path):
+    run("eagle", data, tmp_path / "first", **SHAPES["eagle"])
+    with pytest.raises(DraftError, match="this is a eagle draft; fit it with"):
+        run("eagle3", data, tmp_path / "second", init_from=str(tmp_path / "first"))
