@@ -65,18 +65,6 @@ def sizes_of(config: dict[str, Any], spec: DraftSpec) -> TargetShape:
         return spec.shape(_without_rope(config))
 
 
-def rope_of(shape: TargetShape) -> RopeSettings:
-    """Return the rope settings of a shape."""
-    return RopeSettings(
-        rope_parameters=shape.rope_parameters,
-        head_dim=shape.head_dim,
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        max_position_embeddings=shape.max_position_embeddings,
-        stored=shape.positions,
-    )
-
-
 def _without_rope(config: dict[str, Any]) -> dict[str, Any]:
     """Return a config without its tables of rope settings, at both levels."""
     return {
@@ -129,7 +117,7 @@ def _with_table(shape: TargetShape, table: RopeTable) -> TargetShape:
 def _table_of(shape: TargetShape) -> RopeTable | None:
     """Return the table of a shape's rope settings, None if they have none."""
     try:
-        return config_table(rope_of(shape))
+        return config_table(RopeSettings.of(shape))
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
         return None
 

@@ -4,7 +4,7 @@ Frequencies come from transformers' initialisers, the code that the target itsel
 rope type of transformers is supported.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -68,6 +68,12 @@ class RopeSettings:
     num_attention_heads: int
     max_position_embeddings: int
     stored: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, shape: Any) -> "RopeSettings":
+        """Return the rope settings of a `TargetShape`, or of a draft's configuration."""
+        names = [f.name for f in fields(cls) if f.name != "stored"]
+        return cls(**{name: getattr(shape, name) for name in names}, stored=shape.positions)
 
     def standardize_rope_params(self) -> None:
         """Do nothing: `rope_parameters` is already in the standard form. transformers calls it."""

@@ -100,14 +100,7 @@ class BaseConfig(LayerSizes):
     @property
     def rope(self) -> RopeSettings:
         """The fields that the rotary embedding needs."""
-        return RopeSettings(
-            rope_parameters=self.rope_parameters,
-            head_dim=self.head_dim,
-            hidden_size=self.hidden_size,
-            num_attention_heads=self.num_attention_heads,
-            max_position_embeddings=self.max_position_embeddings,
-            stored=self.positions,
-        )
+        return RopeSettings.of(self)
 
     @property
     def layer_shape(self) -> LayerShape:
