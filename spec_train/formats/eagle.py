@@ -19,6 +19,7 @@ from spec_train.formats.eagle_parts import (
 )
 from spec_train.formats.flat import (
     drop_target_head,
+    refuse_set,
     section_of,
     shape_of,
     shape_options,
@@ -56,6 +57,8 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
     files = draft_keys(files)
     shape, tensors = shape_of(files), eagle_tensors(files, WHAT)
     refuse_arithmetic(files, WHAT, but=_NORMS)
+    norms = ("norm_before_residual", "norm_output", "return_hidden_post_norm")
+    refuse_set(files, WHAT, **dict.fromkeys(norms, False))
     tensors, fields = with_whole_biases(tensors, files)
     fields = switches_of(files) | fields | {"qk_norm": has_norms(tensors, files)["qk_norm"]}
     bias = tensors.get(_BIAS)
@@ -79,7 +82,7 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
         _NORMS[1]: "norm.weight" in tensors,
     }
     options = EagleOptions(
-        num_layers=blocks, depth=depth or EagleOptions.depth, **shape_options(config)
+        num_layers=blocks, depth=depth or EagleOptions.depth, **shape_options(config, EagleOptions)
     )
     config["spec_train"] = section_of(files, "eagle", (), to_dict(options))
     return DraftFiles(config, tensors, files.where)

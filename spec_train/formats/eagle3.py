@@ -188,6 +188,12 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
 
 def _read(files: DraftFiles, depth: int | None, target: TargetFacts, collected: bool) -> DraftFiles:
     raw = files.config
+    if raw.get("parallel_drafting"):  # with `mask_hidden` it is read as P-EAGLE
+        raise DraftError(
+            f"{files.config_path}: parallel_drafting = true, but {files.weights_path} has no "
+            "mask_hidden: P-EAGLE drafts have it, and EAGLE-3 does not draft in parallel. Copy the "
+            "draft again, or remove the key"
+        )
     shape, tensors = shape_of(files), eagle_tensors(files, WHAT)
     refuse_arithmetic(files, WHAT)
     sizes = shape["vocab_size"], shape["draft_vocab_size"]
@@ -228,7 +234,7 @@ def _read(files: DraftFiles, depth: int | None, target: TargetFacts, collected: 
         norm_output=config["norm_output"],
         ttt_steps=depth or raw.get("ttt_length") or Eagle3Options.ttt_steps,
         step_decay=raw.get("step_loss_decay") or Eagle3Options.step_decay,
-        **shape_options(config),
+        **shape_options(config, Eagle3Options),
     )
     config["spec_train"] = section_of(files, "eagle3", layers, to_dict(options))
     return DraftFiles(config, tensors, files.where)

@@ -4,6 +4,7 @@ Published files omit different fields. An absent field gets the default of the c
 (transformers' LlamaConfig for sizes and rope). A field without a safe default must be present.
 """
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -97,9 +98,20 @@ def switches_of(files: DraftFiles) -> dict[str, Any]:
     """Return the switches of layers and norms that the file has; absent ones are left out.
 
     They have the names of a draft's configuration. Norms of queries and keys are known by their
-    weights, because published configs have no key for them.
+    weights, because published configs have no key for them. `hidden_activation` is Gemma's name of
+    `hidden_act`.
+
+    Raises:
+        DraftError: the two keys of the activation differ.
     """
     raw, nested = files.config, files.config.get("eagle_config") or {}
+    said = {raw[name] for name in ("hidden_act", "hidden_activation") if raw.get(name) is not None}
+    if len(said) > 1:
+        raise DraftError(
+            f"{files.config_path}: hidden_act = {raw['hidden_act']} and hidden_activation = "
+            f"{raw['hidden_activation']}: remove the one that the draft was not trained with"
+        )
+    raw = raw | {"hidden_act": next(iter(said), None)}
     found: dict[str, Any] = {}
     for name in ("hidden_act", "attention_bias", "mlp_bias", *_NORMS):
         value = raw[name] if raw.get(name) is not None else nested.get(name)
@@ -112,10 +124,14 @@ def switches_of(files: DraftFiles) -> dict[str, Any]:
     return found | ({"train_embeddings": True} if own else {})
 
 
-def shape_options(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of the options of `shape_options` that lead to these switches."""
+def shape_options(config: dict[str, Any], kind: type) -> dict[str, Any]:
+    """Return the values of the options of `shape_options` that lead to these switches.
+
+    `kind` is the class of the draft's options; a switch that it does not have is left out.
+    """
+    known = {field.name for field in dataclasses.fields(kind)}
     names = ("hidden_act", "qk_norm", "train_embeddings", *_NORMS)
-    found = {name: config[name] for name in names if name in config}
+    found = {name: config[name] for name in names if name in config and name in known}
     for name in ("attention_bias", "mlp_bias"):
         found[name] = "true" if config.get(name) else "false"
     if config.get("layer_types"):

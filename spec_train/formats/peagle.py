@@ -131,7 +131,7 @@ def from_flat(files: DraftFiles, depth: int | None, target: TargetFacts) -> Draf
         draft_layers=blocks,
         mask_token_id=mask,
         fc_norm=config["fc_norm"],
-        **shape_options(config),
+        **shape_options(config, PeagleOptions),
     )
     config["spec_train"] = section_of(files, "peagle", layers, to_dict(options))
     return DraftFiles(config, tensors, files.where)

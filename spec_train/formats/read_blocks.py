@@ -26,6 +26,7 @@ from spec_train.formats.dspark import (
     HEAD,
     INPUT_KEY,
 )
+from spec_train.formats.eagle_parts import has_own_embedding
 from spec_train.formats.flat import (
     MASK_KEYS,
     drop_target_head,
@@ -114,7 +115,8 @@ def from_flat(
     dflash = bool(set(files.config.get("architectures") or ()) & set(DFLASH_ARCHITECTURES))
     files = block_names(files)
     refuse_arithmetic(files, WHAT)
-    refuse_set(files, WHAT, norm_before_residual=False, norm_before_fc=False, fc_norm=False)
+    norms = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    refuse_set(files, WHAT, **dict.fromkeys(norms, False))
     blocks = needed(files, "num_hidden_layers")
     files = _with_layer_ids(files, dflash)
     raw = sizes_of_weights(files)
@@ -126,6 +128,9 @@ def from_flat(
         files.tensors, raw["target_layer_ids"], files.config_path, collected=collected
     )
     config = shape_of(files) | switches_of(files)
+    config["train_embeddings"] = bool(config.get("train_embeddings")) or has_own_embedding(
+        tensors, files, target
+    )
     config |= {
         "architectures": [DFLASH if dflash and not anchor and not heads else DSPARK],
         "model_type": "qwen3",
@@ -263,7 +268,7 @@ def _options(
         "layout": "anchor" if config[ANCHOR] else "mask",
         "mask_token_id": config["mask_token_id"],
         "num_anchors": anchors or DSparkOptions.num_anchors,
-        **shape_options(config),
+        **shape_options(config, DSparkOptions),
         NON_CAUSAL: config.get(NON_CAUSAL, False),
     }
     if kind == "dflash":

@@ -9,7 +9,8 @@ the config class of their `model_type` makes of them (transformers 5):
 - llama and other types: transformers' Llama has no windows and ignores all four keys. The
   speculators library and vLLM read `layer_types` and `sliding_window` of such a draft as they are,
   so a layer slides if both say so.
-- `dflash_config.use_swa` (ModelOpt, MiMo): vLLM slides every layer, with `swa_window_size`.
+- `dflash_config.use_swa` (ModelOpt, MiMo): vLLM slides every layer, with `swa_window_size`. The
+  two keys mean the same at the top level.
 
 `docs/windows.md` compares trainers and engines.
 """
@@ -58,8 +59,9 @@ def windows_of(files: DraftFiles, layers: int | None = None) -> Windows:
     """
     raw = files.config
     count = layers or raw.get("num_hidden_layers") or 1
-    if (_table(raw, "dflash_config")).get("use_swa") and SLIDING not in _types(files, raw, count):
-        window = raw["dflash_config"].get("swa_window_size", raw.get("sliding_window"))
+    swa = raw | _table(raw, "dflash_config")
+    if swa.get("use_swa") and SLIDING not in _types(files, raw, count):
+        window = swa.get("swa_window_size", raw.get("sliding_window"))
         if window is None:
             raise DraftError(
                 f"{files.config_path}: dflash_config.use_swa = true needs swa_window_size or "
@@ -112,7 +114,8 @@ def slides_non_causal(files: DraftFiles, windows: Windows) -> bool:
                 "cannot be represented; full layers of our block drafts see the whole block"
             )
         return not causal
-    if _table(raw, "dflash_config").get("use_swa") and raw.get("layer_types") is None:
+    swa = raw | _table(raw, "dflash_config")
+    if swa.get("use_swa") and raw.get("layer_types") is None:
         return True
     return bool(raw.get("sliding_window_non_causal", False))
 

@@ -1,0 +1,112 @@
+"""A key of a published file that changes the draft is read or refused, for every kind of draft.
+
+The files are our own checkpoints without the section that only this project reads.
+"""
+
+import dataclasses
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spec_data.shards.errors import DraftError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.drafts import DRAFTS, load_draft
+from spec_train.exporting import find_target
+from spec_train.formats.draft_files import DraftFiles
+from spec_train.formats.draft_seal import SECTION
+from spec_train.formats.forms import write_form
+from spec_train.formats.target_facts import TargetFacts
+from spec_train.head import TargetHead
+from tests.spec_train.drafts import any_draft
+from tests.spec_train.drafts.any_draft import build_draft
+from tests.spec_train.formats.published import tiny
+
+dataset, head = any_draft.dataset, any_draft.head
+
+
+@pytest.fixture(scope="module")
+def facts(dataset: HiddenStatesDataset, head: TargetHead) -> TargetFacts:
+    found = find_target(str(dataset.target_dir))
+    return dataclasses.replace(
+        found, name="target", embedding=head.embed_weight, head=head.head_weight
+    )
+
+
+def read_as_foreign(files: DraftFiles, facts: TargetFacts, **keys: Any) -> Any:
+    """Read files without the section of this project, with other `keys`; None removes a key."""
+    raw = {k: v for k, v in files.config.items() if k != SECTION} | keys
+    raw = {name: value for name, value in raw.items() if value is not None}
+    with tempfile.TemporaryDirectory() as folder:
+        return load_draft(tiny.write(Path(folder) / "draft", raw, files.tensors), facts)
+
+
+@pytest.fixture(scope="module")
+def plain(dataset: HiddenStatesDataset, head: TargetHead) -> dict[str, DraftFiles]:
+    return {name: build_draft(name, dataset, head).files(torch.float32, "own") for name in DRAFTS}
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_norms_that_are_off_change_nothing(
+    plain: dict[str, DraftFiles], facts: TargetFacts, name: str
+) -> None:
+    off = {"norm_before_residual": False, "norm_before_fc": False, "norm_output": False}
+    files = plain[name]
+    assert read_as_foreign(files, facts, **off).config == read_as_foreign(files, facts).config
+
+
+@pytest.mark.parametrize("key", ["norm_before_residual", "norm_before_fc", "norm_output"])
+@pytest.mark.parametrize("name", ["eagle", "dspark", "dflash"])
+def test_norms_that_the_draft_does_not_have_are_refused(
+    plain: dict[str, DraftFiles], facts: TargetFacts, name: str, key: str
+) -> None:
+    with pytest.raises(DraftError, match=f"{key} = (True cannot be represented|true, but)"):
+        read_as_foreign(plain[name], facts, **{key: True})
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_the_activation_has_two_names(
+    plain: dict[str, DraftFiles], facts: TargetFacts, name: str
+) -> None:
+    found = read_as_foreign(plain[name], facts, hidden_act=None, hidden_activation="gelu")
+    assert found.config.hidden_act == found.options.hidden_act == "gelu"
+    with pytest.raises(DraftError, match="hidden_act = silu and hidden_activation = gelu"):
+        read_as_foreign(plain[name], facts, hidden_activation="gelu")
+
+
+def test_an_eagle3_file_that_drafts_in_parallel_is_refused(
+    plain: dict[str, DraftFiles], facts: TargetFacts
+) -> None:
+    with pytest.raises(DraftError, match=r"parallel_drafting = true, but .* has no mask_hidden"):
+        read_as_foreign(plain["eagle3"], facts, parallel_drafting=True)
+    assert read_as_foreign(plain["peagle"], facts, parallel_drafting=True).name == "peagle"
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_windows_of_every_layer_are_read_outside_their_table_too(
+    plain: dict[str, DraftFiles], facts: TargetFacts, name: str
+) -> None:
+    found = read_as_foreign(plain[name], facts, use_swa=True, swa_window_size=4, layer_types=None)
+    assert set(found.config.windows) == {4}
+
+
+@pytest.mark.parametrize("form", ["vllm", "speculators"])
+@pytest.mark.parametrize("name", DRAFTS)
+def test_a_trained_embedding_is_kept_without_a_key_for_it(
+    dataset: HiddenStatesDataset, head: TargetHead, facts: TargetFacts, name: str, form: str
+) -> None:
+    """The forms for engines have no key of it in block drafts, so the weights decide."""
+    if (name, form) == ("eagle", "speculators"):
+        form = "hf"
+    draft = build_draft(name, dataset, head, train_embeddings=True)
+    with torch.no_grad():
+        draft.embed_tokens.weight += 0.01
+    written = write_form(draft.files(torch.float32, "own"), form, facts)
+    found = read_as_foreign(written, facts)
+    assert found.config.train_embeddings and found.embed_tokens.weight.requires_grad
+    found.join(head, dataset.manifest, "here")
+    assert torch.equal(found.embed_tokens.weight, draft.embed_tokens.weight)
+    frozen = build_draft(name, dataset, head).files(torch.float32, "own")
+    assert not read_as_foreign(write_form(frozen, form, facts), facts).config.train_embeddings
