@@ -33,7 +33,7 @@ OPTION_KEYS = frozenset(
         *(*_SAME, *_MASKS, *_INPUTS, *_OUTPUTS, *NESTED, "hidden_activation", "mlp_bias"),
         *("num_hidden_layers", "draft_num_hidden_layers", "attention_bias", "sliding_window"),
         *("layer_types", "use_sliding_window", "embed_requires_grad", "sample_from_anchor"),
-        *("enable_confidence_head", "layers"),
+        *("enable_confidence_head", "layers", "use_swa", "swa_window_size", "is_causal", "causal"),
     }
 )
 """Keys that set options."""
@@ -79,7 +79,15 @@ def options_of(path: str, draft: str, names: Collection[str]) -> dict[str, Any]:
             found[name] = "true" if raw[name] else "false"
     if "embed_requires_grad" in raw:
         found.setdefault("train_embeddings", raw["embed_requires_grad"])
-    found |= _windows(raw) | _layers(raw, draft) | _head_size(raw)
+    found |= _windows(raw, path) | _layers(raw, draft) | _head_size(raw)
+    causal = raw.get("is_causal", raw.get("causal"))
+    if causal and "sliding_window_non_causal" in names and not _all_slide(found):
+        raise ConfigError(
+            f"--draft-config {path}: is_causal = true: slots of full layers see the whole block in "
+            "every block draft here; remove the key, or make every layer slide"
+        )
+    if _has_qk_norm(raw):
+        found.setdefault("qk_norm", True)
     for name in reversed(_MASKS):
         if name in raw:
             found["mask_token_id"] = raw[name]
@@ -98,16 +106,48 @@ def options_of(path: str, draft: str, names: Collection[str]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name in names}
 
 
-def _windows(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the window and the layer types; none unless a layer slides."""
-    window, types = raw.get("sliding_window"), raw.get("layer_types")
-    if raw.get("use_sliding_window") is False or (types and "sliding_attention" not in types):
+def _windows(raw: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return the window, the layer types and the causality; none unless a layer slides.
+
+    Raises:
+        ConfigError: a window is named, but Qwen's config class makes no layer slide.
+    """
+    types, window = raw.get("layer_types"), raw.get("sliding_window")
+    if types:  # a copy of the target's config has one entry per layer of the target
+        types = types[: raw.get("num_hidden_layers", len(types))]
+    if raw.get("use_swa") and "sliding_attention" not in (types or ()):  # every layer slides
+        types, window = None, raw.get("swa_window_size", window)
+    elif raw.get("use_sliding_window") is False or (types and "sliding_attention" not in types):
         return {}
+    elif window and raw.get("model_type") in ("qwen2", "qwen3"):
+        names = {"use_sliding_window": raw.get("use_sliding_window"), "layer_types": types}
+        if missing := [name for name, value in names.items() if not value]:
+            raise ConfigError(
+                f"--draft-config {path}: sliding_window = {window} without "
+                f"{' and '.join(missing)}: no layer of a {raw['model_type']} config slides then; "
+                "add what is missing, or remove sliding_window"
+            )
     found: dict[str, Any] = {"sliding_window": window} if window else {}
     if types:
-        # a copy of the target's config has one entry per layer of the target
-        found["layer_types"] = ",".join(types[: raw.get("num_hidden_layers", len(types))])
+        found["layer_types"] = ",".join(types)
+    if window and raw.get("is_causal", raw.get("causal")) is False:
+        found["sliding_window_non_causal"] = True
     return found
+
+
+def _all_slide(found: dict[str, Any]) -> bool:
+    """Return whether every layer has a window, by the options of `_windows`."""
+    return bool(found.get("sliding_window")) and "full" not in found.get("layer_types", "")
+
+
+def _has_qk_norm(raw: dict[str, Any]) -> bool:
+    """Return whether the class of an EAGLE-3 or P-EAGLE file norms queries and keys.
+
+    No trainer but this one writes a key for it.
+    """
+    classes = {"Eagle3Qwen3ForCausalLM", "Qwen3Eagle3Model"}
+    of_layers = "speculators_model_type" in raw and raw.get("model_type") == "qwen3"
+    return of_layers or bool(classes & set(raw.get("architectures") or ()))
 
 
 def _layers(raw: dict[str, Any], draft: str) -> dict[str, Any]:

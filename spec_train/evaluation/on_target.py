@@ -151,7 +151,8 @@ def check_draft(draft: Draft, model: Any) -> list[str]:
     check_target(model, config.layers)
     own_weight = draft.embed_tokens.weight.float()  # [V, H]
     difference = (own_weight - embedding.to(own_weight.device).float()).norm() / own_weight.norm()
-    if float(difference) > 0.02:  # bf16 rounding is 0.002; another model differs by about 1
+    # bf16 rounding is 0.002; training moves an embedding; another model differs by about 1
+    if float(difference) > (0.9 if config.train_embeddings else 0.02):
         return [
             f"the draft's embedding differs from the target's by {float(difference):.0%}: the "
             "draft was fitted to another target or another version of it; expect low acceptance"

@@ -98,6 +98,33 @@ def test_a_published_config_sets_the_shape(tmp_path: Path) -> None:
         ("dspark", {"sample_from_anchor": False, "qk_norm": False}, {"layout": "mask"}),
         ("eagle3", {"sliding_window": 9, "use_sliding_window": False}, {"sliding_window": 0}),
         ("eagle3", {"hidden_activation": "gelu", "head_dim": None}, {"hidden_act": "gelu"}),
+        ("eagle3", {"architectures": ["Eagle3Qwen3ForCausalLM"]}, {"qk_norm": True}),
+        (
+            "eagle3",
+            {
+                "speculators_model_type": "eagle3",
+                "transformer_layer_config": {"model_type": "qwen3"},
+            },
+            {"qk_norm": True},
+        ),
+        (
+            "dflash",
+            {"dflash_config": {"use_swa": True, "swa_window_size": 32, "causal": False}},
+            {"sliding_window": 32, "layer_types": "auto", "sliding_window_non_causal": True},
+        ),
+        (
+            "dspark",
+            {
+                **{"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 16},
+                **{"num_hidden_layers": 1, "layer_types": ["sliding_attention"], "causal": False},
+            },
+            {"sliding_window": 16, "sliding_window_non_causal": True},
+        ),
+        (
+            "dspark",
+            {"num_hidden_layers": 1, "layer_types": ["full_attention", "sliding_attention"]},
+            {"sliding_window": 0, "layer_types": "auto"},
+        ),
     ],
 )
 def test_every_key_becomes_its_option(
@@ -108,6 +135,31 @@ def test_every_key_becomes_its_option(
     config, options = resolved(tmp_path, draft, raw)
     assert {name: getattr(options, name) for name in wanted} == wanted
     check_keys(config)
+
+
+@pytest.mark.parametrize(
+    ("raw", "missing"),
+    [
+        ({}, "use_sliding_window and layer_types"),
+        ({"use_sliding_window": True}, "layer_types"),
+        ({"layer_types": ["sliding_attention"]}, "use_sliding_window"),
+    ],
+)
+def test_a_window_that_qwens_class_would_not_use_is_refused(
+    tmp_path: Path, raw: dict[str, Any], missing: str
+) -> None:
+    raw = {"model_type": "qwen3", "sliding_window": 16, "num_hidden_layers": 1} | raw
+    with pytest.raises(ConfigError, match=f"sliding_window = 16 without {missing}: no layer"):
+        resolved(tmp_path, "dspark", raw)
+
+
+@pytest.mark.parametrize("table", ["is_causal", "dflash_config"])
+def test_causal_full_layers_of_a_block_are_refused(tmp_path: Path, table: str) -> None:
+    raw = {table: True if table == "is_causal" else {"causal": True}}
+    with pytest.raises(ConfigError, match="slots of full layers see the whole block"):
+        resolved(tmp_path, "dflash", raw)
+    resolved(tmp_path, "eagle3", raw)
+    assert resolved(tmp_path, "dflash", raw | {"sliding_window": 32})[1].sliding_window == 32
 
 
 def test_flags_and_config_files_replace_its_keys_and_it_replaces_presets(tmp_path: Path) -> None:

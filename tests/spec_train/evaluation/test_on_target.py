@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from spec_data.shards.errors import DraftError, MissingError, RunError
 from spec_train.evaluation import on_target as evaluate_target
@@ -11,7 +12,7 @@ from spec_train.evaluation.report import run_eval
 from spec_train.options import EvalConfig
 from tests.factory import tiny_dataset, tiny_llama
 from tests.spec_train.evaluation import tools as evaluate_tools
-from tests.spec_train.evaluation.tools import STEPS, STOP, VOCAB, config_of, respond
+from tests.spec_train.evaluation.tools import STEPS, STOP, VOCAB, config_of, make_draft, respond
 
 target, prompts = evaluate_tools.target, evaluate_tools.prompts
 trained, workplace = evaluate_tools.trained, evaluate_tools.workplace
@@ -144,3 +145,16 @@ def test_a_draft_of_another_target_is_refused_or_warned_about(workplace, tmp_pat
     assert "embedding differs from the target's" in warning
     with pytest.raises(MissingError, match=r"--target .*nowhere"):
         run_eval(config_of(workplace, target=str(tmp_path / "nowhere")))
+
+
+@pytest.mark.parametrize(("trained_embedding", "moved"), [(False, 0.1), (True, 0.1), (True, 9.0)])
+def test_a_trained_embedding_is_not_taken_for_another_target(
+    target, trained_embedding: bool, moved: float
+) -> None:
+    draft = make_draft(target)
+    draft.update_config(train_embeddings=trained_embedding)
+    torch.manual_seed(4)
+    own = draft.embed_tokens.weight.detach()
+    draft.embed_tokens.weight = torch.nn.Parameter(own + moved * own.std() * torch.randn_like(own))
+    warnings = evaluate_target.check_draft(draft, target)
+    assert bool(warnings) == (not trained_embedding or moved > 1)
