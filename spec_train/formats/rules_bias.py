@@ -2,8 +2,8 @@
 
 A bias that an engine does not have is dropped without an error, so the draft computes something
 else than what was trained. Sources: `llama_eagle.py`, `llama_eagle3.py` and `qwen3_dflash.py` of
-vLLM; `llama_eagle3.py` and `dflash.py` of SGLang; the layers of transformers that speculators and
-DeepSpec build on.
+vLLM; `llama.py`, on which `llama_eagle.py` builds, `llama_eagle3.py` and `dflash.py` of SGLang; the
+layers of transformers that speculators and DeepSpec build on.
 """
 
 from typing import Any

@@ -1,14 +1,14 @@
-"""Rules of engines on the shape of a draft: activation, biases, norms, layers, embedding.
+"""Rules of engines on the shape of a draft: activation, norms, layers, embedding.
 
 Read in the engines' sources: vLLM's and SGLang's MLPs raise an error for any activation but silu;
 llama.cpp always computes silu. A tensor that an engine has no place for is an error in vLLM and
-llama.cpp and is silently dropped by SGLang. `docs/drafts.md` has the table.
+llama.cpp and is silently dropped by SGLang. `docs/drafts.md` has the table. Which engine loads
+biases is in `rules_bias.py`; here are only the shapes that exclude them.
 """
 
 from spec_train.formats.preflight_notes import Notes, Subject
 
 _SILU = "it supports only silu"
-_NO_MLP_BIAS = "mlp_bias: its MLP has no biases"
 _REPLACED = "train_embeddings: it always uses the target's embedding instead of the draft's own"
 
 
@@ -38,15 +38,9 @@ def sglang_llama(notes: Notes, subject: Subject, eagle3: bool) -> None:
     """Add the rules of SGLang for EAGLE drafts; `eagle3`: of EAGLE-3, otherwise of EAGLE-1/2."""
     _activation(notes, subject)
     notes.refuse(_has(subject, "qk_norm"), "qk_norm: it silently drops norms of queries and keys")
-    notes.refuse(_has(subject, "mlp_bias"), _NO_MLP_BIAS)
     notes.refuse(_has(subject, "train_embeddings"), _REPLACED)
     if not eagle3:
-        notes.warn(_has(subject, "attention_bias"), "attention_bias was not checked for this one")
         return
-    notes.refuse(
-        _has(subject, "attention_bias"),
-        "attention_bias: it silently drops the biases of queries, keys and values",
-    )
     notes.refuse(_has(subject, "norm_before_residual"), "norm_before_residual: it ignores the key")
     notes.warn(
         subject.blocks > 1 and subject.form != "sglang",
@@ -58,8 +52,7 @@ def sglang_llama(notes: Notes, subject: Subject, eagle3: bool) -> None:
 def llama_cpp_llama(notes: Notes, subject: Subject) -> None:
     """Add the rules of llama.cpp for EAGLE-3 drafts."""
     _activation(notes, subject, "it silently computes silu")
-    for name in ("qk_norm", "attention_bias", "mlp_bias"):
-        notes.refuse(_has(subject, name), f"{name} is not supported")
+    notes.refuse(_has(subject, "qk_norm"), "qk_norm is not supported")
 
 
 def speculators_llama(notes: Notes, subject: Subject) -> None:
@@ -76,7 +69,6 @@ def qwen3_block(notes: Notes, subject: Subject) -> None:
         not subject.config.get("qk_norm", True),
         "no q/k norm (--no-qk-norm): its layers always have norms of queries and keys",
     )
-    notes.refuse(_has(subject, "mlp_bias"), _NO_MLP_BIAS)
 
 
 def vllm_block(notes: Notes, subject: Subject) -> None:
@@ -96,7 +88,6 @@ def llama_cpp_block(notes: Notes, subject: Subject) -> None:
     """Add the rules of llama.cpp for block drafts."""
     qwen3_block(notes, subject)
     _activation(notes, subject, "it silently computes silu")
-    notes.refuse(_has(subject, "attention_bias"), "attention_bias is not supported")
     notes.refuse(
         _has(subject, "train_embeddings") and not subject.reduced,
         "train_embeddings with the full vocabulary: it ties the head, which the file does not "

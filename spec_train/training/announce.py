@@ -98,9 +98,9 @@ def warn_of_biases(kind: str, config: dict[str, Any]) -> None:
         if not engines:
             continue
         log.warning(
-            "warning: the draft has %s, as its target or the option says, and %s does not load "
-            "such biases in %s drafts; --%s false fits a draft without",
-            *(name, " or ".join(engines), kind, name.replace("_", "-")),
+            "warning: the draft has %s, as its target or the option says. Engines that do not load "
+            "such biases in %s drafts: %s. --%s false fits a draft without",
+            *(name, kind, ", ".join(engines), name.replace("_", "-")),
         )
 
 

@@ -117,8 +117,8 @@ RULES: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"qk_norm": True, "attention_bias": "true"},
         {
             "vllm": "no bias of o_proj",
-            "sglang": "biases of queries",
-            "llama.cpp": "attention_bias is not",
+            "sglang": "attention_bias: its class",
+            "llama.cpp": "attention_bias: its class",
         },
     ),
     (
@@ -127,14 +127,14 @@ RULES: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {
             "vllm": "no biases of the MLP",
             "sglang": "mlp_bias",
-            "llama.cpp": "mlp_bias is not",
+            "llama.cpp": "mlp_bias: its class",
             "speculators": "no biases of the MLP",
         },
     ),
     (
         "eagle3",
         {"attention_bias": "true"},
-        {"sglang": "silently drops the biases", "llama.cpp": "attention_bias is not supported"},
+        {"sglang": "attention_bias: its class", "llama.cpp": "attention_bias: its class"},
     ),
     ("eagle3", {"norm_before_residual": True}, {"sglang": "it ignores the key"}),
     ("eagle3", {"norm_before_fc": True}, {}),
@@ -148,7 +148,7 @@ RULES: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"hidden_act": "gelu"},
         {"vllm": "only silu", "sglang": "only silu", "llama.cpp": "silently computes silu"},
     ),
-    ("dspark", {"attention_bias": "true"}, {"llama.cpp": "attention_bias is not supported"}),
+    ("dspark", {"attention_bias": "true"}, {"llama.cpp": "attention_bias: its class"}),
     (
         "dspark",
         {"train_embeddings": True},
@@ -162,7 +162,7 @@ RULES: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         )
         for name, value, words in (
             ("qk_norm", False, "always have norms of queries and keys"),
-            ("mlp_bias", "true", "no biases"),
+            ("mlp_bias", "true", "no such biases"),
         )
     ),
 ]
