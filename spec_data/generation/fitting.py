@@ -64,7 +64,10 @@ def fitting(setup: Setup) -> Fitting:
     if spec is not None:
         family = f"the target is registered as {spec.family}"
     else:
-        family = f"{known} is not registered: its shape is derived, and proven before the capture"
+        family = (
+            f"{known} is not registered: its shape is derived, and proven or refused before the "
+            "capture"
+        )
     problem = None
     try:
         sizes_of(_config(setup), spec or derived_spec(names))
@@ -109,6 +112,7 @@ def find_positions(setup: Setup, plan: Plan, target: Target) -> Positions:
     """
     found = read_positions(target.model, int(plan.lengths.max()))
     names = setup.target["architectures"] or [type(target.model).__name__]
+    spec = find_spec(names)
     if found.proven and found.kind == ROPE:
         dimensions = {table.size for table in found.tables.values()}
         log.info(
@@ -117,12 +121,11 @@ def find_positions(setup: Setup, plan: Plan, target: Target) -> Positions:
         )
     elif found.proven:
         log.info("positions: learned; a draft uses rotary positions instead")
-    elif found.kind != ROPE:
+    elif found.kind != ROPE and spec is not None:
         log.warning(
             "warning: positions: not found in the target (%s); a draft uses its config's rope",
             found.reason,
         )
-    spec = find_spec(names)
     if spec is None and not found.proven and not setup.config.states_only:
         raise TargetError(
             f"no draft of spec-train can be fitted on this dataset: {', '.join(names)} is not "

@@ -313,8 +313,9 @@ def _data_lines(data: dict[str, Any]) -> list[tuple[str, str, str]]:
     rates = [
         forced[f"accept_rate/{d}"] for d in range(1, len(forced)) if f"accept_rate/{d}" in forced
     ]
+    where = f"{data['path']}, {data['split']}: {data['documents']:,} documents"
     lines = [
-        ("dataset", "", f"{data['path']}, {data['split']}: {data['documents']:,} documents"),
+        ("dataset", "", where + (f", mask {data['mask']}" if data["mask"] else "")),
         (
             "  serving-like length",
             shown(walk["acceptance_length"]),

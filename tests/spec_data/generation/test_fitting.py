@@ -87,8 +87,8 @@ def test_an_unregistered_family_is_named_and_derived(place: Path, tmp_path, monk
     monkeypatch.delitem(families.TARGETS, "LlamaForCausalLM")
     lines = estimate_text(estimated(place)).splitlines()
     assert lines[1] == (
-        f"  {ALL} (LlamaForCausalLM is not registered: its shape is derived, and proven before the "
-        "capture)"
+        f"  {ALL} (LlamaForCausalLM is not registered: its shape is derived, and proven or refused "
+        "before the capture)"
     )
     manifest = run(place / "llama", place / "chats.jsonl", tmp_path / "data")
     assert manifest.raw["positions"]["proven"]
@@ -123,8 +123,11 @@ def test_a_config_without_a_size_is_refused(place: Path, tmp_path: Path) -> None
         estimate_size(EstimateConfig(**given))
 
 
-def test_a_complete_dataset_is_not_refused_later(place: Path, tmp_path: Path) -> None:
+def test_a_complete_dataset_is_not_refused_later(
+    place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     made = run(place / "mamba", place / "chats.jsonl", tmp_path / "data", states_only=True)
     assert json.loads(json.dumps(made.raw["positions"]))["kind"] == "unknown"
+    assert "a draft uses" not in caplog.text  # there is none
     again = run(place / "mamba", place / "chats.jsonl", tmp_path / "data")
     assert again.fingerprint == made.fingerprint

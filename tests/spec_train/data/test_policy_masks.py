@@ -232,7 +232,9 @@ def test_a_run_keeps_its_mask_and_eval_uses_it(place, tmp_path, caplog):
     held_out = set(range(len(dataset))) - set(make_splits(dataset, config).train.rows.tolist())
     measured, split = choose_documents(HiddenStatesDataset(place / "assistant"), "auto", facts)
     assert split == "validation" and set(measured) <= held_out and measured
-    found = spec_train.evaluate(run.directory, data=place / "assistant").data
+    report = spec_train.evaluate(run.directory, data=place / "assistant")
+    assert "documents, mask last-turn\n" in report.text
+    found = report.data
     assert found.figures["mask"] == "last-turn"
     assert found.supervised_tokens < _supervised(place, "assistant", found, measured)
     whole = spec_train.evaluate(run.directory, data=place / "assistant", mask="assistant").data
