@@ -207,8 +207,17 @@ def from_dict(cls: type[T], values: dict[str, Any], where: str = "config") -> T:
     ]
     if missing:
         raise ConfigError(f"missing option {', '.join(missing)} (see --help)")
-    hints = typing.get_type_hints(cls)
-    return cls(**{k: _checked(k, v, hints[k], fields[k], where) for k, v in values.items()})
+    return cls(**checked_values(cls, values, where))
+
+
+def checked_values(cls: type, values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return values of options of `cls`, of the types that they have there.
+
+    Raises:
+        ConfigError: a value of another type; the message names `where`.
+    """
+    fields, hints = {f.name: f for f in dataclasses.fields(cls)}, typing.get_type_hints(cls)
+    return {k: _checked(k, v, hints[k], fields[k], where) for k, v in values.items()}
 
 
 def _checked(name: str, value: Any, annotation: Any, field: dataclasses.Field, where: str) -> Any:

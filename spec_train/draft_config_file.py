@@ -69,9 +69,27 @@ def options_of(path: str, draft: str, names: Collection[str]) -> dict[str, Any]:
 
     Raises:
         MissingError: no such file. ConfigError: it is not a JSON object, or a key has no meaning
-            for this kind of draft.
+            for this kind of draft, or a value of another type.
     """
     raw = read_draft_config(path)
+    try:
+        found = _options(raw, draft)
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(
+            f"--draft-config {path}: a value is not of the type that transformers has for its key "
+            f"({error})"
+        ) from None
+    odd = sorted(name for name, value in found.items() if name not in names and value)
+    if odd:
+        raise ConfigError(
+            f"--draft-config {path}: {', '.join(odd)}: {draft} drafts have no such option; fit "
+            "the kind of draft that the file describes, or remove the key"
+        )
+    return {name: value for name, value in found.items() if name in names}
+
+
+def _options(raw: dict[str, Any], draft: str) -> dict[str, Any]:
+    """Return every option that the keys of a file set, also those that the draft does not have."""
     found = {name: raw[name] for name in _SAME if name in raw}
     found |= {"hidden_act": raw["hidden_activation"]} if "hidden_activation" in raw else {}
     for name in ("attention_bias", "mlp_bias"):
@@ -97,13 +115,7 @@ def options_of(path: str, draft: str, names: Collection[str]) -> dict[str, Any]:
         found["confidence_weight"] = 0.0
     if raw.get("markov_rank") == 0:  # no head, so no type of it
         found.pop("markov_head_type", None)
-    odd = sorted(name for name, value in found.items() if name not in names and value)
-    if odd:
-        raise ConfigError(
-            f"--draft-config {path}: {', '.join(odd)}: {draft} drafts have no such option; fit "
-            "the kind of draft that the file describes, or remove the key"
-        )
-    return {name: value for name, value in found.items() if name in names}
+    return found
 
 
 def _windows(raw: dict[str, Any], path: str) -> dict[str, Any]:

@@ -188,10 +188,12 @@ def vocabulary_coverage(
     Args:
         counts: how often each target token is a supervised token, int64 [V].
         chosen: the target ids of the draft vocabulary, int64 [Vd].
-        special_ids: ids that are always chosen.
+        special_ids: ids that are always chosen, if the vocabulary is large enough.
     """
     total = int(counts.sum())
     if not total:
         return 1.0, 1.0
-    best = choose_draft_vocabulary(counts, len(chosen), special_ids)
+    # a vocabulary of a file may be too small for the special tokens
+    fitting = special_ids if len(chosen) >= len(set(special_ids)) else ()
+    best = choose_draft_vocabulary(counts, len(chosen), fitting)
     return int(counts[chosen.cpu()].sum()) / total, int(counts[best].sum()) / total

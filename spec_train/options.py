@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from spec_data.config import from_dict, option
+from spec_data.config import checked_values, from_dict, option
 from spec_data.shards.checking import CHECK_HELP, CHECKS, FIRST
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.turn_masks import check_policy
@@ -95,7 +95,8 @@ def resolve_fit(
     values = apply_preset(given, table or {}, names)
     if values.get("draft_config") is not None:
         own = {field.name for field in dataclasses.fields(draft_options(draft))}
-        shape = options_of(str(values["draft_config"]), draft, own)
+        path = str(values["draft_config"])
+        shape = checked_values(cls, options_of(path, draft, own), f"--draft-config {path}")
         typed = {**(table or {}), **given}
         values |= {name: value for name, value in shape.items() if name not in typed}
     return from_dict(cls, values, where=where)

@@ -63,17 +63,21 @@ def decoder_shape(config: dict[str, Any]) -> TargetShape:
         head_dim=text.get("head_dim") or hidden // heads,
         rms_norm_eps=next((text[key] for key in _EPS_KEYS if text.get(key) is not None), 1e-6),
         max_position_embeddings=limit,
-        num_hidden_layers=_blocks(text),
+        num_hidden_layers=block_count(text) or _size(text, "num_hidden_layers", "n_layer"),
         rope_parameters=rope_parameters(text | {"max_position_embeddings": limit}),
     )
 
 
-def _blocks(text: dict[str, Any]) -> int:
-    """Return the number of blocks; some hybrid families list the kind of each block instead."""
+def block_count(config: dict[str, Any]) -> int | None:
+    """Return the decoder blocks of a target's config.json; None if it does not tell.
+
+    Some hybrid families list the kind of each block instead of a number.
+    """
+    text = text_table(config)
     kinds = text.get("layers_block_type") or text.get("layer_types")
-    if "num_hidden_layers" not in text and "n_layer" not in text and isinstance(kinds, list):
-        return len(kinds)
-    return _size(text, "num_hidden_layers", "n_layer")
+    listed = len(kinds) if isinstance(kinds, list) else None
+    numbers = (text.get(name) for name in ("num_hidden_layers", "n_layer"))
+    return next((number for number in numbers if isinstance(number, int)), listed)
 
 
 def latent_shape(config: dict[str, Any]) -> TargetShape:

@@ -6,11 +6,12 @@ In: the options of `eval`. Out: the draft. What its files lack comes from --data
 from pathlib import Path
 
 from spec_data.models.resolve import cached_model, local_directory
+from spec_data.models.shapes import block_count
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_train.drafts import Draft, load_draft
 from spec_train.formats.draft_files import read_config
 from spec_train.formats.forms import is_own_form
-from spec_train.formats.target_facts import TargetFacts, block_count, read_target
+from spec_train.formats.target_facts import TargetFacts, read_target
 from spec_train.options import EvalConfig
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from spec_data.models.shapes import text_table
+from spec_data.models.shapes import block_count, text_table
 from spec_data.shards.errors import MissingError, TargetError
 
 _INDEX = "model.safetensors.index.json"
@@ -65,12 +65,6 @@ def read_target(folder: Path, name: str | None = None) -> TargetFacts:
         head=embedding if _tied(config) else _find(folder, _HEAD),
         dtype=_first(("dtype", "torch_dtype"), text_table(config), config),
     )
-
-
-def block_count(config: dict[str, Any]) -> int | None:
-    """Return the decoder blocks of a target's config.json; None if it has no such field."""
-    text = text_table(config)
-    return text.get("num_hidden_layers") or text.get("n_layer")
 
 
 def _first(names: tuple[str, ...], *tables: dict[str, Any]) -> Any:

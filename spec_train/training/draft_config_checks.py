@@ -43,7 +43,7 @@ def check_target(config: FitConfig, draft: Any) -> None:
     """Refuse a file that describes another target than that of the fresh `draft`.
 
     Raises:
-        ConfigError: names the key and both values.
+        ConfigError: names the key and both values; or the rope settings cannot be read.
     """
     if config.draft_config is None:
         return
@@ -53,7 +53,12 @@ def check_target(config: FitConfig, draft: Any) -> None:
         wanted["num_target_layers"] = own.num_target_layers
     if any(name in raw for name in ("rope_theta", "rope_scaling", "rope_parameters")):
         limits = {"max_position_embeddings": own.max_position_embeddings}
-        raw["rope"] = rope_parameters(limits | raw)
+        try:
+            raw["rope"] = rope_parameters(limits | raw)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"--draft-config {config.draft_config}: its rope settings cannot be read ({error})"
+            ) from None
         wanted["rope"] = own.rope_parameters
     for name, value in wanted.items():
         if name in raw and raw[name] != value:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from spec_data.config import differing_fields, to_dict
+from spec_data.models.shapes import block_count
 from spec_data.shards.errors import DraftError
 from spec_train.data.mixture import Documents
 from spec_train.drafts import Draft, load_draft
-from spec_train.formats.target_facts import TargetFacts, block_count
+from spec_train.formats.target_facts import TargetFacts
 from spec_train.head import TargetHead
 from spec_train.options import FitConfig
 from spec_train.training.stored import resolve_draft_dir

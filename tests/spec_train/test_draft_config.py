@@ -229,6 +229,9 @@ def test_a_key_that_contradicts_the_target_is_refused(
     name = "rope" if key.startswith("rope") else key
     with pytest.raises(ConfigError, match=f"{name} = .* contradicts the target"):
         check_target(config, draft)
+    config, _ = resolved(tmp_path, "eagle3", same | {"rope_scaling": "linear"})
+    with pytest.raises(ConfigError, match=r"shape.json: its rope settings cannot be read"):
+        check_target(config, draft)
 
 
 @pytest.mark.parametrize("name", DRAFTS)
@@ -241,3 +244,22 @@ def test_our_own_config_makes_the_same_shape_again(
     check_target(config, first)
     again = build_draft(name, dataset, head, **dataclasses.asdict(options))
     assert again.config == first.config
+
+
+@pytest.mark.parametrize(
+    ("raw", "named"),
+    [
+        ({"num_hidden_layers": "x"}, "num_layers = 'x' in --draft-config .*: expected int"),
+        ({"hidden_size": 32, "num_attention_heads": "4"}, "not of the type"),
+        ({"hidden_size": 32, "num_attention_heads": [4]}, "not of the type"),
+        ({"layer_types": 5}, "not of the type"),
+        ({"target_layer_ids": 5}, "not of the type"),
+        ({"eagle_aux_hidden_state_layer_ids": ["1"]}, "not of the type"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_the_file(
+    tmp_path: Path, raw: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named) as caught:
+        resolved(tmp_path, "eagle3", raw)
+    assert "--draft-config" in str(caught.value) and "shape.json" in str(caught.value)

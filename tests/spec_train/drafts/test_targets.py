@@ -19,6 +19,7 @@ from spec_train.drafts.targets import (
     resolve_eagle3_draft_spec,
 )
 from spec_train.evaluation.report import run_eval
+from spec_train.formats.target_facts import read_target
 from spec_train.options import EvalConfig, fit_config, split_config
 from spec_train.training.setup import fit
 from tests.families import FAMILIES, LAYERS, MORE_FAMILIES, tiny_model
@@ -38,6 +39,15 @@ def test_the_first_registered_architecture_counts() -> None:
     for resolve in RESOLVERS:
         found = resolve(["Unheard", "Qwen3ForCausalLM", "LlamaForCausalLM"])
         assert found is TARGETS["Qwen3ForCausalLM"]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_target_that_lists_its_blocks_has_their_number(nested: bool, tmp_path: Path) -> None:
+    """Such as Nemotron-H: published drafts without layer ids need the number."""
+    text = {"layers_block_type": ["mamba", "attention", "moe", "mamba"]}
+    config = {"text_config": text} if nested else text
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_target(tmp_path).num_layers == 4
 
 
 @pytest.mark.parametrize("resolve", RESOLVERS)

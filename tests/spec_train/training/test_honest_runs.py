@@ -136,6 +136,8 @@ def test_coverage_is_the_share_of_supervised_tokens():
     assert vocabulary_coverage(counts, chosen) == (15 / 20, 15 / 20)
     assert vocabulary_coverage(counts, torch.tensor([1, 4])) == (4 / 20, 15 / 20)
     assert vocabulary_coverage(counts, torch.tensor([1, 4]), (3,)) == (4 / 20, 11 / 20)
+    # a vocabulary from a file, too small for the special tokens
+    assert vocabulary_coverage(counts, torch.tensor([4]), (1, 3)) == (4 / 20, 10 / 20)
     assert vocabulary_coverage(torch.zeros(5, dtype=torch.long), chosen) == (1.0, 1.0)
 
 
