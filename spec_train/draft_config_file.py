@@ -73,7 +73,9 @@ def options_of(path: str, draft: str, names: Collection[str]) -> dict[str, Any]:
     """
     raw = read_draft_config(path)
     try:
-        found = _options(raw, draft)
+        found = _options(raw, draft, names, path)
+    except ConfigError:
+        raise
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ConfigError(
             f"--draft-config {path}: a value is not of the type that transformers has for its key "
@@ -88,7 +90,7 @@ def options_of(path: str, draft: str, names: Collection[str]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name in names}
 
 
-def _options(raw: dict[str, Any], draft: str) -> dict[str, Any]:
+def _options(raw: dict[str, Any], draft: str, names: Collection[str], path: str) -> dict[str, Any]:
     """Return every option that the keys of a file set, also those that the draft does not have."""
     found = {name: raw[name] for name in _SAME if name in raw}
     found |= {"hidden_act": raw["hidden_activation"]} if "hidden_activation" in raw else {}
