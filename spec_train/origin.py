@@ -7,6 +7,7 @@ of its weights anyway, and the identity of target and prompts (see `spec_data.sh
 the `origin` in its config. Drafts of older releases have fewer facts there, or none.
 """
 
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -56,6 +57,26 @@ def require_same_embedding(own: Tensor, other: Tensor, who: str, whose: str) -> 
             f"{who}: a draft of another target than that of {whose} ({max(share, 1e-4):.2%} of "
             "its embedding's rows differ); use a dataset and a draft of the same target"
         )
+
+
+def embedding_warnings(own: Tensor, other: Tensor, *, trained: bool) -> list[str]:
+    """Return a line if a draft's embedding [V, H] is not that of the target, `other`.
+
+    A `trained` one is the target's, moved by the training.
+    """
+    squares = [0.0, 0.0]  # of the difference, and of the draft's own
+    for a, b in zip(own.detach().split(_ROWS), other.detach().split(_ROWS), strict=True):
+        a = a.to(b.device).float()
+        squares[0] += float((a - b.float()).square().sum())
+        squares[1] += float(a.square().sum())
+    difference = math.sqrt(squares[0] / squares[1]) if squares[1] else math.inf
+    # bf16 rounding is 0.002; another model differs by about 1
+    if difference <= (0.9 if trained else 0.02):
+        return []
+    return [
+        f"the draft's embedding differs from the target's by {difference:.0%}: the draft was "
+        "fitted to another target or another version of it; expect low acceptance"
+    ]
 
 
 def origin_warnings(origin: dict[str, Any], manifest: Manifest) -> list[str]:

@@ -24,7 +24,12 @@ from spec_train.drafts.initial import draw_weights
 from spec_train.drafts.protocol import DraftLoss
 from spec_train.formats.draft_files import DraftFiles, check_tensors, read_files, write_files
 from spec_train.head import TargetHead
-from spec_train.origin import origin_of, origin_warnings, require_same_embedding
+from spec_train.origin import (
+    embedding_warnings,
+    origin_of,
+    origin_warnings,
+    require_same_embedding,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,10 +224,13 @@ class BaseDraft(nn.Module):
         Raises:
             DraftError: the draft belongs to another target.
         """
-        if not self.config.train_embeddings:  # otherwise only the origin identifies the target
-            whose = str(Path(manifest.where).parent)
-            require_same_embedding(self.embed_tokens.weight, head.embed_weight, where, whose)
-        warnings = origin_warnings(self.config.origin, manifest)
+        own, whose = self.embed_tokens.weight, str(Path(manifest.where).parent)
+        warnings = []
+        if self.config.train_embeddings and own.shape == head.embed_weight.shape:
+            warnings = embedding_warnings(own, head.embed_weight, trained=True)
+        else:
+            require_same_embedding(own, head.embed_weight, where, whose)
+        warnings += origin_warnings(self.config.origin, manifest)
         self.update_config(origin=origin_of(manifest))
         self.share(head)
         return warnings

@@ -41,6 +41,7 @@ from spec_train.evaluation.prompts import Prompt, Prompts
 from spec_train.head import TargetHead
 from spec_train.metrics import shown
 from spec_train.options import EvalConfig
+from spec_train.origin import embedding_warnings
 from spec_train.sampling import make_sampler
 
 log = logging.getLogger(__name__)
@@ -149,15 +150,8 @@ def check_draft(draft: Draft, model: Any) -> list[str]:
                 "fitted to another target"
             )
     check_target(model, config.layers)
-    own_weight = draft.embed_tokens.weight.float()  # [V, H]
-    difference = (own_weight - embedding.to(own_weight.device).float()).norm() / own_weight.norm()
-    # bf16 rounding is 0.002; training moves an embedding; another model differs by about 1
-    if float(difference) > (0.9 if config.train_embeddings else 0.02):
-        return [
-            f"the draft's embedding differs from the target's by {float(difference):.0%}: the "
-            "draft was fitted to another target or another version of it; expect low acceptance"
-        ]
-    return []
+    own = draft.embed_tokens.weight
+    return embedding_warnings(own, embedding, trained=config.train_embeddings)
 
 
 def stop_ids(model: Any, tokenizer: Any) -> set[int]:

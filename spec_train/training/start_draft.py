@@ -53,6 +53,8 @@ def with_shape_of_start(
         return _filled(options, started)
     draft = _load(name, config, dataset, TargetHead.from_dataset(dataset.path))
     found = to_dict(draft.options) | {key: getattr(draft.config, key) for key in _SIZES}
+    if not draft.full_vocabulary:  # its size may have been chosen by coverage or by a file
+        found["draft_vocab_size"] = draft.config.draft_vocab_size
     if draft.config.layers:
         found["layers"] = ",".join(map(str, draft.config.layers))
     if found.get("confidence_weight"):  # 0: the draft has no such head, else only a weight

@@ -42,10 +42,23 @@ def test_joining_a_target_neither_refuses_nor_replaces_it(
             with pytest.raises(DraftError, match="a draft of another target"):
                 again.join(head, dataset.manifest, "here")
             continue
-        again.join(head, dataset.manifest, "here")
+        warnings = again.join(head, dataset.manifest, "here")
+        assert any("embedding differs from the target's by" in line for line in warnings)
         assert torch.equal(again.embed_tokens.weight, changed)
         assert again.embed_tokens.weight.requires_grad
         batch = batch_of(dataset, [[0], [1, 2]], 64)
         before = again.chains(batch, head, 2)
         again.share(head)
         assert torch.equal(again.chains(batch, head, 2), before)
+
+
+def test_joining_its_own_target_warns_of_nothing_and_another_vocabulary_is_refused(
+    dataset: HiddenStatesDataset, head: TargetHead
+) -> None:
+    draft = build_draft("eagle3", dataset, head, train_embeddings=True)
+    with torch.no_grad():
+        draft.embed_tokens.weight += 0.3 * head.embed_weight.std()  # as training moves it
+    assert draft.join(head, dataset.manifest, "here") == []
+    draft.embed_tokens.weight = torch.nn.Parameter(head.embed_weight[:-1].clone())
+    with pytest.raises(DraftError, match="a draft of another target"):
+        draft.join(head, dataset.manifest, "here")

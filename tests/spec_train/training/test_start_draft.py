@@ -82,6 +82,17 @@ def test_the_shape_comes_from_the_draft(name, whose, data, tmp_path):
     assert run(name, data, second, init_from=str(start), lr=1e-30).finished  # resumes
 
 
+@pytest.mark.parametrize("name", ["eagle3", "dspark"])
+def test_a_vocabulary_chosen_by_coverage_is_kept(name, data, tmp_path):
+    shape = {key: value for key, value in SHAPES[name].items() if key != "draft_vocab_size"}
+    run(name, data, tmp_path / "first", **shape, draft_vocab_coverage=0.7)
+    start = tmp_path / "first" / "last"
+    run(name, data, tmp_path / "second", init_from=str(start))
+    old, new = (load_draft(folder) for folder in (start, tmp_path / "second" / "last"))
+    assert old.config.draft_vocab_size < old.config.vocab_size
+    assert torch.equal(old.draft_ids, new.draft_ids)
+
+
 def test_a_run_resumes_without_the_draft_that_it_began_with(data, tmp_path):
     run("eagle3", data, tmp_path / "first", **SHAPES["eagle3"])
     start = foreign(tmp_path / "first" / "last", tmp_path / "start")
