@@ -51,7 +51,8 @@ def with_shape_of_start(
         return options
     if started is not None and started.get("init_from") == config.init_from:
         return _filled(options, started)
-    draft = _load(name, config, dataset, TargetHead.from_dataset(dataset.path))
+    head = TargetHead.from_dataset(dataset.path, manifest=dataset.manifest)  # perhaps not sealed
+    draft = _load(name, config, dataset, head)
     found = to_dict(draft.options) | {key: getattr(draft.config, key) for key in _SIZES}
     if not draft.full_vocabulary:  # its size may have been chosen by coverage or by a file
         found["draft_vocab_size"] = draft.config.draft_vocab_size
@@ -129,7 +130,7 @@ def _load(name: str, config: FitConfig, dataset: Documents, head: TargetHead) ->
     loaded = load_draft(folder, _target_facts(dataset, head), accept_edited=config.accept_edited)
     if loaded.name != name:
         raise DraftError(
-            f"--init-from {folder}: this is a {loaded.name} draft; fit it with "
+            f"--init-from {folder}: holds a draft of the kind {loaded.name}; fit it with "
             f"`spec-train fit {loaded.name}`"
         )
     return loaded

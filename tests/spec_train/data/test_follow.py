@@ -18,14 +18,17 @@ from spec_data.options import GenerateConfig
 from spec_data.shards.errors import DatasetError, MissingError, RunError
 from spec_data.shards.follow import LEFT_OUT, WORK, FollowedDataset
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.draft_options import Eagle3Options
 from spec_train.evaluation.report import run_eval
 from spec_train.options import EvalConfig
 from spec_train.training.setup import count_supervised_tokens, make_splits, open_data
+from spec_train.training.start_draft import with_shape_of_start
 from spec_train.training.trainer import Trainer
 from tests.spec_data.runs import digests
 from tests.spec_train.data import follow_tools
 from tests.spec_train.data.follow_tools import (
     HELD,
+    OPTIONS,
     config_of,
     generate_units,
     made,
@@ -136,6 +139,14 @@ def test_an_unsealed_directory_opens_by_the_flag_alone(source, tmp_path):
     generate_units(source, data, 3)
     with pytest.raises(MissingError, match="not sealed yet"):
         run(config_of(data, tmp_path / "run", follow=False))
+
+
+def test_a_draft_to_start_from_is_read_before_the_directory_is_sealed(source, reference, tmp_path):
+    generate_units(source, tmp_path / "data", 2)
+    config = config_of(tmp_path / "data", tmp_path / "run", init_from=str(reference))
+    dataset, options = FollowedDataset(tmp_path / "data"), Eagle3Options(ttt_steps=2)
+    found = with_shape_of_start("eagle3", config, options, dataset, None)
+    assert found.draft_vocab_size == OPTIONS.draft_vocab_size != options.draft_vocab_size
 
 
 def test_the_view_is_the_same_before_and_after_sealing(source, sealed, tmp_path):

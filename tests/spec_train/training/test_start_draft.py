@@ -110,5 +110,5 @@ def test_an_option_that_is_given_stays_and_is_compared(data, tmp_path):
 
 def test_a_draft_of_another_kind_is_refused_before_the_data_are_read(data, tmp_path):
     run("eagle", data, tmp_path / "first", **SHAPES["eagle"])
-    with pytest.raises(DraftError, match="this is a eagle draft; fit it with"):
+    with pytest.raises(DraftError, match="draft of the kind eagle; fit it with"):
         run("eagle3", data, tmp_path / "second", init_from=str(tmp_path / "first"))
