@@ -97,6 +97,11 @@ def sglang_eagle3(subject: Subject) -> Notes:
     notes.warn(uses_last(subject), LAST + "engines treat it differently; not checked for this one")
     sglang_eagle3_windows(notes, subject)
     count = len(subject.layers)
+    one_width = subject.config["target_hidden_size"] == subject.config["hidden_size"]
+    notes.refuse(
+        count == 1 and one_width,
+        "1 aux state: it takes a state of the draft's width for the draft's own, and skips fc",
+    )
     notes.warn(count != 3, f"{count} aux states: earlier releases support only 3")
     notes.warn(
         bool(subject.config.get("fc_norm") or subject.config.get("norm_output")),

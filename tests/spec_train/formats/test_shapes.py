@@ -140,6 +140,8 @@ RULES: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ("eagle3", {"norm_before_fc": True}, {}),
     ("eagle3", {"train_embeddings": True}, {"sglang": "always uses the target's embedding"}),
     ("eagle3", {"num_layers": 2}, {"llama.cpp": "exactly one"}),
+    ("eagle3", {"layers": "1"}, {"sglang": "and skips fc", "llama.cpp": "1 aux states"}),
+    ("eagle3", {"layers": "0,1"}, {"llama.cpp": "2 aux states"}),
     ("peagle", {"qk_norm": True}, {}),
     ("peagle", {"hidden_act": "gelu"}, {"vllm": "only silu"}),
     ("peagle", {"qk_norm": True, "mlp_bias": "true"}, {"vllm": "MLP", "speculators": "MLP"}),
