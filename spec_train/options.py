@@ -79,7 +79,7 @@ def resolve_fit(
 ) -> Any:
     """Build the joined config of `fit DRAFT`: `given` over `table` over a preset over defaults.
 
-    A --draft-config file stands below `table` and above a preset.
+    `table` overrides a --draft-config file, which overrides a preset.
 
     The command line and the Python API both come through here, so a preset works in both.
     `given` holds what the caller typed, `table` the content of a config file, and `where` names

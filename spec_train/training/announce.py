@@ -84,12 +84,17 @@ def _announce_dataset(dataset: Documents, columns: tuple[str, ...]) -> None:
 def _announce_layers(trainer: Trainer) -> None:
     """Log which captured layers the draft reads, and why; some drafts read none."""
     draft: Any = trainer.draft
-    if isinstance(draft, LayeredDraft):
-        log.info(
-            "layers     %s (outputs of these blocks, from 0): %s",
-            ", ".join(map(str, draft.config.layers)),
-            draft.why_layers(draft.options, trainer.dataset.manifest),
-        )
+    if not isinstance(draft, LayeredDraft):
+        return
+    if trainer.config.init_from is not None:
+        why = "those of the draft of --init-from"
+    else:
+        why = draft.why_layers(draft.options, trainer.dataset.manifest)
+    log.info(
+        "layers     %s (outputs of these blocks, from 0): %s",
+        ", ".join(map(str, draft.config.layers)),
+        why,
+    )
 
 
 def warn_of_biases(kind: str, config: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ _OWN = frozenset({"spec_train", "transformer_layer_config"})
 
 
 def check_keys(config: FitConfig) -> None:
-    """Refuse keys of the file that nobody knows; log those that have no effect.
+    """Refuse unknown keys of the file; log those that have no effect.
 
     Raises:
         MissingError, ConfigError: the file cannot be read, or a key is unknown.

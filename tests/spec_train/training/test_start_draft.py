@@ -93,10 +93,13 @@ def test_a_vocabulary_chosen_by_coverage_is_kept(name, data, tmp_path):
     assert torch.equal(old.draft_ids, new.draft_ids)
 
 
-def test_a_run_resumes_without_the_draft_that_it_began_with(data, tmp_path):
+def test_a_run_resumes_without_the_draft_that_it_began_with(data, tmp_path, caplog):
+    caplog.set_level("INFO")
     run("eagle3", data, tmp_path / "first", **SHAPES["eagle3"])
     start = foreign(tmp_path / "first" / "last", tmp_path / "start")
+    caplog.clear()
     run("eagle3", data, tmp_path / "second", init_from=str(start))
+    assert "layers     0, 2 (outputs of these blocks, from 0): those of the draft of" in caplog.text
     start.rename(tmp_path / "moved")
     assert run("eagle3", data, tmp_path / "second", init_from=str(start)).finished
 
