@@ -21,9 +21,9 @@ from spec_data.paths import check_directory_to_write
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.identity import identity_of
-from spec_data.shards.position_data import load_positions
+from spec_data.shards.position_data import Positions, load_positions
 from spec_train.data.following import FollowingPlan
-from spec_train.data.mixture import Documents, open_documents
+from spec_train.data.mixture import Documents, Mixture, open_documents
 from spec_train.data.order import BatchPlan, rank_slice
 from spec_train.data.release import KeepAll, UnitRelease
 from spec_train.data.splits import Splits, make_splits
@@ -239,6 +239,13 @@ def _vocabulary_counts(options: Any, dataset: Documents) -> Tensor | None:
     return torch.from_numpy(counts_from(path, dataset.manifest.vocab_size, tokenizer))
 
 
+def _positions(dataset: Documents) -> Positions | None:
+    """Return the positions of the target; of several datasets, those of the first that has them."""
+    parts = dataset.datasets if isinstance(dataset, Mixture) else (dataset,)
+    recorded = (load_positions(part.path, part.manifest) for part in parts)
+    return next((found for found in recorded if found is not None), None)
+
+
 def _total_steps(config: FitConfig, splits: Splits) -> int:
     if config.steps is not None:
         return config.steps
@@ -278,7 +285,7 @@ def _make_draft(
         head=head,
         token_counts=counts,
         vocabulary_counts=_vocabulary_counts(options, dataset),
-        positions=load_positions(dataset.path, dataset.manifest),
+        positions=_positions(dataset),
     )
     check_target(config, fresh)
     if config.init_from is None:

@@ -117,13 +117,18 @@ def _changed(data: Path, change: Any) -> None:
     (data / "manifest.json").write_text(dump_json(raw))
 
 
-def test_a_dataset_of_an_older_release_works_through_the_registry(data: Path, monkeypatch) -> None:
+def _make_older(data: Path) -> None:
+    """Make a dataset as older releases wrote it: without positions."""
     (data / POSITIONS).unlink()
 
     def older(raw: dict[str, Any]) -> None:
         del raw["positions"], raw["files"][POSITIONS]
 
     _changed(data, older)
+
+
+def test_a_dataset_of_an_older_release_works_through_the_registry(data: Path, monkeypatch) -> None:
+    _make_older(data)
     assert load_positions(data, Manifest.read(data / "manifest.json")) is None
     assert load_draft(fitted(data)).rotary.inv_freq.shape == (4,)
     # but not a family that is not registered
@@ -166,6 +171,22 @@ def test_a_draft_of_a_config_that_lies_has_the_rope_of_the_data(
     run_export(ExportConfig(draft=str(folder), format="hf", out=str(tmp_path / "hf")))
     again = load_draft(tmp_path / "hf")
     assert torch.equal(again.rotary.inv_freq, stored.of_draft.inv_freq)
+
+
+@pytest.mark.parametrize("older_first", [True, False])
+def test_of_several_datasets_the_one_that_has_the_rope_decides(
+    odd: Path, tmp_path: Path, older_first: bool
+) -> None:
+    older, newer = tmp_path / "older", odd / "data"
+    shutil.copytree(newer, older)
+    _make_older(older)
+    sources = tuple(map(str, (older, newer) if older_first else (newer, older)))
+    given = {"data": sources, "out": str(tmp_path / "run")}
+    config = fit_config("eagle3")(**given, **STEP, **SMALL["eagle3"])
+    assert fit("eagle3", *split_config("eagle3", config)).finished
+    stored = load_positions(newer, Manifest.read(newer / "manifest.json"))
+    draft = load_draft(tmp_path / "run" / "last")
+    assert torch.equal(draft.rotary.inv_freq, stored.of_draft.inv_freq)
 
 
 def test_a_draft_with_heads_of_another_size_takes_the_rope_of_the_config(odd: Path) -> None:
