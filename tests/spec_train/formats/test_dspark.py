@@ -245,7 +245,7 @@ def test_fit_starts_from_every_form(
     after = load_draft(tmp_path / "run" / "last")
     for name, value in load_draft(own).state_dict().items():
         assert torch.equal(value, after.state_dict()[name]), name
-    with pytest.raises(DraftError, match="this is a dspark draft"):
+    with pytest.raises(DraftError, match="holds a draft of the kind dspark"):
         fit(
             "dflash",
             FitConfig(

@@ -116,6 +116,10 @@ def test_engines_read_the_layers_that_it_was_trained_on(
         ("hf", ("vllm", "llama.cpp", "sglang")),  # one directory for all three
         ("speculators", ("vllm", "llama.cpp")),
     ):
+        if form == "sglang" and len(trained) == 1:
+            with pytest.raises(DraftError, match="1 aux state: .* skips fc"):
+                export(own, form, tmp_path / form, dataset.target_dir)
+            continue
         raw, _ = read(export(own, form, tmp_path / form, dataset.target_dir))
         for engine in engines:
             assert ENGINES[engine](raw, 4) == trained, (form, engine)

@@ -123,4 +123,4 @@ def test_a_run_begins_from_a_draft_of_the_same_shape_only(data, tmp_path, capsys
     assert fit("dspark", data, tmp_path / "wide", "--markov-rank", "8", *begin) == 2
     assert "markov_rank: 4 -> 8" in capsys.readouterr().err
     assert fit("dflash", data, tmp_path / "flash", *begin) == 2
-    assert "this is a dspark draft" in capsys.readouterr().err
+    assert "holds a draft of the kind dspark" in capsys.readouterr().err
