@@ -117,7 +117,7 @@ def test_engines_read_the_layers_that_it_was_trained_on(
         ("speculators", ("vllm", "llama.cpp")),
     ):
         if form == "sglang" and len(trained) == 1:
-            with pytest.raises(DraftError, match="1 aux state: .* skips fc"):
+            with pytest.raises(DraftError, match=r"1 aux state: .* skips fc"):
                 export(own, form, tmp_path / form, dataset.target_dir)
             continue
         raw, _ = read(export(own, form, tmp_path / form, dataset.target_dir))
