@@ -141,14 +141,19 @@ def _record(
     run: RunDirectory, identity: dict[str, Any], config: FitConfig, options: Any, splits: Splits
 ) -> int:
     """Write the run's identity, or check that it has not changed; return the total of steps."""
-    table = {**to_dict(config), **to_dict(options)}
+    table = _repeatable(config, options)
     total = run.record(table, identity, FORMERLY_HELD).get("total_steps")
     if total is None:
         total = _total_steps(config, splits)
         run.note(total_steps=total, split_border=splits.border)
     config = with_intervals(config, total)
-    run.write_options({**to_dict(config), **to_dict(options)})
+    run.write_options(_repeatable(config, options))
     return total
+
+
+def _repeatable(config: FitConfig, options: Any) -> dict[str, Any]:
+    """Return the content of fit.json, which repeats the run without the file of --draft-config."""
+    return {**to_dict(config), **to_dict(options), "draft_config": None}
 
 
 def _note_vocabulary(

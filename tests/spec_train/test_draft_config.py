@@ -9,10 +9,12 @@ import pytest
 
 from spec_data.shards.errors import ConfigError, DraftError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.drafts import DRAFTS
+from spec_train.drafts import DRAFTS, load_draft
 from spec_train.head import TargetHead
 from spec_train.options import resolve_fit, split_config
 from spec_train.training.draft_config_checks import check_keys, check_target
+from spec_train.training.setup import fit
+from tests.factory import tiny_dataset
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft
 
@@ -264,3 +266,17 @@ def test_a_value_of_another_type_is_refused_with_the_file(
     with pytest.raises(ConfigError, match=named) as caught:
         resolved(tmp_path, "eagle3", raw)
     assert str(caught.value).count("--draft-config") == 1 and "shape.json" in str(caught.value)
+
+
+def test_fit_json_repeats_the_run_without_the_file(tmp_path: Path) -> None:
+    shape = {"intermediate_size": 24, "num_attention_heads": 2, "head_dim": 16, "qk_norm": True}
+    data = tiny_dataset(tmp_path / "data", n_docs=12)
+    given = {"data": str(data), "steps": 0, "seq_len": 48, "device": "cpu"}
+    given["out"] = str(tmp_path / "first")
+    fit("eagle3", *resolved(tmp_path, "eagle3", shape, **given))
+    (tmp_path / "shape.json").unlink()
+    table = json.loads((tmp_path / "first" / "fit.json").read_text())
+    again = resolve_fit("eagle3", {"out": str(tmp_path / "again")}, table)
+    fit("eagle3", *split_config("eagle3", again))
+    first, second = (load_draft(tmp_path / name / "last") for name in ("first", "again"))
+    assert first.config.intermediate_size == 24 and first.config == second.config
