@@ -16,10 +16,12 @@ import torch
 from spec_data.progress import progress
 from spec_data.shards.errors import ConfigError, SpecDataError
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.data.policy_masks import open_with_mask
 from spec_train.evaluation.on_dataset import choose_documents, recorded_fingerprint
 from spec_train.evaluation.prompts import Prompts
 
 _IDS = "input_ids"
+_COLUMNS = (_IDS, "loss_mask")  # where the index does not tell, masks decide what is trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +54,13 @@ def find_trained(
     compared, problem = [], None
     for path in dict.fromkeys(map(Path, paths)):
         try:
-            dataset = HiddenStatesDataset(path, columns=(_IDS,))
+            dataset = HiddenStatesDataset(path, _COLUMNS)
             if run is not None and recorded_fingerprint(dataset, run) not in run["datasets"]:
                 if path != data:
                     problem = f"{path} is not the dataset that the draft was trained on"
                 continue
+            if run is not None:
+                dataset = open_with_mask(path, run.get("mask"), _COLUMNS)
             prefixes.compare(dataset, _training_documents(dataset, run))
         except SpecDataError as error:
             problem = str(error)
