@@ -15,6 +15,7 @@ sliding window too: a cache that already dropped old keys cannot be rolled back.
 beyond the window and changes no result. Models with a recurrent state are refused.
 """
 
+import contextlib
 import inspect
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -82,6 +83,7 @@ class TargetSession:
         # last entry is the input of the head
         place = {layer_column(k): k + 1 for k in range(-1, blocks - 1)} | {FINAL: blocks}
         self._places = [place[name] for name in columns]
+        self._unproven = FINAL in columns  # that the last state enters the head, until a forward
         # a prompt's logits are [n, V]; where the model can, it computes only the last position
         known = inspect.signature(model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
@@ -105,14 +107,21 @@ class TargetSession:
         """
         device = self._model.device
         ids = torch.as_tensor(tokens, dtype=torch.long, device=device)[None]
-        output = self._model(
-            input_ids=ids,
-            past_key_values=self._cache,
-            use_cache=True,
-            output_hidden_states=bool(self._places),
-            **(self._last_only if last_only else {}),
-            **layout,
-        )
+        entered: list[Tensor] = []
+        watch = contextlib.ExitStack()
+        if self._unproven:
+            head = self._model.get_output_embeddings()
+            hook = head.register_forward_pre_hook(lambda _, inputs: entered.append(inputs[0]))
+            watch.callback(hook.remove)
+        with watch:
+            output = self._model(
+                input_ids=ids,
+                past_key_values=self._cache,
+                use_cache=True,
+                output_hidden_states=bool(self._places),
+                **(self._last_only if last_only else {}),
+                **layout,
+            )
         if not self._places:
             return output.logits[0], None
         states = output.hidden_states
@@ -122,7 +131,24 @@ class TargetSession:
                 f"{num_target_layers(self._model)} decoder blocks, so its layers cannot be "
                 "identified; evaluate on the dataset instead (--data)"
             )
+        if entered:
+            self._require_head_input(entered[0], states[-1])
         return output.logits[0], torch.cat([states[k] for k in self._places], dim=-1)
+
+    def _require_head_input(self, entered: Tensor, last: Tensor) -> None:
+        """Refuse a model whose head reads other states than its last ones.
+
+        Args:
+            entered: input of the head [1, k, H]: the last k tokens.
+            last: the last states that the model returns [1, t, H].
+        """
+        if not torch.equal(entered, last[:, -entered.shape[1] :]):
+            raise TargetError(
+                f"{type(self._model).__name__} changes its last hidden states before its head, so "
+                "this draft would read other states than it was trained on; evaluate on the "
+                "dataset instead (--data)"
+            )
+        self._unproven = False
 
     def rollback(self, count: int) -> None:
         """Remove the last `count` tokens from the cache."""

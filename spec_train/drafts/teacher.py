@@ -10,7 +10,7 @@ all V rows of the head for that: a codec rounds the states, and a quotient of ro
 stored, exact `target_logsumexp` is wrong by 0.1 on average with the default codec. The errors of a
 quotient of two sums over the same rounded logits cancel (0.004).
 
-K logits and the logsumexp of all of them are exact, so the target's probability m p of these K
+The K logits and the logsumexp of all V logits are exact, so the target's probability m p of these K
 tokens is exact, and how much the others share is known, but not how: the missing mass. It is never
 renormalised away. See `topk_teacher`, and `spec_train.topk_bounds` for what a loss makes of it.
 

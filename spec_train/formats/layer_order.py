@@ -30,7 +30,7 @@ def sort_states(
         layers: layer ids of the file, in its order.
         where: path of config.json, for messages.
         collected: the trainer collects the states during one forward pass of its target, so they
-            are in ascending order whatever the order of the ids.
+            are in ascending order, also if the ids are not.
 
     Raises:
         DraftError: an id repeats, or `fc` has no equal part for each layer.

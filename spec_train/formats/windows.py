@@ -3,7 +3,7 @@
 A window of W positions: a query at position p sees the keys at p - W + 1 to p. The keys mean what
 the config class of their `model_type` makes of them (transformers 5):
 
-- qwen2, qwen3: without `use_sliding_window` there is no window, whatever `sliding_window` says.
+- qwen2, qwen3: without `use_sliding_window` there is no window, even if `sliding_window` is set.
   With it, the window is `sliding_window` (4096 if absent, none if null). Without `layer_types`, the
   layers from `max_window_layers` (28) on slide.
 - llama and other types: transformers' Llama has no windows and ignores all four keys. The

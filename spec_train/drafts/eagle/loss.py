@@ -51,7 +51,7 @@ class Terms:
     """The two terms of the loss: their weights, and which loss the second one is."""
 
     regression: float
-    cross_entropy: float  # of the second term, whichever loss it is
+    cross_entropy: float  # of the second term, also if it has another loss
     kind: LossKind
 
     @property

@@ -134,7 +134,7 @@ def test_longrope_has_both_sets_and_the_factors_of_the_capture(factors: str | No
     )
     assert shape.positions == ({} if factors is None else {"factors": factors})
     own = Rotary(RopeSettings.of(shape))
-    # both documents have the chosen factors, whatever their length
+    # both documents have the chosen factors, the short and the long one
     mixed = own(torch.tensor([[7, 7]]), torch.tensor([[limit, limit + 1]]))[0][0].double()
     assert torch.equal(mixed[0], mixed[1]) == (factors is not None)
     for slot, wanted in enumerate((factors or "short", factors or "long")):

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from spec_data.shards.errors import DraftError, TargetError
-from spec_data.shards.schema import layer_column
+from spec_data.shards.schema import FINAL, layer_column
 from spec_train.decoding.chains import (
     Difference,
     Generation,
@@ -29,6 +29,7 @@ from spec_train.sampling import (
     reject_sampled,
     residual,
 )
+from tests.factory import tiny_llama
 from tests.families import FAMILIES, LEAKY, VOCAB, WINDOW, tiny_model
 from tests.spec_train.evaluation.tools import decodes_alike_everywhere
 from tests.tolerance import close, network
@@ -366,3 +367,30 @@ def test_a_difference_is_a_tie_only_within_the_targets_own_noise():
         head[wrong[5]] = head[plain[5]]
     tied = examine_difference(model, prompt, plain, wrong)
     assert isinstance(tied, Difference) and tied.is_tie
+
+
+def scales_before_its_head() -> Any:
+    """A target that changes its last states before the head, as MiniCPM3 does."""
+    model = tiny_llama()
+    model.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 0.5,))
+    return model
+
+
+def test_a_head_that_reads_other_states_than_the_last_ones_is_refused():
+    """A draft over final states would silently read states that it was not trained on."""
+    session = TargetSession(scales_before_its_head(), (FINAL,))
+    with pytest.raises(TargetError, match="changes its last hidden states before its head"):
+        session.forward([1, 2, 3], last_only=True)
+    layers = TargetSession(scales_before_its_head(), (layer_column(1),))
+    assert layers.forward([1, 2, 3])[1].shape == (1, 3, 32)
+    plain = TargetSession(tiny_llama(), (FINAL,))
+    assert plain.forward([1, 2, 3])[1].shape == (1, 3, 32)
+    assert not plain._model.lm_head._forward_pre_hooks, "the hook stays"
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_last_states_of_a_family_enter_its_head(family):
+    """Nothing that can be decoded is refused, with all logits or only the last ones."""
+    for last_only in (False, True):
+        session = TargetSession(tiny_model(family), (FINAL,))
+        assert session.forward([1, 2, 3], last_only=last_only)[1].shape[:2] == (1, 3)
