@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.estimation import estimate_size, estimate_text
+from spec_data.generate_options import EstimateConfig, GenerateConfig
 from spec_data.generation.run import generate as run_generation
 from spec_data.keywords import from_keywords, takes_options
-from spec_data.options import EstimateConfig, GenerateConfig, VerifyConfig
+from spec_data.options import VerifyConfig
 from spec_data.report import dataset_text
 from spec_data.results import EstimateResult, GenerateResult, VerifyReport
 from spec_data.shards.checking import FIRST

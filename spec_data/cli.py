@@ -18,13 +18,8 @@ from spec_data.console import (
     say_next,
     use_colour,
 )
-from spec_data.options import (
-    EstimateConfig,
-    GenerateConfig,
-    InspectConfig,
-    SealConfig,
-    VerifyConfig,
-)
+from spec_data.generate_options import EstimateConfig, GenerateConfig
+from spec_data.options import InspectConfig, SealConfig, VerifyConfig
 from spec_data.paths import check_file_to_write
 from spec_data.shards.errors import ConfigError, RunError
 

@@ -17,8 +17,9 @@ import spec_data
 import spec_data.api
 import spec_train
 import spec_train.api
+from spec_data.generate_options import GenerateConfig
 from spec_data.keywords import from_keywords
-from spec_data.options import GenerateConfig, VerifyConfig
+from spec_data.options import VerifyConfig
 from spec_data.shards.errors import ConfigError, MissingError, OptionError
 from spec_train.options import EvalConfig, ExportConfig, FitConfig
 from tests.api_workspace import make_workspace

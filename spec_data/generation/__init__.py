@@ -8,6 +8,6 @@ directory into a dataset. The bytes of a unit depend on the plan alone.
 files plan.json and plan.arrow). A pack is a row of the target's batch with several documents.
 
 May import: spec_data.shards, spec_data.corpus, spec_data.models, spec_data.target,
-spec_data.config, spec_data.options, spec_data.option_values, spec_data.devices, spec_data.paths,
-spec_data.progress.
+spec_data.config, spec_data.generate_options, spec_data.option_values, spec_data.devices,
+spec_data.paths, spec_data.progress.
 """

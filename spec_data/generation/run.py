@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from spec_data.devices import usable_device
+from spec_data.generate_options import GenerateConfig
 from spec_data.generation.calibrate import calibrate
 from spec_data.generation.capture import CaptureSettings, capture_unit
 from spec_data.generation.disk_bytes import other_files
@@ -38,7 +39,6 @@ from spec_data.generation.setup import Setup, changed_settings, make_plan, refus
 from spec_data.generation.target_files import manifest_draft, save_target_files
 from spec_data.generation.unit_records import SHARDS, finish_unit, finished_unit
 from spec_data.generation.worker_locks import worker_lock
-from spec_data.options import GenerateConfig
 from spec_data.paths import make_directory
 from spec_data.progress import progress, size
 from spec_data.shards.codec_tables import TABLES, load_tables

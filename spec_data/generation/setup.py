@@ -24,13 +24,13 @@ from spec_data.corpus.record_reader import CorpusReader, SourceReport
 from spec_data.corpus.row_counts import expected_rows
 from spec_data.corpus.sources import corpus_directory
 from spec_data.devices import device_type
+from spec_data.generate_options import GenerateConfig
 from spec_data.generation.plan import Plan, PlanBuilder
 from spec_data.models.identify import identify, target_table, tokenizer_table
 from spec_data.models.reading import load_config, load_tokenizer, text_config
 from spec_data.models.resolve import resolve_model
 from spec_data.models.rope_factors import check_choice
 from spec_data.option_values import parse_size
-from spec_data.options import GenerateConfig
 from spec_data.paths import check_directory_to_write
 from spec_data.progress import progress
 from spec_data.shards.errors import ConfigError

@@ -6,8 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from spec_data.generate_options import GenerateConfig
 from spec_data.generation.run import generate
-from spec_data.options import GenerateConfig, VerifyConfig
+from spec_data.options import VerifyConfig
 from spec_data.verification.run import examine
 from tests.families import tiny_model
 from tests.spec_data.corpus.templates import tokenizer

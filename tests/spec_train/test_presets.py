@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from spec_data.options import GenerateConfig
+from spec_data.generate_options import GenerateConfig
 from spec_train.cli import _resolve_fit, build_parser, main
 from spec_train.draft_options import DRAFT_OPTIONS
 from spec_train.options import FitConfig, fit_config, resolve_fit

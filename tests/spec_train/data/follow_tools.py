@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from spec_data.generate_options import GenerateConfig
 from spec_data.generation import run as generate_module
 from spec_data.generation.run import generate
-from spec_data.options import GenerateConfig
 from spec_train.draft_options import Eagle3Options
 from spec_train.options import FitConfig
 from spec_train.training.setup import fit

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from spec_data.generate_options import GenerateConfig
 from spec_data.generation import run as generate_module
 from spec_data.generation.run import generate
-from spec_data.options import GenerateConfig
 from spec_data.shards.errors import DatasetError, MissingError, RunError
 from spec_data.shards.follow import LEFT_OUT, WORK, FollowedDataset
 from spec_data.shards.reader import HiddenStatesDataset

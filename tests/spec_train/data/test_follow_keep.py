@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
+from spec_data.generate_options import GenerateConfig
 from spec_data.generation.run import generate
 from spec_data.generation.sealing import seal_directory
-from spec_data.options import GenerateConfig
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.follow import WORK, FollowedDataset
 from spec_data.shards.reclaim import allow_deletion, delete_unit, units_used

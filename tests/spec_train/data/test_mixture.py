@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from spec_data.generate_options import GenerateConfig
 from spec_data.generation.run import generate
-from spec_data.options import GenerateConfig
 from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.reader import HiddenStatesDataset
