@@ -1,0 +1,76 @@
+"""The options of the spec-data commands on a dataset directory (see config.py)."""
+
+from dataclasses import dataclass
+
+from spec_data.config import option
+from spec_data.option_values import CHECKS, REQUIRED, RUNNING, at_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class SealConfig:
+    """Options of `seal`."""
+
+    out: str = option(
+        help="the dataset directory whose workers are all done", group=REQUIRED, metavar="DIR"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectConfig:
+    """Options of `inspect`."""
+
+    data: str = option(
+        help="the dataset directory; may be given without --data", group=REQUIRED, metavar="DIR"
+    )
+    doc: int | None = option(
+        None,
+        help="print the text of this document with its supervised tokens marked; counted from 0",
+        group="what is shown",
+        metavar="N",
+    )
+    color: str = option(
+        "auto",
+        help="mark the tokens of --doc by colour. auto: on a terminal, unless NO_COLOR is set",
+        group="what is shown",
+        choices=("auto", "always", "never"),
+    )
+
+    def __post_init__(self) -> None:
+        if self.doc is not None:
+            at_least(0, doc=self.doc)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig:
+    """Options of `verify`."""
+
+    data: str = option(
+        help="the dataset directory; may be given without --data", group=REQUIRED, metavar="DIR"
+    )
+    target: str | None = option(
+        None,
+        help="also run this target on the sampled documents and compare every stored column: the "
+        "strongest check, and the only one that loads a model",
+        group=CHECKS,
+        metavar="MODEL",
+    )
+    samples: int = option(
+        16,
+        help="documents whose logits, and with --target whose states, are computed again. Raise it "
+        "for more certainty",
+        group=CHECKS,
+        metavar="N",
+    )
+    seed: int = option(0, help="decides which documents are sampled", group=CHECKS, metavar="N")
+    device: str = option(
+        "auto", help="device to compute on: auto, cpu, cuda, cuda:1, ...", group=RUNNING
+    )
+    trust_remote_code: bool = option(
+        False,
+        help="run Python code that comes with the model; only for authors you trust",
+        group=RUNNING,
+    )
+
+    def __post_init__(self) -> None:
+        at_least(1, samples=self.samples)  # nothing re-derived is nothing verified
+        at_least(0, seed=self.seed)
