@@ -20,7 +20,7 @@ import torch
 
 from spec_data.generate_options import GenerateConfig
 from spec_data.generation.capture import CaptureSettings, capture_unit, forward_batches
-from spec_data.generation.run import prove_target
+from spec_data.generation.replica import prove_target
 from spec_data.generation.setup import make_plan, set_up
 from spec_data.shards.files import unit_name
 from spec_data.shards.writer import write_shard

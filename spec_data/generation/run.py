@@ -13,44 +13,34 @@ has the same bytes even if the run was interrupted, or resumed on another machin
 """
 
 import errno
-import json
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from spec_data.devices import usable_device
 from spec_data.generate_options import GenerateConfig
-from spec_data.generation.calibrate import calibrate
-from spec_data.generation.capture import CaptureSettings, capture_unit
 from spec_data.generation.disk_bytes import other_files
-from spec_data.generation.fitting import announce_drafts, find_positions
-from spec_data.generation.loaded_target import documents_to_prove, load_target
+from spec_data.generation.fitting import announce_drafts
 from spec_data.generation.plan import Plan, load_plan, read_settings, save_plan
 from spec_data.generation.replan import check_still_planned, discard_unused_plan, half_discarded
-from spec_data.generation.sample_check import check_agreement
+from spec_data.generation.replica import Replica
 from spec_data.generation.sealing import seal_directory
 from spec_data.generation.setup import Setup, changed_settings, make_plan, refuse_changes, set_up
-from spec_data.generation.target_files import manifest_draft, save_target_files
-from spec_data.generation.unit_records import SHARDS, finish_unit, finished_unit
+from spec_data.generation.unit_records import SHARDS, finished_unit
 from spec_data.generation.worker_locks import worker_lock
 from spec_data.paths import make_directory
 from spec_data.progress import progress, size
-from spec_data.shards.codec_tables import TABLES, load_tables
 from spec_data.shards.errors import DatasetError, RunError
-from spec_data.shards.files import dump_json, unit_name, write_once
+from spec_data.shards.files import unit_name
 from spec_data.shards.follow import WORK
 from spec_data.shards.reader import MANIFEST
 from spec_data.shards.reclaim import units_to_keep, wait_for_room
 from spec_data.shards.schema import Manifest
-from spec_data.shards.seal import file_records, target_file_names
-from spec_data.target.model import Target
-from spec_data.target.proofs import prove_head, prove_isolation
 
 logger = logging.getLogger(__name__)
 
@@ -185,23 +175,8 @@ def run_units(setup: Setup, plan: Plan, out: Path, mine: list[int], todo: list[i
 
     `mine` are all units of this worker, `todo` those that are not finished.
     """
-    config = setup.config
-    (out / SHARDS).mkdir(exist_ok=True)
-    for unit in mine:
-        for leftover in (out / SHARDS).glob(f".{unit_name(unit)}.arrow.*.tmp"):
-            leftover.unlink()
-    target = load_target(setup, plan)
-    draft = prove_target(setup, plan, target, out)
-    form = draft["packing"]["form"]
-    widths = {c.name: c.width or 1 for c in setup.columns if c.lossy}
-    tables = load_tables(out / TABLES, widths, draft["codec"]["sha256"]) if widths else {}
-    capture = CaptureSettings(
-        columns=setup.columns,
-        form=form,
-        batch_tokens=config.batch_tokens,
-        tables=tables,
-        temperature=config.own_temperature,
-    )
+    clear_leftovers(out, mine)
+    replica = Replica(setup, plan, out)
     total, left = plan.unit_set_tokens(mine), plan.unit_set_tokens(todo)
     bar = progress(total=total, initial=total - left, desc="capture", unit="tok")
     pending: Future | None = None
@@ -209,42 +184,19 @@ def run_units(setup: Setup, plan: Plan, out: Path, mine: list[int], todo: list[i
     with bar, ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer") as writer:
         for number, unit in enumerate(todo, 1):
             wait_for_room(out, unit)
-            captured = capture_unit(target, plan, unit, capture, bar.update)
+            captured = replica.capture(unit, bar.update)
             if pending is not None:
                 written += pending.result()
-            pending = writer.submit(finish_unit, out, unit, captured, setup.columns)
+            pending = writer.submit(replica.finish, unit, captured)
             bar.set_postfix_str(f"shard {number}/{len(todo)}, {size(written)}")
         if pending is not None:
             written += pending.result()
             bar.set_postfix_str(f"shard {len(todo)}/{len(todo)}, {size(written)}")
 
 
-def prove_target(setup: Setup, plan: Plan, target: Target, out: Path) -> dict[str, Any]:
-    """Prove head and packing, check a sample of the corpus, make the codec tables, and save the
-    files of the target, once.
-
-    The result, a manifest without shards, is stored in target.json, so that every worker and every
-    resumed run captures in the same way.
-
-    Raises:
-        TargetError, RunError: a proof fails, or the error of a codec is above its bound.
-        CorpusError, ConfigError: the target could not have written the corpus.
-    """
-    file = out / WORK / "target.json"
-    if file.is_file():
-        return json.loads(file.read_text(encoding="utf-8"))
-    positions = find_positions(setup, plan, target)
-    chosen, documents = documents_to_prove(plan, target)
-    head_error = None
-    if not setup.config.supervision.startswith("logits"):
-        head_error = prove_head(target, documents)
-    proof = prove_isolation(target, documents, plan.pack_length, setup.config.packing)
-    level = logging.INFO if "rows" not in proof.form else logging.WARNING
-    logger.log(level, "packing: %s", proof)
-    check_agreement(setup, plan, target, proof.form, chosen)
-    save_target_files(setup, target, positions, out / "target")
-    codec, errors = calibrate(setup, plan, target, proof.form, out)
-    draft = manifest_draft(setup, plan, target, proof, head_error, positions, codec, errors)
-    draft["files"] = file_records(out, target_file_names(out))
-    write_once(file, dump_json(draft))
-    return json.loads(file.read_text(encoding="utf-8"))
+def clear_leftovers(out: Path, units: Iterable[int]) -> None:
+    """Make the folder of shards, and delete what killed processes left of `units` in it."""
+    (out / SHARDS).mkdir(exist_ok=True)
+    for unit in units:
+        for leftover in (out / SHARDS).glob(f".{unit_name(unit)}.arrow.*.tmp"):
+            leftover.unlink()

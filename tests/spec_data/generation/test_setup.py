@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-import spec_data.generation.run as generate_module
+import spec_data.generation.replica as replica_module
 from spec_data.estimation import Estimate, estimate_text
 from spec_data.generate_options import GenerateConfig
 from spec_data.generation.fitting import fitting
@@ -201,7 +201,7 @@ def test_the_plan_of_a_run_that_captured_nothing_is_replaced(
     target, corpus, tmp_path, monkeypatch, caplog
 ):
     out = tmp_path / "data"
-    monkeypatch.setattr(generate_module, "capture_unit", failing)
+    monkeypatch.setattr(replica_module, "capture_unit", failing)
     with pytest.raises(RunError, match="does not fit"):
         run(target, corpus, out, codec="int8c")
     monkeypatch.undo()

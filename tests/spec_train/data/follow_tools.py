@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from spec_data.generate_options import GenerateConfig
-from spec_data.generation import run as generate_module
+from spec_data.generation import replica as replica_module
 from spec_data.generation.run import generate
 from spec_train.draft_options import Eagle3Options
 from spec_train.options import FitConfig
@@ -53,7 +53,7 @@ class Stopped(Exception):
 
 def generate_units(source, out: Path, count: int, **changes) -> None:
     """Generate so many units and die; again: so many more."""
-    original, done = generate_module.capture_unit, []
+    original, done = replica_module.capture_unit, []
 
     def dying(*args, **kwargs):
         if len(done) == count:
@@ -62,7 +62,7 @@ def generate_units(source, out: Path, count: int, **changes) -> None:
         return original(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate_module, "capture_unit", dying)
+        patch.setattr(replica_module, "capture_unit", dying)
         with contextlib.suppress(Stopped):
             generate(GenerateConfig(**made(source, out, **changes)))
 
@@ -87,13 +87,13 @@ GENERATE = """
 import sys, time
 from pathlib import Path
 from spec_data.cli import main
-from spec_data.generation import run
-original, gate, held = run.capture_unit, Path(sys.argv[1]), int(sys.argv[2])
+from spec_data.generation import replica
+original, gate, held = replica.capture_unit, Path(sys.argv[1]), int(sys.argv[2])
 def gated(target, plan, unit, *args, **kwargs):
     while unit >= held and not gate.exists():
         time.sleep(0.01)
     return original(target, plan, unit, *args, **kwargs)
-run.capture_unit = gated
+replica.capture_unit = gated
 sys.exit(main(["generate", *sys.argv[3:]]))
 """
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from spec_data.generate_options import GenerateConfig
-from spec_data.generation import run as generate_module
+from spec_data.generation import replica as replica_module
 from spec_data.generation.run import generate
 from spec_data.shards.errors import DatasetError, MissingError, RunError
 from spec_data.shards.follow import LEFT_OUT, WORK, FollowedDataset
@@ -182,14 +182,14 @@ def test_documents_that_capture_leaves_out_keep_their_place(source, tmp_path, mo
             if broken.get(calls[-1]) == document:
                 found[document] = "non-finite-states"
 
-    capturing = generate_module.capture_unit
+    capturing = replica_module.capture_unit
 
     def numbered(target, plan, unit, *args, **kwargs):
         calls.append(unit)
         return capturing(target, plan, unit, *args, **kwargs)
 
     monkeypatch.setattr(capture, "_find_broken", find)
-    monkeypatch.setattr(generate_module, "capture_unit", numbered)
+    monkeypatch.setattr(replica_module, "capture_unit", numbered)
     data = tmp_path / "data"
     process = threading.Thread(
         target=lambda: generate(GenerateConfig(**made(source, data))), name="generate"

@@ -1,0 +1,91 @@
+"""A replica: one loaded target, proven, that captures units of a plan.
+
+Every engine uses it: the local worker in its own process, and others in processes of a cluster. It
+decides nothing about which units it captures.
+"""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from spec_data.generation.calibrate import calibrate
+from spec_data.generation.capture import CapturedUnit, CaptureSettings, capture_unit
+from spec_data.generation.fitting import find_positions
+from spec_data.generation.loaded_target import documents_to_prove, load_target
+from spec_data.generation.plan import Plan
+from spec_data.generation.sample_check import check_agreement
+from spec_data.generation.setup import Setup
+from spec_data.generation.target_files import manifest_draft, save_target_files
+from spec_data.generation.unit_records import finish_unit
+from spec_data.shards.codec_tables import TABLES, load_tables
+from spec_data.shards.files import dump_json, write_once
+from spec_data.shards.follow import WORK
+from spec_data.shards.seal import file_records, target_file_names
+from spec_data.target.model import Target
+from spec_data.target.proofs import prove_head, prove_isolation
+
+logger = logging.getLogger(__name__)
+
+
+class Replica:
+    """One loaded target, proven, that captures units of a plan."""
+
+    def __init__(self, setup: Setup, plan: Plan, out: Path) -> None:
+        """Load the target of `setup` and prove it, or read what was proven before, in `out`.
+
+        Raises:
+            TargetError, RunError, CorpusError, ConfigError: as `prove_target`.
+        """
+        self.setup, self.plan, self.out = setup, plan, out
+        self.target = load_target(setup, plan)
+        draft = prove_target(setup, plan, self.target, out)
+        widths = {c.name: c.width or 1 for c in setup.columns if c.lossy}
+        tables = load_tables(out / TABLES, widths, draft["codec"]["sha256"]) if widths else {}
+        self.settings = CaptureSettings(
+            columns=setup.columns,
+            form=draft["packing"]["form"],
+            batch_tokens=setup.config.batch_tokens,
+            tables=tables,
+            temperature=setup.config.own_temperature,
+        )
+
+    def capture(self, unit: int, done: Callable[[int], object]) -> CapturedUnit:
+        """Capture a unit; `done` is called with the tokens of each batch."""
+        return capture_unit(self.target, self.plan, unit, self.settings, done)
+
+    def finish(self, unit: int, captured: CapturedUnit) -> int:
+        """Write the shard of a captured unit, then its record; return the bytes written."""
+        return finish_unit(self.out, unit, captured, self.setup.columns)
+
+
+def prove_target(setup: Setup, plan: Plan, target: Target, out: Path) -> dict[str, Any]:
+    """Prove head and packing, check a sample of the corpus, make the codec tables, and save the
+    files of the target, once.
+
+    The result, a manifest without shards, is stored in target.json, so that every worker and every
+    resumed run captures in the same way.
+
+    Raises:
+        TargetError, RunError: a proof fails, or the error of a codec is above its bound.
+        CorpusError, ConfigError: the target could not have written the corpus.
+    """
+    file = out / WORK / "target.json"
+    if file.is_file():
+        return json.loads(file.read_text(encoding="utf-8"))
+    positions = find_positions(setup, plan, target)
+    chosen, documents = documents_to_prove(plan, target)
+    head_error = None
+    if not setup.config.supervision.startswith("logits"):
+        head_error = prove_head(target, documents)
+    proof = prove_isolation(target, documents, plan.pack_length, setup.config.packing)
+    level = logging.INFO if "rows" not in proof.form else logging.WARNING
+    logger.log(level, "packing: %s", proof)
+    check_agreement(setup, plan, target, proof.form, chosen)
+    save_target_files(setup, target, positions, out / "target")
+    codec, errors = calibrate(setup, plan, target, proof.form, out)
+    draft = manifest_draft(setup, plan, target, proof, head_error, positions, codec, errors)
+    draft["files"] = file_records(out, target_file_names(out))
+    write_once(file, dump_json(draft))
+    return json.loads(file.read_text(encoding="utf-8"))
