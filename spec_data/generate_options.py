@@ -207,9 +207,10 @@ class GenerateConfig:
         numbers=True,
     )
     max_shard_size: str = option(
-        "500MB",
+        "auto",
         help="size of one shard. A shard is also what a resumed run repeats at most, and what "
-        "workers share out: lower it for a small dataset on many workers",
+        "workers share out. auto is 500MB, but at most 262,144 tokens and a sixteenth of the "
+        "corpus; a directory that has a plan keeps the size of that plan",
         group=SHARDS,
         metavar="SIZE",
     )
@@ -261,7 +262,7 @@ class GenerateConfig:
             raise ConfigError(
                 f"--supervision {self.supervision!r}: final-hidden, topk:K (e.g. topk:64) or logits"
             )
-        if parse_size(self.max_shard_size) < 1:
+        if self.max_shard_size != "auto" and parse_size(self.max_shard_size) < 1:
             raise ConfigError(f"--max-shard-size {self.max_shard_size}: a shard needs some bytes")
         if parse_size(self.max_row_bytes) < 1:
             raise ConfigError(f"--max-row-bytes {self.max_row_bytes}: a row needs some bytes")

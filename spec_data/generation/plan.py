@@ -154,6 +154,11 @@ class PlanBuilder:
         self._masks: list[np.ndarray] = []
         self._texts: list[tuple[str, str, list[tuple[str, int, int]]]] = []
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of the documents that were added and kept."""
+        return sum(map(len, self._ids))
+
     def add(self, document: Document) -> None:
         """Add one document, or count it as dropped."""
         self.counts.rendered += 1
@@ -218,17 +223,15 @@ class PlanBuilder:
         corpus: list[dict[str, Any]],
         settings: dict[str, Any],
         pack_length: int,
-        bytes_per_token: int,
-        max_shard_bytes: int,
+        unit_tokens: int,
     ) -> Plan:
-        """Return the plan, with units of consecutive documents of at most `max_shard_bytes`.
+        """Return the plan, with units of consecutive documents of at most `unit_tokens` tokens.
 
         Args:
             corpus: the manifest's entry of each source.
             settings: everything that decides the bytes of the dataset.
             pack_length: tokens that a pack holds; 0: the longest document, from 512 to 2,048.
-            bytes_per_token: payload bytes of a stored token.
-            max_shard_bytes: largest payload of a shard; a longer document has a unit of its own.
+            unit_tokens: most tokens of a unit; a longer document has a unit of its own.
 
         Raises:
             CorpusError: no document is left.
@@ -248,7 +251,7 @@ class PlanBuilder:
             np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
             {"input_ids": np.concatenate(self._ids), "loss_mask": np.concatenate(self._masks)},
         )
-        units = cut_units(lengths, max(1, max_shard_bytes // bytes_per_token))
+        units = cut_units(lengths, unit_tokens)
         longest = int(lengths.max())
         length = pack_length or min(max(longest, LEAST_PACK_LENGTH), MOST_PACK_LENGTH)
         return Plan(documents, units, self.counts, corpus, settings, length)

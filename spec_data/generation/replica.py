@@ -51,7 +51,7 @@ class Replica:
             temperature=setup.config.own_temperature,
         )
 
-    def capture(self, unit: int, done: Callable[[int], object]) -> CapturedUnit:
+    def capture(self, unit: int, done: Callable[[int], None]) -> CapturedUnit:
         """Capture a unit; `done` is called with the tokens of each batch."""
         return capture_unit(self.target, self.plan, unit, self.settings, done)
 

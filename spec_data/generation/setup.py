@@ -26,6 +26,7 @@ from spec_data.corpus.sources import corpus_directory
 from spec_data.devices import device_type
 from spec_data.generate_options import GenerateConfig
 from spec_data.generation.plan import Plan, PlanBuilder
+from spec_data.generation.unit_size import AUTO, unit_tokens
 from spec_data.models.identify import identify, target_table, tokenizer_table
 from spec_data.models.reading import load_config, load_tokenizer, text_config
 from spec_data.models.resolve import resolve_model
@@ -236,8 +237,9 @@ def make_plan(setup: Setup) -> Plan:
         [corpus_entry(r) for r in reader.reports],
         settings(setup, reader.reports),
         config.pack_length,
-        setup.bytes_per_token,
-        parse_size(config.max_shard_size),
+        unit_tokens(
+            config.max_shard_size, setup.bytes_per_token, builder.tokens, config.batch_tokens
+        ),
     )
 
 
@@ -317,6 +319,8 @@ def changed_settings(setup: Setup, saved: dict[str, Any]) -> list[str]:
     new = settings(setup, reader.reports)
     if [s["sha256"] for s in saved["corpus"]] == [s["sha256"] for s in new["corpus"]]:
         new["corpus"] = saved["corpus"]  # the same bytes under other names
+    if new["max_shard_size"] == AUTO:  # the user asks for no size: the units stay as planned
+        new["max_shard_size"] = saved["max_shard_size"]
     without = {"max_row_bytes": new["max_row_bytes"]}  # older runs did not record it
     return differing_fields(without | saved, new)
 
