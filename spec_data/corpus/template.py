@@ -1,6 +1,8 @@
 """Render the beginnings of one conversation with one chat template, each at most once.
 
-Every token comes from the tokenizer's own `apply_chat_template`. A template is a program that
+Every text comes from the tokenizer's own `apply_chat_template`, and so does every token, but that a
+beginning of the conversation takes tokens of the whole where these are the same (`tokens.py`). A
+template is a program that
 strangers wrote: any exception it raises becomes a `RenderError` of the record, and so does a render
 that does not end. `spec-train eval` renders its prompts through the same code.
 """
@@ -19,6 +21,7 @@ from spec_data.corpus.left_out import TOOL_LISTS, left_out
 from spec_data.corpus.records import Record
 from spec_data.corpus.template_names import date_kwargs, names_read, prints_the_date, refused_kwargs
 from spec_data.corpus.time_limit import TimeIsUp, time_limit
+from spec_data.corpus.tokens import TokenisedText, Tokens
 from spec_data.shards.errors import ConfigError, CorpusError
 
 logger = logging.getLogger(__name__)
@@ -46,6 +49,7 @@ class Template:
 
     Attributes:
         names: the names that the template reads, None if not known.
+        tokens: tokenises rendered texts.
 
     Raises:
         ConfigError: a kwarg that cannot be set, or that the template does not read.
@@ -60,6 +64,7 @@ class Template:
         self.tokenizer = tokenizer
         self.kwargs = dict(kwargs or {})
         self.names = names_read(tokenizer)
+        self.tokens = Tokens(tokenizer)
         self._seconds = seconds
         self._timeouts = 0
         if reason := refused_kwargs(self.kwargs, self.names):
@@ -150,6 +155,8 @@ class Chat:
         self._kwargs = template.kwargs_of(record)
         self._prompts: dict[int, list[int]] = {}
         self._throughs: dict[int, Rendered] = {}
+        self._texts: dict[tuple[int, bool], str] = {}
+        self._whole: TokenisedText | None = None  # the first text that was tokenised
         if reason := refused_kwargs(self._kwargs, template.names):
             raise render_error(record, "bad-template-kwargs", f"chat_template_kwargs: {reason}")
         if not self._tokenizer.chat_template:
@@ -179,19 +186,41 @@ class Chat:
     def prompt(self, k: int) -> list[int]:
         """Return the token ids that serving sends to get message k."""
         if k not in self._prompts:
-            rendered = self._apply(self._messages[:k], add_generation_prompt=True, return_dict=True)
-            self._prompts[k] = list(rendered["input_ids"])
+            self._prompts[k] = self._ids(k, add_generation_prompt=True)
         return self._prompts[k]
 
     def through(self, k: int) -> Rendered:
         """Return the render of the conversation up to and including message k."""
         if k not in self._throughs:
-            rendered = self._apply(
-                self._messages[: k + 1], return_dict=True, return_assistant_tokens_mask=self.tagged
-            )
-            tags = list(rendered["assistant_masks"]) if self.tagged else None
-            self._throughs[k] = Rendered(list(rendered["input_ids"]), tags)
+            if self.tagged:
+                self._throughs[k] = self._with_tags(k)
+            else:
+                self._throughs[k] = Rendered(self._ids(k + 1), None)
         return self._throughs[k]
+
+    def _with_tags(self, k: int) -> Rendered:
+        found = self._apply(
+            self._messages[: k + 1], return_dict=True, return_assistant_tokens_mask=True
+        )
+        return Rendered(list(found["input_ids"]), list(found["assistant_masks"]))
+
+    def _ids(self, end: int, add_generation_prompt: bool = False) -> list[int]:
+        """Return the token ids of the render of `messages[:end]`."""
+        tokens = self._template.tokens
+        if tokens.direct:
+            text = self._text(end, add_generation_prompt)
+            try:
+                found = tokens.beginning(self._whole, text) if self._whole else None
+                if found is None:
+                    tokenised = tokens.tokenise(text)
+                    self._whole, found = self._whole or tokenised, tokenised.ids
+                return found
+            except Exception:  # of the tokenizer; below, it becomes the error of this record
+                self._whole = None
+        rendered = self._apply(
+            self._messages[:end], add_generation_prompt=add_generation_prompt, return_dict=True
+        )
+        return list(rendered["input_ids"])
 
     def token_after(self, k: int) -> int | None:
         """Return the token that follows answer k where a user asks on; None if that is unclear."""
@@ -209,8 +238,7 @@ class Chat:
         Return [] if the text of through_k does not begin with that of prompt_k, or if the joined
         tokens decode to another text.
         """
-        prompt = self._apply(self._messages[:k], add_generation_prompt=True, tokenize=False)
-        through = self._text(self._messages[: k + 1])
+        prompt, through = self._text(k, True), self._text(k + 1)
         if not through.startswith(prompt) or through == prompt:
             return []
         rest = self._tokenizer(through[len(prompt) :], add_special_tokens=False)["input_ids"]
@@ -224,14 +252,25 @@ class Chat:
         `answers` are the last messages of the documents, ascending.
         """
         ends = [k + 1 for k in answers]
-        found = left_out(self._messages[: ends[-1]], ends, self._text)
+        found = left_out(self._messages[: ends[-1]], ends, self._text_of)
         names = self._template.names
         if self.record.tools and names is not None and "tools" not in names:
             found[TOOL_LISTS] += 1
         return found
 
-    def _text(self, messages: Sequence[dict[str, Any]]) -> str:
-        return str(self._apply(messages, tokenize=False))
+    def _text(self, end: int, add_generation_prompt: bool = False) -> str:
+        """Return the render of `messages[:end]`."""
+        key = end, add_generation_prompt
+        if key not in self._texts:
+            self._texts[key] = self._text_of(self._messages[:end], add_generation_prompt)
+        return self._texts[key]
+
+    def _text_of(
+        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False
+    ) -> str:
+        return str(
+            self._apply(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
+        )
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, record: Record, text: str) -> list[int]:

@@ -1,0 +1,208 @@
+"""Tokenise the beginnings of one conversation from one tokenisation of all of it.
+
+The proof of turn boundaries compares the tokens of many renders: prompt_k and through_k for every
+answer k. Nearly all of each text is the beginning of the whole conversation, so tokenising each
+anew costs the square of the conversation's length. But a *cut token* (an added token that is
+matched in the text as it is written, such as <|im_start|>) cuts the text: the tokenizer finds these
+first, and treats the pieces between them one by one. Hence, for a cut token that a text has in
+common with the whole:
+
+    tokens(text) = tokens(whole) before the cut token + tokens(text from the cut token on)
+
+Why the cut token stands in both: added tokens are searched from left to right, the longest one
+first. Up to the end of a cut token of the whole, a text that is the beginning of the whole has the
+same candidates, less those that end beyond it. A text that differs from the whole after some
+character has the same candidates up to there, less the length of the longest added token.
+
+This holds for tokenizers of the `tokenizers` library whose parts treat each piece alone. Their
+kinds are listed here, the result is compared with plain tokenisation on probes when `Tokens` is
+made, and any other tokenizer tokenises every text by itself.
+"""
+
+import bisect
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+_SHORT = 256  # characters of an end that is remembered; generation prompts repeat in every row
+_REMEMBERED = 4096
+_NORMALIZERS = {
+    *("Sequence", "BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt"),
+    *("Precompiled", "Prepend", "Replace", "Strip", "StripAccents"),
+}
+_PRE_TOKENIZERS = {
+    *("Sequence", "BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Delimiter", "Digits"),
+    *("FixedLength", "Metaspace", "Punctuation", "Split", "UnicodeScripts", "Whitespace"),
+    "WhitespaceSplit",
+}
+_PROBED = 32  # cut tokens; some tokenizers have thousands
+_PROBES = (("a b", "c d\n"), (" x ", "  y z "), ("Ü\n\n", "\n1,2"), ("", "w"), ("q", ""))
+
+
+class TokenisedText:
+    """A text, its token ids, and the cut tokens in it."""
+
+    def __init__(self, text: str, encoding: Any, cut_tokens: dict[int, str]) -> None:
+        self.text = text
+        self.ids: list[int] = encoding.ids
+        self._encoding = encoding
+        self._cut_tokens = cut_tokens
+
+    @cached_property
+    def _cuts(self) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ends of the cut tokens in characters, ascending, and (first character, token) of each."""
+        ends, starts = [], []
+        for index, token in enumerate(self.ids):
+            if token in self._cut_tokens:
+                start, end = self._encoding.token_to_chars(index)
+                # A model may make the same id from other characters, which do not cut.
+                if _is_written(self._cut_tokens[token], self.text[start:end]):
+                    ends.append(end)
+                    starts.append((start, index))
+        return ends, starts
+
+    def cut_before(self, limit: int) -> tuple[int, int] | None:
+        """Return (first character, token) of the last cut token that ends within `limit`
+        characters, or None without one."""
+        ends, starts = self._cuts
+        at = bisect.bisect_right(ends, limit)
+        return starts[at - 1] if at else None
+
+
+class Tokens:
+    """Token ids of rendered texts, without the tokens that a tokenizer adds.
+
+    Attributes:
+        direct: texts can be tokenised here; if False, only `apply_chat_template` knows their ids.
+        cut_tokens: the cut tokens by id; empty if every text is tokenised by itself.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.direct = _is_plain(tokenizer)
+        self.cut_tokens: dict[int, str] = {}
+        self._backend: Any = None
+        self._ends: dict[str, list[int]] = {}
+        self._longest = 0
+        if not self.direct:
+            return
+        self._backend = tokenizer.backend_tokenizer
+        added = self._backend.get_added_tokens_decoder()
+        self._longest = max((len(t.content) for t in added.values()), default=0)
+        if _treats_pieces_alone(self._backend):
+            self.cut_tokens = {
+                i: t.content for i, t in added.items() if not t.normalized and not t.single_word
+            }
+        if not self._probed():
+            self.cut_tokens = {}
+        self._ends.clear()
+
+    def tokenise(self, text: str) -> TokenisedText:
+        """Return the text with its tokens."""
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return TokenisedText(text, encoding, self.cut_tokens)
+
+    def beginning(self, whole: TokenisedText, text: str) -> list[int] | None:
+        """Return the token ids of a text that begins as `whole` does.
+
+        Return None if they have no cut token in common; then the text must be tokenised.
+        """
+        if whole.text == text:
+            return whole.ids
+        if whole.text.startswith(text):
+            limit = len(text)
+        else:
+            limit = _common(whole.text, text) - self._longest
+        cut = whole.cut_before(limit)
+        if cut is None:
+            return None
+        start, token = cut
+        return whole.ids[:token] + self._end(text[start:])
+
+    def _end(self, text: str) -> list[int]:
+        """Return the token ids of the end of a text; short ones are remembered."""
+        found = self._ends.get(text)
+        if found is None:
+            found = self._backend.encode(text, add_special_tokens=False).ids
+            if len(text) <= _SHORT:
+                if len(self._ends) >= _REMEMBERED:
+                    self._ends.clear()
+                self._ends[text] = found
+        return found
+
+    def _probed(self) -> bool:
+        """Return whether beginnings of short texts have the ids that plain tokenisation finds."""
+        contents = list(self.cut_tokens.values())
+        for content in contents[:: 1 + len(contents) // _PROBED]:
+            for before, after in _PROBES:
+                whole = self.tokenise(before + content + after + content + before)
+                for end in range(len(before), len(whole.text) + 1):
+                    for text in (whole.text[:end], whole.text[:end] + "e\n"):
+                        found = self.beginning(whole, text)
+                        if found is not None and found != self.tokenise(text).ids:
+                            return False
+        return True
+
+
+def _is_written(content: str, found: str) -> bool:
+    """Return whether a part of a text is an added token, with the white space that it takes in."""
+    return found == content or (bool(content.strip()) and found.strip() == content)
+
+
+def _is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether `apply_chat_template` renders a text and passes it to the backend as it is."""
+    kind = type(tokenizer)
+    own = vars(tokenizer).keys() & {"apply_chat_template", "__call__", "_encode_plus"}
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or own:
+        return False
+    if (
+        kind.apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
+        or kind.__call__ is not PreTrainedTokenizerBase.__call__
+        or kind._encode_plus is not PreTrainedTokenizerFast._encode_plus
+    ):
+        return False
+    try:
+        tokenizer("a", add_special_tokens=False)  # switches off truncation and padding, if set
+    except Exception:  # every record then reports it
+        return False
+    backend = tokenizer.backend_tokenizer
+    return backend.truncation is None and backend.padding is None
+
+
+def _treats_pieces_alone(backend: Any) -> bool:
+    """Return whether the tokens of a piece between two cut tokens depend on this piece only."""
+    if backend.encode_special_tokens or getattr(backend.model, "dropout", None):
+        return False
+    return _kinds(backend.normalizer, "normalizers") <= _NORMALIZERS and (
+        _kinds(backend.pre_tokenizer, "pretokenizers") <= _PRE_TOKENIZERS
+    )
+
+
+def _kinds(part: Any, inner: str) -> set[str]:
+    """Return the kinds of a normaliser or pre-tokeniser and of those in it; empty for None."""
+    if part is None:
+        return set()
+    try:
+        found = [json.loads(part.__getstate__())]
+    except Exception:  # written in Python: it cannot be stored
+        return {"unknown"}
+    kinds = set()
+    while found:
+        table = found.pop()
+        kinds.add(str(table.get("type")))
+        found += table.get(inner, [])
+    return kinds
+
+
+def _common(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Return the length of the common prefix of two texts, by bisection."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
