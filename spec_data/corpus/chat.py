@@ -26,6 +26,8 @@ Every choice below follows what serving generates:
   the end if it is among `eot_token_ids`. To the last turn of a document the token is appended that
   would follow if the user asked on, or else the first one of the generation config. Turns without
   an end are counted.
+- An answer with `finish_reason` "length" was cut at a limit of tokens. The target did not end it,
+  so the end-of-turn token that the template writes is not supervised. Such answers are counted.
 - An answer of `weight` 0, and an empty one (no content, reasoning or tool call), is context: no
   data for a draft. Such answers are counted. Other weights count as 1.
 - `{% generation %}` tags ("generation tags") select the turns that are supervised, and where in the
@@ -197,6 +199,9 @@ class Renderer:
             w not in (0, 1) for w in weights.values()
         )
         result.counts["empty answers, not supervised"] = len(empty)
+        result.counts["answers cut at a limit of tokens, their end not supervised"] = sum(
+            messages[k].get("finish_reason") == "length" for k in answers if weights[k]
+        )
         found = [k for k in answers if weights[k] and k not in empty]
         if not found:
             raise render_error(
@@ -219,6 +224,11 @@ class Renderer:
             end = self._ends.turn_end(ids, start)
             if end == start or whole.ids[:end] != ids[:end]:
                 return None
+            if _is_truncated(chat, k):
+                end = self._before_end(ids, end)
+                if end > start:
+                    spans += _tagged(whole.tags, start, end)
+                continue
             unended = end == len(ids) and ids[-1] not in self.eot_token_ids
             if unended and whole.ids[end : end + 1] and whole.ids[end] in self.eot_token_ids:
                 end += 1
@@ -238,6 +248,8 @@ class Renderer:
         if end <= start:
             result.dropped["unprovable-boundaries"] += 1
             return
+        if _is_truncated(chat, k):
+            end = self._before_end(ids, end)
         where, spans = f"{chat.record.where} (message {k})", _tagged(tags, start, end)
         ids = self._closed(chat, k, ids, spans, result)
         result.documents.append(self._document(chat.record, ids, spans, where))
@@ -251,7 +263,7 @@ class Renderer:
         turn; the token is added to its span.
         """
         ended = not spans or spans[-1][1] < len(ids) or ids[-1] in self.eot_token_ids
-        if ended or not self._ends.generation:
+        if ended or _is_truncated(chat, k) or not self._ends.generation:
             return ids
         after = chat.token_after(k)
         token = self._ends.generation[0] if after is None else after
@@ -260,6 +272,10 @@ class Renderer:
         spans[-1] = (spans[-1][0], len(ids) + 1)
         result.counts["end-of-turn tokens appended"] += 1
         return [*ids, token]
+
+    def _before_end(self, ids: list[int], end: int) -> int:
+        """Return the index of the end-of-turn token before `end`, or `end` if there is none."""
+        return end - 1 if ids[end - 1] in self.eot_token_ids else end
 
     # --- other records, and parts that all records share ---
 
@@ -319,6 +335,11 @@ class _Result:
 def _is_empty(message: dict[str, Any]) -> bool:
     """Return whether an answer holds nothing that the target would generate."""
     return not (answer_of(message) or reasoning_of(message) or message.get("tool_calls"))
+
+
+def _is_truncated(chat: Chat, k: int) -> bool:
+    """Return whether answer k was cut at a limit of tokens."""
+    return bool((chat.record.messages or [])[k].get("finish_reason") == "length")
 
 
 def _tagged(tags: list[int] | None, start: int, end: int) -> list[_Span]:
