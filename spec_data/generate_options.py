@@ -150,6 +150,12 @@ class GenerateConfig:
         group=RUNNING,
         choices=("auto", "bfloat16", "float16", "float32"),
     )
+    backend: str = option(
+        "hf",
+        help="what runs the target: hf is transformers",
+        group=RUNNING,
+        choices=("hf",),
+    )
     device: str = option(
         "auto",
         help="device of the target: auto (a GPU where there is one), cpu, cuda, cuda:1, ...",

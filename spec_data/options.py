@@ -62,6 +62,12 @@ class VerifyConfig:
         metavar="N",
     )
     seed: int = option(0, help="decides which documents are sampled", group=CHECKS, metavar="N")
+    backend: str = option(
+        "hf",
+        help="what runs the target: hf is transformers",
+        group=RUNNING,
+        choices=("hf",),
+    )
     device: str = option(
         "auto", help="device to compute on: auto, cpu, cuda, cuda:1, ...", group=RUNNING
     )

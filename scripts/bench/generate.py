@@ -20,16 +20,19 @@ import torch
 
 from spec_data.generate_options import GenerateConfig
 from spec_data.generation.capture import CaptureSettings, capture_unit, forward_batches
+from spec_data.generation.loaded_target import backend_options
+from spec_data.generation.plan import Plan
 from spec_data.generation.replica import prove_target
 from spec_data.generation.setup import make_plan, set_up
 from spec_data.shards.files import unit_name
 from spec_data.shards.writer import write_shard
+from spec_data.target.hf_backend import HFBackend
 from spec_data.target.mask_forms import ROWS, SINGLE, packed_mask
 from spec_data.target.model import Target
 
 
 @torch.inference_mode()
-def bare_forward(target: Target, plan, unit: int, form: str, batch_tokens: int) -> None:
+def bare_forward(target: Target, plan: Plan, unit: int, form: str, batch_tokens: int) -> None:
     """The decoder alone, with the mask of the capture."""
     ids = plan.unit_tokens(unit)["input_ids"]
     offsets = plan.unit_documents(unit, ()).offsets
@@ -72,9 +75,9 @@ def main() -> None:
     )
     setup = set_up(config)
     plan = make_plan(setup)
-    target = Target.from_pretrained(str(setup.model_dir), setup.layers, device=args.device)
+    backend = HFBackend.open(backend_options(setup, plan))
     (work / ".generate").mkdir()
-    form = prove_target(setup, plan, target, work)["packing"]["form"]
+    form = prove_target(setup, plan, backend, work)["packing"]["form"]
     settings = CaptureSettings(columns=setup.columns, form=form, batch_tokens=config.batch_tokens)
     units = range(len(plan.units))
     ratios, bare_rates, rates = [], [], []
@@ -82,11 +85,11 @@ def main() -> None:
         for _ in range(args.rounds):
             start = time.perf_counter()
             for unit in units:
-                bare_forward(target, plan, unit, form, config.batch_tokens)
+                bare_forward(backend.target, plan, unit, form, config.batch_tokens)
             bare = time.perf_counter() - start
             start, pending = time.perf_counter(), None
             for unit in units:
-                done = capture_unit(target, plan, unit, settings)
+                done = capture_unit(backend, plan, unit, settings)
                 if pending is not None:
                     pending.result()
                 pending = writer.submit(
@@ -100,8 +103,8 @@ def main() -> None:
             rates.append(plan.tokens / full)
     shutil.rmtree(work)
     print(
-        f"{plan.tokens:,} tokens in {len(plan.units)} shards, {form}, {target.dtype}, "
-        f"{target.device}, {torch.get_num_threads()} threads, {args.rounds} rounds"
+        f"{plan.tokens:,} tokens in {len(plan.units)} shards, {form}, {backend.dtype}, "
+        f"{backend.device}, {torch.get_num_threads()} threads, {args.rounds} rounds"
     )
     print(f"bare forward       {statistics.median(bare_rates):12,.0f} tokens/s")
     print(f"generate           {statistics.median(rates):12,.0f} tokens/s")

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_data.generation.capture import forward_batches, packed_form
+from spec_data.generation.capture import forward_batches
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup
 from spec_data.shards.codec_tables import (
@@ -34,8 +34,7 @@ from spec_data.shards.files import sha256_file, write_once
 from spec_data.shards.head_spec import apply_head
 from spec_data.shards.lossy import LossyCodec, Tables
 from spec_data.shards.schema import FINAL, Column, layer_column, predicts_supervised
-from spec_data.target.hooks import output_head
-from spec_data.target.model import Target
+from spec_data.target.backend import TargetBackend
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ _KL_TOKENS = 2048  # tokens of which the KL is measured
 
 
 def calibrate(
-    setup: Setup, plan: Plan, target: Target, form: str, folder: Path
+    setup: Setup, plan: Plan, target: TargetBackend, form: str, folder: Path
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Make codec.safetensors in `folder` unless it exists, and measure its error.
 
@@ -100,7 +99,7 @@ def sample_documents(lengths: np.ndarray, budget: int) -> list[int]:
     return [(2 * i + 1) * len(lengths) // (2 * count) for i in range(count)]
 
 
-def _budget(plan: Plan, setup: Setup, target: Target) -> int:
+def _budget(plan: Plan, setup: Setup, target: TargetBackend) -> int:
     """Return the tokens of the sample: 1/16 of the plan within limits, and as memory allows."""
     size = torch.empty(0, dtype=target.dtype).element_size()
     per_token = size * sum(c.width or 1 for c in setup.columns if c.lossy)
@@ -110,7 +109,7 @@ def _budget(plan: Plan, setup: Setup, target: Target) -> int:
 
 def capture_sample(
     plan: Plan,
-    target: Target,
+    target: TargetBackend,
     form: str,
     documents: Sequence[int],
     columns: Sequence[Column],
@@ -139,16 +138,12 @@ def capture_sample(
     for batch in forward_batches(
         offsets, tokens["input_ids"], form, plan.pack_length, batch_tokens
     ):
-        captured, _ = target.capture(
-            batch.input_ids, batch.document_ids, batch.position_ids, packed_form(form)
-        )
-        real = (batch.document_ids >= 0).to(target.device)  # bool [B, T], n of them True
-        found = {layer_column(k): value for k, value in captured.layers.items()}  # [B, T, H] each
-        if captured.final is not None:
-            found[FINAL] = captured.final
+        captured = target.capture(batch, form)
+        found = {layer_column(k): value for k, value in captured.layers.items()}  # [n, H] each
+        found[FINAL] = captured.final
         order = batch.token_index(offsets)
         for name, value in states.items():
-            value[torch.from_numpy(order)] = found[name][real].to(target.dtype).cpu()
+            value[torch.from_numpy(order)] = found[name].to(target.dtype).cpu()
     not_stored = ~torch.from_numpy(predicts_supervised(tokens["loss_mask"], offsets))  # bool [N]
     for column in columns:
         if column.sparse:
@@ -184,7 +179,11 @@ def _take(
 
 @torch.inference_mode()
 def measure(
-    column: Column, states: Tensor, chosen: np.ndarray, tables: dict[str, Tables], target: Target
+    column: Column,
+    states: Tensor,
+    chosen: np.ndarray,
+    tables: dict[str, Tables],
+    target: TargetBackend,
 ) -> dict[str, Any]:
     """Measure the error of encoding a column: the manifest's `error` of that column.
 
@@ -240,14 +239,13 @@ def round_trip(codec: LossyCodec, states: Tensor, tables: Tables) -> tuple[Tenso
     return out.to(states.device), escaped
 
 
-def teacher_kl(target: Target, states: Tensor, decoded: Tensor) -> float:
+def teacher_kl(target: TargetBackend, states: Tensor, decoded: Tensor) -> float:
     """Return the mean of KL(softmax(head(states)) || softmax(head(decoded))) in nats, in float32.
 
     `states` and `decoded` are [N, H]; at most 2,048 tokens, spread evenly over N, are used.
     """
-    head = output_head(target.model)
-    weight = head.weight.float()
-    bias = head.bias.float() if target.head.has_bias else None
+    head = {k: v.float().to(states.device) for k, v in target.head_tensors().items()}
+    weight, bias = head.get("lm_head", head["embed_tokens"]), head.get("lm_head_bias")
     step = max(1, -(-len(states) // _KL_TOKENS))
     states, decoded = states[::step], decoded[::step]
     total = 0.0

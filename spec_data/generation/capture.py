@@ -24,8 +24,8 @@ from spec_data.shards.lossy import Tables
 from spec_data.shards.packing import row_layout
 from spec_data.shards.schema import FINAL, Column, layer_column
 from spec_data.shards.writer import UnitData
-from spec_data.target.mask_forms import ROWS, SINGLE
-from spec_data.target.model import Target
+from spec_data.target.backend import TargetBackend
+from spec_data.target.forward_batch import ForwardBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,31 +64,8 @@ class CapturedUnit:
     left_out: list[int] = field(default_factory=list)
 
 
-@dataclass
-class ForwardBatch:
-    """The inputs of one forward, int64 [B, T] on the CPU, and the documents they hold.
-
-    Attributes:
-        input_ids: 0 in padding; document_ids: -1 in padding; position_ids: restart per document.
-        documents: indices of the documents in the order of their tokens (row by row).
-        lengths: tokens of each of them.
-    """
-
-    input_ids: Tensor
-    document_ids: Tensor
-    position_ids: Tensor
-    documents: list[int]
-    lengths: list[int]
-
-    def token_index(self, offsets: np.ndarray) -> np.ndarray:
-        """Return, for each real token in the order of the batch, its index in the documents that
-        the batch was made from, int64 [N]; `offsets` is int64 [D + 1].
-        """
-        return np.concatenate([np.arange(offsets[d], offsets[d + 1]) for d in self.documents])
-
-
 def capture_unit(
-    target: Target,
+    target: TargetBackend,
     plan: Plan,
     unit: int,
     settings: CaptureSettings,
@@ -120,7 +97,7 @@ def capture_unit(
         _find_broken(values, batch, broken)
         _store(values, batch, columns, data, tables)
         add_figures(found, asked, batch, figures)
-        on_tokens(sum(batch.lengths))
+        on_tokens(batch.tokens)
     if not np.array_equal(data.tokens["input_ids"], source["input_ids"]):
         raise RunError(f"unit {unit}: stored token ids are not those of the plan; this is a bug")
     return _without(data, figures, broken, unit, columns)
@@ -153,14 +130,9 @@ def forward_batches(
         )
 
 
-def packed_form(form: str) -> str | None:
-    """Return the form for `Target.capture`: None if each row holds one document."""
-    return None if form in (ROWS, SINGLE) else form
-
-
 @torch.inference_mode()
 def forward_columns(
-    target: Target,
+    target: TargetBackend,
     batch: ForwardBatch,
     form: str,
     columns: tuple[Column, ...],
@@ -186,24 +158,14 @@ def forward_columns(
         RunError, TargetError: the target does not produce the states.
     """
     names = {c.name: c for c in columns}
-    captured, logits = target.capture(
-        batch.input_ids,
-        batch.document_ids,
-        batch.position_ids,
-        packed_form(form),
-        full_logits="logits" in names,
-    )
-    real = (batch.document_ids >= 0).to(target.device)  # bool [B, T], N of them True
-    values = {layer_column(k): captured.layers[k][real] for k in target.layers}  # [N, H] each
-    values["input_ids"] = batch.input_ids.to(target.device)[real]
-    if captured.final is None:
-        raise RunError("no final hidden was captured")
-    final = captured.final[real]  # [N, H]
+    states = target.capture(batch, form, full_logits="logits" in names)
+    final = states.final  # [N, H]
+    values = {layer_column(k): states.layers[k] for k in target.layers}  # [N, H] each
+    values["input_ids"] = batch.input_ids[batch.document_ids >= 0].to(target.device)  # [N]
     if following is None:
         following = np.full(len(final), NOT_SUPERVISED, np.int64)
     asked = torch.from_numpy(following).to(target.device)
-    real_logits = logits[real] if logits is not None else None
-    derived, figures = _logit_columns(target, final, real_logits, names, asked, temperature)
+    derived, figures = _logit_columns(target, final, states.logits, names, asked, temperature)
     values |= derived
     if FINAL in names:
         values[FINAL] = final
@@ -211,7 +173,7 @@ def forward_columns(
 
 
 def _logit_columns(
-    target: Target,
+    target: TargetBackend,
     final: Tensor,
     logits: Tensor | None,
     names: dict[str, Column],

@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM
 from spec_data.devices import DTYPES
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup
-from spec_data.generation.target_files import GENERATION_CONFIG, config_json, head_parts
+from spec_data.generation.target_files import GENERATION_CONFIG, config_json
 from spec_data.models.reading import text_config
 from spec_data.shards.files import dump_json
+from spec_data.target.head_form import head_parts
 
 _INDEX_ROW = 4 + 4 + 5 * 4 + 8  # two text offsets, five int32, a checksum
 _MANIFEST, _OF_A_SHARD, _CARD = 9_000, 330, 3_000

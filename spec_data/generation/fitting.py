@@ -21,8 +21,7 @@ from spec_data.shards.draft_needs import data_problem
 from spec_data.shards.errors import DraftError, TargetError
 from spec_data.shards.layer_ids import RECIPES
 from spec_data.shards.position_data import ROPE, Positions
-from spec_data.target.live_positions import read_positions
-from spec_data.target.model import Target
+from spec_data.target.backend import TargetBackend
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +100,7 @@ def announce_drafts(setup: Setup) -> Fitting:
     return found
 
 
-def find_positions(setup: Setup, plan: Plan, target: Target) -> Positions:
+def find_positions(setup: Setup, plan: Plan, target: TargetBackend) -> Positions:
     """Read and prove the positions of a loaded target; log what was found.
 
     A difference between the target's modules and its config.json is logged as a warning.
@@ -110,8 +109,8 @@ def find_positions(setup: Setup, plan: Plan, target: Target) -> Positions:
         TargetError: no draft can be fitted, because the family is not registered and nothing was
             proven; --states-only is not given.
     """
-    found = read_positions(target.model, int(plan.lengths.max()))
-    names = setup.target["architectures"] or [type(target.model).__name__]
+    found = target.positions(int(plan.lengths.max()))
+    names = setup.target["architectures"] or [target.architecture]
     spec = find_spec(names)
     if found.proven and found.kind == ROPE:
         dimensions = {table.size for table in found.tables.values()}
@@ -139,10 +138,10 @@ def find_positions(setup: Setup, plan: Plan, target: Target) -> Positions:
     return found
 
 
-def _config(setup: Setup, target: Target | None = None) -> dict[str, Any]:
+def _config(setup: Setup, target: TargetBackend | None = None) -> dict[str, Any]:
     """Return config.json as the dataset will have it."""
     if target is None:
         found = config_json(setup, torch.float32)
     else:
-        found = config_json(setup, target.dtype, type(target.model).__name__)
+        found = config_json(setup, target.dtype, target.architecture)
     return json.loads(found)

@@ -6,20 +6,25 @@ from torch import Tensor
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup
 from spec_data.generation.target_files import rope_factors
-from spec_data.target.model import Target
+from spec_data.target.backend import BackendOptions, TargetBackend, open_backend
 from spec_data.target.proofs import proof_documents, proof_length
 
 
-def load_target(setup: Setup, plan: Plan) -> Target:
-    """Load the target with the options of the run.
+def load_target(setup: Setup, plan: Plan) -> TargetBackend:
+    """Load the target with the backend and the options of the run.
 
     Raises:
         TargetError: the target cannot be loaded.
     """
+    return open_backend(setup.config.backend, backend_options(setup, plan))
+
+
+def backend_options(setup: Setup, plan: Plan) -> BackendOptions:
+    """Return which target a backend loads, and how."""
     config = setup.config
-    return Target.from_pretrained(
-        str(setup.model_dir),
-        setup.layers,
+    return BackendOptions(
+        path=setup.model_dir,
+        layers=setup.layers,
         dtype=config.dtype,
         device=config.device,
         attn=config.attn,
@@ -28,9 +33,9 @@ def load_target(setup: Setup, plan: Plan) -> Target:
     )
 
 
-def documents_to_prove(plan: Plan, target: Target) -> tuple[list[int], list[Tensor]]:
+def documents_to_prove(setup: Setup, plan: Plan) -> tuple[list[int], list[Tensor]]:
     """Return the documents of the proofs: their numbers in the plan, and their ids int64 [T_d]."""
     offsets, ids = plan.documents.offsets, plan.documents.tokens["input_ids"]
-    limit = proof_length(target.config, plan.pack_length)
+    limit = proof_length(setup.model_config, plan.pack_length)
     chosen = proof_documents(plan.lengths.tolist(), plan.pack_length, limit=limit)
     return chosen, [torch.from_numpy(ids[offsets[d] : offsets[d + 1]]).long() for d in chosen]

@@ -3,6 +3,7 @@
 import resource
 import sys
 import time
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ from spec_data.generation.loaded_target import documents_to_prove, load_target
 from spec_data.generation.plan import Plan
 from spec_data.generation.sample_check import LONGEST, measure_documents
 from spec_data.generation.setup import Setup
-from spec_data.target.proofs import prove_isolation
+from spec_data.target.backend import TargetBackend
 
 _BATCHES = 3
 
@@ -45,11 +46,16 @@ def run_probe(setup: Setup, plan: Plan) -> Probe:
     Raises:
         TargetError, RunError: the target cannot be loaded, or no mask form is proven.
     """
+    with closing(load_target(setup, plan)) as target:
+        return _measure(setup, plan, target)
+
+
+def _measure(setup: Setup, plan: Plan, target: TargetBackend) -> Probe:
+    """Prove a mask form and time a few batches, see `run_probe`."""
     config = setup.config
-    target = load_target(setup, plan)
     find_positions(setup, plan, target)
-    _, documents = documents_to_prove(plan, target)
-    form = prove_isolation(target, documents, plan.pack_length, config.packing).form
+    _, documents = documents_to_prove(setup, plan)
+    form = target.prove(documents, plan.pack_length, config.packing).form
     sample = _sample(plan, _BATCHES * config.batch_tokens)
     given = (config.batch_tokens, config.own_temperature)
     measure_documents(plan, target, form, sample[:1], *given)  # warm-up

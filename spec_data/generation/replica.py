@@ -23,8 +23,7 @@ from spec_data.shards.codec_tables import TABLES, load_tables
 from spec_data.shards.files import dump_json, write_once
 from spec_data.shards.follow import WORK
 from spec_data.shards.seal import file_records, target_file_names
-from spec_data.target.model import Target
-from spec_data.target.proofs import prove_head, prove_isolation
+from spec_data.target.backend import TargetBackend
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +58,12 @@ class Replica:
         """Write the shard of a captured unit, then its record; return the bytes written."""
         return finish_unit(self.out, unit, captured, self.setup.columns)
 
+    def close(self) -> None:
+        """Free the memory of the target; nothing can be captured afterwards."""
+        self.target.close()
 
-def prove_target(setup: Setup, plan: Plan, target: Target, out: Path) -> dict[str, Any]:
+
+def prove_target(setup: Setup, plan: Plan, target: TargetBackend, out: Path) -> dict[str, Any]:
     """Prove head and packing, check a sample of the corpus, make the codec tables, and save the
     files of the target, once.
 
@@ -75,11 +78,11 @@ def prove_target(setup: Setup, plan: Plan, target: Target, out: Path) -> dict[st
     if file.is_file():
         return json.loads(file.read_text(encoding="utf-8"))
     positions = find_positions(setup, plan, target)
-    chosen, documents = documents_to_prove(plan, target)
+    chosen, documents = documents_to_prove(setup, plan)
     head_error = None
     if not setup.config.supervision.startswith("logits"):
-        head_error = prove_head(target, documents)
-    proof = prove_isolation(target, documents, plan.pack_length, setup.config.packing)
+        head_error = target.prove_head(documents)
+    proof = target.prove(documents, plan.pack_length, setup.config.packing)
     level = logging.INFO if "rows" not in proof.form else logging.WARNING
     logger.log(level, "packing: %s", proof)
     check_agreement(setup, plan, target, proof.form, chosen)

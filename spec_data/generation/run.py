@@ -17,7 +17,7 @@ import logging
 import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
@@ -176,12 +176,14 @@ def run_units(setup: Setup, plan: Plan, out: Path, mine: list[int], todo: list[i
     `mine` are all units of this worker, `todo` those that are not finished.
     """
     clear_leftovers(out, mine)
-    replica = Replica(setup, plan, out)
     total, left = plan.unit_set_tokens(mine), plan.unit_set_tokens(todo)
-    bar = progress(total=total, initial=total - left, desc="capture", unit="tok")
     pending: Future | None = None
     written = 0
-    with bar, ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer") as writer:
+    with (
+        closing(Replica(setup, plan, out)) as replica,
+        progress(total=total, initial=total - left, desc="capture", unit="tok") as bar,
+        ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer") as writer,
+    ):
         for number, unit in enumerate(todo, 1):
             wait_for_room(out, unit)
             captured = replica.capture(unit, bar.update)

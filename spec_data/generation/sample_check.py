@@ -23,7 +23,7 @@ from spec_data.shards.likelihood_text import (
 )
 from spec_data.shards.naming import places_by_name
 from spec_data.shards.schema import predicts_supervised
-from spec_data.target.model import Target
+from spec_data.target.backend import TargetBackend
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ LONGEST = 2048  # tokens of a document that are looked at
 
 
 def check_agreement(
-    setup: Setup, plan: Plan, target: Target, form: str, proven: Iterable[int]
+    setup: Setup, plan: Plan, target: TargetBackend, form: str, proven: Iterable[int]
 ) -> None:
     """Measure a sample of every source and refuse what cannot be right; log what is suspicious.
 
@@ -82,7 +82,7 @@ def _spread(length: int, most: int) -> list[int]:
 
 def measure_documents(
     plan: Plan,
-    target: Target,
+    target: TargetBackend,
     form: str,
     chosen: list[int],
     batch_tokens: int,

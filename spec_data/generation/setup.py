@@ -292,6 +292,7 @@ def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
             draft_layers={d: list(own) for d, own in setup.draft_layers.items()} or None,
             sampling_temperature=config.sampling_temperature,
             rope_factors=config.rope_factors if config.rope_factors != "auto" else None,
+            backend=config.backend if config.backend != "hf" else None,
         ),
         "versions": {
             "spec_data": spec_data.__version__,

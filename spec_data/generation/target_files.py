@@ -15,9 +15,7 @@ from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.identity import own_facts
 from spec_data.shards.position_data import POSITIONS, Positions
 from spec_data.shards.schema import FORMAT, FORMAT_VERSION, LAYER_CONVENTION, head_to_json
-from spec_data.target.final_norm import final_norm
-from spec_data.target.hooks import output_head
-from spec_data.target.model import Target
+from spec_data.target.backend import TargetBackend
 from spec_data.target.proofs import IsolationProof
 
 GENERATION_CONFIG = "generation_config.json"
@@ -29,10 +27,12 @@ def rope_factors(setup: Setup, plan: Plan) -> str | None:
     return chosen_factors(setup.config.rope_factors, setup.model_config, longest)
 
 
-def save_target_files(setup: Setup, target: Target, positions: Positions, folder: Path) -> None:
+def save_target_files(
+    setup: Setup, target: TargetBackend, positions: Positions, folder: Path
+) -> None:
     """Write config, tokenizer, head.safetensors and positions.safetensors, each atomically."""
     folder.mkdir(parents=True, exist_ok=True)
-    made = config_json(setup, target.dtype, type(target.model).__name__)
+    made = config_json(setup, target.dtype, target.architecture)
     write_atomically(folder / "config.json", made)
     generation = setup.model_dir / GENERATION_CONFIG
     if generation.is_file():
@@ -43,7 +43,7 @@ def save_target_files(setup: Setup, target: Target, positions: Positions, folder
             place = folder / file.relative_to(scratch)
             place.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(place, file.read_bytes())
-    write_atomically(folder / "head.safetensors", save(head_tensors(target)))
+    write_atomically(folder / "head.safetensors", save(target.head_tensors()))
     if positions.tables:
         write_atomically(folder / Path(POSITIONS).name, save(positions.tensors()))
 
@@ -58,34 +58,10 @@ def config_json(setup: Setup, dtype: torch.dtype, architecture: str = "") -> Any
     return dump_json(full)
 
 
-def head_tensors(target: Target) -> dict[str, torch.Tensor]:
-    """Return embedding, head and final-norm tensors on the CPU, in the dtype of the target.
-
-    embed_tokens [V, H]; lm_head [V, H] unless it is tied to the embedding; lm_head_bias [V] and
-    norm [H] if the target has them.
-    """
-    parts = head_parts(target.model, target.head.tied)
-    return {k: v.detach().cpu().contiguous() for k, v in parts.items()}
-
-
-def head_parts(model: Any, tied: bool) -> dict[str, torch.Tensor]:
-    """Return the tensors of `head_tensors` as they are in a model; `tied`: there is no lm_head."""
-    head = output_head(model)
-    tensors: dict[str, Any] = {"embed_tokens": model.get_input_embeddings().weight}
-    if not tied:
-        tensors["lm_head"] = head.weight
-    if getattr(head, "bias", None) is not None:
-        tensors["lm_head_bias"] = head.bias
-    norm: Any = final_norm(model)
-    if norm is not None:
-        tensors["norm"] = norm.weight
-    return tensors
-
-
 def manifest_draft(
     setup: Setup,
     plan: Plan,
-    target: Target,
+    target: TargetBackend,
     proof: IsolationProof,
     head_error: float | None,
     positions: Positions,
@@ -105,14 +81,11 @@ def manifest_draft(
     counts = asdict(plan.counts)
     counts["read"] = counts.pop("rows")
     kwargs_used = counts.pop("kwargs_used")
-    dtype = str(target.dtype).removeprefix("torch.")
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "settings": plan.settings,
-        "target": setup.target
-        | {"dtype": dtype, "attn": target.attn}
-        | ({"rope_factors": target.rope_factors} if target.rope_factors else {}),
+        "target": setup.target | target.describe(),
         "tokenizer": setup.tokenizer_id,
         "identity": own_facts(setup.identity)
         | ({} if kwargs_used is None else {"template_kwargs_used": kwargs_used}),

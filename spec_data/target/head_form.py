@@ -2,8 +2,11 @@
 
 from typing import Any
 
+from torch import Tensor
+
 from spec_data.models.reading import text_config
 from spec_data.shards.head_spec import HeadSpec
+from spec_data.target.final_norm import final_norm
 from spec_data.target.hooks import output_head
 
 _MULTIPLIED = {"hyperclovax"}  # model types whose logits_scaling is a factor; elsewhere a divisor
@@ -34,3 +37,26 @@ def _logit_scale(config: Any) -> float:
         return 1.0  # a derived one (MiniCPM3) scales the states before the head, not the logits
     value = float(config.logits_scaling)
     return value if config.model_type in _MULTIPLIED else 1.0 / value
+
+
+def head_tensors(model: Any, tied: bool) -> dict[str, Tensor]:
+    """Return embedding, head and final-norm tensors on the CPU, in the dtype of the model.
+
+    embed_tokens [V, H]; lm_head [V, H] unless it is tied to the embedding; lm_head_bias [V] and
+    norm [H] if the target has them.
+    """
+    return {k: v.detach().cpu().contiguous() for k, v in head_parts(model, tied).items()}
+
+
+def head_parts(model: Any, tied: bool) -> dict[str, Tensor]:
+    """Return the tensors of `head_tensors` as they are in a model; `tied`: there is no lm_head."""
+    head = output_head(model)
+    tensors: dict[str, Any] = {"embed_tokens": model.get_input_embeddings().weight}
+    if not tied:
+        tensors["lm_head"] = head.weight
+    if getattr(head, "bias", None) is not None:
+        tensors["lm_head_bias"] = head.bias
+    norm: Any = final_norm(model)
+    if norm is not None:
+        tensors["norm"] = norm.weight
+    return tensors

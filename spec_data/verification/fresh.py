@@ -16,9 +16,8 @@ from spec_data.shards.identity import compare, identity_of
 from spec_data.shards.position_data import load_positions
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
-from spec_data.target.live_positions import read_positions
+from spec_data.target.backend import TargetBackend
 from spec_data.target.mask_forms import SINGLE
-from spec_data.target.model import Target
 from spec_data.verification.findings import Findings, declared_error, stored_tokens
 
 # Largest plausible rounding difference between two kernels, relative, by the dtype of capture.
@@ -51,12 +50,14 @@ def check_identity(manifest: Manifest, path: Path, trust: bool, findings: Findin
     findings.passed("the given target is the one that was captured (weights and config)")
 
 
-def check_positions(dataset: HiddenStatesDataset, target: Target, findings: Findings) -> None:
+def check_positions(
+    dataset: HiddenStatesDataset, target: TargetBackend, findings: Findings
+) -> None:
     """Compare the stored rotary frequencies and final norm with those of `target`."""
     stored = load_positions(dataset.path, dataset.manifest)
     if stored is None or not stored.proven:
         return
-    fresh = read_positions(target.model, int(dataset.lengths.max()))
+    fresh = target.positions(int(dataset.lengths.max()))
     if not fresh.proven:
         findings.fail(f"positions: not proven for this target ({fresh.reason})")
     for name, table in stored.tables.items():
@@ -69,7 +70,7 @@ def check_positions(dataset: HiddenStatesDataset, target: Target, findings: Find
 
 
 def check_fresh(
-    dataset: HiddenStatesDataset, sampled: list[int], target: Target, findings: Findings
+    dataset: HiddenStatesDataset, sampled: list[int], target: TargetBackend, findings: Findings
 ) -> None:
     """Compare sampled documents with what `target` computes for them now.
 
@@ -88,11 +89,9 @@ def check_fresh(
             if name.startswith("hidden."):
                 found = _compare_states(dataset, document, name, value.cpu(), where, findings)
                 worst_state = max(worst_state, found, key=lambda pair: pair[0] / pair[1])
-        _, logits = target.capture(
-            batch.input_ids, batch.document_ids, batch.position_ids, None, full_logits=True
-        )
+        logits = target.capture(batch, SINGLE, full_logits=True).logits
         if logits is not None:
-            error = _compare_logits(dataset, document, logits[0].float().cpu(), where, findings)
+            error = _compare_logits(dataset, document, logits.float().cpu(), where, findings)
             worst_logit = max(worst_logit, error)
     states = findings.measured("fresh states", *worst_state)
     logits_found = findings.measured("fresh logits", worst_logit, logit_tolerance(dtype))

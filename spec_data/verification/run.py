@@ -15,6 +15,7 @@ ones that the manifest names. A "row" is the position of a document in its shard
 """
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from spec_data.shards.errors import DatasetError
 from spec_data.shards.head_spec import apply_head
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import FINAL
-from spec_data.target.model import Target
+from spec_data.target.backend import BackendOptions, open_backend
 from spec_data.verification.directory import check_files
 from spec_data.verification.findings import Findings, declared_error, stored_tokens
 from spec_data.verification.first_choices import check_first_choices
@@ -85,17 +86,18 @@ def _verify_target(
     findings.check(lambda: check_identity(dataset.manifest, path, trust, findings))
     if findings.failures:
         return
-    target = Target.from_pretrained(
-        str(path),
-        dataset.manifest.layers,
+    options = BackendOptions(
+        path=path,
+        layers=dataset.manifest.layers,
         dtype=recorded["dtype"],
         device=config.device,
         attn=recorded.get("attn", "auto"),
         trust_remote_code=trust,
         rope_factors=recorded.get("rope_factors"),
     )
-    findings.check(lambda: check_positions(dataset, target, findings))
-    findings.check(lambda: check_fresh(dataset, sampled, target, findings))
+    with closing(open_backend(config.backend, options)) as target:
+        findings.check(lambda: check_positions(dataset, target, findings))
+        findings.check(lambda: check_fresh(dataset, sampled, target, findings))
 
 
 def sample_documents(count: int, samples: int, seed: int) -> list[int]:

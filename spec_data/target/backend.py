@@ -1,0 +1,164 @@
+"""What runs a target: the interface that capture, proofs and verification talk to.
+
+A backend loads one target and returns the states of its forwards. The class of each is named in
+`BACKENDS` and imported when it is opened, so its libraries are needed by those who use it alone.
+What every backend must satisfy is a test class, `tests/spec_data/target/backend_contract.py`.
+
+Shapes: N real tokens of a batch, H hidden size, V vocabulary size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from spec_data.shards.errors import ConfigError
+from spec_data.shards.head_spec import HeadSpec
+from spec_data.shards.position_data import Positions
+from spec_data.target.forward_batch import ForwardBatch
+from spec_data.target.proofs import IsolationProof
+
+BACKENDS = {"hf": "spec_data.target.hf_backend.HFBackend"}
+"""The class of each value of --backend; its class method `open` takes `BackendOptions`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class States:
+    """The states of the N real tokens of a batch, in its order, on the device of the backend.
+
+    Attributes:
+        layers: the raw output of decoder block k, [N, H] by layer id; -1 is the embedding output.
+        final: the input of the LM head (after the final norm), [N, H].
+        logits: the model's own logits [N, V]; None unless they were asked for.
+    """
+
+    layers: dict[int, Tensor]
+    final: Tensor
+    logits: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendOptions:
+    """Which target is loaded, and how.
+
+    Attributes:
+        path: a model directory or Hub id.
+        layers: the layers to capture, as ids or as the text of --layers.
+        dtype, device, attn, trust_remote_code: see `spec_data.models.loading.load_model`.
+        rope_factors: "short" or "long" of a longrope target; None: it has no longrope.
+    """
+
+    path: str | Path
+    layers: Sequence[int] | str = "auto"
+    dtype: str = "auto"
+    device: str = "auto"
+    attn: str = "auto"
+    trust_remote_code: bool = False
+    rope_factors: str | None = None
+
+
+class TargetBackend(Protocol):
+    """A loaded target whose states can be captured."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The captured layer ids, ascending."""
+
+    @property
+    def num_layers(self) -> int:
+        """The number of decoder blocks."""
+
+    @property
+    def head(self) -> HeadSpec:
+        """The LM head as data."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the states."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the states and logits that are returned."""
+
+    @property
+    def architecture(self) -> str:
+        """The name of the model's class, as `architectures` of a config.json has it."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the manifest records of how the target runs, as plain values.
+
+        `dtype`, `attn`, `backend` and `backend_version` always; `rope_factors` where they were
+        chosen.
+        """
+
+    def prove(
+        self, documents: Sequence[Tensor], pack_length: int, packing: str = "auto"
+    ) -> IsolationProof:
+        """Prove that packing changes no captured state, see `proofs.prove_isolation`.
+
+        Raises:
+            TargetError, RunError: nothing is proven.
+        """
+
+    def prove_head(self, documents: Sequence[Tensor], tokens: int = 512) -> float:
+        """Compare the head as data with the model's own logits, see `proofs.prove_head`.
+
+        Raises:
+            TargetError: they differ by more than rounding.
+        """
+
+    def capture(self, batch: ForwardBatch, form: str, *, full_logits: bool = False) -> States:
+        """Run one forward and return the states of its real tokens.
+
+        Non-finite states are returned as they are.
+
+        Args:
+            batch: the documents.
+            form: a proven mask form, or "rows" or "single": each row holds one document.
+            full_logits: return the model's own logits too.
+
+        Raises:
+            TargetError, RunError: the target does not produce the states.
+        """
+
+    def logits_of(self, final: Tensor, ids: Tensor | None = None) -> Tensor:
+        """Compute logits [..., V] of final hidden states [..., H] with the head as data, in its
+        dtype; with `ids`, int64 [Vd], only those of these token ids, [..., Vd].
+        """
+
+    def logit_chunks(self, tokens: int) -> list[slice]:
+        """Return slices of an axis of `tokens` tokens whose float32 logits fit in memory."""
+
+    def head_tensors(self) -> dict[str, Tensor]:
+        """Return embedding, head and final norm on the CPU, in the dtype of the target.
+
+        embed_tokens [V, H]; lm_head [V, H] unless it is tied to the embedding; lm_head_bias [V]
+        and norm [H] if the target has them.
+        """
+
+    def positions(self, length: int) -> Positions:
+        """Read rotary frequencies and final norm, and prove them up to `length` tokens.
+
+        A failed proof is part of the result.
+        """
+
+    def close(self) -> None:
+        """Free the memory of the target. Nothing else may be called afterwards."""
+
+
+def open_backend(name: str, options: BackendOptions) -> TargetBackend:
+    """Load a target with the backend of this name.
+
+    Raises:
+        ConfigError: there is no such backend, or the device is not usable here.
+        MissingError: there is no such model, or a package of the backend is missing.
+        TargetError: the target cannot be loaded, or does not have these layers.
+    """
+    if name not in BACKENDS:
+        raise ConfigError(f"--backend {name}: expected {' or '.join(BACKENDS)}")
+    module, _, kind = BACKENDS[name].rpartition(".")
+    return getattr(import_module(module), kind).open(options)
