@@ -1,19 +1,21 @@
-"""flex_attention: compiled on CUDA, eager elsewhere, and tested before it is used.
+"""flex_attention: compiled on CUDA, eager elsewhere, and tried before it is used.
 
-Inductor supports head sizes that are powers of two, from 16 on. Whether its kernels build on this
-machine (compiler, driver, enough shared memory) is tested once, by running a small case forward and
-backward, so that training does not fail in the middle.
+Inductor pads head sizes to powers of two itself. Whether its kernels build on this machine
+(compiler, driver, enough shared memory for a head size) and are right is tried once, on a small
+case forward and backward, so that training does not fail in the middle.
 """
 
-import logging
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-log = logging.getLogger(__name__)
+from spec_train.attention.trial import Case, tried
+
+LEAST_SIZE = 16
+"""The smallest head size that a matrix product of Triton accepts."""
 
 
 @cache
@@ -26,19 +28,40 @@ def flex(q: Tensor) -> Any:
     return _compiled() if q.is_cuda else flex_attention
 
 
+def flex_problem(dtype: torch.dtype, head_dim: int) -> str | None:
+    """Return why flex_attention cannot serve this dtype and head size on any GPU; None: it may."""
+    if head_dim < LEAST_SIZE:
+        return f"head size {head_dim} is below {LEAST_SIZE}"
+    return "no kernel for float64" if dtype == torch.float64 else None
+
+
 @cache
 def flex_works(device_type: str, head_dim: int) -> bool:
-    """Return whether compiled flex_attention and its gradient work here, for this head size."""
-    if device_type != "cuda" or head_dim < 16 or head_dim & (head_dim - 1):
+    """Return whether compiled flex_attention and its gradient are right here, for a head size.
+
+    Tried in float32 and in bfloat16, whichever a run uses.
+    """
+    if device_type != "cuda" or flex_problem(torch.float32, head_dim):
         return False
-    try:
-        q = torch.randn(1, 2, 200, head_dim, device="cuda", requires_grad=True)
-        causal = create_block_mask(lambda b, h, i, j: i >= j, 1, None, 200, 200, device="cuda")
-        out = flex(q)(q, q[:, :1], q[:, :1], block_mask=causal, enable_gqa=True)
-        out.square().sum().backward()
-    except Exception as error:  # compiler and driver may raise anything
-        log.warning(
-            "flex_attention cannot be compiled on this machine (%s)", str(error).splitlines()[0]
-        )
-        return False
-    return bool(q.grad is not None and q.grad.isfinite().all())
+    kinds = torch.float32, torch.bfloat16
+    return all(tried("flex_attention", partial(_case, head_dim, dtype)) for dtype in kinds)
+
+
+def _case(head_dim: int, dtype: torch.dtype, device: str = "cuda") -> Case:
+    """Return a small causal case with grouped heads: outputs and gradients, and the true ones."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(heads: int) -> Tensor:
+        shape = 1, heads, 200, head_dim
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype).requires_grad_()
+
+    inputs = q, k, v = draw(2), draw(1), draw(1)
+    causal = create_block_mask(lambda b, h, i, j: i >= j, 1, None, 200, 200, device=device)
+    scale = head_dim**-0.5
+    found = flex(q)(
+        q, k, v, block_mask=causal, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
+    )
+    unseen = torch.ones(200, 200, dtype=torch.bool, device=device).triu(1)
+    scores = (q.float() @ k.float().mT * scale).masked_fill(unseen, float("-inf"))
+    expected = scores.softmax(-1) @ v.float(), scores.logsumexp(-1)
+    return Case(inputs, (found[0], found[1].lse), expected)

@@ -2,13 +2,13 @@
 
 At unroll step s, a query of slot t sees the step-0 keys of slots <= t of its document, and of steps
 1..s only the keys of slot t itself (a diagonal). One softmax runs over both. Three back ends, which
-tests keep equal:
+tests keep equal; `unrolled_backends` chooses:
 
 - "dense": the joint softmax written out, with A x T scores per step. It is the reference.
-- "merged": on CPUs, a flash kernel over the step-0 keys that also returns its log-sum-exp, merged
-  with the diagonal terms. Kernels have no gradient through the log-sum-exp. So, as in ring
-  attention, the kernel's backward is called with the merged output and the merged log-sum-exp, and
-  recomputes the joint probabilities from them.
+- "merged": a kernel of `lse_kernels` over the step-0 keys, whose log-sum-exp is merged with the
+  diagonal terms. Kernels have no gradient through the log-sum-exp. So, as in ring attention, the
+  kernel's backward is called with the merged output and the merged log-sum-exp, and recomputes the
+  joint probabilities from them.
 - "flex": on CUDA, flex_attention, whose log-sum-exp has a gradient, and the same merge.
 
 Only slots whose output is used are queries. A key of a later step is seen only by its own slot, so
@@ -23,23 +23,21 @@ B packs, T slots, A active slots (queries), h / g query / key-value heads, d hea
 steps.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
-from spec_train.attention.flex import flex, flex_works
+from spec_train.attention.flex import flex
+from spec_train.attention.lse_kernels import attend_lse, attend_lse_backward, empty_bias
 from spec_train.attention.plain import repeat_heads
-
-log = logging.getLogger(__name__)
 
 BACKENDS = ("dense", "merged", "flex")
 CHUNK = 128  # queries of one kernel call
+CHUNK_ON_DEVICES = 1024  # a GPU needs more of them to be busy; their bias is 8 MB at T = 4096
 
 Diagonal = Sequence[tuple[Tensor, Tensor]]
 """Keys and values of the later steps, oldest first, each [B, g, A, d]."""
@@ -58,19 +56,6 @@ def active_slots(used: Tensor) -> Tensor:
     return torch.where(used.gather(1, order), order, last)
 
 
-@cache
-def default_backend(device_type: str, dtype: torch.dtype, head_dim: int) -> str:
-    """Return the back end for a device, dtype and head size; decided once and logged."""
-    floats = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-    backend = "dense"
-    if device_type == "cpu" and dtype in floats:
-        backend = "merged"
-    elif flex_works(device_type, head_dim):
-        backend = "flex"
-    log.info("eagle3 attention on %s, %s, head_dim %d: %s", device_type, dtype, head_dim, backend)
-    return backend
-
-
 @dataclass(frozen=True)
 class Chunk:
     """Queries of one pack that are computed together, and the span of keys that they see."""
@@ -85,8 +70,8 @@ class Chunk:
         """Return 0 where a query sees a key, else -inf, [1, 1, queries, keys] in `dtype`."""
         keys = torch.arange(self.keys.start, self.keys.stop, device=self.first.device)
         unseen = (keys < self.first[:, None]) | (keys > self.last[:, None])
-        bias = torch.zeros(unseen.shape, dtype=dtype, device=keys.device)
-        return bias.masked_fill_(unseen, float("-inf"))[None, None]
+        bias = empty_bias(*unseen.shape, dtype, keys.device)
+        return bias.masked_fill_(unseen, float("-inf"))
 
 
 @dataclass(frozen=True)
@@ -184,10 +169,11 @@ class StepQueries:
 def _chunks(first: Tensor, last: Tensor) -> tuple[Chunk, ...]:
     """Cut queries into chunks, each with the span of keys that it sees.
 
-    The CPU's kernel computes every score that it gets, also of other documents and later tokens.
+    The kernels compute every score that they get, also of other documents and later tokens.
     `first` and `last` are int64 [B, A], as in Queries.
     """
-    parts = [slice(i, min(i + CHUNK, last.shape[1])) for i in range(0, last.shape[1], CHUNK)]
+    size = CHUNK if last.device.type == "cpu" else CHUNK_ON_DEVICES
+    parts = [slice(i, min(i + size, last.shape[1])) for i in range(0, last.shape[1], size)]
     # [chunks, 2, B]: first and last key that any query of a chunk sees
     edges = torch.stack([torch.stack([first[:, p].amin(1), last[:, p].amax(1)]) for p in parts])
     chunks = []
@@ -212,8 +198,11 @@ def unrolled_attention(
         scale: multiplies the scores.
 
     Returns:
-        [B, h, A, d].
+        [B, h, A, d], in the dtype of the values. Queries and keys are cast to it: under autocast,
+        norms return float32 and projections do not, and a kernel takes one dtype.
     """
+    q, k0 = q.to(v0.dtype), k0.to(v0.dtype)
+    diagonal = [(k.to(v.dtype), v) for k, v in diagonal]
     if queries.backend == "flex":
         return _flex(q, k0, v0, diagonal, queries, scale)
     k0, v0 = repeat_heads(k0, q.shape[1]), repeat_heads(v0, q.shape[1])
@@ -274,7 +263,7 @@ def _add_own(out: Tensor, share: Tensor, diagonal: Diagonal) -> Tensor:
 
 
 class _MergedAttention(torch.autograd.Function):
-    """Flash attention over step-0 keys, merged exactly with the diagonal (see the module).
+    """A kernel's attention over step-0 keys, merged exactly with the diagonal (see the module).
 
     q [B, h, A, d]; k0, v0 [B, h, T, d] (heads repeated); `flat` is the diagonal, flattened.
     """
@@ -292,12 +281,9 @@ class _MergedAttention(torch.autograd.Function):
         out, lse = torch.empty_like(q), None
         for chunk in chunks:
             part, queries, keys = slice(chunk.pack, chunk.pack + 1), chunk.queries, chunk.keys
-            chunk_out, chunk_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q[part, :, queries],
-                k0[part, :, keys],
-                v0[part, :, keys],
-                attn_mask=chunk.bias(q.dtype),
-                scale=scale,
+            seen = k0[part, :, keys], v0[part, :, keys]
+            chunk_out, chunk_lse = attend_lse(
+                q[part, :, queries], *seen, chunk.bias(q.dtype), scale
             )
             lse = chunk_lse.new_empty(q.shape[:3]) if lse is None else lse
             out[part, :, queries], lse[part, :, queries] = chunk_out, chunk_lse
@@ -320,17 +306,15 @@ class _MergedAttention(torch.autograd.Function):
         dq, dk0, dv0 = torch.empty_like(q), torch.zeros_like(k0), torch.zeros_like(v0)
         for chunk in ctx.chunks:
             part, queries, keys = slice(chunk.pack, chunk.pack + 1), chunk.queries, chunk.keys
-            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            parts = attend_lse_backward(
                 grad[part, :, queries],
                 q[part, :, queries],
                 k0[part, :, keys],
                 v0[part, :, keys],
                 out[part, :, queries],
                 lse[part, :, queries],
-                0.0,
-                False,
-                attn_mask=chunk.bias(q.dtype),
-                scale=ctx.scale,
+                chunk.bias(q.dtype),
+                ctx.scale,
             )
             dq[part, :, queries] = parts[0]
             dk0[part, :, keys] += parts[1]

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.packing import shift_left
-from spec_train.attention.unrolled import StepQueries, default_backend
+from spec_train.attention.unrolled import StepQueries
+from spec_train.attention.unrolled_backends import default_backend
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.eagle.model import EagleModel
 from spec_train.drafts.layers import argmax_by_chunks

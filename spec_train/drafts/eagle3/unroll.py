@@ -19,7 +19,8 @@ from torch import Tensor
 
 from spec_data.shards.packing import shift_left
 from spec_train.attention.plain import repeat_heads
-from spec_train.attention.unrolled import StepQueries, default_backend
+from spec_train.attention.unrolled import StepQueries
+from spec_train.attention.unrolled_backends import default_backend
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.eagle3.model import Eagle3Model
 from spec_train.drafts.layers import argmax_by_chunks, run_layer

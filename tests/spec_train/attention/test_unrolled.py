@@ -11,7 +11,6 @@ from spec_train.attention.plain import repeat_heads
 from spec_train.attention.unrolled import (
     Queries,
     active_slots,
-    default_backend,
     unrolled_attention,
 )
 from spec_train.drafts.slots import document_offsets
@@ -166,10 +165,3 @@ def test_compiled_flex_equals_dense_with_gradients(steps: int) -> None:
 def test_consecutive_query_heads_share_a_key_head() -> None:
     x = torch.arange(2.0).view(1, 2, 1, 1)
     assert repeat_heads(x, 4).flatten().tolist() == [0, 0, 1, 1]
-
-
-def test_the_back_end_is_dense_where_no_kernel_is_proven() -> None:
-    assert default_backend("cpu", torch.float32, 32) == "merged"
-    if not torch.cuda.is_available():
-        assert default_backend("cuda", torch.bfloat16, 128) == "dense"
-    assert default_backend("cuda", torch.bfloat16, 80) == "dense"

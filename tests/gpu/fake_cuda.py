@@ -1,0 +1,283 @@
+"""CUDA tensors for a machine without CUDA: they name cuda:0 as their device, and hold real numbers.
+
+`FakeCuda` is a context in which `device="cuda"` works in factories and in `Tensor.to`. Its tensors
+take the same paths as on a GPU: code that asks for the device type, torch's autocast for CUDA, and
+code whose work depends on values. It raises `MixedDevices` where a GPU would, and notes every host
+sync, an operation for which the host waits until the GPU has done all work before it, with the
+function of this project that asked for it.
+
+What it cannot do: backward passes by autograd (torch's engine has no queue for the device and ends
+the process; call the backward of a custom function as a plain function), kernels' own arithmetic
+(the CPU's is used; `kernels` has those that only CUDA has), streams, and events.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from tests.gpu.kernels import KERNELS
+
+CUDA = torch.device("cuda:0")
+PACKAGES = ("spec_data", "spec_train")
+aten = torch.ops.aten
+
+WAITING = {
+    aten._local_scalar_dense: "read a number",
+    aten.nonzero: "count true elements",
+    aten.masked_select: "count true elements",
+    aten.equal: "read a number",
+    aten.unique_consecutive: "count distinct elements",
+    aten._unique2: "count distinct elements",
+    aten.bincount: "read a number",
+}
+"""Operations whose result the host must know: a number, or the size of a tensor."""
+
+
+class MixedDevices(RuntimeError):
+    """An operation of tensors on two devices, which a GPU refuses."""
+
+
+class CudaTensor(torch.Tensor):
+    """A tensor on cuda:0; `held` are its numbers, on the CPU."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> "CudaTensor":
+        return torch.Tensor._make_wrapper_subclass(
+            cls, held.size(), held.stride(), held.storage_offset(),
+            dtype=held.dtype, device=CUDA, requires_grad=held.requires_grad,
+        )  # fmt: skip
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held.detach()
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+Syncs = Counter[tuple[str, str]]
+"""How often a function of this project made the host wait, by function and reason."""
+_noted: list[Syncs] = []
+
+
+def _note(reason: str) -> None:
+    for syncs in _noted:
+        syncs[_asked_by(), reason] += 1
+
+
+def _asked_by() -> str:
+    """Return the function of this project that is running: its module and name."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] in PACKAGES:
+            name = frame.f_code.co_qualname.split(".<locals>")[0]
+            return f"{module}.{name}"
+        frame = frame.f_back
+    return "(test)"
+
+
+@contextmanager
+def counting() -> Iterator[Syncs]:
+    """Note the host syncs inside."""
+    syncs: Syncs = Counter()
+    _noted.append(syncs)
+    try:
+        yield syncs
+    finally:
+        _noted.remove(syncs)
+
+
+def upload(x: Any) -> Any:
+    """Return tensors of any structure on cuda:0, without noting it."""
+    return tree_map(lambda t: CudaTensor(t.detach().clone()) if _on_cpu(t) else t, x)
+
+
+def download(x: Any) -> Any:
+    """Return tensors of any structure on the CPU, without noting it."""
+    return tree_map(lambda t: t.held.clone() if isinstance(t, CudaTensor) else t, x)
+
+
+def move(module: torch.nn.Module) -> torch.nn.Module:
+    """Move the parameters and buffers of a module in place; they need no gradient then."""
+    for part in module.modules():
+        for name, value in part._parameters.items():
+            if value is not None:
+                part._parameters[name] = torch.nn.Parameter(upload(value.data), False)
+        for name, value in part._buffers.items():
+            if value is not None:
+                part._buffers[name] = upload(value)
+    return module
+
+
+def _on_cpu(x: Any) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, CudaTensor)
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operation on the numbers, after the checks of a GPU."""
+    packet = func.overloadpacket
+    if packet in KERNELS:
+        held = tree_map(lambda x: x.held if isinstance(x, CudaTensor) else x, (args, kwargs))
+        made = KERNELS[packet](*held[0], **held[1])
+        return tree_map(lambda x: CudaTensor(x) if isinstance(x, Tensor) else x, made)
+    if packet in (aten._to_copy, aten.copy_):
+        return _copied(packet, args, kwargs)
+    tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+    indices = args[1] if packet in (aten.index, aten.index_put_, aten._index_put_impl_) else ()
+    _check(func, tensors, [x for x in indices if x is not None])
+    if packet in WAITING:
+        _note(WAITING[packet])
+    if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+        kwargs = kwargs | {"device": "cpu"}
+    held = tree_map(lambda x: x.held if isinstance(x, CudaTensor) else x, (args, kwargs))
+    out = func(*held[0], **held[1])
+    if func._schema.name.endswith("_") and not func._schema.name.endswith("__"):
+        return args[0]
+    if "out" in kwargs:
+        return kwargs["out"]
+    return tree_map(lambda x: CudaTensor(x) if isinstance(x, Tensor) else x, out)
+
+
+def _check(func: Any, tensors: list[Tensor], indices: list[Tensor]) -> None:
+    """Refuse tensors of two devices; note indices that a GPU must look at or fetch."""
+    for index in indices:
+        if _on_cpu(index) and index.ndim:
+            _note("upload")  # an index may be on the CPU
+        if index.dtype in (torch.bool, torch.uint8):
+            _note("count true elements")
+    others = [x for x in tensors if _on_cpu(x) and x.ndim and not any(x is i for i in indices)]
+    if others:
+        raise MixedDevices(f"{func}: tensors on cuda:0 and cpu")
+
+
+def _indexed(x: CudaTensor, index: Any, *value: Any) -> Any:
+    """Read or write `x[index]`, which torch's Python binding does with a guard of the device."""
+    parts = [i for i in tree_flatten(index)[0] if isinstance(i, Tensor)]
+    masks = [i for i in parts if i.dtype == torch.bool]
+    # one number written at a mask is a masked_fill, whose size is known
+    fill = len(parts) == len(masks) == 1 and bool(value) and not _ndim(value[0])
+    if not fill:
+        _check("indexing", [], parts)
+    place = tree_map(lambda i: i.held if isinstance(i, CudaTensor) else i, index)
+    if not value:
+        return CudaTensor(x.held[place])
+    if _on_cpu(value[0]) and _ndim(value[0]):
+        raise MixedDevices("writing a CPU tensor to a part of a tensor on cuda:0")
+    x.held[place] = value[0].held if isinstance(value[0], CudaTensor) else value[0]
+    return None
+
+
+_GUARDED = ("nonzero", "contiguous", "requires_grad_", "copy_", "type")
+
+
+def _guarded(name: str, x: CudaTensor, *args: Any, **kwargs: Any) -> Any:
+    """Call a method whose Python binding makes a guard of the device, around that binding."""
+    if name == "requires_grad_":
+        return x
+    apart = kwargs.pop("as_tuple", False)
+    out = getattr(aten, name)(x, *args, **kwargs)
+    return out.unbind(1) if apart else out
+
+
+def _ndim(x: Any) -> int:
+    return x.ndim if isinstance(x, Tensor) else 0
+
+
+def _copied(packet: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Copy between devices or dtypes; the host waits for a copy between devices that blocks."""
+    if packet is aten.copy_:
+        into, source = args[0], args[1]
+        blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        if _on_cpu(into) != _on_cpu(source) and (source.ndim or not _on_cpu(source)) and blocking:
+            _note("upload" if _on_cpu(source) else "download")
+        a, b = (x if _on_cpu(x) else x.held for x in (into, source))
+        a.copy_(b)
+        return into
+    source, blocking = args[0], not kwargs.pop("non_blocking", False)
+    device = torch.device(kwargs.pop("device", None) or CUDA)
+    if device.type == "cpu":
+        _note("download")  # without pinned memory the host always waits
+        return source.held.to(kwargs.get("dtype"), copy=True)
+    if _on_cpu(source):
+        if blocking:
+            _note("upload")
+        return CudaTensor(aten._to_copy(source, **kwargs))
+    return CudaTensor(aten._to_copy(source.held, **kwargs))
+
+
+class FakeCuda(TorchFunctionMode):
+    """A context in which `device="cuda"` is a device; see the module."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name == "new_tensor" and isinstance(args[0], CudaTensor):
+            _note("upload")
+            return CudaTensor(torch.tensor(*args[1:], **{"dtype": args[0].dtype} | kwargs))
+        if name in ("__getitem__", "__setitem__") and isinstance(args[0], CudaTensor):
+            return _indexed(*args)
+        if name in _GUARDED and isinstance(args[0], CudaTensor):
+            return _guarded(name, *args, **kwargs)
+        if name in ("tolist", "numpy") and isinstance(args[0], CudaTensor):
+            if name == "numpy":
+                raise TypeError("numpy of a CUDA tensor: use .cpu() first")
+            _note("download")
+            return args[0].held.tolist()
+        if name in ("to", "cuda") and isinstance(args[0], Tensor):
+            return self._moved(func, *args, **kwargs)
+        if kwargs.get("device") is None or torch.device(kwargs["device"]).type != "cuda":
+            return func(*args, **kwargs)
+        if any(isinstance(x, CudaTensor) for x in args):  # zeros_like, new_full: dispatched
+            return func(*args, **{k: v for k, v in kwargs.items() if k != "device"})
+        if name in ("tensor", "as_tensor"):
+            _note("upload")
+        if args and _on_cpu(args[0]) and name.endswith("_like"):
+            return CudaTensor(func(*args, **kwargs | {"device": "cpu"}))
+        return CudaTensor(func(*args, **kwargs | {"device": "cpu"}))
+
+    def _moved(self, func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Do `x.to(...)`: to the other device, or only to a dtype."""
+        device, dtype = kwargs.pop("device", None), kwargs.pop("dtype", None)
+        blocking, copy = not kwargs.pop("non_blocking", False), kwargs.pop("copy", False)
+        for arg in args:
+            if isinstance(arg, Tensor):
+                device, dtype = arg.device, arg.dtype
+            elif isinstance(arg, torch.dtype):
+                dtype = arg
+            elif isinstance(arg, str | torch.device):
+                device = arg
+        kind = x.device.type if device is None else torch.device(device).type
+        if kind != "cuda" or isinstance(x, CudaTensor):
+            more = {"device": "cpu"} if kind == "cpu" and isinstance(x, CudaTensor) else {}
+            return x.to(dtype=dtype or x.dtype, copy=copy, **more)
+        if blocking and x.ndim:
+            _note("upload")
+        return CudaTensor(x.to(dtype=dtype or x.dtype, copy=True))
+
+
+@contextmanager
+def cuda_autocast(dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
+    """Switch autocast for CUDA on; `torch.autocast` refuses to without a GPU."""
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", dtype)
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()
+        torch.set_autocast_enabled("cuda", False)

@@ -1,0 +1,178 @@
+"""The unroll's attention on CUDA: the memory-efficient kernel, merged with the diagonal."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from spec_train.attention import lse_kernels, unrolled, unrolled_backends
+from spec_train.attention.flex import flex_problem, flex_works
+from spec_train.attention.trial import Case, tried
+from spec_train.attention.unrolled import Queries, _MergedAttention, unrolled_attention
+from spec_train.attention.unrolled_backends import default_backend, unrolled_case
+from tests.gpu.fake_cuda import FakeCuda, cuda_autocast, download, upload
+from tests.tolerance import LAYER, close, close_in_norm
+
+
+class Context:
+    """What autograd hands to forward and backward."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
+
+
+def _inputs(size: int, dtype: torch.dtype, steps: int = 2) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Queries, keys and values with repeated heads; the first slot and the slot of each query."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(slots: int, heads: int = 2) -> Tensor:
+        return torch.randn(2, heads, slots, size, generator=generator, dtype=dtype)
+
+    active = torch.tensor([[1, 2, 4, 5, 7], [0, 3, 4, 6, 6]])
+    first = torch.tensor([[0, 0, 3, 3, 3], [0, 0, 4, 4, 4]])
+    tensors = [draw(5), draw(8), draw(8), *(draw(5, 1) for _ in range(2 * steps))]
+    return tensors, first, active
+
+
+@pytest.mark.parametrize("size", [8, 12, 96])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_of_cuda_equals_float64_in_values_and_gradients(
+    size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Head sizes that must be padded, chunks of 2 queries, spans of keys that are not aligned."""
+    monkeypatch.setattr(unrolled, "CHUNK_ON_DEVICES", 2)
+    tensors, first, active = _inputs(size, dtype)
+    exact = [x.double().requires_grad_() for x in tensors]
+    q, k0, v0, *flat = exact
+    pairs = list(zip(flat[::2], flat[1::2], strict=True))
+    scale = size**-0.5
+    dense = unrolled_attention(q, k0, v0, pairs, Queries.prepare(first, active, 8, "dense"), scale)
+    pull = torch.linspace(-1, 2, dense.numel(), dtype=torch.float64).view_as(dense)
+    expected = [dense, *torch.autograd.grad((dense * pull).sum(), exact)]
+    context = Context()
+    with FakeCuda(), torch.no_grad():
+        queries = Queries.prepare(upload(first), upload(active), 8, "merged")
+        on_device = upload(tensors)
+        out = _MergedAttention.forward(
+            context, *on_device[:3], queries.chunks, scale, *on_device[3:]
+        )
+        grads = _MergedAttention.backward(context, upload(pull.to(dtype)))
+        assert all(x.is_cuda for x in (out, *filter(lambda g: g is not None, grads)))
+        found = download([out, *(g for g in grads if g is not None)])
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        if dtype == torch.float32:
+            close(a.double(), b.detach(), terms=2 * LAYER, dtype=dtype)
+        else:
+            close_in_norm(a, b, dtype, terms=24)
+
+
+def test_the_kernels_rules_refuse_what_is_not_aligned() -> None:
+    """The rules of the stand-in kernel are checked: without padding they fail."""
+    tensors, *_ = _inputs(12, torch.bfloat16)
+    with FakeCuda(), torch.no_grad():
+        q, k, v = upload(tensors[:3])
+        bias = upload(torch.zeros(2, 2, 5, 8, dtype=q.dtype))
+        with pytest.raises(RuntimeError, match="head size not aligned"):
+            torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=1.0)
+        q, k, v = (torch.cat([x, x], -1) for x in (q, k, v))
+        with pytest.raises(RuntimeError, match="rows of the bias"):
+            odd = upload(torch.zeros(2, 2, 5, 7, dtype=q.dtype))
+            cut = k[:, :, :7], v[:, :, :7]
+            torch.ops.aten._scaled_dot_product_efficient_attention(q, *cut, odd, True, scale=1.0)
+
+
+def test_a_wrong_memory_layout_of_the_output_would_be_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lse_kernels, "_by_slot", lambda x: x.contiguous())
+    with pytest.raises(AssertionError):
+        test_the_kernel_of_cuda_equals_float64_in_values_and_gradients(
+            12, torch.float32, monkeypatch
+        )
+
+
+def test_one_dtype_reaches_the_kernel_under_autocast() -> None:
+    """Norms return float32 and projections bfloat16; sums are float32 on CUDA alone."""
+    tensors, first, active = _inputs(16, torch.float32)
+    tensors = [x if i in (0, 1, 3, 5) else x.bfloat16() for i, x in enumerate(tensors)]
+    results = []
+    for backend in ("merged", "dense"):
+        with FakeCuda(), torch.no_grad(), cuda_autocast():
+            queries = Queries.prepare(upload(first), upload(active), 8, backend)
+            q, k0, v0, *flat = upload(tensors)
+            pairs = list(zip(flat[::2], flat[1::2], strict=True))
+            out = unrolled_attention(q, k0, v0, pairs, queries, 0.25)
+        assert out.dtype == torch.bfloat16
+        results.append(download(out))
+    close_in_norm(results[0], results[1].double(), torch.bfloat16, terms=24)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("outer", [torch.no_grad, torch.inference_mode])
+def test_a_trial_is_independent_of_the_modes_around_it(dtype: torch.dtype, outer: type) -> None:
+    """The first batch of a run is a validation without gradients, under autocast."""
+    state = torch.get_rng_state()
+    with outer(), torch.autocast("cpu", torch.bfloat16):
+        assert tried("merged", lambda: unrolled_case("merged", "cpu", dtype, 24))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("fault", ["value", "gradient", "nan", "raises"])
+def test_a_trial_finds_a_wrong_kernel(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right, back = unrolled.attend_lse, unrolled.attend_lse_backward
+
+    def attend(*args: Tensor) -> tuple[Tensor, Tensor]:
+        if fault == "raises":
+            raise RuntimeError("no kernel image is available\nmore")
+        out, lse = right(*args)
+        return out, lse + {"value": 0.3, "nan": float("nan")}.get(fault, 0.0)
+
+    def backward(*args: Tensor) -> tuple[Tensor, ...]:
+        dq, dk, dv = back(*args)
+        return dq, dk * (1.1 if fault == "gradient" else 1.0), dv
+
+    monkeypatch.setattr(unrolled, "attend_lse", attend)
+    monkeypatch.setattr(unrolled, "attend_lse_backward", backward)
+    with caplog.at_level("WARNING"):
+        assert not tried("merged", lambda: unrolled_case("merged", "cpu", torch.float32, 16))
+    said = "(no kernel image is available)" if fault == "raises" else "is wrong on this machine"
+    assert said in caplog.text
+
+
+def test_a_trial_compares_every_output_and_gradient() -> None:
+    x = torch.ones(3, requires_grad=True)
+    assert Case([x], [x * 2], [x * 2]).error() == 0
+    assert Case([x], [x * 2, x], [x * 2, x.detach() * 3 + x * 0]).error() > 0.5
+
+
+def test_the_back_end_by_device_dtype_and_head_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense remains for float64 on a GPU, and where every kernel fails."""
+    tries: list[str] = []
+    failing: tuple[str, ...] = ()
+
+    def trial(name: str, make: object) -> bool:
+        tries.append(name)
+        return not any(word in name for word in failing)
+
+    monkeypatch.setattr(unrolled_backends, "tried", trial)
+    choose = default_backend.__wrapped__
+    assert choose("cpu", torch.float32, 32) == choose("cpu", torch.float64, 7) == "merged"
+    assert not tries
+    for size in (16, 64, 80, 96, 128, 192, 256):
+        assert choose("cuda", torch.bfloat16, size) == "flex"
+    failing = ("flex",)
+    for size in (8, 96, 128, 256):
+        assert choose("cuda", torch.bfloat16, size) == "merged"
+    assert choose("cuda", torch.float64, 64) == "dense"
+    failing = ("flex", "merged")
+    assert choose("cuda", torch.bfloat16, 64) == "dense"
+    assert choose("xpu", torch.bfloat16, 64) == "dense"
+
+
+def test_flex_refuses_only_what_no_gpu_can_do() -> None:
+    assert flex_problem(torch.bfloat16, 96) is None
+    assert "below 16" in (flex_problem(torch.bfloat16, 8) or "")
+    assert "float64" in (flex_problem(torch.float64, 64) or "")
+    assert not flex_works("cpu", 64)
