@@ -70,7 +70,7 @@ class Chunk:
         """Return 0 where a query sees a key, else -inf, [1, 1, queries, keys] in `dtype`."""
         keys = torch.arange(self.keys.start, self.keys.stop, device=self.first.device)
         unseen = (keys < self.first[:, None]) | (keys > self.last[:, None])
-        bias = empty_bias(*unseen.shape, dtype, keys.device)
+        bias = empty_bias(len(unseen), len(keys), dtype, keys.device)
         return bias.masked_fill_(unseen, float("-inf"))
 
 
@@ -213,7 +213,7 @@ def unrolled_attention(
     own = _own_scores(q, diagonal, scale)  # [B, h, A, s]
     joint = torch.cat([scores, own], dim=-1).softmax(dim=-1)  # [B, h, A, T + s]
     first, later = joint.split([k0.shape[2], len(diagonal)], dim=-1)
-    return _add_own(first @ v0, later, diagonal)
+    return _add_own(first @ v0, later.to(v0.dtype), diagonal)
 
 
 def _flex(

@@ -59,6 +59,9 @@ class CudaTensor(torch.Tensor):
     def __init__(self, held: Tensor) -> None:
         self.held = held.detach()
 
+    def __repr__(self, **_: Any) -> str:
+        return f"CudaTensor({self.held})"
+
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
@@ -179,15 +182,13 @@ def _indexed(x: CudaTensor, index: Any, *value: Any) -> Any:
     return None
 
 
-_GUARDED = ("nonzero", "contiguous", "requires_grad_", "copy_", "type")
+_GUARDED = {"__invert__": "bitwise_not"} | {n: n for n in ("nonzero", "contiguous", "copy_")}
 
 
 def _guarded(name: str, x: CudaTensor, *args: Any, **kwargs: Any) -> Any:
     """Call a method whose Python binding makes a guard of the device, around that binding."""
-    if name == "requires_grad_":
-        return x
     apart = kwargs.pop("as_tuple", False)
-    out = getattr(aten, name)(x, *args, **kwargs)
+    out = getattr(aten, _GUARDED[name])(x, *args, **kwargs)
     return out.unbind(1) if apart else out
 
 

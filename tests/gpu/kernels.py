@@ -55,19 +55,18 @@ def attention_backward(
 ) -> tuple[Any, ...]:  # fmt: skip
     """aten._scaled_dot_product_efficient_attention_backward.
 
-    It reads the output as if row m of a head began at m * heads * size, whatever its strides are.
+    It reads the output as [B, Q, h, d]; in any other layout, it would silently read other numbers.
     """
     _check(q, k, v, bias)
     rows = q.shape[2]
     _require(lse.shape[2] == rows + -rows % LSE_ROWS and lse.is_contiguous(), "lse not padded")
     _require(not wanted[3] and all(wanted[:3]), "only what this project asks for")
     _require(grad.dtype == out.dtype == q.dtype, "dtypes differ")
-    batch, heads, _, size = out.shape
-    strides = out.stride(0), out.stride(1), heads * size, 1
-    read = out.as_strided(out.shape, strides) if batch == 1 else out
+    right = rows == 1 or out.stride(2) == out.shape[1] * out.shape[3]
+    _require(right, "reads other numbers than those of this output")
     shares = (_scores(q, k, bias, scale) - lse[:, :, :rows, None].double()).exp()
     wide, pull = grad.double(), grad.double() @ v.double().mT
-    delta = (wide * read.double()).sum(-1, keepdim=True)
+    delta = (wide * out.double()).sum(-1, keepdim=True)
     slope = shares * (pull - delta) * scale
     found = slope @ k.double(), slope.mT @ q.double(), shares.mT @ wide
     return *(x.to(q.dtype) for x in found), None
