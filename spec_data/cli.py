@@ -50,12 +50,14 @@ _GENERATE_EXAMPLES = """\
 examples:
   spec-data generate --target Qwen/Qwen3-8B --corpus chats.jsonl --out data/qwen3-8b
   spec-data generate --target MODEL --corpus chats.jsonl --out DIR --workers 0/4
-      one of four workers; run 1/4, 2/4 and 3/4 as well, then: spec-data seal --out DIR
+      one of four workers; run 1/4, 2/4 and 3/4 as well: the last one to finish seals DIR
+  srun spec-data generate --target MODEL --corpus chats.jsonl --out DIR --workers auto
+      one worker per task of SLURM; torchrun, job arrays and Kubernetes Jobs work as well
   spec-data generate --config generate.yaml --limit 100
       options from a file; those on the command line replace them"""
 _SEAL = """\
-Check every shard and write the index and the manifest that make a directory a dataset. Only
-needed after --workers; a single `generate` seals its dataset itself."""
+Check every shard and write the index and the manifest that make a directory a dataset. `generate`
+does it itself; only needed if a worker was killed after its last shard."""
 _INSPECT = """\
 Print what is inside a dataset, or one document with its supervised tokens marked."""
 _VERIFY = """\

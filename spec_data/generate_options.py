@@ -183,10 +183,19 @@ class GenerateConfig:
     )
     workers: str = option(
         "0/1",
-        help="I/N makes this process worker I of N, counted from 0. Run all N commands, on one "
-        "machine or on several that share the directory, then `spec-data seal`",
+        help="I/N makes this process worker I of N, counted from 0. Run all N, on one machine or "
+        "on several that share the directory; the one that finishes last seals it. auto reads I "
+        "and N from the variables of torchrun, SLURM (srun or a job array) or a Kubernetes Job, "
+        "and auto/N where they name no N",
         group=SHARDS,
-        metavar="I/N",
+        metavar="I/N|auto",
+    )
+    engine: str = option(
+        "local",
+        help="what starts the workers: local is you, or a launcher that --workers auto knows; "
+        "torchrun reads its RANK, WORLD_SIZE and LOCAL_RANK, and takes the GPU of that number",
+        group=SHARDS,
+        choices=("local", "torchrun"),
     )
     on_bad_row: str = option(
         "skip",
@@ -279,7 +288,9 @@ class GenerateConfig:
             raise ConfigError(
                 "--sampling-temperature describes --on-policy responses; add that flag"
             )
-        _ = self.worker, self.template_kwargs, self.codecs, self.bad_row_limit
+        if not self.places_itself:
+            _ = self.worker
+        _ = self.template_kwargs, self.codecs, self.bad_row_limit
         check_drafts(self.drafts, self.layers, self.supervision, self.final)
         if self.final != "all" and self.supervision != "final-hidden":
             raise ConfigError(
@@ -292,8 +303,16 @@ class GenerateConfig:
         """(i, n) of --workers i/n."""
         found = re.fullmatch(r"(\d+)/(\d+)", self.workers)
         if not found or not int(found[1]) < int(found[2]):
-            raise ConfigError(f"--workers {self.workers!r}: expected i/n with i from 0 to n-1")
+            raise ConfigError(
+                f"--workers {self.workers!r}: expected i/n with i from 0 to n-1, or auto"
+            )
         return int(found[1]), int(found[2])
+
+    @property
+    def places_itself(self) -> bool:
+        """Whether the environment says which worker this is."""
+        automatic = re.fullmatch(r"auto(/[1-9]\d*)?", self.workers) is not None
+        return automatic or self.engine == "torchrun"
 
     @property
     def bad_row_limit(self) -> BadRowLimit:

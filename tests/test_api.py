@@ -262,7 +262,7 @@ def test_what_is_left_out_is_counted_by_reason(here, tmp_path):
 
 def test_a_worker_that_is_not_the_last_returns_an_unsealed_directory(here, tmp_path):
     options = {"layers": [0, 2, 4], "device": "cpu"}
-    made = spec_data.generate("target", "chats.jsonl", tmp_path, workers="0/2", **options)
+    made = spec_data.generate("target", "chats.jsonl", tmp_path, workers="1/2", **options)
     assert not made.sealed and made.documents == 0 and made.path == tmp_path
     with pytest.raises(MissingError, match="not sealed yet"):
         spec_data.open_dataset(tmp_path)

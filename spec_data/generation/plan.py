@@ -321,6 +321,11 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
     return _read_meta(folder)["settings"] if (folder / "plan.json").is_file() else None
 
 
+def read_units(folder: Path) -> list[tuple[int, int]]:
+    """Return the units [first, last) of a saved plan, without reading its documents."""
+    return [(first, last) for first, last in _read_meta(folder)["units"]]
+
+
 def _read_meta(folder: Path) -> dict[str, Any]:
     file = folder / "plan.json"
     try:

@@ -29,13 +29,14 @@ from spec_data.generation.fitting import announce_drafts
 from spec_data.generation.plan import Plan, load_plan, read_settings, save_plan
 from spec_data.generation.replan import check_still_planned, discard_unused_plan, half_discarded
 from spec_data.generation.replica import Replica
-from spec_data.generation.sealing import seal_directory
+from spec_data.generation.sealing import seal_directory, seal_if_last
 from spec_data.generation.setup import Setup, changed_settings, make_plan, refuse_changes, set_up
 from spec_data.generation.unit_records import SHARDS, finished_unit
 from spec_data.generation.worker_locks import worker_lock
+from spec_data.generation.worker_place import placed
 from spec_data.paths import make_directory
 from spec_data.progress import progress, size
-from spec_data.shards.errors import DatasetError, RunError
+from spec_data.shards.errors import DatasetError, RunError, SpecDataError
 from spec_data.shards.files import unit_name
 from spec_data.shards.follow import WORK
 from spec_data.shards.reader import MANIFEST
@@ -48,8 +49,8 @@ logger = logging.getLogger(__name__)
 def generate(config: GenerateConfig) -> Manifest | None:
     """Generate a dataset, or resume a run that was interrupted.
 
-    Return the manifest of the sealed dataset. Return None if the directory is not sealed: if there
-    are several workers, or if units are deleted after use (`--follow-keep`).
+    Return the manifest of the sealed dataset. Return None if the directory is not sealed: if other
+    workers are not done, or if units are deleted after use (`--follow-keep`).
 
     Raises:
         ConfigError: the directory holds data made with other settings.
@@ -57,15 +58,32 @@ def generate(config: GenerateConfig) -> Manifest | None:
         RunError: a failed proof, broken states, not enough disk space, or another process that
             captures some of the same units.
     """
+    config = placed(config)
     out = Path(config.out)
     setup = set_up(config)
     if (out / MANIFEST).is_file():
-        manifest = Manifest.read(out / MANIFEST)
-        refuse_changes(changed_settings(setup, manifest.raw["settings"]), out)
-        shutil.rmtree(out / WORK, ignore_errors=True)  # left if killed after the manifest
-        logger.info("%s is complete already: nothing to do", out)
-        return manifest
+        return _complete_already(setup, out)
     announce_drafts(setup)
+    try:
+        return _generate(setup, out)
+    except (SpecDataError, FileNotFoundError):
+        if (out / MANIFEST).is_file():  # another worker has just sealed the directory
+            return _complete_already(setup, out)
+        raise
+
+
+def _complete_already(setup: Setup, out: Path) -> Manifest:
+    """Return the manifest of a dataset that is sealed already and was made with these options."""
+    manifest = Manifest.read(out / MANIFEST)
+    refuse_changes(changed_settings(setup, manifest.raw["settings"]), out)
+    shutil.rmtree(out / WORK, ignore_errors=True)  # left if killed after the manifest
+    logger.info("%s is complete already: nothing to do", out)
+    return manifest
+
+
+def _generate(setup: Setup, out: Path) -> Manifest | None:
+    """Do the work of `generate` in a directory that was not sealed a moment ago."""
+    config = setup.config
     plan = find_plan(setup, out)
     index, workers = config.worker
     mine = list(range(index, len(plan.units), workers))
@@ -81,23 +99,15 @@ def generate(config: GenerateConfig) -> Manifest | None:
         ):
             check_still_planned(out / WORK, plan)
             run_units(setup, plan, out, mine, todo)
-    if workers > 1:
-        left = sum(finished_unit(out, u) is None for u in range(len(plan.units)))
-        logger.info(
-            "worker %d/%d has finished; %s",
-            index,
-            workers,
-            f"{left} units of other workers are not finished"
-            if left
-            else f"all units are finished: run `spec-data seal --out {out}`",
-        )
-        return None
     if units_to_keep(out):
         logger.info(
-            "%s: every unit was captured; `spec-train fit --follow-keep` deletes them after use",
-            out,
+            "%s: the units of worker %d/%d were captured; `spec-train fit --follow-keep` deletes "
+            "them after use",
+            *(out, index, workers),
         )
         return None
+    if workers > 1:
+        return seal_if_last(out, checked=set(todo))
     return seal_directory(out, checked=set(todo))
 
 

@@ -1,12 +1,14 @@
 """Turn a directory whose units are all finished into a dataset."""
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
 
-from spec_data.generation.plan import PLAN_COLUMNS, Plan, load_plan
+from spec_data.generation.plan import PLAN_COLUMNS, Plan, load_plan, read_units
 from spec_data.generation.unit_records import FinishedUnit, finished_unit
+from spec_data.generation.worker_locks import PATIENCE, running_workers
 from spec_data.paths import check_directory_to_write
 from spec_data.shards.errors import MissingError, RunError
 from spec_data.shards.follow import LEFT_OUT, WORK
@@ -16,6 +18,8 @@ from spec_data.shards.reclaim import seal_lock, units_to_keep
 from spec_data.shards.schema import Manifest
 from spec_data.shards.seal import check_shard, file_records, seal
 from spec_data.shards.writer import write_shard
+
+logger = logging.getLogger(__name__)
 
 
 def seal_directory(out: Path, checked: set[int] | None = None) -> Manifest:
@@ -43,6 +47,46 @@ def seal_directory(out: Path, checked: set[int] | None = None) -> Manifest:
                 "deletes the units after use"
             )
         return _seal(out, work, checked)
+
+
+def seal_if_last(out: Path, checked: set[int]) -> Manifest | None:
+    """Seal a directory of several workers, unless units are missing or a worker is still running.
+
+    Each worker calls this after it has released its own lock. Two that finish together come here
+    one after the other, so the second one sees that nobody else is running.
+
+    Returns:
+        The manifest, also if another worker has sealed; None if a worker that is still running, or
+        has not run yet, seals later.
+
+    Raises:
+        As `seal_directory`.
+    """
+    try:
+        if not (out / MANIFEST).is_file():
+            with seal_lock(out / WORK):
+                if not (out / MANIFEST).is_file():
+                    return None if _others(out) else _seal(out, out / WORK, checked)
+    except FileNotFoundError:  # another worker has sealed, and removed the lock's folder
+        if not (out / MANIFEST).is_file():
+            raise
+    return seal_directory(out)
+
+
+def _others(out: Path) -> bool:
+    """Tell whether other workers still have to run, and log it; the caller holds the seal lock."""
+    work = out / WORK
+    units = read_units(work)
+    left = sum(finished_unit(out, unit) is None for unit in range(len(units)))
+    running = running_workers(work, PATIENCE)
+    if not left and not running:
+        return False
+    logger.info(
+        "%s: %d of %d units are left for other workers%s; the one that finishes last seals the "
+        "dataset",
+        *(out, left, len(units), f" (running: {', '.join(running)})" if running else ""),
+    )
+    return True
 
 
 def _seal(out: Path, work: Path, checked: set[int] | None) -> Manifest:

@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from spec_data.shards.errors import RunError
 from spec_data.shards.follow import WORK
 
-_PATIENCE = 0.5  # seconds; another process may hold a lock for an instant, to see whether it can
+PATIENCE = 0.5  # seconds; another process may hold a lock for an instant, to see whether it can
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def worker_lock(out: Path, workers: str, units: int) -> Iterator[None]:
     workers = "/".join(str(int(number)) for number in workers.split("/"))  # 00/2 is 0/2
     lock = FileLock(out / WORK / f"worker-{workers.replace('/', '-of-')}.lock")
     try:
-        held = lock.acquire(timeout=_PATIENCE)
+        held = lock.acquire(timeout=PATIENCE)
     except Timeout:
         raise RunError(
             f"{out}: another process is running worker {workers} here; wait for it, or start each "
@@ -51,7 +51,7 @@ def _refuse_overlap(out: Path, workers: str, units: int) -> None:
     own = _units(workers, units)
     for other, file in _held(out / WORK):
         shared = own & _units(other, units)
-        if other != workers and shared and not _free(file, _PATIENCE):
+        if other != workers and shared and not _free(file, PATIENCE):
             raise RunError(
                 f"{out}: another process is running worker {other} here, and {len(shared)} of the "
                 f"units of worker {workers} are its own (first: {min(shared)}). Start all "
@@ -64,12 +64,13 @@ def _units(workers: str, units: int) -> set[int]:
     return set(range(index, units, count))
 
 
-def running_workers(work: Path) -> list[str]:
+def running_workers(work: Path, patience: float = 0.0) -> list[str]:
     """Return the workers ("i/n") whose lock in `work` (OUT/.generate) a process holds now.
 
-    The caller's own is among them if it holds one.
+    The caller's own is among them if it holds one. A lock that is released within `patience`
+    seconds does not count: another process may hold it only to look at it.
     """
-    return [worker for worker, _ in _held(work)]
+    return [worker for worker, file in _held(work) if not patience or not _free(file, patience)]
 
 
 def _held(work: Path) -> list[tuple[str, Path]]:

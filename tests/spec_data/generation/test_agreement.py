@@ -119,11 +119,10 @@ def test_kills_and_workers_change_no_byte_of_the_measurement(trained, tmp_path):
     corpus = trained.corpus("own", trained.rows)
     whole = run(trained.path, corpus, tmp_path / "whole", **TRAINED)
     assert len(whole.raw["shards"]) > 3
-    for i in (1, 0):
-        assert run(trained.path, corpus, tmp_path / "two", workers=f"{i}/2", **TRAINED) is None
+    assert run(trained.path, corpus, tmp_path / "two", workers="1/2", **TRAINED) is None
     records = sorted((tmp_path / "two" / ".generate").glob("unit-*.json"))
     records[1].unlink()  # as if killed between a shard and its record
-    run(trained.path, corpus, tmp_path / "two", workers="0/2", **TRAINED)
+    assert run(trained.path, corpus, tmp_path / "two", workers="0/2", **TRAINED) is None
     run(trained.path, corpus, tmp_path / "two", workers="1/2", **TRAINED)
     assert main(["seal", "--out", str(tmp_path / "two")]) == 0
     assert digests(tmp_path / "two") == digests(tmp_path / "whole")
@@ -282,11 +281,11 @@ def test_verify_counts_first_choices_again(trained, tmp_path):
 def test_datasets_without_the_measurement_are_read(trained, tmp_path, capsys):
     corpus = trained.corpus("own", trained.rows)
     run(trained.path, corpus, tmp_path / "data", workers="0/2", **TRAINED)
-    run(trained.path, corpus, tmp_path / "data", workers="1/2", **TRAINED)
     record = next((tmp_path / "data" / ".generate").glob("unit-*.json"))
     old = json.loads(record.read_text())
     del old["agreement"], old["checksum"]  # as an older release left it
     record.write_text(json.dumps(old))
+    run(trained.path, corpus, tmp_path / "data", workers="1/2", **TRAINED)
     assert main(["seal", "--out", str(tmp_path / "data")]) == 0
     assert "not measured" in capsys.readouterr().out
     assert main(["verify", str(tmp_path / "data")]) == 0

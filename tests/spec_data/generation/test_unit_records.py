@@ -47,7 +47,7 @@ def test_a_record_that_contradicts_itself_is_none(tmp_path, change):
 
 def test_a_changed_digit_of_a_record_is_noticed(tmp_path):
     target, corpus = save_target(tmp_path / "target"), write_corpus(tmp_path / "c.jsonl", rows=6)
-    given = options(target, corpus, tmp_path / "data", workers="0/2")
+    given = options(target, corpus, tmp_path / "data", workers="0/2", max_shard_size="20KB")
     generate(GenerateConfig(**given))
     file = tmp_path / "data" / ".generate" / "unit-00000.json"
     assert finished_unit(tmp_path / "data", 0)

@@ -1,0 +1,89 @@
+"""The worker that finishes last seals the directory: at once, once, and under no running worker."""
+
+import threading
+
+import pytest
+
+from spec_data.generation import run as run_module
+from spec_data.generation.sealing import seal_if_last
+from spec_data.generation.worker_locks import worker_lock
+from spec_data.shards.errors import DatasetError, RunError
+from tests.spec_data.runs import digests, run, save_target, write_corpus
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source")
+    return save_target(folder / "target"), write_corpus(folder / "chats.jsonl", 20)
+
+
+@pytest.fixture(scope="module")
+def whole(source, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "data"
+    run(*source, out)
+    return digests(out)
+
+
+def captured(source, out):
+    """Make a directory in which every unit is finished and nothing is sealed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "seal_directory", lambda *_, **__: None)
+        assert run(*source, out) is None
+    assert not (out / "manifest.json").exists()
+    return out
+
+
+def test_two_that_finish_together_seal_once(source, whole, tmp_path):
+    out = captured(source, tmp_path / "data")
+    start, found = threading.Barrier(2), []
+
+    def finish():
+        start.wait()
+        found.append(seal_if_last(out, set()))
+
+    threads = [threading.Thread(target=finish) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [manifest.fingerprint for manifest in found] == [found[0].fingerprint] * 2
+    assert digests(out) == whole  # and no .generate, which the second lock would make again
+
+
+def test_a_running_worker_seals_later(source, whole, tmp_path, caplog):
+    caplog.set_level("INFO")
+    out = captured(source, tmp_path / "data")
+    with worker_lock(out, "1/2", 9):
+        assert run(*source, out, workers="0/2") is None
+    assert "0 of 2 units are left for other workers (running: 1/2)" in caplog.text
+    assert run(*source, out, workers="1/2") is not None
+    assert digests(out) == whole
+
+
+@pytest.mark.parametrize(
+    "error", [DatasetError("not empty"), RunError("another plan"), FileNotFoundError("plan.json")]
+)
+def test_a_directory_that_is_sealed_under_a_starting_worker_is_complete(
+    source, whole, tmp_path, monkeypatch, error
+):
+    """The plan disappears between two looks of a worker that has nothing to do."""
+    out = captured(source, tmp_path / "data")
+
+    def gone(*_):
+        assert seal_if_last(out, set()) is not None
+        raise error
+
+    monkeypatch.setattr(run_module, "find_plan", gone)
+    assert run(*source, out, workers="0/2") is not None
+    assert digests(out) == whole
+
+
+def test_an_error_of_an_unsealed_directory_stays_an_error(source, tmp_path, monkeypatch):
+    out = captured(source, tmp_path / "data")
+
+    def failing(*_):
+        raise DatasetError("damaged")
+
+    monkeypatch.setattr(run_module, "find_plan", failing)
+    with pytest.raises(DatasetError, match="damaged"):
+        run(*source, out)
