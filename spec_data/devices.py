@@ -4,6 +4,8 @@
 bfloat16 on a GPU and in float32 on a CPU unless told otherwise.
 """
 
+from collections.abc import Mapping
+
 import torch
 
 from spec_data.shards.errors import ConfigError
@@ -15,7 +17,7 @@ DTYPES = {
 """The dtype of every name that an option accepts."""
 
 
-def usable_device(name: str) -> torch.device:
+def usable_device(name: str, flag: str = "--device") -> torch.device:
     """Return the device of a --device option.
 
     "cuda" keeps no index, and no context is created on GPU 0: each rank takes a GPU of its own.
@@ -32,8 +34,24 @@ def usable_device(name: str) -> torch.device:
             raise RuntimeError("PyTorch finds no GPU")
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"--device {name}: not usable on this machine ({reason})") from None
+        raise ConfigError(f"{flag} {name}: not usable on this machine ({reason})") from None
     return device
+
+
+def check_devices(name: str, device_map: object = None) -> None:
+    """Check the device of --device, or all those that a --device-map names.
+
+    Raises:
+        ConfigError: one does not exist or cannot be used on this machine.
+    """
+    if not isinstance(device_map, Mapping):
+        usable_device(name)
+        return
+    for place in dict.fromkeys(device_map.values()):
+        if place != "disk":
+            usable_device(
+                f"cuda:{place}" if isinstance(place, int) else str(place), "--device-map:"
+            )
 
 
 def device_type(name: str) -> str:

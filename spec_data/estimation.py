@@ -6,15 +6,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from spec_data.devices import check_devices
 from spec_data.generate_options import EstimateConfig
 from spec_data.generation.disk_bytes import other_files
 from spec_data.generation.fitting import Fitting, announce_drafts
 from spec_data.generation.plan import Plan
 from spec_data.generation.probe import Probe, run_probe
 from spec_data.generation.setup import Setup, make_plan, set_up
+from spec_data.placement_options import Spread
 from spec_data.progress import size
 from spec_data.report import column_rows, counts_text, draft_facts, draft_rows, facts
 from spec_data.shards.schema import Column
+from spec_data.target.tensor_parallel import leading
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,15 @@ def estimate_size(config: EstimateConfig) -> Estimate:
         SpecDataError: bad input, as for `generate`; with a probe also what loading the target and
             proving its mask form raise.
     """
+    with leading(config.spread if config.probe else Spread()):
+        return _estimate_size(config)
+
+
+def _estimate_size(config: EstimateConfig) -> Estimate:
+    """Make the plan and probe in this process; see `estimate_size`."""
+    if config.probe:
+        # before the corpus is read, which may take long
+        check_devices(config.device, config.spread.device_map)
     setup = set_up(config, weights=config.probe)
     announced = announce_drafts(setup)
     plan = make_plan(setup)

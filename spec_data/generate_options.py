@@ -19,6 +19,14 @@ from spec_data.option_values import (
     parse_object,
     parse_size,
 )
+from spec_data.placement_options import (
+    Spread,
+    device_map_option,
+    max_memory_option,
+    offload_dir_option,
+    spread_of,
+    tp_plan_option,
+)
 from spec_data.shards.errors import ConfigError
 
 
@@ -161,6 +169,10 @@ class GenerateConfig:
         help="device of the target: auto (a GPU where there is one), cpu, cuda, cuda:1, ...",
         group=RUNNING,
     )
+    device_map: str | None = device_map_option()
+    max_memory: str | None = max_memory_option()
+    offload_dir: str | None = offload_dir_option()
+    tp_plan: str | None = tp_plan_option()
     attn: str = option(
         "auto",
         help="attention implementation of transformers: auto, sdpa, eager, flash_attention_2",
@@ -290,13 +302,23 @@ class GenerateConfig:
             )
         if not self.places_itself:
             _ = self.worker
-        _ = self.template_kwargs, self.codecs, self.bad_row_limit
+        _ = self.spread, self.template_kwargs, self.codecs, self.bad_row_limit
+        if self.tp_plan and self.places_itself:
+            raise ConfigError(
+                "--tp-plan: the processes of torchrun are one worker; leave --engine out, and give "
+                "--workers I/N if there are others"
+            )
         check_drafts(self.drafts, self.layers, self.supervision, self.final)
         if self.final != "all" and self.supervision != "final-hidden":
             raise ConfigError(
                 f"--final {self.final} is about hidden.final, which --supervision "
                 f"{self.supervision} does not store"
             )
+
+    @property
+    def spread(self) -> Spread:
+        """How the target is spread over devices."""
+        return spread_of(self)
 
     @property
     def worker(self) -> tuple[int, int]:

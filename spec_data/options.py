@@ -4,6 +4,14 @@ from dataclasses import dataclass
 
 from spec_data.config import option
 from spec_data.option_values import CHECKS, REQUIRED, RUNNING, at_least
+from spec_data.placement_options import (
+    Spread,
+    device_map_option,
+    max_memory_option,
+    offload_dir_option,
+    spread_of,
+    tp_plan_option,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +79,10 @@ class VerifyConfig:
     device: str = option(
         "auto", help="device to compute on: auto, cpu, cuda, cuda:1, ...", group=RUNNING
     )
+    device_map: str | None = device_map_option()
+    max_memory: str | None = max_memory_option()
+    offload_dir: str | None = offload_dir_option()
+    tp_plan: str | None = tp_plan_option()
     trust_remote_code: bool = option(
         False,
         help="run Python code that comes with the model; only for authors you trust",
@@ -80,3 +92,9 @@ class VerifyConfig:
     def __post_init__(self) -> None:
         at_least(1, samples=self.samples)  # nothing re-derived is nothing verified
         at_least(0, seed=self.seed)
+        _ = self.spread
+
+    @property
+    def spread(self) -> Spread:
+        """How the target is spread over devices."""
+        return spread_of(self)

@@ -30,6 +30,7 @@ def backend_options(setup: Setup, plan: Plan) -> BackendOptions:
         attn=config.attn,
         trust_remote_code=config.trust_remote_code,
         rope_factors=rope_factors(setup, plan),
+        spread=config.spread,
     )
 
 

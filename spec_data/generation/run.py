@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from spec_data.devices import usable_device
+from spec_data.devices import check_devices
 from spec_data.generate_options import GenerateConfig
 from spec_data.generation.disk_bytes import other_files
 from spec_data.generation.fitting import announce_drafts
@@ -42,6 +42,7 @@ from spec_data.shards.follow import WORK
 from spec_data.shards.reader import MANIFEST
 from spec_data.shards.reclaim import units_to_keep, wait_for_room
 from spec_data.shards.schema import Manifest
+from spec_data.target.tensor_parallel import leading
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,12 @@ def generate(config: GenerateConfig) -> Manifest | None:
         RunError: a failed proof, broken states, not enough disk space, or another process that
             captures some of the same units.
     """
-    config = placed(config)
+    with leading(config.spread):
+        return _run_or_resume(placed(config))
+
+
+def _run_or_resume(config: GenerateConfig) -> Manifest | None:
+    """Generate or resume in this process; see `generate`."""
     out = Path(config.out)
     setup = set_up(config)
     if (out / MANIFEST).is_file():
@@ -139,6 +145,8 @@ def find_plan(setup: Setup, out: Path) -> Plan:
         ConfigError: `out` holds data made with other settings, or --device is not usable here.
         DatasetError: `out` holds other files, or a damaged plan.
     """
+    # before the corpus is read, which may take long
+    check_devices(setup.config.device, setup.config.spread.device_map)
     work = out / WORK
     if half_discarded(work):
         discard_unused_plan(work)
@@ -157,7 +165,6 @@ def find_plan(setup: Setup, out: Path) -> Plan:
             f"{out} is not empty and not a directory of spec-data; choose another --out (nothing "
             "was changed)"
         )
-    usable_device(setup.config.device)  # before the corpus is rendered, which may take long
     plan = make_plan(setup)
     make_directory("--out", work)
     save_plan(work, plan)

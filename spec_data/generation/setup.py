@@ -293,6 +293,8 @@ def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
             sampling_temperature=config.sampling_temperature,
             rope_factors=config.rope_factors if config.rope_factors != "auto" else None,
             backend=config.backend if config.backend != "hf" else None,
+            device_map=config.device_map,
+            tp_plan=config.tp_plan,
         ),
         "versions": {
             "spec_data": spec_data.__version__,

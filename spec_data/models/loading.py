@@ -18,10 +18,12 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_TEXT,
 )
 
-from spec_data.devices import DTYPES, usable_device
+from spec_data.devices import DTYPES, check_devices, usable_device
+from spec_data.models.placement import shares_weight
 from spec_data.models.reading import load_config, text_config
 from spec_data.models.resolve import resolve_model
 from spec_data.models.weight_files import weight_files
+from spec_data.placement_options import Spread
 from spec_data.shards.errors import TargetError
 
 log = logging.getLogger(__name__)
@@ -36,8 +38,11 @@ def load_model(
     device: str = "auto",
     attn: str = "auto",
     trust: bool = False,
+    spread: Spread | None = None,
 ) -> Any:
     """Load a causal LM in evaluation mode, without gradients, on `device`.
+
+    Each weight is read from its file to the device on which it stays.
 
     Args:
         path: a local model directory or a Hub id.
@@ -45,6 +50,7 @@ def load_model(
         device: "auto", "cpu", "cuda", ...
         attn: the attention implementation; "auto" is sdpa, or what the family supports.
         trust: run the code that comes with the model (`trust_remote_code`).
+        spread: several devices instead of `device`.
 
     Raises:
         MissingError: there is no such model.
@@ -52,7 +58,9 @@ def load_model(
             that are damaged or incomplete, or a head that contradicts the config.
         ConfigError: the device is not usable here.
     """
-    place = usable_device(device)  # before the weights are read
+    spread = spread or Spread()
+    check_devices(device, spread.device_map)  # before the weights are read
+    where = _where(usable_device(device), spread)
     directory, _ = resolve_model(path)
     weight_files(directory)
     known: Any = dtype if dtype == "auto" else DTYPES.get(str(dtype), dtype)
@@ -66,12 +74,43 @@ def load_model(
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
+            **where,
         )
     except (ValueError, KeyError, OSError, ImportError, SafetensorError) as error:
         raise TargetError(f"cannot load {path} as a causal language model: {error}") from None
     _check_complete(path, info)
     _check_tied(path, model)
-    return model.eval().requires_grad_(False).to(place)
+    return model.eval().requires_grad_(False)
+
+
+def _where(device: torch.device, spread: Spread) -> dict[str, Any]:
+    """Return the options of `from_pretrained` that place the weights."""
+    if spread.tensor_parallel:
+        return {"distributed_config": _tensor_parallel()}
+    if spread.device_map is not None:
+        return {
+            "device_map": spread.device_map,
+            "max_memory": spread.max_memory,
+            "offload_folder": spread.offload_dir,
+        }
+    # Without a map, weights are read to the CPU: nothing would move them to another device.
+    return {} if device.type == "cpu" else {"device_map": {"": device}}
+
+
+def _tensor_parallel() -> Any:
+    """Return the plan that splits layers over the processes of torchrun.
+
+    Raises:
+        TargetError: this release of transformers has none.
+    """
+    try:
+        from transformers.distributed import DistributedConfig
+
+        return DistributedConfig(tp_plan="auto")
+    except (ImportError, TypeError):
+        raise TargetError(
+            "--tp-plan needs a newer release of transformers (5.23 is tested); or use --device-map"
+        ) from None
 
 
 def _auto_class(config: Any) -> Any:
@@ -108,14 +147,13 @@ def _check_complete(path: str, info: dict[str, Any]) -> None:
 def _check_tied(path: str, model: Any) -> None:
     """Refuse a head that is tied against the config, or untied against it."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    weight = getattr(head, "weight", None)  # a quantised head may have none
-    if weight is None or embedding is None:
+    if getattr(head, "weight", None) is None or embedding is None:  # a quantised head may have none
         return
     asked = any(
         getattr(config, "tie_word_embeddings", False)
         for config in (model.config, text_config(model.config))
     )
-    if asked == (weight is embedding.weight):
+    if asked == shares_weight(head, embedding):
         return
     if asked:
         raise TargetError(

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from spec_data.placement_options import Spread
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.head_spec import HeadSpec
 from spec_data.shards.position_data import Positions
@@ -24,6 +25,9 @@ from spec_data.target.proofs import IsolationProof
 
 BACKENDS = {"hf": "spec_data.target.hf_backend.HFBackend"}
 """The class of each value of --backend; its class method `open` takes `BackendOptions`."""
+
+SHARDED = {"hf": "spec_data.target.tensor_parallel.ShardedBackend"}
+"""The class of the same backend with --tp-plan, if it has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +54,7 @@ class BackendOptions:
         layers: the layers to capture, as ids or as the text of --layers.
         dtype, device, attn, trust_remote_code: see `spec_data.models.loading.load_model`.
         rope_factors: "short" or "long" of a longrope target; None: it has no longrope.
+        spread: several devices instead of `device`.
     """
 
     path: str | Path
@@ -59,6 +64,7 @@ class BackendOptions:
     attn: str = "auto"
     trust_remote_code: bool = False
     rope_factors: str | None = None
+    spread: Spread | None = None
 
 
 class TargetBackend(Protocol):
@@ -160,5 +166,8 @@ def open_backend(name: str, options: BackendOptions) -> TargetBackend:
     """
     if name not in BACKENDS:
         raise ConfigError(f"--backend {name}: expected {' or '.join(BACKENDS)}")
-    module, _, kind = BACKENDS[name].rpartition(".")
+    spread = options.spread or Spread()
+    if spread.tensor_parallel and name not in SHARDED:
+        raise ConfigError(f"--tp-plan is for --backend {' or '.join(SHARDED)}, not {name}")
+    module, _, kind = (SHARDED if spread.tensor_parallel else BACKENDS)[name].rpartition(".")
     return getattr(import_module(module), kind).open(options)

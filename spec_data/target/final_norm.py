@@ -3,7 +3,9 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from spec_data.models.placement import whole
 
 NORM_PATHS = (
     "model.norm",
@@ -44,7 +46,9 @@ def read_norm(model: Any) -> dict[str, Any]:
     eps = next((float(getattr(module, n)) for n in _EPS if _is_number(module, n)), None)
     if eps is None:
         return {}
-    weight: Tensor = module.weight  # type: ignore[assignment]
+    weight = whole(module, "weight")
+    if weight is None:
+        return {}
     generator = torch.Generator().manual_seed(0)
     # of the size of eps, so that another eps is seen
     x = torch.randn(4, len(weight), generator=generator) * max(eps, 1e-12) ** 0.5
@@ -53,7 +57,7 @@ def read_norm(model: Any) -> dict[str, Any]:
         found = module(x).float()
     except Exception:  # another signature
         return {}
-    bias = getattr(module, "bias", None)
+    bias = whole(module, "bias")
     allowed = 8 * torch.finfo(weight.dtype).eps
     for kind, offset in _FORMS:
         wide = x.float()

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from spec_data.models.placement import shares_weight, whole
 from spec_data.models.reading import text_config
 from spec_data.shards.head_spec import HeadSpec
 from spec_data.target.final_norm import final_norm
@@ -16,11 +17,10 @@ def describe_head(model: Any) -> HeadSpec:
     """Return the head as data, from its module and the config fields that scale or cap logits."""
     head, config = output_head(model), text_config(model.config)
     vocab_size, hidden_size = head.weight.shape
-    embedding = model.get_input_embeddings().weight
     return HeadSpec(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        tied=embedding.data_ptr() == head.weight.data_ptr(),
+        tied=shares_weight(head, model.get_input_embeddings()),
         has_bias=getattr(head, "bias", None) is not None,
         scale=_logit_scale(config),
         softcap=getattr(config, "final_logit_softcapping", None),
@@ -49,14 +49,16 @@ def head_tensors(model: Any, tied: bool) -> dict[str, Tensor]:
 
 
 def head_parts(model: Any, tied: bool) -> dict[str, Tensor]:
-    """Return the tensors of `head_tensors` as they are in a model; `tied`: there is no lm_head."""
+    """Return the tensors of `head_tensors` on the devices of their modules.
+
+    `tied`: there is no lm_head.
+    """
     head = output_head(model)
-    tensors: dict[str, Any] = {"embed_tokens": model.get_input_embeddings().weight}
+    tensors = {"embed_tokens": whole(model.get_input_embeddings(), "weight")}
     if not tied:
-        tensors["lm_head"] = head.weight
-    if getattr(head, "bias", None) is not None:
-        tensors["lm_head_bias"] = head.bias
-    norm: Any = final_norm(model)
+        tensors["lm_head"] = whole(head, "weight")
+    tensors["lm_head_bias"] = whole(head, "bias")
+    norm = final_norm(model)
     if norm is not None:
-        tensors["norm"] = norm.weight
-    return tensors
+        tensors["norm"] = whole(norm, "weight")
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}

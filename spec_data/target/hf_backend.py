@@ -45,6 +45,7 @@ class HFBackend:
                 attn=options.attn,
                 trust_remote_code=options.trust_remote_code,
                 rope_factors=options.rope_factors,
+                spread=options.spread,
             )
         )
 
@@ -71,7 +72,7 @@ class HFBackend:
     @property
     def device(self) -> torch.device:
         """The device of the states and logits."""
-        return self.target.device
+        return self.target.states_device
 
     @property
     def architecture(self) -> str:

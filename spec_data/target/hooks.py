@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from spec_data.models.reading import check_one_stream, text_config
@@ -86,8 +87,16 @@ class Captured:
 
 
 @contextmanager
-def capturing(model: Any, layers: Sequence[int], *, skip_head: bool = True) -> Iterator[Captured]:
+def capturing(
+    model: Any,
+    layers: Sequence[int],
+    *,
+    skip_head: bool = True,
+    device: torch.device | None = None,
+) -> Iterator[Captured]:
     """Capture the outputs of `layers` and the input of the head during forwards in the context.
+
+    The states are moved to `device`; None leaves each on the device of its block.
 
     With `skip_head` the head receives only the first slot of each row ([B, 1, H]), so no [B, T, V]
     logits exist and the logits that the model returns are not usable. The hooks are removed when
@@ -101,17 +110,21 @@ def capturing(model: Any, layers: Sequence[int], *, skip_head: bool = True) -> I
     head = output_head(model)
     captured = Captured()
 
+    def moved(states: Tensor) -> Tensor:
+        states = states.detach()
+        return states if device is None else states.to(device)
+
     def keep_output(layer: int):
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            captured.layers[layer] = (output[0] if isinstance(output, tuple) else output).detach()
+            captured.layers[layer] = moved(output[0] if isinstance(output, tuple) else output)
 
         return hook
 
     def keep_embedding(_module: nn.Module, args: tuple, kwargs: dict) -> None:
-        captured.layers[EMBEDDING] = (args[0] if args else kwargs["hidden_states"]).detach()
+        captured.layers[EMBEDDING] = moved(args[0] if args else kwargs["hidden_states"])
 
     def keep_final(_module: nn.Module, args: tuple) -> tuple | None:
-        captured.final = args[0].detach()  # [B, T, H]
+        captured.final = moved(args[0])  # [B, T, H]
         return (args[0][:, :1], *args[1:]) if skip_head else None
 
     with ExitStack() as handles:

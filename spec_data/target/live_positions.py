@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spec_data.models.placement import device_of
 from spec_data.models.reading import text_config
 from spec_data.shards.position_data import (
     FULL,
@@ -123,7 +124,7 @@ def _calls(model: Any) -> tuple[list[_Call], list[str], bool]:
     others: list[str] = []
     learned = []
     handles = []
-    device = next(model.parameters()).device
+    device = device_of(model.get_input_embeddings())
     plain = torch.arange(_TOKENS, device=device)
 
     def keep(module: nn.Module, arguments: tuple, keywords: dict) -> None:

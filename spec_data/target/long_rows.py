@@ -38,17 +38,17 @@ class ChunkedMask:
 
     rule: Callable[..., Tensor]  # of (batch, head, query, key) indices, broadcast
     reach: int | None  # a query sees none of the keys this far behind it; None: no limit
-    device: torch.device
 
-    def part(self, start: int, stop: int) -> tuple[int, Tensor]:
+    def part(self, start: int, stop: int, device: torch.device) -> tuple[int, Tensor]:
         """Return the first key that queries start..stop - 1 may see, and their mask.
 
-        The mask is bool [1, 1, q, k]; its keys end with key stop - 1, as the rule is causal.
+        The mask is bool [1, 1, q, k]; its keys end with key stop - 1, as the rule is causal. It is
+        made on `device`, that of the queries: the blocks of a target may lie on several.
         """
         first = 0 if self.reach is None else max(0, start - self.reach + 1)
-        one = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=self.device)
-        queries = torch.arange(start, stop, device=self.device).view(1, 1, -1, 1)
-        keys = torch.arange(first, stop, device=self.device).view(1, 1, 1, -1)
+        one = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
+        queries = torch.arange(start, stop, device=device).view(1, 1, -1, 1)
+        keys = torch.arange(first, stop, device=device).view(1, 1, 1, -1)
         seen = self.rule(one, one, queries, keys)
         return first, seen.expand(1, 1, stop - start, stop - first)
 
@@ -91,13 +91,12 @@ def _make_mask(
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
-    device: torch.device | str = "cpu",
     **options: Any,
 ) -> ChunkedMask:
     """Return the mask that transformers asks for (see `masking_utils.sdpa_mask`) as a rule."""
     if batch_size != 1 or q_length != kv_length or attention_mask is not None or use_vmap:
         raise TargetError("only one unpadded document at a time attends in chunks")
-    return ChunkedMask(rule=mask_function, reach=local_size, device=torch.device(device))
+    return ChunkedMask(rule=mask_function, reach=local_size)
 
 
 def _make_sdpa_mask(**options: Any) -> ChunkedMask | None:
@@ -129,7 +128,7 @@ def _chunked(
     parts = []
     for start in range(0, length, size):
         stop = min(start + size, length)
-        first, mask = attention_mask.part(start, stop)
+        first, mask = attention_mask.part(start, stop, query.device)
         if additive:
             blocked = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
             mask = blocked.masked_fill_(~mask, torch.finfo(query.dtype).min)

@@ -17,13 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from spec_data.models.loading import load_model
+from spec_data.models.placement import device_of, in_place, whole
 from spec_data.models.reading import text_config
 from spec_data.models.rope_factors import fix_rope_factors
+from spec_data.placement_options import Spread
 from spec_data.shards import packing
 from spec_data.shards.errors import TargetError
 from spec_data.shards.head_spec import apply_head
 from spec_data.shards.layer_ids import choose_layers
-from spec_data.shards.packing import row_layout, shift_left
+from spec_data.shards.packing import shift_left
 from spec_data.target.head_form import describe_head
 from spec_data.target.hooks import (
     Captured,
@@ -35,7 +37,7 @@ from spec_data.target.hooks import (
 from spec_data.target.long_rows import LONG_ROW, attention_in_chunks, needs_chunks
 from spec_data.target.mask_forms import ROWS, SINGLE, mask_forms, packed_mask, view_of
 from spec_data.target.proofs import prove_isolation, why_no_chunks
-from spec_data.target.target_batch import TargetBatch, document_starts
+from spec_data.target.target_batch import TargetBatch, document_starts, layout_of
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +50,9 @@ _LOGIT_BYTES_OF_DEVICES = 256 << 20
 class Target:
     """A frozen causal LM under hooks.
 
-    `supervision` is what `generate_batch` puts in its batches: "final-hidden", "logits", or
-    "target-probs" over the token ids `draft_vocabulary` (int64 [Vd], ascending).
+    Inputs go to `device`, states come from `states_device`: they differ where a target is spread
+    over devices. `supervision` is what `generate_batch` puts in its batches: "final-hidden",
+    "logits", or "target-probs" over the token ids `draft_vocabulary` (int64 [Vd], ascending).
     """
 
     def __init__(
@@ -97,8 +100,9 @@ class Target:
         self.draft_vocabulary = draft_vocabulary
         self.attn = getattr(self.config, "_attn_implementation", None) or "eager"
         self.head = describe_head(model)
-        parameter = next(model.parameters())
-        self.device: torch.device = parameter.device
+        self.device: torch.device = device_of(model.get_input_embeddings())
+        self.states_device: torch.device = device_of(output_head(model))
+        self._head_tensors: dict[str, Tensor | None] = {}  # of a head that is not in place
         self.dtype: torch.dtype = output_head(model).weight.dtype
         self.mask_form = mask_form
         # Whether long documents attend in chunks, once proven; by whether they exceed a window.
@@ -116,12 +120,13 @@ class Target:
         attn: str = "auto",
         trust_remote_code: bool = False,
         rope_factors: str | None = None,
+        spread: Spread | None = None,
         **options: Any,
     ) -> "Target":
         """Load a model directory (or Hub id) and wrap it.
 
         Args:
-            path, dtype, device, attn, trust_remote_code: see `load_model`.
+            path, dtype, device, attn, trust_remote_code, spread: see `load_model`.
             rope_factors: "short" or "long" of a longrope target, for every document; None leaves
                 the choice to transformers, which makes it for each batch.
             layers, options: see the constructor.
@@ -130,7 +135,12 @@ class Target:
             TargetError: the model cannot be loaded, or does not have these layers.
         """
         model = load_model(
-            str(path), dtype=dtype, device=device, attn=attn, trust=trust_remote_code
+            str(path),
+            dtype=dtype,
+            device=device,
+            attn=attn,
+            trust=trust_remote_code,
+            spread=spread,
         )
         return cls(model, layers, rope_factors=rope_factors, **options)
 
@@ -159,7 +169,7 @@ class Target:
 
         Returns:
             The states [B, T, H] per layer and the input of the head [B, T, H], and the logits
-            [B, T, V] or None; all on the device of the target.
+            [B, T, V] or None; all on `states_device`.
 
         Raises:
             TargetError: the target does not produce the states of a layer.
@@ -183,11 +193,14 @@ class Target:
     ) -> tuple[Captured, Tensor | None]:
         """Run the model on int64 [B, T], in chunks of queries or not (see `long_rows`)."""
         attention = attention_in_chunks(self.model, self.attn) if chunks else nullcontext()
-        with capturing(self.model, self.layers, skip_head=not full_logits) as captured, attention:
+        hooks = capturing(
+            self.model, self.layers, skip_head=not full_logits, device=self.states_device
+        )
+        with hooks as captured, attention:
             output = self.model(input_ids=ids, **kwargs)
         shape = (ids.shape[0], ids.shape[1])
         check_captured(captured, self.layers, shape, self.head.hidden_size)
-        return captured, output.logits if full_logits else None
+        return captured, output.logits.to(self.states_device) if full_logits else None
 
     def _attends_in_chunks(self, ids: Tensor) -> bool:
         """Whether long documents attend in chunks: proven on the first one, int64 [1, T].
@@ -222,18 +235,32 @@ class Target:
 
         With `ids`, int64 [Vd], compute the logits [..., Vd] of these token ids only.
         """
-        head = output_head(self.model)
-        weight, bias = head.weight, getattr(head, "bias", None)
+        weight, bias = self.head_tensor("weight"), self.head_tensor("bias")
+        if weight is None:
+            raise TargetError("the LM head has no weight")
         if ids is not None:
+            ids = ids.to(weight.device)
             weight = weight[ids]
             bias = bias[ids] if bias is not None else None
-        return apply_head(final.to(weight.dtype), weight, bias, self.head)
+        return apply_head(final.to(weight.device, weight.dtype), weight, bias, self.head)
+
+    def head_tensor(self, name: str) -> Tensor | None:
+        """Return `weight` or `bias` of the head; one that is not in place is fetched once and kept.
+
+        Of a target in shards, all processes must call it together the first time.
+        """
+        head = output_head(self.model)
+        if in_place(head, name):
+            return getattr(head, name, None)
+        if name not in self._head_tensors:
+            self._head_tensors[name] = whole(head, name)
+        return self._head_tensors[name]
 
     def logit_chunks(self, tokens: int) -> list[slice]:
         """Return slices of an axis of `tokens` tokens, so that float32 logits [n, V] of a slice
         take at most 8 MB on a CPU and 256 MB elsewhere.
         """
-        limit = _LOGIT_BYTES.get(self.device.type, _LOGIT_BYTES_OF_DEVICES)
+        limit = _LOGIT_BYTES.get(self.states_device.type, _LOGIT_BYTES_OF_DEVICES)
         step = max(1, limit // (4 * self.head.vocab_size))
         return [slice(a, min(a + step, tokens)) for a in range(0, tokens, step)]
 
@@ -263,30 +290,31 @@ class Target:
             TargetError: shapes that do not match, documents that do not fill the attention mask,
                 rows that are not right-padded, or a target that leaks between packed documents.
         """
-        lengths, document_ids, positions = _layout(input_ids, attention_mask, seq_lens)
+        lengths, document_ids, positions = layout_of(input_ids, attention_mask, seq_lens)
         positions = positions if position_ids is None else position_ids
         form = self._packed_form(input_ids, lengths) if seq_lens is not None else None
         captured, logits = self.capture(
             input_ids, document_ids, positions, form, full_logits=self.supervision == "logits"
         )
-        document_ids = document_ids.to(self.device)
+        place = self.states_device
+        document_ids = document_ids.to(place)
         remaining = packing.doc_remaining(document_ids) if doc_remaining is None else doc_remaining
         token_frame = {
-            "input_ids": input_ids.to(self.device),
-            "loss_mask": loss_mask.to(self.device).bool(),
+            "input_ids": input_ids.to(place),
+            "loss_mask": loss_mask.to(place).bool(),
             **self._supervise(captured, logits),
         }
         shifted = {name: shift_left(x, document_ids) for name, x in token_frame.items()}
         if self.draft_vocabulary is not None:
-            inside = torch.isin(shifted["target_argmax"], self.draft_vocabulary.to(self.device))
+            inside = torch.isin(shifted["target_argmax"], self.draft_vocabulary.to(place))
             shifted["position_mask"] = inside & shift_left(document_ids >= 0, document_ids)
         first = document_starts(document_ids)
         return TargetBatch(
             aux_hidden_states=_joined([captured.layers[k] for k in self.layers], captured.final),
             attention_mask=document_ids >= 0,
-            position_ids=positions.to(self.device),
+            position_ids=positions.to(place),
             document_ids=document_ids,
-            doc_remaining=remaining.to(self.device),
+            doc_remaining=remaining.to(place),
             seq_lens=lengths if seq_lens is not None else None,
             starts={name: x[first] for name, x in token_frame.items()},
             **shifted,
@@ -350,31 +378,3 @@ class Target:
 def _joined(layers: list[Tensor], final: Tensor | None) -> Tensor:
     """Return n states [B, T, H] as [B, T, n * H]; without any, an empty tensor like `final`."""
     return torch.cat(layers, -1) if final is None or layers else final[..., :0]
-
-
-def _layout(
-    input_ids: Tensor, attention_mask: Tensor, seq_lens: Sequence[Sequence[int]] | Tensor | None
-) -> tuple[list[list[int]], Tensor, Tensor]:
-    """Return document lengths per row, document ids and position ids of a batch, int64 [B, T].
-
-    Raises:
-        TargetError: shapes differ, lengths do not add up to the attention mask, or a row is not
-            right-padded.
-    """
-    if input_ids.shape != attention_mask.shape:
-        raise TargetError(
-            f"input_ids {tuple(input_ids.shape)} and attention_mask "
-            f"{tuple(attention_mask.shape)} must have the same shape"
-        )
-    used = attention_mask.bool().sum(1).tolist()
-    if seq_lens is None:
-        lengths = [[int(n)] if n else [] for n in used]
-    else:
-        lengths = [[int(n) for n in row if int(n) > 0] for row in seq_lens]
-    totals = [sum(row) for row in lengths]
-    if totals != used:
-        raise TargetError(f"seq_lens add up to {totals}, the attention mask has {used} tokens")
-    document_ids, positions = row_layout(lengths, input_ids.shape[1])
-    if not torch.equal(document_ids >= 0, attention_mask.bool().cpu()):
-        raise TargetError("rows must be right-padded: real tokens first")
-    return lengths, document_ids, positions

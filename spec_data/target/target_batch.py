@@ -9,6 +9,7 @@ A loss reads one of the two frames. Data of the other frame has the same shapes 
 another, wrong objective, so `to_trainer_inputs` names the frame and every loss refuses the other.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.errors import TargetError
-from spec_data.shards.packing import PADDING
+from spec_data.shards.packing import PADDING, row_layout
 
 Frame = Literal["shifted", "token"]
 
@@ -144,3 +145,31 @@ class TargetBatch:
             values[padding] = 0
             found[name] = values
         return found
+
+
+def layout_of(
+    input_ids: Tensor, attention_mask: Tensor, seq_lens: Sequence[Sequence[int]] | Tensor | None
+) -> tuple[list[list[int]], Tensor, Tensor]:
+    """Return document lengths per row, document ids and position ids of a batch, int64 [B, T].
+
+    Raises:
+        TargetError: shapes differ, lengths do not add up to the attention mask, or a row is not
+            right-padded.
+    """
+    if input_ids.shape != attention_mask.shape:
+        raise TargetError(
+            f"input_ids {tuple(input_ids.shape)} and attention_mask "
+            f"{tuple(attention_mask.shape)} must have the same shape"
+        )
+    used = attention_mask.bool().sum(1).tolist()
+    if seq_lens is None:
+        lengths = [[int(n)] if n else [] for n in used]
+    else:
+        lengths = [[int(n) for n in row if int(n) > 0] for row in seq_lens]
+    totals = [sum(row) for row in lengths]
+    if totals != used:
+        raise TargetError(f"seq_lens add up to {totals}, the attention mask has {used} tokens")
+    document_ids, positions = row_layout(lengths, input_ids.shape[1])
+    if not torch.equal(document_ids >= 0, attention_mask.bool().cpu()):
+        raise TargetError("rows must be right-padded: real tokens first")
+    return lengths, document_ids, positions

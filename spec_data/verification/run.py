@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_data.devices import usable_device
+from spec_data.devices import check_devices, usable_device
 from spec_data.models.resolve import local_directory, resolve_model
 from spec_data.options import VerifyConfig
 from spec_data.progress import progress
@@ -33,6 +33,7 @@ from spec_data.shards.head_spec import apply_head
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import FINAL
 from spec_data.target.backend import BackendOptions, open_backend
+from spec_data.target.tensor_parallel import leading
 from spec_data.verification.directory import check_files
 from spec_data.verification.findings import Findings, declared_error, stored_tokens
 from spec_data.verification.first_choices import check_first_choices
@@ -51,7 +52,13 @@ def examine(config: VerifyConfig) -> Findings:
         SpecDataError: the dataset cannot be opened, `--target` is not a model, or `--device` is not
             usable here.
     """
-    usable_device(config.device)  # before any work
+    with leading(config.spread):
+        return _examine(config)
+
+
+def _examine(config: VerifyConfig) -> Findings:
+    """Run every check in this process; see `examine`."""
+    check_devices(config.device, config.spread.device_map)  # before any work
     dataset = HiddenStatesDataset(config.data)
     path = None
     if config.target is not None:  # report a wrong name before any work
@@ -94,6 +101,7 @@ def _verify_target(
         attn=recorded.get("attn", "auto"),
         trust_remote_code=trust,
         rope_factors=recorded.get("rope_factors"),
+        spread=config.spread,
     )
     with closing(open_backend(config.backend, options)) as target:
         findings.check(lambda: check_positions(dataset, target, findings))

@@ -97,7 +97,9 @@ def test_a_recurrent_target_captures_long_documents_as_it_is(family):
 def test_chunks_that_lose_the_window_are_found_and_not_used(family, monkeypatch, caplog):
     """The planted failure: chunks whose queries see every earlier token."""
 
-    def everything(self: ChunkedMask, start: int, stop: int) -> tuple[int, Tensor]:
+    def everything(
+        self: ChunkedMask, start: int, stop: int, device: torch.device
+    ) -> tuple[int, Tensor]:
         rows = torch.arange(start, stop)[:, None] >= torch.arange(stop)[None]
         return 0, rows[None, None]
 
@@ -124,7 +126,9 @@ def test_the_first_document_beyond_the_window_is_compared_as_well():
 
 @pytest.mark.usefixtures("small")
 def test_a_family_that_does_not_accept_the_rule_is_captured_plainly(monkeypatch, caplog):
-    def slices_its_mask(self: ChunkedMask, start: int, stop: int) -> tuple[int, Tensor]:
+    def slices_its_mask(
+        self: ChunkedMask, start: int, stop: int, device: torch.device
+    ) -> tuple[int, Tensor]:
         raise TypeError("'ChunkedMask' object is not subscriptable")
 
     monkeypatch.setattr(ChunkedMask, "part", slices_its_mask)
