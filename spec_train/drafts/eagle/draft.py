@@ -20,6 +20,7 @@ from spec_data.shards.schema import FINAL, Manifest
 from spec_train.data.batch import DraftBatch
 from spec_train.draft_options import EagleOptions
 from spec_train.drafts.base import DatasetFacts
+from spec_train.drafts.counted import CountedDrafts
 from spec_train.drafts.drafting import ChainDrafter, LayerCaches
 from spec_train.drafts.eagle.config import EagleConfig
 from spec_train.drafts.eagle.loss import eagle_loss, input_noise, supervised_slots
@@ -82,9 +83,12 @@ class EagleDraft(EagleModel):
         caches = LayerCaches(len(self.layers))
         return ChainDrafter(HeadedEagle(self, head), self.config.vocab_size, caches)
 
-    def chains(self, batch: DraftBatch, head: TargetHead, depth: int) -> Tensor:
+    def chains(
+        self, batch: DraftBatch, head: TargetHead, depth: int, *, counted_only: bool = False
+    ) -> Tensor:
         """Draft greedily from every slot: int64 [B, T, depth] (see protocol.Draft)."""
-        return serving_chains(self, batch, batch.hidden[FINAL], head, depth)
+        counted = CountedDrafts(batch) if counted_only else None
+        return serving_chains(self, batch, batch.hidden[FINAL], head, depth, counted)
 
     def columns(self, supervision: str = "final-hidden") -> tuple[str, ...]:
         """Return the columns that the loss reads; the same with every supervision."""
