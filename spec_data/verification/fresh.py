@@ -15,7 +15,7 @@ from spec_data.progress import progress
 from spec_data.shards.identity import compare, identity_of
 from spec_data.shards.position_data import load_positions
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.schema import Manifest
+from spec_data.shards.schema import TEACHERS, Manifest
 from spec_data.target.backend import TargetBackend
 from spec_data.target.mask_forms import SINGLE
 from spec_data.verification.findings import Findings, declared_error, stored_tokens
@@ -148,9 +148,12 @@ def _compare_logits(
     Return the largest difference of a column relative to the largest |logit| of its token, averaged
     over tokens.
     """
-    scale = logits.abs().amax(-1).clamp_min(1e-6)  # [T]
+    kept = stored_tokens(dataset, "target_argmax", document)  # bool [T], n of them True
+    document = {n: v[kept] for n, v in document.items() if n in TEACHERS}
+    logits = logits[kept]  # [n, V]
+    scale = logits.abs().amax(-1).clamp_min(1e-6)  # [n]
     chosen = logits.gather(-1, document["target_argmax"][:, None])[:, 0]
-    errors = {  # [T] each
+    errors = {  # [n] each
         "target_argmax": logits.amax(-1) - chosen,
         "target_logsumexp": (logits.logsumexp(-1) - document["target_logsumexp"]).abs(),
     }
@@ -169,7 +172,7 @@ def _compare_logits(
         worst = max(worst, float(relative.mean()))
         if int(far.sum()) > len(far) // 100:
             findings.fail(
-                f"{where}, column {name}: token {int(far.nonzero()[0])} and {int(far.sum()) - 1} "
-                f"more differ from a fresh forward by over {allowed:.0e} of the largest logit"
+                f"{where}, column {name}: token {int(kept.nonzero()[far.nonzero()[0]])} and "
+                f"{int(far.sum()) - 1} more differ from a fresh forward by over {allowed:.0e} of the largest logit"
             )
     return worst

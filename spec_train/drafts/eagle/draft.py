@@ -27,6 +27,7 @@ from spec_train.drafts.eagle.loss import eagle_loss, input_noise, supervised_slo
 from spec_train.drafts.eagle.model import EagleModel, HeadedEagle
 from spec_train.drafts.eagle.unroll import serving_chains
 from spec_train.drafts.protocol import DraftLoss
+from spec_train.drafts.slots import check_teachers
 from spec_train.head import TargetHead
 from spec_train.losses import LossKind
 from spec_train.metrics import summarise
@@ -46,10 +47,11 @@ class EagleDraft(EagleModel):
         """Raise an error if a dataset lacks the final hidden states of some tokens.
 
         Raises:
-            DatasetError: what is missing, and how to generate it.
+            DatasetError, DraftError: what is missing, and how to generate it.
         """
         if problem := data_problem("eagle", manifest.supervision, manifest.final):
             raise DatasetError(f"{manifest.where}: {problem}")
+        check_teachers(options.slots, manifest)
 
     @classmethod
     def make_config(cls, options: EagleOptions, facts: DatasetFacts) -> EagleConfig:
