@@ -67,10 +67,11 @@ def test_a_run_of_an_older_release_goes_on_with_the_teacher_at_every_token(
     run(target, corpus, tmp_path / "whole", teacher="all", max_shard_size="40KB")
     out = tmp_path / "data"
     assert run(target, corpus, out, teacher="all", workers="0/2", max_shard_size="40KB") is None
-    file = out / ".generate" / "plan.json"
-    plan = json.loads(file.read_text())
-    del plan["settings"]["teacher"]
-    file.write_text(json.dumps(plan))
+    for name in ("plan.json", "target.json"):
+        file = out / ".generate" / name
+        raw = json.loads(file.read_text())
+        del raw["settings"]["teacher"]
+        file.write_text(json.dumps(raw))
     run(target, corpus, out, max_shard_size="40KB")
     whole, before = digests(tmp_path / "whole"), digests(out)
     shards = [name for name in whole if name.startswith("shards/")]
