@@ -121,15 +121,6 @@ class GenerateConfig:
         group=CAPTURE,
         choices=("all", "supervised"),
     )
-    teacher: str = option(
-        "supervised",
-        help="tokens at which the target's choice, logsumexp and stored logits are computed: those "
-        "whose next token is supervised, the only ones that a draft learns from as it is served; "
-        "or all, which runs the head on every token. Take all to train with a wider `fit --mask` "
-        "later, or with --slots shifted",
-        group=CAPTURE,
-        choices=("supervised", "all"),
-    )
     states_only: bool = option(
         False, help="capture a target although no draft can be fitted on its states", group=CAPTURE
     )
@@ -250,6 +241,13 @@ class GenerateConfig:
         group=SHARDS,
         metavar="SIZE",
     )
+    num_proc: int = option(
+        0,
+        help="processes that render and tokenise the corpus; 0 takes one per core, at most 16. The "
+        "result does not depend on it. Each needs about as much memory as its largest row",
+        group=DOCUMENTS,
+        metavar="N",
+    )
     chat_template_kwargs: str = option(
         "{}",
         help='JSON object of arguments for the chat template, such as {"enable_thinking": false}',
@@ -286,7 +284,7 @@ class GenerateConfig:
 
     def __post_init__(self) -> None:
         at_least(1, batch_tokens=self.batch_tokens)
-        at_least(0, limit=self.limit, pack_length=self.pack_length)
+        at_least(0, limit=self.limit, pack_length=self.pack_length, num_proc=self.num_proc)
         if self.max_length < 2:
             raise ConfigError(f"--max-length {self.max_length}: documents need two tokens or more")
         if self.pack_length and self.pack_length < self.max_length:

@@ -179,6 +179,14 @@ def _json(file: Path) -> dict[str, Any]:
     return found
 
 
+def saved_hash(path: Path) -> str | None:
+    """Return the hash that reading a saved dataset sets; None if its files are not named."""
+    try:
+        return _saved_hash(path, _data_files(path))
+    except (BadRow, OSError):
+        return None
+
+
 def _saved_hash(path: Path, files: list[str]) -> str:
     """Return one hash over the names and contents of the Arrow files, in dataset order."""
     whole = hashlib.sha256()

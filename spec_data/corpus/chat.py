@@ -43,9 +43,7 @@ Every choice below follows what serving generates:
 - What the template leaves out of a conversation (`left_out.py`) is counted by kind.
 """
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -55,6 +53,7 @@ from spec_data.corpus.documents import Document, RenderError, Turn, loss_mask_fr
 from spec_data.corpus.end_tokens import EndTokens
 from spec_data.corpus.left_out import answer_of, reasoning_of
 from spec_data.corpus.records import Record
+from spec_data.corpus.renderings import RenderCounts, Rendering
 from spec_data.corpus.template import SECONDS, Chat, Template, render_error, text_ids
 from spec_data.shards.errors import CorpusError
 from spec_data.shards.identity import kwargs_text
@@ -62,7 +61,7 @@ from spec_data.shards.identity import kwargs_text
 __all__ = ["Document", "RenderError", "Renderer", "Turn", "loss_mask_from_turns"]
 
 
-class Renderer:
+class Renderer(RenderCounts):
     """Render records with one tokenizer.
 
     Args:
@@ -78,13 +77,7 @@ class Renderer:
         seconds: how long one render of the template may take.
 
     Attributes:
-        method: how the last record was rendered; `methods` counts records by method.
-        left_out: what the template left out of the last record, by kind ("developer messages").
-        counts: messages and turns that were left out, cut or completed, by what happened to them.
-        kwargs_used: documents by the template kwargs that rendered them, a record's own included,
-            as JSON text.
-        dropped: documents that were left out of records with other documents, by reason. A record
-            without any document raises instead and is not counted here.
+        of `RenderCounts`: what `render` has counted so far.
 
     Raises:
         ConfigError: an unknown `mask`, or a template kwarg that cannot be set or is not read.
@@ -100,27 +93,32 @@ class Renderer:
         vocab_size: int | None = None,
         seconds: float = SECONDS,
     ) -> None:
+        super().__init__()
         loss_mask_from_turns(0, (), mask)
         self.tokenizer = tokenizer
         self.mask = mask
         self.template = Template(tokenizer, template_kwargs, seconds)
         self.template.warn_of_the_date()
         self.vocab_size = vocab_size or len(tokenizer)
-        self.method: str | None = None
-        self.methods: Counter[str] = Counter()
-        self.left_out: Counter[str] = Counter()
-        self.counts: Counter[str] = Counter()
-        self.dropped: Counter[str] = Counter()
-        self.kwargs_used: Counter[str] = Counter()
         self._ends = EndTokens(self.template, eot_token_ids)
         self.eot_token_ids = self._ends.all
 
     def render(self, record: Record) -> list[Document]:
-        """Return the documents of one record: one, or one per assistant turn.
+        """Return the documents of one record, one or one per assistant turn, and count them.
 
         Raises:
-            RenderError: the record cannot be rendered; nothing is counted for it. Any other
-                exception is one with the reason "unforeseen".
+            RenderError: as `rendering`; nothing is counted for the record.
+        """
+        result = self.rendering(record)
+        self.count(result)
+        return result.documents
+
+    def rendering(self, record: Record) -> Rendering:
+        """Return the documents of one record, and what is to be counted for it.
+
+        Raises:
+            RenderError: the record cannot be rendered. Any other exception is one with the reason
+                "unforeseen".
         """
         try:
             result = self._rendered(record)
@@ -129,34 +127,30 @@ class Renderer:
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
             raise render_error(record, "unforeseen", message) from error
-        self.left_out = +result.left_out
-        for kind, count in self.left_out.items():
+        result.left_out = +result.left_out
+        for kind, count in result.left_out.items():
             result.counts[f"left out by the template: {kind}"] = count
-        self.method = result.method
-        self.methods[result.method] += 1
-        self.counts.update(+result.counts)
-        self.dropped += result.dropped
+        result.counts, result.dropped = +result.counts, +result.dropped
         if record.messages is not None:
-            kwargs = kwargs_text(self.template.kwargs_of(record))
-            self.kwargs_used[kwargs] += len(result.documents)
-        return result.documents
+            result.kwargs = kwargs_text(self.template.kwargs_of(record))
+        return result
 
-    def _rendered(self, record: Record) -> "_Result":
+    def _rendered(self, record: Record) -> Rendering:
         if record.messages is not None:
             return self._conversation(record)
         if record.input_ids is not None:
-            return _Result("input_ids", [self._given(record)])
-        return _Result("text", [self._text(record)])
+            return Rendering("input_ids", [self._given(record)])
+        return Rendering("text", [self._text(record)])
 
     # --- conversations ---
 
-    def _conversation(self, record: Record) -> "_Result":
+    def _conversation(self, record: Record) -> Rendering:
         messages = record.messages or []
         answers = [i for i, m in enumerate(messages) if m.get("role") == "assistant" and i > 0]
         if not answers:
             raise render_error(record, "no-assistant-turn", "no assistant message answers anything")
         chat = self.template.chat(record, messages)
-        result = _Result("generation tags" if chat.tagged else "prefix boundaries")
+        result = Rendering("generation tags" if chat.tagged else "prefix boundaries")
         answers = self._supervisable(record, answers, result)
         result.counts["trailing messages left out"] = len(messages) - 1 - answers[-1]
         whole = [answers[-1]]
@@ -185,7 +179,7 @@ class Renderer:
         result.left_out = chat.left_out(whole)
         return result
 
-    def _supervisable(self, record: Record, answers: list[int], result: "_Result") -> list[int]:
+    def _supervisable(self, record: Record, answers: list[int], result: Rendering) -> list[int]:
         """Return the answers (indices of messages) that are no mere context; count the others.
 
         Raises:
@@ -235,7 +229,7 @@ class Renderer:
             spans += _tagged(whole.tags, start, end)
         return spans
 
-    def _single_turn(self, chat: Chat, k: int, result: "_Result") -> None:
+    def _single_turn(self, chat: Chat, k: int, result: Rendering) -> None:
         """Add the document of answer k alone, as serving produces it, or count it in `dropped`."""
         prompt, through = chat.prompt(k), chat.through(k)
         ids, start, tags = through.ids, len(prompt), through.tags
@@ -255,7 +249,7 @@ class Renderer:
         result.documents.append(self._document(chat.record, ids, spans, where))
 
     def _closed(
-        self, chat: Chat, k: int, ids: list[int], spans: list["_Span"], result: "_Result"
+        self, chat: Chat, k: int, ids: list[int], spans: list["_Span"], result: Rendering
     ) -> list[int]:
         """Return the tokens of a document with an end-of-turn token after its last turn.
 
@@ -319,17 +313,6 @@ class Renderer:
 
 
 _Span = tuple[int, int]
-
-
-@dataclass
-class _Result:
-    """The outcome of a record; it is added to the renderer's counters once nothing can fail."""
-
-    method: str
-    documents: list[Document] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
-    dropped: Counter[str] = field(default_factory=Counter)
-    left_out: Counter[str] = field(default_factory=Counter)
 
 
 def _is_empty(message: dict[str, Any]) -> bool:

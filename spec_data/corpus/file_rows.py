@@ -21,7 +21,18 @@ from spec_data.shards.errors import CorpusError
 _CHUNK = 1 << 20  # bytes
 _BOM = b"\xef\xbb\xbf"
 
-Row = tuple[str, Any]  # (where, the parsed row, or a BadRow in its place)
+Row = tuple[str, Any]  # (where, the row: parsed, a JsonText, or a BadRow in its place)
+
+
+class JsonText(bytes):
+    """A row that is not parsed yet: reading is serial, and parsing can be done elsewhere."""
+
+    def value(self) -> Any:
+        """Return the parsed row, or a BadRow if it cannot be parsed."""
+        try:
+            return parse_json(bytes(self))
+        except BadRow as reason:
+            return reason
 
 
 class Digest:
@@ -112,7 +123,7 @@ def json_lines(name: str, path: Path, digest: Digest, limit: int) -> Generator[R
     with _opened(name, path, digest) as file:
         for number, line in _lines(file, limit):
             if isinstance(line, BadRow) or line.strip():
-                yield f"{name}:{number}", _parsed(line)
+                yield f"{name}:{number}", line if isinstance(line, BadRow) else JsonText(line)
 
 
 def _lines(file: IO[bytes], limit: int) -> Iterator[tuple[int, bytes | BadRow]]:
@@ -129,13 +140,6 @@ def _lines(file: IO[bytes], limit: int) -> Iterator[tuple[int, bytes | BadRow]]:
             yield number, too_long(size, limit)
         else:
             yield number, line.removeprefix(_BOM) if number == 1 else line
-
-
-def _parsed(line: bytes | BadRow) -> Any:
-    try:
-        return line if isinstance(line, BadRow) else parse_json(line)
-    except BadRow as reason:
-        return reason
 
 
 def json_list(name: str, path: Path, digest: Digest, limit: int) -> Generator[Row]:

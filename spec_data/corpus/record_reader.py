@@ -7,6 +7,10 @@ element (a JSON list) or one row group (Parquet), never a file, and no row of mo
 `max_row_bytes`. A `.txt` file is one row. Formats are recognised row by row (`records.py`); the
 report names the most frequent format and counts the others.
 
+`results` is the same for work that is done elsewhere (`in_order.py`): it reads rows, passes them to
+the work, and counts what comes back, in the order of the rows. Rows that the work was ahead with
+when reading stops are not counted, so the result does not depend on how far ahead it was.
+
 Bad rows. `on_bad_row="fail"` stops at the first one. `"skip"` logs and counts each, and stops when
 a source as the user named it (a file, or a directory as a whole) has more bad rows than
 `max_bad_rows` allows; `bad_rows.py` has the rule. A warning names a file without any good row.
@@ -25,25 +29,25 @@ in the pass that reads them; Parquet files are read twice. `limit` ends the reco
 hash, so a report identifies the whole file and not only the part that was used.
 """
 
+import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from spec_data.corpus.bad_rows import (
     AUTO,
     EXAMPLES,
-    BadRow,
     BadRowLimit,
     BadRows,
-    UnforeseenRow,
     printable,
 )
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.file_rows import Digest
 from spec_data.corpus.records import Record, parse_row
+from spec_data.corpus.row_results import RawRow, RowResult, parsed_row
 from spec_data.corpus.sources import MAX_ROW_BYTES, Source, resolve
 from spec_data.shards.errors import ConfigError, CorpusError
 
@@ -129,77 +133,110 @@ class CorpusReader:
         self.unforeseen: Counter[str] = Counter()
         self._max_bad_rows = max_bad_rows
         self._parse = parse
-        self._resolved = [
-            (str(name), resolve(str(name), split, self.notes, max_row_bytes)) for name in sources
-        ]
-        self.sources = [source for _, found in self._resolved for source in found]
+        self.sources: list[Source] = []
+        self._given: list[tuple[int, str]] = []  # per source: which of `sources` it belongs to
+        for given in enumerate(map(str, sources)):
+            found = resolve(given[1], split, self.notes, max_row_bytes)
+            self.sources += found
+            self._given += [given] * len(found)
         self._bad = BadRows("")  # of the source that is being read
         for note in self.notes:
             logger.warning("%s", note)
 
     def __iter__(self) -> Iterator[Record]:
+        parse = functools.partial(parsed_row, parse=self._parse)
+        for found in self.results(lambda rows: ((row, parse(row)) for row in rows)):
+            yield found.record
+
+    def results(
+        self, work: Callable[[Iterator[RawRow]], Iterator[tuple[RawRow, RowResult]]]
+    ) -> Generator[RowResult]:
+        """Yield what `work` makes of every good row, at most `limit` of them.
+
+        `work` maps the rows of all sources to pairs (row, its result), in the same order. An
+        exception that reading a row raises must be raised after the results before it.
+
+        Raises:
+            CorpusError: too many bad rows, a source that cannot be read, or no good row.
+        """
         self.reports, self.refused, self.refused_examples = [], Counter(), {}
         self.unforeseen = Counter()
-        left = self.limit
-        for name, sources in self._resolved:
-            self._bad = BadRows(name, self._max_bad_rows, self.on_bad_row == "fail")
-            for source in sources:
-                for record in self._read(source, left):
-                    yield record
+        digests = [Digest() for _ in self.sources]
+        number, left = -1, self.limit
+        with closing(self._rows(digests)) as rows, closing(_generator(work(rows))) as results:
+            for row, result in results:
+                while number < row.source:
+                    self._end(number, digests)
+                    number += 1
+                    self._begin(number)
+                if row.end:
+                    continue
+                self._count(row, result)
+                if result.bad is None:
+                    yield result
                     left = None if left is None else left - 1
-                if left == 0:
-                    break
-            self._bad.check()
-            if left == 0:
-                break
+                    if left == 0:
+                        break
+            self._end(number, digests)  # the file is open until its rest is hashed
+        self._bad.check()
         if not any(report.formats for report in self.reports):
             raise CorpusError(f"no usable row in {', '.join(r.path for r in self.reports)}")
 
-    def _read(self, source: Source, left: int | None) -> Iterator[Record]:
-        """Yield at most `left` records of a source, and complete its report."""
+    def _rows(self, digests: Sequence[Digest]) -> Generator[RawRow]:
+        """Yield the rows of all sources, and after those of each a RawRow that marks its end."""
+        for number, (source, digest) in enumerate(zip(self.sources, digests, strict=True)):
+            with closing(source.rows(digest)) as stream:
+                for where, row in stream:
+                    yield RawRow(number, source.name, where, row, source.arrow)
+            yield RawRow(number, source.name, source.path, None, end=True)
+
+    def _begin(self, number: int) -> None:
+        """Begin the report of a source."""
+        given = self._given[number]
+        if given not in self._given[max(0, number - 1) : number]:
+            self._bad = BadRows(given[1], self._max_bad_rows, self.on_bad_row == "fail")
+        source = self.sources[number]
         report = SourceReport(
             source=source.name, path=source.path, kind=source.kind, licence=source.licence
         )
         self.reports.append(report)
-        digest = Digest()
-        with closing(source.rows(digest)) as stream:  # stays open until the rest is hashed
-            for where, row in stream:
-                record = self._recognised(source, report, where, row)
-                if record is None:
-                    continue
-                yield record
-                if report.rows - report.bad == left:
-                    break
-            report.sha256 = digest.finish()
+
+    def _end(self, number: int, digests: Sequence[Digest]) -> None:
+        """Complete the report of a source.
+
+        Raises:
+            CorpusError: it was the last file of a source as the user named it, with too many bad
+                rows.
+        """
+        if number < 0:
+            return
+        report, digest = self.reports[-1], digests[number]
+        report.sha256 = digest.finish()
         _add_names(report.unused_columns, digest.unread_columns)
         logger.info("%s", report)
         if report.bad and not report.formats:
             logger.warning("warning: %s: every row of this file is bad", report.path)
         _name_what_is_not_used(report)
+        if self._given[number] not in self._given[number + 1 : number + 2]:
+            self._bad.check()
 
-    def _recognised(
-        self, source: Source, report: SourceReport, where: str, row: Any
-    ) -> Record | None:
-        """Count one row; return its record, or None if the row is bad."""
+    def _count(self, row: RawRow, result: RowResult) -> None:
+        """Count one row."""
+        report = self.reports[-1]
         report.rows += 1
         self._bad.read += 1
-        try:
-            if isinstance(row, BadRow):
-                raise row
-            kind, record = self._parse(row, source=source.name, where=where, arrow=source.arrow)
-        except BadRow as reason:
+        if result.bad is not None:
             report.bad += 1
-            if isinstance(reason, UnforeseenRow):
-                self.unforeseen[type(reason.__cause__).__name__] += 1
-                logger.debug("%s", printable(where), exc_info=reason)
-            self._broken(report, f"{where}: {reason}")
+            if result.unforeseen:
+                self.unforeseen[result.unforeseen] += 1
+                logger.debug("%s\n%s", printable(row.where), result.trace)
+            self._broken(report, f"{row.where}: {result.bad}")
             if report.bad <= EXAMPLES:
-                logger.warning("bad row skipped: %s", printable(f"{where}: {reason}"))
-            return None
-        report.formats[kind] = report.formats.get(kind, 0) + 1
+                logger.warning("bad row skipped: %s", printable(f"{row.where}: {result.bad}"))
+            return
+        report.formats[result.kind] = report.formats.get(result.kind, 0) + 1
         report.format = max(report.formats, key=lambda name: report.formats[name])
-        _add_names(report.unused_columns, record.unused)
-        return record
+        _add_names(report.unused_columns, result.unused)
 
     def refuse(self, error: RenderError) -> None:
         """Count the record that was yielded last as one without a document.
@@ -229,6 +266,11 @@ class CorpusReader:
         if len(report.bad_examples) < EXAMPLES:
             report.bad_examples.append(_portable(report, message))
         self._bad.add(message)
+
+
+def _generator(results: Iterator[tuple[RawRow, RowResult]]) -> Generator:
+    """Return an iterator as a generator, which can be closed."""
+    yield from results
 
 
 def _add_names(known: list[str], names: Sequence[str]) -> None:

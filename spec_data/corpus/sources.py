@@ -24,6 +24,7 @@ from huggingface_hub import metadata_load
 from spec_data.corpus.arrow_rows import (
     dataset_rows,
     parquet,
+    saved_hash,
     saved_licence,
     saved_rows,
     saved_splits,
@@ -39,6 +40,7 @@ from spec_data.corpus.file_rows import (
 )
 from spec_data.corpus.json_values import is_text
 from spec_data.shards.errors import CorpusError, MissingError
+from spec_data.shards.files import sha256_file
 
 SUFFIXES = {
     ".jsonl": "jsonl",
@@ -56,6 +58,8 @@ _METADATA = {"dataset_info.json", "dataset_infos.json", "config.json"}
 class Source:
     """One file or dataset: how to stream its rows, and what identifies its bytes.
 
+    `rows` sets the hash of the same bytes, and of nothing else, that `digest` returns.
+
     `name` is stored in the dataset, so it must not reveal the directories of this machine: it is
     the path of a file below the given directory, or the file name of a single file. `path` is what
     the user wrote; messages and the `where` of rows use it.
@@ -66,6 +70,7 @@ class Source:
     kind: str
     rows: Callable[[Digest], Generator[Row]]
     arrow: bool = False
+    digest: Callable[[], str | None]  # the hash of the whole source, without reading its rows
     count: Callable[[], int] | None = None  # the number of rows, where it is stored
     licence: str | None = None
 
@@ -131,10 +136,18 @@ def _file_source(name: str, path: Path, root: Path, limit: int) -> Source:
         path=name,
         kind=kind,
         rows=lambda digest: reader(name, path, digest, limit),
+        digest=lambda: _file_hash(name, path),
         arrow=kind == "parquet",
         count=(lambda: pq.read_metadata(path).num_rows) if kind == "parquet" else None,
         licence=_licence(path.parent) or _licence(root),
     )
+
+
+def _file_hash(name: str, path: Path) -> str:
+    try:
+        return sha256_file(path)
+    except OSError as error:
+        raise CorpusError(f"{name}: cannot be read: {error}") from None
 
 
 def representable(name: str) -> str:
@@ -201,6 +214,7 @@ def _saved_dataset(name: str, path: Path, split: str, limit: int) -> Source:
         path=shown,
         kind="hf dataset directory",
         rows=rows,
+        digest=lambda: saved_hash(path) if broken is None else None,
         arrow=True,
         count=lambda: datasets.load_from_disk(str(path)).num_rows,
         licence=saved_licence(path) or _licence(path) or _licence(path.parent),
@@ -231,6 +245,7 @@ def _hub_dataset(name: str, hub: str, config: str | None, split: str, limit: int
         path=name,
         kind="hf dataset",
         rows=rows,
+        digest=lambda: str(dataset._fingerprint),
         arrow=True,
         count=lambda: dataset.num_rows,
         licence=licence,

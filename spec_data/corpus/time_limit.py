@@ -7,6 +7,7 @@ and ends when there has been none for a while: starting one per block costs more
 """
 
 import ctypes
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -61,6 +62,16 @@ class _Watchdog:
 
 
 _watchdog = _Watchdog()
+
+
+def _forget() -> None:
+    """Begin anew in a forked process: another thread may have held the lock."""
+    global _watchdog
+    _watchdog = _Watchdog()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 @contextmanager

@@ -29,14 +29,13 @@ _LEVELS = 64 * 4
 def other_files(setup: Setup, plan: Plan) -> dict[str, int]:
     """Return the bytes of everything but the shards, by kind: head, target, index, rest."""
     documents = plan.documents
-    texts = sum(map(len, documents.doc_ids)) + sum(len(s.encode()) for s in documents.sources)
     lossy = [c for c in setup.columns if c.lossy]
     tables = sum(2 * 4 * (c.width or 1) + _LEVELS + 4 * _SAFETENSORS_ENTRY for c in lossy)
     shards = len(plan.units) * _OF_A_SHARD
     return {
         "head": head_bytes(setup),
         "target": _target_files(setup),
-        "index": texts + len(documents.doc_ids) * _INDEX_ROW + _ARROW_SCHEMA,
+        "index": documents.text_bytes + len(documents) * _INDEX_ROW + _ARROW_SCHEMA,
         "rest": tables + shards + _MANIFEST + _CARD + len(dump_json(plan.settings)),
     }
 

@@ -7,30 +7,44 @@ captured on any machine, in any order, and after any crash.
 Shapes: D documents of the plan, N tokens of all documents.
 """
 
-import hashlib
 import json
+import os
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from spec_data.corpus.documents import Document, cut_document
+from spec_data.corpus.documents import Document
+from spec_data.generation.plan_file import PLAN_COLUMNS, PlannedDocuments, PlanWriter, Scratch
+from spec_data.generation.prepared import Prepared, Preparing
+from spec_data.generation.seen import Seen
 from spec_data.shards.errors import CorpusError, DatasetError
-from spec_data.shards.files import dump_json, sha256_file, sha256_json, write_atomically
+from spec_data.shards.files import (
+    dump_json,
+    replace_durably,
+    sha256_file,
+    sha256_json,
+    temporary_name,
+    write_atomically,
+)
 from spec_data.shards.identity import count_kwargs
 from spec_data.shards.packing import pack_documents
-from spec_data.shards.schema import Column, predicts_supervised
-from spec_data.shards.writer import UnitData, shard_bytes, write_shard
+from spec_data.shards.schema import Column
+from spec_data.shards.writer import UnitData, shard_bytes
 from spec_data.target.mask_forms import ROWS, SINGLE
 
-PLAN_COLUMNS = (Column(name="input_ids", codec="int32"), Column(name="loss_mask", codec="bool8"))
+__all__ = ["PLAN_COLUMNS", "DocumentCounts", "Plan", "PlanBuilder", "load_plan", "save_plan"]
+
 LEAST_PACK_LENGTH, MOST_PACK_LENGTH = 512, 2048
 """Of packs whose length is not given. Attention in a pack grows with the square of its length, and
 so does its mask; longer documents have rows of their own."""
+_COMPARED = 1024  # documents that are compared with the earlier ones at once
 
 
 @dataclass
@@ -64,14 +78,14 @@ class DocumentCounts:
 class Plan:
     """The documents, the units [first, last) that partition them, and how they came about."""
 
-    documents: UnitData
+    documents: PlannedDocuments
     units: list[tuple[int, int]]
     counts: DocumentCounts
     corpus: list[dict[str, Any]]
     settings: dict[str, Any]
     pack_length: int
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens per document, int64 [D]."""
         return np.diff(self.documents.offsets)
@@ -84,13 +98,12 @@ class Plan:
     @property
     def supervised(self) -> int:
         """Supervised tokens of all documents."""
-        return int(self.documents.tokens["loss_mask"].sum(dtype=np.int64))
+        return self.documents.supervised
 
     @property
     def predicting(self) -> int:
         """Number of tokens whose next token is supervised: those that a sparse column stores."""
-        mask, offsets = self.documents.tokens["loss_mask"], self.documents.offsets
-        return int(predicts_supervised(mask, offsets).sum())
+        return self.documents.predicting
 
     def unit_documents(self, unit: int, columns: tuple[Column, ...]) -> UnitData:
         """Return the arrays of a unit's shard: texts, turns and mask are set, states are zero."""
@@ -136,63 +149,57 @@ class Plan:
 
 
 class PlanBuilder:
-    """Collect rendered documents into a plan: cut, filter, de-duplicate and count them."""
+    """Collect prepared documents into a plan file: de-duplicate, write and count them.
 
-    def __init__(self, max_length: int, keep_tails: bool = False) -> None:
-        """Cut documents at `max_length` tokens and, unless `keep_tails`, after the last supervised
-        token.
+    Memory holds 24 bytes per document, and the documents of one record batch.
+    """
 
-        No draft learns from the tokens after it: the target is causal, nothing is drafted there,
-        and the teacher of the last supervised token is the state before that token.
-        """
-        self.max_length = max_length
-        self.keep_tails = keep_tails
+    def __init__(
+        self, max_length: int, keep_tails: bool = False, folder: Path | None = None
+    ) -> None:
+        """Prepare documents as `Preparing` does, and write them to a temporary file in `folder`,
+        or where the system puts such files; it is removed with the plan."""
+        self.prepare = Preparing(max_length, keep_tails)
         self.counts = DocumentCounts()
+        self.tokens = 0
         self._dropped: Counter[str] = Counter()
-        self._seen: set[str] = set()
-        self._ids: list[np.ndarray] = []
-        self._masks: list[np.ndarray] = []
-        self._texts: list[tuple[str, str, list[tuple[str, int, int]]]] = []
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the documents that were added and kept."""
-        return sum(map(len, self._ids))
+        self._seen = Seen()
+        self._waiting: list[Prepared] = []
+        self._scratch = Scratch(folder)
+        self._file = self._scratch.path / "plan.arrow"
+        self._writer = PlanWriter(self._file)
 
     def add(self, document: Document) -> None:
-        """Add one document, or count it as dropped."""
-        self.counts.rendered += 1
-        if not any(document.loss_mask[1:]):
-            self._dropped["nothing-supervised"] += 1
-            return
-        document = self._trimmed(document)
-        if len(document.input_ids) > self.max_length:  # serving sees prefixes too
-            self.counts.cut += 1
-            self.counts.tokens_cut += len(document.input_ids) - self.max_length
-            document = cut_document(document, self.max_length)
-            if not any(document.loss_mask[1:]):
-                self._dropped["nothing-supervised-within-max-length"] += 1
-                return
-            document = self._trimmed(document)
-        ids = np.asarray(document.input_ids, np.int32)
-        mask = np.asarray(document.loss_mask, np.uint8)
-        turns = [(t.role, t.start, t.end) for t in document.turns]
-        doc_id = hashlib.sha256(ids.tobytes() + mask.tobytes()).hexdigest()[:32]
-        if doc_id in self._seen:
-            self._dropped["duplicate"] += 1
-            return
-        self._seen.add(doc_id)
-        self._ids.append(ids)
-        self._masks.append(mask)
-        self._texts.append((doc_id, document.source, turns))
+        """Prepare and add one document, or count it as dropped."""
+        self.add_prepared(self.prepare(document))
 
-    def _trimmed(self, document: Document) -> Document:
-        """Return the document up to its last supervised token, unless tails are kept."""
-        tail = document.loss_mask[::-1].index(1)
-        if self.keep_tails or not tail:
-            return document
-        self.counts.tail_tokens_trimmed += tail
-        return cut_document(document, len(document.input_ids) - tail)
+    def add_prepared(self, document: Prepared) -> None:
+        """Add one document that was prepared as `prepare` does, or count it as dropped."""
+        self.counts.rendered += 1
+        self.counts.cut += document.cut > 0
+        self.counts.tokens_cut += document.cut
+        self.counts.tail_tokens_trimmed += document.tail
+        if document.dropped is not None:
+            self._dropped[document.dropped] += 1
+            return
+        self._waiting.append(document)
+        if len(self._waiting) == _COMPARED:
+            self._write()
+
+    def _write(self) -> None:
+        """Write the documents that are waiting, but those that were added before."""
+        waiting, self._waiting = self._waiting, []
+        for document, new in zip(waiting, self._seen.add([d.digest for d in waiting]), strict=True):
+            if new:
+                self.tokens += len(document.mask)
+                self._writer.add(document)
+            else:
+                self._dropped["duplicate"] += 1
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        self._writer.discard()
+        self._scratch.remove()
 
     def count_rows(
         self,
@@ -218,6 +225,25 @@ class PlanBuilder:
         self.counts.rendered += sum(dropped.values())
         self._dropped.update(dropped)
 
+    def finish(self) -> PlannedDocuments:
+        """Complete the file and the counts, and return the documents.
+
+        Raises:
+            CorpusError: no document is left.
+            OSError: the disk is full.
+        """
+        self._write()
+        self.counts.dropped = dict(sorted(self._dropped.items()))
+        if not self.tokens:
+            self.discard()
+            raise CorpusError(
+                f"no document is left to capture: {self.counts.rows} rows read, "
+                f"{self.counts.bad_rows} bad, not rendered {self.counts.unrendered or 'none'}, "
+                f"dropped {self.counts.dropped or 'none'}"
+            )
+        record = self._writer.finish()
+        return PlannedDocuments(self._file, record.sha256, self._scratch)
+
     def build(
         self,
         corpus: list[dict[str, Any]],
@@ -225,36 +251,35 @@ class PlanBuilder:
         pack_length: int,
         unit_tokens: int,
     ) -> Plan:
-        """Return the plan, with units of consecutive documents of at most `unit_tokens` tokens.
-
-        Args:
-            corpus: the manifest's entry of each source.
-            settings: everything that decides the bytes of the dataset.
-            pack_length: tokens that a pack holds; 0: the longest document, from 512 to 2,048.
-            unit_tokens: most tokens of a unit; a longer document has a unit of its own.
+        """Return the plan of all documents; see `planned`.
 
         Raises:
             CorpusError: no document is left.
         """
-        self.counts.dropped = dict(sorted(self._dropped.items()))
-        if not self._ids:
-            raise CorpusError(
-                f"no document is left to capture: {self.counts.rows} rows read, "
-                f"{self.counts.bad_rows} bad, not rendered {self.counts.unrendered or 'none'}, "
-                f"dropped {self.counts.dropped or 'none'}"
-            )
-        lengths = np.array([len(i) for i in self._ids], np.int64)
-        documents = UnitData(
-            [t[0] for t in self._texts],
-            [t[1] for t in self._texts],
-            [t[2] for t in self._texts],
-            np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            {"input_ids": np.concatenate(self._ids), "loss_mask": np.concatenate(self._masks)},
-        )
-        units = cut_units(lengths, unit_tokens)
-        longest = int(lengths.max())
-        length = pack_length or min(max(longest, LEAST_PACK_LENGTH), MOST_PACK_LENGTH)
-        return Plan(documents, units, self.counts, corpus, settings, length)
+        return planned(self.finish(), self.counts, corpus, settings, pack_length, unit_tokens)
+
+
+def planned(
+    documents: PlannedDocuments,
+    counts: DocumentCounts,
+    corpus: list[dict[str, Any]],
+    settings: dict[str, Any],
+    pack_length: int,
+    unit_tokens: int,
+) -> Plan:
+    """Return a plan, with units of consecutive documents of at most `unit_tokens` tokens.
+
+    Args:
+        documents, counts: what rendering resulted in.
+        corpus: the manifest's entry of each source.
+        settings: everything that decides the bytes of the dataset.
+        pack_length: tokens that a pack holds; 0: the longest document, from 512 to 2,048.
+        unit_tokens: most tokens of a unit; a longer document has a unit of its own.
+    """
+    lengths = np.diff(documents.offsets)
+    longest = int(lengths.max())
+    length = pack_length or min(max(longest, LEAST_PACK_LENGTH), MOST_PACK_LENGTH)
+    return Plan(documents, cut_units(lengths, unit_tokens), counts, corpus, settings, length)
 
 
 def cut_units(lengths: np.ndarray, unit_tokens: int) -> list[tuple[int, int]]:
@@ -302,18 +327,47 @@ def unit_batches(
 
 
 def save_plan(folder: Path, plan: Plan) -> None:
-    """Write plan.arrow, then plan.json; the plan is complete if plan.json exists."""
-    record = write_shard(folder / "plan.arrow", plan.documents, PLAN_COLUMNS)
+    """Write plan.arrow, then plan.json; the plan is complete if plan.json exists.
+
+    plan.arrow is a second name of the file of the documents where the file system allows it.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "plan.arrow"
+    if plan.documents.file != file:
+        link_or_copy(plan.documents.file, file)
     meta = {
         "settings": plan.settings,
         "fingerprint": plan.fingerprint,
-        "documents_sha256": record.sha256,
+        "documents_sha256": plan.documents.sha256,
         "units": [list(u) for u in plan.units],
         "counts": asdict(plan.counts),
         "corpus": plan.corpus,
         "pack_length": plan.pack_length,
     }
     write_atomically(folder / "plan.json", dump_json(meta))
+
+
+def link_or_copy(source: Path, file: Path) -> None:
+    """Let `file` be a second name of `source`, or a copy on another file system; durably.
+
+    Raises:
+        OSError: the disk is full; no file is left behind.
+    """
+    temporary = temporary_name(file)
+    try:
+        try:
+            os.link(source, temporary)
+        except OSError:  # another file system, or one without links
+            shutil.copyfile(source, temporary)
+            with temporary.open("rb+") as copy:
+                os.fsync(copy.fileno())
+        replace_durably(temporary, file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_settings(folder: Path) -> dict[str, Any] | None:
@@ -349,33 +403,15 @@ def load_plan(folder: Path) -> Plan:
         raise DatasetError(
             f"{file}: damaged; delete {folder.parent} and run `spec-data generate` again"
         )
+    try:
+        documents = PlannedDocuments(file, meta["documents_sha256"])
+    except (pa.ArrowException, ValueError, KeyError) as error:
+        raise DatasetError(f"{file}: not a plan ({error}); delete {folder.parent}") from None
     return Plan(
-        _read_documents(file),
+        documents,
         [(a, b) for a, b in meta["units"]],
         DocumentCounts(**meta["counts"]),
         meta["corpus"],
         meta["settings"],
         meta["pack_length"],
-    )
-
-
-def _read_documents(file: Path) -> UnitData:
-    """Return the documents of plan.arrow."""
-    table = pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
-    turns = [
-        [(t["role"], t["start"], t["end"]) for t in document]
-        for document in table.column("turns").to_pylist()
-    ]
-    tokens, lengths = {}, np.zeros(0, np.int64)
-    for column in PLAN_COLUMNS:
-        chunks = table.column(column.name).chunks
-        tokens[column.name] = np.concatenate([c.flatten().to_numpy() for c in chunks])
-        lengths = np.concatenate([np.diff(c.offsets.to_numpy()) for c in chunks])
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    return UnitData(
-        table.column("doc_id").to_pylist(),
-        table.column("source").to_pylist(),
-        turns,
-        offsets,
-        tokens,
     )

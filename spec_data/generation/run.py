@@ -22,21 +22,20 @@ from pathlib import Path
 
 import torch
 
-from spec_data.devices import check_devices
 from spec_data.generate_options import GenerateConfig
 from spec_data.generation.disk_bytes import other_files
+from spec_data.generation.find_plan import find_plan
 from spec_data.generation.fitting import announce_drafts
-from spec_data.generation.plan import Plan, load_plan, read_settings, save_plan
-from spec_data.generation.replan import check_still_planned, discard_unused_plan, half_discarded
+from spec_data.generation.plan import Plan
+from spec_data.generation.replan import check_still_planned
 from spec_data.generation.replica import Replica
 from spec_data.generation.sealing import seal_directory, seal_if_last
-from spec_data.generation.setup import Setup, changed_settings, make_plan, refuse_changes, set_up
+from spec_data.generation.setup import Setup, changed_settings, refuse_changes, set_up
 from spec_data.generation.unit_records import SHARDS, finished_unit
 from spec_data.generation.worker_locks import worker_lock
 from spec_data.generation.worker_place import placed
-from spec_data.paths import make_directory
 from spec_data.progress import progress, size
-from spec_data.shards.errors import DatasetError, RunError, SpecDataError
+from spec_data.shards.errors import RunError, SpecDataError
 from spec_data.shards.files import unit_name
 from spec_data.shards.follow import WORK
 from spec_data.shards.reader import MANIFEST
@@ -134,41 +133,6 @@ def explained_failures(out: Path, batch_tokens: int) -> Iterator[None]:
             f"{out}: the disk is full; finished shards are safe. Free some space and run the same "
             "command again to resume"
         ) from None
-
-
-def find_plan(setup: Setup, out: Path) -> Plan:
-    """Load the plan of `out`, or make and save it.
-
-    A plan with other settings is replaced if nothing was captured with it.
-
-    Raises:
-        ConfigError: `out` holds data made with other settings, or --device is not usable here.
-        DatasetError: `out` holds other files, or a damaged plan.
-    """
-    # before the corpus is read, which may take long
-    check_devices(setup.config.device, setup.config.spread.device_map)
-    work = out / WORK
-    if half_discarded(work):
-        discard_unused_plan(work)
-    saved = read_settings(work)
-    if saved is not None:
-        changed = changed_settings(setup, saved)
-        if not changed or not discard_unused_plan(work):
-            refuse_changes(changed, out)
-            return load_plan(work)
-        logger.warning(
-            "the settings changed, so the plan is made again (nothing was captured yet):\n  %s",
-            "\n  ".join(changed),
-        )
-    if out.exists() and any(p.name != WORK for p in out.iterdir()):
-        raise DatasetError(
-            f"{out} is not empty and not a directory of spec-data; choose another --out (nothing "
-            "was changed)"
-        )
-    plan = make_plan(setup)
-    make_directory("--out", work)
-    save_plan(work, plan)
-    return plan
 
 
 def check_free_space(out: Path, needed: int) -> None:

@@ -5,7 +5,7 @@ Hours of capture must not pass before token ids of another tokenizer are noticed
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -60,7 +60,7 @@ def check_agreement(
         logger.warning("on a sample of %d documents, %s", len(chosen), message)
 
 
-def sample_of_sources(sources: list[str], proven: Iterable[int]) -> list[int]:
+def sample_of_sources(sources: Sequence[str], proven: Iterable[int]) -> list[int]:
     """Return indices of documents, ascending: `proven`, and some spread evenly over each source.
 
     Of more sources than the sample may have pairs of documents, some are chosen, evenly as well.

@@ -134,7 +134,8 @@ def record_agreement(plan: Plan, units: dict[int, FinishedUnit], draft: dict[str
         parts.append(finished.figures)
         first, last = plan.units[unit]
         left_out = {first + place for place in finished.left_out}
-        sources += [plan.documents.sources[d] for d in range(first, last) if d not in left_out]
+        own = plan.documents.sources[first:last]
+        sources += [source for d, source in enumerate(own, first) if d not in left_out]
     draft["agreement"] = summarise(DocumentFigures.join(parts), sources)
     draft["policy"] = measured_policy(draft)
 
@@ -165,6 +166,6 @@ def save_left_out(
     if not found:
         return
     documents = [document for _, document in found]
-    write_shard(out / LEFT_OUT, plan.documents.select(documents, PLAN_COLUMNS), PLAN_COLUMNS)
+    write_shard(out / LEFT_OUT, plan.documents.select(documents), PLAN_COLUMNS)
     draft["left_out"] = {"places": documents, "units": [unit for unit, _ in found]}
     draft["files"] = {**draft["files"], **file_records(out, [LEFT_OUT])}

@@ -1,15 +1,14 @@
-"""Resolve the options to a `Setup`, and read the corpus into a plan. No weights are loaded.
+"""Resolve the options to a `Setup`. No weights are loaded.
 
-`set_up` identifies target and tokenizer. `make_plan` reads, renders and cuts the corpus. `settings`
+`set_up` identifies target and tokenizer. `settings`
 is the table of everything that decides the bytes of the dataset: two runs with equal tables may
 share a directory; otherwise every field that differs is named in the error.
 """
 
-import json
 import logging
 import platform
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,14 +18,11 @@ from transformers import PreTrainedTokenizerBase
 
 import spec_data
 from spec_data.config import differing_fields
-from spec_data.corpus.chat import Renderer, RenderError
 from spec_data.corpus.record_reader import CorpusReader, SourceReport
-from spec_data.corpus.row_counts import expected_rows
 from spec_data.corpus.sources import corpus_directory
 from spec_data.devices import device_type
 from spec_data.generate_options import GenerateConfig
-from spec_data.generation.plan import Plan, PlanBuilder
-from spec_data.generation.unit_size import AUTO, unit_tokens
+from spec_data.generation.unit_size import AUTO
 from spec_data.models.identify import identify, target_table, tokenizer_table
 from spec_data.models.reading import load_config, load_tokenizer, text_config
 from spec_data.models.resolve import resolve_model
@@ -35,10 +31,9 @@ from spec_data.option_values import parse_size
 from spec_data.paths import check_directory_to_write
 from spec_data.progress import progress
 from spec_data.shards.errors import ConfigError
-from spec_data.shards.follow import WORK
 from spec_data.shards.layer_ids import choose_layers
 from spec_data.shards.reader import MANIFEST
-from spec_data.shards.schema import ALL, Column, format_version, token_columns
+from spec_data.shards.schema import FORMAT_VERSION, Column, token_columns
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +80,6 @@ def set_up(config: GenerateConfig, weights: bool = True) -> Setup:
         MissingError, TargetError: the model does not exist, or does not have these layers.
     """
     _check_out(config)
-    config = _as_begun(config)
     model_dir, commit = resolve_model(config.target, config.revision, weights)
     model_config = load_config(model_dir, config.trust_remote_code)
     blocks = text_config(model_config).num_hidden_layers
@@ -121,7 +115,6 @@ def set_up(config: GenerateConfig, weights: bool = True) -> Setup:
             aux_codec=config.codecs["aux"],
             final_codec=config.codecs["final"],
             final_tokens=config.final,
-            teacher_tokens=config.teacher,
         ),
         vocab_size=vocab_size,
     )
@@ -148,21 +141,6 @@ def _complete(out: Path) -> bool:
         return (out / MANIFEST).is_file()
     except OSError:  # a path that cannot exist
         return False
-
-
-def _as_begun(config: GenerateConfig) -> GenerateConfig:
-    """Return the config with --teacher all if a release without this option began the dataset."""
-    out = Path(config.out)
-    for file in (out / MANIFEST, out / WORK / "plan.json"):
-        try:
-            saved = json.loads(file.read_text(encoding="utf-8"))["settings"]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # not there, or damaged, which is reported where it is read
-        if "teacher" not in saved and config.teacher != ALL:
-            logger.info("%s was begun with the teacher at every token, and goes on so", out)
-            return replace(config, teacher=ALL)
-        break
-    return config
 
 
 def _check_supervision(supervision: str, vocab_size: int) -> None:
@@ -202,65 +180,6 @@ def _context_length(text: Any) -> int:
     return max(getattr(text, "max_position_embeddings", None) or 0, int(scaled))
 
 
-def end_token_ids(directory: Path) -> list[int]:
-    """Return the token ids that end generation, from generation_config.json or config.json."""
-    for name in ("generation_config.json", "config.json"):
-        file = directory / name
-        ids = (
-            json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-            if file.is_file()
-            else None
-        )
-        if ids is not None:
-            return [ids] if isinstance(ids, int) else list(ids)
-    return []
-
-
-def make_plan(setup: Setup) -> Plan:
-    """Read, render and cut the corpus, and return the plan.
-
-    Raises:
-        CorpusError: the corpus cannot be read, or no document is left.
-    """
-    config = setup.config
-    reader = corpus_reader(config)
-    renderer = Renderer(
-        setup.tokenizer,
-        mask=config.mask,
-        template_kwargs=config.template_kwargs,
-        eot_token_ids=end_token_ids(setup.model_dir),
-        vocab_size=setup.vocab_size,
-    )
-    builder = PlanBuilder(config.max_length, config.keep_tails)
-    rows = expected_rows(reader.sources, reader.limit)
-    for record in progress(reader, desc="render", unit="rows", total=rows):
-        try:
-            documents = renderer.render(record)
-        except RenderError as error:
-            reader.refuse(error)
-            continue
-        reader.count_left_out(renderer.left_out)
-        for document in documents:
-            builder.add(document)
-    builder.count_rows(
-        rows=sum(r.rows for r in reader.reports),
-        bad_rows=sum(r.bad for r in reader.reports),
-        unrendered=reader.refused,
-        unrendered_examples=reader.refused_examples,
-        rendering=renderer.methods + renderer.counts,
-        kwargs_used=renderer.kwargs_used,
-        dropped=renderer.dropped,
-    )
-    return builder.build(
-        [corpus_entry(r) for r in reader.reports],
-        settings(setup, reader.reports),
-        config.pack_length,
-        unit_tokens(
-            config.max_shard_size, setup.bytes_per_token, builder.tokens, config.batch_tokens
-        ),
-    )
-
-
 def corpus_reader(config: GenerateConfig) -> CorpusReader:
     """Return the reader of the sources of a config."""
     bad: Literal["skip", "fail"] = "fail" if config.on_bad_row == "fail" else "skip"
@@ -273,18 +192,11 @@ def corpus_reader(config: GenerateConfig) -> CorpusReader:
     )
 
 
-def corpus_entry(report: SourceReport) -> dict[str, Any]:
-    """Return the manifest's entry of one source."""
-    entry = asdict(report)
-    del entry["path"]  # a path of this machine
-    return entry
-
-
 def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
     """Return everything that decides the bytes of a dataset, flat enough to name differences."""
     config = setup.config
     return {
-        "format_version": format_version(setup.columns),
+        "format_version": FORMAT_VERSION,
         "target": {k: v for k, v in setup.target.items() if k != "name"},
         "target_name": setup.target["name"],
         "tokenizer": setup.tokenizer_id,
@@ -293,7 +205,6 @@ def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
         "supervision": config.supervision,
         "codec": config.codecs,
         "final": config.final,
-        "teacher": config.teacher,
         "keep_tails": config.keep_tails,
         "mask": config.mask,
         "max_length": config.max_length,
@@ -332,19 +243,20 @@ def _stated(**settings: Any) -> dict[str, Any]:
 def changed_settings(setup: Setup, saved: dict[str, Any]) -> list[str]:
     """Return one line per field in which a setup differs from saved settings.
 
-    The corpus is read again, but not rendered, so that its hash can be compared.
+    The files of the corpus are hashed, but not parsed. With --limit, those that the plan read.
     """
     reader = corpus_reader(setup.config)
-    rows = expected_rows(reader.sources, reader.limit)
-    for _ in progress(reader, desc="compare the corpus", unit="rows", total=rows, leave=False):
-        pass
-    new = settings(setup, reader.reports)
+    sources = reader.sources[: len(saved["corpus"]) if reader.limit else None]
+    reports = [
+        SourceReport(source=s.name, path=s.path, kind=s.kind, sha256=s.digest())
+        for s in progress(sources, desc="compare the corpus", unit="files", leave=False)
+    ]
+    new = settings(setup, reports)
     if [s["sha256"] for s in saved["corpus"]] == [s["sha256"] for s in new["corpus"]]:
         new["corpus"] = saved["corpus"]  # the same bytes under other names
     if new["max_shard_size"] == AUTO:  # the user asks for no size: the units stay as planned
         new["max_shard_size"] = saved["max_shard_size"]
-    # What older runs did not record; they had the teacher at every token.
-    without = {"max_row_bytes": new["max_row_bytes"], "teacher": ALL}
+    without = {"max_row_bytes": new["max_row_bytes"]}  # older runs did not record it
     return differing_fields(without | saved, new)
 
 

@@ -15,10 +15,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from spec_data.shards.arrow_schema import arrow_schema
 from spec_data.shards.checksums import CHECKSUMS, chunk_checksums, read_batches
 from spec_data.shards.files import replace_durably, temporary_name
-from spec_data.shards.schema import Column, ShardRecord, predicts_supervised
+from spec_data.shards.schema import Column, ShardRecord, arrow_schema, predicts_supervised
 
 RECORD_BATCH_BYTES = 32 << 20
 
@@ -234,33 +233,71 @@ class _HashingFile:
             self.closed = True
 
 
+class ShardStream:
+    """A shard that is written piece by piece, to a temporary name until it is complete."""
+
+    def __init__(self, path: Path, columns: tuple[Column, ...]) -> None:
+        self._path, self._columns = path, columns
+        self._temporary = temporary_name(path)
+        self._file = _HashingFile(self._temporary)
+        self._sink = pa.PythonFile(self._file, mode="w")
+        self._stream = pa.ipc.new_stream(self._sink, arrow_schema(columns))
+        self._rows = self._tokens = self._supervised = 0
+
+    def write(self, unit: UnitData) -> None:
+        """Write the documents of `unit` after those before.
+
+        Raises:
+            OSError: the disk is full; no file is left behind.
+        """
+        try:
+            for batch in record_batches(unit, self._columns):
+                self._stream.write_batch(batch)
+        except BaseException:
+            self.discard()
+            raise
+        self._rows += len(unit.doc_ids)
+        self._tokens += int(unit.offsets[-1])
+        self._supervised += int(unit.tokens["loss_mask"].sum(dtype=np.int64))
+
+    def finish(self) -> ShardRecord:
+        """Complete the file (fsync, rename) and return its record for the manifest.
+
+        Raises:
+            OSError: the disk is full; no file is left behind.
+        """
+        try:
+            self._stream.close()
+            self._sink.close()
+            self._file.close()
+            outline = read_batches(self._temporary)[2]
+            replace_durably(self._temporary, self._path)
+        except BaseException:
+            self.discard()
+            raise
+        return ShardRecord(
+            file=f"{self._path.parent.name}/{self._path.name}",
+            rows=self._rows,
+            tokens=self._tokens,
+            supervised=self._supervised,
+            bytes=self._file.size,
+            sha256=self._file.digest.hexdigest(),
+            outline=outline,
+        )
+
+    def discard(self) -> None:
+        """Close and remove the file."""
+        self._file.file.close()
+        self._file.closed = True
+        self._temporary.unlink(missing_ok=True)
+
+
 def write_shard(path: Path, unit: UnitData, columns: tuple[Column, ...]) -> ShardRecord:
     """Write one shard (temporary name, fsync, rename) and return its record for the manifest.
 
     Raises:
         OSError: the disk is full or the folder is not writable; no file is left behind.
     """
-    temporary = temporary_name(path)
-    file = _HashingFile(temporary)
-    try:
-        sink = pa.PythonFile(file, mode="w")
-        with pa.ipc.new_stream(sink, arrow_schema(columns)) as stream:
-            for batch in record_batches(unit, columns):
-                stream.write_batch(batch)
-        sink.close()
-        file.close()
-        outline = read_batches(temporary)[2]
-        replace_durably(temporary, path)
-    except BaseException:
-        file.file.close()
-        temporary.unlink(missing_ok=True)
-        raise
-    return ShardRecord(
-        file=f"{path.parent.name}/{path.name}",
-        rows=len(unit.doc_ids),
-        tokens=int(unit.offsets[-1]),
-        supervised=int(unit.tokens["loss_mask"].sum(dtype=np.int64)),
-        bytes=file.size,
-        sha256=file.digest.hexdigest(),
-        outline=outline,
-    )
+    stream = ShardStream(path, columns)
+    stream.write(unit)
+    return stream.finish()

@@ -115,7 +115,7 @@ class Campaign:
     def finish(self, folder) -> None:
         """Store the documents of the campaign as a plan, and print the counts."""
         if self.counts["documents"]:
-            save_plan(folder, self.builder.build([], {}, 0, 8, 1 << 20))
+            save_plan(folder, self.builder.build([], {}, 0, 1 << 17))
         report(self.name, self.counts)
 
 

@@ -13,9 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import spec_data.generation.sealing as sealing_module
 import spec_data.generation.unit_records as unit_records
 from spec_data.generate_options import GenerateConfig
+from spec_data.generation.planning import make_plan
 from spec_data.generation.run import check_free_space
 from spec_data.generation.sealing import seal_directory
-from spec_data.generation.setup import make_plan, set_up
+from spec_data.generation.setup import set_up
 from spec_data.shards.errors import (
     ConfigError,
     CorpusError,
@@ -25,16 +26,7 @@ from spec_data.shards.errors import (
     TargetError,
 )
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
-from spec_data.shards.schema import TEACHERS
-from tests.spec_data.runs import (
-    digests,
-    options,
-    run,
-    save_target,
-    start_cli,
-    with_teacher,
-    write_corpus,
-)
+from tests.spec_data.runs import digests, options, run, save_target, start_cli, write_corpus
 from tests.tolerance import close, network, same_choice
 
 FORWARD = {"terms": network(6), "dtype": torch.float32}  # the six layers of the tiny targets
@@ -80,9 +72,8 @@ def test_documents_equal_a_plain_forward_of_the_rendered_chat(reference, target,
         final = plain.hidden_states[-1][0]
         close(row["hidden.final"].float(), final, **FORWARD, stored=torch.bfloat16)
         logits = plain.logits[0]
-        kept = with_teacher(row)
-        same_choice(logits[kept], row["target_argmax"][kept].long(), **FORWARD)
-        close(row["target_logsumexp"][kept], logits[kept].logsumexp(-1), **FORWARD)
+        same_choice(logits, row["target_argmax"].long(), **FORWARD)
+        close(row["target_logsumexp"], logits.logsumexp(-1), **FORWARD)
         text = tokenizer.decode(row["input_ids"][row["loss_mask"]])
         answers = [m["content"] for m in rows[index]["messages"] if m["role"] == "assistant"]
         assert text == "".join(a + "<|im_end|>" for a in answers)
@@ -260,8 +251,6 @@ def test_other_supervision(target, corpus, tmp_path, supervision, reference):
     assert "hidden.final" not in row
     with torch.no_grad():
         logits = model(row["input_ids"][None]).logits[0]
-    kept = with_teacher(row)
-    row, logits = {n: v[kept] for n, v in row.items() if n in TEACHERS}, logits[kept]
     if supervision == "logits":
         close(row["logits"].float(), logits, **FORWARD, stored=torch.bfloat16)
     else:
@@ -284,8 +273,7 @@ def test_families_from_disk_to_dataset(corpus, tmp_path, family):
         row = dataset[index]
         with torch.no_grad():
             logits = model(row["input_ids"][None]).logits[0]
-        kept = with_teacher(row)
-        close(row["target_logsumexp"][kept], logits[kept].logsumexp(-1), **FORWARD)
+        close(row["target_logsumexp"], logits.logsumexp(-1), **FORWARD)
 
 
 def test_broken_states_stop_the_run_and_nothing_is_stored(target, corpus, tmp_path):

@@ -1,0 +1,104 @@
+"""Planning as it was at first: one row at a time, every render tokenised, everything in memory.
+
+The bench measures it beside the product, and the tests compare their results.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from spec_data.corpus.chat import Renderer, RenderError
+from spec_data.corpus.documents import Document, cut_document
+from spec_data.corpus.record_reader import CorpusReader
+from spec_data.generation.plan import DocumentCounts
+from spec_data.shards.identity import count_kwargs
+
+
+@dataclass
+class Reference:
+    """The documents of a corpus as Python lists, and the counts of a plan."""
+
+    ids: list[list[int]] = field(default_factory=list)
+    masks: list[list[int]] = field(default_factory=list)
+    turns: list[list[tuple[str, int, int]]] = field(default_factory=list)
+    doc_ids: list[str] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    counts: DocumentCounts = field(default_factory=DocumentCounts)
+    dropped: Counter[str] = field(default_factory=Counter)
+    seen: set[str] = field(default_factory=set)
+
+
+def slow_renderer(*args: Any, **options: Any) -> Renderer:
+    """Return a renderer that tokenises every render by itself."""
+    renderer = Renderer(*args, **options)
+    renderer.template.tokens.direct = False
+    return renderer
+
+
+def one_by_one(
+    reader: CorpusReader,
+    renderer: Renderer,
+    max_length: int,
+    keep_tails: bool = False,
+    records: Iterable | None = None,
+) -> Reference:
+    """Return the documents of a corpus and their counts; `records` are those of the reader."""
+    found = Reference()
+    for record in reader if records is None else records:
+        try:
+            documents = renderer.render(record)
+        except RenderError as error:
+            reader.refuse(error)
+            continue
+        reader.count_left_out(renderer.left_out)
+        for document in documents:
+            _add(found, document, max_length, keep_tails)
+    counts = found.counts
+    counts.rows = sum(r.rows for r in reader.reports)
+    counts.bad_rows = sum(r.bad for r in reader.reports)
+    counts.unrendered = dict(sorted(reader.refused.items()))
+    counts.unrendered_examples = dict(sorted(reader.refused_examples.items()))
+    counts.rendering = dict(renderer.methods + renderer.counts)
+    counts.kwargs_used = count_kwargs(renderer.kwargs_used)
+    counts.rendered += sum(renderer.dropped.values())
+    found.dropped.update(renderer.dropped)
+    counts.dropped = dict(sorted(found.dropped.items()))
+    return found
+
+
+def _add(found: Reference, document: Document, max_length: int, keep_tails: bool) -> None:
+    counts = found.counts
+    counts.rendered += 1
+    if not any(document.loss_mask[1:]):
+        found.dropped["nothing-supervised"] += 1
+        return
+    document = _trimmed(counts, document, keep_tails)
+    if len(document.input_ids) > max_length:
+        counts.cut += 1
+        counts.tokens_cut += len(document.input_ids) - max_length
+        document = cut_document(document, max_length)
+        if not any(document.loss_mask[1:]):
+            found.dropped["nothing-supervised-within-max-length"] += 1
+            return
+        document = _trimmed(counts, document, keep_tails)
+    data = b"".join(i.to_bytes(4, "little") for i in document.input_ids)
+    doc_id = hashlib.sha256(data + bytes(document.loss_mask)).hexdigest()[:32]
+    if doc_id in found.seen:
+        found.dropped["duplicate"] += 1
+        return
+    found.seen.add(doc_id)
+    found.ids.append(document.input_ids)
+    found.masks.append(document.loss_mask)
+    found.turns.append([(t.role, t.start, t.end) for t in document.turns])
+    found.doc_ids.append(doc_id)
+    found.sources.append(document.source)
+
+
+def _trimmed(counts: DocumentCounts, document: Document, keep_tails: bool) -> Document:
+    tail = document.loss_mask[::-1].index(1)
+    if keep_tails or not tail:
+        return document
+    counts.tail_tokens_trimmed += tail
+    return cut_document(document, len(document.input_ids) - tail)

@@ -1,0 +1,133 @@
+"""The plan of a directory is made once: processes that start together wait for its maker."""
+
+import logging
+import multiprocessing as mp
+from pathlib import Path
+
+import pytest
+
+from spec_data.corpus.record_reader import CorpusReader
+from spec_data.generate_options import GenerateConfig
+from spec_data.generation import find_plan as find_plan_module
+from spec_data.generation.find_plan import find_plan
+from spec_data.generation.planning import make_plan
+from spec_data.generation.setup import changed_settings, refuse_changes, set_up
+from spec_data.shards.errors import ConfigError, CorpusError
+from tests.spec_data.runs import digests, options, run, save_target, write_corpus
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "chats.jsonl", 12)
+
+
+class Process:
+    """A forked process that makes or finds the plan, and says what it does."""
+
+    def __init__(self, given, held=None):
+        context = mp.get_context("fork")
+        self.said, saying = context.Pipe(duplex=False)
+        self.process = context.Process(target=self._work, args=(given, held, saying))
+        self.process.start()
+        saying.close()
+
+    def _work(self, given, held, saying):
+        def slow(setup, work):
+            saying.send("making")
+            if held is not None:
+                held.wait()
+            return make_plan(setup, work)
+
+        class Saying(logging.Handler):
+            def emit(self, record):
+                if "waiting for it" in record.getMessage():
+                    saying.send("waiting")
+
+        logging.getLogger().addHandler(Saying())
+        logging.getLogger().setLevel(logging.INFO)
+        find_plan_module.make_plan = slow
+        find_plan(set_up(GenerateConfig(**given)), Path(given["out"]))
+        saying.send("planned")
+
+    def next(self):
+        assert self.said.poll(120), "it says nothing"
+        return self.said.recv()
+
+
+def test_processes_wait_for_the_maker_and_one_takes_over_when_it_is_killed(
+    target, corpus, tmp_path
+):
+    out = tmp_path / "data"
+    given = options(target, corpus, out)
+    maker = Process(given, mp.get_context("fork").Event())
+    assert maker.next() == "making"
+    (out / ".generate" / ".rendering-left").mkdir()  # as an earlier kill leaves it
+    others = [Process(given) for _ in range(2)]
+    assert [other.next() for other in others] == ["waiting", "waiting"]
+    assert not (out / ".generate" / "plan.json").exists()
+    maker.process.kill()
+    said = [(other.next(), other) for other in others]
+    assert sorted(word for word, _ in said) == ["making", "planned"]
+    assert next(other for word, other in said if word == "making").next() == "planned"
+    for process in (maker, *others):
+        process.process.join(60)
+    assert [other.process.exitcode for other in others] == [0, 0]
+    assert sorted(p.name for p in (out / ".generate").iterdir()) == [
+        *("plan.arrow", "plan.json", "plan.lock")
+    ]
+    run(target, corpus, out)
+    run(target, corpus, tmp_path / "whole")
+    assert digests(out) == digests(tmp_path / "whole")
+
+
+def test_a_corpus_that_cannot_be_planned_leaves_no_directory(target, tmp_path):
+    file = tmp_path / "c.jsonl"
+    file.write_text('{"messages": [{"role": "user", "content": "alone"}]}\n')
+    for out in (tmp_path / "data", tmp_path / "deep" / "data"):
+        setup = set_up(GenerateConfig(**options(target, file, out)))
+        with pytest.raises(CorpusError, match="no document is left"):
+            find_plan(setup, out)
+        assert not out.exists()
+
+
+def test_resuming_hashes_the_corpus_without_parsing_it(target, tmp_path, monkeypatch):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for name in ("a", "b", "c"):
+        write_corpus(folder / f"{name}.jsonl", 6)
+    (folder / "b.jsonl").write_text((folder / "b.jsonl").read_text().replace("question", "q"))
+    for limit in (0, 8, 6):
+        out = tmp_path / f"data{limit}"
+        setup = set_up(GenerateConfig(**options(target, folder, out, limit=limit)))
+        plan = find_plan(setup, out)
+        assert len(plan.corpus) == {0: 3, 8: 2, 6: 1}[limit]
+        with monkeypatch.context() as patch:
+            patch.setattr("spec_data.corpus.sources.json_lines", None)
+            patch.setattr(CorpusReader, "results", None)
+            assert changed_settings(setup, plan.settings) == []
+        second = folder / "b.jsonl"
+        before = second.read_text()
+        second.write_text(before + " ")
+        changed = changed_settings(setup, plan.settings)
+        assert bool(changed) == (limit != 6), "the second file was not read with --limit 6"
+        assert all(line.startswith("corpus") for line in changed)
+        second.write_text(before)
+    with pytest.raises(ConfigError, match="limit: 8 -> 7"):
+        settings = plan.settings | {"limit": 8}
+        setup = set_up(GenerateConfig(**options(target, folder, out, limit=7)))
+        refuse_changes(changed_settings(setup, settings), out)
+
+
+def test_the_number_of_processes_is_no_setting(target, corpus, tmp_path):
+    plans = []
+    for processes in (1, 2):
+        out = tmp_path / str(processes)
+        given = options(target, corpus, out, num_proc=processes)
+        plans.append(find_plan(set_up(GenerateConfig(**given)), out))
+    assert plans[0].fingerprint == plans[1].fingerprint
+    assert plans[0].documents.sha256 == plans[1].documents.sha256

@@ -1,0 +1,207 @@
+"""The plan is the same for any number of processes, and that of the slow path in plain lists."""
+
+import gzip
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from itertools import pairwise
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from scripts.bench.plan_reference import one_by_one, slow_renderer
+from spec_data.corpus import in_order as pool
+from spec_data.corpus.bad_rows import parse_limit
+from spec_data.corpus.record_reader import CorpusReader
+from spec_data.generation.plan import PlanBuilder
+from spec_data.generation.planning import RowSettings, RowWork, corpus_entry, render_into
+from spec_data.generation.prepared import Preparing
+from spec_data.shards.errors import CorpusError, RunError
+from tests.faults.odd_rows import as_json, broken_bytes, changed, good_row, ids_row
+from tests.spec_data.corpus.templates import tokenizer
+
+PROCESSES = 3
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Other processes begin after three rows, and get five rows at a time."""
+    monkeypatch.setattr(pool, "_HERE", 3)
+    monkeypatch.setattr(pool, "_ROWS", 5)
+
+
+def row_of(rng, i):
+    kind = rng.random()
+    if kind < 0.15:
+        return broken_bytes(rng, as_json(rng, good_row(rng, f"odd-{i}"))).replace(b"\n", b" ")
+    if kind < 0.3:
+        return as_json(rng, changed(rng, good_row(rng, "odd"))).replace(b"\n", b" ")
+    if kind < 0.35:
+        return as_json(rng, ids_row(rng))
+    if kind < 0.4:
+        return json.dumps({"messages": [{"role": "user", "content": f"alone {i}"}]}).encode()
+    row = good_row(rng, f"good-{i % 20}")  # some rows are duplicates
+    return json.dumps(row).encode()
+
+
+def corpus(rng, folder):
+    """Write files of several kinds below a directory, and return it."""
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(b"\n".join(row_of(rng, i) for i in range(40)))
+    rows = [json.dumps(good_row(rng, f"packed-{i}")).encode() for i in range(8)]
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(b"\n".join(rows)))
+    (folder / "c.txt").write_text("a text of its own " * 9)
+    (folder / "d.json").write_text(json.dumps([good_row(rng, f"listed-{i}") for i in range(6)]))
+    texts = [f"columns {i}" for i in range(7)]
+    pq.write_table(pa.table({"text": texts, "other": list(range(7))}), folder / "e.parquet")
+    return folder
+
+
+def plain_counts(counts, reports):
+    """Return all counts as JSON text, so that their order is compared as well."""
+    return json.dumps([asdict(counts), [corpus_entry(r) for r in reports]])
+
+
+def reader_of(path, **options):
+    options = {"max_bad_rows": parse_limit("100%")} | options
+    return CorpusReader([str(path)], **options)
+
+
+def slow(reader, family, mask, preparing):
+    renderer = slow_renderer(tokenizer(family), mask=mask)
+    found = one_by_one(reader, renderer, preparing.max_length, preparing.keep_tails)
+    flat = [found.ids, found.masks, found.turns, found.doc_ids, found.sources]
+    return flat, plain_counts(found.counts, reader.reports)
+
+
+def fast(reader, family, mask, preparing, processes):
+    builder = PlanBuilder(preparing.max_length, preparing.keep_tails)
+    tok = tokenizer(family)
+    given = RowSettings(tokenizer=tok, mask=mask, vocab_size=len(tok), preparing=preparing)
+    try:
+        render_into(builder, reader, given, processes)
+        found = builder.finish()
+    except BaseException:
+        builder.discard()
+        raise
+    bounds = found.offsets.tolist()
+    flat = [
+        [found.tokens[name][a:b].tolist() for a, b in pairwise(bounds)]
+        for name in ("input_ids", "loss_mask")
+    ]
+    flat += [list(found.turns), list(found.doc_ids), list(found.sources)]
+    assert builder.tokens == bounds[-1]
+    return flat, plain_counts(builder.counts, reader.reports)
+
+
+@pytest.mark.parametrize("family", ["chatml", "qwen3", "mistral", "tagged"])
+@pytest.mark.parametrize("processes", [1, PROCESSES])
+def test_plans_of_random_corpora_are_those_of_the_slow_path(tmp_path, family, processes):
+    for trial, mask in enumerate(("assistant", "last-turn", "all")):
+        rng = np.random.default_rng([trial, processes])
+        path = corpus(rng, tmp_path / str(trial))
+        options = {"limit": int(rng.integers(10, 50))} if trial == 1 else {}
+        preparing = Preparing(int(rng.choice([20, 60, 4096])), bool(rng.random() < 0.3))
+        expected = slow(reader_of(path, **options), family, mask, preparing)
+        assert fast(reader_of(path, **options), family, mask, preparing, processes) == expected
+
+
+def error_of(function, *args):
+    with pytest.raises(CorpusError) as error:
+        function(*args)
+    return str(error.value)
+
+
+def test_errors_come_after_the_same_rows(tmp_path, caplog):
+    """A row too many, the first bad row, and a file that breaks off: message, counts and log."""
+    rng = np.random.default_rng(5)
+    good = [json.dumps(good_row(rng, f"g{i}")).encode() for i in range(30)]
+    files = {
+        "many.jsonl": (b"\n".join([*good[:9], *[b"{"] * 130, *good]), {"max_bad_rows": "5"}),
+        "first.jsonl": (b"\n".join([*good[:20], b"[]", *good]), {"on_bad_row": "fail"}),
+        "cut.jsonl.gz": (gzip.compress(b"\n".join([*good, b"{", *good]))[:-40], {}),
+    }
+    caplog.set_level(logging.INFO)
+    for name, (content, options) in files.items():
+        (tmp_path / name).write_bytes(content)
+        if "max_bad_rows" in options:
+            options = {"max_bad_rows": parse_limit(options["max_bad_rows"])}
+        found = []
+        for run, processes in ((slow, []), (fast, [1]), (fast, [PROCESSES])):
+            caplog.clear()
+            reader = reader_of(tmp_path / name, **options)
+            message = error_of(run, reader, "chatml", "assistant", Preparing(99), *processes)
+            logged = [r.getMessage() for r in caplog.records if "render:" not in r.getMessage()]
+            found.append((message, logged, plain_counts_of(reader)))
+        assert found[0] == found[1] == found[2]
+
+
+def plain_counts_of(reader):
+    return [corpus_entry(r) for r in reader.reports], reader.refused, reader.refused_examples
+
+
+class Dying(RowWork):
+    def __call__(self, row):
+        if b"die" in row.value and os.getpid() != int(os.environ["SPEC_TEST_PARENT"]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__call__(row)
+
+
+def test_a_killed_process_ends_the_run_in_words(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPEC_TEST_PARENT", str(os.getpid()))
+    monkeypatch.setattr("spec_data.generation.planning.RowWork", Dying)
+    rows = [json.dumps({"text": f"text {i}" + " die" * (i == 30)}) for i in range(60)]
+    (tmp_path / "c.jsonl").write_text("\n".join(rows))
+    with pytest.raises(RunError, match="fewer processes \\(--num-proc\\)"):
+        fast(reader_of(tmp_path / "c.jsonl"), "chatml", "all", Preparing(99), PROCESSES)
+    assert not psutil.Process().children()
+
+
+ENDLESS = """
+import sys, time
+from spec_data.corpus import in_order as pool
+from spec_data.corpus.row_results import RawRow, RowResult
+pool._HERE = 1
+def make():
+    def work(row):
+        time.sleep(0.1)
+        return RowResult()
+    return work
+for n, _ in enumerate(pool.in_order((RawRow(0, "", "", i) for i in range(10**9)), make, (), 2)):
+    if n == 150:
+        print("running", flush=True)
+"""
+
+
+def test_the_processes_end_when_their_parent_is_killed():
+    command = [sys.executable, "-c", ENDLESS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "running\n"
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) == 2
+        process.kill()
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive
+
+
+def test_reading_stops_early_without_waiting_for_the_rest(tmp_path):
+    """A consumer that stops leaves no process behind."""
+    (tmp_path / "c.jsonl").write_text("\n".join(json.dumps({"text": f"t {i}"}) for i in range(500)))
+    tok = tokenizer("chatml")
+    given = RowSettings(tokenizer=tok, mask="all", vocab_size=len(tok), preparing=Preparing(9))
+    reader = reader_of(tmp_path / "c.jsonl")
+    results = reader.results(lambda rows: pool.in_order(rows, RowWork, (given,), 2))
+    for _ in range(50):
+        next(results)
+    begun = time.monotonic()
+    results.close()
+    assert not psutil.Process().children() and reader.reports[0].rows == 50
+    assert time.monotonic() - begun < 60  # seconds; only a process that hangs takes as long
