@@ -20,7 +20,8 @@ from spec_data.corpus.records import parse_row
 from spec_data.corpus.renderings import RenderCounts, Rendering
 from spec_data.corpus.row_counts import expected_rows
 from spec_data.corpus.row_results import RawRow, RowResult, parsed_row
-from spec_data.generation.plan import Plan, PlanBuilder, planned
+from spec_data.generation.plan import Plan, planned
+from spec_data.generation.plan_builder import PlanBuilder
 from spec_data.generation.prepared import Prepared, Preparing
 from spec_data.generation.setup import Setup, corpus_reader, settings
 from spec_data.generation.unit_size import unit_tokens

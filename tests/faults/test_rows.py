@@ -25,7 +25,8 @@ from spec_data.corpus.documents import RenderError
 from spec_data.corpus.prompt_rows import parse_prompt
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.records import parse_row
-from spec_data.generation.plan import PlanBuilder, save_plan
+from spec_data.generation.plan import planned, save_plan
+from spec_data.generation.plan_builder import PlanBuilder
 from spec_data.shards.errors import CorpusError
 from tests.faults.odd_rows import as_json, broken_bytes, changed, good_row, odd_row
 from tests.faults.tools import report, survived, trials
@@ -115,7 +116,8 @@ class Campaign:
     def finish(self, folder) -> None:
         """Store the documents of the campaign as a plan, and print the counts."""
         if self.counts["documents"]:
-            save_plan(folder, self.builder.build([], {}, 0, 1 << 17))
+            documents = self.builder.finish()
+            save_plan(folder, planned(documents, self.builder.counts, [], {}, 0, 1 << 17))
         report(self.name, self.counts)
 
 

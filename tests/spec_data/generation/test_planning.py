@@ -21,7 +21,7 @@ from scripts.bench.plan_reference import one_by_one, slow_renderer
 from spec_data.corpus import in_order as pool
 from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.record_reader import CorpusReader
-from spec_data.generation.plan import PlanBuilder
+from spec_data.generation.plan_builder import PlanBuilder
 from spec_data.generation.planning import RowSettings, RowWork, corpus_entry, render_into
 from spec_data.generation.prepared import Preparing
 from spec_data.shards.errors import CorpusError, RunError

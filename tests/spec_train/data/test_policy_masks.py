@@ -11,7 +11,7 @@ import torch
 
 import spec_train
 from spec_data.corpus.chat import Renderer
-from spec_data.generation.plan import PlanBuilder
+from spec_data.generation.plan_builder import PlanBuilder
 from spec_data.shards.errors import ConfigError, CorpusError, DatasetError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.reader import HiddenStatesDataset
@@ -122,7 +122,7 @@ def test_every_template_stores_turns_that_derive_its_mask(name, policy, length):
     ):
         builder.add(document)
     try:
-        plan = builder.build([], {}, 0, 1).documents
+        plan = builder.finish()
     except CorpusError:  # no turn is left before the cut
         assert length < 1000
         return
