@@ -8,7 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
-    from spec_data.api import estimate, generate, open_dataset, verify
+    from spec_data.api import estimate, generate, open_dataset, status, verify
+    from spec_data.generation.status import Status
     from spec_data.results import EstimateResult, GenerateResult, VerifyReport
     from spec_data.shards.errors import SpecDataError
     from spec_data.shards.reader import HiddenStatesDataset
@@ -21,7 +22,9 @@ _PUBLIC = {
     "open_dataset": "spec_data.api",
     "generate": "spec_data.api",
     "estimate": "spec_data.api",
+    "status": "spec_data.api",
     "verify": "spec_data.api",
+    "Status": "spec_data.generation.status",
     "HiddenStatesDataset": "spec_data.shards.reader",
     "Target": "spec_data.target.model",
     "TargetBatch": "spec_data.target.target_batch",
@@ -35,6 +38,7 @@ __all__ = [
     "open_dataset",
     "generate",
     "estimate",
+    "status",
     "verify",
     "HiddenStatesDataset",
     "Target",
@@ -42,6 +46,7 @@ __all__ = [
     "EstimateResult",
     "GenerateResult",
     "VerifyReport",
+    "Status",
     "SpecDataError",
     "__version__",
 ]

@@ -11,6 +11,7 @@ from typing import Any
 from spec_data.estimation import estimate_size, estimate_text
 from spec_data.generate_options import EstimateConfig, GenerateConfig
 from spec_data.generation.run import generate as run_generation
+from spec_data.generation.status import Status, read_status
 from spec_data.keywords import from_keywords, takes_options
 from spec_data.options import VerifyConfig
 from spec_data.report import dataset_text
@@ -185,6 +186,27 @@ _SIZES = (
     *("packing_utilisation", "shards", "bytes", "bytes_per_token", "bytes_needed", "bytes_free"),
     *("other_bytes", "fits"),
 )
+
+
+def status(path: AnyPath) -> Status:
+    """Read how far `generate` is in a directory; nothing is changed.
+
+    Args:
+        path: the directory that is being generated, or a dataset.
+
+    Returns:
+        Units, tokens, speed, time left, workers and failures; `print` shows them as the command
+        does.
+
+    Raises:
+        MissingError: there is no dataset, and none is being generated.
+        DatasetError: the plan or the manifest is damaged.
+
+    >>> found = spec_data.status("data")
+    >>> found.sealed, found.units_done == found.units, found.failures
+    (True, True, ())
+    """
+    return read_status(Path(path))
 
 
 @takes_options(VerifyConfig, without=("data",))

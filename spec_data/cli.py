@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from spec_data.console import (
     use_colour,
 )
 from spec_data.generate_options import EstimateConfig, GenerateConfig
-from spec_data.options import InspectConfig, SealConfig, VerifyConfig
+from spec_data.options import InspectConfig, SealConfig, StatusConfig, VerifyConfig
 from spec_data.paths import check_file_to_write
 from spec_data.shards.errors import ConfigError, RunError
 
@@ -58,6 +59,10 @@ examples:
 _SEAL = """\
 Check every shard and write the index and the manifest that make a directory a dataset. `generate`
 does it itself; only needed if a worker was killed after its last shard."""
+_STATUS = """\
+Print how far `generate` is in a directory: finished units, tokens per second, the time that is
+left, what each worker does, and what failed. It reads files of the directory, so it runs on any
+machine that sees them, and changes nothing."""
 _INSPECT = """\
 Print what is inside a dataset, or one document with its supervised tokens marked."""
 _VERIFY = """\
@@ -87,6 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("estimate", EstimateConfig, required, "print sizes, run nothing", _ESTIMATE, ""),
         ("generate", GenerateConfig, required, "write a dataset", _GENERATE, _GENERATE_EXAMPLES),
         ("seal", SealConfig, "--out DIR", "finish the dataset of several workers", _SEAL, ""),
+        ("status", StatusConfig, "DIR", "print how far a generation is", _STATUS, ""),
         ("inspect", InspectConfig, "DIR", "print what is inside a dataset", _INSPECT, ""),
         ("verify", VerifyConfig, "DIR [--target MODEL]", "prove a dataset", _VERIFY, ""),
     ):
@@ -107,7 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-_JSON = ("estimate", "inspect", "verify")
+_JSON = ("estimate", "status", "inspect", "verify")
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
@@ -192,6 +198,8 @@ def _generate(args: argparse.Namespace) -> int:
     if manifest is not None:
         _show_sealed(manifest)
         say_next("spec-data", "verify", config.out, "--target", config.target)
+    else:
+        say_next("spec-data", "status", config.out)
     return 0
 
 
@@ -231,6 +239,42 @@ def _show_sealed(manifest: Any) -> None:
     refused = refused_label(manifest)
     if refused:
         raise RunError(refused)
+
+
+def _status(args: argparse.Namespace) -> int:
+    config = resolve(StatusConfig, args)
+    from spec_data.generation.status import StatusReader
+
+    reader = StatusReader(Path(config.data))
+    status = reader.read()
+    while config.watch and not status.sealed:
+        if args.json:
+            _append(args.json, json.dumps(status.facts()))
+        else:
+            print(("\x1b[2J\x1b[H" if sys.stdout.isatty() else "") + str(status), flush=True)
+        time.sleep(_WATCH_SECONDS)
+        status = reader.read()
+    if config.watch and args.json:
+        _append(args.json, json.dumps(status.facts()))
+    else:
+        _show(args, str(status), status.facts)
+    if status.sealed:
+        say_next("spec-data", "verify", config.data)
+    elif not config.watch:
+        say_next("spec-data", "status", config.data, "--watch")
+    return 0
+
+
+def _append(file: str, line: str) -> None:
+    """Print a line, or append it to the file of --json."""
+    if file == "-":
+        print(line, flush=True)
+        return
+    with Path(file).open("a", encoding="utf-8") as target:
+        target.write(line + "\n")
+
+
+_WATCH_SECONDS = 2.0
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -279,6 +323,7 @@ _COMMANDS = {
     "estimate": _estimate,
     "generate": _generate,
     "seal": _seal,
+    "status": _status,
     "inspect": _inspect,
     "verify": _verify,
 }

@@ -19,6 +19,7 @@ from spec_data.option_values import (
     parse_object,
     parse_size,
 )
+from spec_data.paths import check_file_to_write
 from spec_data.placement_options import (
     Spread,
     device_map_option,
@@ -248,6 +249,13 @@ class GenerateConfig:
         group=DOCUMENTS,
         metavar="N",
     )
+    metrics: str | None = option(
+        None,
+        help="write progress, speed and failures of all workers to this file every ten seconds: "
+        ".prom in the text format of Prometheus, .jsonl one JSON object per line",
+        group=SHARDS,
+        metavar="FILE",
+    )
     chat_template_kwargs: str = option(
         "{}",
         help='JSON object of arguments for the chat template, such as {"enable_thinking": false}',
@@ -300,6 +308,10 @@ class GenerateConfig:
             raise ConfigError(f"--max-shard-size {self.max_shard_size}: a shard needs some bytes")
         if parse_size(self.max_row_bytes) < 1:
             raise ConfigError(f"--max-row-bytes {self.max_row_bytes}: a row needs some bytes")
+        if self.metrics is not None:
+            if not self.metrics.endswith((".prom", ".jsonl")):
+                raise ConfigError(f"--metrics {self.metrics}: the name must end in .prom or .jsonl")
+            check_file_to_write("--metrics", self.metrics)
         temperature = self.sampling_temperature
         if temperature is not None and not 0 <= temperature <= 10:
             raise ConfigError(f"--sampling-temperature {temperature}: expected 0 to 10")

@@ -24,6 +24,21 @@ class SealConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StatusConfig:
+    """Options of `status`."""
+
+    data: str = option(
+        help="the dataset directory; may be given without --data", group=REQUIRED, metavar="DIR"
+    )
+    watch: bool = option(
+        False,
+        help="print the status again every two seconds, until the dataset is sealed or Ctrl-C; "
+        "with --json one JSON object per line",
+        group="what is shown",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class InspectConfig:
     """Options of `inspect`."""
 

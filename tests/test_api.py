@@ -28,6 +28,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = (spec_data, spec_train)
 FUNCTIONS = [
     *(getattr(spec_data, name) for name in ("open_dataset", "generate", "estimate", "verify")),
+    spec_data.status,
     *(getattr(spec_train, name) for name in ("fit", "evaluate", "export", "load_draft")),
     spec_train.simulate_acceptance,
 ]

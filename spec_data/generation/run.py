@@ -5,11 +5,12 @@
                                         measured error and the hash of the codec tables
     out/codec.safetensors               tables of lossy codecs, made once, before the first shard
     out/.generate/unit-00000.json       a finished unit: size and checksum of its shard
+    out/.generate/workers/*.json        what each process does, for `spec-data status`
     out/shards/unit-00000.arrow         the shard
 
 A unit is finished when its json exists. The json is written after the shard, both atomically.
-Sealing removes .generate. No file holds a time or the name of a machine, so the finished directory
-has the same bytes even if the run was interrupted, or resumed on another machine.
+Sealing removes .generate. No file that stays holds a time or the name of a machine, so the finished
+directory has the same bytes even if the run was interrupted, or resumed on another machine.
 """
 
 import errno
@@ -23,15 +24,18 @@ from pathlib import Path
 import torch
 
 from spec_data.generate_options import GenerateConfig
+from spec_data.generation.capture import CapturedUnit
 from spec_data.generation.disk_bytes import other_files
 from spec_data.generation.find_plan import find_plan
 from spec_data.generation.fitting import announce_drafts
+from spec_data.generation.metrics_file import metrics_written
 from spec_data.generation.plan import Plan
 from spec_data.generation.replan import check_still_planned
 from spec_data.generation.replica import Replica
 from spec_data.generation.sealing import seal_directory, seal_if_last
 from spec_data.generation.setup import Setup, changed_settings, refuse_changes, set_up
 from spec_data.generation.unit_records import SHARDS, finished_unit
+from spec_data.generation.worker_facts import FactsWriter
 from spec_data.generation.worker_locks import worker_lock
 from spec_data.generation.worker_place import placed
 from spec_data.progress import progress, size
@@ -70,7 +74,8 @@ def _run_or_resume(config: GenerateConfig) -> Manifest | None:
         return _complete_already(setup, out)
     announce_drafts(setup)
     try:
-        return _generate(setup, out)
+        with metrics_written(config.metrics, out):
+            return _generate(setup, out)
     except (SpecDataError, FileNotFoundError):
         if (out / MANIFEST).is_file():  # another worker has just sealed the directory
             return _complete_already(setup, out)
@@ -158,19 +163,32 @@ def run_units(setup: Setup, plan: Plan, out: Path, mine: list[int], todo: list[i
     """
     clear_leftovers(out, mine)
     total, left = plan.unit_set_tokens(mine), plan.unit_set_tokens(todo)
+    facts = FactsWriter(out, plan, setup.config.workers, setup.config.workers)
     pending: Future | None = None
     written = 0
+
+    def finish(unit: int, captured: CapturedUnit) -> int:
+        size_on_disk = replica.finish(unit, captured)
+        facts.finish(unit, size_on_disk)
+        return size_on_disk
+
+    def count(tokens: int) -> None:
+        bar.update(tokens)
+        facts.add(tokens)
+
     with (
+        facts.until_the_end(),
         closing(Replica(setup, plan, out)) as replica,
         progress(total=total, initial=total - left, desc="capture", unit="tok") as bar,
         ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer") as writer,
     ):
         for number, unit in enumerate(todo, 1):
             wait_for_room(out, unit)
-            captured = replica.capture(unit, bar.update)
+            facts.begin(unit)
+            captured = replica.capture(unit, count)
             if pending is not None:
                 written += pending.result()
-            pending = writer.submit(replica.finish, unit, captured)
+            pending = writer.submit(finish, unit, captured)
             bar.set_postfix_str(f"shard {number}/{len(todo)}, {size(written)}")
         if pending is not None:
             written += pending.result()

@@ -1,0 +1,180 @@
+"""`spec-data status` and --metrics: every figure is counted again from the files, by hand."""
+
+import itertools
+import json
+import os
+import re
+import signal
+import time
+
+import pytest
+
+import spec_data
+from spec_data.cli import main
+from spec_data.generation import metrics_file, status
+from spec_data.generation.plan import load_plan
+from spec_data.generation.worker_facts import FactsWriter, WorkerFacts, read_facts
+from spec_data.shards.errors import ConfigError, MissingError, RunError
+from tests.spec_data.runs import digests, options, run, save_target, start_cli, write_corpus
+
+SMALL = {"max_shard_size": "30KB", "batch_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source")
+    return save_target(folder / "target"), write_corpus(folder / "chats.jsonl", 40)
+
+
+@pytest.fixture(scope="module")
+def whole(source, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "data"
+    run(*source, out, **SMALL)
+    return out
+
+
+def test_a_worker_is_seen_and_what_it_leaves_is_counted(source, whole, tmp_path, capsys):
+    """One worker is done, one is in its third unit; then it is killed, and a third one fails."""
+    out = tmp_path / "data"
+    run(*source, out, workers="0/3", **SMALL)
+    process = start_cli(options(*source, out, workers="1/3", **SMALL), held=7)
+    try:
+        while not any(f.unit == 7 and len(f.units) == 2 for f in read_facts(out)):
+            assert process.poll() is None
+            time.sleep(0.01)
+        plan = load_plan(out / ".generate")
+        done = [int(p.stem[5:]) for p in out.glob(".generate/unit-*.json")]
+        found = spec_data.status(out)
+        assert (found.sealed, found.units, found.units_done) == (False, len(plan.units), len(done))
+        assert (found.tokens, found.tokens_done) == (plan.tokens, plan.unit_set_tokens(done))
+        shards = sum(p.stat().st_size for p in out.glob("shards/*.arrow"))
+        assert found.bytes == shards and found.running == ("1/3",) and found.failures == ()
+        first, second = found.workers
+        assert (first.worker, first.state, first.units_done) == ("0/3", "done", 5)
+        assert (second.worker, second.state, second.unit) == ("1/3", "capturing", 7)
+        assert (second.units_done, second.pid) == (2, process.pid)
+        assert found.tokens_per_second == second.tokens_per_second > 0
+        left = (plan.tokens - found.tokens_done) / found.tokens_per_second
+        assert found.eta_seconds == pytest.approx(left)
+        assert main(["status", str(out)]) == 0
+        text = capsys.readouterr().out
+        assert "generation is running" in text and "1/3" in text and "unit 7 (0%)" in text
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    found = spec_data.status(out)
+    assert found.running == () and found.eta_seconds is None
+    assert [w.state for w in found.workers] == ["done", "lost"]
+    assert re.fullmatch(rf"worker 1/3 \(.*, process {process.pid}\) was killed or lost in unit 7",
+                        found.failures[0])  # fmt: skip
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr("spec_data.generation.unit_records.write_shard", _full)
+    with pytest.raises(RunError, match="the disk is full"):
+        run(*source, out, workers="2/3", **SMALL)
+    monkey.undo()
+    failed = spec_data.status(out)
+    assert failed.workers[2].state == "failed" and len(failed.failures) == 2
+    assert "failed in unit" in failed.failures[1] and "No space left" in failed.failures[1]
+    run(*source, out, **SMALL)
+    assert digests(out) == digests(whole)  # no trace of all this
+
+
+def test_a_worker_of_another_machine_is_alive_while_it_writes(source, tmp_path, monkeypatch):
+    out = tmp_path / "data"
+    run(*source, out, workers="98/99", **SMALL)
+    writer = FactsWriter(out, load_plan(out / ".generate"), "3/99", "3/99")
+    writer.begin(3)
+    assert [w.state for w in spec_data.status(out).workers] == ["lost"]  # here, without its lock
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+    assert [w.state for w in spec_data.status(out).workers] == ["capturing"]
+    monkeypatch.setattr(status, "SILENCE", 0.0)
+    assert [w.state for w in spec_data.status(out).workers] == ["lost"]
+
+
+def _full(*_):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_sealed_dataset_a_plan_and_nothing(source, whole, tmp_path, capsys):
+    found = spec_data.status(whole)
+    totals = json.loads((whole / "manifest.json").read_text())["totals"]
+    assert found.sealed and found.tokens_done == found.tokens == totals["tokens"]
+    assert main(["status", str(whole), "--json", "--watch"]) == 0
+    assert json.loads(capsys.readouterr().out)["sealed"] is True
+    with pytest.raises(MissingError, match="none is being generated"):
+        spec_data.status(tmp_path / "no")
+    (tmp_path / "begun" / ".generate").mkdir(parents=True)
+    assert "no plan yet" in str(spec_data.status(tmp_path / "begun"))
+
+
+def test_facts_that_cannot_be_written_or_read_stop_nothing(source, whole, tmp_path):
+    out = tmp_path / "data"
+    (out / ".generate").mkdir(parents=True)
+    (out / ".generate" / "workers").write_text("a file where the folder should be")
+    run(*source, out, **SMALL)
+    assert digests(out) == digests(whole)
+    folder = tmp_path / "odd" / ".generate" / "workers"
+    folder.mkdir(parents=True)
+    for number, text in enumerate(["{", "[]", '{"worker": "0/1"}', '{"worker": "a", "lock": "b"}']):
+        (folder / f"{number}.json").write_text(text)
+    assert read_facts(tmp_path / "odd") == [WorkerFacts(worker="a", lock="b")]
+
+
+def test_the_rate_is_tokens_over_seconds_of_capture(source, tmp_path, monkeypatch):
+    run(*source, tmp_path / "data", workers="98/99", **SMALL)
+    plan = load_plan(tmp_path / "data" / ".generate")
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    writer = FactsWriter(tmp_path / "data", plan, "0/9", "0/9")
+    clock[0] += 50  # loading does not count
+    writer.begin(0)
+    for _ in range(4):
+        clock[0] += 2.5
+        writer.add(100)
+    (found,) = [f for f in read_facts(tmp_path / "data") if f.worker == "0/9"]
+    assert found.seconds == 10.0 and found.rate == 40.0 and found.unit_done == 400
+
+
+def test_metrics_of_both_kinds(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics_file, "METRICS_SECONDS", 0.01)
+    for suffix in ("prom", "jsonl"):
+        out, file = tmp_path / f"data.{suffix}", tmp_path / f"m.{suffix}"
+        manifest = run(*source, out, metrics=str(file), **SMALL)
+        assert [p for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+        if suffix == "jsonl":
+            lines = [json.loads(line) for line in file.read_text().splitlines()]
+            assert (
+                lines[-1]["sealed"] and lines[-1]["tokens_done"] == manifest.raw["totals"]["tokens"]
+            )
+            assert len(lines) > 1 and not lines[0]["sealed"]
+            assert all(a["time"] <= b["time"] for a, b in itertools.pairwise(lines))
+            continue
+        samples = dict(line.rsplit(" ", 1) for line in file.read_text().splitlines()
+                       if not line.startswith("#"))  # fmt: skip
+        assert samples[f'spec_data_sealed{{dataset="{out}"}}'] == "1"
+        assert samples[f'spec_data_tokens_done{{dataset="{out}"}}'] == str(
+            manifest.raw["totals"]["tokens"]
+        )
+        for line in file.read_text().splitlines():
+            assert re.fullmatch(
+                r"# (HELP spec_data_\w+ .+|TYPE spec_data_\w+ gauge)|spec_data_\w+\{.*\} [\d.e+]+",
+                line,
+            )
+
+
+def test_metrics_that_cannot_be_written_are_refused_or_warned_about(
+    source, tmp_path, monkeypatch, caplog
+):
+    with pytest.raises(ConfigError, match=r"must end in \.prom or \.jsonl"):
+        run(*source, tmp_path / "data", metrics="m.txt")
+    with pytest.raises(ConfigError, match="--metrics"):
+        run(*source, tmp_path / "data", metrics=str(tmp_path / "no" / "m.prom"))
+    (tmp_path / "m").mkdir()
+
+    def gone(*_):
+        os.rmdir(tmp_path / "m")  # noqa: PTH106
+        return tmp_path / "m" / "x"
+
+    monkeypatch.setattr(metrics_file, "temporary_name", gone)
+    assert run(*source, tmp_path / "data", metrics=str(tmp_path / "m" / "m.prom"), **SMALL)
+    assert "m.prom: No such file" in caplog.text
