@@ -57,11 +57,23 @@ def placed(config: GenerateConfig) -> GenerateConfig:
     """
     if not config.places_itself:
         return config
+    if config.tp_plan is not None:
+        raise ConfigError(
+            "--tp-plan splits one target over all processes of torchrun, so they are one worker; "
+            "leave --engine and --workers out"
+        )
     automatic = config.workers.startswith("auto")
     place = find_place(config.workers if automatic else "auto", config.engine)
     if not automatic and config.workers not in ("0/1", place.workers):
         raise ConfigError(f"--workers {config.workers}: {place.reason}; leave --workers out")
-    device = device_of(place, config.device, torch.cuda.device_count())
+    device = config.device
+    if config.device_map is None:
+        device = device_of(place, device, torch.cuda.device_count())
+    elif place.torchrun and place.local:
+        raise ConfigError(
+            "--device-map under torchrun: each process would spread its target over all GPUs; "
+            "start one process per machine"
+        )
     logger.info("worker %s on device %s: %s", place.workers, device, place.reason)
     return replace(config, workers=place.workers, engine="local", device=device)
 
