@@ -57,11 +57,6 @@ def placed(config: GenerateConfig) -> GenerateConfig:
     """
     if not config.places_itself:
         return config
-    if config.tp_plan is not None:
-        raise ConfigError(
-            "--tp-plan splits one target over all processes of torchrun, so they are one worker; "
-            "leave --engine and --workers out"
-        )
     automatic = config.workers.startswith("auto")
     place = find_place(config.workers if automatic else "auto", config.engine)
     if not automatic and config.workers not in ("0/1", place.workers):

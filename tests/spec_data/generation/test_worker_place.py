@@ -106,7 +106,7 @@ def test_torchrun_decides_alone(monkeypatch, caplog):
     assert "worker 5/16 on device cuda:1: RANK=5 and WORLD_SIZE=16" in caplog.text
     with pytest.raises(ConfigError, match=r"--workers 0/2: RANK=5.*leave --workers out"):
         placed(config(engine="torchrun", workers="0/2"))
-    with pytest.raises(ConfigError, match="they are one worker"):
+    with pytest.raises(ConfigError, match="torchrun are one worker"):
         placed(config(engine="torchrun", tp_plan="auto"))
     with pytest.raises(ConfigError, match="spread its target over all GPUs"):
         placed(config(engine="torchrun", device_map="auto"))
