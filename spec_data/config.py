@@ -37,6 +37,7 @@ def option(
     metavar: str = "",
     numbers: bool = False,
     flag: str = "",
+    urls: bool = False,
 ):
     """A dataclass field that is also a command-line option.
 
@@ -44,8 +45,9 @@ def option(
     several values (`--corpus a b --corpus c`). `group` is the heading it has in --help. `numbers`
     lets config files and Python write a text option as a number (`max-bad-rows: 5`). `flag` is the
     option's name on the command line and in config files where Python does not allow it as a name.
+    `urls` accepts texts such as http://host, which every other option refuses.
     """
-    metadata: dict[str, Any] = {"help": help, "group": group, "choices": choices}
+    metadata: dict[str, Any] = {"help": help, "group": group, "choices": choices, "urls": urls}
     metadata |= {"metavar": metavar, "numbers": numbers, "flag": flag}
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=metadata)
@@ -246,7 +248,7 @@ def _one(name: str, value: Any, kind: type, field: dataclasses.Field, where: str
         if kind is str and isinstance(value, list):
             wanted = f'the text "{",".join(map(str, value))}"'
         raise ConfigError(f"{name} = {found} in {where}: expected {wanted}")
-    if isinstance(value, str):
+    if isinstance(value, str) and not field.metadata.get("urls"):
         check_value(flag_of(field), value)
     choices = field.metadata.get("choices")
     if choices and value not in choices:

@@ -194,7 +194,9 @@ class Renderer(RenderCounts):
         )
         result.counts["empty answers, not supervised"] = len(empty)
         result.counts["answers cut at a limit of tokens, their end not supervised"] = sum(
-            messages[k].get("finish_reason") == "length" for k in answers if weights[k]
+            messages[k].get("finish_reason") == "length"
+            for k in answers
+            if weights[k] and k not in empty
         )
         found = [k for k in answers if weights[k] and k not in empty]
         if not found:

@@ -22,6 +22,7 @@ from spec_data.corpus.record_reader import CorpusReader, SourceReport
 from spec_data.corpus.sources import corpus_directory
 from spec_data.devices import device_type
 from spec_data.generate_options import GenerateConfig
+from spec_data.generation.recorded_sampling import with_recorded_sampling
 from spec_data.generation.unit_size import AUTO
 from spec_data.models.identify import identify, target_table, tokenizer_table
 from spec_data.models.reading import load_config, load_tokenizer, text_config
@@ -96,7 +97,7 @@ def set_up(config: GenerateConfig, weights: bool = True) -> Setup:
     vocab_size = text_config(model_config).vocab_size
     _check_supervision(config.supervision, vocab_size)
     check_choice(config.rope_factors, model_config)
-    config = _within_context(config, model_config)
+    config = with_recorded_sampling(_within_context(config, model_config), identity)
     return Setup(
         config=config,
         model_dir=model_dir,
@@ -157,7 +158,7 @@ def _within_context(config: GenerateConfig, model_config: Any) -> GenerateConfig
 
     Serving never uses positions beyond the context, so states there are of no use.
     """
-    context = _context_length(text_config(model_config))
+    context = context_length(text_config(model_config))
     if not 2 <= context < config.max_length:
         return config
     logger.info(
@@ -169,7 +170,7 @@ def _within_context(config: GenerateConfig, model_config: Any) -> GenerateConfig
     return replace(config, max_length=context)
 
 
-def _context_length(text: Any) -> int:
+def context_length(text: Any) -> int:
     """Return the number of positions of a decoder, 0 if its config has none.
 
     With scaled RoPE, `max_position_embeddings` is usually the scaled context. In configs to which
