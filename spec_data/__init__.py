@@ -8,9 +8,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
-    from spec_data.api import estimate, generate, open_dataset, status, verify
+    from spec_data.api import estimate, generate, open_dataset, regenerate, status, verify
     from spec_data.generation.status import Status
-    from spec_data.results import EstimateResult, GenerateResult, VerifyReport
+    from spec_data.results import (
+        EstimateResult,
+        GenerateResult,
+        RegenerateResult,
+        VerifyReport,
+    )
     from spec_data.shards.errors import SpecDataError
     from spec_data.shards.reader import HiddenStatesDataset
     from spec_data.target.model import Target
@@ -23,6 +28,7 @@ _PUBLIC = {
     "generate": "spec_data.api",
     "estimate": "spec_data.api",
     "status": "spec_data.api",
+    "regenerate": "spec_data.api",
     "verify": "spec_data.api",
     "Status": "spec_data.generation.status",
     "HiddenStatesDataset": "spec_data.shards.reader",
@@ -30,6 +36,7 @@ _PUBLIC = {
     "TargetBatch": "spec_data.target.target_batch",
     "EstimateResult": "spec_data.results",
     "GenerateResult": "spec_data.results",
+    "RegenerateResult": "spec_data.results",
     "VerifyReport": "spec_data.results",
     "SpecDataError": "spec_data.shards.errors",
 }
@@ -39,12 +46,14 @@ __all__ = [
     "generate",
     "estimate",
     "status",
+    "regenerate",
     "verify",
     "HiddenStatesDataset",
     "Target",
     "TargetBatch",
     "EstimateResult",
     "GenerateResult",
+    "RegenerateResult",
     "VerifyReport",
     "Status",
     "SpecDataError",

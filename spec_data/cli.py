@@ -22,6 +22,7 @@ from spec_data.console import (
 from spec_data.generate_options import EstimateConfig, GenerateConfig
 from spec_data.options import InspectConfig, SealConfig, StatusConfig, VerifyConfig
 from spec_data.paths import check_file_to_write
+from spec_data.regenerate_options import RegenerateConfig
 from spec_data.shards.errors import ConfigError, RunError
 
 _RAW = argparse.RawDescriptionHelpFormatter
@@ -56,6 +57,16 @@ examples:
       one worker per task of SLURM; torchrun, job arrays and Kubernetes Jobs work as well
   spec-data generate --config generate.yaml --limit 100
       options from a file; those on the command line replace them"""
+_REGENERATE = """\
+Replace the assistant turns of a corpus by what the target itself writes, so that drafts learn from
+its own text. Stop it whenever you like: the same command resumes, and answers each turn once. The
+output is a corpus for `generate --on-policy`; FILE.sampling beside it says how it was sampled."""
+_REGENERATE_EXAMPLES = """\
+examples:
+  spec-data regenerate --target Qwen/Qwen3-8B --corpus chats.jsonl --out answers.jsonl
+  spec-data regenerate --corpus chats.jsonl --out answers.jsonl --temperature 0.6 --top-p 0.95 \\
+      --server http://localhost:8000/v1 http://localhost:8001/v1
+      two servers of the target answer, such as vLLM's or SGLang's"""
 _SEAL = """\
 Check every shard and write the index and the manifest that make a directory a dataset. `generate`
 does it itself; only needed if a worker was killed after its last shard."""
@@ -91,6 +102,10 @@ def build_parser() -> argparse.ArgumentParser:
     for name, config, usage, text, description, epilog in (
         ("estimate", EstimateConfig, required, "print sizes, run nothing", _ESTIMATE, ""),
         ("generate", GenerateConfig, required, "write a dataset", _GENERATE, _GENERATE_EXAMPLES),
+        (
+            *("regenerate", RegenerateConfig, "--target MODEL --corpus SRC [SRC ...] --out FILE"),
+            *("write the target's own answers", _REGENERATE, _REGENERATE_EXAMPLES),
+        ),
         ("seal", SealConfig, "--out DIR", "finish the dataset of several workers", _SEAL, ""),
         ("status", StatusConfig, "DIR", "print how far a generation is", _STATUS, ""),
         ("inspect", InspectConfig, "DIR", "print what is inside a dataset", _INSPECT, ""),
@@ -131,7 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `spec-data` and return its exit code."""
     args = build_parser().parse_args(join_values(arguments))
     _sort_out_directory(args)
-    stopped = (lambda: _kept(args)) if args.command == "generate" else None
+    kept = {"generate": _kept, "regenerate": _kept_answers}.get(args.command)
+    stopped = (lambda: kept(args)) if kept else None
     return run_cli(lambda: _run(args), args, stopped)
 
 
@@ -216,6 +232,29 @@ def _kept(args: argparse.Namespace) -> str:
         kept = kept_text(Path(config.out))
     command = shlex.join(["spec-data", "generate", *as_flags(config)])
     return f"stopped: {kept}\nresume:  {command}"
+
+
+def _regenerate(args: argparse.Namespace) -> int:
+    config = resolve(RegenerateConfig, args)
+    from spec_data.regeneration.run import regenerate
+    from spec_data.regeneration.summary import next_command, summary_text
+
+    record = regenerate(config)
+    print(summary_text(record))
+    if record["counts"]["failed"]:
+        say_next("spec-data", "regenerate", *as_flags(config), label="retry")
+        return 1
+    say_next("spec-data", *next_command(config, record))
+    return 0
+
+
+def _kept_answers(args: argparse.Namespace) -> str:
+    """Say what an interrupted `regenerate` keeps and how it is resumed."""
+    import shlex
+
+    config = resolve(RegenerateConfig, args)
+    command = shlex.join(["spec-data", "regenerate", *as_flags(config)])
+    return f"stopped: the answers so far are kept in {config.out}.journal\nresume:  {command}"
 
 
 def _seal(args: argparse.Namespace) -> int:
@@ -322,6 +361,7 @@ def _say_fit(data: str) -> None:
 _COMMANDS = {
     "estimate": _estimate,
     "generate": _generate,
+    "regenerate": _regenerate,
     "seal": _seal,
     "status": _status,
     "inspect": _inspect,

@@ -20,6 +20,7 @@ import spec_train.api
 from spec_data.generate_options import GenerateConfig
 from spec_data.keywords import from_keywords
 from spec_data.options import VerifyConfig
+from spec_data.regenerate_options import RegenerateConfig
 from spec_data.shards.errors import ConfigError, MissingError, OptionError
 from spec_train.options import EvalConfig, ExportConfig, FitConfig
 from tests.api_workspace import make_workspace
@@ -27,7 +28,8 @@ from tests.api_workspace import make_workspace
 ROOT = Path(__file__).parent.parent
 PACKAGES = (spec_data, spec_train)
 FUNCTIONS = [
-    *(getattr(spec_data, name) for name in ("open_dataset", "generate", "estimate", "verify")),
+    *(getattr(spec_data, name) for name in ("open_dataset", "generate", "regenerate")),
+    *(getattr(spec_data, name) for name in ("estimate", "verify")),
     spec_data.status,
     *(getattr(spec_train, name) for name in ("fit", "evaluate", "export", "load_draft")),
     spec_train.simulate_acceptance,
@@ -113,6 +115,7 @@ def test_every_function_is_documented_and_typed(function):
     [
         (spec_data.generate, GenerateConfig, {"dry_run"}),
         (spec_data.estimate, GenerateConfig, {"dry_run"}),
+        (spec_data.regenerate, RegenerateConfig, set()),
         (spec_data.verify, VerifyConfig, {"data"}),
         (spec_train.fit, FitConfig, set()),
         (spec_train.evaluate, EvalConfig, set()),
@@ -174,6 +177,7 @@ def test_unknown_options_are_refused_with_the_nearest_name(here):
     for call, near in (
         (lambda: spec_data.generate("target", "chats.jsonl", "out", layer="1"), "layers"),
         (lambda: spec_data.estimate("target", "chats.jsonl", "out", max_lenght=5), "max_length"),
+        (lambda: spec_data.regenerate("chats.jsonl", "a.jsonl", max_tokens=3), "max_new_tokens"),
         (lambda: spec_data.verify("data", sample=3), "samples"),
         (lambda: spec_train.fit("eagle3", "data", "out", step=3), "steps"),
         (lambda: spec_train.fit("peagle", "data", "out", depth=3), "depths"),

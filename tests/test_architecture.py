@@ -202,6 +202,7 @@ def test_files_are_one_reading_and_explain_themselves(file):
         "spec_data --help",
         "spec_data estimate --help",
         "spec_data generate --help",
+        "spec_data regenerate --help",
         "spec_data seal --help",
         "spec_data inspect --help",
         "spec_data verify --help",

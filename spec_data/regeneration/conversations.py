@@ -1,0 +1,204 @@
+"""Conversations whose assistant turns are to be written again, and the answers to them.
+
+A conversation has one id: the hash of everything that decides its answers beside the settings, that
+is its messages without the answers that are replaced, its tools and its template kwargs. Two rows
+with one id have the same questions; the second one is a duplicate.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from spec_data.corpus.documents import RenderError
+from spec_data.corpus.prompt_rows import parse_prompt
+from spec_data.corpus.record_reader import CorpusReader
+from spec_data.corpus.records import Record, parse_row, recognise
+from spec_data.corpus.template import render_error
+from spec_data.option_values import parse_size
+from spec_data.regenerate_options import RegenerateConfig
+
+Message = dict[str, Any]
+
+TRUNCATED = "length"
+"""The finish reason of an answer that reached the limit of tokens."""
+_QUESTIONS = ("turns", "prompt", "instruction")  # columns of rows without an answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What the target wrote in one turn.
+
+    Attributes:
+        message: the keys of the message beside its role: `content`, and where a server returns
+            them `reasoning_content` and `tool_calls`.
+        finish: why it ended: "stop", "length" (the limit of tokens), "tool_calls", ...
+        tokens: tokens that were generated, with the end-of-turn token.
+        prompt_tokens: tokens of the prompt; 0 if a server does not tell.
+        notes: what is counted of it, in words.
+    """
+
+    message: Message
+    finish: str
+    tokens: int
+    prompt_tokens: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """One conversation; `slots` are the indices of the messages that are to be answered."""
+
+    id: str
+    record: Record
+    messages: list[Message]
+    slots: tuple[int, ...]
+
+    def before(self, answers: Sequence[Answer]) -> list[Message]:
+        """Return the messages that ask for the next answer, given those of the first turns."""
+        return self.answered(answers)[: self.slots[len(answers)]]
+
+    def answered(self, answers: Sequence[Answer]) -> list[Message]:
+        """Return the messages with the answers of the first turns in their places."""
+        found = list(self.messages)
+        for slot, answer in zip(self.slots, answers, strict=False):
+            found[slot] = {
+                "role": "assistant",
+                **answer.message,
+                "finish_reason": answer.finish,
+            }
+        return found
+
+    def row(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return the row of the output: what `generate` needs to render the same prompts."""
+        row: dict[str, Any] = {"messages": self.answered(answers), "id": self.id}
+        if self.record.tools:
+            row["tools"] = self.record.tools
+        if self.record.template_kwargs:
+            row["chat_template_kwargs"] = self.record.template_kwargs
+        return row | {"source": self.record.source}
+
+
+def conversation_of(record: Record, turns: str) -> Conversation:
+    """Return the conversation of a record.
+
+    Args:
+        record: a row of the corpus.
+        turns: "all" or "last", the assistant turns that are answered again.
+
+    Raises:
+        RenderError: nothing in it can be answered, or it holds what JSON cannot.
+    """
+    if not record.messages:
+        raise render_error(record, "no-assistant-turn", "plain text or token ids, no conversation")
+    messages = _with_question_turns(record)
+    slots = _slots(messages, turns)
+    if not slots:
+        raise render_error(record, "no-assistant-turn", "no assistant message answers anything")
+    kept = [_as_context(i, m, slots) for i, m in enumerate(messages)]
+    facts = [kept, record.tools, record.template_kwargs]
+    try:
+        text = json.dumps(facts, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise render_error(record, "not-json", f"cannot be written as JSON: {error}") from None
+    identity = hashlib.sha256(text.encode()).hexdigest()[:32]
+    return Conversation(id=identity, record=record, messages=kept, slots=slots)
+
+
+def _with_question_turns(record: Record) -> list[Message]:
+    """Return the messages with an empty answer after a question at the end and each follow-up."""
+    messages = list(record.messages or [])
+    if messages[-1]["role"] in ("user", "tool"):
+        messages.append({"role": "assistant"})
+    for text in record.follow_ups:
+        messages += [{"role": "user", "content": text}, {"role": "assistant"}]
+    return messages
+
+
+def _slots(messages: Sequence[Message], turns: str) -> tuple[int, ...]:
+    """Return the answers to replace; those of weight 0 are context, and so is an opening one."""
+    answers = [
+        i
+        for i, m in enumerate(messages)
+        if i > 0 and m["role"] == "assistant" and m.get("weight", 1)
+    ]
+    return tuple(answers[-1:] if turns == "last" else answers)
+
+
+def _as_context(index: int, message: Message, slots: Sequence[int]) -> Message:
+    """Return a message as the prompts hold it; an answer that stays must not be supervised."""
+    if index in slots:
+        return {"role": "assistant"}
+    if index > 0 and message["role"] == "assistant":
+        return message | {"weight": 0}
+    return message
+
+
+def parse_question(row: Any, *, source: str, where: str, arrow: bool = False) -> tuple[str, Record]:
+    """Return (format name, Record) of a row of conversations, or of questions without an answer.
+
+    Raises:
+        BadRow: see `parse_row`.
+    """
+    alone = isinstance(row, dict) and recognise(row) is None
+    if alone and any(row.get(name) is not None for name in _QUESTIONS):
+        return parse_prompt(row, source=source, where=where, arrow=arrow)
+    return parse_row(row, source=source, where=where, arrow=arrow)
+
+
+class Reading:
+    """Iterate over the conversations of a corpus, any number of times; count what is left out.
+
+    Attributes:
+        reader: the reader of the corpus, with the report of each source.
+        skipped: conversations that were left out while reading, by reason.
+    """
+
+    def __init__(self, config: RegenerateConfig) -> None:
+        bad: Literal["skip", "fail"] = "fail" if config.on_bad_row == "fail" else "skip"
+        self.reader = CorpusReader(
+            config.corpus,
+            on_bad_row=bad,
+            limit=config.limit or None,
+            max_bad_rows=config.bad_row_limit,
+            max_row_bytes=parse_size(config.max_row_bytes),
+            parse=parse_question,
+        )
+        self._turns = config.turns
+        self._duplicates = 0
+
+    def __iter__(self) -> Iterator[Conversation]:
+        seen: set[bytes] = set()
+        self._duplicates = 0
+        for record in self.reader:
+            try:
+                conversation = conversation_of(record, self._turns)
+            except RenderError as error:
+                self.reader.refuse(error)
+                continue
+            key = bytes.fromhex(conversation.id)
+            if key in seen:
+                self._duplicates += 1
+                continue
+            seen.add(key)
+            yield conversation
+
+    @property
+    def rows(self) -> int:
+        """Rows read so far, good and bad."""
+        return sum(report.rows for report in self.reader.reports)
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Rows that were left out while reading, by reason."""
+        found = Counter(self.reader.refused)
+        found["bad"] = sum(report.bad for report in self.reader.reports)
+        found["duplicate"] = self._duplicates
+        return dict(sorted((+found).items()))
+
+    @property
+    def sources(self) -> list[dict[str, Any]]:
+        """The name and hash of each source; complete after a whole pass."""
+        return [{"source": r.source, "sha256": r.sha256} for r in self.reader.reports]

@@ -1,0 +1,233 @@
+"""The local target writes the answers: which prompts, which answers, and what generate finds."""
+
+import json
+
+import pytest
+import torch
+
+from spec_data.cli import main
+from spec_data.regeneration.padded_batches import PaddedBatches
+from spec_data.shards.errors import ConfigError, CorpusError
+from spec_data.shards.likelihood import total_agreement
+from tests.spec_data.generation.trained import TrainedTarget
+from tests.spec_data.regeneration.tools import answered, contents, rows, slow_answers, write_rows
+from tests.spec_data.runs import options, run, save_target, write_corpus
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return save_target(tmp_path_factory.mktemp("target") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> TrainedTarget:
+    """The target that knows its answers."""
+    return TrainedTarget(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return write_corpus(tmp_path / "chats.jsonl", 9)
+
+
+def stops_of(target) -> set[int]:
+    return {json.loads((target / "config.json").read_text())["eos_token_id"]}
+
+
+@pytest.mark.parametrize("batching", ["padded", "continuous"])
+def test_answers_are_those_of_the_slow_loop(target, corpus, tmp_path, batching):
+    record = answered(corpus, tmp_path / "a.jsonl", target=str(target), batching=batching)
+    found, given = rows(tmp_path / "a.jsonl"), rows(corpus)
+    assert record["counts"]["written"] == len(found) == len(given) == 9
+    for new, old in zip(found, given, strict=True):
+        assert contents(new, "user") == contents(old, "user")
+        wanted = slow_answers(target, old["messages"], 6, stops_of(target))
+        shown = [
+            (m["content"], m["finish_reason"]) for m in new["messages"] if m["role"] == "assistant"
+        ]
+        assert shown == wanted
+    reasons = record["counts"]["finish_reasons"]
+    assert sum(reasons.values()) == record["counts"]["answers"] == 12
+
+
+def test_greedy_answers_are_all_first_choices(trained, tmp_path, capsys):
+    """The answers of the corpus belong to other questions; the target's own replace them."""
+    corpus = trained.corpus("shuffled-questions", trained.shuffled())
+    out = tmp_path / "own.jsonl"
+    words = ["--target", str(trained.path), "--corpus", str(corpus), "--out", str(out)]
+    assert main(["regenerate", *words, "--max-new-tokens", "40", "--device", "cpu"]) == 0
+    shown = capsys.readouterr()
+    assert "24 read = 24 written + 0 failed + 0 skipped" in shown.out
+    assert f"next:  spec-data generate --target {trained.path} --corpus {out}" in shown.err
+    assert [contents(r) for r in rows(out)] == [contents(r) for r in trained.rows]
+    manifest = run(trained.path, out, tmp_path / "data", layers="0,1", on_policy=True)
+    found = total_agreement(manifest.raw)
+    assert found is not None and found.first_choice == found.tokens > 200
+    assert manifest.raw["policy"] == "on-policy"
+    assert manifest.raw["settings"]["sampling_temperature"] == 0.0  # from the record
+
+
+def test_the_last_turn_only(target, corpus, tmp_path):
+    answered(corpus, tmp_path / "a.jsonl", target=str(target), turns="last")
+    for new, old in zip(rows(tmp_path / "a.jsonl"), rows(corpus), strict=True):
+        assert contents(new)[:-1] == contents(old)[:-1]
+        weights = [m.get("weight", 1) for m in new["messages"] if m["role"] == "assistant"]
+        assert weights == [0] * (len(weights) - 1) + [1]
+    manifest = run(target, tmp_path / "a.jsonl", tmp_path / "data")
+    assert manifest.raw["documents"]["rendering"]["answers of weight 0, not supervised"] == 3
+
+
+def test_questions_alone_and_what_is_left_out(target, tmp_path):
+    question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    corpus = write_rows(
+        tmp_path / "c.jsonl",
+        [
+            {"prompt": "why"},
+            {"turns": ["first", "second"]},
+            {"messages": [question, answer, question | {"content": "r"}]},
+            {"messages": [question, answer | {"weight": 0}, question | {"content": "s"}, answer]},
+            {"messages": [question, answer]},
+            {"messages": [question, answer | {"content": "b"}]},  # the same question
+            {"messages": [answer]},
+            {"text": "plain"},
+            {"messages": [question | {"content": "long " * 600}, answer]},
+            {"nothing": 1},
+        ],
+    )
+    record = answered(corpus, tmp_path / "a.jsonl", target=str(target), max_bad_rows="5")
+    counts = record["counts"]
+    assert (counts["read"], counts["written"], counts["failed"]) == (10, 5, 0)
+    assert counts["skipped"] == {
+        "bad": 1,
+        "duplicate": 1,
+        "no-assistant-turn": 2,
+        "prompt-too-long": 1,
+    }
+    found = rows(tmp_path / "a.jsonl")
+    assert [len(r["messages"]) for r in found] == [2, 4, 4, 4, 2]
+    assert found[3]["messages"][1] == answer | {"weight": 0}
+    assert counts["answers"] == 1 + 2 + 2 + 1 + 1
+
+
+def test_tools_and_template_kwargs_of_a_row_are_kept(tmp_path):
+    target = save_target(tmp_path / "t", template="qwen3")
+    tools = [{"type": "function", "function": {"name": "w", "parameters": {"type": "object"}}}]
+    row = {
+        "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+        "tools": tools,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    corpus = write_rows(tmp_path / "c.jsonl", [row])
+    answered(corpus, tmp_path / "a.jsonl", target=str(target), dtype="float32")
+    (found,) = rows(tmp_path / "a.jsonl")
+    assert found["tools"] == tools and found["chat_template_kwargs"] == row["chat_template_kwargs"]
+
+
+def test_truncated_answers_are_marked_or_dropped(target, corpus, tmp_path):
+    record = answered(corpus, tmp_path / "a.jsonl", target=str(target), max_new_tokens=2)
+    cut = record["counts"]["finish_reasons"]["length"]
+    assert cut == 12
+    manifest = run(target, tmp_path / "a.jsonl", tmp_path / "data")
+    rendering = manifest.raw["documents"]["rendering"]
+    shown = rendering["answers cut at a limit of tokens, their end not supervised"]
+    assert shown + rendering.get("empty answers, not supervised", 0) == cut
+    with pytest.raises(CorpusError, match=r"no conversation has an answer.*'truncated': 9"):
+        answered(
+            corpus, tmp_path / "b.jsonl", target=str(target), max_new_tokens=2, drop_truncated=True
+        )
+
+
+def test_a_target_whose_padding_leaks_gets_prompts_of_one_length(
+    target, corpus, tmp_path, monkeypatch, caplog
+):
+    plain = tmp_path / "a.jsonl"
+    answered(corpus, plain, target=str(target))
+    widths, generate = [], PaddedBatches._generate
+    first = PaddedBatches._first_logits
+
+    def leaking(self, ids, mask):
+        found = first(self, ids, mask)
+        return found + (mask == 0).sum(-1, keepdim=True) * torch.randn(found.shape[-1])
+
+    def counted(self, batch):
+        widths.append({len(q.prompt) for q in batch})
+        return generate(self, batch)
+
+    monkeypatch.setattr(PaddedBatches, "_first_logits", leaking)
+    monkeypatch.setattr(PaddedBatches, "_generate", counted)
+    answered(corpus, tmp_path / "b.jsonl", target=str(target))
+    assert widths and all(len(lengths) == 1 for lengths in widths)
+    assert "a padded prompt changes this target's logits" in caplog.text
+    assert (tmp_path / "b.jsonl").read_bytes() == plain.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"out": "a.txt"}, r"ends in \.jsonl"),
+        ({"out": "chats.jsonl"}, "would be read as corpus"),
+        ({"device": "cuda:99"}, "not usable on this machine"),
+        ({"out": "no/a.jsonl"}, "in an existing directory"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(
+    target, corpus, tmp_path, monkeypatch, changes, message
+):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=message):
+        answered(corpus, changes.pop("out", "a.jsonl"), target=str(target), **changes)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_options_are_checked(tmp_path):
+    for changes, message in (
+        ({}, "who answers"),
+        ({"target": "t", "temperature": -1.0}, "--temperature"),
+        ({"target": "t", "top_p": 0.0}, "--top-p"),
+        ({"target": "t", "server_model": "m"}, "add that option"),
+        ({"server": ("localhost:8000",)}, "expected a URL"),
+        ({"target": "t", "batch_size": 0}, "--batch-size 0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            answered(tmp_path / "c.jsonl", tmp_path / "a.jsonl", **changes)
+
+
+# --- what generate makes of the record ---
+
+
+def test_on_policy_is_checked_against_the_record(target, trained, corpus, tmp_path):
+    out = tmp_path / "own.jsonl"
+    answered(corpus, out, target=str(trained.path), temperature=0.5)
+    with pytest.raises(ConfigError, match=r"was not written by this target.*\n.*weights: sha256"):
+        run(target, out, tmp_path / "data", on_policy=True)
+    with pytest.raises(ConfigError, match=r"sampled at 0\.5 \(own\.jsonl\.sampling\)"):
+        given = {"on_policy": True, "sampling_temperature": 0.7, "layers": "0,1"}
+        run(trained.path, out, tmp_path / "data", **given)
+    (tmp_path / "own.jsonl.sampling").write_text("{")
+    with pytest.raises(CorpusError, match=r"own\.jsonl\.sampling: damaged"):
+        run(trained.path, out, tmp_path / "data", layers="0,1")
+
+
+def test_the_record_is_no_corpus_and_names_the_flag(trained, tmp_path, caplog, capsys):
+    folder = tmp_path / "corpora"
+    folder.mkdir()
+    corpus = trained.corpus("questions", trained.rows[:4])
+    answered(corpus, folder / "own.jsonl", target=str(trained.path))
+    with caplog.at_level("INFO"):
+        words = ["--layers", "0,1", "--device", "cpu", "--out", str(tmp_path / "data")]
+        base = ["estimate", "--target", str(trained.path), *words, "--corpus"]
+        assert main([*base, str(folder)]) == 0
+        assert "own.jsonl.sampling" not in capsys.readouterr().out
+        assert main([*base, str(folder / "own.jsonl")]) == 0
+    assert "--on-policy states and measures it" in caplog.text
+
+
+def test_a_changed_file_is_named(trained, tmp_path, caplog):
+    corpus = trained.corpus("few", trained.rows[:12])
+    out = tmp_path / "own.jsonl"
+    answered(corpus, out, target=str(trained.path), max_new_tokens=40)
+    out.write_text("".join(out.read_text().splitlines(keepends=True)[:9]))
+    given = options(trained.path, out, tmp_path / "data", layers="0,1", on_policy=True)
+    assert run(**{k: v for k, v in given.items() if k != "corpus"}, corpus=out)
+    assert "was changed after `regenerate` wrote it" in caplog.text

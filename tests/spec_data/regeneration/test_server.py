@@ -1,0 +1,332 @@
+"""OpenAI-compatible servers write the answers: every fault of theirs, and what is sent to them."""
+
+import asyncio
+import json
+import multiprocessing as mp
+import os
+import socket
+import time
+
+import pytest
+
+from spec_data.cli import main
+from spec_data.config import as_flags
+from spec_data.regeneration.journal import journal_path
+from spec_data.regeneration.server_pool import ServerPool, asked_wait, base_url
+from spec_data.shards.errors import ConfigError, RunError
+from tests.spec_data.regeneration.chat_server import (
+    ChatServer,
+    answer_to,
+    body,
+    completion,
+    first_tries,
+    slow,
+    status,
+)
+from tests.spec_data.regeneration.tools import answered, config, contents, rows, write_rows
+from tests.spec_data.runs import save_target, write_corpus
+
+ROWS, TURNS = 16, 22
+FAST = {"backoff": 0.002, "timeout": 5.0, "concurrency": 8}
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch):
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return write_corpus(tmp_path / "chats.jsonl", ROWS)
+
+
+def wanted(corpus) -> list[list[str]]:
+    """Return the answers of every row, by a plain loop over its messages."""
+    found = []
+    for row in rows(corpus):
+        so_far, texts = [], []
+        for message in row["messages"]:
+            if message["role"] == "assistant":
+                texts.append(answer_to(so_far))
+                so_far.append({"role": "assistant", "content": texts[-1]})
+            else:
+                so_far.append(message)
+        found.append(texts)
+    return found
+
+
+def check(out, corpus, record) -> None:
+    """Check that every answer is there once, in the order of the corpus."""
+    assert [contents(r) for r in rows(out)] == wanted(corpus)
+    counts = record["counts"]
+    assert (counts["written"], counts["failed"], counts["answers"]) == (ROWS, 0, TURNS)
+    assert not journal_path(out).exists()
+
+
+FAULTS = {
+    "sound": [],
+    "500, 502 and 503": [status(500), status(502), status(503)],
+    "429 with and without Retry-After": [status(429, Retry_After="0.01"), status(429)],
+    "dropped connections": [
+        lambda h, b: h.drop(),
+        lambda h, b: h.drop(b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\n{"),
+    ],
+    "not JSON, and JSON of other shapes": [
+        body(b'{"choices": [{"mess'),
+        body([]),
+        body({"choices": []}),
+        body({"choices": [{"message": None, "finish_reason": "stop"}]}),
+    ],
+    "wrong content type, no finish, no text": [
+        body(b"<html>proxy error</html>", "text/html"),
+        body(completion([], finish=None)),
+        body(completion([], message={"content": 3})),
+        body(completion([], message={"content": "\ud800"})),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_that_pass_cost_no_answer(corpus, tmp_path, name):
+    out = tmp_path / "a.jsonl"
+    with ChatServer(first_tries(*FAULTS[name])) as server:
+        record = answered(corpus, out, server=(server.url,), **FAST)
+    check(out, corpus, record)
+    assert set(server.answered.values()) == {1}
+    assert set(server.asked.values()) == {len(FAULTS[name]) + 1}
+
+
+def test_a_slow_answer_is_asked_for_again(corpus, tmp_path):
+    out = tmp_path / "a.jsonl"
+    with ChatServer(first_tries(slow(0.6))) as server:
+        record = answered(corpus, out, server=(server.url,), **FAST | {"timeout": 0.3})
+    check(out, corpus, record)
+
+
+def closed_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{free.getsockname()[1]}"
+
+
+def test_one_of_two_servers_is_down_for_ever(corpus, tmp_path, caplog):
+    out = tmp_path / "a.jsonl"
+    with ChatServer() as server:
+        record = answered(corpus, out, server=(closed_port(), server.url), **FAST)
+    check(out, corpus, record)
+    assert "this server does not respond, and others are used" in caplog.text
+
+
+def test_one_of_two_servers_dies_in_the_middle(corpus, tmp_path):
+    out = tmp_path / "a.jsonl"
+    left = [5]
+
+    def dying(handler, _):
+        left[0] -= 1
+        if left[0] >= 0:
+            return False
+        handler.drop()
+        return True
+
+    with ChatServer(dying) as bad, ChatServer() as good:
+        record = answered(corpus, out, server=(bad.url, good.url), **FAST)
+    check(out, corpus, record)
+    assert len(good.requests) > len(bad.requests) > 5  # the load goes to the one that answers
+
+
+def test_load_is_spread_over_servers(corpus, tmp_path):
+    pause = [lambda h, b: time.sleep(0.01)]  # never a fault: it returns nothing
+    with ChatServer(*pause) as one, ChatServer(*pause) as two:
+        answered(corpus, tmp_path / "a.jsonl", server=(one.url, two.url), **FAST)
+    assert min(len(one.requests), len(two.requests)) >= TURNS // 4
+
+
+def test_a_request_that_is_refused_concerns_its_conversation_alone(corpus, tmp_path, capsys):
+    out = tmp_path / "a.jsonl"
+
+    def too_long(handler, request):
+        if request["messages"][0]["content"] != "question 3":
+            return False
+        handler.send(400, {"error": {"message": "longer than the context"}})
+        return True
+
+    with ChatServer(too_long) as server:
+        given = config(corpus, out, server=(server.url,), **FAST)
+        assert main(["regenerate", *as_flags(given)]) == 1
+        shown = capsys.readouterr()
+        assert "16 read = 15 written + 1 failed + 0 skipped" in shown.out
+        assert "retry:  spec-data regenerate" in shown.err
+        assert len(rows(out)) == ROWS - 1
+        (failure,) = json.loads((tmp_path / "a.jsonl.sampling").read_text())["failed"]
+        assert failure["where"] == f"{corpus}:4" and "longer than the context" in failure["reason"]
+        server.faults = ()
+        before = len(server.requests)
+        record = answered(corpus, out, server=(server.url,), **FAST)
+    check(out, corpus, record)
+    assert len(server.requests) - before == 2  # the two turns of that conversation
+
+
+def test_no_server_answers_any_more(corpus, tmp_path):
+    with ChatServer(first_tries(*[status(500)] * 100)) as server:
+        given = FAST | {"retries": 2, "server": (server.url,)}
+        with pytest.raises(RunError, match=r"the last 16 conversations.*HTTP 500: .*no 500"):
+            answered(corpus, tmp_path / "a.jsonl", **given)
+        few = write_corpus(tmp_path / "few.jsonl", 2)
+        with pytest.raises(RunError, match="no conversation has an answer"):
+            answered(few, tmp_path / "b.jsonl", **given)
+    with pytest.raises(RunError, match=r"no server responds:\n  http://127"):
+        answered(corpus, tmp_path / "c.jsonl", **given)
+
+
+@pytest.mark.parametrize("code", [401, 403, 404])
+def test_a_wrong_key_or_model_stops_the_run(corpus, tmp_path, code):
+    with (
+        ChatServer(first_tries(status(code))) as server,
+        pytest.raises(ConfigError, match=rf"refuses all requests: HTTP {code}"),
+    ):
+        answered(corpus, tmp_path / "a.jsonl", server=(server.url,), **FAST)
+
+
+def test_the_model_is_the_first_listed_or_the_named_one(corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    with ChatServer(models=("big", "tiny")) as server:
+        record = answered(corpus, tmp_path / "a.jsonl", server=(f"{server.url}/v1",), **FAST)
+        assert record["settings"]["server_model"] == "big"
+        assert {r["model"] for r in server.requests} == {"big"}
+        assert set(server.keys) == {"Bearer secret"}
+        with pytest.raises(ConfigError, match="has no model 'small'; it has big, tiny"):
+            given = {"server": (server.url,), "server_model": "small", **FAST}
+            answered(corpus, tmp_path / "b.jsonl", **given)
+    assert "secret" not in (tmp_path / "a.jsonl.sampling").read_text()
+
+
+def test_what_is_sent(tmp_path):
+    call = {"type": "function", "function": {"name": "w", "arguments": {"city": "Paris"}}}
+    tools = [{"type": "function", "function": {"name": "w", "parameters": {"type": "object"}}}]
+    messages = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "q", "note": "not for servers"},
+        {"role": "assistant", "tool_calls": [call], "weight": 0},
+        {"role": "tool", "content": "sun"},
+    ]
+    row = {"messages": messages, "tools": tools, "chat_template_kwargs": {"b": 2}}
+    corpus = write_rows(tmp_path / "c.jsonl", [row])
+    options = {"temperature": 0.7, "top_p": 0.9, "top_k": 0, "chat_template_kwargs": '{"a": 1}'}
+    with ChatServer() as server:
+        answered(corpus, tmp_path / "a.jsonl", server=(server.url,), **FAST | options)
+        answered(corpus, tmp_path / "b.jsonl", server=(server.url,), **FAST)
+    sent, plain = server.requests
+    assert sent["messages"][:2] == [messages[0], {"role": "user", "content": "q"}]
+    (found,) = sent["messages"][2]["tool_calls"]
+    assert json.loads(found["function"]["arguments"]) == {"city": "Paris"}
+    assert sent["messages"][2].keys() == {"role", "content", "tool_calls"}
+    assert (sent["temperature"], sent["top_p"], sent["top_k"]) == (0.7, 0.9, -1)
+    assert sent["max_tokens"] == 6 and sent["tools"] == tools
+    assert sent["chat_template_kwargs"] == {"a": 1, "b": 2}
+    assert "top_k" not in plain and sent["seed"] == plain["seed"]
+
+
+def test_reasoning_calls_and_ends_are_kept(tmp_path):
+    corpus = write_corpus(tmp_path / "c.jsonl", 1)
+    call = {"id": "1", "type": "function", "function": {"name": "w", "arguments": "{}"}}
+    message = {"content": None, "reasoning_content": "hm", "tool_calls": [call]}
+
+    def calling(handler, request):
+        handler.send(200, completion([], message=message, finish="tool_calls"))
+        return True
+
+    with ChatServer(calling) as server:
+        record = answered(corpus, tmp_path / "a.jsonl", server=(server.url,), **FAST)
+    assert record["counts"]["finish_reasons"] == {"tool_calls": 2}
+    found = rows(tmp_path / "a.jsonl")[0]["messages"][1]
+    assert found == {
+        "role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call],
+        "finish_reason": "tool_calls",
+    }  # fmt: skip
+
+
+def test_prompts_of_another_template_are_counted(corpus, tmp_path):
+    """The server says that its prompts have 10 tokens; those of the target are longer."""
+    target = save_target(tmp_path / "target")
+    with ChatServer() as server:
+        given = {"server": (server.url,), "target": str(target), **FAST}
+        record = answered(corpus, tmp_path / "a.jsonl", **given)
+    notes = record["counts"]["notes"]
+    assert notes == {
+        "answers to a prompt of another length than the target's template renders": TURNS
+    }
+
+
+def test_a_kill_in_the_middle_asks_no_answered_turn_again(corpus, tmp_path):
+    out = tmp_path / "a.jsonl"
+    pause = lambda h, b: time.sleep(0.02)  # noqa: E731
+    with ChatServer(pause) as server:
+        given = config(corpus, out, server=(server.url,), **FAST | {"concurrency": 2})
+        for answers in (3, 9, 1000):
+            process = mp.get_context("fork").Process(
+                target=lambda: os._exit(main(["regenerate", *as_flags(given), "--quiet"]))
+            )
+            process.start()
+            while process.exitcode is None and kept(out) < answers:
+                time.sleep(0.005)
+            if process.exitcode is None:
+                process.kill()
+            process.join()
+        assert process.exitcode == 0
+        record = answered(corpus, out, server=(server.url,), **FAST | {"concurrency": 2})
+    check(out, corpus, record)
+    # an answer can be lost with the journal's last second, and those that were in flight
+    assert TURNS <= sum(server.answered.values()) <= 2 * TURNS
+
+
+def kept(out) -> int:
+    file = journal_path(out)
+    return file.read_bytes().count(b"\n") - 1 if file.exists() else 0
+
+
+def test_a_running_event_loop_is_no_obstacle(corpus, tmp_path):
+    out = tmp_path / "a.jsonl"
+
+    async def notebook(url):
+        return answered(corpus, out, server=(url,), **FAST)
+
+    with ChatServer() as server:
+        check(out, corpus, asyncio.run(notebook(server.url)))
+
+
+# --- the parts ---
+
+
+def test_addresses_and_waits():
+    assert base_url("http://h:1") == base_url("http://h:1/") == "http://h:1/v1"
+    assert base_url("http://h:1/api/v2/") == "http://h:1/api/v2"
+    assert base_url("http://h:1/v1/chat/completions") == "http://h:1/v1"
+    assert asked_wait({"retry-after": "1.5"}) == 1.5
+    assert asked_wait({"retry-after": "soon"}) is None and asked_wait({}) is None
+    assert asked_wait({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}) is None
+    assert asked_wait({"retry-after": "inf"}) is None
+
+
+def test_a_failed_server_rests_longer_each_time_and_waits_as_asked(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr("spec_data.regeneration.server_pool.time.monotonic", lambda: clock[0])
+    pool = ServerPool(("http://a", "http://b"), "k", 1.0, 1.0)
+    bad, good = pool.servers
+    rests = []
+    for _ in range(8):
+        pool.failed(bad)
+        pool.failed(bad)  # of another request that was in flight
+        rests.append(bad.rests_until - clock[0])
+        clock[0] = bad.rests_until
+    for number, rest in enumerate(rests):
+        assert 0.5 * min(2**number, 60) <= rest <= min(2**number, 60)
+    pool.failed(bad)
+    assert asyncio.run(pool.next()) is good
+    pool.succeeded(bad)
+    pool.failed(bad, wait=7.0)
+    assert bad.rests_until - clock[0] == 7.0
+    pool.succeeded(bad)
+    assert (bad.failures, bad.rests_until) == (0, 0.0)
+    asyncio.run(pool.__aexit__())

@@ -1,0 +1,80 @@
+"""Runs of regenerate, and the slow way to the same answers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from spec_data.regenerate_options import RegenerateConfig
+from spec_data.regeneration.run import regenerate
+
+
+def config(corpus: Path | tuple[Path, ...], out: Path, **changes: Any) -> RegenerateConfig:
+    """Return options of a small run."""
+    corpora = corpus if isinstance(corpus, tuple) else (corpus,)
+    given = {
+        "corpus": tuple(map(str, corpora)),
+        "out": str(out),
+        "max_new_tokens": 6,
+        "batch_size": 4,
+        "device": "cpu",
+    }
+    return RegenerateConfig(**given | changes)
+
+
+def answered(corpus: Path | tuple[Path, ...], out: Path, **changes: Any) -> dict[str, Any]:
+    """Regenerate in this process and return the record."""
+    return regenerate(config(corpus, out, **changes))
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a JSON-lines file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def write_rows(path: Path, found: list[Any]) -> Path:
+    """Write rows as JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
+    return path
+
+
+def contents(row: dict[str, Any], role: str = "assistant") -> list[str]:
+    """Return the texts of the messages of a role."""
+    return [m["content"] for m in row["messages"] if m["role"] == role]
+
+
+@torch.no_grad()
+def slow_answers(
+    target: Path, messages: list[dict[str, Any]], limit: int, stops: set[int]
+) -> list[tuple[str, str]]:
+    """Return (text, finish reason) of every assistant turn: no batch, no cache, float64.
+
+    Each turn is answered with the answers to the turns before it in its prompt.
+    """
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64).eval()
+    tok = AutoTokenizer.from_pretrained(target)
+    so_far: list[dict[str, Any]] = []
+    found = []
+    for message in messages:
+        if message["role"] != "assistant" or not so_far:
+            so_far.append(message)
+            continue
+        prompt = tok.apply_chat_template(so_far, add_generation_prompt=True, return_dict=True)
+        ids, own = list(prompt["input_ids"]), []
+        finish = "length"
+        for _ in range(limit):
+            token = int(model(torch.tensor([ids])).logits[0, -1].argmax())
+            if token in stops:
+                finish = "stop"
+                break
+            ids.append(token)
+            own.append(token)
+        for _ in range(3):  # a character that the limit cut in two is left out
+            if finish == "length" and own and tok.decode(own).endswith("\ufffd"):
+                own.pop()
+        text = tok.decode(own)
+        found.append((text, finish))
+        so_far.append({"role": "assistant", "content": text})
+    return found
