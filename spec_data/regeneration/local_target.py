@@ -13,7 +13,8 @@ import torch
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.end_tokens import EndTokens
 from spec_data.corpus.template import Chat, Template
-from spec_data.generation.setup import context_length, end_token_ids
+from spec_data.generation.planning import end_token_ids
+from spec_data.generation.setup import context_length
 from spec_data.models.identify import identify, target_table, tokenizer_table
 from spec_data.models.reading import load_config, load_tokenizer, text_config
 from spec_data.models.resolve import resolve_model
