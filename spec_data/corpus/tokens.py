@@ -81,7 +81,7 @@ class Tokens:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.direct = _is_plain(tokenizer)
+        self.direct = is_plain(tokenizer)
         self.cut_tokens: dict[int, str] = {}
         self._backend: Any = None
         self._ends: dict[str, list[int]] = {}
@@ -151,7 +151,7 @@ def _is_written(content: str, found: str) -> bool:
     return found == content or (bool(content.strip()) and found.strip() == content)
 
 
-def _is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
+def is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether `apply_chat_template` renders a text and passes it to the backend as it is."""
     kind = type(tokenizer)
     own = vars(tokenizer).keys() & {"apply_chat_template", "__call__", "_encode_plus"}
