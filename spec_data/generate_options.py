@@ -122,6 +122,15 @@ class GenerateConfig:
         group=CAPTURE,
         choices=("all", "supervised"),
     )
+    teacher: str = option(
+        "supervised",
+        help="tokens at which the target's choice, logsumexp and stored logits are computed: those "
+        "whose next token is supervised, the only ones that a draft learns from as it is served; "
+        "or all, which runs the head on every token. Take all to train with a wider `fit --mask` "
+        "later, or with --slots shifted",
+        group=CAPTURE,
+        choices=("supervised", "all"),
+    )
     states_only: bool = option(
         False, help="capture a target although no draft can be fitted on its states", group=CAPTURE
     )

@@ -11,6 +11,9 @@ from pathlib import Path
 
 from spec_data.shards.errors import ConfigError
 
+CACHE_VARIABLE = "SPEC_DATA_CACHE"
+"""Environment variable that moves the cache directory."""
+
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)")  # two letters at least: C:/ is a drive
 _ADVICE = {
     "hf": "write a Hub id without it, such as org/name",
@@ -18,6 +21,18 @@ _ADVICE = {
     "http": "download the file and pass its local path",
     "https": "download the file and pass its local path",
 }
+
+
+def cache_directory(kind: str) -> Path:
+    """Return the directory of one kind of cached files; it may not exist.
+
+    It lies in $SPEC_DATA_CACHE, else in spec-data below $XDG_CACHE_HOME or ~/.cache. All of it can
+    be deleted at any time.
+    """
+    if own := os.environ.get(CACHE_VARIABLE):
+        return Path(own) / kind
+    shared = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(shared) / "spec-data" / kind
 
 
 def check_value(flag: str, text: str) -> None:

@@ -206,9 +206,13 @@ def refused_label(manifest: Manifest) -> str:
 
 
 def _where(manifest: Manifest) -> str:
-    if manifest.final == SUPERVISED:
-        return "tokens whose next token is supervised (hidden.final)"
-    return "all tokens"
+    """At which tokens the final states and the teacher's columns are stored."""
+    final = manifest.final if manifest.supervision == "final-hidden" else manifest.teacher
+    some = "tokens whose next token is supervised"
+    if final == manifest.teacher:
+        return some if final == SUPERVISED else "all tokens"
+    sparse = "hidden.final" if final == SUPERVISED else "argmax and logsumexp"
+    return f"all tokens; {sparse} only at {some}"
 
 
 def _packing_text(packing: dict[str, Any]) -> str:
@@ -234,6 +238,7 @@ def dataset_facts(dataset: HiddenStatesDataset) -> dict[str, Any]:
         "draft_layers": {d: list(own) for d, own in recorded_layers(raw).items()},
         "supervision": manifest.supervision,
         "final": manifest.final,
+        "teacher": manifest.teacher,
         "policy": raw["policy"],
         "agreement": raw.get("agreement"),
         "warnings": suspicions(raw),

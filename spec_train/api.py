@@ -173,7 +173,7 @@ def _accepted(found: dict[str, Any]) -> AcceptanceResult:
         accept_rate=tuple(walk["accept_rate"]),
         rounds=walk["rounds"],
         all_slots_length=found["slots"]["acceptance_length"],
-        teacher_forced_length=found["teacher_forced"]["acceptance_length"],
+        teacher_forced_length=(found["teacher_forced"] or {}).get("acceptance_length"),
         on_policy=found["on_policy"],
         figures=found,
         text=table({"data": found}),

@@ -145,6 +145,12 @@ class EvalConfig:
         group=_MEASURED,
         metavar="POLICY",
     )
+    walk_only: bool = option(
+        False,
+        help="with --data: leave out the loss and the teacher-forced figures, which take most of "
+        "the time",
+        group=_MEASURED,
+    )
     check: str = option(
         FIRST,
         help=f"with --data: {CHECK_HELP}",

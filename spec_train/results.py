@@ -27,7 +27,7 @@ class AcceptanceResult:
     all_slots_length: float | None
     """The same from every supervised token, not only from those where a round begins."""
     teacher_forced_length: float | None
-    """On the document's own tokens at every depth, as in training."""
+    """On the document's own tokens at every depth, as in training; None with `walk_only`."""
     on_policy: float
     """Share of the supervised tokens that are the target's own greedy choice."""
     figures: dict[str, Any] = field(repr=False)

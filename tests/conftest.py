@@ -7,6 +7,7 @@ the same number.
 """
 
 import os
+import tempfile
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -17,4 +18,6 @@ os.environ["OMP_NUM_THREADS"] = os.environ.get("SPEC_TEST_THREADS", "1")
 
 import torch
 
+_cache = tempfile.TemporaryDirectory(prefix="spec-data-cache-")  # never the user's
+os.environ["SPEC_DATA_CACHE"] = _cache.name
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

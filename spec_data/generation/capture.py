@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_data.generation.measure import NOT_SUPERVISED, supervised_next, token_figures
+from spec_data.generation.logit_columns import logit_columns
+from spec_data.generation.measure import supervised_next
 from spec_data.generation.plan import Plan, unit_batches
 from spec_data.shards.errors import RunError
 from spec_data.shards.likelihood import DocumentFigures
 from spec_data.shards.lossy import Tables
 from spec_data.shards.packing import row_layout
-from spec_data.shards.schema import FINAL, Column, layer_column
+from spec_data.shards.schema import FINAL, TEACHERS, Column, layer_column
 from spec_data.shards.writer import UnitData
 from spec_data.target.backend import TargetBackend
 from spec_data.target.forward_batch import ForwardBatch
@@ -136,72 +137,41 @@ def forward_columns(
     batch: ForwardBatch,
     form: str,
     columns: tuple[Column, ...],
-    following: np.ndarray | None = None,
+    following: np.ndarray,
     temperature: float = 1.0,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Run one forward and return every column but the loss mask at the real tokens of the batch.
+    """Run one forward and return every column but the loss mask, at the tokens that it stores.
 
     Args:
         target, batch, form, columns: what is run, and what is wanted.
         following: the next token of each of the N real tokens where it is supervised, else -1,
-            int64 [N]; None: nothing is supervised.
+            int64 [N]. Sparse columns store the m tokens that have one.
         temperature: see `token_figures`.
 
     Returns:
-        Tensors on the device of the target, in the order of `batch.documents`. N is the number of
-        real tokens: `input_ids` and `target_argmax` int64 [N], `target_logsumexp` float32 [N],
-        `hidden.*` [N, H], `topk_ids` int64 [N, K] and `topk_logits` float32 [N, K], `logits`
-        [N, V]. States and logits have the dtype of the target. And the figures of the m tokens with
-        a supervised next token, float32 [m, 4].
+        Tensors on the device of the target, in the order of `batch.documents`, with n = N rows, or
+        n = m in a sparse column: `input_ids` and `target_argmax` int64 [n], `target_logsumexp`
+        float32 [n], `hidden.*` [n, H], `topk_ids` int64 [n, K] and `topk_logits` float32 [n, K],
+        `logits` [n, V]. States and logits have the dtype of the target. And the figures of the m
+        tokens, float32 [m, 4].
 
     Raises:
         RunError, TargetError: the target does not produce the states.
     """
     names = {c.name: c for c in columns}
     states = target.capture(batch, form, full_logits="logits" in names)
-    final = states.final  # [N, H]
     values = {layer_column(k): states.layers[k] for k in target.layers}  # [N, H] each
     values["input_ids"] = batch.input_ids[batch.document_ids >= 0].to(target.device)  # [N]
-    if following is None:
-        following = np.full(len(final), NOT_SUPERVISED, np.int64)
-    asked = torch.from_numpy(following).to(target.device)
-    derived, figures = _logit_columns(target, final, states.logits, names, asked, temperature)
-    values |= derived
+    asked = np.flatnonzero(following >= 0)  # [m], known without waiting for the device
+    some = torch.from_numpy(asked).to(target.device)
+    final, logits = states.final, states.logits
     if FINAL in names:
-        values[FINAL] = final
-    return values, figures
-
-
-def _logit_columns(
-    target: TargetBackend,
-    final: Tensor,
-    logits: Tensor | None,
-    names: dict[str, Column],
-    following: Tensor,
-    temperature: float,
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Return argmax, logsumexp and, if `names` has them, top-k or full logits; and the figures.
-
-    `final` is [N, H]; `logits` is [N, V], or None to compute them in blocks of tokens; `following`
-    is int64 [N]. The figures are float32 [m, 4], see `token_figures`.
-    """
-    argmax, logsumexp, top_ids, top_logits, figures = [], [], [], [], []
-    for part in target.logit_chunks(len(final)):
-        block = logits[part] if logits is not None else target.logits_of(final[part])  # [n, V]
-        wide = block.float()
-        argmax.append(block.argmax(-1))
-        logsumexp.append(wide.logsumexp(-1))
-        figures.append(token_figures(wide, logsumexp[-1], argmax[-1], following[part], temperature))
-        if "topk_ids" in names:
-            top = wide.topk(names["topk_ids"].width or 1, dim=-1)
-            top_ids.append(top.indices)
-            top_logits.append(top.values)
-    out = {"target_argmax": torch.cat(argmax), "target_logsumexp": torch.cat(logsumexp)}
-    if top_ids:
-        out |= {"topk_ids": torch.cat(top_ids), "topk_logits": torch.cat(top_logits)}
-    if logits is not None:
-        out["logits"] = logits
-    return out, torch.cat(figures)
+        values[FINAL] = final[some] if names[FINAL].sparse else final
+    if not any(c.name in TEACHERS and not c.sparse for c in columns):
+        final, following = final[some], following[asked]
+        logits = logits[some] if logits is not None else None
+    derived, figures = logit_columns(target, final, logits, names, following, temperature)
+    return values | derived, figures
 
 
 def add_figures(
@@ -252,18 +222,11 @@ def _store(
     data: UnitData,
     tables: Mapping[str, Tables],
 ) -> None:
-    """Encode each column [N] or [N, W] and copy the tokens of every document to `data`.
-
-    A sparse column stores only the tokens that predict a supervised one.
-    """
+    """Encode each column [n] or [n, W] and copy the tokens of every document to `data`."""
     for column in columns:
         if column.name == "loss_mask":
             continue
         value = values[column.name]
-        if column.sparse:
-            # bool [N] in the order of the batch: the tokens that this column stores
-            kept = [data.kept[data.offsets[d] : data.offsets[d + 1]] for d in batch.documents]
-            value = value[torch.from_numpy(np.concatenate(kept)).to(value.device)]
         # Where the tokens of each document of the batch are stored in the unit.
         bounds = data.row_offsets(column)
         places = [slice(int(bounds[d]), int(bounds[d + 1])) for d in batch.documents]

@@ -1,13 +1,11 @@
 """Measure what the target thinks of the supervised tokens, from logits that exist anyway.
 
-Shapes: N tokens, n tokens of a block, m of them with a supervised next token, V vocabulary size.
+Shapes: N tokens, m tokens with a supervised next token, V vocabulary size.
 """
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from spec_data.shards.likelihood import FIGURES
 
 NOT_SUPERVISED = -1
 # Nats. A target that masks part of its vocabulary assigns a token no probability at all.
@@ -30,21 +28,15 @@ def supervised_next(ids: np.ndarray, predicting: np.ndarray) -> np.ndarray:
 def token_figures(
     logits: Tensor, logsumexp: Tensor, argmax: Tensor, following: Tensor, temperature: float
 ) -> Tensor:
-    """Return the `FIGURES` of the tokens with a supervised next token, float32 [m, 4].
+    """Return the `FIGURES` of tokens with a supervised next token, float32 [m, 4].
 
     Args:
-        logits: float32 [n, V].
-        logsumexp: of the logits, float32 [n].
-        argmax: of the logits, int64 [n].
-        following: the next token, -1 where it is not supervised, int64 [n].
+        logits: float32 [m, V].
+        logsumexp: of the logits, float32 [m].
+        argmax: of the logits, int64 [m].
+        following: the next token, int64 [m].
         temperature: the one of the target's own samples; 0 is greedy.
     """
-    asked = (following >= 0).nonzero()[:, 0]  # [m]
-    if not len(asked):
-        return logits.new_zeros(0, len(FIGURES))
-    if len(asked) < len(following):
-        logits, logsumexp = logits[asked], logsumexp[asked]
-        argmax, following = argmax[asked], following[asked]
     chosen = logits.gather(-1, following[:, None])[:, 0]  # [m]
     largest = logits.gather(-1, argmax[:, None])[:, 0]  # [m]
     if temperature == 0:
@@ -64,7 +56,8 @@ def token_figures(
 
 def _expectation(probabilities: Tensor, logits: Tensor) -> Tensor:
     """Return the sum of p * z over the vocabulary, [m]; a logit of -inf has no share in it."""
-    total = torch.einsum("mv,mv->m", probabilities, logits)
-    if bool(total.isfinite().all()):
-        return total
+    if logits.device.type == "cpu":  # elsewhere, this question would wait for the device
+        total = torch.einsum("mv,mv->m", probabilities, logits)
+        if bool(total.isfinite().all()):
+            return total
     return (probabilities * logits.clamp_min(-_LARGEST_NLL)).sum(-1)

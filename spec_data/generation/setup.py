@@ -5,6 +5,7 @@ is the table of everything that decides the bytes of the dataset: two runs with 
 share a directory; otherwise every field that differs is named in the error.
 """
 
+import json
 import logging
 import platform
 from collections.abc import Iterable
@@ -32,9 +33,10 @@ from spec_data.option_values import parse_size
 from spec_data.paths import check_directory_to_write
 from spec_data.progress import progress
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.follow import WORK
 from spec_data.shards.layer_ids import choose_layers
 from spec_data.shards.reader import MANIFEST
-from spec_data.shards.schema import FORMAT_VERSION, Column, token_columns
+from spec_data.shards.schema import ALL, Column, format_version, token_columns
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +83,7 @@ def set_up(config: GenerateConfig, weights: bool = True) -> Setup:
         MissingError, TargetError: the model does not exist, or does not have these layers.
     """
     _check_out(config)
+    config = _as_begun(config)
     model_dir, commit = resolve_model(config.target, config.revision, weights)
     model_config = load_config(model_dir, config.trust_remote_code)
     blocks = text_config(model_config).num_hidden_layers
@@ -116,6 +119,7 @@ def set_up(config: GenerateConfig, weights: bool = True) -> Setup:
             aux_codec=config.codecs["aux"],
             final_codec=config.codecs["final"],
             final_tokens=config.final,
+            teacher_tokens=config.teacher,
         ),
         vocab_size=vocab_size,
     )
@@ -142,6 +146,21 @@ def _complete(out: Path) -> bool:
         return (out / MANIFEST).is_file()
     except OSError:  # a path that cannot exist
         return False
+
+
+def _as_begun(config: GenerateConfig) -> GenerateConfig:
+    """Return the config with --teacher all if a release without this option began the dataset."""
+    out = Path(config.out)
+    for file in (out / MANIFEST, out / WORK / "plan.json"):
+        try:
+            saved = json.loads(file.read_text(encoding="utf-8"))["settings"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # not there, or damaged, which is reported where it is read
+        if "teacher" not in saved and config.teacher != ALL:
+            logger.info("%s was begun with the teacher at every token, and goes on so", out)
+            return replace(config, teacher=ALL)
+        break
+    return config
 
 
 def _check_supervision(supervision: str, vocab_size: int) -> None:
@@ -197,7 +216,7 @@ def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
     """Return everything that decides the bytes of a dataset, flat enough to name differences."""
     config = setup.config
     return {
-        "format_version": FORMAT_VERSION,
+        "format_version": format_version(setup.columns),
         "target": {k: v for k, v in setup.target.items() if k != "name"},
         "target_name": setup.target["name"],
         "tokenizer": setup.tokenizer_id,
@@ -206,6 +225,7 @@ def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
         "supervision": config.supervision,
         "codec": config.codecs,
         "final": config.final,
+        "teacher": config.teacher,
         "keep_tails": config.keep_tails,
         "mask": config.mask,
         "max_length": config.max_length,
@@ -257,7 +277,8 @@ def changed_settings(setup: Setup, saved: dict[str, Any]) -> list[str]:
         new["corpus"] = saved["corpus"]  # the same bytes under other names
     if new["max_shard_size"] == AUTO:  # the user asks for no size: the units stay as planned
         new["max_shard_size"] = saved["max_shard_size"]
-    without = {"max_row_bytes": new["max_row_bytes"]}  # older runs did not record it
+    # What older runs did not record; they had the teacher at every token.
+    without = {"max_row_bytes": new["max_row_bytes"], "teacher": ALL}
     return differing_fields(without | saved, new)
 
 

@@ -14,7 +14,13 @@ from spec_data.models.rope_factors import chosen_factors
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.identity import own_facts
 from spec_data.shards.position_data import POSITIONS, Positions
-from spec_data.shards.schema import FORMAT, FORMAT_VERSION, LAYER_CONVENTION, head_to_json
+from spec_data.shards.schema import (
+    ALL,
+    FORMAT,
+    LAYER_CONVENTION,
+    format_version,
+    head_to_json,
+)
 from spec_data.target.backend import TargetBackend
 from spec_data.target.proofs import IsolationProof
 
@@ -83,7 +89,7 @@ def manifest_draft(
     kwargs_used = counts.pop("kwargs_used")
     return {
         "format": FORMAT,
-        "format_version": FORMAT_VERSION,
+        "format_version": format_version(setup.columns),
         "settings": plan.settings,
         "target": setup.target | target.describe(),
         "tokenizer": setup.tokenizer_id,
@@ -100,6 +106,7 @@ def manifest_draft(
         "layer_convention": LAYER_CONVENTION,
         "supervision": setup.config.supervision,
         "final": setup.config.final,
+        **({"teacher": setup.config.teacher} if setup.config.teacher != ALL else {}),
         "codec": codec,
         "columns": [
             asdict(c)

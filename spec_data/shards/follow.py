@@ -41,7 +41,7 @@ _LOG_AGAIN = 60.0  # seconds between two log lines
 _COMMON = (
     *("format", "format_version", "settings", "target", "tokenizer", "corpus", "layers"),
     *("draft_layers", "layer_convention", "supervision", "final", "codec", "columns", "head"),
-    *("positions", "packing"),
+    *("teacher", "positions", "packing"),
 )
 
 log = logging.getLogger(__name__)

@@ -151,7 +151,7 @@ MANIFEST = Table(
         **{"layers": Listed(LAYER), "supervision": SUPERVISION},
         "draft_layers?": Named(Listed(LAYER)),
         **dict.fromkeys(("layer_convention?", "policy?"), TEXT),
-        "final?": TOKENS,
+        **{"final?": TOKENS, "teacher?": TOKENS},
         "mask?": ANY,
         "target": Table(
             {

@@ -98,6 +98,11 @@ class HiddenStatesDataset(DocumentAccess):
         """ "all", or "supervised": `hidden.final` is zero where x_{t+1} is not supervised."""
         return self.manifest.final
 
+    @property
+    def teacher(self) -> str:
+        """ "all", or "supervised": argmax, logsumexp and stored logits are zero elsewhere."""
+        return self.manifest.teacher
+
     @cached_property
     def tables(self) -> dict[str, Tables]:
         """Decoding tables of the lossy columns."""
@@ -190,7 +195,9 @@ class HiddenStatesDataset(DocumentAccess):
         out: dict[str, Any] = shard.texts(place)
         for column in self._columns.values():
             if column.lossy or column.sparse:
-                values = torch.empty(count, column.width or 1, dtype=torch.bfloat16)
+                kind = torch.bfloat16 if column.lossy else column.coder.logical
+                shape = (count,) if column.width is None else (count, column.width)
+                values = torch.empty(shape, dtype=kind)
                 self._decode(shard, place, column, values)
                 out[column.name] = values
             else:
@@ -245,7 +252,7 @@ class HiddenStatesDataset(DocumentAccess):
         return True
 
     def _decode(self, shard: Shard, place: Place, column: Column, out: Tensor) -> None:
-        """Decode the first n tokens of a lossy or sparse column into `out` [n, H].
+        """Decode the first n tokens of a lossy or sparse column into `out`, [n] or [n, W].
 
         Tokens without a row become zero.
         """

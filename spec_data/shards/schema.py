@@ -4,11 +4,14 @@ A token column holds one value (width None) or one vector (width W) per token of
 `large_list<storage>` or `large_list<fixed_size_list<storage>[W]>`. A column with a lossy codec has
 several such fields, its parts: the codes under the column's own name, the scale of every token, and
 the tokens stored in bf16. A sparse column stores only tokens whose next token is supervised.
+
+A dataset has the oldest format version that describes it: 1.2 if a column of the teacher is sparse,
+else 1.1. So a release that reads 1.1 reads every dataset whose meaning it knows.
 """
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from spec_data.shards.checksums import CHECKSUMS
 from spec_data.shards.codecs import Codec, codec_named, lossy_codec
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError
 from spec_data.shards.files import sha256_json
@@ -25,15 +27,12 @@ from spec_data.shards.lossy import LossyCodec
 from spec_data.shards.manifest_rules import MANIFEST, contradictions, problems, refuse, safe_path
 
 FORMAT = "spec-data"
-FORMAT_VERSION = "1.1"
-_UNCHECKED = "1.0"  # the version whose shards have no checksums
-READ_VERSIONS = (_UNCHECKED, FORMAT_VERSION)
+UNCHECKED = "1.0"  # the version whose shards have no checksums
+DENSE_TEACHER = "1.1"
+SPARSE_TEACHER = "1.2"
+READ_VERSIONS = (UNCHECKED, DENSE_TEACHER, SPARSE_TEACHER)
 LAYER_CONVENTION = "layer id k is the output of decoder block k, counted from 0"
 FINAL = "hidden.final"
-
-TURNS_TYPE = pa.list_(
-    pa.struct([("role", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
-)
 
 
 def layer_column(layer: int) -> str:
@@ -42,6 +41,8 @@ def layer_column(layer: int) -> str:
 
 
 ALL, SUPERVISED = "all", "supervised"
+TEACHERS = ("topk_ids", "topk_logits", "logits", "target_argmax", "target_logsumexp")
+"""The columns that are made from logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,10 +141,12 @@ def token_columns(
     aux_codec: str = "bf16",
     final_codec: str = "bf16",
     final_tokens: str = ALL,
+    teacher_tokens: str = ALL,
 ) -> tuple[Column, ...]:
     """Return the token columns of a dataset, in file order.
 
     `supervision` is "final-hidden", "topk:K" or "logits"; argmax and logsumexp are always stored.
+    `final_tokens` and `teacher_tokens` say at which tokens `hidden.final` and `TEACHERS` are.
 
     Raises:
         ConfigError: a codec that cannot pack vectors of `hidden_size`.
@@ -172,7 +175,13 @@ def token_columns(
         columns.append(Column(name="logits", codec="bf16", width=vocab_size))
     columns.append(Column(name="target_argmax", codec="int32"))
     columns.append(Column(name="target_logsumexp", codec="float32"))
-    return tuple(columns)
+    return tuple(replace(c, tokens=teacher_tokens) if c.name in TEACHERS else c for c in columns)
+
+
+def format_version(columns: Iterable[Column]) -> str:
+    """Return the oldest format version that describes these token columns."""
+    sparse = any(c.sparse and c.name in TEACHERS for c in columns)
+    return SPARSE_TEACHER if sparse else DENSE_TEACHER
 
 
 def predicts_supervised(loss_mask: np.ndarray, offsets: np.ndarray) -> np.ndarray:
@@ -186,20 +195,6 @@ def predicts_supervised(loss_mask: np.ndarray, offsets: np.ndarray) -> np.ndarra
     kept[:-1] = loss_mask[1:] != 0
     kept[offsets[1:] - 1] = False  # the last token of a document has no next one
     return kept
-
-
-def arrow_schema(columns: tuple[Column, ...], version: str = FORMAT_VERSION) -> pa.Schema:
-    """Return the Arrow schema of every shard of a dataset of a format version."""
-    fields = [
-        pa.field("doc_id", pa.string(), nullable=False),
-        pa.field("source", pa.string(), nullable=False),
-        *(field for column in columns for field in column.fields()),
-        pa.field("turns", TURNS_TYPE, nullable=False),
-    ]
-    if version != _UNCHECKED:
-        kind = pa.list_(pa.field("item", pa.uint64(), nullable=False), len(fields))
-        fields.append(pa.field(CHECKSUMS, kind, nullable=False))
-    return pa.schema(fields, metadata={"spec-data": version})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +235,7 @@ class Manifest:
         if raw.get("format_version") not in READ_VERSIONS:
             raise DatasetError(
                 f"{where}: format version {raw.get('format_version', '(none)')}, this release "
-                f"reads {' and '.join(READ_VERSIONS)}; install the spec-data release that wrote it"
+                f"reads {', '.join(READ_VERSIONS)}; install the spec-data release that wrote it"
             )
         missing = [k for k in _REQUIRED if k not in raw]
         if missing:
@@ -297,10 +292,14 @@ class Manifest:
                 aux_codec=aux,
                 final_codec=codecs.get(FINAL, "bf16"),
                 final_tokens=self.final,
+                teacher_tokens=self.teacher,
             )
         except ConfigError as error:
             yield str(error)
             return
+        version = self.raw["format_version"]
+        if version != UNCHECKED and version != format_version(expected):
+            yield f"format_version is {version}, but `teacher` makes {format_version(expected)}"
         if [c.name for c in expected] != [c.name for c in self.columns]:
             names = ", ".join(c.name for c in self.columns)
             yield f"columns has {names}; layers and supervision make others"
@@ -318,12 +317,7 @@ class Manifest:
     @property
     def has_checksums(self) -> bool:
         """Whether shards hold a checksum of every field of a row."""
-        return bool(self.raw["format_version"] != _UNCHECKED)
-
-    @cached_property
-    def arrow_schema(self) -> pa.Schema:
-        """The schema of every shard."""
-        return arrow_schema(self.columns, self.raw["format_version"])
+        return bool(self.raw["format_version"] != UNCHECKED)
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:
@@ -372,6 +366,11 @@ class Manifest:
     def final(self) -> str:
         """ "all", or "supervised": `hidden.final` is kept only where x_{t+1} is supervised."""
         return self.raw.get("final", ALL)
+
+    @property
+    def teacher(self) -> str:
+        """ "all", or "supervised": `TEACHERS` are kept only where x_{t+1} is supervised."""
+        return self.raw.get("teacher", ALL)
 
     @property
     def codec(self) -> dict[str, Any]:

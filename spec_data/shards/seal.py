@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from spec_data.shards.arrow_schema import schema_of
 from spec_data.shards.checksums import row_checksums
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import (
@@ -145,7 +146,7 @@ def _write_index(directory: Path, manifest: Manifest) -> None:
 def _index_rows(file: Path, number: int, manifest: Manifest) -> dict[str, pa.Array]:
     """Make the index rows of one shard from its own columns; states are not read."""
     stream = pa.ipc.open_stream(pa.memory_map(str(file)))
-    if not stream.schema.equals(manifest.arrow_schema, check_metadata=True):
+    if not stream.schema.equals(schema_of(manifest), check_metadata=True):
         raise DatasetError(f"{file}: its columns are not those of this dataset")
     ids, sources, tokens, supervised, first, sums = [], [], [], [], [], []
     for batch in stream:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from spec_data.shards.arrow_schema import schema_of
 from spec_data.shards.checking import ChunkChecks
 from spec_data.shards.checksums import (
     checksum,
@@ -84,7 +85,7 @@ class Shard:
             schema, self.batches, outline = read_batches(self.file)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise DatasetError(f"{self.file}: damaged ({error}); copy it again") from None
-        expected = manifest.arrow_schema
+        expected = schema_of(manifest)
         if not schema.equals(expected, check_metadata=True):
             raise DatasetError(
                 f"{self.file}: its columns are not those of the manifest; it belongs to another "

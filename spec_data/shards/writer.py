@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from spec_data.shards.arrow_schema import arrow_schema
 from spec_data.shards.checksums import CHECKSUMS, chunk_checksums, read_batches
 from spec_data.shards.files import replace_durably, temporary_name
-from spec_data.shards.schema import Column, ShardRecord, arrow_schema, predicts_supervised
+from spec_data.shards.schema import Column, ShardRecord, predicts_supervised
 
 RECORD_BATCH_BYTES = 32 << 20
 

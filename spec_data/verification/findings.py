@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spec_data.shards.errors import SpecDataError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.schema import FINAL, SUPERVISED, predicts_supervised
+from spec_data.shards.schema import predicts_supervised
 
 _SHOWN = 20
 
@@ -86,7 +86,7 @@ def stored_tokens(dataset: HiddenStatesDataset, name: str, row: dict[str, Any]) 
     `row` is the document as `HiddenStatesDataset` returns it.
     """
     mask = row["loss_mask"].numpy()
-    if name == FINAL and dataset.final == SUPERVISED:
+    if any(c.name == name and c.sparse for c in dataset.manifest.columns):
         return torch.from_numpy(predicts_supervised(mask, np.array([0, len(mask)])))
     return torch.ones(len(mask), dtype=torch.bool)
 

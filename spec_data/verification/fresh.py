@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_data.generation.capture import forward_batches, forward_columns
+from spec_data.generation.capture import forward_batches
 from spec_data.models.identify import identify_files
 from spec_data.progress import progress
 from spec_data.shards.identity import compare, identity_of
 from spec_data.shards.position_data import load_positions
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.schema import Manifest
+from spec_data.shards.schema import FINAL, TEACHERS, Manifest, layer_column
 from spec_data.target.backend import TargetBackend
 from spec_data.target.mask_forms import SINGLE
 from spec_data.verification.findings import Findings, declared_error, stored_tokens
@@ -83,21 +83,24 @@ def check_fresh(
         ids = document["input_ids"].numpy()  # [T]
         offsets = np.array([0, len(ids)])
         (batch,) = forward_batches(offsets, ids, SINGLE, len(ids), len(ids))
-        fresh, _ = forward_columns(target, batch, SINGLE, dataset.manifest.columns)
+        states = target.capture(batch, SINGLE, full_logits=True)
+        fresh = {layer_column(k): value for k, value in states.layers.items()} | {
+            FINAL: states.final
+        }
         where = f"document {index}"
         for name, value in fresh.items():
-            if name.startswith("hidden."):
+            if name in document:
                 found = _compare_states(dataset, document, name, value.cpu(), where, findings)
                 worst_state = max(worst_state, found, key=lambda pair: pair[0] / pair[1])
-        logits = target.capture(batch, SINGLE, full_logits=True).logits
-        if logits is not None:
-            error = _compare_logits(dataset, document, logits.float().cpu(), where, findings)
+        if states.logits is not None:
+            logits = states.logits.float().cpu()
+            error = _compare_logits(dataset, document, logits, where, findings)
             worst_logit = max(worst_logit, error)
-    states = findings.measured("fresh states", *worst_state)
+    states_found = findings.measured("fresh states", *worst_state)
     logits_found = findings.measured("fresh logits", worst_logit, logit_tolerance(dtype))
     findings.passed(
-        f"fresh forward of {len(sampled)} documents: states differ by at most {states}, logit "
-        f"columns, relative to the largest logit, by {logits_found}"
+        f"fresh forward of {len(sampled)} documents: states differ by at most {states_found}, "
+        f"logit columns, relative to the largest logit, by {logits_found}"
     )
 
 
@@ -148,9 +151,12 @@ def _compare_logits(
     Return the largest difference of a column relative to the largest |logit| of its token, averaged
     over tokens.
     """
-    scale = logits.abs().amax(-1).clamp_min(1e-6)  # [T]
+    kept = stored_tokens(dataset, "target_argmax", document)  # bool [T], n of them True
+    document = {n: v[kept] for n, v in document.items() if n in TEACHERS}
+    logits = logits[kept]  # [n, V]
+    scale = logits.abs().amax(-1).clamp_min(1e-6)  # [n]
     chosen = logits.gather(-1, document["target_argmax"][:, None])[:, 0]
-    errors = {  # [T] each
+    errors = {  # [n] each
         "target_argmax": logits.amax(-1) - chosen,
         "target_logsumexp": (logits.logsumexp(-1) - document["target_logsumexp"]).abs(),
     }
@@ -169,7 +175,8 @@ def _compare_logits(
         worst = max(worst, float(relative.mean()))
         if int(far.sum()) > len(far) // 100:
             findings.fail(
-                f"{where}, column {name}: token {int(far.nonzero()[0])} and {int(far.sum()) - 1} "
-                f"more differ from a fresh forward by over {allowed:.0e} of the largest logit"
+                f"{where}, column {name}: token {int(kept.nonzero()[far.nonzero()[0]])} and "
+                f"{int(far.sum()) - 1} more differ from a fresh forward by over {allowed:.0e} of "
+                "the largest logit"
             )
     return worst

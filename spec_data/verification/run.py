@@ -218,7 +218,8 @@ def _check_logits(
     worst = 0.0
     for index in sampled:
         row = dataset[index]
-        kept = stored_tokens(dataset, FINAL, row)  # bool [T], n of them True
+        # bool [T], n of them True
+        kept = stored_tokens(dataset, FINAL, row) & stored_tokens(dataset, "target_argmax", row)
         if head:  # logits: float32 [n, V]
             logits = apply_head(
                 row[FINAL].float().to(place)[kept],
@@ -227,7 +228,7 @@ def _check_logits(
                 manifest.head,
             )
         else:
-            logits = row["logits"].float().to(place)
+            logits = row["logits"].float().to(place)[kept]
         argmax, logsumexp = row["target_argmax"][kept], row["target_logsumexp"][kept]
         error = _logit_error(logits.cpu(), argmax, logsumexp)  # [n]
         worst = max(worst, float(error.max()))
@@ -257,12 +258,13 @@ def _check_topk(dataset: HiddenStatesDataset, sampled: list[int], findings: Find
     """Compare the stored top-k ids and logits, [T, K] each, with argmax and logsumexp, [T] each."""
     for index in sampled:
         row = dataset[index]
-        top = row["topk_logits"].logsumexp(-1)
-        if not torch.equal(row["topk_ids"][:, 0], row["target_argmax"]) and bool(
-            (row["topk_logits"][:, 0] != row["topk_logits"].amax(-1)).any()
+        kept = stored_tokens(dataset, "topk_logits", row)
+        ids, logits = row["topk_ids"][kept], row["topk_logits"][kept]
+        if not torch.equal(ids[:, 0], row["target_argmax"][kept]) and bool(
+            (logits[:, 0] != logits.amax(-1)).any()
         ):
             findings.fail(f"document {index}, column topk_ids: the first id is not the argmax")
-        if bool((top > row["target_logsumexp"] + 1e-3).any()):
+        if bool((logits.logsumexp(-1) > row["target_logsumexp"][kept] + 1e-3).any()):
             findings.fail(
                 f"document {index}, column topk_logits: its logsumexp is larger than that of all "
                 "logits"

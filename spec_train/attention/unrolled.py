@@ -130,6 +130,12 @@ class StepQueries:
         self._all = Queries.prepare(first, active, width, backend)
         self._kept: dict[tuple[int, int], Queries] = {}  # by window and step
 
+    def narrowed(self, part: Tensor) -> "StepQueries":
+        """Return the queries of some of the active slots: their indices, int64 [B, A']."""
+        every = self._all
+        first, last = every.first.gather(1, part), every.last.gather(1, part)
+        return StepQueries(first, last, every.width, every.backend)
+
     def of(self, step: int, window: int | None = None) -> Queries | None:
         """Return the queries of a step, from 0, in a layer with this window.
 
@@ -183,6 +189,15 @@ def _chunks(first: Tensor, last: Tensor) -> tuple[Chunk, ...]:
                 Chunk(pack, part, slice(start, end + 1), first[pack, part], last[pack, part])
             )
     return tuple(chunks)
+
+
+def narrowed_pairs(diagonal: Diagonal, part: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return later keys and values [B, g, A', d] of the active slots `part`, int64 [B, A']."""
+    return [
+        (k.gather(2, at), v.gather(2, at))
+        for k, v in diagonal
+        for at in [part[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[3])]
+    ]
 
 
 def unrolled_attention(

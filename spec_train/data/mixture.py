@@ -237,6 +237,8 @@ def common_manifest(manifests: Sequence[Manifest]) -> Manifest:
     }
     if not raw["draft_layers"]:
         del raw["draft_layers"]  # as in datasets without it
+    if any(m.teacher == SUPERVISED for m in manifests):
+        raw["teacher"] = SUPERVISED
     if "identity" in first.raw:
         raw["identity"] = own_facts(joined([identity_of(manifest) for manifest in manifests]))
     raw["fingerprint"] = fingerprint(raw)

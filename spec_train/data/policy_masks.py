@@ -139,7 +139,8 @@ class PolicyDataset(HiddenStatesDataset):
         spans: list[tuple[int, int]] = []
         roles: set[str] = set()
         own = self.manifest.raw.get("mask")
-        sparse = self.manifest.final == SUPERVISED
+        stored_at = {"hidden.final": self.final, "target_argmax": self.teacher}
+        sparse = [name for name, tokens in stored_at.items() if tokens == SUPERVISED]
         for row in progress(range(len(self)), desc="masks", unit="documents", leave=False):
             turns, stored = self._turns_and_mask(row)
             roles |= {role for role, _, _ in turns}
@@ -152,9 +153,10 @@ class PolicyDataset(HiddenStatesDataset):
             mask, found = _mask(stored.size, turns, self.policy)
             if sparse and (mask & ~stored)[1:].any():
                 raise DatasetError(
-                    f"{self.path}: --mask {self.policy} supervises tokens of document {row} whose "
-                    "hidden.final was not stored (--final supervised keeps it only where the mask "
-                    f"of generation has a supervised token); generate with --final all"
+                    f"{self.path}: --mask {self.policy} supervises tokens of document {row} that "
+                    f"have no {' and '.join(sparse)}: the dataset holds them only where the mask "
+                    f"of generation{f' ({own})' if own else ''} supervises the next token. Use a "
+                    "mask within that one, or generate with --final all --teacher all"
                 )
             spans += found
             offsets[row + 1] = len(spans)

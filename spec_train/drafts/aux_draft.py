@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spec_data.shards.errors import DraftError
-from spec_data.shards.schema import SUPERVISED, Manifest
+from spec_data.shards.schema import Manifest
 from spec_train.drafts.config import AuxConfig
 from spec_train.drafts.layered_draft import LayeredDraft
 from spec_train.drafts.layers import RMSNorm, Rotary, make_embedding
+from spec_train.drafts.slots import check_teachers
 from spec_train.head import TargetHead
 
 
@@ -64,19 +64,13 @@ class AuxDraft(LayeredDraft):
     def check_data(cls, options: Any, manifest: Manifest) -> None:
         """Raise an error if a dataset lacks teachers of the slots asked for, or layers.
 
-        A slot needs the teacher of its known token. "serving" slots have a supervised token after
-        it, and `--final supervised` stores the states exactly there. Some "shifted" slots do not.
+        A slot needs the teacher of its known token, see `slots.check_teachers`.
 
         Raises:
             DatasetError, DraftError: what is missing, and how to generate it.
         """
         super().check_data(options, manifest)
-        if manifest.final == SUPERVISED and options.slots != "serving":
-            raise DraftError(
-                f"--slots {options.slots} also needs hidden.final at the end of every turn, but "
-                f"{manifest.where} stores it only where the next token is supervised; use --slots "
-                "serving, or generate with --final all"
-            )
+        check_teachers(options.slots, manifest)
 
     @torch.no_grad()
     def adopt(self, head: TargetHead) -> None:

@@ -172,14 +172,19 @@ class Draft(Protocol):
         """Start drafting one sequence. `head` is the target's, on the draft's device."""
         ...
 
-    def chains(self, batch: DraftBatch, head: TargetHead, depth: int) -> Tensor:
+    def chains(
+        self, batch: DraftBatch, head: TargetHead, depth: int, *, counted_only: bool = False
+    ) -> Tensor:
         """Draft greedily from every slot as serving would, without the target.
+
+        `counted_only` leaves out most drafts that no figure counts (see `counted.py`): at slots
+        outside responses, and after a draft that the target or the document contradicts.
 
         Returns:
             Target ids, int64 [B, T, depth]. Entry (t, d) is the draft for token t + 2 + d of the
             document, given the tokens up to t + 1. Slots without a known token (the last of a
             document, padding) hold meaningless drafts: ignore them. -1: the draft ended its round
-            before that depth.
+            before that depth, or the draft was left out.
         """
         ...
 

@@ -12,9 +12,31 @@ from torch import Tensor
 
 from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import PADDING, shift_left
+from spec_data.shards.schema import SUPERVISED, Manifest
 from spec_train.drafts.layers import Rotary
 
 SLOTS = ("serving", "shifted")
+
+
+def check_teachers(slots: str, manifest: Manifest) -> None:
+    """Check that a dataset has the teachers of the slots asked for.
+
+    A slot needs the teacher of its known token. "serving" slots have a supervised token after it,
+    and sparse columns hold exactly these. Some "shifted" slots are at the end of a turn.
+
+    Raises:
+        DraftError: it lacks some; the message says how to generate them.
+    """
+    if slots == "serving":
+        return
+    kept = {"hidden.final": manifest.final, "target_argmax": manifest.teacher}
+    lacking = [name for name, tokens in kept.items() if tokens == SUPERVISED]
+    if lacking:
+        raise DraftError(
+            f"--slots {slots} also needs {' and '.join(lacking)} at the end of every turn, but "
+            f"{manifest.where} stores them only where the next token is supervised; use --slots "
+            "serving, or generate with --final all --teacher all"
+        )
 
 
 def gather_slots(x: Tensor, active: Tensor) -> Tensor:

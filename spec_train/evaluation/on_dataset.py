@@ -227,11 +227,13 @@ def evaluate_data(
     limit: int = 0,
     check: str = FIRST,
     mask: str | None = None,
+    walk_only: bool = False,
 ) -> dict[str, Any]:
     """Return the metrics of `draft` on the dataset at `path`, on the draft's device and dtype.
 
     `check_fit` must have accepted the two before. `check` is as for HiddenStatesDataset. `mask` is
     a mask policy; None: that of the run on the run's own data, otherwise the stored masks.
+    `walk_only` leaves out the loss and the teacher-forced metrics.
     """
     dataset = HiddenStatesDataset(path)
     policy = measured_mask(dataset, run, mask)
@@ -246,10 +248,11 @@ def evaluate_data(
     with progress(total=len(documents), unit="documents", desc="data", leave=False) as bar:
         for pack in _packs(dataset, documents):
             batch = read_pack(dataset, pack, columns, weight.dtype).to(weight.device)
-            sums = draft.loss(batch, head, draft.slot_counts(batch)).sums
-            teacher_forced = add_sums([teacher_forced, sums])
+            if not walk_only:
+                sums = draft.loss(batch, head, draft.slot_counts(batch)).sums
+                teacher_forced = add_sums([teacher_forced, sums])
             missing += _missing(batch)
-            serving += serving_sums(batch, draft.chains(batch, head, depth))
+            serving += serving_sums(batch, draft.chains(batch, head, depth, counted_only=True))
             bar.update(len(pack))
             length = shown(serving.walk_figures().acceptance_length)
             bar.set_postfix_str(f"acceptance {length}", refresh=False)
@@ -260,7 +263,7 @@ def evaluate_data(
         "documents": len(documents),
         "supervised_tokens": serving.tokens,
         "on_policy": serving.on_policy / max(serving.tokens, 1),
-        "teacher_forced": draft.summarise(teacher_forced),
+        "teacher_forced": None if walk_only else draft.summarise(teacher_forced),
         "missing_mass": float(missing[0] / missing[1]) if missing[1] else None,
         "slots": asdict(serving.slot_figures()),
         "walk": asdict(serving.walk_figures()),

@@ -1,10 +1,11 @@
 """Acceptance and speed of a draft by decoding with its target; also checks that output is lossless.
 
-The same model answers every prompt twice in this process: without and with the draft. The speed-up
-is the ratio of the two, prefill included. Greedy answers must be equal. If they differ, the first
-differing position is examined, and a difference counts as a tie only if rounding in the dtype
-explains it. First the draft's embedding is compared with the target's: a draft of another target
-decodes without an error, and its tokens are never accepted.
+The same model answers prompts without and with the draft. Greedy responses without a draft are kept
+between evaluations (see plain_responses.py). The speed-up is the ratio over the first responses,
+which are always decoded both ways in this process, prefill included. Greedy answers must be equal.
+If they differ, the first differing position is examined, and a difference counts as a tie only if
+rounding in the dtype explains it. First the draft's embedding is compared with the target's: a
+draft of another target decodes without an error, and its tokens are never accepted.
 """
 
 import logging
@@ -37,6 +38,7 @@ from spec_train.decoding.tree_growth import TreeDrafter, TreeShape
 from spec_train.decoding.tree_masks import TreeMasks
 from spec_train.decoding.trees import decode_tree
 from spec_train.drafts import Draft
+from spec_train.evaluation.plain_responses import PlainResponses
 from spec_train.evaluation.prompts import Prompt, Prompts
 from spec_train.head import TargetHead
 from spec_train.metrics import shown
@@ -47,6 +49,8 @@ from spec_train.sampling import make_sampler
 log = logging.getLogger(__name__)
 
 _WARM_UP_TOKENS = 8
+TIMED_PAIRS = 16
+"""Responses that are decoded both ways, even if the one without a draft is known."""
 
 
 @dataclass(kw_only=True)
@@ -65,21 +69,30 @@ class Tally:
     draft_passes: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    timed_pairs: int = 0
+    timed_tokens: int = 0  # with the draft, of the pairs; `seconds` are those of all responses
+    timed_seconds: float = 0.0
     plain_tokens: int = 0
     plain_seconds: float = 0.0
     too_long: list[str] = field(default_factory=list)
     failed_turns: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
 
-    def add(self, plain: Generation, speculative: Generation) -> None:
-        """Count one response."""
+    def add_pair(self, plain: Generation, speculative: Generation) -> None:
+        """Count the times of a response that was decoded both ways."""
+        self.timed_pairs += 1
+        self.timed_tokens += len(speculative.tokens)
+        self.timed_seconds += speculative.seconds
+        self.plain_tokens += len(plain.tokens)
+        self.plain_seconds += plain.seconds
+
+    def add(self, speculative: Generation) -> None:
+        """Count one response with the draft."""
         self.responses += 1
         self.stopped += speculative.stopped
         self.tokens += len(speculative.tokens)
         self.seconds += speculative.seconds
         self.draft_passes += speculative.draft_passes
-        self.plain_tokens += len(plain.tokens)
-        self.plain_seconds += plain.seconds
         for r in speculative.rounds:
             self.rounds += 1
             self.emitted += r.emitted
@@ -173,13 +186,20 @@ class Bench:
     """Answers prompts with and without the draft and counts the results."""
 
     def __init__(
-        self, draft: Draft, model: Any, tokenizer: Any, config: EvalConfig, depth: int
+        self,
+        draft: Draft,
+        model: Any,
+        tokenizer: Any,
+        config: EvalConfig,
+        depth: int,
+        known: PlainResponses,
     ) -> None:
-        """Start with an empty tally; `depth` is K."""
+        """Start with an empty tally; `depth` is K, `known` the responses without a draft."""
         self.draft, self.model, self.tokenizer = draft, model, tokenizer
         self.head = TargetHead.from_model(model, draft.config.origin.get("head"))
         self.config, self.depth = config, depth
         self.stop = stop_ids(model, tokenizer)
+        self.known = known
         self.tally = Tally(tried=[0] * depth, accepted=[0] * depth)
         self.saved: list[dict[str, list[int]]] = []
         self._context = getattr(decoder_config(model), "max_position_embeddings", None) or 1 << 62
@@ -218,6 +238,27 @@ class Bench:
                 *(where, len(ids)),
             )
             return []
+        greedy = self.config.temperature == 0
+        timed = self.tally.responses < TIMED_PAIRS
+        plain = self.known.find(ids, limit) if greedy and not timed else None
+        if timed or (greedy and plain is None):
+            plain, speculative = self._both_ways(ids, limit)
+            if greedy:
+                self.known.keep(ids, limit, plain)
+        else:
+            seed = self.config.seed + self.tally.responses
+            speculative = self._speculative(ids, limit, seed)
+        self.tally.add(speculative)
+        if greedy and plain is not None:
+            self._compare(ids, plain, speculative.tokens, where)
+        if self.config.save_responses:
+            response = speculative.tokens
+            mask = [0] * len(ids) + [1] * len(response)
+            self.saved.append({"input_ids": [*ids, *response], "loss_mask": mask})
+        return speculative.tokens
+
+    def _both_ways(self, ids: list[int], limit: int) -> tuple[list[int], Generation]:
+        """Decode without and with the draft, and count the times; return both responses."""
         number = self.tally.responses
         seed = self.config.seed + number
         first, second = (self._plain, self._speculative)
@@ -225,14 +266,8 @@ class Bench:
             first, second = second, first
         results = first(ids, limit, seed), second(ids, limit, seed)
         plain, speculative = results[::-1] if number % 2 else results
-        self.tally.add(plain, speculative)
-        if self.config.temperature == 0:
-            self._compare(ids, plain.tokens, speculative.tokens, where)
-        if self.config.save_responses:
-            response = speculative.tokens
-            mask = [0] * len(ids) + [1] * len(response)
-            self.saved.append({"input_ids": [*ids, *response], "loss_mask": mask})
-        return speculative.tokens
+        self.tally.add_pair(plain, speculative)
+        return plain.tokens, speculative
 
     def _compare(
         self, ids: list[int], plain: list[int], speculative: list[int], where: str
@@ -273,6 +308,7 @@ def _describe(d: Difference) -> str:
 def figures(tally: Tally, depth: int, temperature: float) -> dict[str, Any]:
     """Return the metrics of --json."""
     speed = tally.tokens / tally.seconds if tally.seconds else 0.0
+    paired = tally.timed_tokens / tally.timed_seconds if tally.timed_seconds else 0.0
     plain = tally.plain_tokens / tally.plain_seconds if tally.plain_seconds else 0.0
     pairs = zip(tally.accepted, tally.tried, strict=True)
     greedy = temperature == 0
@@ -292,7 +328,8 @@ def figures(tally: Tally, depth: int, temperature: float) -> dict[str, Any]:
         "stopped": tally.stopped,
         "tokens_per_second": speed,
         "plain_tokens_per_second": plain,
-        "speedup": speed / plain if plain else None,
+        "speedup": paired / plain if plain else None,
+        "timed_pairs": tally.timed_pairs,
         "temperature": temperature,
         "identical": tally.identical if greedy else None,
         "ties": tally.ties if greedy else None,
@@ -308,18 +345,24 @@ def evaluate_target(
     tokenizer: Any,
     config: EvalConfig,
     prompts: Prompts,
+    known: PlainResponses,
     *,
     depth: int,
 ) -> tuple[dict[str, Any], list[dict[str, list[int]]]]:
-    """Decode the prompts; return the metrics, and the responses if --save-responses is set."""
-    bench = Bench(draft, model, tokenizer, config, depth)
+    """Decode the prompts; return the metrics, and the responses if --save-responses is set.
+
+    `known` are the responses of the target alone; new ones are added and saved.
+    """
+    bench = Bench(draft, model, tokenizer, config, depth, known)
     bench.warm_up([0])
     with progress(prompts.found, unit="prompts", desc="decode", leave=False) as bar:
         for prompt in bar:
             bench.converse(prompt, prompts)
             length = shown(bench.tally.acceptance_length)
             bar.set_postfix_str(f"acceptance {length}", refresh=False)
+    known.save()
     result = figures(bench.tally, depth, config.temperature)
+    result["plain_responses_kept"] = known.used
     result["tree_tokens"] = config.tree_tokens
     result["tree_topk"] = config.tree_topk if config.tree_tokens else None
     return result, bench.saved

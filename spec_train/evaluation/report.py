@@ -31,11 +31,14 @@ from spec_train.evaluation.on_target import (
     evaluate_target,
     find_target,
     load_target,
+    stop_ids,
 )
+from spec_train.evaluation.plain_responses import PlainResponses
 from spec_train.evaluation.prompts import parse_template_kwargs, read_prompts
 from spec_train.evaluation.run_record import read_run
 from spec_train.evaluation.same_target import (
     compare_with_trained,
+    identity_of,
     kwargs_for,
     prompt_kwargs,
     trained_identity,
@@ -117,6 +120,7 @@ def measure(config: EvalConfig) -> dict[str, Any]:
             limit=config.limit,
             check=config.check,
             mask=config.mask,
+            walk_only=config.walk_only,
         )
         if config.target is None:
             report["acceptance_length"] = report["data"]["walk"]["acceptance_length"]
@@ -171,18 +175,14 @@ def _decode(
     model = load_target(config, directory, device, trained.get("rope_factors"))
     _warn(warnings, check_draft(draft, model))
     draft.to(device, model.dtype)
-    compared = compare_with_trained(
-        trained,
-        directory,
-        tokenizer,
-        dtype=str(model.dtype).removeprefix("torch."),
-        kwargs=prompts.kwargs,
-        trust=config.trust_remote_code,
-    )
+    identity = identity_of(directory, tokenizer, model.dtype, config.trust_remote_code)
+    compared = compare_with_trained(trained, identity, tokenizer, kwargs=prompts.kwargs)
     _warn(warnings, [f"{line}; expect lower acceptance" for line in compared.texts])
     if compared.not_compared:
         log.info("not compared with the draft's training: %s", compared.not_compared)
-    found, saved = evaluate_target(draft, model, tokenizer, config, prompts, depth=depth)
+    stop = stop_ids(model, tokenizer)
+    plain = PlainResponses.of(model, identity, config.max_new_tokens, stop)
+    found, saved = evaluate_target(draft, model, tokenizer, config, prompts, plain, depth=depth)
     facts = {"target": config.target, "chat_template_kwargs": kwargs}
     facts |= {"not_compared": list(compared.unknown)} | prompt_facts(prompts, known)
     return facts | found, saved
@@ -289,7 +289,11 @@ def _decoding_lines(report: dict[str, Any]) -> list[tuple[str, str, str]]:
         ),
         ("  tokens/s", f"{report['tokens_per_second']:.1f}", "with the draft, prefill included"),
         ("  tokens/s plain", f"{report['plain_tokens_per_second']:.1f}", "the target alone"),
-        ("  speed-up", shown(report["speedup"], 2) + "x", "in this implementation, batch of one"),
+        (
+            "  speed-up",
+            shown(report["speedup"], 2) + "x",
+            f"in this implementation, batch of one; over {report['timed_pairs']} responses",
+        ),
     ]
     if report["identical"] is not None:
         wrong = len(report["different"])
@@ -310,9 +314,6 @@ def _drafted(report: dict[str, Any]) -> str:
 
 def _data_lines(data: dict[str, Any]) -> list[tuple[str, str, str]]:
     walk, slots, forced = data["walk"], data["slots"], data["teacher_forced"]
-    rates = [
-        forced[f"accept_rate/{d}"] for d in range(1, len(forced)) if f"accept_rate/{d}" in forced
-    ]
     where = f"{data['path']}, {data['split']}: {data['documents']:,} documents"
     lines = [
         ("dataset", "", where + (f", mask {data['mask']}" if data["mask"] else "")),
@@ -328,12 +329,7 @@ def _data_lines(data: dict[str, Any]) -> list[tuple[str, str, str]]:
             shown(slots["acceptance_length"]),
             f"the same, with a chain from every supervised token, {slots['rounds']:,} chains",
         ),
-        (
-            "  teacher-forced length",
-            shown(forced["acceptance_length"]),
-            "the documents' tokens at every depth, as in training",
-        ),
-        ("  accepted by depth", "", _rates(rates)),
+        *([] if forced is None else _forced_lines(forced)),
         (
             "  on-policy",
             f"{data['on_policy']:.1%}",
@@ -346,6 +342,18 @@ def _data_lines(data: dict[str, Any]) -> list[tuple[str, str, str]]:
         meaning += " (--json) and tau are lower bounds, too low by at most that"
         lines.append(("  missing mass", f"{data['missing_mass']:.2%}", meaning))
     return lines
+
+
+def _forced_lines(forced: dict[str, Any]) -> list[tuple[str, str, str]]:
+    known = [name for d in range(1, len(forced)) if (name := f"accept_rate/{d}") in forced]
+    return [
+        (
+            "  teacher-forced length",
+            shown(forced["acceptance_length"]),
+            "the documents' tokens at every depth, as in training",
+        ),
+        ("  accepted by depth", "", _rates([forced[name] for name in known])),
+    ]
 
 
 def _rates(rates: list[float | None]) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from spec_data.corpus.template_names import names_read
 from spec_data.models.identify import identify
 from spec_data.models.reading import load_config
@@ -64,26 +66,34 @@ def kwargs_for(
     ]
 
 
+def identity_of(
+    directory: Path, tokenizer: Any, dtype: torch.dtype, trust: bool = False
+) -> dict[str, Any]:
+    """Return the identity of the target in `directory` that runs in `dtype`.
+
+    `trust` runs the code that comes with the target.
+    """
+    config = load_config(directory, trust)
+    name = str(dtype).removeprefix("torch.")
+    return identify(directory, config=config, tokenizer=tokenizer, dtype=name)
+
+
 def compare_with_trained(
     trained: Mapping[str, Any],
-    directory: Path,
+    identity: Mapping[str, Any],
     tokenizer: Any,
     *,
-    dtype: str,
     kwargs: Sequence[Mapping[str, Any]],
-    trust: bool = False,
 ) -> Comparison:
-    """Compare the target in `directory` with the identity that a draft was fitted to.
+    """Compare a target with the identity that a draft was fitted to.
 
     Args:
         trained: that identity, as far as it is known.
-        directory, tokenizer: those of the target.
-        dtype: in which the target runs.
+        identity: that of the target (see `identity_of`).
+        tokenizer: that of the target.
         kwargs: the template kwargs of every prompt that was rendered with the chat template.
-        trust: run the code that comes with the target.
     """
-    config = load_config(directory, trust)
-    found = identify(directory, config=config, tokenizer=tokenizer, dtype=dtype)
+    found = dict(identity)
     if kwargs and tokenizer.chat_template:
         found["template_kwargs_used"] = dict.fromkeys(map(kwargs_text, kwargs), 1)
     return compare(

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 from spec_data.generate_options import GenerateConfig
 from spec_data.generation.run import generate
 from spec_data.options import VerifyConfig
@@ -60,6 +62,12 @@ def options(target: Path, corpus: Path | tuple[Path, ...], out: Path, **changes)
 def run(target: Path, corpus: Path | tuple[Path, ...], out: Path, **changes):
     """Generate in this process and return the manifest."""
     return generate(GenerateConfig(**options(target, corpus, out, **changes)))
+
+
+def with_teacher(row: dict) -> torch.Tensor:
+    """Return which tokens have a teacher by default: the next one is supervised, bool [T]."""
+    mask = row["loss_mask"].tolist()
+    return torch.tensor([t + 1 < len(mask) and bool(mask[t + 1]) for t in range(len(mask))])
 
 
 def verify(config: VerifyConfig) -> int:

@@ -13,6 +13,7 @@ from spec_data.shards.packing import shift_left
 from spec_train.data.batch import DraftBatch
 from spec_train.draft_options import DFlashOptions, DSparkOptions
 from spec_train.drafts.base import DatasetFacts
+from spec_train.drafts.counted import CountedDrafts
 from spec_train.drafts.dspark.block_frame import batch_block_frame
 from spec_train.drafts.dspark.block_metrics import summarise_blocks
 from spec_train.drafts.dspark.blocks import Blocks, expected_weights, sample_blocks
@@ -91,9 +92,12 @@ class DSparkDraft(DSparkModel):
         """Start drafting one sequence with the target's head."""
         return BlockDrafter(self, head, self.confidence_threshold)
 
-    def chains(self, batch: DraftBatch, head: TargetHead, depth: int) -> Tensor:
+    def chains(
+        self, batch: DraftBatch, head: TargetHead, depth: int, *, counted_only: bool = False
+    ) -> Tensor:
         """Draft greedily from every slot: int64 [B, T, depth] (see protocol.Draft)."""
-        return block_chains(self, batch, head, depth, self.confidence_threshold)
+        counted = CountedDrafts(batch) if counted_only else None
+        return block_chains(self, batch, head, depth, self.confidence_threshold, counted)
 
     @torch.no_grad()
     def slot_counts(self, batch: DraftBatch) -> Tensor:

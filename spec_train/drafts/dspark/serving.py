@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from spec_train.attention.plain import attend_block
 from spec_train.data.batch import DraftBatch
+from spec_train.drafts.counted import NOT_DRAFTED, CountedDrafts, empty_chains
 from spec_train.drafts.drafting import DraftCache
 from spec_train.drafts.dspark.blocks import Blocks, batch_context, block_states
 from spec_train.drafts.dspark.model import DSparkModel
@@ -26,8 +27,6 @@ from spec_train.head import TargetHead
 from spec_train.losses import wide
 from spec_train.sampling import Sampler
 
-NOT_DRAFTED = -1
-"""In chains: the draft ended the block before this depth."""
 _CHUNK_ELEMENTS = 1 << 24  # mask entries, or logits, in memory at a time
 
 
@@ -110,22 +109,31 @@ class BlockDrafter:
 
 @torch.no_grad()
 def block_chains(
-    draft: DSparkModel, batch: DraftBatch, head: TargetHead, depth: int, threshold: float
+    draft: DSparkModel,
+    batch: DraftBatch,
+    head: TargetHead,
+    depth: int,
+    threshold: float,
+    counted: CountedDrafts | None = None,
 ) -> Tensor:
     """Draft greedily from every slot as `BlockDrafter` would: int64 [B, T, depth].
 
-    See protocol.Draft.chains. Entries after the threshold has ended a block are `NOT_DRAFTED`.
+    See protocol.Draft.chains. Entries after the threshold has ended a block are `NOT_DRAFTED`, and
+    with `counted` those of slots whose first draft does not count in any pack.
     """
     ids, documents, positions = batch.input_ids, batch.document_ids, batch.position_ids
     rows, length = ids.shape
     context = batch_context(draft, batch.aux(draft.config.layers), documents, positions)
+    slots = torch.arange(length, device=ids.device)
+    if counted is not None:
+        slots = counted.slots.any(0).nonzero()[:, 0]
     # The anchor of slot t is its known token t+1. The last slot of a pack has none: any will do.
-    anchors = torch.arange(1, length + 1, device=ids.device).clamp(max=length - 1)  # [T]
+    anchors = (slots + 1).clamp(max=length - 1)
     size = draft.config.block_size
     per_block = max(draft.draft_ids.numel(), size * (length + 32 * size))
     width = max(1, min(32, _CHUNK_ELEMENTS // (rows * per_block)))
-    parts = []
-    for part in anchors.split(width):
+    chains = empty_chains(ids, depth)
+    for part, places in zip(anchors.split(width), slots.split(width), strict=True):
         chosen = part.expand(rows, -1)  # [B, N], N <= width
         blocks = Blocks(chosen, torch.ones_like(chosen, dtype=torch.bool))
         y = block_states(draft, context, ids, documents, positions, blocks)  # [B, N, D, H]
@@ -137,5 +145,5 @@ def block_chains(
                 alive = alive & (confidence >= threshold)
             token = draft.draft_ids[logits.argmax(-1)]
             chain.append(torch.where(alive, token, NOT_DRAFTED))
-        parts.append(torch.stack(chain, dim=-1))
-    return torch.cat(parts, dim=1)
+        chains[:, places] = torch.stack(chain, dim=-1)
+    return chains

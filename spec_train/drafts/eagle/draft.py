@@ -20,12 +20,14 @@ from spec_data.shards.schema import FINAL, Manifest
 from spec_train.data.batch import DraftBatch
 from spec_train.draft_options import EagleOptions
 from spec_train.drafts.base import DatasetFacts
+from spec_train.drafts.counted import CountedDrafts
 from spec_train.drafts.drafting import ChainDrafter, LayerCaches
 from spec_train.drafts.eagle.config import EagleConfig
 from spec_train.drafts.eagle.loss import eagle_loss, input_noise, supervised_slots
 from spec_train.drafts.eagle.model import EagleModel, HeadedEagle
 from spec_train.drafts.eagle.unroll import serving_chains
 from spec_train.drafts.protocol import DraftLoss
+from spec_train.drafts.slots import check_teachers
 from spec_train.head import TargetHead
 from spec_train.losses import LossKind
 from spec_train.metrics import summarise
@@ -45,10 +47,11 @@ class EagleDraft(EagleModel):
         """Raise an error if a dataset lacks the final hidden states of some tokens.
 
         Raises:
-            DatasetError: what is missing, and how to generate it.
+            DatasetError, DraftError: what is missing, and how to generate it.
         """
         if problem := data_problem("eagle", manifest.supervision, manifest.final):
             raise DatasetError(f"{manifest.where}: {problem}")
+        check_teachers(options.slots, manifest)
 
     @classmethod
     def make_config(cls, options: EagleOptions, facts: DatasetFacts) -> EagleConfig:
@@ -82,9 +85,12 @@ class EagleDraft(EagleModel):
         caches = LayerCaches(len(self.layers))
         return ChainDrafter(HeadedEagle(self, head), self.config.vocab_size, caches)
 
-    def chains(self, batch: DraftBatch, head: TargetHead, depth: int) -> Tensor:
+    def chains(
+        self, batch: DraftBatch, head: TargetHead, depth: int, *, counted_only: bool = False
+    ) -> Tensor:
         """Draft greedily from every slot: int64 [B, T, depth] (see protocol.Draft)."""
-        return serving_chains(self, batch, batch.hidden[FINAL], head, depth)
+        counted = CountedDrafts(batch) if counted_only else None
+        return serving_chains(self, batch, batch.hidden[FINAL], head, depth, counted)
 
     def columns(self, supervision: str = "final-hidden") -> tuple[str, ...]:
         """Return the columns that the loss reads; the same with every supervision."""

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.packing import shift_left
-from spec_train.attention.unrolled import StepQueries
+from spec_train.attention.unrolled import StepQueries, narrowed_pairs
 from spec_train.attention.unrolled_backends import default_backend
 from spec_train.data.batch import DraftBatch
+from spec_train.drafts.counted import CountedDrafts, first_slots, greedy_chains
 from spec_train.drafts.eagle.model import EagleModel
 from spec_train.drafts.layers import argmax_by_chunks
-from spec_train.drafts.slots import document_offsets, rope_lengths
+from spec_train.drafts.slots import document_offsets, gather_slots, rope_lengths
 from spec_train.head import TargetHead
 
 
@@ -40,6 +41,11 @@ class _Steps:
             self._diagonal.append((k, v))
         first, diagonal = self._first, self._diagonal
         return self._queries.attend(q, *first, diagonal, self._scale, self._window)
+
+    def narrow(self, queries: StepQueries, part: Tensor) -> None:
+        """Go on with the slots `part` of the queries, int64 [B, A]; `queries` are theirs."""
+        self._queries = queries
+        self._diagonal = narrowed_pairs(self._diagonal, part)
 
 
 class EagleUnroll:
@@ -66,8 +72,9 @@ class EagleUnroll:
             backend = default_backend(*kind)
         every = torch.arange(document_ids.shape[1], device=document_ids.device)  # [T]
         first = every - document_offsets(document_ids)  # [B, T]: the document's first slot
-        queries = StepQueries(first, every.expand_as(first), len(every), backend)
-        self._layers = [_Steps(queries, draft.scale, window) for window in draft.config.windows]
+        self._queries = StepQueries(first, every.expand_as(first), len(every), backend)
+        scale, windows = draft.scale, draft.config.windows
+        self._layers = [_Steps(self._queries, scale, window) for window in windows]
         self._steps = 0
 
     def advance(self, token_ids: Tensor) -> Tensor:
@@ -82,10 +89,25 @@ class EagleUnroll:
         self.carried = draft.predict(x)
         return self.carried
 
+    def narrow(self, part: Tensor) -> None:
+        """Go on with some of the slots only: their indices, int64 [B, A]. Not before step 0."""
+        self._queries = self._queries.narrowed(part)
+        for steps in self._layers:
+            steps.narrow(self._queries, part)
+        self._positions = self._positions.gather(1, part)
+        if self._lengths is not None:
+            self._lengths = self._lengths.gather(1, part)
+        self.carried = gather_slots(self.carried, part)
+
 
 @torch.no_grad()
 def serving_chains(
-    draft: EagleModel, batch: DraftBatch, states: Tensor, head: TargetHead, depth: int
+    draft: EagleModel,
+    batch: DraftBatch,
+    states: Tensor,
+    head: TargetHead,
+    depth: int,
+    counted: CountedDrafts | None = None,
 ) -> Tensor:
     """Draft greedy chains from every slot; each step reads the draft's own last token and state.
 
@@ -95,14 +117,22 @@ def serving_chains(
         states: the final hidden states of the documents [B, T, H].
         head: the target's.
         depth: tokens per chain.
+        counted: leave out the drafts that it does not count.
 
     Returns:
         Target ids, int64 [B, T, depth] (see protocol.Draft.chains).
     """
     known = shift_left(batch.input_ids, batch.document_ids)
     unroll = EagleUnroll(draft, states, batch.document_ids, batch.position_ids)
-    chains = []
-    for _ in range(depth):
-        known = argmax_by_chunks(head.logits, unroll.advance(known))  # [B, T]
-        chains.append(known)
-    return torch.stack(chains, dim=-1)
+    first = first_slots(known, counted)
+    started = False
+
+    def step(tokens: Tensor) -> Tensor:
+        nonlocal started
+        unroll.advance(tokens)
+        if not started:  # step 0 makes the keys of every slot
+            unroll.narrow(first)
+            started = True
+        return argmax_by_chunks(head.logits, unroll.carried)
+
+    return greedy_chains(step, unroll.narrow, known, depth, counted)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from spec_train.data.batch import DraftBatch
 from spec_train.draft_options import Eagle3Options
+from spec_train.drafts.counted import CountedDrafts
 from spec_train.drafts.drafting import ChainDrafter
 from spec_train.drafts.eagle3.config import Eagle3Config
 from spec_train.drafts.eagle3.loss import Teachers, eagle3_loss, step_shares, unrolled_loss
@@ -46,9 +47,12 @@ class Eagle3Draft(Eagle3Model):
         """Start drafting one sequence. The draft has its own head; `head` is not used."""
         return ChainDrafter(self, self.config.vocab_size, self.new_cache())
 
-    def chains(self, batch: DraftBatch, head: TargetHead, depth: int) -> Tensor:
+    def chains(
+        self, batch: DraftBatch, head: TargetHead, depth: int, *, counted_only: bool = False
+    ) -> Tensor:
         """Draft greedily from every slot: int64 [B, T, depth] (see protocol.Draft)."""
-        return serving_chains(self, batch, depth)
+        counted = CountedDrafts(batch) if counted_only else None
+        return serving_chains(self, batch, depth, counted)
 
     @torch.no_grad()
     def slot_counts(self, batch: DraftBatch) -> Tensor:

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from spec_data.shards.packing import shift_left
 from spec_train.attention.plain import repeat_heads
-from spec_train.attention.unrolled import StepQueries
+from spec_train.attention.unrolled import StepQueries, narrowed_pairs
 from spec_train.attention.unrolled_backends import default_backend
 from spec_train.data.batch import DraftBatch
+from spec_train.drafts.counted import CountedDrafts, first_slots, greedy_chains
 from spec_train.drafts.eagle3.model import Eagle3Model
 from spec_train.drafts.layers import argmax_by_chunks, run_layer
 from spec_train.drafts.slots import document_offsets, gather_slots, rope_lengths
@@ -125,6 +126,15 @@ class Unroll:
         self._steps += 1
         return self.carried
 
+    def narrow(self, part: Tensor) -> None:
+        """Go on with some of the active slots only: their indices, int64 [B, A']."""
+        self._queries = self._queries.narrowed(part)
+        self._positions = self._positions.gather(1, part)
+        if self._lengths is not None:
+            self._lengths = self._lengths.gather(1, part)
+        self.carried = gather_slots(self.carried, part)
+        self._diagonals = [narrowed_pairs(pairs, part) for pairs in self._diagonals]
+
     def _attended(self, number: int, u: Tensor, x: Tensor, turn: Any, diagonal: Pairs) -> Tensor:
         """Return a layer's output [B, A, H] of attention inputs [B, A, W] and residual [B, A, H].
 
@@ -166,29 +176,31 @@ class Unroll:
 
 
 @torch.no_grad()
-def serving_chains(draft: Eagle3Model, batch: DraftBatch, depth: int) -> Tensor:
+def serving_chains(
+    draft: Eagle3Model, batch: DraftBatch, depth: int, counted: CountedDrafts | None = None
+) -> Tensor:
     """Draft greedy chains from every slot; each step reads the draft's own last token.
 
     Args:
         draft: the model.
         batch: documents in the token frame.
         depth: tokens per chain.
+        counted: leave out the drafts that it does not count.
 
     Returns:
         Target ids, int64 [B, T, depth] (see protocol.Draft.chains).
     """
     known = shift_left(batch.input_ids, batch.document_ids)
-    active = torch.arange(known.shape[1], device=known.device).expand_as(known)
     unroll = Unroll(
         draft,
         batch.aux(draft.config.layers),
         known,
         batch.document_ids,
         batch.position_ids,
-        active,
+        first_slots(known, counted),
     )
-    chains = []
-    for _ in range(depth):
-        known = draft.draft_ids[argmax_by_chunks(draft.logits, unroll.advance(known))]  # [B, T]
-        chains.append(known)
-    return torch.stack(chains, dim=-1)
+
+    def step(tokens: Tensor) -> Tensor:
+        return draft.draft_ids[argmax_by_chunks(draft.logits, unroll.advance(tokens))]
+
+    return greedy_chains(step, unroll.narrow, known, depth, counted)

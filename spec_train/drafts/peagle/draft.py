@@ -13,6 +13,7 @@ from torch import Tensor
 from spec_train.data.batch import DraftBatch
 from spec_train.draft_options import PeagleOptions
 from spec_train.drafts.base import DatasetFacts
+from spec_train.drafts.counted import CountedDrafts
 from spec_train.drafts.frames import batch_frame, slots_of
 from spec_train.drafts.mask_token import settle_mask_token
 from spec_train.drafts.peagle.config import PeagleConfig
@@ -56,9 +57,12 @@ class PeagleDraft(PeagleModel):
         """Start drafting one sequence. The draft has its own head; `head` is not used."""
         return ParallelDrafter(self)
 
-    def chains(self, batch: DraftBatch, head: TargetHead, depth: int) -> Tensor:
+    def chains(
+        self, batch: DraftBatch, head: TargetHead, depth: int, *, counted_only: bool = False
+    ) -> Tensor:
         """Draft greedily from every slot: int64 [B, T, depth] (see protocol.Draft)."""
-        return serving_chains(self, batch, depth)
+        counted = CountedDrafts(batch) if counted_only else None
+        return serving_chains(self, batch, depth, counted)
 
     @torch.no_grad()
     def draw(self, batch: DraftBatch) -> Tensor:

@@ -20,10 +20,11 @@ from spec_data.shards.packing import shift_left
 from spec_train.attention.masked import Attending
 from spec_train.attention.masks import AttentionMask, causal_mask, parallel_mask
 from spec_train.data.batch import DraftBatch
+from spec_train.drafts.counted import CountedDrafts, empty_chains, first_slots
 from spec_train.drafts.drafting import DraftCache
 from spec_train.drafts.layers import Attend, argmax_by_chunks
 from spec_train.drafts.peagle.model import PeagleModel
-from spec_train.drafts.slots import rope_lengths
+from spec_train.drafts.slots import gather_slots, rope_lengths
 from spec_train.sampling import Sampler
 
 CHUNK_ROWS = 2048  # elements of a pack that `serving_chains` computes at a time
@@ -63,7 +64,9 @@ class ParallelDrafter:
 
 
 @torch.no_grad()
-def serving_chains(draft: PeagleModel, batch: DraftBatch, depth: int) -> Tensor:
+def serving_chains(
+    draft: PeagleModel, batch: DraftBatch, depth: int, counted: CountedDrafts | None = None
+) -> Tensor:
     """Draft greedily from every slot as serving would.
 
     The rows of depth 0 are computed once, and the caches keep their keys and values. The deeper
@@ -73,6 +76,7 @@ def serving_chains(draft: PeagleModel, batch: DraftBatch, depth: int) -> Tensor:
         draft: the model.
         batch: documents in the token frame.
         depth: tokens per slot.
+        counted: leave out most of the drafts that it does not count.
 
     Returns:
         Target ids, int64 [B, T, depth] (see protocol.Draft.chains).
@@ -83,13 +87,17 @@ def serving_chains(draft: PeagleModel, batch: DraftBatch, depth: int) -> Tensor:
     caches = draft.new_caches()
     attends = _attends(draft, partial(causal_mask, batch.document_ids), caches)
     states = draft.states(known, features, batch.position_ids, lengths, attends)
-    chains = argmax_by_chunks(draft.logits, states)[..., None]  # [B, T, 1], draft indices
+    active = first_slots(known, counted)  # [B, A]
+    drafted = draft.draft_ids[argmax_by_chunks(draft.logits, gather_slots(states, active))]
+    chains = empty_chains(known, depth)
+    chains[..., 0].scatter_(1, active, drafted)
     if depth > 1:
         slots = torch.arange(known.shape[1], device=known.device)
-        size = max(1, CHUNK_ROWS // (depth - 1))
-        parts = [_deeper(draft, batch, caches, part, depth) for part in slots.split(size)]
-        chains = torch.cat([chains, torch.cat(parts, dim=1)], dim=-1)
-    return draft.draft_ids[chains]
+        if counted is not None:  # all depths at once, so the first draft alone decides
+            slots = active[counted.kept(active, drafted)].unique()  # of any pack
+        for part in slots.split(max(1, CHUNK_ROWS // (depth - 1))):
+            chains[:, part, 1:] = draft.draft_ids[_deeper(draft, batch, caches, part, depth)]
+    return chains
 
 
 def _deeper(

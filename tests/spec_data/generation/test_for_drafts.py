@@ -116,14 +116,15 @@ def test_layers_of_the_command_line_override_the_recipe(place, tmp_path, caplog)
 def test_estimate_prints_the_bytes_of_each_draft(place, tmp_path, capsys):
     given = options(place / "target", place / "c.jsonl", tmp_path / "out")
     words = ["--target", given["target"], "--corpus", *given["corpus"], "--out", given["out"]]
-    assert main(["estimate", *words, "--for", "eagle3,dspark,eagle", "--codec", "bf16"]) == 0
+    assert main(["estimate", *words, "--for", "eagle3,dspark,eagle", "--codec", "bf16",
+                 "--teacher", "all"]) == 0  # fmt: skip
     printed = capsys.readouterr()
     assert re.search(r"eagle3 +1, 4, 6 +269.0 ", printed.out)  # 13 and 4 x 64 bytes per token
     assert re.search(r"dspark +1, 3, 4, 6, 8 +397.0 ", printed.out)
     assert "--for eagle3,dspark,eagle" in printed.out + printed.err  # the next command
     found = spec_data.estimate(
         place / "target", place / "c.jsonl", tmp_path / "out", codec="bf16",
-        for_drafts=["eagle3", "dspark", "eagle"],
+        for_drafts=["eagle3", "dspark", "eagle"], teacher="all",
     )  # fmt: skip
     plain = 4 + 1 + 4 + 4  # ids, mask, argmax, logsumexp
     for draft, layers in (("eagle3", EAGLE3), ("dspark", BLOCK), ("eagle", ())):

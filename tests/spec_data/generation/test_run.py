@@ -26,7 +26,16 @@ from spec_data.shards.errors import (
     TargetError,
 )
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
-from tests.spec_data.runs import digests, options, run, save_target, start_cli, write_corpus
+from spec_data.shards.schema import TEACHERS
+from tests.spec_data.runs import (
+    digests,
+    options,
+    run,
+    save_target,
+    start_cli,
+    with_teacher,
+    write_corpus,
+)
 from tests.tolerance import close, network, same_choice
 
 FORWARD = {"terms": network(6), "dtype": torch.float32}  # the six layers of the tiny targets
@@ -72,8 +81,9 @@ def test_documents_equal_a_plain_forward_of_the_rendered_chat(reference, target,
         final = plain.hidden_states[-1][0]
         close(row["hidden.final"].float(), final, **FORWARD, stored=torch.bfloat16)
         logits = plain.logits[0]
-        same_choice(logits, row["target_argmax"].long(), **FORWARD)
-        close(row["target_logsumexp"], logits.logsumexp(-1), **FORWARD)
+        kept = with_teacher(row)
+        same_choice(logits[kept], row["target_argmax"][kept].long(), **FORWARD)
+        close(row["target_logsumexp"][kept], logits[kept].logsumexp(-1), **FORWARD)
         text = tokenizer.decode(row["input_ids"][row["loss_mask"]])
         answers = [m["content"] for m in rows[index]["messages"] if m["role"] == "assistant"]
         assert text == "".join(a + "<|im_end|>" for a in answers)
@@ -251,6 +261,8 @@ def test_other_supervision(target, corpus, tmp_path, supervision, reference):
     assert "hidden.final" not in row
     with torch.no_grad():
         logits = model(row["input_ids"][None]).logits[0]
+    kept = with_teacher(row)
+    row, logits = {n: v[kept] for n, v in row.items() if n in TEACHERS}, logits[kept]
     if supervision == "logits":
         close(row["logits"].float(), logits, **FORWARD, stored=torch.bfloat16)
     else:
@@ -273,7 +285,8 @@ def test_families_from_disk_to_dataset(corpus, tmp_path, family):
         row = dataset[index]
         with torch.no_grad():
             logits = model(row["input_ids"][None]).logits[0]
-        close(row["target_logsumexp"], logits.logsumexp(-1), **FORWARD)
+        kept = with_teacher(row)
+        close(row["target_logsumexp"][kept], logits[kept].logsumexp(-1), **FORWARD)
 
 
 def test_broken_states_stop_the_run_and_nothing_is_stored(target, corpus, tmp_path):

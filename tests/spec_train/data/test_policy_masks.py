@@ -63,7 +63,8 @@ def place(tmp_path_factory) -> Path:
     lines = "".join(json.dumps(row) + "\n" for row in ROWS)
     (folder / "c.jsonl").write_text(lines)
     for policy in ("assistant", "last-turn", "all"):
-        generate(folder / "target", folder / "c.jsonl", folder / policy, mask=policy, layers="0,2")
+        given = {"mask": policy, "layers": "0,2", "teacher": "all"}
+        generate(folder / "target", folder / "c.jsonl", folder / policy, **given)
     generate(
         folder / "target", folder / "c.jsonl", folder / "sparse", final="supervised", layers="0,2"
     )
@@ -278,7 +279,9 @@ def test_mixtures_use_the_mask_in_every_dataset(place, tmp_path):
 
 
 def test_states_that_were_not_stored_are_refused(place, tmp_path):
-    with pytest.raises(DatasetError, match=r"--mask all .*hidden\.final.* with --final all"):
+    with pytest.raises(
+        DatasetError, match=r"--mask all .*hidden\.final and target_argmax.* --teacher all"
+    ):
         PolicyDataset(place / "sparse", "all")
     stored, fewer = (
         HiddenStatesDataset(place / "sparse"),

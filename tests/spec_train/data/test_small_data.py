@@ -42,7 +42,7 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(target, corpus, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "data"
-    run(target, corpus, out, keep_tails=True)
+    run(target, corpus, out, keep_tails=True, teacher="all")
     return HiddenStatesDataset(out)
 
 
@@ -121,7 +121,7 @@ def test_fit_runs_on_lossy_data(target, corpus, tmp_path, codec):
 @pytest.fixture(scope="module")
 def logits(target, corpus, tmp_path_factory):
     out = tmp_path_factory.mktemp("logits") / "data"
-    run(target, corpus, out, supervision="logits", keep_tails=True)
+    run(target, corpus, out, supervision="logits", keep_tails=True, teacher="all")
     return HiddenStatesDataset(out)
 
 

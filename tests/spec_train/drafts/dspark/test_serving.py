@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from spec_train.decoding.chains import Request, decode_plain, decode_speculative
 from spec_train.draft_options import DFlashOptions, DSparkOptions
 from spec_train.drafts import DRAFTS
+from spec_train.drafts.counted import NOT_DRAFTED
 from spec_train.drafts.dspark.draft import DSparkConfig, DSparkDraft
-from spec_train.drafts.dspark.serving import NOT_DRAFTED, BlockDrafter
+from spec_train.drafts.dspark.serving import BlockDrafter
 from spec_train.evaluation.on_dataset import ServingSums, serving_sums
 from spec_train.sampling import Greedy, Sampled, make_sampler
 from tests.spec_train.drafts.dspark.cases import (

@@ -1,0 +1,198 @@
+"""Format 1.2: the teacher's columns only where the next token is supervised, from file to draft."""
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import spec_data.shards.schema as schema_module
+import spec_train
+from spec_data.shards.arrow_schema import schema_of
+from spec_data.shards.errors import DatasetError, DraftError
+from spec_data.shards.files import dump_json
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.schema import TEACHERS, Manifest, token_columns
+from spec_data.shards.seal import seal
+from spec_data.shards.writer import UnitData, write_shard
+from spec_train.data.mixture import common_manifest
+from spec_train.data.policy_masks import PolicyDataset
+from spec_train.drafts.slots import check_teachers
+from tests.factory import tiny_dataset
+from tests.spec_data.shards.integrity_tools import change_manifest
+
+_NAMES = ("path", "text", "figures")  # of a result: where the data are, and what names them
+# The drafts that are trained from either form, by supervision.
+DRAFTS = {"final-hidden": ("eagle", "eagle3", "dspark"), "topk:5": ("eagle3",), "logits": ()}
+
+
+def sparse_copy(source: Path, out: Path) -> Path:
+    """Copy a dataset; keep the teacher's columns only where the next token is supervised."""
+    old = HiddenStatesDataset(source)
+    manifest = old.manifest
+    columns = token_columns(
+        manifest.layers,
+        manifest.hidden_size,
+        manifest.supervision,
+        manifest.vocab_size,
+        teacher_tokens="supervised",
+    )
+    (out / "shards").mkdir(parents=True)
+    shutil.copytree(source / "target", out / "target")
+    records, first = [], 0
+    for record in manifest.shards:
+        rows = [old[first + row] for row in range(record.rows)]
+        first += record.rows
+        unit = UnitData.allocate(
+            columns,
+            [row["doc_id"] for row in rows],
+            [row["source"] for row in rows],
+            [[(t["role"], t["start"], t["end"]) for t in row["turns"]] for row in rows],
+            [len(row["input_ids"]) for row in rows],
+            np.concatenate([row["loss_mask"].numpy() for row in rows]),
+        )
+        for column in columns:
+            parts = []
+            for row in rows:
+                value = row[column.name]
+                if column.sparse:  # plain loop: t is kept if x_{t+1} exists and is supervised
+                    mask = row["loss_mask"].tolist()
+                    kept = [t for t in range(len(mask)) if t + 1 < len(mask) and mask[t + 1]]
+                    value = value[kept]
+                parts.append(value)
+            unit.tokens[column.name][:] = column.coder.encode(torch.cat(parts))
+        records.append(write_shard(out / record.file, unit, columns))
+    left = ("shards", "totals", "fingerprint", "files", "card")
+    draft = {k: v for k, v in manifest.raw.items() if k not in left}
+    draft |= {
+        "format_version": "1.2",
+        "teacher": "supervised",
+        "columns": [asdict(c) for c in columns],
+    }
+    seal(out, draft, records)
+    return out
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """By supervision: a dataset with the teacher at every token, and its sparse copy."""
+    path, found = tmp_path_factory.mktemp("pairs"), {}
+    for number, supervision in enumerate(DRAFTS):
+        whole = tiny_dataset(path / f"whole{number}", n_docs=16, supervision=supervision)
+        found[supervision] = whole, sparse_copy(whole, path / f"sparse{number}")
+    return found
+
+
+@pytest.fixture(params=list(DRAFTS))
+def pair(request, pairs):
+    return pairs[request.param]
+
+
+@pytest.fixture
+def sparse(pairs, tmp_path):
+    """A copy of the sparse dataset of final hidden states that a test may change."""
+    return Path(shutil.copytree(pairs["final-hidden"][1], tmp_path / "data"))
+
+
+def test_sparse_columns_are_those_of_the_whole_dataset_and_zero_elsewhere(pair):
+    whole, sparse = map(HiddenStatesDataset, pair)
+    assert (whole.manifest.raw["format_version"], whole.teacher) == ("1.1", "all")
+    assert (sparse.manifest.raw["format_version"], sparse.teacher) == ("1.2", "supervised")
+    gone = 0
+    for row in range(len(whole)):
+        a, b = whole[row], sparse[row]
+        mask = a["loss_mask"].tolist()
+        for name, value in b.items():
+            if name not in TEACHERS:
+                assert torch.equal(value, a[name]) if torch.is_tensor(value) else value == a[name]
+                continue
+            assert (value.dtype, value.shape) == (a[name].dtype, a[name].shape)
+            for t in range(len(mask)):
+                if t + 1 < len(mask) and mask[t + 1]:
+                    assert torch.equal(value[t], a[name][t]), (name, t)
+                else:
+                    assert not value[t].any()
+                    gone += 1
+    assert gone
+    buffer = torch.full((60,), -7)
+    count = sparse.read_into(3, {"target_argmax": buffer}, 4, 9)
+    assert torch.equal(buffer[4 : 4 + count], sparse[3]["target_argmax"][:9].long())
+
+
+def test_a_shard_says_its_version(sparse):
+    schema = schema_of(HiddenStatesDataset(sparse).manifest)
+    assert schema.metadata[b"spec-data"] == b"1.2"
+    found = pa.ipc.open_stream(sparse / "shards" / "unit-00000.arrow").schema
+    assert found.equals(schema, check_metadata=True)
+    assert found.field("target_argmax").metadata[b"tokens"] == b"supervised"
+
+
+def test_a_release_that_knows_no_sparse_teacher_refuses_by_version(sparse, monkeypatch):
+    monkeypatch.setattr(schema_module, "READ_VERSIONS", ("1.0", "1.1"))
+    with pytest.raises(DatasetError, match=r"format version 1\.2, this release reads 1\.0, 1\.1;"):
+        HiddenStatesDataset(sparse)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format_version": "1.1"}, r"format_version is 1\.1, but `teacher` makes 1\.2"),
+        ({"teacher": "all"}, r"format_version is 1\.2, but `teacher` makes 1\.1"),
+        ({"teacher": "some"}, 'teacher is \'some\', expected "all" or "supervised"'),
+        ({"teacher": "all", "format_version": "1.1"}, "target_argmax with codec int32"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(sparse, change, message):
+    change_manifest(sparse, **change)
+    with pytest.raises(DatasetError, match=message):
+        HiddenStatesDataset(sparse)
+
+
+def _trained(draft: str, data: Path, out: Path) -> tuple[dict[str, torch.Tensor], dict]:
+    vocabulary = {} if draft == "eagle" else {"draft_vocab_size": 32}
+    given = dict(steps=2, batch_size=2, seq_len=64, validation=0.25, device="cpu", seed=3)
+    result = spec_train.fit(draft, data, out, **given | vocabulary)
+    assert result.finished
+    found = spec_train.evaluate(out, data=data).data
+    assert found is not None
+    figures = {name: value for name, value in vars(found).items() if name not in _NAMES}
+    return load_file(next(out.rglob("model.safetensors"))), figures
+
+
+@pytest.mark.parametrize(
+    ("supervision", "draft"), [(s, draft) for s, drafts in DRAFTS.items() for draft in drafts]
+)
+def test_drafts_and_their_figures_are_bit_equal_from_either_form(
+    pairs, tmp_path, supervision, draft
+):
+    (one, figures), (other, same) = (
+        _trained(draft, data, tmp_path / str(i)) for i, data in enumerate(pairs[supervision])
+    )
+    assert one.keys() == other.keys() and len(one) > 3
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert figures == same and figures["acceptance_length"] is not None
+
+
+def test_slots_beyond_the_stored_teacher_are_refused(sparse):
+    manifest = HiddenStatesDataset(sparse).manifest
+    check_teachers("serving", manifest)
+    with pytest.raises(DraftError, match=r"--slots shifted also needs target_argmax .*--teacher"):
+        check_teachers("shifted", manifest)
+
+
+def test_masks_beyond_the_stored_teacher_are_refused(sparse):
+    with pytest.raises(DatasetError, match=r"--mask all .*target_argmax.* --teacher all"):
+        PolicyDataset(sparse, "all")
+
+
+def test_a_mixture_with_a_sparse_teacher_has_a_sparse_teacher(pairs):
+    whole, sparse = (HiddenStatesDataset(path).manifest for path in pairs["final-hidden"])
+    assert common_manifest([whole, sparse]).teacher == "supervised"
+    assert common_manifest([whole, whole]).teacher == "all"
+    assert isinstance(common_manifest([whole, whole]), Manifest)
+    json.loads(dump_json(common_manifest([sparse, whole]).raw))
