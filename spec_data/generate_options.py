@@ -80,8 +80,7 @@ class GenerateConfig:
     pack_length: int = option(
         0,
         help="tokens per packed row of the target's batch; 0 takes the length of the longest "
-        "document, from 512 to 2,048; a longer document has a row of its own. Rarely worth a "
-        "change",
+        "document, from 512 to 2,048; a longer document has a row of its own",
         group=RUNNING,
         metavar="N",
     )
@@ -124,10 +123,9 @@ class GenerateConfig:
     )
     teacher: str = option(
         "supervised",
-        help="tokens at which the target's choice, logsumexp and stored logits are computed: those "
-        "whose next token is supervised, the only ones that a draft learns from as it is served; "
-        "or all, which runs the head on every token. Take all to train with a wider `fit --mask` "
-        "later, or with --slots shifted",
+        help="tokens at which the head runs (the target's choice, logsumexp, stored logits): those "
+        "whose next token is supervised, which is all that served drafts learn from; or all. Take "
+        "all for a wider `fit --mask` later, or for --slots shifted",
         group=CAPTURE,
         choices=("supervised", "all"),
     )
