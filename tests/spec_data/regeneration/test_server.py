@@ -157,7 +157,7 @@ def test_a_request_that_is_refused_concerns_its_conversation_alone(corpus, tmp_p
         assert main(["regenerate", *as_flags(given)]) == 1
         shown = capsys.readouterr()
         assert "16 read = 15 written + 1 failed + 0 skipped" in shown.out
-        assert "retry:  spec-data regenerate" in shown.err
+        assert "retry:  spec-data regenerate" in shown.err and "HTTP Request" not in shown.err
         assert len(rows(out)) == ROWS - 1
         (failure,) = json.loads((tmp_path / "a.jsonl.sampling").read_text())["failed"]
         assert failure["where"] == f"{corpus}:4" and "longer than the context" in failure["reason"]
