@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from tests.gpu.kernels import KERNELS
@@ -131,6 +132,9 @@ def _on_cpu(x: Any) -> bool:
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operation on the numbers, after the checks of a GPU."""
     packet = func.overloadpacket
+    if packet not in WAITING and func._can_decompose():
+        with _Factories():
+            return func.decompose(*args, **kwargs)
     if packet in KERNELS:
         held = tree_map(lambda x: x.held if isinstance(x, CudaTensor) else x, (args, kwargs))
         made = KERNELS[packet](*held[0], **held[1])
@@ -146,6 +150,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs = kwargs | {"device": "cpu"}
     held = tree_map(lambda x: x.held if isinstance(x, CudaTensor) else x, (args, kwargs))
     out = func(*held[0], **held[1])
+    if not func._schema.returns:
+        return None
     if func._schema.name.endswith("_") and not func._schema.name.endswith("__"):
         return args[0]
     if "out" in kwargs:
@@ -182,6 +188,7 @@ def _indexed(x: CudaTensor, index: Any, *value: Any) -> Any:
     return None
 
 
+_NUMBERS = {"__int__": int, "__index__": int, "__float__": float, "__bool__": bool}
 _GUARDED = {"__invert__": "bitwise_not"} | {n: n for n in ("nonzero", "contiguous", "copy_")}
 
 
@@ -218,19 +225,56 @@ def _copied(packet: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return CudaTensor(aten._to_copy(source.held, **kwargs))
 
 
+class _Factories(TorchDispatchMode):
+    """Serves operations that make a tensor on CUDA from nothing, inside other operations."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(x, CudaTensor) for x in tree_flatten((args, kwargs))[0]):
+            return _run(func, args, kwargs)
+        device = kwargs.get("device")
+        if device is None or torch.device(device).type != "cuda":
+            return func(*args, **kwargs)
+        if func.overloadpacket is aten._to_copy:
+            return _copied(aten._to_copy, args, kwargs)
+        return CudaTensor(func(*args, **kwargs | {"device": torch.device("cpu")}))
+
+
 class FakeCuda(TorchFunctionMode):
     """A context in which `device="cuda"` is a device; see the module."""
+
+    backward: Any = None  # what `Tensor.backward` does
+
+    def __enter__(self) -> Any:
+        self._factories = _Factories()
+        self._factories.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._factories.__exit__(*error)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        kwargs.pop("pin_memory", None)
+        if name == "backward":
+            return self.backward(args[0])
+        if name == "_has_compatible_shallow_copy_type":
+            return type(args[0]) is type(args[1])
+        if getattr(func, "__self__", None) is torch.Tensor.data and len(args) == 2:
+            args[0].held = args[1].held
         if name == "new_tensor" and isinstance(args[0], CudaTensor):
             _note("upload")
             return CudaTensor(torch.tensor(*args[1:], **{"dtype": args[0].dtype} | kwargs))
         if name in ("__getitem__", "__setitem__") and isinstance(args[0], CudaTensor):
             return _indexed(*args)
+        if name in _NUMBERS and isinstance(args[0], CudaTensor):
+            return _NUMBERS[name](args[0].item())
         if name in _GUARDED and isinstance(args[0], CudaTensor):
             return _guarded(name, *args, **kwargs)
         if name in ("tolist", "numpy") and isinstance(args[0], CudaTensor):
