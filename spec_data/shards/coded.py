@@ -117,8 +117,8 @@ class CodedRows:
             part = slice(a, a + step)
             out[places[part]] = self.codec.decode(codes[part], scale[part], tables).to(dtype)
         for rows, bits in self._escaped:
-            where = places[torch.from_numpy(rows).to(device)]
-            out[where] = bf16_tensor(bits).to(device).to(dtype)
+            where = places[torch.from_numpy(rows).to(device, non_blocking=non_blocking)]
+            out[where] = bf16_tensor(bits).to(device, non_blocking=non_blocking).to(dtype)
         return out
 
 

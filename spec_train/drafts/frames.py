@@ -210,8 +210,13 @@ def slots_of(draft: BaseDraft, batch: DraftBatch) -> tuple[Tensor, Tensor, Tenso
 
     Reads no states, so it also works on a batch without them.
     """
-    shifted = shift_left(batch.loss_mask, batch.document_ids)  # [B, T]
-    mask = slot_masks(shifted, batch.document_ids, draft.options.slots)
+    mask = slot_mask_of(draft, batch)
     rows = mask.flatten().nonzero().squeeze(1)  # [N]
     # A slot of the mask is never the last of its document, so rows + 1 is the next token's slot.
     return mask, rows, draft.draft_index[batch.target_argmax.flatten()[rows + 1]]
+
+
+def slot_mask_of(draft: BaseDraft, batch: DraftBatch) -> Tensor:
+    """Return the slot mask of step 0 of a batch, bool [B, T]; no host sync, unlike its rows."""
+    shifted = shift_left(batch.loss_mask, batch.document_ids)  # [B, T]
+    return slot_masks(shifted, batch.document_ids, draft.options.slots)

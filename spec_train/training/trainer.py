@@ -221,10 +221,12 @@ class Trainer:
             del batch, loss, sums
             step.release(i)
         norm = self.masters.clip()
-        *values, self._grad_norm = torch.stack([*losses, norm]).tolist()
+        # the one place of a step where the host waits for all of its results
+        some = self._counts.any().to(norm)
+        *values, self._grad_norm, counted = torch.stack([*losses, norm, some]).tolist()
         self._refuse_non_finite(step, values)
         self._lr = learning_rate(self.step, self.total, self.config)
-        if self._counts.any():
+        if counted:
             self.masters.step(self._lr)
         else:  # momentum would still move the weights
             log.warning("warning: step %d has no slot to train on; weights stay", self.step + 1)
@@ -243,7 +245,8 @@ class Trainer:
         parts = []
         for i, batch in enumerate(step.batches):
             self._seed(kind, step, i)
-            parts.append(self.draft.slot_counts(batch.without_hidden().to(self.device)))
+            moved = batch.without_hidden().to(self.device, non_blocking=True)
+            parts.append(self.draft.slot_counts(moved))
         return torch.stack(parts).sum(0)
 
     def _refuse_non_finite(self, step: Step, losses: list[float]) -> None:
@@ -333,7 +336,7 @@ class Trainer:
                 part = plan.part_of(step.index)
                 for i, batch in enumerate(step.batches):
                     self._seed("validation", step, i)
-                    moved = batch.to(self.device, self.dtype)
+                    moved = batch.to(self.device, self.dtype, non_blocking=True)
                     sums = self._loss(moved, self.head, counts)[1]
                     total[part] = add_sums([total.get(part, {}), sums])
         self.ranks.release(self._loss)

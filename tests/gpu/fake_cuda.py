@@ -12,6 +12,7 @@ the process; call the backward of a custom function as a plain function), kernel
 """
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -72,12 +73,13 @@ class CudaTensor(torch.Tensor):
 
 Syncs = Counter[tuple[str, str]]
 """How often a function of this project made the host wait, by function and reason."""
-_noted: list[Syncs] = []
+_noted: list[tuple[int, Syncs]] = []  # with the thread that counts: a writer runs beside it
 
 
 def _note(reason: str) -> None:
-    for syncs in _noted:
-        syncs[_asked_by(), reason] += 1
+    for thread, syncs in _noted:
+        if thread == threading.get_ident():
+            syncs[_asked_by(), reason] += 1
 
 
 def _asked_by() -> str:
@@ -94,13 +96,13 @@ def _asked_by() -> str:
 
 @contextmanager
 def counting() -> Iterator[Syncs]:
-    """Note the host syncs inside."""
+    """Note the host syncs inside, of this thread."""
     syncs: Syncs = Counter()
-    _noted.append(syncs)
+    _noted.append((threading.get_ident(), syncs))
     try:
         yield syncs
     finally:
-        _noted.remove(syncs)
+        _noted.pop()
 
 
 def upload(x: Any) -> Any:
@@ -228,9 +230,7 @@ def _copied(packet: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 class _Factories(TorchDispatchMode):
     """Serves operations that make a tensor on CUDA from nothing, inside other operations."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(isinstance(x, CudaTensor) for x in tree_flatten((args, kwargs))[0]):
             return _run(func, args, kwargs)
@@ -273,6 +273,8 @@ class FakeCuda(TorchFunctionMode):
             return CudaTensor(torch.tensor(*args[1:], **{"dtype": args[0].dtype} | kwargs))
         if name in ("__getitem__", "__setitem__") and isinstance(args[0], CudaTensor):
             return _indexed(*args)
+        if name == "detach" and isinstance(args[0], CudaTensor):
+            return CudaTensor(args[0].held)
         if name in _NUMBERS and isinstance(args[0], CudaTensor):
             return _NUMBERS[name](args[0].item())
         if name in _GUARDED and isinstance(args[0], CudaTensor):

@@ -15,7 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from spec_data.generation import run as generation
+from spec_data.models import loading
+from spec_train.attention import unrolled_backends
+from spec_train.attention.unrolled_backends import default_backend
 from spec_train.draft_options import DRAFT_OPTIONS
+from spec_train.evaluation import report
 from spec_train.options import FitConfig
 from spec_train.training import setup, trainer
 from tests.gpu.fake_cuda import FakeCuda, Syncs, counting, cuda_autocast, upload
@@ -58,11 +63,14 @@ def apply(function: Any, *args: Any) -> Any:
 def _backward(function: Any, context: Context, out: Any, args: Any) -> None:
     outputs = out if isinstance(out, tuple) else (out,)
     pulls = [torch.ones_like(outputs[0]), *(None for _ in outputs[1:])]
+    autocast = torch.is_autocast_enabled("cuda")
+    torch.set_autocast_enabled("cuda", False)  # as in the trainer, whose backward is outside it
     gradients = function.backward(context, *pulls)
+    torch.set_autocast_enabled("cuda", autocast)
     for x, gradient in zip(args, gradients, strict=True):
         if gradient is not None:
-            assert gradient.is_cuda and gradient.shape == x.shape, function
-            assert gradient.dtype == x.dtype, function
+            made = gradient.is_cuda, gradient.shape, gradient.dtype
+            assert made == (True, x.shape, x.dtype), function
 
 
 @dataclass
@@ -74,8 +82,8 @@ class Trained:
     trainer: Any = None
 
 
-def install(patch: pytest.MonkeyPatch, done: Trained) -> None:
-    """Replace what would need a GPU, for as long as `patch` lasts."""
+def watched(done: Trained) -> type[trainer.Trainer]:
+    """Return the trainer, noting in `done` what its steps do."""
 
     class Watched(trainer.Trainer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -94,38 +102,70 @@ def install(patch: pytest.MonkeyPatch, done: Trained) -> None:
             done.syncs[-1] += syncs
             done.losses.append(self._step_loss)
 
+    return Watched
+
+
+def install(patch: pytest.MonkeyPatch, done: Trained) -> None:
+    """Replace what a training step would need a GPU for."""
+
     def backward(loss: torch.Tensor) -> None:
         assert loss.is_cuda and not loss.ndim
         for parameter in done.trainer.masters.params:
             parameter.grad = upload(torch.full(parameter.shape, 1e-3))
 
-    patch.setattr(setup, "Trainer", Watched)
-    patch.setattr(setup, "usable_device", torch.device)
+    patch.setattr(setup, "Trainer", watched(done))
     patch.setattr(trainer, "arithmetic", lambda device, dtype: cuda_autocast(dtype))
-    patch.setattr(torch.autograd.Function, "apply", classmethod(apply))
-    patch.setattr(torch.cuda, "Event", Event)
-    patch.setattr(torch.cuda, "synchronize", lambda: None)
     patch.setattr(FakeCuda, "backward", staticmethod(backward))
 
 
 @contextlib.contextmanager
-def gpu() -> Iterator[None]:
-    """Make CUDA available to modules too: their parameters are replaced when they move."""
+def gpu() -> Iterator[pytest.MonkeyPatch]:
+    """Make CUDA available to commands and modules too: they move by replacing parameters.
+
+    Trials of kernels end as on a GPU without a compiler: the unroll takes "merged".
+    """
     torch.__future__.set_overwrite_module_params_on_conversion(True)
+    default_backend.cache_clear()
     try:
-        with FakeCuda(), torch._C._AutoDispatchBelowAutograd():
-            yield
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            FakeCuda(),
+            torch._C._AutoDispatchBelowAutograd(),
+        ):
+            for module in (loading, generation, setup, report):
+                patch.setattr(module, "usable_device", torch.device)
+            patch.setattr(unrolled_backends, "tried", lambda name, make: "merged" in name)
+            patch.setattr(torch.autograd.Function, "apply", classmethod(apply))
+            patch.setattr(torch.cuda, "Event", Event)
+            patch.setattr(torch.cuda, "synchronize", lambda *_: None)
+            patch.setattr(torch.cuda, "get_device_name", lambda *_: "no GPU")
+            yield patch
     finally:
+        default_backend.cache_clear()
         torch.__future__.set_overwrite_module_params_on_conversion(False)
 
 
-def fit_on_gpu(name: str, data: Path, out: Path, steps: int = 2, **changes: Any) -> Trained:
-    """Run `spec-train fit` of a small draft on the fake GPU, in bfloat16."""
+def fit_on(device: str, name: str, data: Path, out: Path, steps: int = 1) -> Trained:
+    """Run `spec-train fit` of a small draft: two micro-batches per step, bfloat16 on the GPU."""
     done = Trained()
-    settings: dict[str, Any] = {"batch_size": 1, "accumulation": 2, "seq_len": 64, "seed": 3}
-    settings |= {"steps": steps, "validation": 0.2, "eval_every": steps, "save_every": steps}
-    config = FitConfig(data=(str(data),), out=str(out), device="cuda", **settings | changes)
-    with pytest.MonkeyPatch.context() as patch, gpu():
-        install(patch, done)
-        setup.fit(name, config, DRAFT_OPTIONS[name](**SMALL[name]))
+    config = FitConfig(
+        data=(str(data),),
+        out=str(out),
+        device=device,
+        steps=steps,
+        batch_size=1,
+        accumulation=2,
+        seq_len=64,
+        seed=3,
+        validation=0.2,
+    )
+    options = DRAFT_OPTIONS[name](**SMALL[name])
+    with pytest.MonkeyPatch.context() as patch:
+        if device == "cpu":
+            patch.setattr(setup, "Trainer", watched(done))
+            setup.fit(name, config, options)
+            return done
+        with gpu() as machine:
+            install(machine, done)
+            setup.fit(name, config, options)
     return done

@@ -92,8 +92,8 @@ def block_sums(
         "acceptance": by_depth(acceptance),
         "terms": torch.stack(terms),
         "term_weights": term_weights,
-        "term_shares": term_weights * term_weights.new_tensor(alphas),
-        "tau": expected[live].sum(),
+        "term_shares": torch.stack([x * a for x, a in zip(term_weights, alphas, strict=True)]),
+        "tau": (expected * live).sum(),
         "blocks": live.sum().double(),
         **chain_sums(hits.movedim(-1, 0), drafted.movedim(-1, 0)),
     }

@@ -69,7 +69,8 @@ def sample_blocks(loss_mask: Tensor, document_ids: Tensor, limit: int) -> Blocks
     kept = torch.arange(int(counts.max())) < counts[:, None]  # [B, N]
     anchors = torch.zeros(kept.shape, dtype=torch.long)  # [B, N]
     anchors[kept] = torch.cat(rows)
-    return Blocks(anchors.to(loss_mask.device), kept.to(loss_mask.device))
+    device = loss_mask.device
+    return Blocks(anchors.to(device, non_blocking=True), kept.to(device, non_blocking=True))
 
 
 def drafted_mask(loss_mask: Tensor, document_ids: Tensor, depth: int) -> Tensor:

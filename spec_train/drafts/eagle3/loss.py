@@ -112,7 +112,7 @@ def unrolled_loss(
     teachers = Teachers.select(frame.rows, frame.choice, frame.document_ids, steps)
     rows, own = teachers.rows, teachers.counts()
     counts = own if counts is None else counts.to(own)
-    share = shares.to(rows.device)
+    share = shares.to(rows.device, non_blocking=True)
     if rows.numel():
         hidden = _chain_states(draft, frame, teachers)  # [N, S, H]
 
@@ -170,10 +170,13 @@ def _sums(stats: RowStats, teachers: Teachers, drafted: Tensor, share: Tensor) -
     """
     rows, valid, own = teachers.rows, teachers.valid, teachers.counts()
     hit = (stats.best == teachers.choice[:, None]) & valid  # [N, S]
-    hits = torch.zeros_like(drafted).flatten(1)  # [S, B*T], by the slot that starts the chain
-    for s in range(len(hits)):
-        reached = valid[:, s]  # [N]
-        hits[s, rows[reached] - s] = hit[reached, s]
+    steps, slots = len(drafted), drafted[0].numel()
+    # [N, S]: the slot that starts the chain; one more slot takes the rows that have none. Selecting
+    # the others with a mask would make the host wait for their number.
+    start = rows[:, None] - torch.arange(steps, device=rows.device)
+    start = torch.where(valid, start, slots)
+    hits = torch.zeros(steps, slots + 1, dtype=torch.bool, device=rows.device)
+    hits = hits.scatter_(1, start.T, hit.T)[:, :slots]  # [S, B*T]
     return {
         "loss": (stats.loss.double() * teachers.trained).sum(0),
         "supervised": own,

@@ -14,7 +14,7 @@ from spec_train.data.batch import DraftBatch
 from spec_train.draft_options import PeagleOptions
 from spec_train.drafts.base import DatasetFacts
 from spec_train.drafts.counted import CountedDrafts
-from spec_train.drafts.frames import batch_frame, slots_of
+from spec_train.drafts.frames import batch_frame, slot_mask_of, slots_of
 from spec_train.drafts.mask_token import settle_mask_token
 from spec_train.drafts.peagle.config import PeagleConfig
 from spec_train.drafts.peagle.depth_sampling import Draws, cod_sample
@@ -73,7 +73,7 @@ class PeagleDraft(PeagleModel):
         earlier draws.
         """
         options, ids = self.options, batch.document_ids
-        mask, _, _ = slots_of(self, batch)
+        mask = slot_mask_of(self, batch)
         deeper, exact = options.depths - 1, torch.float64
         if self.training:
             uniforms = torch.rand(

@@ -91,7 +91,7 @@ def _elements(
     device = own.device
     # The P deeper elements, pack by pack, depth by depth; depth = level + 1.
     row, level, anchor = own[:, 1:].nonzero(as_tuple=True)  # [P] each
-    per_row = torch.bincount(row, minlength=batch)  # [B]
+    per_row = own[:, 1:].flatten(1).sum(1)  # [B]
     before = per_row.cumsum(0) - per_row  # [B]: deeper elements of earlier packs
     column = torch.arange(len(row), device=device) - before[row]  # [P], in 0..D-1
     deeper = int(per_row.max()) if len(row) else 0  # D

@@ -92,7 +92,8 @@ class Weighed:
     def of_depths(self, supervised: Tensor) -> Tensor:
         """Return the weights of the depths, float64 [K]; `supervised` is [K, ...]."""
         weights = [1.0] * len(supervised) if self.weights is None else self.weights
-        return torch.tensor(weights, dtype=torch.float64, device=supervised.device)
+        known = torch.tensor(weights, dtype=torch.float64)
+        return known.to(supervised.device, non_blocking=True)  # the host does not wait
 
     def total(self, supervised: Tensor) -> Tensor:
         """Return the weighted number of elements with a loss, float64 []; bool [K, B, T]."""

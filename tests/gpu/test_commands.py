@@ -1,0 +1,214 @@
+"""`generate`, `fit` and drafting with every tensor on cuda:0: devices, values, host syncs.
+
+The table of host syncs is in docs/gpu.md. `SPEC_WRITE_SYNCS=1` writes its numbers anew and keeps
+the reasons; a new line gets "?" as its reason, which this test refuses.
+"""
+
+import os
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from spec_data.generation import replica
+from spec_data.shards.coded import CodedRows, StoredRows
+from spec_data.shards.lossy import LOSSY, Tables
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.schema import Column
+from spec_train.drafts import DRAFTS
+from spec_train.drafts.frames import slots_of
+from spec_train.drafts.peagle import draft as peagle_draft
+from spec_train.head import TargetHead
+from spec_train.sampling import Greedy
+from tests.gpu.fake_cuda import (
+    CudaTensor,
+    FakeCuda,
+    MixedDevices,
+    Syncs,
+    counting,
+    download,
+    upload,
+)
+from tests.gpu.machine import fit_on, gpu
+from tests.spec_data.runs import run, save_target, write_corpus
+from tests.spec_train.drafts.any_draft import build_draft
+from tests.tolerance import roundings
+
+PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
+ROW = re.compile(r"^\| (generate|fit) \| `(\S+)` \| ([a-z ]+) \| (\d+) \| (.+) \|$", re.MULTILINE)
+Rows = dict[tuple[str, str, str], int]
+NAMES = ("eagle", "eagle3", "peagle", "dspark", "dflash")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Datasets of one target made on the CPU and on the GPU, and the syncs of the last unit."""
+    folder = tmp_path_factory.mktemp("made")
+    target, corpus = save_target(folder / "target"), write_corpus(folder / "chats.jsonl", 20)
+    given = {"codec": "aux=lm4c,final=int8c", "batch_tokens": 4096, "max_shard_size": "1GB"}
+    run(target, corpus, folder / "cpu", **given)
+    capture, found = replica.capture_unit, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with counting() as syncs:
+            unit = capture(*args, **kwargs)
+        found.append(syncs)
+        return unit
+
+    with gpu() as patch:
+        patch.setattr(replica, "capture_unit", counted)
+        run(target, corpus, folder / "gpu", device="cuda", **given)
+    return folder, found[-1]
+
+
+@pytest.fixture(scope="module")
+def fitted(made: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Steps of every draft on the GPU, and one on the CPU in float32, from lossy columns."""
+    folder, runs = tmp_path_factory.mktemp("fitted"), {}
+    for name in NAMES:
+        for device, steps in (("cuda", 2), ("cpu", 1)):
+            out = folder / f"{name}-{device}"
+            runs[name, device] = fit_on(device, name, made[0] / "cpu", out, steps)
+    return runs
+
+
+def test_a_dataset_made_on_the_gpu_equals_that_of_the_cpu(made: Any) -> None:
+    """Forward, proofs, head, figures and codecs; the stand-in's arithmetic is that of the CPU."""
+    one, two = (HiddenStatesDataset(made[0] / name) for name in ("cpu", "gpu"))
+    assert len(one) == len(two) > 10
+    for row in range(len(one)):
+        a, b = one[row], two[row]
+        assert a.keys() == b.keys()
+        for name, value in a.items():
+            if isinstance(value, torch.Tensor):
+                torch.testing.assert_close(value, b[name], rtol=2e-2, atol=2e-2, msg=name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_loss_is_that_of_the_cpu_in_float32(fitted: Any, name: str) -> None:
+    gpu_loss, cpu_loss = (fitted[name, device].losses[0] for device in ("cuda", "cpu"))
+    allowed = torch.finfo(torch.bfloat16).eps * roundings(2) ** 0.5
+    assert abs(gpu_loss - cpu_loss) <= allowed * abs(cpu_loss)
+    weights = fitted[name, "cuda"].trainer.masters.params
+    assert all(isinstance(p, CudaTensor) and p.dtype == torch.float32 for p in weights)
+
+
+def _observed(made: Any, fitted: Any) -> Rows:
+    """Return the syncs of a captured unit of one batch, and the most of a draft's second step."""
+    rows = {("generate", *key): count for key, count in made[1].items()}
+    most: Syncs = Counter()
+    for name in NAMES:
+        most |= fitted[name, "cuda"].syncs[1]
+    return rows | {("fit", *key): count for key, count in most.items()}
+
+
+def _write(rows: Rows) -> None:
+    """Write the numbers into the page; keep the reasons that are there."""
+    text = PAGE.read_text(encoding="utf-8")
+    known = {m.group(1, 2, 3): m.group(5) for m in ROW.finditer(text)}
+    lines = [
+        f"| {command} | `{where}` | {what} | {count} | {known.get((command, where, what), '?')} |"
+        for (command, where, what), count in sorted(rows.items(), reverse=True)
+    ]
+    head = "| --- | --- | --- | --: | --- |\n"
+    before, _, after = text.partition(head)
+    rest = ROW.sub("", after).lstrip("\n")
+    PAGE.write_text(before + head + "\n".join(lines) + "\n\n" + rest, encoding="utf-8")
+
+
+def test_every_host_sync_is_in_the_table_with_its_reason(made: Any, fitted: Any) -> None:
+    rows = _observed(made, fitted)
+    if os.environ.get("SPEC_WRITE_SYNCS"):
+        _write(rows)
+    found = list(ROW.finditer(PAGE.read_text(encoding="utf-8")))
+    table = {m.group(1, 2, 3): int(m.group(4)) for m in found}
+    new = {key: count for key, count in rows.items() if count > table.get(key, 0)}
+    assert not new, f"new host syncs; avoid them, or SPEC_WRITE_SYNCS=1 and give a reason: {new}"
+    gone = table.keys() - rows.keys()
+    assert not gone, f"docs/gpu.md names host syncs that are gone; SPEC_WRITE_SYNCS=1: {gone}"
+    assert all(m.group(5).strip() not in ("", "?") for m in found)
+
+
+def test_a_planted_sync_and_a_planted_cpu_tensor_are_found(
+    made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def waits(draft: Any, batch: Any) -> Any:
+        found = slots_of(draft, batch)
+        assert found[1].sum().item() >= 0
+        return found
+
+    monkeypatch.setattr(peagle_draft, "slots_of", waits)
+    syncs = fit_on("cuda", "peagle", made[0] / "cpu", tmp_path / "waits").syncs[0]
+    assert any("PeagleDraft.slot_counts" in where for where, _ in syncs)
+
+    def mixes(draft: Any, batch: Any) -> Any:
+        mask, rows, choice = slots_of(draft, batch)
+        return mask, rows, choice + torch.zeros(len(choice))
+
+    monkeypatch.setattr(peagle_draft, "slots_of", mixes)
+    with pytest.raises(MixedDevices):
+        fit_on("cuda", "peagle", made[0] / "cpu", tmp_path / "mixes")
+
+
+@pytest.mark.parametrize("name", sorted(LOSSY))
+def test_codecs_on_the_gpu_make_the_bits_of_the_cpu(name: str) -> None:
+    """Both ways, with escaped tokens, through the buffers of the training stream."""
+    codec, generator = LOSSY[name], torch.Generator().manual_seed(0)
+    values = torch.randn(40, 48, generator=generator).bfloat16()
+    values[[3, 17]] *= 500
+    levels = None
+    if name.startswith("lm"):
+        levels = torch.linspace(-3, 3, 1 << codec.bits)
+    elif name == "fp8":
+        levels = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    tables = Tables(values.float().mean(0), values[4:16].float().std(0), 8.0, levels, worst=9.0)
+    encoded = codec.encode(values, tables)
+    column = Column(name="hidden.final", codec=name, width=48)
+    with FakeCuda(), torch.no_grad():
+        on_device = codec.encode(upload(values), tables)
+        buffers = [CodedRows(column, tables.to(place), 40, False) for place in ("cpu", "cuda")]
+        stored = StoredRows(
+            encoded.codes, encoded.scale, encoded.escape_index.astype(np.int32), encoded.escape
+        )
+        for rows in buffers:
+            rows.add(stored, np.arange(40))
+        states = [
+            rows.states(40, place, torch.bfloat16, False)
+            for rows, place in zip(buffers, ("cpu", "cuda"), strict=True)
+        ]
+        assert states[1].is_cuda
+        found = download(states[1])
+    for part in ("codes", "scale", "escape_index", "escape"):
+        np.testing.assert_array_equal(getattr(encoded, part), getattr(on_device, part))
+    assert len(encoded.escape_index) >= 2
+    assert torch.equal(found.view(torch.int16), states[0].view(torch.int16))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decoding_steps_stay_on_the_gpu(made: Any, name: str) -> None:
+    """Three rounds of drafting: the tokens of the CPU; one download per chain at most."""
+    dataset = HiddenStatesDataset(made[0] / "cpu")
+    head = TargetHead.from_dataset(dataset.path)
+    draft = build_draft(name, dataset, head).eval()
+    states = torch.randn(1, 9, len(draft.state_columns) * dataset.manifest.hidden_size)
+    drafted = []
+    for place in ("cpu", "cuda"):
+        with gpu(), torch.no_grad():
+            drafter = draft.to(place).drafter(head.to(place))
+            chains, at = [], 0
+            for count in (4, 2, 3):
+                part = states[:, at : at + count].to(place)
+                ids, _ = drafter.propose(list(range(at, at + count)), part, 2, Greedy())
+                assert ids.device.type == place
+                chains.append(download(ids).tolist())
+                at += count
+        drafted.append(chains)
+    assert drafted[0] == drafted[1]
+
+
+def test_every_draft_is_here() -> None:
+    assert set(NAMES) == set(DRAFTS)
