@@ -1,0 +1,1 @@
+"""The parts of `scripts/prove_gpu.py`: what a GPU must show, one module per subject."""

@@ -1,0 +1,189 @@
+"""The commands on the device: capture packed and unpacked, fit, real decoding, kill and resume."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import spec_train
+from gpu.bench import Bench
+from gpu.target import capture, corpus_of, dataset_of, target_of
+from spec_data.shards.reader import HiddenStatesDataset
+
+STATE_ERROR = {"cuda": 3e-2, "cpu": 1e-4}
+"""Largest relative difference of states that were captured packed and one document per row."""
+_RATE = re.compile(r"^(bare forward|generate)\s+([\d,]+) tokens/s", re.MULTILINE)
+BENCH = Path(__file__).resolve().parents[1] / "bench" / "generate.py"
+
+
+def prove_capture(bench: Bench) -> None:
+    """Capture with the proofs, packed and unpacked; compare the states; measure the speed."""
+    target_of(bench)
+    parameters = bench.facts["parameters"]
+    bench.row("capture", "random Qwen3", None, size=bench.facts["target"], parameters=parameters)
+    exact = {"codec": "bf16"}
+
+    def packed() -> tuple[bool, dict[str, Any]]:
+        bench.reset_memory()
+        start = bench.synchronised()
+        capture(bench, bench.out / "packed", **exact)
+        seconds = bench.synchronised() - start
+        manifest = json.loads((bench.out / "packed" / "manifest.json").read_text())
+        proof = manifest["packing"]
+        return proof["form"] not in ("rows", "single"), {
+            "form": proof["form"],
+            "seconds": seconds,
+            "memory_gb": bench.memory_gb(),
+        }
+
+    def unpacked() -> tuple[bool, dict[str, Any]]:
+        capture(bench, bench.out / "rows", packing="rows", **exact)
+        one, two = (HiddenStatesDataset(bench.out / name) for name in ("packed", "rows"))
+        worst = max(_difference(one[i], two[i]) for i in range(0, len(one), max(1, len(one) // 50)))
+        allowed = STATE_ERROR["cuda" if bench.on_gpu else "cpu"]
+        return worst <= allowed, {"worst_difference": worst, "allowed": allowed}
+
+    bench.attempt("capture", "packed, with its proofs", packed)
+    bench.attempt("capture", "one document per row, compared", unpacked)
+    bench.attempt("capture", "lossy codecs", lambda: (dataset_of(bench).is_dir(), {}))
+    if not bench.tiny:
+        bench.attempt("capture", "speed against a bare forward", lambda: _capture_speed(bench))
+
+
+def _difference(one: dict[str, Any], two: dict[str, Any]) -> float:
+    """Return the largest relative difference of the states of a document, in the norm."""
+    pairs = [(one[k].float(), two[k].float()) for k in one if k.startswith("hidden.")]
+    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+def _capture_speed(bench: Bench) -> tuple[bool, dict[str, Any]]:
+    command = [sys.executable, str(BENCH), "--target", str(target_of(bench)), "--rounds", "2"]
+    command += ["--corpus", str(corpus_of(bench)), "--device", bench.device]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=bench.environment(), timeout=bench.left()
+    )
+    rates = {k: float(v.replace(",", "")) for k, v in _RATE.findall(done.stdout)}
+    if len(rates) < 2:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr else "no table")
+    flops = 2 * bench.facts["parameters"]
+    return True, {
+        "bare_tokens_s": rates["bare forward"],
+        "capture_tokens_s": rates["generate"],
+        "capture_of_bare": rates["generate"] / rates["bare forward"],
+        "bare_share_of_peak": bench.share_of_peak(flops * rates["bare forward"], 1),
+        "capture_share_of_peak": bench.share_of_peak(flops * rates["generate"], 1),
+    }
+
+
+def _fit_options(bench: Bench, out: Path, steps: int) -> dict[str, Any]:
+    options: dict[str, Any] = {"data": str(dataset_of(bench)), "out": str(out), "steps": steps}
+    options |= {"device": bench.device, "log_every": 2, "eval_every": steps, "save_every": 2}
+    if bench.tiny:
+        options |= {"seq_len": 128, "batch_size": 2, "ttt_steps": 2}
+    return options | {"draft_vocab_size": 128 if bench.tiny else 8192}
+
+
+def prove_fit(bench: Bench) -> None:
+    """Train EAGLE-3 on the captured states: speed, waiting for data, memory."""
+
+    def fit() -> tuple[bool, dict[str, Any]]:
+        steps = 6 if bench.tiny else 60
+        options = _fit_options(bench, bench.out / "run", steps) | {"save_every": steps}
+        bench.reset_memory()
+        result = spec_train.fit("eagle3", options.pop("data"), options.pop("out"), **options)
+        lines = result.training
+        later = lines[len(lines) // 2 :]
+        mean = {
+            k: sum(x[k] for x in later) / len(later) for k in ("tokens_per_second", "data_wait")
+        }
+        fell = lines[-1]["loss"] < lines[0]["loss"]
+        return result.finished and fell, {
+            "loss": f"{lines[0]['loss']:.3f} to {lines[-1]['loss']:.3f}",
+            "tokens_s": mean["tokens_per_second"],
+            "data_wait": mean["data_wait"],
+            "memory_gb": bench.memory_gb(),
+        }
+
+    bench.attempt("fit", "eagle3", fit)
+
+
+def prove_decoding(bench: Bench) -> None:
+    """Real greedy decoding with the draft must say what the target alone says."""
+
+    def decode() -> tuple[bool, dict[str, Any]]:
+        if not (bench.out / "run").is_dir():
+            prove_fit(bench)
+        figures = spec_train.evaluate(
+            bench.out / "run",
+            target=target_of(bench),
+            prompts=corpus_of(bench),
+            device=bench.device,
+            limit=2 if bench.tiny else 8,
+            max_new_tokens=8 if bench.tiny else 48,
+        ).decoding
+        assert figures is not None
+        same = figures.identical == figures.responses
+        return same, {"identical": figures.identical, "responses": figures.responses}
+
+    bench.attempt("decoding", "eagle3, greedy", decode)
+
+
+def prove_resume(bench: Bench) -> None:
+    """Kill a run, resume it, and compare it with one that was not killed."""
+
+    def resume() -> tuple[bool, dict[str, Any]]:
+        steps = 8 if bench.tiny else 40
+        whole = _fit_options(bench, bench.out / "whole", steps)
+        process = _start(bench, _fit_options(bench, bench.out / "killed", steps))
+        spec_train.fit("eagle3", whole.pop("data"), whole.pop("out"), **whole)
+        killed_at = _kill(process, bench)
+        again = _start(bench, _fit_options(bench, bench.out / "killed", steps))
+        if again.wait(timeout=max(1, bench.left() + 60)):
+            raise RuntimeError(f"the resumed run failed: see {bench.out / 'killed.log'}")
+        a, b = (_losses(bench.out / name) for name in ("whole", "killed"))
+        worst = max(abs(a[s] - b[s]) / abs(a[s]) for s in a)
+        # a CPU resumes to the last bit; a GPU adds gradients in another order
+        allowed = 5e-2 if bench.on_gpu else 0.0
+        return a.keys() == b.keys() and worst <= allowed, {
+            "killed_after_step": killed_at,
+            "steps": len(a),
+            "worst_difference": worst,
+            "allowed": allowed,
+        }
+
+    bench.attempt("resume", "eagle3, killed once", resume)
+
+
+def _start(bench: Bench, options: dict[str, Any]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "spec_train", "fit", "eagle3"]
+    for name, value in options.items():
+        command += [f"--{name.replace('_', '-')}", str(value)]
+    with (bench.out / "killed.log").open("ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, env=bench.environment())
+
+
+def _kill(process: subprocess.Popen[bytes], bench: Bench) -> int:
+    """Kill a run once it has saved a checkpoint; return the last step that it logged."""
+    run, until = bench.out / "killed", time.monotonic() + 120
+    while not (run / "last").exists() and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    return max(_losses(run), default=0)
+
+
+def _losses(run: Path) -> dict[int, float]:
+    path, found = run / "metrics.jsonl", {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            parsed = json.loads(line)
+        except ValueError:  # the last line of a killed run
+            continue
+        if parsed["split"] == "train":
+            found[parsed["step"]] = parsed["loss"]
+    return found

@@ -1,0 +1,172 @@
+"""Every draft with every attention back end: against float32 on the CPU, and how fast it is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fit_eager import EAGER
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from gpu.bench import Bench
+from gpu.problem import LARGE, SMALL, TINY, Size, fresh_draft, random_batch
+from spec_train.data.batch import DraftBatch
+from spec_train.drafts import DRAFTS
+from spec_train.head import TargetHead
+from spec_train.training.failure import arithmetic, cast_draft
+
+ROUNDINGS = 80
+"""Roundings to bfloat16, one after the other, in a loss: four layers or steps, and the head."""
+STEPS, RATE = 50, 1e-3
+UNROLLED = ("eagle", "eagle3")
+
+
+@dataclass
+class Run:
+    """What a training of some steps gave, on the CPU."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]  # of the first step
+
+
+def backends(bench: Bench, name: str) -> tuple[str, ...]:
+    """Return the attention back ends of a draft on the device, the default one first."""
+    middle = "merged" if name in UNROLLED else "sdpa"
+    return ("flex", middle, "dense") if bench.on_gpu else (middle, "dense")
+
+
+def trained(
+    name: str, size: Size, device: str, dtype: torch.dtype, backend: str, steps: int
+) -> Run:
+    """Train a fresh draft on the one random batch."""
+    head, batch = random_batch(size)
+    draft = fresh_draft(name, head, size).to(device)
+    draft.use_attention(backend)
+    draft.eval()  # drafts that sample draw the same elements on every device
+    place = torch.device(device)
+    head, batch = head.to(place).to(dtype), batch.to(place, dtype)
+    parameters = cast_draft(draft, dtype)
+    optimizer = torch.optim.AdamW(parameters, lr=RATE)
+    run = Run([], {})
+    for step in range(steps):
+        loss = loss_of(draft, batch, head, dtype)
+        loss.backward()
+        run.losses.append(float(loss.detach()))
+        if step == 0:
+            names = {id(p): n for n, p in draft.named_parameters()}
+            run.gradients = {names[id(p)]: p.grad.float().cpu() for p in parameters}
+        optimizer.step()
+        optimizer.zero_grad()
+    return run
+
+
+def loss_of(draft: Any, batch: DraftBatch, head: TargetHead, dtype: torch.dtype) -> Tensor:
+    """Return the loss of a batch, in the arithmetic of a run in `dtype`."""
+    torch.manual_seed(0)
+    counts = draft.slot_counts(batch)
+    torch.manual_seed(0)
+    with arithmetic(batch.input_ids.device, dtype):
+        return draft.loss(batch, head, counts).loss
+
+
+def prove_drafts(bench: Bench) -> None:
+    """Train every draft with every back end; compare loss and gradients with the CPU's."""
+    size, steps = (TINY, 3) if bench.tiny else (SMALL, STEPS)
+    dtype = torch.bfloat16
+    for name in DRAFTS:
+        exact: list[Run] = []
+
+        def reference(name: str = name, exact: list[Run] = exact) -> tuple[bool, dict[str, Any]]:
+            exact.append(trained(name, size, "cpu", torch.float32, "auto", steps))
+            return exact[0].losses[-1] < exact[0].losses[0], {"loss": exact[0].losses[-1]}
+
+        bench.attempt("drafts", f"{name}, CPU float32", reference)
+        if not exact:
+            continue
+        for backend in backends(bench, name):
+            bench.attempt(
+                "drafts",
+                f"{name}, bf16, {backend}",
+                lambda b=backend, e=exact[0], n=name: _compared(
+                    e, trained(n, size, bench.device, dtype, b, steps), dtype
+                ),
+            )
+
+
+def _compared(exact: Run, found: Run, dtype: torch.dtype) -> tuple[bool, dict[str, Any]]:
+    """Compare a run with the exact one: first loss, first gradients, last loss."""
+    allowed = torch.finfo(dtype).eps * ROUNDINGS**0.5
+    first = abs(found.losses[0] - exact.losses[0]) / abs(exact.losses[0])
+    total = sum(float(g.square().sum()) for g in exact.gradients.values())
+    apart = sum(float((found.gradients[n] - g).square().sum()) for n, g in exact.gradients.items())
+    gradient = (apart / total) ** 0.5
+    last = abs(found.losses[-1] - exact.losses[-1]) / abs(exact.losses[0])
+    right = max(first, gradient) <= allowed and last <= 2 * allowed
+    return right and found.losses[-1] < found.losses[0], {
+        "loss_error": first,
+        "gradient_error": gradient,
+        "last_loss_error": last,
+        "allowed": allowed,
+    }
+
+
+def prove_speed(bench: Bench) -> None:
+    """Time a step of every draft, forward and backward, against straightforward formulations."""
+    size = TINY if bench.tiny else LARGE
+    dtype = torch.bfloat16
+    for name in DRAFTS:
+        ways = [f"ours, {b}" for b in backends(bench, name)[: 2 if bench.on_gpu else 1]]
+        for way in [*ways, "eager"]:
+            bench.attempt(
+                "speed", f"{name}, {way}", lambda n=name, w=way: _timed(bench, n, w, size, dtype)
+            )
+
+
+def _timed(
+    bench: Bench, name: str, way: str, size: Size, dtype: torch.dtype
+) -> tuple[bool | None, dict[str, Any]]:
+    place = torch.device(bench.device)
+    head, batch = random_batch(size)
+    draft = fresh_draft(name, head, size).to(place)
+    draft.eval()
+    head, batch = head.to(place).to(dtype), batch.to(place, dtype)
+    cast_draft(draft, dtype)
+    value: list[float] = []
+    step = _step(draft, batch, head, way, dtype, value)
+    with FlopCounterMode(display=False) as counter:
+        step()
+    bench.reset_memory()
+    seconds = bench.seconds(step)
+    return None, {
+        "tokens_s": size.tokens / seconds,
+        "share_of_peak": bench.share_of_peak(counter.get_total_flops(), seconds),
+        "memory_gb": bench.memory_gb(),
+        "loss": value[-1],
+    }
+
+
+def _step(
+    draft: Any,
+    batch: DraftBatch,
+    head: TargetHead,
+    way: str,
+    dtype: torch.dtype,
+    value: list[float],
+) -> Callable[[], None]:
+    """Return a step: forward, loss, backward."""
+    if way != "eager":
+        draft.use_attention(way.partition(", ")[2])
+
+    def step() -> None:
+        if way == "eager":
+            torch.manual_seed(0)
+            with arithmetic(batch.input_ids.device, dtype):
+                loss = EAGER[draft.name](draft, batch, head)
+        else:
+            loss = loss_of(draft, batch, head, dtype)
+        loss.backward()
+        value.append(float(loss.detach()))
+        draft.zero_grad()
+
+    return step

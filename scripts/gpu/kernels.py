@@ -1,0 +1,159 @@
+"""The machine's peak, codecs on the device, attention kernels, and the reader's pinned buffers."""
+
+import platform
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpu.bench import Bench
+from gpu.target import dataset_of
+from spec_data.shards.coded import CodedRows, StoredRows
+from spec_data.shards.lossy import LOSSY, Tables
+from spec_data.shards.schema import Column
+from spec_train.attention.flex import flex_works
+from spec_train.attention.trial import Case
+from spec_train.attention.unrolled_backends import default_backend, unrolled_case
+from spec_train.data.mixture import open_documents
+from spec_train.data.splits import make_splits
+from spec_train.data.stream import BatchStream, BufferOptions
+from spec_train.data_option import parse_sources
+from spec_train.options import FitConfig
+from spec_train.training.run_identity import rules_of
+
+
+def prove_machine(bench: Bench) -> None:
+    """Name the machine and measure bf16 matrix products, to which the other rates are compared."""
+    facts: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
+    if bench.on_gpu:
+        free, total = torch.cuda.mem_get_info()
+        facts |= {"gpu": torch.cuda.get_device_name(), "free_gb": round(free / 2**30, 1)}
+        facts |= {"total_gb": round(total / 2**30, 1)}
+    bench.row("machine", "software", None, **facts)
+
+    def peak() -> tuple[bool, dict[str, Any]]:
+        size = 256 if bench.tiny else 8192
+        a, b = (torch.randn(size, size, device=bench.device).bfloat16() for _ in range(2))
+        seconds = bench.seconds(lambda: a @ b, 10)
+        bench.facts["peak"] = 2 * size**3 / seconds
+        return True, {"size": size, "tflops": bench.facts["peak"] / 1e12}
+
+    bench.attempt("machine", "bf16 matrix product", peak)
+
+
+def codec_tables(name: str, values: torch.Tensor) -> Tables:
+    """Return tables for states [N, H]; a level table where the codec has one."""
+    levels = None
+    if name.startswith("lm"):
+        levels = torch.linspace(-3, 3, 1 << LOSSY[name].bits)
+    elif name == "fp8":
+        levels = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    sample = values.float()
+    return Tables(sample.mean(0), sample.median(0).values.abs() + 1, 8.0, levels, worst=9.0)
+
+
+def prove_codecs(bench: Bench) -> None:
+    """Every codec, encoded and decoded on the device, must make the bits of the CPU."""
+    tokens, width = (64, 64) if bench.tiny else (16384, 2048)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(tokens, width, generator=generator).bfloat16()
+    values[::50] *= 300  # massive activations: tokens that escape
+    for name in sorted(LOSSY):
+        bench.attempt("codecs", name, lambda name=name: _codec(bench, name, values))
+
+
+def _codec(bench: Bench, name: str, values: torch.Tensor) -> tuple[bool, dict[str, Any]]:
+    codec, tables = LOSSY[name], codec_tables(name, values)
+    there, on_device = values.to(bench.device), tables.to(bench.device)
+    right = codec.encode(values, tables)
+    found = codec.encode(there, on_device)
+    wrong = [
+        part
+        for part in ("codes", "scale", "escape_index", "escape")
+        if not np.array_equal(getattr(right, part), getattr(found, part))
+    ]
+    differing = 0
+    if right.codes.shape == found.codes.shape:
+        differing = int((right.codes != found.codes).sum())
+    column = Column(name="hidden.final", codec=name, width=values.shape[1])
+    index = right.escape_index.astype(np.int32)
+    stored = StoredRows(right.codes, right.scale, index, right.escape)
+    states = []
+    for place in ("cpu", bench.device):
+        pin = bench.on_gpu and place != "cpu"
+        rows = CodedRows(column, tables.to(place), len(values), pin)
+        rows.add(stored, np.arange(len(values)))
+        states.append(rows.states(len(values), place, torch.bfloat16, pin).cpu())
+    decoded = torch.equal(states[0].view(torch.int16), states[1].view(torch.int16))
+    encode = bench.seconds(lambda: codec.encode(there, on_device))
+    # encoding may differ in the last place; decoding may not differ in a bit
+    close = differing <= 1e-3 * right.codes.size
+    return decoded and close, {
+        "decode": "equal bits" if decoded else "OTHER BITS",
+        "encode": "equal bits" if not wrong else f"{differing} codes differ ({', '.join(wrong)})",
+        "escaped": len(right.escape_index),
+        "encode_gb_s": values.nbytes / encode / 1e9,
+    }
+
+
+def prove_kernels(bench: Bench) -> None:
+    """Try flex_attention and both kernels of the unroll, by head size and dtype."""
+    sizes = (16,) if bench.tiny else (128, 64, 96, 80, 256)
+    for size in sizes:
+        kinds = (torch.float32,) if not bench.on_gpu else (torch.bfloat16, torch.float32)
+        for dtype in kinds:
+            for backend in ("merged", "flex") if bench.on_gpu else ("merged",):
+                name = f"unroll {backend} {str(dtype)[6:]} {size}"
+                bench.attempt(
+                    "kernels",
+                    name,
+                    lambda b=backend, d=dtype, s=size: _judged(
+                        unrolled_case(b, bench.device, d, s)
+                    ),
+                )
+        if bench.on_gpu:
+            bench.attempt(
+                "kernels",
+                f"flex_attention {size}",
+                lambda s=size: (flex_works("cuda", s), {}),
+            )
+        chosen = default_backend(bench.device, torch.bfloat16, size)
+        bench.row(
+            "kernels", f"the unroll takes, head size {size}", chosen != "dense", backend=chosen
+        )
+
+
+def _judged(case: Case) -> tuple[bool, dict[str, Any]]:
+    error = case.error()
+    return error <= case.allowed(), {"error": error, "allowed": case.allowed()}
+
+
+def prove_ring(bench: Bench) -> None:
+    """Batches through page-locked buffers, decoded on the device, equal those of the CPU."""
+
+    def ring() -> tuple[bool, dict[str, Any]]:
+        data = dataset_of(bench)
+        config = FitConfig(data=(str(data),), out="", seq_len=256, batch_size=2, validation=0.0)
+        dataset = open_documents(parse_sources(config.data), config.check, config.mask)
+        config, rules = rules_of(config, None, None)
+        plan = make_splits(dataset, config, 1, rules).train
+        columns = tuple(c.name for c in dataset.manifest.columns if c.name.startswith("hidden."))
+        places = ((False, None), (bench.on_gpu, bench.device if bench.on_gpu else "cpu"))
+        sums = []
+        for pin, device in places:
+            options = BufferOptions(dtype=torch.bfloat16, pin=pin, decode_on=device)
+            stream = BatchStream(dataset, plan, columns, batch_size=2, buffers=options)
+            found = []
+            for step in stream.take(min(20, plan.count_batches(0))):
+                for host in step.batches:
+                    batch = host.to(device or "cpu", torch.bfloat16, non_blocking=True)
+                    found.append({k: v.cpu().clone() for k, v in batch.hidden.items()})
+            sums.append(found)
+        equal = all(
+            torch.equal(a[k].view(torch.int16), b[k].view(torch.int16))
+            for a, b in zip(*sums, strict=True)
+            for k in a
+        )
+        return equal and len(sums[0]) > 0, {"batches": len(sums[0]), "columns": len(columns)}
+
+    bench.attempt("ring", "pinned, decoded on the device", ring)

@@ -1,0 +1,95 @@
+"""Prove the CUDA paths on one GPU: one command, ten minutes at most, no network.
+
+    python scripts/prove_gpu.py                              everything, on the first GPU
+    python scripts/prove_gpu.py --only codecs,drafts         some parts
+    python scripts/prove_gpu.py --device cpu --tiny          shows that the script itself works
+
+The parts run in order of importance. What does not hold is a failed row of the table, not the end
+of the script. After every row, --out/rows.json holds all rows so far, so a run that is cut off
+loses nothing. A part starts only if its usual time is left of --budget-seconds.
+
+Nothing is installed and nothing is downloaded: the target is made here, with random weights.
+Packages that are missing are named at once; pure-Python ones may lie in a folder on PYTHONPATH.
+Exit code 0: every row holds. 1: a row failed. 2: packages are missing, or there is no such device.
+"""
+
+import argparse
+import logging
+import sys
+import time
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts" / "bench")]
+
+from gpu.needs import missing_packages  # noqa: E402
+
+PARTS = {
+    "machine": 15,
+    "codecs": 15,
+    "kernels": 90,
+    "drafts": 120,
+    "capture": 80,
+    "ring": 15,
+    "fit": 60,
+    "speed": 60,
+    "decoding": 45,
+    "resume": 60,
+}
+"""The parts, the most important first, and the seconds that each usually takes on one H100."""
+
+
+def main() -> None:
+    """Run the parts and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help=f"parts to run, with commas: {', '.join(PARTS)}")
+    parser.add_argument("--budget-seconds", type=float, default=570)
+    parser.add_argument("--out", type=Path, default=Path("gpu-proof"), help="rows.json, and files")
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu with --tiny")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU: a few seconds")
+    args = parser.parse_args()
+    parts = list(PARTS) if args.only is None else args.only.split(",")
+    if unknown := [name for name in parts if name not in PARTS]:
+        parser.error(f"--only {','.join(unknown)}: choose from {', '.join(PARTS)}")
+    if missing := missing_packages():
+        print(missing, file=sys.stderr)
+        raise SystemExit(2)
+    import torch
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print(
+            "--device cuda: PyTorch finds no GPU; --device cpu --tiny tries the script",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
+    logging.getLogger("spec_data").setLevel(logging.ERROR)
+    raise SystemExit(run(parts, args))
+
+
+def run(parts: list[str], args: argparse.Namespace) -> int:
+    """Run `parts`; return the exit code."""
+    from gpu.bench import Bench
+    from gpu.parts import PROOFS
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    bench = Bench(args.device, args.tiny, args.out, time.monotonic() + args.budget_seconds)
+    for name in parts:
+        usual = 0 if args.tiny else PARTS[name]
+        if bench.left() < usual:
+            bench.skip(name, f"{bench.left():.0f} s left of the budget, it usually takes {usual} s")
+            continue
+        started = time.monotonic()
+        try:
+            PROOFS[name](bench)
+        except Exception as error:  # whatever happens is a row
+            bench.fail(name, "the part itself", error, traceback.format_exc())
+        print(f"[{name}: {time.monotonic() - started:.0f} s]", flush=True)
+    print("\n" + bench.table())
+    failed = [row for row in bench.rows if row["ok"] is False]
+    print(f"\n{len(bench.rows)} rows, {len(failed)} failed; {args.out / 'rows.json'}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
