@@ -1,11 +1,11 @@
 """Every draft with every attention back end: against float32 on the CPU, and how fast it is."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from fit_eager import EAGER
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -16,8 +16,13 @@ from spec_train.drafts import DRAFTS
 from spec_train.head import TargetHead
 from spec_train.training.failure import arithmetic, cast_draft
 
+try:
+    from fit_baselines import BASELINES
+except ImportError:  # a checkout without the baselines of scripts/bench
+    BASELINES = {}
+
 ROUNDINGS = 80
-"""Roundings to bfloat16, one after the other, in a loss: four layers or steps, and the head."""
+"""Roundings to bfloat16, one after the other, in a loss of four layers or steps."""
 STEPS, RATE = 50, 1e-3
 UNROLLED = ("eagle", "eagle3")
 
@@ -117,7 +122,7 @@ def prove_speed(bench: Bench) -> None:
     dtype = torch.bfloat16
     for name in DRAFTS:
         ways = [f"ours, {b}" for b in backends(bench, name)[: 2 if bench.on_gpu else 1]]
-        for way in [*ways, "eager"]:
+        for way in [*ways, *(["baseline"] if name in BASELINES else [])]:
             bench.attempt(
                 "speed", f"{name}, {way}", lambda n=name, w=way: _timed(bench, n, w, size, dtype)
             )
@@ -142,8 +147,21 @@ def _timed(
         "tokens_s": size.tokens / seconds,
         "share_of_peak": bench.share_of_peak(counter.get_total_flops(), seconds),
         "memory_gb": bench.memory_gb(),
+        "host_syncs": _host_syncs(step) if bench.on_gpu else None,
         "loss": value[-1],
     }
+
+
+def _host_syncs(step: Callable[[], None]) -> int:
+    """Return how often the host waits for the GPU in a step."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(warning.message) for warning in found)
 
 
 def _step(
@@ -155,14 +173,14 @@ def _step(
     value: list[float],
 ) -> Callable[[], None]:
     """Return a step: forward, loss, backward."""
-    if way != "eager":
+    if way != "baseline":
         draft.use_attention(way.partition(", ")[2])
 
     def step() -> None:
-        if way == "eager":
+        if way == "baseline":
             torch.manual_seed(0)
             with arithmetic(batch.input_ids.device, dtype):
-                loss = EAGER[draft.name](draft, batch, head)
+                loss = BASELINES[draft.name](draft, batch, head)
         else:
             loss = loss_of(draft, batch, head, dtype)
         loss.backward()

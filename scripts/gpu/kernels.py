@@ -1,6 +1,7 @@
 """The machine's peak, codecs on the device, attention kernels, and the reader's pinned buffers."""
 
 import platform
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -98,28 +99,19 @@ def _codec(bench: Bench, name: str, values: torch.Tensor) -> tuple[bool, dict[st
 
 def prove_kernels(bench: Bench) -> None:
     """Try flex_attention and both kernels of the unroll, by head size and dtype."""
-    sizes = (16,) if bench.tiny else (128, 64, 96, 80, 256)
-    for size in sizes:
-        kinds = (torch.float32,) if not bench.on_gpu else (torch.bfloat16, torch.float32)
-        for dtype in kinds:
-            for backend in ("merged", "flex") if bench.on_gpu else ("merged",):
-                name = f"unroll {backend} {str(dtype)[6:]} {size}"
-                bench.attempt(
-                    "kernels",
-                    name,
-                    lambda b=backend, d=dtype, s=size: _judged(
-                        unrolled_case(b, bench.device, d, s)
-                    ),
-                )
-        if bench.on_gpu:
-            bench.attempt(
-                "kernels",
-                f"flex_attention {size}",
-                lambda s=size: (flex_works("cuda", s), {}),
-            )
-        chosen = default_backend(bench.device, torch.bfloat16, size)
-        bench.row(
-            "kernels", f"the unroll takes, head size {size}", chosen != "dense", backend=chosen
+    low, wide = torch.bfloat16, torch.float32
+    cases = [(128, low), (96, low), (80, low), (128, wide)] if bench.on_gpu else [(16, wide)]
+    for size, dtype in cases:
+        for backend in ("merged", "flex") if bench.on_gpu else ("merged",):
+            case = partial(unrolled_case, backend, bench.device, dtype, size)
+            name = f"unroll {backend} {str(dtype)[6:]} {size}"
+            bench.attempt("kernels", name, lambda case=case: _judged(case()))
+        chosen = default_backend(bench.device, dtype, size)
+        name = f"chosen for {str(dtype)[6:]} {size}"
+        bench.row("kernels", name, chosen != "dense", backend=chosen)
+    for size in (128, 96) if bench.on_gpu else ():
+        bench.attempt(
+            "kernels", f"flex_attention {size}", lambda s=size: (flex_works("cuda", s), {})
         )
 
 
@@ -149,11 +141,8 @@ def prove_ring(bench: Bench) -> None:
                     batch = host.to(device or "cpu", torch.bfloat16, non_blocking=True)
                     found.append({k: v.cpu().clone() for k, v in batch.hidden.items()})
             sums.append(found)
-        equal = all(
-            torch.equal(a[k].view(torch.int16), b[k].view(torch.int16))
-            for a, b in zip(*sums, strict=True)
-            for k in a
-        )
+        pairs = [(a[k], b[k]) for a, b in zip(*sums, strict=True) for k in a]
+        equal = all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs)
         return equal and len(sums[0]) > 0, {"batches": len(sums[0]), "columns": len(columns)}
 
     bench.attempt("ring", "pinned, decoded on the device", ring)

@@ -22,16 +22,15 @@ NEEDED = {
     "jinja2": "3.1",
     "yaml": "6",
 }
-"""Modules and their least versions: our dependencies, and those of `datasets`, which images lack."""
+"""Modules and least versions: our dependencies, and those of `datasets` that images lack."""
 COMPILED = ("torch", "tokenizers", "safetensors", "numpy", "pyarrow", "pandas", "xxhash", "yaml")
 _PACKAGES = {"yaml": "PyYAML", "jinja2": "Jinja2"}
 
 
 def missing_packages() -> str:
     """Return a message that names missing or old packages and how to bring them; "" if none."""
-    lacking = [
-        f"{_package(name)}>={least}" for name, least in NEEDED.items() if _lacks(name, least)
-    ]
+    needs = [(name, least) for name, least in NEEDED.items() if _lacks(name, least)]
+    lacking = [f"{_package(name)}>={least}" for name, least in needs]
     if not lacking:
         return ""
     plain = [need for need in lacking if need.partition(">=")[0].lower() not in COMPILED]

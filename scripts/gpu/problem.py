@@ -1,5 +1,6 @@
 """One random row of states, a random head, and a fresh draft for them."""
 
+import functools
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -34,30 +35,39 @@ SMALL = Size(hidden=256, heads=4, head_dim=64, vocab=4096, draft_vocab=2048, tok
 LARGE = Size(hidden=2048, heads=16, head_dim=128, vocab=32768, draft_vocab=16384, tokens=4096)
 
 
-def random_batch(size: Size) -> tuple[TargetHead, DraftBatch]:
-    """Return a head and one document of random states, its last 60 % supervised."""
+@functools.cache
+def _states(size: Size) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return embedding and head [V, H], and the states [1, T, H] and choices [1, T] by name."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int, scale: float = 1.0) -> Tensor:
         return torch.randn(*shape, generator=generator) * scale
 
-    spec = HeadSpec(vocab_size=size.vocab, hidden_size=size.hidden, tied=False)
     rows = draw(size.vocab, size.hidden, scale=0.1)
     rows[size.draft_vocab :] *= 0.5  # most choices are in the draft vocabulary
-    head = TargetHead(spec, draw(size.vocab, size.hidden, scale=0.02), rows)
-    final = draw(1, size.tokens, size.hidden)
-    figures = [(z.argmax(-1), z.logsumexp(-1)) for z in map(head.logits, final.split(256, 1))]
-    choice, sums = (torch.cat(part, 1) for part in zip(*figures, strict=True))
+    states = {layer_column(k): draw(1, size.tokens, size.hidden) for k in LAYERS}
+    states[FINAL] = draw(1, size.tokens, size.hidden)
+    logits = [part @ rows.T for part in states[FINAL].split(256, 1)]
+    states["argmax"] = torch.cat([part.argmax(-1) for part in logits], 1)
+    states["logsumexp"] = torch.cat([part.logsumexp(-1) for part in logits], 1)
+    states["ids"] = torch.randint(size.vocab, (1, size.tokens), generator=generator)
+    return draw(size.vocab, size.hidden, scale=0.02), rows, states
+
+
+def random_batch(size: Size) -> tuple[TargetHead, DraftBatch]:
+    """Return a head and one document of random states, its last 60 % supervised."""
+    embedding, rows, states = _states(size)
     slots = torch.arange(size.tokens)[None]
-    hidden = {layer_column(k): draw(1, size.tokens, size.hidden) for k in LAYERS}
-    return head, DraftBatch(
-        input_ids=torch.randint(size.vocab, (1, size.tokens), generator=generator),
+    return TargetHead(
+        HeadSpec(vocab_size=size.vocab, hidden_size=size.hidden, tied=False), embedding, rows
+    ), DraftBatch(
+        input_ids=states["ids"],
         loss_mask=slots >= 0.4 * size.tokens,
         position_ids=slots,
         document_ids=torch.zeros_like(slots),
-        hidden=hidden | {FINAL: final},
-        target_argmax=choice,
-        target_logsumexp=sums,
+        hidden={name: states[name] for name in (*map(layer_column, LAYERS), FINAL)},
+        target_argmax=states["argmax"],
+        target_logsumexp=states["logsumexp"],
         rows=[[0]],
     )
 

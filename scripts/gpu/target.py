@@ -1,4 +1,4 @@
-"""A random target of Qwen3's shape, its tokenizer and a corpus: made here, nothing is downloaded."""
+"""A random target of Qwen3's shape, its tokenizer and a corpus; nothing is downloaded."""
 
 import json
 import random
@@ -20,8 +20,10 @@ SIZES = {
 ROOM_FOR_2B = 30 << 30  # bytes of free memory
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    "{% for m in messages %}"
+    "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
 
@@ -76,15 +78,13 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 def corpus_of(bench: Bench) -> Path:
     """Return a file of chats of many lengths; the first ones also serve as prompts."""
     path = bench.out / "chats.jsonl"
-    draw, words = (
-        random.Random(0),
-        ["the", "of", "a", "model", "draft", "token", "state", "layer", "head", "loss"],
-    )
+    draw = random.Random(0)
+    words = "the", "of", "a", "model", "draft", "token", "state", "layer", "head", "loss"
 
     def text(longest: int) -> str:
         return " ".join(draw.choice(words) for _ in range(draw.randint(2, longest)))
 
-    rows, longest = (24, 12) if bench.tiny else (1500, 150)
+    rows, longest = (24, 12) if bench.tiny else (400, 150)
     with path.open("w") as file:
         for i in range(rows):
             turns = [("user", f"{i} {text(longest)}"), ("assistant", text(longest))]

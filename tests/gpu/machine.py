@@ -7,6 +7,7 @@ events and `torch.cuda.synchronize` do nothing here.
 """
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from spec_data.generation import run as generation
+from spec_data.devices import usable_device
 from spec_data.models import loading
+from spec_data.models.loading import load_model
+from spec_data.target import model
 from spec_train.attention import unrolled_backends
 from spec_train.attention.unrolled_backends import default_backend
 from spec_train.draft_options import DRAFT_OPTIONS
-from spec_train.evaluation import report
 from spec_train.options import FitConfig
 from spec_train.training import setup, trainer
 from tests.gpu.fake_cuda import FakeCuda, Syncs, counting, cuda_autocast, upload
@@ -132,8 +134,13 @@ def gpu() -> Iterator[pytest.MonkeyPatch]:
             FakeCuda(),
             torch._C._AutoDispatchBelowAutograd(),
         ):
-            for module in (loading, generation, setup, report):
-                patch.setattr(module, "usable_device", torch.device)
+            for module in [m for m in sys.modules.values() if m.__name__.startswith("spec_")]:
+                if getattr(module, "usable_device", None) is usable_device:
+                    patch.setattr(module, "usable_device", torch.device)
+            patch.setattr(
+                loading, "_where", lambda device, spread: {}
+            )  # read to the CPU, then moved
+            patch.setattr(model, "load_model", lambda *a, **k: load_model(*a, **k).to("cuda"))
             patch.setattr(unrolled_backends, "tried", lambda name, make: "merged" in name)
             patch.setattr(torch.autograd.Function, "apply", classmethod(apply))
             patch.setattr(torch.cuda, "Event", Event)
