@@ -220,10 +220,8 @@ class Trainer:
             self._pending = add_sums([self._pending, sums])
             del batch, loss, sums
             step.release(i)
-        norm = self.masters.clip()
-        # the one place of a step where the host waits for all of its results
-        some = self._counts.any().to(norm)
-        *values, self._grad_norm, counted = torch.stack([*losses, norm, some]).tolist()
+        norm, some = self.masters.clip(), self._counts.any()
+        *values, self._grad_norm, counted = torch.stack([*losses, norm, some.to(norm)]).tolist()
         self._refuse_non_finite(step, values)
         self._lr = learning_rate(self.step, self.total, self.config)
         if counted:
@@ -245,8 +243,8 @@ class Trainer:
         parts = []
         for i, batch in enumerate(step.batches):
             self._seed(kind, step, i)
-            moved = batch.without_hidden().to(self.device, non_blocking=True)
-            parts.append(self.draft.slot_counts(moved))
+            small = batch.without_hidden().to(self.device, non_blocking=True)
+            parts.append(self.draft.slot_counts(small))
         return torch.stack(parts).sum(0)
 
     def _refuse_non_finite(self, step: Step, losses: list[float]) -> None:
@@ -336,8 +334,8 @@ class Trainer:
                 part = plan.part_of(step.index)
                 for i, batch in enumerate(step.batches):
                     self._seed("validation", step, i)
-                    moved = batch.to(self.device, self.dtype, non_blocking=True)
-                    sums = self._loss(moved, self.head, counts)[1]
+                    there = batch.to(self.device, self.dtype, non_blocking=True)
+                    sums = self._loss(there, self.head, counts)[1]
                     total[part] = add_sums([total.get(part, {}), sums])
         self.ranks.release(self._loss)
         self.draft.train()
