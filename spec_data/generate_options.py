@@ -19,7 +19,6 @@ from spec_data.option_values import (
     parse_object,
     parse_size,
 )
-from spec_data.paths import check_file_to_write
 from spec_data.placement_options import (
     Spread,
     device_map_option,
@@ -29,6 +28,18 @@ from spec_data.placement_options import (
     tp_plan_option,
 )
 from spec_data.shards.errors import ConfigError
+from spec_data.worker_options import (
+    check_workers,
+    engine_option,
+    gpus_per_replica_option,
+    metrics_option,
+    names_no_worker,
+    parse_worker,
+    ray_address_option,
+    replicas_option,
+    retries_option,
+    workers_option,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,22 +212,13 @@ class GenerateConfig:
         group=RUNNING,
         metavar="REV",
     )
-    workers: str = option(
-        "0/1",
-        help="I/N makes this process worker I of N, counted from 0. Run all N, on one machine or "
-        "on several that share the directory; the one that finishes last seals it. auto reads I "
-        "and N from the variables of torchrun, SLURM (srun or a job array) or a Kubernetes Job, "
-        "and auto/N where they name no N",
-        group=SHARDS,
-        metavar="I/N|auto",
-    )
-    engine: str = option(
-        "local",
-        help="what starts the workers: local is you, or a launcher that --workers auto knows; "
-        "torchrun reads its RANK, WORLD_SIZE and LOCAL_RANK, and takes the GPU of that number",
-        group=SHARDS,
-        choices=("local", "torchrun"),
-    )
+    workers: str = workers_option()
+    engine: str = engine_option()
+    ray_address: str | None = ray_address_option()
+    replicas: int = replicas_option()
+    gpus_per_replica: int | None = gpus_per_replica_option()
+    retries: int = retries_option()
+    metrics: str | None = metrics_option()
     on_bad_row: str = option(
         "skip",
         help="what a corpus row that cannot be read does: skip counts it and leaves it out, up to "
@@ -255,13 +257,6 @@ class GenerateConfig:
         "result does not depend on it. Each needs about as much memory as its largest row",
         group=DOCUMENTS,
         metavar="N",
-    )
-    metrics: str | None = option(
-        None,
-        help="write progress, speed and failures of all workers to this file every ten seconds: "
-        ".prom in the text format of Prometheus, .jsonl one JSON object per line",
-        group=SHARDS,
-        metavar="FILE",
     )
     chat_template_kwargs: str = option(
         "{}",
@@ -315,10 +310,6 @@ class GenerateConfig:
             raise ConfigError(f"--max-shard-size {self.max_shard_size}: a shard needs some bytes")
         if parse_size(self.max_row_bytes) < 1:
             raise ConfigError(f"--max-row-bytes {self.max_row_bytes}: a row needs some bytes")
-        if self.metrics is not None:
-            if not self.metrics.endswith((".prom", ".jsonl")):
-                raise ConfigError(f"--metrics {self.metrics}: the name must end in .prom or .jsonl")
-            check_file_to_write("--metrics", self.metrics)
         temperature = self.sampling_temperature
         if temperature is not None and not 0 <= temperature <= 10:
             raise ConfigError(f"--sampling-temperature {temperature}: expected 0 to 10")
@@ -326,8 +317,7 @@ class GenerateConfig:
             raise ConfigError(
                 "--sampling-temperature describes --on-policy responses; add that flag"
             )
-        if not self.places_itself:
-            _ = self.worker
+        check_workers(self)
         _ = self.spread, self.template_kwargs, self.codecs, self.bad_row_limit
         if self.tp_plan and self.places_itself:
             raise ConfigError(
@@ -349,18 +339,12 @@ class GenerateConfig:
     @property
     def worker(self) -> tuple[int, int]:
         """(i, n) of --workers i/n."""
-        found = re.fullmatch(r"(\d+)/(\d+)", self.workers)
-        if not found or not int(found[1]) < int(found[2]):
-            raise ConfigError(
-                f"--workers {self.workers!r}: expected i/n with i from 0 to n-1, or auto"
-            )
-        return int(found[1]), int(found[2])
+        return parse_worker(self.workers)
 
     @property
     def places_itself(self) -> bool:
         """Whether the environment says which worker this is."""
-        automatic = re.fullmatch(r"auto(/[1-9]\d*)?", self.workers) is not None
-        return automatic or self.engine == "torchrun"
+        return names_no_worker(self.workers) or self.engine == "torchrun"
 
     @property
     def bad_row_limit(self) -> BadRowLimit:

@@ -38,7 +38,8 @@ def find_plan(setup: Setup, out: Path) -> Plan:
         DatasetError: `out` holds other files, or a damaged plan.
     """
     # before the corpus is read, which may take long
-    check_devices(setup.config.device, setup.config.spread.device_map)
+    if setup.config.engine != "ray":  # its driver needs no GPU
+        check_devices(setup.config.device, setup.config.spread.device_map)
     work = out / WORK
     half = half_discarded(work)
     saved = None if half else read_settings(work)

@@ -13,23 +13,22 @@ Sealing removes .generate. No file that stays holds a time or the name of a mach
 directory has the same bytes even if the run was interrupted, or resumed on another machine.
 """
 
-import errno
 import logging
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
-
-import torch
 
 from spec_data.generate_options import GenerateConfig
 from spec_data.generation.capture import CapturedUnit
 from spec_data.generation.disk_bytes import other_files
+from spec_data.generation.explained_failures import explained_failures
 from spec_data.generation.find_plan import find_plan
 from spec_data.generation.fitting import announce_drafts
 from spec_data.generation.metrics_file import metrics_written
 from spec_data.generation.plan import Plan
+from spec_data.generation.ray_engine import capture_on_ray, connected
 from spec_data.generation.replan import check_still_planned
 from spec_data.generation.replica import Replica
 from spec_data.generation.sealing import seal_directory, seal_if_last
@@ -62,6 +61,9 @@ def generate(config: GenerateConfig) -> Manifest | None:
         RunError: a failed proof, broken states, not enough disk space, or another process that
             captures some of the same units.
     """
+    if config.engine == "ray":
+        with connected(config) as found:
+            return _run_or_resume(found)
     with leading(config.spread):
         return _run_or_resume(placed(config))
 
@@ -108,7 +110,11 @@ def _generate(setup: Setup, out: Path) -> Manifest | None:
             explained_failures(out, config.batch_tokens),
         ):
             check_still_planned(out / WORK, plan)
-            run_units(setup, plan, out, mine, todo)
+            clear_leftovers(out, mine)
+            if config.engine == "ray":
+                capture_on_ray(setup, plan, out, todo)
+            else:
+                run_units(setup, plan, out, mine, todo)
     if units_to_keep(out):
         logger.info(
             "%s: the units of worker %d/%d were captured; `spec-train fit --follow-keep` deletes "
@@ -119,25 +125,6 @@ def _generate(setup: Setup, out: Path) -> Manifest | None:
     if workers > 1:
         return seal_if_last(out, checked=set(todo))
     return seal_directory(out, checked=set(todo))
-
-
-@contextmanager
-def explained_failures(out: Path, batch_tokens: int) -> Iterator[None]:
-    """Turn a full disk or full device memory into a RunError with advice."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise RunError(
-            f"out of device memory ({str(error).splitlines()[0]}). Use a --batch-tokens below "
-            f"{batch_tokens}, with a new --out, because it changes the settings"
-        ) from None
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        raise RunError(
-            f"{out}: the disk is full; finished shards are safe. Free some space and run the same "
-            "command again to resume"
-        ) from None
 
 
 def check_free_space(out: Path, needed: int) -> None:
@@ -161,7 +148,6 @@ def run_units(setup: Setup, plan: Plan, out: Path, mine: list[int], todo: list[i
 
     `mine` are all units of this worker, `todo` those that are not finished.
     """
-    clear_leftovers(out, mine)
     total, left = plan.unit_set_tokens(mine), plan.unit_set_tokens(todo)
     facts = FactsWriter(out, plan, setup.config.workers, setup.config.workers)
     pending: Future | None = None

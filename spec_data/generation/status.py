@@ -5,6 +5,7 @@ the workers (`worker_facts`), which decide nothing.
 """
 
 import json
+import os
 import socket
 import time
 from collections import Counter
@@ -163,8 +164,20 @@ def _alive(process: WorkerFacts, processes: list[WorkerFacts], running: list[str
     newest = [p for p in processes if p.worker == process.worker][-1]
     if newest is not process or process.phase in (DONE, FAILED):
         return False
-    elsewhere = process.host != socket.gethostname()
-    return process.lock in running or (elsewhere and time.time() - process.updated < SILENCE)
+    if process.host != socket.gethostname():
+        return process.lock in running or time.time() - process.updated < SILENCE
+    return process.lock in running and _exists(process.pid)
+
+
+def _exists(pid: int) -> bool:
+    """Tell whether this machine has a process `pid`; a replica of Ray dies without its lock."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user
+        return True
+    return True
 
 
 def _workers(processes: list[WorkerFacts], alive: list[WorkerFacts]) -> list[WorkerStatus]:

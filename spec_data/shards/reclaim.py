@@ -89,6 +89,12 @@ def delete_unit(directory: Path, unit: int) -> None:
     (directory / f"shards/{unit_name(unit)}.arrow").unlink(missing_ok=True)
 
 
+def room_for(out: Path, unit: int) -> bool:
+    """Tell whether `unit` may be written now; always without --follow-keep."""
+    keep = units_to_keep(out)
+    return not keep or unit < units_used(out) + keep
+
+
 def wait_for_room(out: Path, unit: int) -> None:
     """Return when `unit` may be written; at once without --follow-keep.
 
@@ -96,12 +102,12 @@ def wait_for_room(out: Path, unit: int) -> None:
     never waits for workers that generated later ones (no deadlock).
     """
     logged = -_LOG_AGAIN
-    while (keep := units_to_keep(out)) and unit >= units_used(out) + keep:
+    while not room_for(out, unit):
         if time.monotonic() - logged > _LOG_AGAIN:
             logged = time.monotonic()
             logger.info(
                 "%s: %d units wait for `spec-train fit --follow-keep`; generation continues when "
                 "it has used one (delete %s/%s to keep all units instead)",
-                *(out, keep, WORK, FOLLOW_KEEP),
+                *(out, units_to_keep(out), WORK, FOLLOW_KEEP),
             )
         time.sleep(_POLL)

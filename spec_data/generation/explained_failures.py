@@ -1,0 +1,29 @@
+"""Full disks and full devices as errors that say what to do."""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from spec_data.shards.errors import RunError
+
+
+@contextmanager
+def explained_failures(out: Path, batch_tokens: int) -> Iterator[None]:
+    """Turn a full disk or full device memory into a RunError with advice."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunError(
+            f"out of device memory ({str(error).splitlines()[0]}). Use a --batch-tokens below "
+            f"{batch_tokens}, with a new --out, because it changes the settings"
+        ) from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise RunError(
+            f"{out}: the disk is full; finished shards are safe. Free some space and run the same "
+            "command again to resume"
+        ) from None
