@@ -158,6 +158,7 @@ def _probe_lines(probe: Probe | None) -> list[tuple[str, str]]:
     memory = "of the process" if probe.device == "cpu" else f"of {probe.device}"
     return [
         ("probe", f"{probe.tokens:,} tokens on {probe.device}, {probe.form}"),
+        ("tokens per forward", f"{probe.batch_tokens:,}"),
         ("tokens per second", f"{probe.tokens_per_second:,.0f} (one worker)"),
         ("time to capture", f"about {lasts}"),
         (f"memory {memory}", f"{size(probe.memory_bytes)} at its peak"),

@@ -14,6 +14,7 @@ from spec_data.option_values import (
     SHARDS,
     at_least,
     check_drafts,
+    parse_batch_tokens,
     parse_codecs,
     parse_drafts,
     parse_object,
@@ -21,6 +22,7 @@ from spec_data.option_values import (
 )
 from spec_data.placement_options import (
     Spread,
+    backend_option,
     device_map_option,
     max_memory_option,
     offload_dir_option,
@@ -95,12 +97,13 @@ class GenerateConfig:
         group=RUNNING,
         metavar="N",
     )
-    batch_tokens: int = option(
-        8192,
-        help="tokens per forward of the target. Raise it on a GPU with free memory for more "
-        "speed, lower it when memory runs out",
+    batch_tokens: str = option(
+        "auto",
+        help="tokens per forward of the target. auto tries the longest documents on a GPU before "
+        "the first shard, and takes the largest number that is safe; on a CPU it is 8192",
         group=RUNNING,
         metavar="N",
+        numbers=True,
     )
     limit: int = option(
         0,
@@ -177,12 +180,7 @@ class GenerateConfig:
         group=RUNNING,
         choices=("auto", "bfloat16", "float16", "float32"),
     )
-    backend: str = option(
-        "hf",
-        help="what runs the target: hf is transformers",
-        group=RUNNING,
-        choices=("hf",),
-    )
+    backend: str = backend_option()
     device: str = option(
         "auto",
         help="device of the target: auto (a GPU where there is one), cpu, cuda, cuda:1, ...",
@@ -293,7 +291,6 @@ class GenerateConfig:
     )
 
     def __post_init__(self) -> None:
-        at_least(1, batch_tokens=self.batch_tokens)
         at_least(0, limit=self.limit, pack_length=self.pack_length, num_proc=self.num_proc)
         if self.max_length < 2:
             raise ConfigError(f"--max-length {self.max_length}: documents need two tokens or more")
@@ -318,18 +315,18 @@ class GenerateConfig:
                 "--sampling-temperature describes --on-policy responses; add that flag"
             )
         check_workers(self)
-        _ = self.spread, self.template_kwargs, self.codecs, self.bad_row_limit
-        if self.tp_plan and self.places_itself:
-            raise ConfigError(
-                "--tp-plan: the processes of torchrun are one worker; leave --engine out, and give "
-                "--workers I/N if there are others"
-            )
+        _ = self.forward_tokens, self.spread, self.template_kwargs, self.codecs, self.bad_row_limit
         check_drafts(self.drafts, self.layers, self.supervision, self.final)
         if self.final != "all" and self.supervision != "final-hidden":
             raise ConfigError(
                 f"--final {self.final} is about hidden.final, which --supervision "
                 f"{self.supervision} does not store"
             )
+
+    @property
+    def forward_tokens(self) -> int | None:
+        """The tokens per forward of --batch-tokens; None for auto."""
+        return parse_batch_tokens(self.batch_tokens)
 
     @property
     def spread(self) -> Spread:

@@ -25,6 +25,19 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * _SIZES[found[2].upper()])
 
 
+def parse_batch_tokens(text: str | int) -> int | None:
+    """Return the tokens per forward of --batch-tokens; None for auto.
+
+    Raises:
+        ConfigError: no number above zero.
+    """
+    if text == "auto":
+        return None
+    if not re.fullmatch(r"0*[1-9]\d*", str(text)):
+        raise ConfigError(f"--batch-tokens {text}: expected a number of tokens, or auto")
+    return int(text)
+
+
 def at_least(least: int, **values: int) -> None:
     """Refuse options below `least`, by name."""
     for name, value in values.items():

@@ -6,6 +6,7 @@ from spec_data.config import option
 from spec_data.option_values import CHECKS, REQUIRED, RUNNING, at_least
 from spec_data.placement_options import (
     Spread,
+    backend_option,
     device_map_option,
     max_memory_option,
     offload_dir_option,
@@ -85,12 +86,7 @@ class VerifyConfig:
         metavar="N",
     )
     seed: int = option(0, help="decides which documents are sampled", group=CHECKS, metavar="N")
-    backend: str = option(
-        "hf",
-        help="what runs the target: hf is transformers",
-        group=RUNNING,
-        choices=("hf",),
-    )
+    backend: str = backend_option()
     device: str = option(
         "auto", help="device to compute on: auto, cpu, cuda, cuda:1, ...", group=RUNNING
     )

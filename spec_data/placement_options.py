@@ -33,6 +33,16 @@ class Spread:
         return self.device_map is None and not self.tensor_parallel
 
 
+def backend_option() -> Any:
+    """The option --backend."""
+    return option(
+        "hf",
+        help="what runs the target: hf is transformers",
+        group=RUNNING,
+        choices=("hf",),
+    )
+
+
 def device_map_option() -> Any:
     """The option --device-map."""
     return option(
@@ -98,6 +108,11 @@ def spread_of(config: Any) -> Spread:
     name = "--tp-plan" if found.tensor_parallel else "--device-map"
     if found.tensor_parallel and found.device_map is not None:
         raise ConfigError("--tp-plan and --device-map exclude each other; choose one")
+    if found.tensor_parallel and getattr(config, "places_itself", False):
+        raise ConfigError(
+            "--tp-plan: the processes of torchrun are one worker; leave --engine out, and give "
+            "--workers I/N if there are others"
+        )
     if config.device != "auto":
         raise ConfigError(f"{name} chooses the devices; leave --device {config.device} out")
     return found

@@ -190,8 +190,8 @@ def test_unknown_options_are_refused_with_the_nearest_name(here):
         assert caught.value.exit_code == 2
     with pytest.raises(OptionError, match=r"its options: .*samples"):
         spec_data.verify("data", zzz=1)
-    with pytest.raises(ConfigError, match=r"batch_tokens = 'many' in generate\(\): expected int"):
-        spec_data.generate("target", "chats.jsonl", "out", batch_tokens="many")
+    with pytest.raises(ConfigError, match=r"limit = 'many' in generate\(\): expected int"):
+        spec_data.generate("target", "chats.jsonl", "out", limit="many")
     with pytest.raises(ConfigError, match=r"call spec_data\.estimate"):
         spec_data.generate("target", "chats.jsonl", "out", dry_run=True)
     assert not Path("out").exists()

@@ -25,6 +25,7 @@ from spec_data.generation.plan import Plan
 from spec_data.generation.planning import make_plan
 from spec_data.generation.replica import prove_target
 from spec_data.generation.setup import set_up
+from spec_data.generation.unit_size import BATCH_TOKENS
 from spec_data.shards.files import unit_name
 from spec_data.shards.writer import write_shard
 from spec_data.target.hf_backend import HFBackend
@@ -79,14 +80,14 @@ def main() -> None:
     backend = HFBackend.open(backend_options(setup, plan))
     (work / ".generate").mkdir()
     form = prove_target(setup, plan, backend, work)["packing"]["form"]
-    settings = CaptureSettings(columns=setup.columns, form=form, batch_tokens=config.batch_tokens)
+    settings = CaptureSettings(columns=setup.columns, form=form, batch_tokens=BATCH_TOKENS)
     units = range(len(plan.units))
     ratios, bare_rates, rates = [], [], []
     with ThreadPoolExecutor(1) as writer:
         for _ in range(args.rounds):
             start = time.perf_counter()
             for unit in units:
-                bare_forward(backend.target, plan, unit, form, config.batch_tokens)
+                bare_forward(backend.target, plan, unit, form, BATCH_TOKENS)
             bare = time.perf_counter() - start
             start, pending = time.perf_counter(), None
             for unit in units:

@@ -52,11 +52,13 @@ def measure(target: Path, length: int, attn: str, codec: str) -> dict[str, float
 
     from spec_data.generate_options import GenerateConfig
     from spec_data.generation.capture import CaptureSettings, capture_unit
+    from spec_data.generation.loaded_target import backend_options
     from spec_data.generation.planning import make_plan
     from spec_data.generation.replica import prove_target
     from spec_data.generation.setup import set_up
+    from spec_data.generation.unit_size import BATCH_TOKENS
     from spec_data.shards.writer import write_shard
-    from spec_data.target.model import Target
+    from spec_data.target.hf_backend import HFBackend
 
     torch.set_num_threads(1)
     work = Path(tempfile.mkdtemp())
@@ -73,20 +75,19 @@ def measure(target: Path, length: int, attn: str, codec: str) -> dict[str, float
         )
         setup = set_up(config)
         plan = make_plan(setup)
-        model = Target.from_pretrained(
-            str(setup.model_dir), setup.layers, device="cpu", attn=config.attn
-        )
+        backend = HFBackend.open(backend_options(setup, plan))
+        model = backend.target
         loaded = peak_mb()
         (work / "out" / ".generate").mkdir(parents=True)
         start = time.process_time()
-        draft = prove_target(setup, plan, model, work / "out")
+        draft = prove_target(setup, plan, backend, work / "out")
         proven = time.process_time()
         settings = CaptureSettings(
             columns=setup.columns,
             form=draft["packing"]["form"],
-            batch_tokens=config.batch_tokens,
+            batch_tokens=BATCH_TOKENS,
         )
-        done = capture_unit(model, plan, 0, settings)
+        done = capture_unit(backend, plan, 0, settings)
         write_shard(work / "shard.arrow", done.data, setup.columns)
         written = time.process_time()
         ids = plan.documents.tokens["input_ids"][-length:]

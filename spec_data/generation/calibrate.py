@@ -44,13 +44,19 @@ _KL_TOKENS = 2048  # tokens of which the KL is measured
 
 
 def calibrate(
-    setup: Setup, plan: Plan, target: TargetBackend, form: str, folder: Path
+    setup: Setup,
+    plan: Plan,
+    target: TargetBackend,
+    form: str,
+    batch_tokens: int,
+    folder: Path,
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Make codec.safetensors in `folder` unless it exists, and measure its error.
 
     Args:
         setup, plan, target: what is captured.
         form: the proven mask form.
+        batch_tokens: tokens per forward.
         folder: the dataset directory.
 
     Returns:
@@ -64,7 +70,7 @@ def calibrate(
     if not lossy:
         return {}, {}
     documents = sample_documents(plan.lengths, _budget(plan, setup, target))
-    states, numbers = capture_sample(plan, target, form, documents, lossy, setup)
+    states, numbers = capture_sample(plan, target, form, documents, lossy, batch_tokens)
     kept = {name: _usable(name, value) for name, value in states.items()}  # bool [N] each
     held_out = numbers % 4 == 3 if len(documents) > 3 else np.ones(len(numbers), bool)  # [N]
     file = folder / TABLES
@@ -113,15 +119,16 @@ def capture_sample(
     form: str,
     documents: Sequence[int],
     columns: Sequence[Column],
-    setup: Setup,
+    batch_tokens: int,
 ) -> tuple[dict[str, Tensor], np.ndarray]:
     """Capture the sampled documents.
 
     Args:
-        plan, target, setup: what is captured.
+        plan, target: what is captured.
         form: the proven mask form.
         documents: indices of the sampled documents in the plan.
         columns: the columns to capture.
+        batch_tokens: tokens per forward.
 
     Returns:
         The states [N, H] of each column, on the CPU in the dtype of the target, and for each token
@@ -134,7 +141,6 @@ def capture_sample(
     tokens = {n: a[np.concatenate(spans)] for n, a in plan.documents.tokens.items()}  # [N] each
     total = int(offsets[-1])
     states = {c.name: torch.empty(total, c.width or 1, dtype=target.dtype) for c in columns}
-    batch_tokens = setup.config.batch_tokens
     for batch in forward_batches(
         offsets, tokens["input_ids"], form, plan.pack_length, batch_tokens
     ):

@@ -11,14 +11,15 @@ from spec_data.shards.errors import RunError
 
 
 @contextmanager
-def explained_failures(out: Path, batch_tokens: int) -> Iterator[None]:
+def explained_failures(out: Path) -> Iterator[None]:
     """Turn a full disk or full device memory into a RunError with advice."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise RunError(
-            f"out of device memory ({str(error).splitlines()[0]}). Use a --batch-tokens below "
-            f"{batch_tokens}, with a new --out, because it changes the settings"
+            f"out of device memory ({str(error).splitlines()[0]}). Run the same command again with "
+            "fewer --batch-tokens, a smaller --dtype, or the target on several GPUs (--device-map "
+            "auto); finished shards are kept"
         ) from None
     except OSError as error:
         if error.errno != errno.ENOSPC:

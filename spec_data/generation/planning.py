@@ -29,7 +29,7 @@ from spec_data.generation.plan_builder import PlanBuilder
 from spec_data.generation.plan_cache import Rendered, open_cache
 from spec_data.generation.prepared import Prepared, Preparing
 from spec_data.generation.setup import Setup, corpus_reader, settings
-from spec_data.generation.unit_size import unit_tokens
+from spec_data.generation.unit_size import BATCH_TOKENS, unit_tokens
 from spec_data.progress import progress
 from spec_data.shards.files import sha256_file, sha256_json
 
@@ -111,7 +111,8 @@ def make_plan(setup: Setup, scratch: Path | None = None) -> Plan:
     config = setup.config
     found = _rendered(setup, scratch)
     tokens = int(found.documents.offsets[-1])
-    size = config.max_shard_size, setup.bytes_per_token, tokens, config.batch_tokens
+    batch_tokens = config.forward_tokens or BATCH_TOKENS
+    size = config.max_shard_size, setup.bytes_per_token, tokens, batch_tokens
     return planned(
         found.documents,
         found.counts,

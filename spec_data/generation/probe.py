@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from spec_data.generation.batch_size import choose_batch_tokens
 from spec_data.generation.fitting import find_positions
 from spec_data.generation.loaded_target import documents_to_prove, load_target
 from spec_data.generation.plan import Plan
@@ -30,6 +31,7 @@ class Probe:
         memory_bytes: largest memory of the device in use; on a CPU, that of the process.
         device: where it ran.
         form: the mask form that was proven.
+        batch_tokens: tokens per forward, as `generate` would choose them.
     """
 
     tokens: int
@@ -38,6 +40,7 @@ class Probe:
     memory_bytes: int
     device: str
     form: str
+    batch_tokens: int
 
 
 def run_probe(setup: Setup, plan: Plan) -> Probe:
@@ -56,8 +59,10 @@ def _measure(setup: Setup, plan: Plan, target: TargetBackend) -> Probe:
     find_positions(setup, plan, target)
     _, documents = documents_to_prove(setup, plan)
     form = target.prove(documents, plan.pack_length, config.packing).form
-    sample = _sample(plan, _BATCHES * config.batch_tokens)
-    given = (config.batch_tokens, config.own_temperature)
+    asked = config.forward_tokens
+    batch_tokens = choose_batch_tokens(target, plan, form, setup.columns, asked)
+    sample = _sample(plan, _BATCHES * batch_tokens)
+    given = (batch_tokens, config.own_temperature)
     measure_documents(plan, target, form, sample[:1], *given)  # warm-up
     start = time.perf_counter()
     measure_documents(plan, target, form, sample, *given)
@@ -70,6 +75,7 @@ def _measure(setup: Setup, plan: Plan, target: TargetBackend) -> Probe:
         memory_bytes=_memory(target.device),
         device=str(target.device),
         form=form,
+        batch_tokens=batch_tokens,
     )
 
 

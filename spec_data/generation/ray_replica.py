@@ -12,7 +12,7 @@ from spec_data.generate_options import GenerateConfig
 from spec_data.generation.explained_failures import explained_failures
 from spec_data.generation.plan import load_plan
 from spec_data.generation.replica import Replica
-from spec_data.generation.setup import set_up, settings
+from spec_data.generation.setup import data_settings, set_up, settings
 from spec_data.generation.worker_facts import FactsWriter
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.follow import WORK
@@ -44,12 +44,13 @@ class RayReplica:
             SpecDataError: as `Replica`; or this machine has another target or other versions.
         """
         lines: list[str] = []
-        with self._guard, _collected(lines), explained_failures(*self._limits()):
+        with self._guard, _collected(lines), explained_failures(self.out):
             torch.set_num_threads(self.threads)
             setup, plan = set_up(self.config), load_plan(self.out / WORK)
             corpus = {"corpus": plan.settings["corpus"]}
             ignored = {name: plan.settings[name] for name in ("max_shard_size",)}
-            changed = differing_fields(plan.settings, settings(setup, []) | corpus | ignored)
+            own = settings(setup, []) | corpus | ignored
+            changed = differing_fields(data_settings(plan.settings), data_settings(own))
             if changed:
                 raise ConfigError(
                     f"the machine of replica {self.name} differs from that of the driver:\n  "
@@ -71,7 +72,7 @@ class RayReplica:
         """
         replica, facts = self._replica, self._facts
         assert replica is not None and facts is not None, "prepare comes first"
-        with explained_failures(*self._limits()):
+        with explained_failures(self.out):
             with self._guard:
                 facts.begin(unit)
                 captured = replica.capture(unit, facts.add)
@@ -83,9 +84,6 @@ class RayReplica:
         """Say in the file of this process that it ends."""
         if self._facts is not None:
             self._facts.end()
-
-    def _limits(self) -> tuple[Path, int]:
-        return self.out, self.config.batch_tokens
 
 
 class _collected(logging.Handler):

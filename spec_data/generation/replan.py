@@ -13,6 +13,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from spec_data.generation.plan import Plan, read_settings
+from spec_data.generation.running import ALSO, WITNESS
 from spec_data.generation.worker_locks import running_workers
 from spec_data.shards.codec_tables import TABLES
 from spec_data.shards.errors import RunError
@@ -48,6 +49,8 @@ def _discard(work: Path) -> bool:
         return False
     for name in _MADE_FROM_A_PLAN:
         _remove(work.parent / name)
+    for file in (work / WITNESS, *work.glob(ALSO)):
+        _remove(file)
     for name in ("target.json", "plan.arrow", _RETIRED):  # _RETIRED last: its absence means done
         _remove(work / name)
     return True

@@ -7,19 +7,25 @@ decides nothing about which units it captures.
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from spec_data.generation.batch_size import choose_batch_tokens, longest_row
 from spec_data.generation.calibrate import calibrate
 from spec_data.generation.capture import CapturedUnit, CaptureSettings, capture_unit
 from spec_data.generation.fitting import find_positions
 from spec_data.generation.loaded_target import documents_to_prove, load_target
 from spec_data.generation.plan import Plan
+from spec_data.generation.running import Witness, check_running, proven_with, running_facts
 from spec_data.generation.sample_check import check_agreement
 from spec_data.generation.setup import Setup
 from spec_data.generation.target_files import manifest_draft, save_target_files
 from spec_data.generation.unit_records import finish_unit
 from spec_data.shards.codec_tables import TABLES, load_tables
+from spec_data.shards.errors import RunError
 from spec_data.shards.files import dump_json, write_once
 from spec_data.shards.follow import WORK
 from spec_data.shards.seal import file_records, target_file_names
@@ -39,20 +45,83 @@ class Replica:
         """
         self.setup, self.plan, self.out = setup, plan, out
         self.target = load_target(setup, plan)
-        draft = prove_target(setup, plan, self.target, out)
+        self.draft = draft = prove_target(setup, plan, self.target, out)
         widths = {c.name: c.width or 1 for c in setup.columns if c.lossy}
         tables = load_tables(out / TABLES, widths, draft["codec"]["sha256"]) if widths else {}
         self.settings = CaptureSettings(
             columns=setup.columns,
             form=draft["packing"]["form"],
-            batch_tokens=setup.config.batch_tokens,
+            batch_tokens=self._batch_tokens(),
             tables=tables,
             temperature=setup.config.own_temperature,
         )
+        self._check_running()
+
+    def _batch_tokens(self) -> int:
+        """Return the tokens per forward: those of the proof, unless this run has other devices."""
+        asked, form = self.setup.config.forward_tokens, self.draft["packing"]["form"]
+        proven = proven_with(self.draft, running_facts(self.target, 0))
+        if proven | {"batch_tokens": 0} == running_facts(self.target, 0):
+            return asked or proven["batch_tokens"]
+        return choose_batch_tokens(self.target, self.plan, form, self.setup.columns, asked)
+
+    def _check_running(self) -> None:
+        """Prove, and record, that this run captures what the proven one did; see `running`."""
+        _, documents = documents_to_prove(self.setup, self.plan)
+        witness = Witness(self.out, documents, self.settings.form, self.plan.pack_length)
+        mine = running_facts(self.target, self.settings.batch_tokens)
+        check_running(self.out, self.draft, mine, witness, self.target)
 
     def capture(self, unit: int, done: Callable[[int], None]) -> CapturedUnit:
-        """Capture a unit; `done` is called with the tokens of each batch."""
-        return capture_unit(self.target, self.plan, unit, self.settings, done)
+        """Capture a unit; `done` is called with the tokens of each batch.
+
+        Out of memory, the unit is captured again in forwards of half as many tokens, and so are
+        those after it. `done` is then called with the tokens that do not count, negative.
+
+        Raises:
+            RunError: not even the longest row fits.
+        """
+        while True:
+            counted = 0
+
+            def count(tokens: int) -> None:
+                nonlocal counted
+                counted += tokens
+                done(tokens)
+
+            try:
+                return capture_unit(self.target, self.plan, unit, self.settings, count)
+            except torch.OutOfMemoryError as error:
+                problem = str(error).splitlines()[0]
+            done(-counted)
+            self._halve(problem)  # outside the handler, which keeps the tensors of the forward
+
+    def _halve(self, problem: str) -> None:
+        """Go on with half as many tokens per forward, or fewer; see `capture`."""
+        row, fits = longest_row(self.plan, self.settings.form), False
+        while not fits:
+            before = self.settings.batch_tokens
+            if before <= row:
+                raise RunError(
+                    f"out of device memory ({problem}) with one row of {row:,} tokens per forward. "
+                    "Finished shards are kept: run the same command again where more memory is "
+                    "free, or with the target on several GPUs (--device-map auto)"
+                )
+            self.settings = replace(self.settings, batch_tokens=max(row, before // 2))
+            logger.warning(
+                "warning: out of device memory (%s): forwards have %d tokens from now on, not %d",
+                *(problem, self.settings.batch_tokens, before),
+            )
+            fits = self._proves_running()
+
+    def _proves_running(self) -> bool:
+        """Free what the allocator keeps, and run `_check_running`; return whether that fits."""
+        self.target.peak_memory(lambda: None)
+        try:
+            self._check_running()
+        except torch.OutOfMemoryError:
+            return False
+        return True
 
     def finish(self, unit: int, captured: CapturedUnit) -> int:
         """Write the shard of a captured unit, then its record; return the bytes written."""
@@ -85,10 +154,14 @@ def prove_target(setup: Setup, plan: Plan, target: TargetBackend, out: Path) -> 
     proof = target.prove(documents, plan.pack_length, setup.config.packing)
     level = logging.INFO if "rows" not in proof.form else logging.WARNING
     logger.log(level, "packing: %s", proof)
-    check_agreement(setup, plan, target, proof.form, chosen)
+    asked = setup.config.forward_tokens
+    batch_tokens = choose_batch_tokens(target, plan, proof.form, setup.columns, asked)
+    check_agreement(setup, plan, target, proof.form, batch_tokens, chosen)
     save_target_files(setup, target, positions, out / "target")
-    codec, errors = calibrate(setup, plan, target, proof.form, out)
+    codec, errors = calibrate(setup, plan, target, proof.form, batch_tokens, out)
+    Witness(out, documents, proof.form, plan.pack_length).save(target, batch_tokens)
     draft = manifest_draft(setup, plan, target, proof, head_error, positions, codec, errors)
+    draft["captured_with"] = running_facts(target, batch_tokens)
     draft["files"] = file_records(out, target_file_names(out))
     write_once(file, dump_json(draft))
     return json.loads(file.read_text(encoding="utf-8"))

@@ -107,7 +107,7 @@ def _generate(setup: Setup, out: Path) -> Manifest | None:
     if todo:
         with (
             worker_lock(out, config.workers, len(plan.units)),
-            explained_failures(out, config.batch_tokens),
+            explained_failures(out),
         ):
             check_still_planned(out / WORK, plan)
             clear_leftovers(out, mine)

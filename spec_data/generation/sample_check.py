@@ -32,13 +32,19 @@ LONGEST = 2048  # tokens of a document that are looked at
 
 
 def check_agreement(
-    setup: Setup, plan: Plan, target: TargetBackend, form: str, proven: Iterable[int]
+    setup: Setup,
+    plan: Plan,
+    target: TargetBackend,
+    form: str,
+    batch_tokens: int,
+    proven: Iterable[int],
 ) -> None:
     """Measure a sample of every source and refuse what cannot be right; log what is suspicious.
 
     Args:
         setup, plan, target: what is captured.
         form: the proven mask form.
+        batch_tokens: tokens per forward.
         proven: indices of the documents of the proofs, which join the sample.
 
     Raises:
@@ -49,9 +55,7 @@ def check_agreement(
     chosen = sample_of_sources(plan.documents.sources, proven)
     sources = [plan.documents.sources[d] for d in chosen]
     temperature = config.sampling_temperature
-    figures = measure_documents(
-        plan, target, form, chosen, config.batch_tokens, config.own_temperature
-    )
+    figures = measure_documents(plan, target, form, chosen, batch_tokens, config.own_temperature)
     found = judged({"agreement": summarise(figures, sources)})
     _refuse_other_ids(found, setup)
     if config.on_policy:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.generation.plan import PLAN_COLUMNS, Plan, load_plan, read_units
+from spec_data.generation.running import also_captured_with
 from spec_data.generation.unit_records import FinishedUnit, finished_unit
 from spec_data.generation.worker_locks import PATIENCE, running_workers
 from spec_data.paths import check_directory_to_write
@@ -110,6 +111,9 @@ def _seal(out: Path, work: Path, checked: set[int] | None) -> Manifest:
             records.append(finished.record)
         for reason, count in finished.dropped.items():
             dropped[reason] = dropped.get(reason, 0) + count
+    others = also_captured_with(work)
+    if others:
+        draft["also_captured_with"] = others
     draft["documents"]["dropped"] = dict(sorted(dropped.items()))
     draft["documents"]["stored"] = sum(r.rows for r in records)
     record_agreement(plan, {u: f for u, f in units.items() if f}, draft)

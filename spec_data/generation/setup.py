@@ -230,7 +230,7 @@ def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
         "mask": config.mask,
         "max_length": config.max_length,
         "pack_length": config.pack_length,
-        "batch_tokens": config.batch_tokens,
+        "batch_tokens": config.forward_tokens or "auto",
         "packing": config.packing,
         "limit": config.limit,
         "max_row_bytes": parse_size(config.max_row_bytes),
@@ -279,7 +279,23 @@ def changed_settings(setup: Setup, saved: dict[str, Any]) -> list[str]:
         new["max_shard_size"] = saved["max_shard_size"]
     # What older runs did not record; they had the teacher at every token.
     without = {"max_row_bytes": new["max_row_bytes"], "teacher": ALL}
-    return differing_fields(without | saved, new)
+    return differing_fields(data_settings(without | saved), data_settings(new))
+
+
+# What changes states by rounding at most. A run with others is compared with the one that proved
+# the target, see `generation.running`.
+_OF_RUNNING = ("device", "device_map", "tp_plan", "batch_tokens")
+
+
+def data_settings(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that decide the data; of releases of libraries, all but the patch."""
+    versions = {
+        name: ".".join(version.split(".")[:2]) if name in ("torch", "transformers") else version
+        for name, version in saved["versions"].items()
+        if name != "machine"
+    }
+    kept = {name: value for name, value in saved.items() if name not in _OF_RUNNING}
+    return kept | {"versions": versions}
 
 
 def refuse_changes(changed: list[str], where: Path) -> None:

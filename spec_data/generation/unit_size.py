@@ -13,6 +13,8 @@ training run beside generation sees data. "auto" keeps it below each of:
 from spec_data.option_values import parse_size
 
 AUTO = "auto"
+BATCH_TOKENS = 8192
+"""Tokens per forward of the target where its memory is not measured."""
 _BYTES, _TOKENS, _UNITS = 500_000_000, 262_144, 16
 
 

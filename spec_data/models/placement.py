@@ -25,6 +25,12 @@ def device_of(module: Any) -> torch.device:
     return first.device
 
 
+def devices_of(model: Any) -> list[torch.device]:
+    """Return every device on which a part of a model computes, in a fixed order."""
+    found = {device_of(m) for m in model.modules() if any(True for _ in m.parameters(False))}
+    return sorted(found, key=str)
+
+
 def whole(module: Any, name: str) -> Tensor | None:
     """Return the tensor `name` of a module: the parameter itself if all of it is in place.
 

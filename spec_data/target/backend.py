@@ -7,7 +7,7 @@ What every backend must satisfy is a test class, `tests/spec_data/target/backend
 Shapes: N real tokens of a batch, H hidden size, V vocabulary size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -97,8 +97,8 @@ class TargetBackend(Protocol):
     def describe(self) -> dict[str, Any]:
         """Return what the manifest records of how the target runs, as plain values.
 
-        `dtype`, `attn`, `backend` and `backend_version` always; `rope_factors` where they were
-        chosen.
+        `dtype`, `attn`, `backend`, `backend_version` and `devices` (their kinds, in words) always;
+        `rope_factors` where they were chosen.
         """
 
     def prove(
@@ -150,6 +150,14 @@ class TargetBackend(Protocol):
         """Read rotary frequencies and final norm, and prove them up to `length` tokens.
 
         A failed proof is part of the result.
+        """
+
+    def peak_memory(self, run: Callable[[], None]) -> float | None:
+        """Run something; return the share of the fullest device's memory that was in use at its
+        peak, 0 to 1. Return None, and run nothing, where memory is not measured.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit.
         """
 
     def close(self) -> None:

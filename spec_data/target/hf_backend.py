@@ -1,12 +1,14 @@
 """The backend of transformers: a `Target` behind the interface of all backends."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
+from spec_data.models.placement import devices_of
 from spec_data.shards.errors import TargetError
 from spec_data.shards.head_spec import HeadSpec
 from spec_data.shards.position_data import Positions
@@ -88,7 +90,17 @@ class HFBackend:
             **({"rope_factors": target.rope_factors} if target.rope_factors else {}),
             "backend": "hf",
             "backend_version": transformers.__version__,
+            "devices": self.devices,
         }
+
+    @property
+    def devices(self) -> str:
+        """The kinds of devices that hold the target, such as "cuda" or "2 cuda, cpu"."""
+        kinds = Counter(d.type for d in devices_of(self.target.model))
+        weights = (p for p in self.target.model.parameters())
+        if any(p.device.type == "meta" for p in weights):
+            kinds["offloaded"] = 1
+        return ", ".join(k if n == 1 else f"{n} {k}" for k, n in sorted(kinds.items()))
 
     def prove(
         self, documents: Sequence[Tensor], pack_length: int, packing: str = "auto"
@@ -139,8 +151,28 @@ class HFBackend:
         """Read and prove rotary frequencies and final norm, see `read_positions`."""
         return read_positions(self.target.model, length)
 
+    def peak_memory(self, run: Callable[[], None]) -> float | None:
+        """Run something; return the largest share of a GPU's memory in use, None on a CPU."""
+        devices = [d for d in devices_of(self.target.model) if d.type == "cuda"]
+        if not devices:
+            return None
+        for device in devices:
+            torch.cuda.reset_peak_memory_stats(device)
+        try:
+            run()
+            return max(map(_peak_share, devices))
+        finally:
+            torch.cuda.empty_cache()
+
     def close(self) -> None:
         """Free the memory of the model."""
         self.__dict__.pop("target", None)  # the last reference to the model
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def _peak_share(device: torch.device) -> float:
+    """Return the share of a GPU that was in use at the peak, that of other processes included."""
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return (torch.cuda.max_memory_reserved(device) + others) / total

@@ -25,7 +25,7 @@ import transformers
 from torch import Tensor
 
 from spec_data.placement_options import Spread, processes
-from spec_data.shards.errors import ConfigError
+from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.position_data import Positions
 from spec_data.target.backend import BackendOptions
 from spec_data.target.hf_backend import HFBackend
@@ -149,6 +149,19 @@ class _ShardedTarget(Target):
         """Run one forward on all processes; see `Target.capture`."""
         tensors = (input_ids, document_ids, position_ids)
         _announced(_CAPTURE, {"form": form, "logits": full_logits}, tensors)
+        try:
+            return self._captured(tensors, form, full_logits)
+        except torch.OutOfMemoryError:
+            # The other processes wait inside this forward: it cannot be tried again.
+            raise RunError(
+                "out of memory on a GPU of --tp-plan; run the same command again with fewer "
+                "--batch-tokens: finished shards are kept"
+            ) from None
+
+    def _captured(
+        self, tensors: Sequence[Tensor], form: str | None, full_logits: bool
+    ) -> tuple[Captured, Tensor | None]:
+        input_ids, document_ids, position_ids = tensors
         return super().capture(input_ids, document_ids, position_ids, form, full_logits=full_logits)
 
 
@@ -194,6 +207,11 @@ class ShardedBackend(HFBackend):
                 spread=options.spread,
             )
         )
+
+    @property
+    def devices(self) -> str:
+        """The kind of device, and the number of processes."""
+        return f"{self.device.type}, split over {processes()} processes"
 
     def head_tensors(self) -> dict[str, Tensor]:
         """Return embedding, head and final norm on the CPU."""

@@ -135,7 +135,7 @@ class BackendContract:
 
     def test_packed_states_are_those_of_documents_alone(self, backend, documents):
         proof = backend.prove(documents, PACK)
-        assert proof.noise <= proof.tolerance
+        assert proof.noise is None or proof.noise <= proof.tolerance
         assert set(proof.differences) >= {proof.form}
         alone = captured(backend, documents, SINGLE)
         for form in {proof.form, ROWS, SINGLE}:
@@ -201,10 +201,15 @@ class BackendContract:
 
     def test_what_it_is_can_be_written_to_a_manifest(self, backend):
         found = backend.describe()
-        assert {"dtype", "attn", "backend", "backend_version"} <= set(found)
+        assert {"dtype", "attn", "backend", "backend_version", "devices"} <= set(found)
         assert found["backend"] == self.name
         assert found["dtype"] == str(backend.dtype).removeprefix("torch.")
         assert json.loads(json.dumps(found)) == found
+
+    def test_its_peak_memory_is_a_share_or_is_not_measured(self, backend):
+        ran = []
+        share = backend.peak_memory(lambda: ran.append(1))
+        assert share is None or (0 <= share <= 1 and ran)
 
     def test_layers_that_do_not_exist_are_refused(self, model_dir):
         with pytest.raises(TargetError, match="do not exist"):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import spec_data.generation.find_plan as find_plan_module
 import spec_data.generation.run as run_module
 from spec_data.devices import usable_device
 from spec_data.estimation import estimate_size
@@ -160,7 +161,7 @@ def test_a_device_that_is_not_there_is_refused_before_the_corpus_is_read(tmp_pat
         usable_device("cuda")
     with monkeypatch.context() as patch:
         for name in ("make_plan", "changed_settings"):
-            patch.setattr(run_module, name, reads)
+            patch.setattr(find_plan_module, name, reads)
         patch.setattr("spec_data.estimation.make_plan", reads)
         with pytest.raises(ConfigError, match=missing):
             run_module.generate(GenerateConfig(**given | {"device": "cuda"}))
@@ -173,7 +174,7 @@ def test_a_device_that_is_not_there_is_refused_before_the_corpus_is_read(tmp_pat
         with pytest.raises(RuntimeError, match="stopped"):
             run_module.generate(GenerateConfig(**given))
     with monkeypatch.context() as patch:  # a saved plan changes nothing
-        patch.setattr(run_module, "changed_settings", reads)
+        patch.setattr(find_plan_module, "changed_settings", reads)
         with pytest.raises(ConfigError, match=missing):
             run_module.generate(GenerateConfig(**given | {"device": "cuda"}))
 

@@ -1,0 +1,161 @@
+"""How many tokens a forward of the target takes: the largest number that is safe on the device.
+
+Where a backend can measure its memory, the longest documents of the plan are captured in growing
+batches before the first shard. So a run that does not fit stops at once, and says what would.
+"""
+
+import logging
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from spec_data.generation.capture import forward_batches, forward_columns
+from spec_data.generation.plan import Plan
+from spec_data.generation.unit_size import BATCH_TOKENS
+from spec_data.shards.errors import RunError
+from spec_data.shards.schema import Column
+from spec_data.target.backend import TargetBackend
+from spec_data.target.forward_batch import ForwardBatch
+from spec_data.target.mask_forms import ROWS, SINGLE
+
+logger = logging.getLogger(__name__)
+
+SAFE = 0.85
+"""Largest share of a device's memory that a forward may take: batches differ in shape."""
+_MOST = 131_072
+_STEPS = 6  # of the search for the longest document that fits
+
+
+def choose_batch_tokens(
+    target: TargetBackend,
+    plan: Plan,
+    form: str,
+    columns: tuple[Column, ...],
+    asked: int | None,
+) -> int:
+    """Return the tokens per forward: those of --batch-tokens, or as many as are safe.
+
+    Args:
+        target: the loaded target.
+        plan: its longest documents are captured.
+        form: the proven mask form.
+        columns: the columns of a shard.
+        asked: of --batch-tokens; None for auto.
+
+    Raises:
+        RunError: the longest document, or `asked` tokens, do not fit; it says what does.
+    """
+    idle = target.peak_memory(lambda: None)
+    if idle is None:  # nothing can be measured
+        return asked or BATCH_TOKENS
+    best, share = 0, idle
+    for size in _sizes(plan, form, asked):
+        # Memory grows with the tokens at most linearly beyond the weights.
+        if best and idle + (share - idle) * size / best > SAFE and size != asked:
+            break
+        found = _peak(target, plan, form, columns, size)
+        if found is None or (found > SAFE and size != asked):
+            break
+        best, share = size, found
+    if asked is not None and best == asked:
+        return asked
+    if asked is not None:
+        advice = f"the largest safe size here is {best}" if best else "use --batch-tokens auto"
+        raise RunError(f"--batch-tokens {asked}: out of memory on {target.device}; {advice}")
+    if not best:
+        raise RunError(_does_not_fit(target, plan, columns))
+    logger.info(
+        "batch: %s tokens per forward, with %.0f %% of the device's memory at the peak",
+        *(f"{best:,}", 100 * share),
+    )
+    return best
+
+
+def longest_row(plan: Plan, form: str) -> int:
+    """Return the most tokens of one row of a batch: of a pack, or of a longer document."""
+    longest = int(plan.lengths.max())
+    return longest if form in (ROWS, SINGLE) else max(plan.pack_length, longest)
+
+
+def _sizes(plan: Plan, form: str, asked: int | None) -> Iterator[int]:
+    """Yield the batch sizes to try, ascending: from one row on, up to `asked` if it is given."""
+    size = longest_row(plan, form)
+    most = asked or _MOST
+    while size < most:
+        yield size
+        if asked is None and size >= plan.tokens:
+            return
+        size *= 2
+    yield most if asked else size
+
+
+def _peak(
+    target: TargetBackend, plan: Plan, form: str, columns: tuple[Column, ...], size: int
+) -> float | None:
+    """Return the share of memory that the largest batch takes; None if it does not fit."""
+    return _measured(target, largest_batch(plan, form, size), form, columns)
+
+
+def _measured(
+    target: TargetBackend, batch: ForwardBatch, form: str, columns: tuple[Column, ...]
+) -> float | None:
+    following = np.zeros(batch.tokens, np.int64)  # the most: every token has a supervised next one
+
+    def run() -> None:
+        values, _ = forward_columns(target, batch, form, columns, following)
+        for value in values.values():
+            if value.is_floating_point():
+                _ = value.float().abs()  # what encoding a column takes: two copies in float32
+
+    try:
+        return target.peak_memory(run)
+    except torch.OutOfMemoryError:
+        return None
+
+
+def largest_batch(plan: Plan, form: str, size: int) -> ForwardBatch:
+    """Return the forward with the most slots that `size` tokens allow: of the longest documents."""
+    order = np.argsort(-plan.lengths, kind="stable")
+    count = int(np.searchsorted(np.cumsum(plan.lengths[order]), size)) + 1
+    batches = _batches(plan, order[:count], form, size)
+    return max(batches, key=lambda batch: batch.input_ids.numel())
+
+
+def _batches(
+    plan: Plan, documents: np.ndarray, form: str, size: int, longest: int | None = None
+) -> list[ForwardBatch]:
+    """Return the forwards of some documents of the plan, cut to `longest` tokens."""
+    bounds, ids = plan.documents.offsets, plan.documents.tokens["input_ids"]
+    parts = [ids[bounds[d] : bounds[d + 1]][:longest] for d in documents]
+    offsets = np.concatenate([[0], np.cumsum([len(p) for p in parts])]).astype(np.int64)
+    return list(forward_batches(offsets, np.concatenate(parts), form, plan.pack_length, size))
+
+
+def _does_not_fit(target: TargetBackend, plan: Plan, columns: tuple[Column, ...]) -> str:
+    """Say that the longest document does not fit, and the longest length that does."""
+    longest = int(plan.lengths.max())
+    document = np.array([int(plan.lengths.argmax())])
+    fits, too_long = 0, longest
+    for _ in range(_STEPS):
+        middle = (fits + too_long) // 2
+        if middle <= fits:
+            break
+        (batch,) = _batches(plan, document, SINGLE, middle, longest=middle)
+        share = _measured(target, batch, SINGLE, columns)
+        if share is not None and share <= SAFE:
+            fits = middle
+        else:
+            too_long = middle
+    words = (
+        f"documents of {fits:,} tokens fit, those of {too_long:,} do not: lower --max-length to "
+        f"{fits}"
+        if fits
+        else "not even its beginning fits"
+    )
+    return (
+        f"out of memory on {target.device}: the longest document has {longest:,} tokens, and one "
+        f"forward of it takes too much. Measured: {words}. Or spread the target over several GPUs "
+        "(--device-map auto, or --tp-plan auto under torchrun); a document is never split over "
+        "GPUs by its tokens"
+    )

@@ -1,0 +1,289 @@
+"""Out of memory: found before the first shard, and survived in the middle, on a pretended GPU.
+
+The pretended GPU holds a number of slots of a batch. Its forwards raise what PyTorch raises, and
+its peak grows with the slots.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import spec_data.generation.replica as replica_module
+from spec_data.generate_options import GenerateConfig
+from spec_data.generation.batch_size import SAFE, choose_batch_tokens, largest_batch
+from spec_data.generation.loaded_target import load_target
+from spec_data.generation.planning import make_plan
+from spec_data.generation.run import generate
+from spec_data.generation.setup import set_up
+from spec_data.shards.errors import ConfigError, RunError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.schema import Manifest
+from spec_data.target.backend import States
+from spec_data.target.hf_backend import HFBackend
+from spec_data.target.mask_forms import ROWS
+from tests.spec_data.runs import digests, options, save_target, write_corpus
+from tests.tolerance import close, network
+
+OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation"
+WEIGHTS = 0.2  # share of the pretended memory
+
+
+class PretendedGPU(HFBackend):
+    """A backend of which the device holds `room` slots beside the weights."""
+
+    room = 1 << 30
+    measures = True
+
+    def capture(self, batch, form, *, full_logits=False) -> States:
+        slots = batch.input_ids.numel()
+        self.most = max(getattr(self, "most", 0), slots)
+        if slots > self.room:
+            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+        return super().capture(batch, form, full_logits=full_logits)
+
+    def peak_memory(self, run):
+        if not self.measures:
+            return None
+        self.most = 0
+        run()
+        return WEIGHTS + (1 - WEIGHTS) * self.most / self.room
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("files")
+    return save_target(folder / "target"), write_corpus(folder / "corpus.jsonl", 24)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Let every loaded target be a pretended GPU."""
+
+    def load(setup, plan):
+        return PretendedGPU(load_target(setup, plan).target)
+
+    monkeypatch.setattr(replica_module, "load_target", load)
+    monkeypatch.setattr(PretendedGPU, "room", 1 << 30)
+    monkeypatch.setattr(PretendedGPU, "measures", True)
+    return PretendedGPU
+
+
+@pytest.fixture
+def planned(files, tmp_path):
+    setup = set_up(GenerateConfig(**options(*files, tmp_path / "out")))
+    return setup, make_plan(setup)
+
+
+@pytest.mark.parametrize("room", [100, 150, 400, 1000, 5000])
+def test_the_largest_safe_size_is_chosen(room, planned, gpu, monkeypatch):
+    setup, plan = planned
+    target = PretendedGPU(load_target(setup, plan).target)
+    monkeypatch.setattr(gpu, "room", room)
+    chosen = choose_batch_tokens(target, plan, ROWS, setup.columns, None)
+    slots = largest_batch(plan, ROWS, chosen).input_ids.numel()
+    assert WEIGHTS + (1 - WEIGHTS) * slots / room <= SAFE
+    larger = largest_batch(plan, ROWS, 2 * chosen).input_ids.numel()
+    assert WEIGHTS + (1 - WEIGHTS) * 2 * slots / room > SAFE or larger == slots
+
+
+def test_the_largest_batch_has_the_longest_documents(planned):
+    _, plan = planned
+    longest = sorted(plan.lengths.tolist(), reverse=True)
+    batch = largest_batch(plan, ROWS, 2 * longest[0])
+    assert sorted(batch.lengths, reverse=True) == longest[: len(batch.lengths)]
+    assert batch.input_ids.shape == (2, longest[0])
+
+
+def test_a_document_that_does_not_fit_is_refused_with_the_length_that_does(
+    files, tmp_path, gpu, monkeypatch
+):
+    given = options(*files, tmp_path / "out", packing="rows", batch_tokens="auto")
+    setup = set_up(GenerateConfig(**given))
+    longest = int(make_plan(setup).lengths.max())
+    target = PretendedGPU(load_target(setup, make_plan(setup)).target)
+    monkeypatch.setattr(gpu, "room", longest - 10)
+    with pytest.raises(RunError, match="the longest document has") as caught:
+        choose_batch_tokens(target, make_plan(setup), ROWS, setup.columns, None)
+    text = str(caught.value)
+    fits = int(text.split("--max-length to ")[1].split(".")[0])
+    peak = WEIGHTS + (1 - WEIGHTS) * fits / (longest - 10)
+    assert SAFE - 0.05 < peak <= SAFE and "--tp-plan auto" in text
+    # what the error says works
+    shorter = GenerateConfig(**given | {"max_length": fits})
+    plan = make_plan(set_up(shorter))
+    assert choose_batch_tokens(target, plan, ROWS, setup.columns, None) >= fits
+
+
+def test_an_explicit_size_that_does_not_fit_is_refused_before_the_first_shard(
+    files, tmp_path, gpu, monkeypatch
+):
+    given = options(*files, tmp_path / "out", packing="rows", batch_tokens=4096)
+    real = gpu.prove
+
+    def proving(self, *arguments):
+        proof = real(self, *arguments)
+        monkeypatch.setattr(gpu, "room", 500)  # the proof has small batches of its own
+        return proof
+
+    monkeypatch.setattr(gpu, "prove", proving)
+    with pytest.raises(RunError, match=r"--batch-tokens 4096: .*the largest safe size here is \d"):
+        generate(GenerateConfig(**given))
+    assert not list((tmp_path / "out").rglob("*.arrow.*")) + list(
+        (tmp_path / "out/shards").iterdir()
+    )
+    # the plan stays usable with another size: the number of tokens per forward decides no data
+    monkeypatch.setattr(gpu, "room", 1 << 30)
+    monkeypatch.setattr(gpu, "prove", real)
+    assert generate(GenerateConfig(**given | {"batch_tokens": 256})) is not None
+
+
+def test_without_a_measured_device_the_size_is_the_default(planned, gpu, monkeypatch):
+    setup, plan = planned
+    target = PretendedGPU(load_target(setup, plan).target)
+    monkeypatch.setattr(gpu, "measures", False)
+    assert choose_batch_tokens(target, plan, ROWS, setup.columns, None) == 8192
+    assert choose_batch_tokens(target, plan, ROWS, setup.columns, 77) == 77
+
+
+def test_out_of_memory_in_the_middle_halves_the_batches_and_loses_nothing(
+    files, tmp_path, gpu, monkeypatch, caplog
+):
+    """The unit at hand is captured again; the states are those of a run that never failed."""
+    given = options(*files, tmp_path / "plain", packing="rows", batch_tokens=512)
+    monkeypatch.setattr(gpu, "measures", False)
+    plain = generate(GenerateConfig(**given))
+    assert plain is not None and "also_captured_with" not in plain.raw
+    capture = replica_module.capture_unit
+    finished: list[int] = []
+
+    def fails_later(target, plan, unit, *rest):
+        if unit == 1:  # from now on, as if another process had taken memory
+            monkeypatch.setattr(gpu, "room", 300)
+        found = capture(target, plan, unit, *rest)
+        finished.append(unit)
+        return found
+
+    monkeypatch.setattr(replica_module, "capture_unit", fails_later)
+    caplog.set_level("WARNING")
+    manifest = generate(GenerateConfig(**given | {"out": str(tmp_path / "halved")}))
+    assert manifest is not None and finished == list(range(len(manifest.shards)))
+    (other,) = manifest.raw["also_captured_with"]
+    assert manifest.raw["captured_with"]["batch_tokens"] == 512 and other["batch_tokens"] == 256
+    assert 0 <= other["difference"] <= manifest.raw["packing"]["tolerance"]
+    assert "out of device memory (CUDA out of memory" in caplog.text
+    assert "equal up to rounding of" in caplog.text
+    ours, theirs = (HiddenStatesDataset(tmp_path / name) for name in ("halved", "plain"))
+    for row, expected in zip(ours, theirs, strict=True):
+        assert torch.equal(row["input_ids"], expected["input_ids"])
+        for name in ("hidden.L2", "hidden.final"):
+            stated = {"terms": network(6), "dtype": torch.float32, "stored": torch.bfloat16}
+            close(row[name].float(), expected[name].float(), **stated)
+
+
+def test_progress_counts_tokens_once(files, tmp_path, gpu, monkeypatch):
+    given = options(*files, tmp_path / "out", packing="rows", batch_tokens=512)
+    monkeypatch.setattr(gpu, "measures", False)
+    setup = set_up(GenerateConfig(**given))
+    plan = make_plan(setup)
+    (tmp_path / "out" / ".generate").mkdir(parents=True)
+    replica = replica_module.Replica(setup, plan, tmp_path / "out")
+    monkeypatch.setattr(gpu, "room", 300)
+    counted: list[int] = []
+    replica.capture(0, counted.append)
+    assert sum(counted) == plan.unit_set_tokens([0])
+    assert replica.settings.batch_tokens == 256
+
+
+def test_one_row_that_does_not_fit_ends_the_run_and_keeps_finished_shards(
+    files, tmp_path, gpu, monkeypatch
+):
+    given = options(*files, tmp_path / "out", packing="rows", batch_tokens=512)
+    monkeypatch.setattr(gpu, "measures", False)
+    capture = replica_module.capture_unit
+
+    def fails_later(target, plan, unit, *rest):
+        monkeypatch.setattr(gpu, "room", 1 << 30 if unit == 0 else 20)
+        return capture(target, plan, unit, *rest)
+
+    monkeypatch.setattr(replica_module, "capture_unit", fails_later)
+    with pytest.raises(RunError, match="with one row of"):
+        generate(GenerateConfig(**given))
+    kept = {f.name: f.read_bytes() for f in (tmp_path / "out" / "shards").iterdir()}
+    assert "unit-00000.arrow" in kept
+    monkeypatch.setattr(replica_module, "capture_unit", capture)
+    monkeypatch.setattr(gpu, "room", 1 << 30)
+    assert generate(GenerateConfig(**given)) is not None  # the same command resumes
+    for name, content in kept.items():
+        assert (tmp_path / "out" / "shards" / name).read_bytes() == content
+
+
+def interrupted(given: dict, monkeypatch) -> None:
+    """Run generate until its first unit is finished."""
+    capture = replica_module.capture_unit
+
+    def stops(target, plan, unit, *rest):
+        if unit:
+            raise KeyboardInterrupt
+        return capture(target, plan, unit, *rest)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(replica_module, "capture_unit", stops)
+        generate(GenerateConfig(**given))
+
+
+def test_a_run_resumes_with_another_size_device_or_release(files, tmp_path, monkeypatch, caplog):
+    given = options(*files, tmp_path / "out", batch_tokens=512)
+    interrupted(given, monkeypatch)
+    work = tmp_path / "out" / ".generate"
+    saved = json.loads((work / "plan.json").read_text())
+    patch_release = ".".join([*torch.__version__.split("+")[0].split(".")[:2], "99"])
+    saved["settings"]["versions"]["torch"] = patch_release
+    saved["settings"]["device"] = "cuda"
+    (work / "plan.json").write_text(json.dumps(saved))
+    manifest = generate(GenerateConfig(**given | {"batch_tokens": 256}))
+    assert isinstance(manifest, Manifest)
+    (other,) = manifest.raw["also_captured_with"]
+    assert (other["batch_tokens"], manifest.raw["captured_with"]["batch_tokens"]) == (256, 512)
+    assert "batch_tokens 512, now 256" in caplog.text
+
+
+def test_a_run_whose_states_differ_by_more_is_refused(files, tmp_path, monkeypatch):
+    """The planted failure: another device computes other states."""
+    given = options(*files, tmp_path / "out", batch_tokens=512)
+    interrupted(given, monkeypatch)
+    before = digests(tmp_path / "out" / "shards")
+    capture = HFBackend.capture
+
+    def wrong(self, batch, form, *, full_logits=False):
+        states = capture(self, batch, form, full_logits=full_logits)
+        return States(layers={k: 1.01 * v for k, v in states.layers.items()}, final=states.final)
+
+    with monkeypatch.context() as patch, pytest.raises(RunError, match="more than rounding"):
+        patch.setattr(HFBackend, "capture", wrong)
+        generate(GenerateConfig(**given | {"batch_tokens": 256}))
+    assert digests(tmp_path / "out" / "shards") == before  # nothing was written
+    with pytest.raises(ConfigError, match="layers"):  # what decides the data is refused as ever
+        generate(GenerateConfig(**given | {"layers": "0,1"}))
+    # A directory of an older release has no witness: nothing can be compared.
+    (tmp_path / "out" / ".generate" / "witness.safetensors").unlink()
+    with pytest.raises(ConfigError, match="batch_tokens 512, now 256"):
+        generate(GenerateConfig(**given | {"batch_tokens": 256}))
+    assert generate(GenerateConfig(**given)) is not None
+
+
+def test_a_complete_dataset_is_complete_with_any_size(files, tmp_path):
+    given = options(*files, tmp_path / "out", batch_tokens=512)
+    manifest = generate(GenerateConfig(**given))
+    again = generate(GenerateConfig(**given | {"batch_tokens": "auto"}))
+    assert manifest is not None and again is not None
+    assert again.fingerprint == manifest.fingerprint
+    assert np.all(HiddenStatesDataset(tmp_path / "out").lengths > 0)
+
+
+@pytest.mark.parametrize("value", ["many", 0, -5, "1.5"])
+def test_sizes_that_are_none_are_refused(value):
+    with pytest.raises(ConfigError, match="--batch-tokens"):
+        GenerateConfig(target="t", corpus=("c",), out="o", batch_tokens=value)
