@@ -1,9 +1,9 @@
 """Make the tables of the lossy codecs from a sample of the plan, and measure their error.
 
 This happens once, before the first shard. Documents spread evenly over the plan are captured in the
-proven form. Three of four make the tables; every fourth is held out and measures the error. A
-column whose error is above the declared bound of its codec stops the run, before any unit is
-captured.
+proven form; of a small plan all are, and these forwards are data (see `early`). Three of four make
+the tables; every fourth is held out and measures the error. A column whose error is above the
+declared bound of its codec stops the run, before any unit is captured.
 
 Shapes: N tokens of the sample, H width of a column, V vocabulary size.
 """
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from spec_data.generation.capture import forward_batches
+from spec_data.generation.early import EarlyForwards
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup
 from spec_data.shards.codec_tables import (
@@ -50,6 +51,7 @@ def calibrate(
     form: str,
     batch_tokens: int,
     folder: Path,
+    early: EarlyForwards | None = None,
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Make codec.safetensors in `folder` unless it exists, and measure its error.
 
@@ -58,6 +60,7 @@ def calibrate(
         form: the proven mask form.
         batch_tokens: tokens per forward.
         folder: the dataset directory.
+        early: the forwards of the whole plan, which are then the sample.
 
     Returns:
         The manifest's `codec`, and the `error` of every lossy column by name. Both are empty if
@@ -69,8 +72,13 @@ def calibrate(
     lossy = [c for c in setup.columns if c.lossy]
     if not lossy:
         return {}, {}
-    documents = sample_documents(plan.lengths, _budget(plan, setup, target))
-    states, numbers = capture_sample(plan, target, form, documents, lossy, batch_tokens)
+    if early is not None:
+        documents = list(range(len(plan.lengths)))
+        numbers = np.repeat(np.arange(len(documents)), plan.lengths)
+        states = {c.name: early.states(plan, c, form, batch_tokens) for c in lossy}
+    else:
+        documents = sample_documents(plan.lengths, _budget(plan, setup, target))
+        states, numbers = capture_sample(plan, target, form, documents, lossy, batch_tokens)
     kept = {name: _usable(name, value) for name, value in states.items()}  # bool [N] each
     held_out = numbers % 4 == 3 if len(documents) > 3 else np.ones(len(numbers), bool)  # [N]
     file = folder / TABLES

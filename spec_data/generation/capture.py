@@ -23,10 +23,13 @@ from spec_data.shards.errors import RunError
 from spec_data.shards.likelihood import DocumentFigures
 from spec_data.shards.lossy import Tables
 from spec_data.shards.packing import row_layout
-from spec_data.shards.schema import FINAL, TEACHERS, Column, layer_column
+from spec_data.shards.schema import FINAL, TEACHERS, Column, layer_column, predicts_supervised
 from spec_data.shards.writer import UnitData
 from spec_data.target.backend import TargetBackend
 from spec_data.target.forward_batch import ForwardBatch
+
+Forwarded = tuple[dict[str, Tensor], Tensor]
+"""What `forward_columns` returns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,8 @@ class CaptureSettings:
         batch_tokens: tokens per target forward.
         tables: the codec tables of each lossy column, by column name.
         temperature: at which the target's own samples are imagined, see `shards.likelihood`.
+        kept: forwards that were made before (see `early`), by unit and number of the forward in the
+            unit. Each is removed when it is used.
     """
 
     columns: tuple[Column, ...]
@@ -46,6 +51,7 @@ class CaptureSettings:
     batch_tokens: int
     tables: Mapping[str, Tables] = field(default_factory=dict)
     temperature: float = 1.0
+    kept: dict[tuple[int, int], Forwarded] = field(default_factory=dict)
 
 
 @dataclass
@@ -87,14 +93,16 @@ def capture_unit(
     broken: dict[int, str] = {}
     tables = {name: table.to(target.device) for name, table in settings.tables.items()}
     figures = DocumentFigures.zeros(len(data.doc_ids))
-    following = supervised_next(source["input_ids"], data.kept)
-    for batch in forward_batches(
-        data.offsets, source["input_ids"], settings.form, plan.pack_length, settings.batch_tokens
+    for number, (batch, asked) in enumerate(
+        unit_forwards(plan, unit, settings.form, settings.batch_tokens)
     ):
-        asked = following[batch.token_index(data.offsets)]
-        values, found = forward_columns(
-            target, batch, settings.form, columns, asked, settings.temperature
-        )
+        if (unit, number) in settings.kept:
+            values, found = settings.kept.pop((unit, number))
+            # Codes may depend on the device that encodes.
+            values = {name: value.to(target.device) for name, value in values.items()}
+        else:
+            given = (settings.form, columns, asked, settings.temperature)
+            values, found = forward_columns(target, batch, *given)
         _find_broken(values, batch, broken)
         _store(values, batch, columns, data, tables)
         add_figures(found, asked, batch, figures)
@@ -102,6 +110,23 @@ def capture_unit(
     if not np.array_equal(data.tokens["input_ids"], source["input_ids"]):
         raise RunError(f"unit {unit}: stored token ids are not those of the plan; this is a bug")
     return _without(data, figures, broken, unit, columns)
+
+
+def unit_forwards(
+    plan: Plan, unit: int, form: str, batch_tokens: int
+) -> Iterator[tuple[ForwardBatch, np.ndarray]]:
+    """Yield the forwards of a unit, whose documents count from 0, in the order of capture.
+
+    With each comes the next token of each of its N real tokens where it is supervised, else -1,
+    int64 [N].
+    """
+    first, last = plan.units[unit]
+    offsets = plan.documents.offsets[first : last + 1] - plan.documents.offsets[first]
+    source = plan.unit_tokens(unit)
+    ids = source["input_ids"]
+    following = supervised_next(ids, predicts_supervised(source["loss_mask"], offsets))
+    for batch in forward_batches(offsets, ids, form, plan.pack_length, batch_tokens):
+        yield batch, following[batch.token_index(offsets)]
 
 
 def forward_batches(

@@ -15,7 +15,13 @@ import torch
 
 from spec_data.generation.batch_size import choose_batch_tokens, longest_row
 from spec_data.generation.calibrate import calibrate
-from spec_data.generation.capture import CapturedUnit, CaptureSettings, capture_unit
+from spec_data.generation.capture import (
+    CapturedUnit,
+    CaptureSettings,
+    Forwarded,
+    capture_unit,
+)
+from spec_data.generation.early import capture_early
 from spec_data.generation.fitting import find_positions
 from spec_data.generation.loaded_target import documents_to_prove, load_target
 from spec_data.generation.plan import Plan
@@ -45,7 +51,8 @@ class Replica:
         """
         self.setup, self.plan, self.out = setup, plan, out
         self.target = load_target(setup, plan)
-        self.draft = draft = prove_target(setup, plan, self.target, out)
+        kept: dict[tuple[int, ...], Forwarded] = {}
+        self.draft = draft = prove_target(setup, plan, self.target, out, kept)
         widths = {c.name: c.width or 1 for c in setup.columns if c.lossy}
         tables = load_tables(out / TABLES, widths, draft["codec"]["sha256"]) if widths else {}
         self.settings = CaptureSettings(
@@ -54,6 +61,7 @@ class Replica:
             batch_tokens=self._batch_tokens(),
             tables=tables,
             temperature=setup.config.own_temperature,
+            kept=kept,
         )
         self._check_running()
 
@@ -132,12 +140,19 @@ class Replica:
         self.target.close()
 
 
-def prove_target(setup: Setup, plan: Plan, target: TargetBackend, out: Path) -> dict[str, Any]:
+def prove_target(
+    setup: Setup,
+    plan: Plan,
+    target: TargetBackend,
+    out: Path,
+    kept: dict[tuple[int, int], Forwarded] | None = None,
+) -> dict[str, Any]:
     """Prove head and packing, check a sample of the corpus, make the codec tables, and save the
     files of the target, once.
 
     The result, a manifest without shards, is stored in target.json, so that every worker and every
-    resumed run captures in the same way.
+    resumed run captures in the same way. `kept` receives the forwards of a small plan, for
+    `CaptureSettings`.
 
     Raises:
         TargetError, RunError: a proof fails, or the error of a codec is above its bound.
@@ -156,9 +171,12 @@ def prove_target(setup: Setup, plan: Plan, target: TargetBackend, out: Path) -> 
     logger.log(level, "packing: %s", proof)
     asked = setup.config.forward_tokens
     batch_tokens = choose_batch_tokens(target, plan, proof.form, setup.columns, asked)
-    check_agreement(setup, plan, target, proof.form, batch_tokens, chosen)
+    early = capture_early(setup, plan, target, proof.form, batch_tokens)
+    check_agreement(setup, plan, target, proof.form, batch_tokens, chosen, early)
     save_target_files(setup, target, positions, out / "target")
-    codec, errors = calibrate(setup, plan, target, proof.form, batch_tokens, out)
+    codec, errors = calibrate(setup, plan, target, proof.form, batch_tokens, out, early)
+    if kept is not None and early is not None:
+        kept |= early.kept
     Witness(out, documents, proof.form, plan.pack_length).save(target, batch_tokens)
     draft = manifest_draft(setup, plan, target, proof, head_error, positions, codec, errors)
     draft["captured_with"] = running_facts(target, batch_tokens)

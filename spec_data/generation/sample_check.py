@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from spec_data.generation.capture import add_figures, forward_batches, forward_columns
+from spec_data.generation.early import EarlyForwards
 from spec_data.generation.measure import supervised_next
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup
@@ -38,6 +39,7 @@ def check_agreement(
     form: str,
     batch_tokens: int,
     proven: Iterable[int],
+    early: EarlyForwards | None = None,
 ) -> None:
     """Measure a sample of every source and refuse what cannot be right; log what is suspicious.
 
@@ -46,16 +48,23 @@ def check_agreement(
         form: the proven mask form.
         batch_tokens: tokens per forward.
         proven: indices of the documents of the proofs, which join the sample.
+        early: the forwards of the whole plan, which is then the sample.
 
     Raises:
         CorpusError: the NLL of a source is clearly above ln V, and --allow-high-nll is not set.
         ConfigError: --on-policy, and a source that the target did not write.
     """
     config = setup.config
-    chosen = sample_of_sources(plan.documents.sources, proven)
-    sources = [plan.documents.sources[d] for d in chosen]
     temperature = config.sampling_temperature
-    figures = measure_documents(plan, target, form, chosen, batch_tokens, config.own_temperature)
+    if early is not None:
+        # Documents whose states are not finite are left out later, and say nothing here.
+        chosen = np.flatnonzero(np.isfinite(early.figures.sums).all(1)).tolist()
+        figures = early.figures.select(chosen)
+    else:
+        chosen = sample_of_sources(plan.documents.sources, proven)
+        given = (batch_tokens, config.own_temperature)
+        figures = measure_documents(plan, target, form, chosen, *given)
+    sources = [plan.documents.sources[d] for d in chosen]
     found = judged({"agreement": summarise(figures, sources)})
     _refuse_other_ids(found, setup)
     if config.on_policy:
