@@ -1,119 +1,267 @@
-"""Tokens per second of generate's capture against a bare forward of the same packs.
+"""What generate costs beside the forward of its target, and where the time goes.
 
-Both run in this process, interleaved, on the same batches with the same masks. The bare forward is
-the model's own decoder without hooks, head, checks, encoding or writing; the capture adds hooks,
-argmax and logsumexp over the vocabulary, checks, bf16 encoding, and writes shards while the next
-forward runs.
+    python scripts/bench/generate.py --target MODEL --corpus FILE [--limit 64] [--workers 2]
 
-    python scripts/bench/generate.py --target MODEL --corpus FILE [--limit 512]
+Rounds are interleaved in one process, on the same documents:
+
+- bare: the model's own forward of the packs of generate, its own LM head included;
+- generate: capture with every check and codec, and shards written by a second thread;
+- padded: the model's own forward and head of right-padded batches in corpus order;
+- alone: the same, one document at a time.
+
+Figures are CPU-seconds of the process (on a GPU, seconds), medians with the smallest and largest
+round. Then follow the parts of one run, the proofs before it, and several workers, each a process
+with a share of the units.
 """
 
 import argparse
-import shutil
+import itertools
+import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
+import spec_data.generation.capture as capture_module
 from spec_data.generate_options import GenerateConfig
-from spec_data.generation.capture import CaptureSettings, capture_unit, forward_batches
+from spec_data.generation.capture import CaptureSettings, capture_unit
 from spec_data.generation.loaded_target import backend_options
 from spec_data.generation.plan import Plan
-from spec_data.generation.planning import make_plan
-from spec_data.generation.replica import prove_target
-from spec_data.generation.setup import set_up
-from spec_data.generation.unit_size import BATCH_TOKENS
+from spec_data.generation.replica import Replica
+from spec_data.generation.setup import Setup, make_plan, set_up
 from spec_data.shards.files import unit_name
+from spec_data.shards.follow import WORK
 from spec_data.shards.writer import write_shard
 from spec_data.target.hf_backend import HFBackend
 from spec_data.target.mask_forms import ROWS, SINGLE, packed_mask
-from spec_data.target.model import Target
+
+ROWS_OF_A_BATCH = 16  # of the padded batches
 
 
-@torch.inference_mode()
-def bare_forward(target: Target, plan: Plan, unit: int, form: str, batch_tokens: int) -> None:
-    """The decoder alone, with the mask of the capture."""
-    ids = plan.unit_tokens(unit)["input_ids"]
-    offsets = plan.unit_documents(unit, ()).offsets
-    for packed in forward_batches(offsets, ids, form, plan.pack_length, batch_tokens):
-        documents = packed.document_ids.to(target.device)
-        if bool((documents == 0).all()):  # one document fills each row
-            mask = {"attention_mask": None}
-        elif form in (ROWS, SINGLE):
-            mask = {"attention_mask": (documents >= 0).long()}
-        else:
-            mask = packed_mask(form, target.config, target.attn, documents, target.dtype)
-        target.model.base_model(
-            input_ids=packed.input_ids.to(target.device),
-            position_ids=packed.position_ids.to(target.device),
-            use_cache=False,
-            **mask,
+class Bench:
+    """A proven target, a plan, and the ways to run one over the other."""
+
+    def __init__(self, args: argparse.Namespace, work: Path) -> None:
+        self.work = work
+        config = GenerateConfig(
+            target=args.target,
+            corpus=(args.corpus,),
+            out=str(work),
+            limit=args.limit,
+            max_shard_size=args.max_shard_size,
+            codec=args.codec,
+            teacher=args.teacher,
+            batch_tokens=args.batch_tokens,
+            device=args.device,
         )
-    if target.device.type == "cuda":
+        self.setup: Setup = set_up(config)
+        self.plan: Plan = make_plan(self.setup)
+        (work / WORK).mkdir(parents=True)
+        start = clock()
+        replica = Replica(self.setup, self.plan, work)
+        self.proofs = clock() - start
+        self.early = sum(len(values["input_ids"]) for values, _ in replica.settings.kept.values())
+        replica.settings.kept.clear()  # rounds must forward every token
+        self.settings: CaptureSettings = replica.settings
+        replica.close()
+        self.backend = HFBackend.open(backend_options(self.setup, self.plan))
+        self.units = range(len(self.plan.units))
+
+    @torch.inference_mode()
+    def bare(self) -> None:
+        """The model's own forward and head of the packs of every unit."""
+        target, form = self.backend.target, self.settings.form
+        for unit in self.units:
+            for batch, _ in capture_module.unit_forwards(
+                self.plan, unit, form, self.settings.batch_tokens
+            ):
+                documents = batch.document_ids.to(target.device)
+                if bool((batch.document_ids == 0).all()):  # one document fills each row
+                    mask: dict[str, Any] = {"attention_mask": None}
+                elif form in (ROWS, SINGLE):
+                    mask = {"attention_mask": (documents >= 0).long()}
+                else:
+                    mask = packed_mask(form, target.config, target.attn, documents, target.dtype)
+                positions = batch.position_ids.to(target.device)
+                self._forward(batch.input_ids, position_ids=positions, **mask)
+
+    @torch.inference_mode()
+    def padded(self) -> None:
+        """Right-padded batches in corpus order."""
+        self._rows(ROWS_OF_A_BATCH)
+
+    @torch.inference_mode()
+    def alone(self) -> None:
+        """One document at a time."""
+        self._rows(1)
+
+    def _rows(self, rows: int) -> None:
+        offsets, ids = self.plan.documents.offsets, self.plan.documents.tokens["input_ids"]
+        for first in range(0, len(self.plan.lengths), rows):
+            part = offsets[first : first + rows + 1]
+            width = int((part[1:] - part[:-1]).max())
+            batch = torch.zeros(len(part) - 1, width, dtype=torch.long)
+            mask = torch.zeros_like(batch)
+            for row, (a, b) in enumerate(itertools.pairwise(part)):
+                batch[row, : b - a] = torch.from_numpy(ids[a:b].astype("int64"))
+                mask[row, : b - a] = 1
+            full = rows == 1 or bool(mask.all())
+            self._forward(batch, attention_mask=None if full else mask.to(self.backend.device))
+
+    def _forward(self, ids: torch.Tensor, **given: Any) -> None:
+        self.backend.target.model(input_ids=ids.to(self.backend.device), use_cache=False, **given)
+
+    def generate(self) -> None:
+        """Capture every unit; a second thread writes the shard before it."""
+        with ThreadPoolExecutor(1) as writer:
+            pending = None
+            for unit in self.units:
+                done = capture_unit(self.backend, self.plan, unit, self.settings)
+                if pending is not None:
+                    pending.result()
+                pending = writer.submit(self._write, unit, done)
+            if pending is not None:
+                pending.result()
+
+    def _write(self, unit: int, done: capture_module.CapturedUnit) -> None:
+        write_shard(self.work / f"{unit_name(unit)}.arrow", done.data, self.setup.columns)
+
+    def parts(self) -> dict[str, float]:
+        """Return the CPU-seconds of the parts of one run, in one thread."""
+        spent: dict[str, float] = defaultdict(float)
+        start = clock()
+        with (
+            _timed(self.backend, "capture", spent, "forward and gather"),
+            _timed(capture_module, "logit_columns", spent, "head, argmax, logsumexp, figures"),
+            _timed(self, "_write", spent, "write"),
+        ):
+            for unit in self.units:
+                self._write(unit, capture_unit(self.backend, self.plan, unit, self.settings))
+        spent["checks, codecs, copies"] = clock() - start - sum(spent.values())
+        return spent
+
+
+def clock() -> float:
+    """Return CPU-seconds of this process; with a GPU seconds, once its work is done."""
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
+
+
+@contextmanager
+def _timed(owner: Any, name: str, spent: dict[str, float], part: str) -> Iterator[None]:
+    """Add what calls of `owner.name` take to `spent[part]`."""
+    real: Callable[..., Any] = getattr(owner, name)
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = clock()
+        try:
+            return real(*args, **kwargs)
+        finally:
+            spent[part] += clock() - start
+
+    setattr(owner, name, timed)
+    try:
+        yield
+    finally:
+        setattr(owner, name, real)
+
+
+def rounds(bench: Bench, count: int) -> dict[str, list[float]]:
+    """Run all ways `count` times, interleaved; return the seconds of each round."""
+    ways = {name: getattr(bench, name) for name in ("bare", "generate", "padded", "alone")}
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(count):
+        for name, run in ways.items():
+            start = clock()
+            run()
+            found[name].append(clock() - start)
+    return found
+
+
+def print_rounds(found: dict[str, list[float]], tokens: int) -> None:
+    """Print seconds per million tokens, and every way against generate of the same round."""
+    print(f"{'':10}{'s per 1M tokens':>24}{'generate is faster by':>32}")
+    for name, seconds in found.items():
+        cost = [1e6 * s / tokens for s in seconds]
+        ratio = [s / g for s, g in zip(seconds, found["generate"], strict=True)]
+        print(
+            f"{name:10}{statistics.median(cost):12,.0f} ({min(cost):,.0f} to {max(cost):,.0f})"
+            f"{statistics.median(ratio):12.3f}x ({min(ratio):.3f} to {max(ratio):.3f})"
+        )
+
+
+def share(bench: Bench, part: str) -> None:
+    """Capture a share I/N of the units and print what it took, as JSON."""
+    index, count = map(int, part.split("/"))
+    bench.units = range(index, len(bench.plan.units), count)
+    cpu, wall = time.process_time(), time.perf_counter()
+    bench.generate()
+    took = {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall}
+    print(json.dumps(took | {"tokens": bench.plan.unit_set_tokens(list(bench.units))}))
+
+
+def print_workers(count: int) -> None:
+    """Run `count` processes at the same time, each with a share of the units."""
+    command = [sys.executable, *sys.argv, "--share"]
+    running = [
+        subprocess.Popen([*command, f"{i}/{count}"], stdout=subprocess.PIPE, text=True)
+        for i in range(count)
+    ]
+    found = [json.loads(process.communicate()[0].splitlines()[-1]) for process in running]
+    tokens, cpu = (sum(f[name] for f in found) for name in ("tokens", "cpu"))
+    longest = max(f["wall"] for f in found)
+    print(
+        f"{count} worker{'s' * (count > 1)}  {1e6 * cpu / tokens:,.0f} CPU-s per 1M tokens, "
+        f"{tokens / longest:,.0f} tokens/s (wall time)"
+    )
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", required=True)
     parser.add_argument("--corpus", required=True)
-    parser.add_argument("--limit", type=int, default=512)
+    parser.add_argument("--limit", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=1, help="also measure 1 to this many")
+    parser.add_argument("--codec", default="lm4c")
+    parser.add_argument("--teacher", default="supervised")
+    parser.add_argument("--batch-tokens", type=int, default=8192)
+    parser.add_argument("--max-shard-size", default="8MB")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--share", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    work = Path(tempfile.mkdtemp())
-    config = GenerateConfig(
-        target=args.target,
-        corpus=(args.corpus,),
-        out=str(work),
-        limit=args.limit,
-        max_shard_size="20MB",
-        codec="bf16",
-        device=args.device,
-    )
-    setup = set_up(config)
-    plan = make_plan(setup)
-    backend = HFBackend.open(backend_options(setup, plan))
-    (work / ".generate").mkdir()
-    form = prove_target(setup, plan, backend, work)["packing"]["form"]
-    settings = CaptureSettings(columns=setup.columns, form=form, batch_tokens=BATCH_TOKENS)
-    units = range(len(plan.units))
-    ratios, bare_rates, rates = [], [], []
-    with ThreadPoolExecutor(1) as writer:
-        for _ in range(args.rounds):
-            start = time.perf_counter()
-            for unit in units:
-                bare_forward(backend.target, plan, unit, form, BATCH_TOKENS)
-            bare = time.perf_counter() - start
-            start, pending = time.perf_counter(), None
-            for unit in units:
-                done = capture_unit(backend, plan, unit, settings)
-                if pending is not None:
-                    pending.result()
-                pending = writer.submit(
-                    write_shard, work / f"{unit_name(unit)}.arrow", done.data, setup.columns
-                )
-            if pending is not None:
-                pending.result()
-            full = time.perf_counter() - start
-            ratios.append(bare / full)
-            bare_rates.append(plan.tokens / bare)
-            rates.append(plan.tokens / full)
-    shutil.rmtree(work)
-    print(
-        f"{plan.tokens:,} tokens in {len(plan.units)} shards, {form}, {backend.dtype}, "
-        f"{backend.device}, {torch.get_num_threads()} threads, {args.rounds} rounds"
-    )
-    print(f"bare forward       {statistics.median(bare_rates):12,.0f} tokens/s")
-    print(f"generate           {statistics.median(rates):12,.0f} tokens/s")
-    print(
-        f"generate / bare    {statistics.median(ratios):12.3f}  "
-        f"(from {min(ratios):.3f} to {max(ratios):.3f})"
-    )
+    with tempfile.TemporaryDirectory() as work:
+        bench = Bench(args, Path(work) / "data")
+        if args.share:
+            share(bench, args.share)
+            return
+        plan = bench.plan
+        print(
+            f"{plan.tokens:,} tokens, {plan.predicting:,} with a teacher, in {len(plan.units)} "
+            f"units, {bench.settings.form}, {bench.backend.dtype}, {bench.backend.device}, "
+            f"{torch.get_num_threads()} threads, {args.rounds} rounds"
+        )
+        print_rounds(rounds(bench, args.rounds), plan.tokens)
+        parts = bench.parts()
+        for name, seconds in parts.items():
+            print(f"{name:36}{seconds:10.2f} s {seconds / sum(parts.values()):8.1%}")
+        print(f"{'proofs, checks, codec tables':36}{bench.proofs:10.2f} s, of which data: ", end="")
+        print(f"{bench.early:,} tokens")
+    if args.workers > 1:
+        for count in range(1, args.workers + 1):
+            print_workers(count)
 
 
 if __name__ == "__main__":
