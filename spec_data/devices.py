@@ -54,6 +54,13 @@ def check_devices(name: str, device_map: object = None) -> None:
             )
 
 
+def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a CPU tensor on `device`; for CUDA the copy is queued, and the host does not wait."""
+    if device.type != "cuda" or values.device.type != "cpu":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
 def device_type(name: str) -> str:
     """Return "cpu", "cuda", ... of a --device option, without checking that this machine has it."""
     return _resolved(name).split(":")[0]

@@ -1,14 +1,14 @@
 """Capture one unit: run its documents through the target, check the states, encode the columns.
 
-States are gathered at real tokens only, checked, encoded on the device, and copied directly into
-the arrays of the unit. So no [B, T, V] logits and no second copy of a column exist (unless full
-logits are stored).
+States are gathered at real tokens only, checked and encoded on the device, and copied into the
+arrays of the unit while the next forward runs (see `transfers`). So no [B, T, V] logits and no
+second copy of a column exist (unless full logits are stored).
 
 Shapes: B rows of a batch, T slots of a row, N real tokens of a batch or of a unit, H hidden size, V
 vocabulary size. A row of a batch is a pack, or one document in the unpacked forms.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -16,9 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spec_data.devices import sent
+from spec_data.generation.encoding import encode_columns, store
 from spec_data.generation.logit_columns import logit_columns
 from spec_data.generation.measure import supervised_next
 from spec_data.generation.plan import Plan, unit_batches
+from spec_data.generation.transfers import Arrival, PlainTransfers, Transfers
 from spec_data.shards.errors import RunError
 from spec_data.shards.likelihood import DocumentFigures
 from spec_data.shards.lossy import Tables
@@ -28,6 +31,7 @@ from spec_data.shards.writer import UnitData
 from spec_data.target.backend import TargetBackend
 from spec_data.target.forward_batch import ForwardBatch
 
+_FIGURES = "figures"  # moved to the host with the columns
 Forwarded = tuple[dict[str, Tensor], Tensor]
 """What `forward_columns` returns."""
 
@@ -44,6 +48,7 @@ class CaptureSettings:
         temperature: at which the target's own samples are imagined, see `shards.likelihood`.
         kept: forwards that were made before (see `early`), by unit and number of the forward in the
             unit. Each is removed when it is used.
+        transfers: how the result of a forward comes to the host.
     """
 
     columns: tuple[Column, ...]
@@ -52,6 +57,7 @@ class CaptureSettings:
     tables: Mapping[str, Tables] = field(default_factory=dict)
     temperature: float = 1.0
     kept: dict[tuple[int, int], Forwarded] = field(default_factory=dict)
+    transfers: Transfers = field(default_factory=PlainTransfers)
 
 
 @dataclass
@@ -93,6 +99,15 @@ def capture_unit(
     broken: dict[int, str] = {}
     tables = {name: table.to(target.device) for name, table in settings.tables.items()}
     figures = DocumentFigures.zeros(len(data.doc_ids))
+    waiting: deque[tuple[ForwardBatch, np.ndarray, dict[str, Tensor], Arrival]] = deque()
+
+    def finish(
+        batch: ForwardBatch, asked: np.ndarray, values: dict[str, Tensor], arrival: Arrival
+    ) -> None:
+        store(arrival, values, batch, columns, data, broken)
+        add_figures(arrival.arrays()[_FIGURES], asked, batch, figures)
+        arrival.release()
+
     for number, (batch, asked) in enumerate(
         unit_forwards(plan, unit, settings.form, settings.batch_tokens)
     ):
@@ -103,10 +118,13 @@ def capture_unit(
         else:
             given = (settings.form, columns, asked, settings.temperature)
             values, found = forward_columns(target, batch, *given)
-        _find_broken(values, batch, broken)
-        _store(values, batch, columns, data, tables)
-        add_figures(found, asked, batch, figures)
+        moved = encode_columns(values, columns, tables) | {_FIGURES: found}
+        waiting.append((batch, asked, values, settings.transfers.start(moved)))
         on_tokens(batch.tokens)
+        if len(waiting) > settings.transfers.late:
+            finish(*waiting.popleft())
+    while waiting:
+        finish(*waiting.popleft())
     if not np.array_equal(data.tokens["input_ids"], source["input_ids"]):
         raise RunError(f"unit {unit}: stored token ids are not those of the plan; this is a bug")
     return _without(data, figures, broken, unit, columns)
@@ -186,9 +204,9 @@ def forward_columns(
     names = {c.name: c for c in columns}
     states = target.capture(batch, form, full_logits="logits" in names)
     values = {layer_column(k): states.layers[k] for k in target.layers}  # [N, H] each
-    values["input_ids"] = batch.input_ids[batch.document_ids >= 0].to(target.device)  # [N]
+    values["input_ids"] = sent(batch.input_ids[batch.document_ids >= 0], target.device)  # [N]
     asked = np.flatnonzero(following >= 0)  # [m], known without waiting for the device
-    some = torch.from_numpy(asked).to(target.device)
+    some = sent(torch.from_numpy(asked), target.device)
     final, logits = states.final, states.logits
     if FINAL in names:
         values[FINAL] = final[some] if names[FINAL].sparse else final
@@ -200,76 +218,19 @@ def forward_columns(
 
 
 def add_figures(
-    found: Tensor, following: np.ndarray, batch: ForwardBatch, figures: DocumentFigures
+    found: np.ndarray, following: np.ndarray, batch: ForwardBatch, figures: DocumentFigures
 ) -> None:
     """Add the figures of a batch, float32 [m, 4], to those of its documents.
 
     `following` is int64 [N], -1 where the next token is not supervised. The sums of a document are
     float64 and in token order, so they do not depend on the other documents of the batch.
     """
-    values = found.double().cpu().numpy()  # [m, 4]
+    values = found.astype(np.float64)  # [m, 4]
     bounds = np.concatenate([[0], np.cumsum(following >= 0)])  # [N + 1]
     start = 0
     for d, length in zip(batch.documents, batch.lengths, strict=True):
         figures.set(d, values[bounds[start] : bounds[start + length]])
         start += length
-
-
-def _find_broken(values: dict[str, Tensor], batch: ForwardBatch, broken: dict[int, str]) -> None:
-    """Add to `broken` the documents in which the vector of a token is non-finite or constant.
-
-    `values` are the columns [N] or [N, W] of `forward_columns`; `broken` maps a document to the
-    reason. An all-zero vector is constant.
-    """
-    for name, value in values.items():
-        if not value.is_floating_point():
-            continue
-        # Smallest and largest value of each token, [N]; amin and amax propagate NaN.
-        low, high = (value, value) if value.ndim == 1 else (value.amin(-1), value.amax(-1))
-        finite = torch.isfinite(low) & torch.isfinite(high)
-        flat = (low == high) if value.ndim == 2 and value.shape[1] > 1 else torch.zeros_like(finite)
-        if bool(finite.all()) and not bool(flat.any()):
-            continue
-        finite, flat, start = finite.cpu(), flat.cpu(), 0
-        for d, length in zip(batch.documents, batch.lengths, strict=True):
-            span = slice(start, start + length)
-            if not bool(finite[span].all()):
-                broken[d] = f"non-finite-{name}"
-            elif bool(flat[span].any()):
-                broken.setdefault(d, f"constant-{name}")
-            start += length
-
-
-def _store(
-    values: dict[str, Tensor],
-    batch: ForwardBatch,
-    columns: tuple[Column, ...],
-    data: UnitData,
-    tables: Mapping[str, Tables],
-) -> None:
-    """Encode each column [n] or [n, W] and copy the tokens of every document to `data`."""
-    for column in columns:
-        if column.name == "loss_mask":
-            continue
-        value = values[column.name]
-        # Where the tokens of each document of the batch are stored in the unit.
-        bounds = data.row_offsets(column)
-        places = [slice(int(bounds[d]), int(bounds[d + 1])) for d in batch.documents]
-        if column.lossy is None:
-            stored = {column.name: column.coder.encode(value)}
-        else:
-            encoded = column.lossy.encode(value, tables[column.name])
-            stored = {column.name: encoded.codes, column.scale_part.name: encoded.scale}
-            if len(encoded.escape_index):
-                # Index in the batch -> index in the unit, for the tokens that escape the codec.
-                index = np.concatenate([np.arange(p.start, p.stop) for p in places])
-                data.escapes[column.name].add(index[encoded.escape_index], encoded.escape)
-        start = 0
-        for place in places:
-            stop = start + place.stop - place.start
-            for name, array in stored.items():
-                data.tokens[name][place] = array[start:stop]
-            start = stop
 
 
 def _without(

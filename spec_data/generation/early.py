@@ -80,7 +80,7 @@ def capture_early(
                 values, figures = forward_columns(
                     target, batch, form, columns, following, config.own_temperature
                 )
-                add_figures(figures, following, batch, own)
+                add_figures(figures.cpu().numpy(), following, batch, own)
                 kept[unit, number] = {n: v.cpu() for n, v in values.items()}, figures.cpu()
                 bar.update(batch.tokens)
             parts.append(own)

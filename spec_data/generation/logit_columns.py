@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spec_data.devices import sent
 from spec_data.generation.measure import token_figures
 from spec_data.shards.schema import Column
 from spec_data.target.backend import TargetBackend
@@ -53,9 +54,9 @@ def logit_columns(
         asked = np.flatnonzero(following[part] >= 0)
         if len(asked) == 0:
             continue
-        chosen = torch.from_numpy(following[part][asked]).to(final.device)
+        chosen = sent(torch.from_numpy(following[part][asked]), final.device)
         if len(asked) < len(wide):
-            rows = torch.from_numpy(asked).to(final.device)
+            rows = sent(torch.from_numpy(asked), final.device)
             wide, logsumexp, argmax = wide[rows], logsumexp[rows], argmax[rows]
         figures.append(token_figures(wide, logsumexp, argmax, chosen, temperature))
     out = {name: torch.cat([part[name] for part in parts]) for name in (parts or [{}])[0]}

@@ -29,6 +29,7 @@ from spec_data.generation.running import Witness, check_running, proven_with, ru
 from spec_data.generation.sample_check import check_agreement
 from spec_data.generation.setup import Setup
 from spec_data.generation.target_files import manifest_draft, save_target_files
+from spec_data.generation.transfers import transfers_for
 from spec_data.generation.unit_records import finish_unit
 from spec_data.shards.codec_tables import TABLES, load_tables
 from spec_data.shards.errors import RunError
@@ -62,6 +63,7 @@ class Replica:
             tables=tables,
             temperature=setup.config.own_temperature,
             kept=kept,
+            transfers=transfers_for(self.target.device, [c.name for c in setup.columns]),
         )
         self._check_running()
 

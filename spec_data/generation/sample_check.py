@@ -115,7 +115,7 @@ def measure_documents(
     ):
         asked = following[batch.token_index(offsets)]
         _, found = forward_columns(target, batch, form, (), asked, temperature)
-        add_figures(found, asked, batch, figures)
+        add_figures(found.cpu().numpy(), asked, batch, figures)
     return figures
 
 

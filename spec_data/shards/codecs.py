@@ -15,6 +15,11 @@ from torch import Tensor
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.lossy import LOSSY, LossyCodec
 
+_SAME_BYTES = {
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.uint8): torch.uint8,
+    np.dtype(np.float32): torch.float32,
+}
 _CACHED_VALUES = 1 << 15  # values widened at a time: they stay in the CPU's cache
 
 
@@ -29,10 +34,13 @@ class Codec:
 
     def encode(self, values: Tensor) -> np.ndarray:
         """Encode `values` (any shape) to numbers of dtype `storage`, C-contiguous, on the CPU."""
+        return self.encode_tensor(values).cpu().numpy().view(self.storage)
+
+    def encode_tensor(self, values: Tensor) -> Tensor:
+        """Encode on the device of `values`, to a tensor whose bytes are those of `encode`."""
         if self.name == "bf16":
-            bits = values.detach().to(torch.bfloat16).contiguous().view(torch.int16).cpu()
-            return bits.numpy().view(np.uint16)
-        return values.detach().cpu().numpy().astype(self.storage, copy=False)
+            return values.detach().to(torch.bfloat16).contiguous().view(torch.int16)
+        return values.detach().to(_SAME_BYTES[self.storage]).contiguous()
 
     def decode(self, stored: np.ndarray) -> Tensor:
         """Decode to a new tensor of dtype `logical`, of the same shape; never a view."""

@@ -143,21 +143,27 @@ class LossyCodec:
         return width * self.bits // 8
 
     def encode(self, values: Tensor, tables: Tables) -> Encoded:
-        """Encode states [N, H] on their device, some tokens at a time."""
-        tables = tables.to(values.device)
-        step = max(1, _BLOCK.get(values.device.type, 1 << 20) // values.shape[1])
-        blocks = [self._encode_block(part, tables) for part in values.detach().split(step)]
-        codes = torch.cat([b[0] for b in blocks]) if blocks else torch.zeros(0, dtype=torch.uint8)
-        codes = codes.reshape(len(values), self.code_width(values.shape[1]))
-        scale = torch.cat([b[1] for b in blocks]) if blocks else torch.zeros(0)
-        away = torch.cat([b[2] for b in blocks]) if blocks else torch.zeros(0, dtype=torch.bool)
+        """Encode states [N, H] on their device."""
+        codes, scale, away = self.encode_tensors(values, tables)
         rows = away.nonzero().squeeze(1)
         return Encoded(
             codes.cpu().numpy().view(self.storage),
-            bf16_bits(scale),
+            scale.cpu().numpy().view(np.uint16),
             rows.cpu().numpy(),
             bf16_bits(values.detach()[rows]),
         )
+
+    def encode_tensors(self, values: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tensor]:
+        """Encode states [N, H] on their device, some tokens at a time; only queue work there.
+
+        Return codes uint8 [N, W], the bits of the scale int16 [N], and which tokens escape,
+        bool [N].
+        """
+        tables = tables.to(values.device)
+        step = max(1, _BLOCK.get(values.device.type, 1 << 20) // values.shape[1])
+        blocks = [self._encode_block(part, tables) for part in values.detach().split(step)]
+        codes, scale, away = (torch.cat(column) for column in zip(*blocks, strict=True))
+        return codes, scale.to(torch.bfloat16).view(torch.int16), away
 
     def _encode_block(self, values: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tensor]:
         """Encode states [n, H]: codes uint8 [n, W], scale [n], and bool [n], True for escapes."""
@@ -171,7 +177,8 @@ class LossyCodec:
             bad = self.squared_errors(values, codes, scale, tables).amax(-1) > tables.worst
             blank = torch.zeros(1, values.shape[1], device=values.device)
             no_codes, no_scale = self._quantise(blank, blank[:, 0].clone(), tables)
-            codes[bad], scale[bad] = no_codes, no_scale  # as those of the tokens above the limit
+            codes = torch.where(bad[:, None], no_codes, codes)  # as those of the tokens above
+            scale = torch.where(bad, no_scale, scale)  # the limit
             away |= bad
         return codes, scale, away
 

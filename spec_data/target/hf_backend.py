@@ -9,6 +9,7 @@ import transformers
 from torch import Tensor
 
 from spec_data.models.placement import devices_of
+from spec_data.devices import sent
 from spec_data.shards.errors import TargetError
 from spec_data.shards.head_spec import HeadSpec
 from spec_data.shards.position_data import Positions
@@ -128,11 +129,12 @@ class HFBackend:
         )
         if captured.final is None:
             raise TargetError("no final hidden was captured")
-        real = (batch.document_ids >= 0).to(self.device)  # bool [B, T], N of them True
+        # The slots of real tokens are known on the host; a mask on the device would be waited for.
+        real = sent((batch.document_ids >= 0).flatten().nonzero()[:, 0], self.device)  # [N]
         return States(
-            layers={k: captured.layers[k][real] for k in self.layers},
-            final=captured.final[real],
-            logits=logits[real] if logits is not None else None,
+            layers={k: captured.layers[k].flatten(0, 1)[real] for k in self.layers},
+            final=captured.final.flatten(0, 1)[real],
+            logits=logits.flatten(0, 1)[real] if logits is not None else None,
         )
 
     def logits_of(self, final: Tensor, ids: Tensor | None = None) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spec_data.devices import sent
 from spec_data.models.loading import load_model
 from spec_data.models.placement import device_of, in_place, whole
 from spec_data.models.reading import text_config
@@ -174,9 +175,10 @@ class Target:
         Raises:
             TargetError: the target does not produce the states of a layer.
         """
-        ids, documents = input_ids.to(self.device), document_ids.to(self.device)
+        # One document fills each row: asked where the ids are, which is the host in generate.
+        alone = bool((document_ids == 0).all())
+        ids, documents = sent(input_ids, self.device), sent(document_ids, self.device)
         kwargs: dict[str, Any] = {"use_cache": False}
-        alone = bool((documents == 0).all())  # one document fills each row
         if alone:  # the model makes its own causal mask, which sdpa does not need at all
             kwargs["attention_mask"] = None
         elif form is None:
@@ -184,7 +186,7 @@ class Target:
         else:
             kwargs |= packed_mask(form, self.config, self.attn, documents, self.dtype)
         if self._takes_positions and not alone:
-            kwargs["position_ids"] = position_ids.to(self.device)
+            kwargs["position_ids"] = sent(position_ids, self.device)
         long = alone and ids.shape[0] == 1 and ids.shape[1] > LONG_ROW
         return self._forward(ids, kwargs, full_logits, chunks=long and self._attends_in_chunks(ids))
 
