@@ -1,4 +1,4 @@
-"""From columns to the arrays of a unit: each token at its place, broken states at their document."""
+"""From columns to the arrays of a unit: tokens at their places, broken states at their document."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,10 @@ def stored(order: list[int], spoil=None) -> tuple[UnitData, dict[int, str], dict
         "hidden.L0": torch.tensor([[10.0 * d + t, -1.0] for own in dense for d, t in own]),
         "target_logsumexp": torch.tensor([10.0 * d + t for own in sparse for d, t in own]),
     }
-    places = {"hidden.L0": sum(dense, []), "target_logsumexp": sum(sparse, [])}
+    places = {
+        "hidden.L0": [place for own in dense for place in own],
+        "target_logsumexp": [place for own in sparse for place in own],
+    }
     if spoil:
         spoil(values, places)
     none = torch.zeros(0, 0, dtype=torch.long)
