@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spec_data.devices import sent
-from spec_data.generation.measure import token_figures
+from spec_data.generation.measure import log_sum_exp, token_figures
 from spec_data.shards.schema import Column
 from spec_data.target.backend import TargetBackend
 
@@ -45,7 +45,8 @@ def logit_columns(
     for part in target.logit_chunks(len(final)):
         block = logits[part] if logits is not None else target.logits_of(final[part])  # [k, V]
         wide = block.float()
-        argmax, logsumexp = block.argmax(-1), wide.logsumexp(-1)
+        argmax = block.argmax(-1)
+        logsumexp, own = log_sum_exp(wide, argmax)
         found = {"target_argmax": argmax, "target_logsumexp": logsumexp}
         if "topk_ids" in names:
             top = wide.topk(names["topk_ids"].width or 1, dim=-1)
@@ -57,8 +58,8 @@ def logit_columns(
         chosen = sent(torch.from_numpy(following[part][asked]), final.device)
         if len(asked) < len(wide):
             rows = sent(torch.from_numpy(asked), final.device)
-            wide, logsumexp, argmax = wide[rows], logsumexp[rows], argmax[rows]
-        figures.append(token_figures(wide, logsumexp, argmax, chosen, temperature))
+            wide, own, logsumexp, argmax = wide[rows], own[rows], logsumexp[rows], argmax[rows]
+        figures.append(token_figures(wide, own, logsumexp, argmax, chosen, temperature))
     out = {name: torch.cat([part[name] for part in parts]) for name in (parts or [{}])[0]}
     if not parts:
         out = _nothing(names, final)

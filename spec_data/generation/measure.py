@@ -25,13 +25,31 @@ def supervised_next(ids: np.ndarray, predicting: np.ndarray) -> np.ndarray:
     return following
 
 
+def log_sum_exp(logits: Tensor, argmax: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-sum-exp of logits, float32 [m], and exp(logits - largest), float32 [m, V].
+
+    The exponentials cost more than all other steps together, so they are computed once, for both.
+    `argmax` is that of the logits float32 [m, V], int64 [m]. The result is not finite if the
+    largest logit is not.
+    """
+    largest = logits.gather(-1, argmax[:, None])  # [m, 1]
+    own = (logits - largest).exp_()
+    return own.sum(-1).log_() + largest[:, 0], own
+
+
 def token_figures(
-    logits: Tensor, logsumexp: Tensor, argmax: Tensor, following: Tensor, temperature: float
+    logits: Tensor,
+    own: Tensor,
+    logsumexp: Tensor,
+    argmax: Tensor,
+    following: Tensor,
+    temperature: float,
 ) -> Tensor:
     """Return the `FIGURES` of tokens with a supervised next token, float32 [m, 4].
 
     Args:
         logits: float32 [m, V].
+        own: as `log_sum_exp` returns it, float32 [m, V].
         logsumexp: of the logits, float32 [m].
         argmax: of the logits, int64 [m].
         following: the next token, int64 [m].
@@ -42,11 +60,11 @@ def token_figures(
     if temperature == 0:
         own_logit, own_first = largest, torch.ones_like(largest)
     elif temperature == 1:
-        own = (logits - logsumexp[:, None]).exp_()  # probabilities of the own samples, [m, V]
         own_first = (largest - logsumexp).exp()
-        own_logit = _expectation(own, logits)
+        # Probabilities of the own samples, [m, V], but for a factor.
+        own_logit = _expectation(own, logits) * own_first
     else:
-        own = (logits / temperature).softmax(-1)
+        own = torch.softmax(logits / temperature, -1)
         own_first = own.gather(-1, argmax[:, None])[:, 0]
         own_logit = _expectation(own, logits)
     nll = (logsumexp - chosen).clamp(max=_LARGEST_NLL)
@@ -55,7 +73,10 @@ def token_figures(
 
 
 def _expectation(probabilities: Tensor, logits: Tensor) -> Tensor:
-    """Return the sum of p * z over the vocabulary, [m]; a logit of -inf has no share in it."""
+    """Return the sum of p * z over the vocabulary, [m]; a logit of -inf has no share in it.
+
+    `probabilities` [m, V] may lack a common factor.
+    """
     if logits.device.type == "cpu":  # elsewhere, this question would wait for the device
         total = torch.einsum("mv,mv->m", probabilities, logits)
         if bool(total.isfinite().all()):

@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 # keep a GPU busy.
 _LOGIT_BYTES = {"cpu": 8 << 20}
 _LOGIT_BYTES_OF_DEVICES = 256 << 20
+# Fewer tokens at a time would read the head, the widest matrix of the target, too often.
+_LEAST_LOGIT_ROWS = 128
 
 
 class Target:
@@ -260,10 +262,10 @@ class Target:
 
     def logit_chunks(self, tokens: int) -> list[slice]:
         """Return slices of an axis of `tokens` tokens, so that float32 logits [n, V] of a slice
-        take at most 8 MB on a CPU and 256 MB elsewhere.
+        take at most 8 MB on a CPU and 256 MB elsewhere, or have 128 tokens.
         """
         limit = _LOGIT_BYTES.get(self.states_device.type, _LOGIT_BYTES_OF_DEVICES)
-        step = max(1, limit // (4 * self.head.vocab_size))
+        step = max(_LEAST_LOGIT_ROWS, limit // (4 * self.head.vocab_size))
         return [slice(a, min(a + step, tokens)) for a in range(0, tokens, step)]
 
     @torch.no_grad()  # not inference_mode: autograd of a trainer must be able to save these tensors
