@@ -61,7 +61,7 @@ class Bench:
             max_shard_size=args.max_shard_size,
             codec=args.codec,
             teacher=args.teacher,
-            batch_tokens=args.batch_tokens,
+            batch_tokens=str(args.batch_tokens),
             device=args.device,
         )
         self.setup: Setup = set_up(config)

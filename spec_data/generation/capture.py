@@ -34,6 +34,8 @@ from spec_data.target.forward_batch import ForwardBatch
 _FIGURES = "figures"  # moved to the host with the columns
 Forwarded = tuple[dict[str, Tensor], Tensor]
 """What `forward_columns` returns."""
+ForwardKey = tuple[int, ...]
+"""What `forward_key` returns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +48,7 @@ class CaptureSettings:
         batch_tokens: tokens per target forward.
         tables: the codec tables of each lossy column, by column name.
         temperature: at which the target's own samples are imagined, see `shards.likelihood`.
-        kept: forwards that were made before (see `early`), by unit and number of the forward in the
-            unit. Each is removed when it is used.
+        kept: forwards that were made before (see `early`). Each is removed when it is used.
         transfers: how the result of a forward comes to the host.
     """
 
@@ -56,7 +57,7 @@ class CaptureSettings:
     batch_tokens: int
     tables: Mapping[str, Tables] = field(default_factory=dict)
     temperature: float = 1.0
-    kept: dict[tuple[int, int], Forwarded] = field(default_factory=dict)
+    kept: dict[ForwardKey, Forwarded] = field(default_factory=dict)
     transfers: Transfers = field(default_factory=PlainTransfers)
 
 
@@ -101,33 +102,52 @@ def capture_unit(
     figures = DocumentFigures.zeros(len(data.doc_ids))
     waiting: deque[tuple[ForwardBatch, np.ndarray, dict[str, Tensor], Arrival]] = deque()
 
-    def finish(
-        batch: ForwardBatch, asked: np.ndarray, values: dict[str, Tensor], arrival: Arrival
-    ) -> None:
-        store(arrival, values, batch, columns, data, broken)
-        add_figures(arrival.arrays()[_FIGURES], asked, batch, figures)
-        arrival.release()
+    def finish() -> None:
+        batch, asked, values, arrival = waiting.popleft()
+        try:
+            store(arrival, values, batch, columns, data, broken)
+            add_figures(arrival.arrays()[_FIGURES], asked, batch, figures)
+        finally:
+            arrival.release()
 
-    for number, (batch, asked) in enumerate(
-        unit_forwards(plan, unit, settings.form, settings.batch_tokens)
-    ):
-        if (unit, number) in settings.kept:
-            values, found = settings.kept.pop((unit, number))
-            # Codes may depend on the device that encodes.
-            values = {name: value.to(target.device) for name, value in values.items()}
-        else:
-            given = (settings.form, columns, asked, settings.temperature)
-            values, found = forward_columns(target, batch, *given)
-        moved = encode_columns(values, columns, tables) | {_FIGURES: found}
-        waiting.append((batch, asked, values, settings.transfers.start(moved)))
-        on_tokens(batch.tokens)
-        if len(waiting) > settings.transfers.late:
-            finish(*waiting.popleft())
-    while waiting:
-        finish(*waiting.popleft())
+    try:
+        for batch, asked in unit_forwards(plan, unit, settings.form, settings.batch_tokens):
+            values, found = _forward(target, unit, batch, asked, settings)
+            moved = encode_columns(values, columns, tables) | {_FIGURES: found}
+            waiting.append((batch, asked, values, settings.transfers.start(moved)))
+            on_tokens(batch.tokens)
+            if len(waiting) > settings.transfers.late:
+                finish()
+        while waiting:
+            finish()
+    finally:
+        for _, _, _, arrival in waiting:  # after an error, such as a device without memory
+            arrival.release()
     if not np.array_equal(data.tokens["input_ids"], source["input_ids"]):
         raise RunError(f"unit {unit}: stored token ids are not those of the plan; this is a bug")
     return _without(data, figures, broken, unit, columns)
+
+
+def _forward(
+    target: TargetBackend,
+    unit: int,
+    batch: ForwardBatch,
+    asked: np.ndarray,
+    settings: CaptureSettings,
+) -> Forwarded:
+    """Return the columns of a forward: those that were kept, or new ones."""
+    key = forward_key(unit, batch)
+    if key not in settings.kept:
+        given = (settings.form, settings.columns, asked, settings.temperature)
+        return forward_columns(target, batch, *given)
+    values, found = settings.kept.pop(key)
+    # Codes may depend on the device that encodes.
+    return {name: value.to(target.device) for name, value in values.items()}, found
+
+
+def forward_key(unit: int, batch: ForwardBatch) -> ForwardKey:
+    """Return what tells a forward from every other one of a plan: its unit and its documents."""
+    return unit, *batch.documents
 
 
 def unit_forwards(

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spec_data.generation.capture import Forwarded, add_figures, forward_columns, unit_forwards
+from spec_data.generation.capture import (
+    Forwarded,
+    ForwardKey,
+    add_figures,
+    forward_columns,
+    forward_key,
+    unit_forwards,
+)
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup
 from spec_data.progress import progress
@@ -30,12 +37,12 @@ class EarlyForwards:
     """The columns of the forwards of every unit, until capture takes them.
 
     Attributes:
-        kept: what `forward_columns` returned, on the CPU, by unit and number of the forward.
+        kept: what `forward_columns` returned, on the CPU, by `forward_key`.
         figures: those of all documents of the plan.
     """
 
     figures: DocumentFigures
-    kept: dict[tuple[int, int], Forwarded]
+    kept: dict[ForwardKey, Forwarded]
 
     def states(self, plan: Plan, column: Column, form: str, batch_tokens: int) -> Tensor:
         """Return the states of a column at every token of the plan, [N, H] in the target's dtype.
@@ -47,19 +54,17 @@ class EarlyForwards:
         out = torch.full((plan.tokens, like.shape[1]), torch.nan, dtype=like.dtype)
         for unit, (first, last) in enumerate(plan.units):
             bounds = plan.documents.offsets[first : last + 1]
-            for number, (batch, following) in enumerate(
-                unit_forwards(plan, unit, form, batch_tokens)
-            ):
+            for batch, following in unit_forwards(plan, unit, form, batch_tokens):
                 rows = batch.token_index(bounds)
                 rows = rows[following >= 0] if column.sparse else rows
-                out[torch.from_numpy(rows)] = self.kept[unit, number][0][column.name]
+                out[torch.from_numpy(rows)] = self.kept[forward_key(unit, batch)][0][column.name]
         return out
 
 
 def capture_early(
-    setup: Setup, plan: Plan, target: TargetBackend, form: str
+    setup: Setup, plan: Plan, target: TargetBackend, form: str, batch_tokens: int
 ) -> EarlyForwards | None:
-    """Run every forward of a small plan; None if the plan is not small.
+    """Run every forward of a small plan, of `batch_tokens` tokens; None if the plan is not small.
 
     Raises:
         RunError, TargetError: the target does not produce the states.
@@ -69,19 +74,18 @@ def capture_early(
     width = sum(c.width or 1 for c in columns)
     if plan.tokens > _TOKENS or plan.tokens * width * size > _BYTES:
         return None
-    kept: dict[tuple[int, int], Forwarded] = {}
+    kept: dict[ForwardKey, Forwarded] = {}
     parts = []
     with progress(total=plan.tokens, desc="first look", unit="tok", leave=False) as bar:
         for unit, (first, last) in enumerate(plan.units):
             own = DocumentFigures.zeros(last - first)
-            for number, (batch, following) in enumerate(
-                unit_forwards(plan, unit, form, config.batch_tokens)
-            ):
+            for batch, following in unit_forwards(plan, unit, form, batch_tokens):
                 values, figures = forward_columns(
                     target, batch, form, columns, following, config.own_temperature
                 )
                 add_figures(figures.cpu().numpy(), following, batch, own)
-                kept[unit, number] = {n: v.cpu() for n, v in values.items()}, figures.cpu()
+                key = forward_key(unit, batch)
+                kept[key] = {name: value.cpu() for name, value in values.items()}, figures.cpu()
                 bar.update(batch.tokens)
             parts.append(own)
     return EarlyForwards(DocumentFigures.join(parts), kept)

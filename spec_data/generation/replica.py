@@ -19,6 +19,7 @@ from spec_data.generation.capture import (
     CapturedUnit,
     CaptureSettings,
     Forwarded,
+    ForwardKey,
     capture_unit,
 )
 from spec_data.generation.early import capture_early
@@ -52,7 +53,7 @@ class Replica:
         """
         self.setup, self.plan, self.out = setup, plan, out
         self.target = load_target(setup, plan)
-        kept: dict[tuple[int, ...], Forwarded] = {}
+        kept: dict[ForwardKey, Forwarded] = {}
         self.draft = draft = prove_target(setup, plan, self.target, out, kept)
         widths = {c.name: c.width or 1 for c in setup.columns if c.lossy}
         tables = load_tables(out / TABLES, widths, draft["codec"]["sha256"]) if widths else {}
@@ -147,7 +148,7 @@ def prove_target(
     plan: Plan,
     target: TargetBackend,
     out: Path,
-    kept: dict[tuple[int, int], Forwarded] | None = None,
+    kept: dict[ForwardKey, Forwarded] | None = None,
 ) -> dict[str, Any]:
     """Prove head and packing, check a sample of the corpus, make the codec tables, and save the
     files of the target, once.

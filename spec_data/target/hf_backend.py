@@ -8,8 +8,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from spec_data.models.placement import devices_of
 from spec_data.devices import sent
+from spec_data.models.placement import devices_of
 from spec_data.shards.errors import TargetError
 from spec_data.shards.head_spec import HeadSpec
 from spec_data.shards.position_data import Positions

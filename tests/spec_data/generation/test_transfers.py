@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+import spec_data.generation.capture as capture_module
+import spec_data.generation.early as early_module
 import spec_data.generation.replica as replica_module
 from spec_data.generation.transfers import PlainTransfers, StreamTransfers, transfers_for
 from tests.spec_data.runs import digests, run
@@ -100,7 +102,7 @@ def test_memory_in_use_is_never_given_to_another_batch():
 @pytest.mark.parametrize("given", [{}, MIXED, {"supervision": "topk:3", "teacher": "all"}])
 def test_a_late_device_makes_the_same_bytes(target, corpus, tmp_path, monkeypatch, given):
     """States that escape, sparse columns, several batches of a unit and several units."""
-    small = given | {"batch_tokens": 96, "max_shard_size": "200KB", "max_length": 100}
+    small = given | {"batch_tokens": "96", "max_shard_size": "200KB", "max_length": 100}
     run(target, corpus, tmp_path / "plain", **small)
     streams = LateStreams()
     monkeypatch.setattr(replica_module, "transfers_for", lambda *_: StreamTransfers(streams))
@@ -108,6 +110,25 @@ def test_a_late_device_makes_the_same_bytes(target, corpus, tmp_path, monkeypatc
     shards = len(list((tmp_path / "late" / "shards").iterdir()))
     assert streams.log.count("after compute") > shards and not streams.queue
     assert digests(tmp_path / "plain") == digests(tmp_path / "late")
+
+
+def test_a_forward_that_fails_leaves_no_memory_in_use(target, corpus, tmp_path, monkeypatch):
+    """Out of memory, the unit is captured again in smaller forwards, with the same buffers."""
+    streams, failures = LateStreams(), [2]
+    monkeypatch.setattr(replica_module, "transfers_for", lambda *_: StreamTransfers(streams))
+    monkeypatch.setattr(early_module, "_TOKENS", 0)  # every forward is made during capture
+    real = capture_module.forward_columns
+
+    def failing(*args):
+        failures[0] -= 1
+        if failures[0] == 0:
+            raise torch.OutOfMemoryError("planted")
+        return real(*args)
+
+    monkeypatch.setattr(capture_module, "forward_columns", failing)
+    manifest = run(target, corpus, tmp_path / "late", batch_tokens="1024", max_length=100)
+    assert failures[0] < 0 and not streams.queue
+    assert manifest.raw["totals"]["documents"] == 40
 
 
 def test_a_cpu_and_full_logits_take_the_plain_way():
