@@ -47,13 +47,14 @@ class FitConfig(OptimizerOptions):
     )
     follow: bool = option(
         False,
-        help="train while `spec-data generate` still writes --data: units are used in their order "
-        "as they appear, shuffled inside windows of --window-tokens",
+        help="train while `spec-data generate` still writes --data; it may begin later, too. Units "
+        "are used in their order as they appear, shuffled inside windows of --window-tokens",
         group=FOLLOW,
     )
     follow_timeout: float = option(
         3600.0,
-        help="with --follow: stop with an error after waiting so many seconds for one unit",
+        help="with --follow: stop with an error after waiting so many seconds for one unit, or "
+        "for generation to begin",
         group=FOLLOW,
         metavar="SECONDS",
     )

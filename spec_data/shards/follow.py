@@ -54,11 +54,18 @@ class FollowedDataset(HiddenStatesDataset):
     `wait_for`.
     """
 
-    def __init__(self, path: str | Path, timeout: float = 3600.0, check: str = FIRST) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        timeout: float = 3600.0,
+        check: str = FIRST,
+        await_start: bool = False,
+    ) -> None:
         """Open `path` and wait until its plan and target exist.
 
         `timeout` (seconds) limits this wait, and later the wait for any one unit. `check` is as for
         HiddenStatesDataset; besides, the SHA-256 of each unit is checked before its first use.
+        With `await_start`, also wait for a generation that has not begun yet.
 
         Raises:
             MissingError: `path` is not a dataset, and none is being generated there.
@@ -69,7 +76,7 @@ class FollowedDataset(HiddenStatesDataset):
         self._check = known_policy(check)
         self.path = Path(path)
         self.timeout = timeout
-        if not (self.path / WORK).is_dir() and not (self.path / MANIFEST).is_file():
+        if not await_start and not self._begun():
             raise MissingError(
                 f"{self.path}: not a dataset, and none is being generated there; start `spec-data "
                 "generate` first"
@@ -77,6 +84,7 @@ class FollowedDataset(HiddenStatesDataset):
         self._tokens: PlanTokens | None = None
         self._seal: Manifest | None = None
         self._out: dict[int, list[int]] = {}  # unit -> places in it of left-out documents
+        self._wait(self._begun, f"`spec-data generate --out {path}` to begin", threading.Event())
         self._wait(self._described, "the proof of the target", threading.Event())
         sealed = self._sealed()
         if sealed is not None:
@@ -94,6 +102,10 @@ class FollowedDataset(HiddenStatesDataset):
         if self._seal is None and file.is_file():
             self._seal = Manifest.read(file)
         return self._seal
+
+    def _begun(self) -> bool:
+        """Return whether a dataset is here, or is being generated."""
+        return (self.path / WORK).is_dir() or (self.path / MANIFEST).is_file()
 
     def _described(self) -> bool:
         """Return whether everything except units exists."""

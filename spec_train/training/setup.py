@@ -179,7 +179,10 @@ def open_data(config: FitConfig) -> Documents:
     """Open the data of a run: one dataset, several, or one that is still being generated."""
     if config.follow:
         return FollowedDataset(
-            parse_sources(config.data)[0].path, config.follow_timeout, config.check
+            parse_sources(config.data)[0].path,
+            config.follow_timeout,
+            config.check,
+            await_start=True,
         )
     return open_documents(parse_sources(config.data), config.check, config.mask)
 

@@ -44,12 +44,11 @@ source, sealed, reference = follow_tools.source, follow_tools.sealed, follow_too
 
 @pytest.mark.long
 def test_a_run_beside_generation_is_the_run_after_it(source, sealed, reference, tmp_path, caplog):
-    """Training starts before generation ends, and continues while the dataset is sealed."""
+    """Training starts before generation begins, and continues while the dataset is sealed."""
     caplog.set_level("INFO")
     data = tmp_path / "data"
     process = start_generate(made(source, data), tmp_path / "gate")
     try:
-        wait_until((data / WORK / "plan.json").is_file, process)
         original, unsealed = Trainer._train_step, []
 
         def spy(self, step):
@@ -64,7 +63,8 @@ def test_a_run_beside_generation_is_the_run_after_it(source, sealed, reference, 
         _, error = process.communicate(timeout=120)
     assert process.returncode == 0, error
     assert unsealed[0]
-    assert "waiting for" in caplog.text
+    assert f"waiting for `spec-data generate --out {data}` to begin" in caplog.text
+    assert "waiting for unit" in caplog.text or "waiting for the proof" in caplog.text
     assert_same_run(tmp_path / "run", reference)
     assert digests(data) == digests(sealed)
 
@@ -118,6 +118,9 @@ def test_nothing_comes_and_the_run_says_so(source, tmp_path):
     data = tmp_path / "data"
     with pytest.raises(MissingError, match="none is being generated there"):
         FollowedDataset(data)
+    with pytest.raises(RunError, match=r"waited 0\.5 s for `spec-data generate --out .*` to begin"):
+        run(config_of(data, tmp_path / "run", follow_timeout=0.5))
+    assert not data.exists()
     generate_units(source, data, 4)
     with pytest.raises(RunError, match=r"waited 0\.5 s for unit 5 of \d+; see whether"):
         run(config_of(data, tmp_path / "run", follow_timeout=0.5))
