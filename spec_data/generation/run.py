@@ -117,7 +117,7 @@ def _generate(setup: Setup, out: Path) -> Manifest | None:
                 run_units(setup, plan, out, mine, todo)
     if units_to_keep(out):
         logger.info(
-            "%s: the units of worker %d/%d were captured; `spec-train fit --follow-keep` deletes "
+            "%s: every unit of worker %d/%d was captured; `spec-train fit --follow-keep` deletes "
             "them after use",
             *(out, index, workers),
         )

@@ -59,7 +59,9 @@ def test_used_units_are_deleted_and_generation_waits_for_it(source, tmp_path):
         watcher.join()
         _, error = process.communicate(timeout=120)
     assert result.finished and process.returncode == 0, error
-    assert "every unit was captured" in error and not (data / "manifest.json").exists()
+    assert (
+        "every unit of worker 0/1 was captured" in error and not (data / "manifest.json").exists()
+    )
     planned = FollowedDataset(data)
     units = len(planned.planned.units) - 1
     assert keep < units and most[0] <= keep
