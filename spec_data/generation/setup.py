@@ -26,6 +26,7 @@ from spec_data.generate_options import GenerateConfig
 from spec_data.generation.recorded_sampling import with_recorded_sampling
 from spec_data.generation.unit_size import AUTO
 from spec_data.models.identify import identify, target_table, tokenizer_table
+from spec_data.models.quantisation import check_quantisation
 from spec_data.models.reading import load_config, load_tokenizer, text_config
 from spec_data.models.resolve import resolve_model
 from spec_data.models.rope_factors import check_choice
@@ -86,6 +87,8 @@ def set_up(config: GenerateConfig, weights: bool = True) -> Setup:
     config = _as_begun(config)
     model_dir, commit = resolve_model(config.target, config.revision, weights)
     model_config = load_config(model_dir, config.trust_remote_code)
+    if weights:
+        check_quantisation(config.target, model_config)  # before the corpus is read
     blocks = text_config(model_config).num_hidden_layers
     layers, draft_layers = choose_layers(config.layers, config.drafts, blocks)
     tokenizer = load_tokenizer(model_dir, config.trust_remote_code)

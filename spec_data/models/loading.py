@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import (
 
 from spec_data.devices import DTYPES, check_devices, usable_device
 from spec_data.models.placement import shares_weight
+from spec_data.models.quantisation import check_quantisation
 from spec_data.models.reading import load_config, text_config
 from spec_data.models.resolve import resolve_model
 from spec_data.models.weight_files import weight_files
@@ -65,6 +66,7 @@ def load_model(
     weight_files(directory)
     known: Any = dtype if dtype == "auto" else DTYPES.get(str(dtype), dtype)
     config = load_config(directory, trust)  # refuses what is no decoder-only model
+    check_quantisation(path, config)
     try:
         model, info = _auto_class(config).from_pretrained(
             directory,

@@ -98,7 +98,7 @@ class TargetBackend(Protocol):
         """Return what the manifest records of how the target runs, as plain values.
 
         `dtype`, `attn`, `backend`, `backend_version` and `devices` (their kinds, in words) always;
-        `rope_factors` where they were chosen.
+        `rope_factors` where they were chosen, `quantised_as` of a quantised checkpoint.
         """
 
     def prove(

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from spec_data.models.placement import shares_weight, whole
+from spec_data.models.quantisation import check_head
 from spec_data.models.reading import text_config
 from spec_data.shards.head_spec import HeadSpec
 from spec_data.target.final_norm import final_norm
@@ -16,6 +17,7 @@ _MULTIPLIED = {"hyperclovax"}  # model types whose logits_scaling is a factor; e
 def describe_head(model: Any) -> HeadSpec:
     """Return the head as data, from its module and the config fields that scale or cap logits."""
     head, config = output_head(model), text_config(model.config)
+    check_head(head)
     vocab_size, hidden_size = head.weight.shape
     return HeadSpec(
         vocab_size=vocab_size,

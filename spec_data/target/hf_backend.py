@@ -92,6 +92,7 @@ class HFBackend:
             "backend": "hf",
             "backend_version": transformers.__version__,
             "devices": self.devices,
+            **({"quantised_as": target.quantisation} if target.quantisation else {}),
         }
 
     @property

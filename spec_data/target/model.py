@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from spec_data.devices import sent
 from spec_data.models.loading import load_model
 from spec_data.models.placement import device_of, in_place, whole
-from spec_data.models.reading import text_config
+from spec_data.models.quantisation import loaded_quantisation
+from spec_data.models.reading import load_config, text_config
+from spec_data.models.resolve import resolve_model
 from spec_data.models.rope_factors import fix_rope_factors
 from spec_data.placement_options import Spread
 from spec_data.shards import packing
@@ -68,6 +70,7 @@ class Target:
         draft_vocabulary: Tensor | None = None,
         mask_form: str | None = None,
         rope_factors: str | None = None,
+        quantisation: dict[str, Any] | None = None,
     ) -> None:
         """Wrap a loaded model and put it in evaluation mode, in which it stays.
 
@@ -80,6 +83,7 @@ class Target:
             supervision: see the class.
             draft_vocabulary: see the class.
             rope_factors: see `from_pretrained`.
+            quantisation: of the checkpoint, see `quantisation_of`.
             mask_form: the mask of packed rows; None: one that is proven on the first packed batch.
 
         Raises:
@@ -89,6 +93,7 @@ class Target:
         self.model = model.eval()  # dropout in a forward would change the states
         fix_rope_factors(model, rope_factors)
         self.rope_factors = rope_factors
+        self.quantisation = quantisation
         self.config = model.config
         self.text_config = text_config(model.config)
         self.num_layers = len(decoder_layers(model))
@@ -145,7 +150,9 @@ class Target:
             trust=trust_remote_code,
             spread=spread,
         )
-        return cls(model, layers, rope_factors=rope_factors, **options)
+        directory, _ = resolve_model(str(path))
+        found = loaded_quantisation(load_config(directory, trust_remote_code), model)
+        return cls(model, layers, rope_factors=rope_factors, quantisation=found, **options)
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the input embedding module of the target."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from spec_data.generation.capture import forward_batches
 from spec_data.models.identify import identify_files
+from spec_data.models.quantisation import quantisation_text
 from spec_data.progress import progress
 from spec_data.shards.identity import compare, identity_of
 from spec_data.shards.position_data import load_positions
@@ -47,6 +48,9 @@ def check_identity(manifest: Manifest, path: Path, trust: bool, findings: Findin
         findings.warn(f"not compared: {problem}")
     if found.not_compared:
         findings.warn(f"not compared, because only one side tells it: {found.not_compared}")
+    quantised = manifest.target.get("quantised_as")
+    if quantised:
+        findings.passed(f"the target was captured quantised: {quantisation_text(quantised)}")
     findings.passed("the given target is the one that was captured (weights and config)")
 
 

@@ -4,6 +4,7 @@ import logging
 from itertools import islice
 from typing import Any
 
+from spec_data.models.quantisation import quantisation_text
 from spec_train.data.mixed_order import MixedPlan
 from spec_train.data.mixture import Documents, Mixture
 from spec_train.data.policy_masks import PolicyDataset
@@ -69,6 +70,9 @@ def _announce_dataset(dataset: Documents, columns: tuple[str, ...]) -> None:
         dataset.path,
         *(f"{n:,}" for n in (len(dataset), dataset.lengths.sum(), dataset.supervised.sum())),
     )
+    quantised = dataset.manifest.target.get("quantised_as")
+    if quantised:
+        log.info("target     captured quantised: %s", quantisation_text(quantised))
     if isinstance(dataset, PolicyDataset):
         log.info(
             "mask       %s, from the stored turns; the dataset was generated with %s",

@@ -1,0 +1,99 @@
+"""Quantised checkpoints: what they are, and whether this machine can load them."""
+
+from typing import Any
+
+from spec_data.models.reading import text_config
+from spec_data.shards.errors import TargetError
+
+_BITS = {"fp8": 8, "fbgemm_fp8": 8, "mxfp4": 4, "nvfp4": 4, "bitnet": 2}
+
+
+def quantisation_of(config: Any) -> dict[str, Any] | None:
+    """Return `method` and, where it is known, `bits` of a checkpoint; None if it is not quantised.
+
+    `config` is the transformers configuration, as config.json has it.
+    """
+    table = _table(config)
+    if not table:
+        return None
+    method = str(getattr(table.get("quant_method"), "value", table.get("quant_method")))
+    if table.get("load_in_8bit") or table.get("_load_in_8bit"):
+        bits: int | None = 8
+    elif table.get("load_in_4bit") or table.get("_load_in_4bit"):
+        bits = 4
+    else:
+        bits = table.get("bits") or _BITS.get(method) or _named_bits(table)
+    return {"method": method} | ({"bits": bits} if bits else {})
+
+
+def loaded_quantisation(config: Any, model: Any) -> dict[str, Any] | None:
+    """Return the quantisation of a checkpoint (`config`) as `model` runs it, with `dequantised`.
+
+    transformers runs some checkpoints in the dtype of their other weights where the device has no
+    kernel (fp8 on a CPU). The states are then not those of a GPU, which rounds activations too.
+    """
+    found = quantisation_of(config)
+    return found and found | ({} if _table(model.config) else {"dequantised": True})
+
+
+def quantisation_text(found: dict[str, Any]) -> str:
+    """Return a quantisation in words, such as "fp8, 8 bits, dequantised when it was loaded"."""
+    bits = f", {found['bits']} bits" if "bits" in found else ""
+    run = ", dequantised when it was loaded" if found.get("dequantised") else ""
+    return f"{found['method']}{bits}{run}"
+
+
+def check_quantisation(path: str, config: Any) -> None:
+    """Check that this machine can load the quantised weights of `config`, before anything is read.
+
+    Raises:
+        TargetError: a package or a GPU is missing; the message names it.
+    """
+    found, table = quantisation_of(config), _table(config)
+    if found is None:
+        return
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    try:
+        AutoHfQuantizer.from_config(table, pre_quantized=True).validate_environment(device_map=None)
+    except (ImportError, RuntimeError, ValueError, AttributeError, NotImplementedError) as error:
+        reason = " ".join(str(error).split())
+        raise TargetError(
+            f"{path}: its weights are quantised ({quantisation_text(found)}), and cannot be loaded "
+            f"here: {reason}"
+        ) from None
+
+
+def check_head(head: Any) -> None:
+    """Refuse a quantised LM head: a dataset stores the head, and logits are computed from it.
+
+    Raises:
+        TargetError: the weight of the head is no plain tensor of a floating dtype of 2 or 4 bytes.
+    """
+    weight = head.weight
+    plain = weight.is_floating_point() and weight.element_size() > 1
+    if plain and type(weight.data).__module__.partition(".")[0] == "torch":
+        return
+    raise TargetError(
+        f"the LM head of this target is quantised ({type(weight.data).__name__}, {weight.dtype}); "
+        "a dataset holds the head as it is served, so quantise the checkpoint without lm_head"
+    )
+
+
+def _table(config: Any) -> dict[str, Any]:
+    """Return `quantization_config` as a dict, empty if there is none."""
+    for place in (config, text_config(config)):
+        found = getattr(place, "quantization_config", None)
+        if found:
+            return found.to_dict() if hasattr(found, "to_dict") else dict(found)
+    return {}
+
+
+def _named_bits(table: dict[str, Any]) -> int | None:
+    """Return the bits of a group of compressed-tensors, or in the name of a torchao type."""
+    for group in (table.get("config_groups") or {}).values():
+        bits = ((group or {}).get("weights") or {}).get("num_bits")
+        if bits:
+            return int(bits)
+    name = str(table.get("quant_type") or table.get("weights") or "").lower()
+    return next((b for b in (8, 4, 2) if f"int{b}" in name or f"float{b}" in name), None)

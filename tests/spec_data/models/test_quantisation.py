@@ -1,0 +1,193 @@
+"""Quantised checkpoints: recorded, named by fit and verify, refused by name where a package lacks.
+
+The checkpoint that runs here has fp8 weights in blocks with a scale each, as DeepSeek-V3 and the
+FP8 releases of Qwen3 have. A CPU has no kernel for it, so transformers multiplies the weights out.
+"""
+
+import importlib.util
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig
+
+import spec_train
+from spec_data.generate_options import GenerateConfig
+from spec_data.generation import find_plan
+from spec_data.generation.run import generate
+from spec_data.models.loading import load_model
+from spec_data.models.quantisation import check_head, quantisation_of, quantisation_text
+from spec_data.options import VerifyConfig
+from spec_data.shards.errors import TargetError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.target.backend import BackendOptions, open_backend
+from spec_data.target.model import Target
+from spec_data.verification.run import examine
+from tests.families import VOCAB
+from tests.spec_data.runs import options, save_target, write_corpus
+
+BLOCK = 16
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+
+def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round a matrix to fp8, a scale per block; plain loops over the blocks."""
+    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    rows, columns = (-(-n // BLOCK) for n in weight.shape)
+    scales = torch.empty(rows, columns)
+    for i in range(rows):
+        for j in range(columns):
+            part = slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK)
+            scales[i, j] = weight[part].abs().max() / LARGEST
+            codes[part] = (weight[part] / scales[i, j]).to(torch.float8_e4m3fn)
+    return codes, scales
+
+
+def times_scales(codes: Tensor, scales: Tensor) -> Tensor:
+    """What a checkpoint in fp8 means, float32."""
+    wide = codes.float().clone()
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            wide[i * BLOCK : (i + 1) * BLOCK, j * BLOCK : (j + 1) * BLOCK] *= scales[i, j]
+    return wide
+
+
+def quantise(folder: Path) -> dict[str, Tensor]:
+    """Store the blocks of a saved target in fp8; return their weights multiplied out."""
+    tensors, meant = load_file(folder / "model.safetensors"), {}
+    for name, weight in list(tensors.items()):
+        if "layers" in name and weight.dim() == 2:
+            tensors[name], tensors[f"{name}_scale_inv"] = in_blocks(weight)
+            meant[name] = times_scales(tensors[name], tensors[f"{name}_scale_inv"])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    change_config(folder, quant_method="fp8", weight_block_size=[BLOCK, BLOCK], fmt="e4m3")
+    return meant
+
+
+def change_config(folder: Path, **quantisation: object) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"quantization_config": quantisation}))
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory) -> tuple[Path, dict[str, Tensor]]:
+    folder = save_target(tmp_path_factory.mktemp("fp8") / "target")
+    return folder, quantise(folder)
+
+
+def test_the_states_are_those_of_the_weights_multiplied_out(fp8):
+    folder, meant = fp8
+    target = Target.from_pretrained(folder, (0, 3), dtype="float32", device="cpu")
+    assert target.quantisation == {"method": "fp8", "bits": 8, "dequantised": True}
+    loaded = dict(target.model.named_parameters())
+    for name, weight in meant.items():
+        assert torch.equal(loaded[name], weight), name
+    ids = torch.randint(3, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
+    captured, _ = target.capture(ids, torch.zeros_like(ids), torch.arange(9)[None], None)
+    plain = target.model(ids, output_hidden_states=True, use_cache=False)
+    assert torch.equal(captured.layers[3], plain.hidden_states[4])
+
+
+def test_datasets_verify_and_fit_say_that_the_target_was_quantised(fp8, tmp_path, caplog):
+    folder, _ = fp8
+    corpus = write_corpus(tmp_path / "corpus.jsonl", 12)
+    given = options(folder, corpus, tmp_path / "data", dtype="float32", layers="0,2,4")
+    manifest = generate(GenerateConfig(**given))
+    assert manifest is not None
+    said = "fp8, 8 bits, dequantised when it was loaded"
+    assert quantisation_text(manifest.target["quantised_as"]) == said
+    assert manifest.target["quantization"]["quant_method"] == "fp8"
+    found = examine(VerifyConfig(data=str(tmp_path / "data"), target=str(folder), samples=3))
+    assert not found.failures and f"captured quantised: {said}" in found.text()
+    caplog.set_level(logging.INFO)
+    spec_train.fit(
+        *("eagle3", tmp_path / "data", tmp_path / "run"), steps=1, seq_len=64, device="cpu"
+    )
+    assert f"captured quantised: {said}" in caplog.text
+    config = json.loads((tmp_path / "run" / "best" / "config.json").read_text())
+    assert config["spec_train"]["origin"]["quantization"]["quant_method"] == "fp8"
+    assert len(HiddenStatesDataset(tmp_path / "data")) == manifest.raw["documents"]["stored"]
+
+
+MISSING = {
+    "gptq": ({"quant_method": "gptq", "bits": 4}, "optimum", "optimum"),
+    "bitsandbytes": (
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        "bitsandbytes",
+        "bitsandbytes",
+    ),
+    "compressed-tensors": (
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"group_0": {"weights": {"num_bits": 8}, "targets": ["Linear"]}},
+        },
+        "compressed_tensors",
+        "compressed-tensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("method", MISSING)
+def test_a_missing_package_is_named_before_the_corpus_is_read(method, tmp_path, monkeypatch):
+    table, module, package = MISSING[method]
+    if importlib.util.find_spec(module) is not None:
+        pytest.skip(f"{module} is installed")
+    folder = save_target(tmp_path / "target")
+    change_config(folder, **table)
+
+    def reads(*_arguments: object) -> None:
+        raise AssertionError("the corpus is read")
+
+    monkeypatch.setattr(find_plan, "make_plan", reads)
+    given = options(folder, write_corpus(tmp_path / "corpus.jsonl", 4), tmp_path / "out")
+    with pytest.raises(TargetError, match=rf"quantised \({method}.*{package}") as caught:
+        generate(GenerateConfig(**given))
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+    with pytest.raises(TargetError, match=package):
+        load_model(str(folder), device="cpu")
+
+
+def test_a_method_that_transformers_does_not_know_is_refused(tmp_path):
+    folder = save_target(tmp_path / "target")
+    change_config(folder, quant_method="of-tomorrow", bits=3)
+    with pytest.raises(TargetError, match=r"of-tomorrow"):
+        load_model(str(folder), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        ({"quant_method": "fp8"}, "fp8, 8 bits"),
+        ({"quant_method": "awq", "bits": 4}, "awq, 4 bits"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes, 4 bits"),
+        (MISSING["compressed-tensors"][0], "compressed-tensors, 8 bits"),
+        (
+            {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnly"}}},
+            "torchao, 8 bits",
+        ),
+        ({"quant_method": "vptq"}, "vptq"),
+    ],
+)
+def test_methods_and_bits_are_read_from_the_config(table, text):
+    found = quantisation_of(LlamaConfig(quantization_config=table))
+    assert found is not None and quantisation_text(found) == text
+
+
+def test_a_target_that_is_not_quantised_records_nothing(tmp_path):
+    folder = save_target(tmp_path / "target")
+    backend = open_backend("hf", BackendOptions(path=folder, layers=(0,), device="cpu"))
+    assert "quantised_as" not in backend.describe()
+    assert quantisation_of(LlamaConfig()) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_quantised_head_is_refused(dtype):
+    head = torch.nn.Linear(4, 8, bias=False)
+    head.weight = torch.nn.Parameter(head.weight.to(dtype), requires_grad=False)
+    with pytest.raises(TargetError, match="without lm_head"):
+        check_head(head)
