@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import spec_data.generation.early as early_module
 import spec_data.generation.replica as replica_module
 from spec_data.generate_options import GenerateConfig
 from spec_data.generation.batch_size import SAFE, choose_batch_tokens, largest_batch
@@ -61,6 +62,7 @@ def files(tmp_path_factory) -> tuple[Path, Path]:
 @pytest.fixture
 def gpu(monkeypatch):
     """Let every loaded target be a pretended GPU."""
+    monkeypatch.setattr(early_module, "_TOKENS", 0)  # forwards are made during capture
 
     def load(setup, plan):
         return PretendedGPU(load_target(setup, plan).target)
