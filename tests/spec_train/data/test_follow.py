@@ -176,11 +176,11 @@ def test_documents_that_capture_leaves_out_keep_their_place(source, tmp_path, mo
     one after it, though the dataset no longer has them."""
     from spec_data.generation import capture
 
-    original, broken = capture._find_broken, {1: 1, 4: 0}
+    original, broken = capture.store, {1: 1, 4: 0}
     calls: list[int] = []
 
-    def find(values, packed, found):
-        original(values, packed, found)
+    def find(arrival, values, packed, columns, data, found):
+        original(arrival, values, packed, columns, data, found)
         for document in packed.documents:
             if broken.get(calls[-1]) == document:
                 found[document] = "non-finite-states"
@@ -191,7 +191,7 @@ def test_documents_that_capture_leaves_out_keep_their_place(source, tmp_path, mo
         calls.append(unit)
         return capturing(target, plan, unit, *args, **kwargs)
 
-    monkeypatch.setattr(capture, "_find_broken", find)
+    monkeypatch.setattr(capture, "store", find)
     monkeypatch.setattr(replica_module, "capture_unit", numbered)
     data = tmp_path / "data"
     process = threading.Thread(
