@@ -142,7 +142,7 @@ def _forward(
         return forward_columns(target, batch, *given)
     values, found = settings.kept.pop(key)
     # Codes may depend on the device that encodes.
-    return {name: value.to(target.device) for name, value in values.items()}, found
+    return {name: sent(value, target.device) for name, value in values.items()}, found
 
 
 def forward_key(unit: int, batch: ForwardBatch) -> ForwardKey:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
 from spec_data.models.reading import text_config
 from spec_data.shards.errors import TargetError
 
@@ -72,7 +74,8 @@ def check_head(head: Any) -> None:
     """
     weight = head.weight
     plain = weight.is_floating_point() and weight.element_size() > 1
-    if plain and type(weight.data).__module__.partition(".")[0] == "torch":
+    wrapped = is_traceable_wrapper_subclass(weight.data)  # as of torchao; torch's own are DTensors
+    if plain and not (wrapped and type(weight.data).__module__.partition(".")[0] != "torch"):
         return
     raise TargetError(
         f"the LM head of this target is quantised ({type(weight.data).__name__}, {weight.dtype}); "

@@ -20,6 +20,7 @@ from spec_data.devices import usable_device
 from spec_data.models import loading
 from spec_data.models.loading import load_model
 from spec_data.target import model
+from spec_data.target.hf_backend import HFBackend
 from spec_train.attention import unrolled_backends
 from spec_train.attention.unrolled_backends import default_backend
 from spec_train.draft_options import DRAFT_OPTIONS
@@ -32,10 +33,20 @@ from tests.spec_train.drafts.any_draft import SMALL
 class Event:
     """An event that has always happened."""
 
-    def record(self) -> None:
+    def record(self, *_: Any) -> None:
         """Do nothing."""
 
     def synchronize(self) -> None:
+        """Do nothing."""
+
+
+class Stream:
+    """A queue that is always empty."""
+
+    def __init__(self, *_: Any) -> None:
+        """Do nothing."""
+
+    def wait_stream(self, other: Any) -> None:
         """Do nothing."""
 
 
@@ -141,9 +152,15 @@ def gpu() -> Iterator[pytest.MonkeyPatch]:
                 loading, "_where", lambda device, spread: {}
             )  # read to the CPU, then moved
             patch.setattr(model, "load_model", lambda *a, **k: load_model(*a, **k).to("cuda"))
+            patch.setattr(HFBackend, "peak_memory", lambda *_: None)  # there is none to measure
             patch.setattr(unrolled_backends, "tried", lambda name, make: "merged" in name)
             patch.setattr(torch.autograd.Function, "apply", classmethod(apply))
             patch.setattr(torch.cuda, "Event", Event)
+            patch.setattr(torch.cuda, "Stream", Stream)
+            patch.setattr(torch.cuda, "current_stream", Stream)
+            patch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+            patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+            patch.setattr(torch.Tensor, "pin_memory", lambda tensor, *_: tensor)
             patch.setattr(torch.cuda, "synchronize", lambda *_: None)
             patch.setattr(torch.cuda, "get_device_name", lambda *_: "no GPU")
             yield patch
