@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from spec_data.models.reading import text_config
 from spec_data.shards.errors import TargetError
+from spec_data.shards.quantisation_text import quantisation_text
 
 _BITS = {"fp8": 8, "fbgemm_fp8": 8, "mxfp4": 4, "nvfp4": 4, "bitnet": 2}
 
@@ -36,13 +37,6 @@ def loaded_quantisation(config: Any, model: Any) -> dict[str, Any] | None:
     """
     found = quantisation_of(config)
     return found and found | ({} if _table(model.config) else {"dequantised": True})
-
-
-def quantisation_text(found: dict[str, Any]) -> str:
-    """Return a quantisation in words, such as "fp8, 8 bits, dequantised when it was loaded"."""
-    bits = f", {found['bits']} bits" if "bits" in found else ""
-    run = ", dequantised when it was loaded" if found.get("dequantised") else ""
-    return f"{found['method']}{bits}{run}"
 
 
 def check_quantisation(path: str, config: Any) -> None:

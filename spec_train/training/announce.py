@@ -4,7 +4,7 @@ import logging
 from itertools import islice
 from typing import Any
 
-from spec_data.models.quantisation import quantisation_text
+from spec_data.shards.quantisation_text import quantisation_text
 from spec_train.data.mixed_order import MixedPlan
 from spec_train.data.mixture import Documents, Mixture
 from spec_train.data.policy_masks import PolicyDataset

@@ -133,7 +133,8 @@ def block_chains(
     per_block = max(draft.draft_ids.numel(), size * (length + 32 * size))
     width = max(1, min(32, _CHUNK_ELEMENTS // (rows * per_block)))
     chains = empty_chains(ids, depth)
-    for part, places in zip(anchors.split(width), slots.split(width), strict=True):
+    pairs = zip(anchors.split(width), slots.split(width), strict=True)
+    for part, places in pairs if len(slots) else ():
         chosen = part.expand(rows, -1)  # [B, N], N <= width
         blocks = Blocks(chosen, torch.ones_like(chosen, dtype=torch.bool))
         y = block_states(draft, context, ids, documents, positions, blocks)  # [B, N, D, H]

@@ -95,7 +95,8 @@ def serving_chains(
         slots = torch.arange(known.shape[1], device=known.device)
         if counted is not None:  # all depths at once, so the first draft alone decides
             slots = active[counted.kept(active, drafted)].unique()  # of any pack
-        for part in slots.split(max(1, CHUNK_ROWS // (depth - 1))):
+        size = max(1, CHUNK_ROWS // (depth - 1))
+        for part in slots.split(size) if len(slots) else ():
             chains[:, part, 1:] = draft.draft_ids[_deeper(draft, batch, caches, part, depth)]
     return chains
 

@@ -101,6 +101,18 @@ def test_the_figures_are_those_of_all_drafts(kind: str, types: str, target: Any)
     assert left_out > every.numel() / 4
 
 
+@pytest.mark.parametrize("kind", DRAFTS_OF)
+def test_nothing_that_counts_is_no_error(kind: str, target: Any) -> None:
+    draft, head = make(kind, target), head_of(target)
+    with torch.no_grad():
+        batch = random_batch(draft, head, torch.Generator().manual_seed(0))
+        wrong = replace(batch, target_argmax=torch.full_like(batch.input_ids, NOT_DRAFTED))
+        none = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
+        for case in (wrong, none):
+            chains = draft.chains(case, head, DEPTH, counted_only=True)
+            assert serving_sums(case, chains).walk_hits.sum() == 0
+
+
 def test_slots_and_chains_that_count_are_those_of_the_evaluation(target: Any) -> None:
     draft, head = make("eagle3", target), head_of(target)
     with torch.no_grad():
