@@ -4,6 +4,7 @@
     python scripts/bench/reader.py --data DIR ...     and on these datasets too, any codec
     python scripts/bench/reader.py --open 100000      first batch, against files per document
     python scripts/bench/reader.py --million          first batch at 1,000,000 documents
+    python scripts/bench/reader.py --overhead         CPU time per document besides copying
     python scripts/bench/reader.py --memory           peak anonymous memory at 1x and 4x the data
     python scripts/bench/reader.py --fit              share of a training step spent on data
 
@@ -63,7 +64,7 @@ def main() -> None:
     parser.add_argument(
         "--open", type=int, metavar="N", help="documents of the start-up comparison"
     )
-    for mode in ("million", "memory", "fit"):
+    for mode in ("million", "memory", "overhead", "fit"):
         parser.add_argument(f"--{mode}", action="store_true")
     parser.add_argument(
         "--work", type=Path, help="where to put the data; default: a temporary folder"
@@ -79,9 +80,11 @@ def main() -> None:
             bench_million(work)
         if args.memory:
             bench_memory(work, args)
+        if args.overhead:
+            bench_overhead(work)
         if args.fit:
             bench_fit(work)
-        if not (args.open or args.million or args.memory or args.fit):
+        if not (args.open or args.million or args.memory or args.overhead or args.fit):
             bench_passes(work, args)
 
 
@@ -272,6 +275,29 @@ def bench_memory(work: Path, args: argparse.Namespace) -> None:
             f"| {args.size * times:.1f} GB | {run['steps']} | {run['ring'] / 1e6:,.0f} | "
             f"{run['peak'] / 1e6:,.0f} |"
         )
+
+
+def bench_overhead(work: Path) -> None:
+    """CPU time per document of reader and loader where there is next to nothing to copy."""
+    data = work / "overhead"
+    if not data.exists():
+        synthetic_dataset(data, log_normal_lengths(3000, MEAN_TOKENS, LONGEST), hidden=8)
+    corpus = Corpus(data, 1e12, LONGEST, BATCH_PACKS)
+    wanted = {"planned, 1 thread": "reader", "whole loader": "loader"}
+    passes = {
+        wanted[label]: one
+        for one in ours(corpus)
+        if (label := one.name.split(", ", 1)[1]) in wanted
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in passes}
+    for _ in range(10):
+        for name, one in passes.items():
+            start = time.process_time()
+            one.run()
+            seconds[name].append(time.process_time() - start)
+    print("| | CPU-microseconds per document of 8 columns |\n| --- | --: |")
+    for name, values in seconds.items():
+        print(f"| {name} | {min(values) / len(corpus.plan.rows) * 1e6:.0f} |")
 
 
 def bench_fit(work: Path) -> None:

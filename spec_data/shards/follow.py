@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 from torch import Tensor
 
 from spec_data.shards.checking import FIRST, known_policy
@@ -301,7 +300,7 @@ class FollowedDataset(HiddenStatesDataset):
     def read_into(
         self,
         index: int,
-        out: Mapping[str, Tensor | CodedRows],
+        out: Mapping[str, Tensor | CodedRows | np.ndarray],
         start: int = 0,
         length: int | None = None,
     ) -> int:
@@ -326,7 +325,7 @@ class FollowedDataset(HiddenStatesDataset):
         count = whole if length is None else min(length, whole)
         for name, values in plain.items():  # CodedRows get no row, which also means zeros
             if name != "input_ids":
-                values[start : start + count] = torch.zeros((), dtype=values.dtype)
+                values[start : start + count] = 0
         if plan is not None and "input_ids" in out:
             plan[0].read_into(plan[1], {"input_ids": plain["input_ids"]}, start, count)
         return count

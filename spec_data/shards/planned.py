@@ -1,5 +1,6 @@
 """The documents of a generation plan: what is known about them before any state exists."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,15 +58,22 @@ class PlanTokens:
             units=units,
         )
 
-    def read_into(self, index: int, out: dict[str, Tensor], start: int, length: int | None) -> int:
+    def read_into(
+        self,
+        index: int,
+        out: Mapping[str, Tensor | np.ndarray],
+        start: int,
+        length: int | None,
+    ) -> int:
         """Copy ids and mask of document `index`, at most `length` tokens, to `start` in `out`.
 
-        `out` maps "input_ids" and "loss_mask" to CPU tensors [T]. Returns the tokens copied.
+        `out` maps "input_ids" and "loss_mask" to CPU tensors or arrays [T]. Returns the number of
+        tokens copied.
         """
         first, last = int(self.offsets[index]), int(self.offsets[index + 1])
         count = last - first if length is None else min(length, last - first)
         for name, values in out.items():
-            values[start : start + count].copy_(self._flat[name][first : first + count])
+            values[start : start + count] = self._flat[name][first : first + count]
         return count
 
 

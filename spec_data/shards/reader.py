@@ -23,6 +23,7 @@ from xxhash import xxh3_64_hexdigest
 
 from spec_data.shards.checking import FIRST, known_policy
 from spec_data.shards.codec_tables import TABLES, load_tables
+from spec_data.shards.codecs import tensor_of
 from spec_data.shards.coded import CodedRows, decode_rows, runs
 from spec_data.shards.document_access import DocumentAccess
 from spec_data.shards.errors import DatasetError, MissingError
@@ -207,15 +208,16 @@ class HiddenStatesDataset(DocumentAccess):
     def read_into(
         self,
         index: int,
-        out: Mapping[str, Tensor | CodedRows],
+        out: Mapping[str, Tensor | CodedRows | np.ndarray],
         start: int = 0,
         length: int | None = None,
     ) -> int:
         """Copy the first `length` tokens of a document into `out[column][start : start+length]`.
 
         Tensors of `out` are on the CPU, [T] or [T, W], and their dtype decides that of the values.
-        Lossy columns may be gathered in `CodedRows` instead, to be decoded elsewhere. Only the
-        columns in `out` are read. Returns the number of tokens written.
+        Instead of a tensor, `out` may have its `Codec.bits`. Lossy columns may be gathered in
+        `CodedRows` instead, to be decoded elsewhere. Only the columns in `out` are read. Returns
+        the number of tokens written.
 
         Raises:
             DatasetError: an unknown column, a buffer that is too short, or damage.
@@ -238,7 +240,8 @@ class HiddenStatesDataset(DocumentAccess):
                     f"{stop} of document {index}"
                 )
             if column.lossy or column.sparse:
-                self._decode(shard, place, column, part)
+                values = part if isinstance(part, Tensor) else tensor_of(part)
+                self._decode(shard, place, column, values)
             else:
                 column.coder.decode_into(shard.values(column, place)[:count], part)
         return count

@@ -64,7 +64,7 @@ class Documents(Protocol):
     def read_into(
         self,
         index: int,
-        out: Mapping[str, Tensor | CodedRows],
+        out: Mapping[str, Tensor | CodedRows | np.ndarray],
         start: int = 0,
         length: int | None = None,
     ) -> int: ...
@@ -143,7 +143,7 @@ class Mixture:
     def read_into(
         self,
         index: int,
-        out: Mapping[str, Tensor | CodedRows],
+        out: Mapping[str, Tensor | CodedRows | np.ndarray],
         start: int = 0,
         length: int | None = None,
     ) -> int:

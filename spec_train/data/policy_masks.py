@@ -109,16 +109,16 @@ class PolicyDataset(HiddenStatesDataset):
     def read_into(
         self,
         index: int,
-        out: Mapping[str, Tensor | CodedRows],
+        out: Mapping[str, Tensor | CodedRows | np.ndarray],
         start: int = 0,
         length: int | None = None,
     ) -> int:
         """Copy a document as HiddenStatesDataset does, with the mask of the policy."""
         count = super().read_into(index, out, start, length)
         mask = out.get(_MASK)
-        if isinstance(mask, Tensor):
+        if mask is not None and not isinstance(mask, CodedRows):
             part = mask[start : start + count]
-            part.zero_()
+            part[:] = 0
             for first, last in self._spans_of(range(len(self))[index]):
                 part[first:last] = 1
         return count

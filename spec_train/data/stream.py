@@ -20,6 +20,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,7 +85,14 @@ class _Buffer:
             self.tensors[name] = torch.zeros(shape, dtype=kind, pin_memory=pin)
         self.document_ids = torch.zeros(packs, seq_len, dtype=torch.int64, pin_memory=pin)
         self.position_ids = torch.zeros(packs, seq_len, dtype=torch.int64, pin_memory=pin)
-        self._positions = torch.arange(seq_len)
+        self._positions = np.arange(seq_len)
+        # The same memory, as the reader writes to it (`Codec.bits`).
+        self._targets: dict[str, Tensor | np.ndarray] = {}
+        for name in (n for n in columns if n in self.tensors):
+            values, column = self.tensors[name], stored.get(name)
+            bits = column.coder.bits(values) if column and not column.lossy else None
+            self._targets[name] = values if bits is None else bits
+        self._ids, self._places = self.document_ids.numpy(), self.position_ids.numpy()
         self.columns = tuple(columns)
         self.seq_len = seq_len
         self._pinned = pin
@@ -101,7 +109,7 @@ class _Buffer:
             coded.clear()
         for b, (pack, counts) in enumerate(zip(packs, lengths, strict=True)):
             # views of pack b, [T] or [T, H]; its slot t is slot b * T + t of the micro-batch
-            dense = {n: self.tensors[n][b, :width] for n in self.columns if n in self.tensors}
+            dense = {name: values[b, :width] for name, values in self._targets.items()}
             for coded in self.coded.values():
                 coded.begin_pack(b * width)
             out, start = dense | self.coded, 0
@@ -112,12 +120,12 @@ class _Buffer:
                         f"{dataset.path}: document {row} has {written} tokens, the index says "
                         f"{count}; run `spec-data verify`"
                     )
-                self.document_ids[b, start : start + count].fill_(d)
-                self.position_ids[b, start : start + count].copy_(self._positions[:count])
+                self._ids[b, start : start + count] = d
+                self._places[b, start : start + count] = self._positions[:count]
                 start += count
-            for values in (*dense.values(), self.position_ids[b, :width]):
-                values[start:].zero_()
-            self.document_ids[b, start:width].fill_(PADDING)
+            for values in (*dense.values(), self._places[b, :width]):
+                values[start:] = 0
+            self._ids[b, start:width] = PADDING
         return self._batch(packs, width)
 
     def mark_copied(self) -> None:

@@ -133,6 +133,26 @@ def test_read_into_writes_just_its_span(path, dtype):
         dataset.read_into(5, {"logits": torch.zeros(9)})
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_arrays_receive_what_tensors_receive(path, dtype):
+    dataset = HiddenStatesDataset(path)
+    columns = {c.name: c for c in dataset.manifest.columns}
+    tensors = {
+        "hidden.L2": torch.full((60, 32), 7.0, dtype=dtype),
+        "input_ids": torch.full((60,), -9),
+        "target_argmax": torch.full((60,), -9),
+        "target_logsumexp": torch.zeros(60),
+    }
+    same = {name: values.clone() for name, values in tensors.items()}
+    arrays = {name: columns[name].coder.bits(values) for name, values in same.items()}
+    for row in (5, 3):
+        assert dataset.read_into(row, arrays, 2, 9) == dataset.read_into(row, tensors, 2, 9)
+        assert all(torch.equal(same[name], values) for name, values in tensors.items())
+    assert columns["hidden.L2"].coder.bits(torch.zeros(1, dtype=torch.float16)) is None
+    with pytest.raises(DatasetError, match="too short"):
+        dataset.read_into(5, arrays, start=59)
+
+
 def test_a_document_shorter_than_its_index_row_is_an_error_not_garbage(path):
     dataset = HiddenStatesDataset(path)
     lengths = dataset.lengths.copy()

@@ -150,6 +150,9 @@ def test_masks_and_their_statistics_are_those_of_plain_loops(place, policy):
         count = derived.read_into(row, {"loss_mask": buffer}, 3, 10)  # cut, and with an offset
         assert buffer[3 : 3 + count].tolist() == [bool(value) for value in mask[:10]]
         assert buffer[:3].all() and buffer[3 + count :].all()
+        buffer[:] = True
+        assert derived.read_into(row, {"loss_mask": buffer.numpy()}, 3, 10) == count
+        assert buffer[3 : 3 + count].tolist() == [bool(value) for value in mask[:10]]
         states = torch.zeros(len(mask), 32)
         derived.read_into(row, {"hidden.L2": states})
         assert torch.equal(states, document["hidden.L2"].float())
