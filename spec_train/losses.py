@@ -28,16 +28,17 @@ N teacher rows, S unroll steps, H hidden size, Vd draft vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from spec_data.shards.errors import DraftError
 from spec_data.shards.head_spec import HeadSpec, apply_head
 from spec_train.loss_options import KINDS, OLD_NAMES
+from spec_train.teacher_rows import SomeRows, TeacherRows
+from spec_train.tiles import dot, product, softmax_sums, tiles
 
 # Logits of one chunk: few fit in a CPU's cache, and a GPU needs many rows to be busy. Every chunk
 # reads all rows of the head and updates their gradient; if a chunk has few rows and the vocabulary
@@ -101,84 +102,13 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-@dataclass(frozen=True)
-class TeacherRows:
-    """The target's distribution at n slots, over the draft vocabulary."""
-
-    p: Tensor  # probabilities over the draft vocabulary [n, Vd]: rows add up to 1 - rest
-    mass: Tensor | None = None  # the target's probability of the draft vocabulary [n]; None: 1
-    rest: Tensor | None = None  # probability of all tokens where p is 0 [n]; None: 0
-    label: Tensor | None = None  # the one token of a hard target, int64 [n]
-    entropy: Tensor | None = None  # -sum_v p log p - rest log rest [n], if it is known already
-
-    @classmethod
-    def of_logits(cls, logits: Tensor, logsumexp: Tensor | None) -> "TeacherRows":
-        """Make rows from the target's logits of the draft vocabulary [n, Vd].
-
-        `logsumexp` [n] is over the full vocabulary; None: the draft vocabulary is the full one.
-        """
-        p = torch.softmax(logits, -1)
-        if logsumexp is None:
-            return cls(p)
-        # Stored states are rounded and the stored sum is not, so the quotient may exceed 1.
-        inside = logits.logsumexp(-1) - logsumexp.to(logits.dtype)
-        return cls(p, inside.exp().clamp(max=1.0))
-
-    def full(self) -> Tensor:
-        """Return the known probabilities [n, Vd] of the target's full distribution."""
-        return self.p if self.mass is None else self.p * self.mass[:, None]
-
-    def to(self, dtype: torch.dtype) -> "TeacherRows":
-        """Return the rows in another dtype."""
-        return self._each(lambda x: x.to(dtype) if x.is_floating_point() else x)
-
-    def __getitem__(self, rows: Tensor) -> "TeacherRows":
-        """Return the rows of an index, int64 [k]."""
-        return self._each(lambda x: x[rows])
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "TeacherRows":
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: change(v) for k, v in values.items() if v is not None})
-
-    def labelled(self, label: Tensor) -> "TeacherRows":
-        """Return the rows with the tokens of hard targets, int64 [n]; -1 becomes 0 (no loss)."""
-        return replace(self, label=label.clamp_min(0))
-
-    def hardened(self) -> "TeacherRows":
-        """Return rows in which every distribution is 1 at `label`."""
-        assert self.label is not None  # the loss that asks for hard targets has set it
-        return TeacherRows(torch.zeros_like(self.p).scatter_(1, self.label[:, None], 1.0))
-
-    def with_entropy(self) -> "TeacherRows":
-        """Return the rows with `entropy`, so that it is computed once for several drafts."""
-        if self.entropy is not None:
-            return self
-        entropy = -torch.xlogy(self.p, self.p).sum(-1)
-        if self.rest is not None:
-            entropy = entropy - torch.xlogy(self.rest, self.rest)
-        return replace(self, entropy=entropy)
-
-    def completed(self, q: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return p with the rest distributed like the draft `q` [n, S, Vd]: [n, 1 or S, Vd].
-
-        The second value is the draft's probability of the tokens that share the rest, [n, S];
-        None where there is no rest.
-        """
-        p = self.p[:, None]
-        if self.rest is None:
-            return p, None
-        outside = q * (p == 0)
-        tail = outside.sum(-1).clamp_min(torch.finfo(q.dtype).tiny)  # [n, S]
-        return outside.mul_((self.rest[:, None] / tail)[..., None]).add_(p), tail
-
-
 def distribution_loss(
     logits: Tensor, teacher: TeacherRows, kind: LossKind
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute loss, expected acceptance, gradient for the draft logits, and the draft's choice.
 
     Every pass over the logits costs a noticeable share of the head's product. So there are few
-    passes, and they overwrite what is no longer needed.
+    passes, they overwrite what is no longer needed, and a CPU's cache should hold the logits.
 
     Args:
         logits: draft logits [N, S, Vd], float32 or float64; overwritten.
@@ -191,17 +121,13 @@ def distribution_loss(
         int64 [N, S].
     """
     wanted = teacher.hardened() if kind.hard else teacher
-    agreement = torch.einsum("nv,nsv->ns", wanted.p, logits)
-    peak, best = logits.max(-1, keepdim=True)
-    q = logits.sub_(peak).exp_()
-    mass = q.sum(-1, keepdim=True)
-    q.div_(mass)
+    agreement = dot(wanted.p[:, None], logits)
+    q, total, best = softmax_sums(logits, None if logits.device.type == "cpu" else logits)
     acceptance = torch.minimum(teacher.full()[:, None], q).sum(-1)
     p, tail = wanted.completed(q)  # [N, 1 or S, Vd], [N, S]
     if kind.name in ("reverse-kl", "jsd"):
         loss, slope = _divergence(q, p, kind.name)
-        return loss, acceptance, slope, best.squeeze(-1)
-    total = (peak + mass.log()).squeeze(-1)  # [N, S], log of the sum of exp(logits)
+        return loss, acceptance, slope, best
     if wanted.rest is None or tail is None:
         entropy = total - agreement  # = -sum p log q, for sum p = 1
     else:
@@ -213,11 +139,11 @@ def distribution_loss(
             own = wanted.with_entropy().entropy
             assert own is not None
             loss = entropy - own[:, None]
-        return loss, acceptance, q.sub_(p), best.squeeze(-1)
+        return loss, acceptance, torch.sub(q, p, out=logits), best
     full = wanted.full()[:, None]
     accepted = torch.minimum(full, q).sum(-1) if kind.hard else acceptance
     loss, slope = _acceptance_loss(q, full, accepted, kind, entropy, p)
-    return loss, acceptance, slope, best.squeeze(-1)
+    return loss, acceptance, slope, best
 
 
 def _divergence(q: Tensor, p: Tensor, name: str) -> tuple[Tensor, Tensor]:
@@ -271,7 +197,7 @@ class RowStats:
 def head_loss(
     hidden: Tensor,
     weight: Tensor,
-    teacher: Callable[[slice], TeacherRows],
+    teacher: Callable[[slice], SomeRows],
     weights: Tensor,
     kind: LossKind,
     chunk_rows: int | None = None,
@@ -304,18 +230,19 @@ def head_loss(
 
 
 def _head_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: HeadSpec | None
-) -> tuple[Tensor, Tensor | float]:
-    """Return logits [n, S, Vd] of states [n, S, H], and d logits / d (plain product).
-
-    The derivative has the shape of the logits, or is one number.
-    """
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: HeadSpec | None, buffer: Tensor
+) -> Tensor:
+    """Return wide logits [n, S, Vd] of states [n, S, H]; `buffer` is that of `product`."""
     if spec is None:
-        return wide(F.linear(hidden, weight, bias)), 1.0
-    logits = wide(apply_head(hidden, weight, bias, spec))
-    if spec.softcap is None:
-        return logits, spec.scale
-    return logits, (1 - (logits / spec.softcap).square()).mul_(spec.scale)
+        return product(hidden, weight, bias, buffer)
+    return wide(apply_head(hidden, weight, bias, spec))
+
+
+def _head_slope(logits: Tensor, spec: HeadSpec | None) -> Tensor | float:
+    """Return d logits / d (plain product): one number, or in the shape of the logits."""
+    if spec is None or spec.softcap is None:
+        return 1.0 if spec is None else spec.scale
+    return (1 - (logits / spec.softcap).square()).mul_(spec.scale)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -326,7 +253,7 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        teacher: Callable[[slice], TeacherRows],
+        teacher: Callable[[slice], SomeRows],
         weights: Tensor,
         kind: LossKind,
         rows: int,
@@ -341,22 +268,28 @@ class _HeadLoss(torch.autograd.Function):
         best = torch.zeros(n, steps, dtype=torch.long, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if wanted[0] else None
         d_weight = torch.zeros_like(weight, dtype=total.dtype) if wanted[1] else None
+        buffer = total.new_empty(min(n, rows) * steps * len(weight))
         for start in range(0, n, rows):
             part = slice(start, min(start + rows, n))
-            logits, inner = _head_logits(hidden[part], weight, bias, spec)
-            row_loss, acceptance[part], slope, best[part] = distribution_loss(
-                logits, teacher(part).to(logits.dtype), kind
-            )
-            loss[part] = row_loss
-            total += (row_loss * weights[part]).sum()
+            logits = _head_logits(hidden[part], weight, bias, spec, buffer)
+            targets = teacher(part).to(logits.dtype)
+            for tile in tiles(len(logits), steps * len(weight), logits.device):
+                own, some = slice(start + tile.start, start + tile.stop), logits[tile]
+                inner = _head_slope(some, spec)
+                loss[own], acceptance[own], slope, best[own] = distribution_loss(
+                    some, targets[tile], kind
+                )
+                if any(wanted):
+                    torch.mul(slope, weights[own][..., None] * inner, out=some)
+            total += (loss[part] * weights[part]).sum()
             if not any(wanted):
                 continue
-            slope = slope.mul_(weights[part][..., None] * inner).to(weight.dtype)
+            slopes = logits.to(weight.dtype)
             if d_hidden is not None:
-                d_hidden[part] = (slope @ weight).to(hidden.dtype)
+                d_hidden[part] = (slopes @ weight).to(hidden.dtype)
             if d_weight is not None:
-                states = hidden[part].reshape(-1, size).to(slope.dtype)
-                add_product(d_weight, slope.flatten(0, 1), states)
+                states = hidden[part].reshape(-1, size).to(slopes.dtype)
+                add_product(d_weight, slopes.flatten(0, 1), states)
         ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight.dtype))
         ctx.mark_non_differentiable(loss, acceptance, best)
         return total, loss, acceptance, best

@@ -1,10 +1,11 @@
 """Softmax attention under an `AttentionMask`, with three back ends that tests keep equal.
 
 - "dense": the softmax written out, in at least float32. It is the reference.
-- "sdpa": torch's scaled_dot_product_attention with the boolean table, for a chunk of queries at a
-  time and only the keys that any query of the chunk sees, so keys masked for all of them cost
-  nothing. On CPUs the flash kernel is called directly: autograd would save keys, values and a float
-  copy of the table of every chunk for the backward pass, which adds up to Q x T.
+- "sdpa": torch's scaled_dot_product_attention, for a chunk of queries of a pack at a time and only
+  the keys that any query of the chunk sees, so keys masked for all of them cost nothing. Neighbours
+  among the queries should see nearly the same keys. On CPUs the flash kernel is called directly:
+  autograd would save keys, values and a float copy of the table of every chunk for the backward
+  pass, which adds up to Q x T.
 - "flex": flex_attention, which evaluates the predicate and skips parts that no query sees, without
   a Q x T table of scores or booleans. It is the default where its compiled form works (flex.py).
 
@@ -27,7 +28,7 @@ from spec_train.attention.plain import repeat_heads
 
 log = logging.getLogger(__name__)
 
-CHUNK = 256  # queries that "sdpa" computes at a time
+CHUNK = 128  # queries that "sdpa" computes at a time
 BACKENDS = ("dense", "sdpa", "flex")
 
 
@@ -41,33 +42,56 @@ def default_backend(device_type: str, head_dim: int) -> str:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Some queries, the n keys that any of them sees, and their part of the mask."""
+    """Some queries of a pack, and the one or two spans of keys that hold all they see."""
 
+    pack: slice  # one pack
     queries: slice
-    keys: Tensor | None  # int64 [n]; None: all T keys
-    table: Tensor  # bool [B, 1, queries, n]
+    keys: tuple[slice, ...]
+    table: Tensor  # bool [1, 1, queries, n], n keys
 
     def pick(self, x: Tensor) -> Tensor:
-        """Select from keys or values [B, h, T, d] those that the chunk sees: [B, h, n, d]."""
-        return x if self.keys is None else x.index_select(2, self.keys)
+        """Select from keys or values [B, h, T, d] those of the chunk: [1, h, n, d]."""
+        parts = [x[self.pack, :, span] for span in self.keys]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+    def spread(self, total: Tensor, part: Tensor) -> None:
+        """Add `part` [1, h, n, d], of the chunk's keys, to `total` [B, h, T, d] in place."""
+        start = 0
+        for span in self.keys:
+            width = span.stop - span.start
+            total[self.pack, :, span] += part[:, :, start : start + width]
+            start += width
 
     def bias(self, dtype: torch.dtype) -> Tensor:
-        """Return 0 where a query sees a key and -inf elsewhere, [B, 1, queries, n] in `dtype`."""
+        """Return 0 where a query sees a key and -inf elsewhere, [1, 1, queries, n] in `dtype`."""
         zero = torch.zeros((), dtype=dtype, device=self.table.device)
         return torch.where(self.table, zero, float("-inf"))
 
 
 def _chunks(mask: AttentionMask) -> list[_Chunk]:
-    """Cut the table into chunks of queries, without the keys that no query of a chunk sees."""
-    chunks = []
-    for start in range(0, mask.queries, CHUNK):
-        stop = min(start + CHUNK, mask.queries)
-        table = mask.dense(start, stop)  # bool [B, 1, queries, T]
-        keys = table.flatten(0, 2).any(0).nonzero().squeeze(1)  # int64 [n]
-        if len(keys) == mask.keys:
-            chunks.append(_Chunk(slice(start, stop), None, table))
-        else:
-            chunks.append(_Chunk(slice(start, stop), keys, table[..., keys]))
+    """Cut the table into chunks of queries, each with the spans of keys that it sees."""
+    spans = mask.make_spans()
+    numbers = spans.stacked()  # [B, Q, 4]
+    parts = [slice(i, min(i + CHUNK, mask.queries)) for i in range(0, mask.queries, CHUNK)]
+    # [B, Q, 2] each, of both spans; an empty span does not widen that of the chunk
+    low, high = numbers[..., ::2], numbers[..., 1::2]
+    empty = high < low
+    low, high = low.masked_fill(empty, mask.keys), high.masked_fill(empty, -1)
+    edges = [torch.stack([low[:, p].amin(1), high[:, p].amax(1)], dim=-1) for p in parts]
+    chunks = []  # edges: per chunk [B, 2, 2], first and last key of both spans
+    for part, packs in zip(parts, torch.stack(edges).tolist(), strict=True):
+        for pack, bounds in enumerate(packs):
+            rows = numbers[pack, part]  # [queries, 4]
+            keys, tables = [], []
+            for (start, end), offset, ends in zip(
+                bounds, (0, spans.common), (rows[:, :2], rows[:, 2:]), strict=True
+            ):
+                if end >= start:
+                    key = torch.arange(start, end + 1, device=mask.device)
+                    tables.append((key >= ends[:, :1]) & (key <= ends[:, 1:]))
+                    keys.append(slice(offset + start, offset + end + 1))
+            table = torch.cat(tables, dim=1)[None, None]
+            chunks.append(_Chunk(slice(pack, pack + 1), part, tuple(keys), table))
     return chunks
 
 
@@ -105,24 +129,31 @@ class Attending:
         if self.backend == "flex":
             return flex(q)(q, k, v, block_mask=self.mask, scale=scale, enable_gqa=True)
         k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-        if self.backend == "sdpa" and len(self.mask) > 1 and q.device.type == "cpu":
+        if self.backend == "sdpa" and q.device.type == "cpu":
             return _ChunksOnCPU.apply(q.to(v.dtype), k.to(v.dtype), v, self.mask, scale)
         if self.backend == "sdpa":
-            parts = [
-                F.scaled_dot_product_attention(
-                    q[:, :, chunk.queries],
-                    chunk.pick(k),
-                    chunk.pick(v),
-                    attn_mask=chunk.table,
-                    scale=scale,
-                )
-                for chunk in self.mask
-            ]
-            return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+            return _chunks_by_autograd(q.to(v.dtype), k.to(v.dtype), v, self.mask, scale)
         scores = (q @ k.mT) * scale
         scores = scores if scores.dtype == torch.float64 else scores.float()
         weights = scores.masked_fill(~self.mask, float("-inf")).softmax(-1)
         return weights.to(v.dtype) @ v
+
+
+def _chunks_by_autograd(
+    q: Tensor, k: Tensor, v: Tensor, chunks: list[_Chunk], scale: float
+) -> Tensor:
+    """Attend chunk by chunk with torch's function: shapes as for `_ChunksOnCPU`."""
+    packs: dict[int, list[Tensor]] = {}
+    for chunk in chunks:
+        part = F.scaled_dot_product_attention(
+            q[chunk.pack, :, chunk.queries],
+            chunk.pick(k),
+            chunk.pick(v),
+            attn_mask=chunk.table,
+            scale=scale,
+        )
+        packs.setdefault(chunk.pack.start, []).append(part)
+    return torch.cat([torch.cat(parts, dim=2) for parts in packs.values()])
 
 
 class _ChunksOnCPU(torch.autograd.Function):
@@ -133,18 +164,19 @@ class _ChunksOnCPU(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, chunks: list[_Chunk], scale: float
     ) -> Tensor:
         """Attend from q [B, h, Q, d] to k, v [B, h, T, d], heads repeated: [B, h, Q, d]."""
-        parts = [
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q[:, :, chunk.queries],
+        out, lse = torch.empty_like(q), None
+        for chunk in chunks:
+            found, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q[chunk.pack, :, chunk.queries],
                 chunk.pick(k),
                 chunk.pick(v),
                 attn_mask=chunk.bias(q.dtype),
                 scale=scale,
             )
-            for chunk in chunks
-        ]
-        # [B, h, Q, d] and log-sum-exp [B, h, Q]
-        out, lse = (torch.cat(x, dim=2) for x in zip(*parts, strict=True))
+            lse = sums.new_empty(q.shape[:3]) if lse is None else lse
+            out[chunk.pack, :, chunk.queries], lse[chunk.pack, :, chunk.queries] = found, sums
+        if lse is None:
+            raise ValueError("attention without queries")
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.chunks, ctx.scale = chunks, scale
         return out
@@ -155,23 +187,20 @@ class _ChunksOnCPU(torch.autograd.Function):
         grad = grads[0].contiguous()
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for chunk in ctx.chunks:
-            part = chunk.queries
+            pack, part = chunk.pack, chunk.queries
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad[:, :, part],
-                q[:, :, part],
+                grad[pack, :, part],
+                q[pack, :, part],
                 chunk.pick(k),
                 chunk.pick(v),
-                out[:, :, part],
-                lse[:, :, part],
+                out[pack, :, part],
+                lse[pack, :, part],
                 0.0,
                 False,
                 attn_mask=chunk.bias(q.dtype),
                 scale=ctx.scale,
             )
-            dq[:, :, part] = found[0]
-            for total, own in ((dk, found[1]), (dv, found[2])):
-                if chunk.keys is None:
-                    total += own
-                else:
-                    total.index_add_(2, chunk.keys, own)
+            dq[pack, :, part] = found[0]
+            chunk.spread(dk, found[1])
+            chunk.spread(dv, found[2])
         return dq, dk, dv, None, None

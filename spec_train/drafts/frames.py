@@ -29,7 +29,7 @@ from spec_train.drafts.teacher import (
     teacher_of,
 )
 from spec_train.head import TargetHead
-from spec_train.losses import TeacherRows
+from spec_train.teacher_rows import TeacherRows
 
 
 def require_frame(given: str, own: str) -> None:

@@ -26,7 +26,9 @@ from spec_data.shards.schema import FINAL
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.base import BaseDraft
 from spec_train.head import TargetHead
-from spec_train.losses import TeacherRows, rows_of_width, rows_per_chunk, wide
+from spec_train.losses import rows_of_width, rows_per_chunk, wide
+from spec_train.teacher_rows import SharedRows, TeacherRows
+from spec_train.tiles import log_sums
 
 Teacher = Callable[[Tensor], TeacherRows]
 """Flat slots, int64 [n] -> their distributions, float32 (float64 for float64 inputs)."""
@@ -73,7 +75,7 @@ def _of_whole_head(head: TargetHead, states: Tensor, ids: Tensor) -> TeacherRows
     parts = []
     for some in states.split(rows_per_chunk(head.head_weight)):
         logits = head.logits(some)  # [k, V]
-        parts.append((logits[:, ids], logits.logsumexp(-1)))
+        parts.append((logits[:, ids], log_sums(logits)))
     selected, sums = (torch.cat(column) for column in zip(*parts, strict=True))
     return TeacherRows.of_logits(selected, sums)
 
@@ -89,7 +91,7 @@ def logits_teacher(logits: Tensor, ids: Tensor | None, shift: int = 0) -> Teache
         if ids is None:
             return TeacherRows.of_logits(wide(rows), None)
         few = rows.split(rows_of_width(rows.shape[1], rows.device))  # bounds the float32 copies
-        sums = torch.cat([wide(some).logsumexp(-1) for some in few])
+        sums = torch.cat([log_sums(wide(some)) for some in few])
         return TeacherRows.of_logits(wide(rows[:, ids]), sums)
 
     return teacher
@@ -171,10 +173,11 @@ class SharedTeacher:
         """
         self._teacher, self._entropy = teacher, entropy
         self.slots, self.index = torch.unique_consecutive(slots, return_inverse=True)
-        self._bounds = self.index.tolist()
+        self.bounds = self.index.tolist()
 
-    def __call__(self, part: slice) -> TeacherRows:
+    def __call__(self, part: slice) -> SharedRows:
         """Return the distributions of a slice of n rows."""
-        first, last = self._bounds[part.start], self._bounds[part.stop - 1]
+        first, last = self.bounds[part.start], self.bounds[part.stop - 1]
         rows = self._teacher(self.slots[first : last + 1])
-        return (rows.with_entropy() if self._entropy else rows)[self.index[part] - first]
+        rows = rows.with_entropy() if self._entropy else rows
+        return SharedRows(rows, self.index[part] - first)

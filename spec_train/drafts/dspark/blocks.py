@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.packing import PADDING, shift_left
-from spec_train.attention.block_runs import block_attending
+from spec_train.attention.masked import Attending
+from spec_train.attention.masks import BlockWindow, block_mask
 from spec_train.drafts.dspark.model import Context, DSparkModel
 from spec_train.drafts.slots import document_offsets, rope_lengths
 
@@ -155,8 +156,12 @@ def block_states(
     lengths = rope_lengths(draft.rotary, document_ids, anchors)  # [B, N]
     if lengths is not None:
         lengths = lengths.repeat_interleave(size, dim=1)  # [B, N*S]
-    layout = document_ids, anchors, blocks.kept, size, config.head_dim, draft.attention_backend
-    attends = draft.per_layer(lambda window: block_attending(*layout, window))
+
+    def attending(window: BlockWindow | None) -> Attending:
+        mask = block_mask(document_ids, anchors, blocks.kept, size, window)
+        return Attending.prepare(mask, config.head_dim, draft.attention_backend)
+
+    attends = draft.per_layer(attending)
     states = draft.forward_blocks(ids.flatten(1), positions.flatten(1), context, attends, lengths)
     # states: [B, N*S, H]; the slots from `first` on make the D drafts.
     return states.unflatten(1, (anchors.shape[1], size))[:, :, config.first :]

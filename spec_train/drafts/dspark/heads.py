@@ -36,6 +36,11 @@ class MarkovHead(nn.Module):
         elif kind != "vanilla":
             raise ValueError(f"markov_head_type = {kind!r}: choose from vanilla, gated, rnn")
 
+    @property
+    def of_token_alone(self) -> bool:
+        """Whether g depends on the previous token only, and not on the draft's states."""
+        return self.kind == "vanilla"
+
     def step(self, e: Tensor, y: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return g [..., r], which W2 multiplies, and the next state [..., r] or None.
 

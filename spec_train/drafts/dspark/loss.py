@@ -115,10 +115,17 @@ def _rows_loss(
     """
     options, rows = draft.options, chosen.rows
     hidden, latent, known, markov_w2 = y.flatten(0, 2)[rows], None, None, None  # hidden: [R, H]
+    shared, latent_of = SharedTeacher(teacher, chosen.slot), None
     if draft.markov_head is not None:
-        e = draft.markov_head.markov_w1(chosen.previous)  # [B, N, D, r]
-        latent = draft.markov_head.block(e, y).flatten(0, 2)[rows]  # [R, r]
-        known, markov_w2 = e.flatten(0, 2)[rows], draft.markov_head.markov_w2.weight
+        markov, markov_w2 = draft.markov_head, draft.markov_head.markov_w2.weight
+        if markov.of_token_alone:  # drafts of one slot follow the same token
+            latent_of = shared.index, shared.bounds
+            latent = markov.markov_w1(chosen.token_before(shared.slots))  # [M, r], M slots
+            known = latent[shared.index]  # [R, r]
+        else:
+            e = markov.markov_w1(chosen.previous)  # [B, N, D, r]
+            latent = markov.block(e, y).flatten(0, 2)[rows]  # [R, r]
+            known = e.flatten(0, 2)[rows]
     head_rows = draft.head_rows(head)  # [Vd, H]
     label = {"tokens": chosen.token, "hard": chosen.choice.clamp_min(0), "soft": None}
     first = chosen.weight * chosen.has_token * shares[0]  # [R]
@@ -128,11 +135,12 @@ def _rows_loss(
         latent,
         head_rows,
         markov_w2,
-        SharedTeacher(teacher, chosen.slot),
+        shared,
         label[options.compared_with],
         options.ce_weight * first if mixed else first,
         options.l1_weight * chosen.weight * shares[1],
         kind=None if mixed else LossKind.of(options),
+        latent_of=latent_of,
     )
     if draft.confidence_head is None:
         return loss, figures, None

@@ -91,6 +91,11 @@ class TrainedRows:
             previous=_gather(frame.input_ids, places),
         )
 
+    def token_before(self, slots: Tensor) -> Tensor:
+        """Return the token before the drafts of flat slots, int64 [M]; each is a slot of a row."""
+        first = torch.searchsorted(self.slot, slots)  # a row of every slot
+        return self.previous.flatten()[self.rows[first]]
+
     def totals(self) -> Tensor:
         """Return the summed weights of the first term and of the other terms, float64 [2]."""
         return torch.stack([(self.weight * self.has_token).sum(), self.weight.sum()])

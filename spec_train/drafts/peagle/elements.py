@@ -27,7 +27,7 @@ from spec_train.drafts.slots import document_offsets
 class Elements:
     """One forward pass: slots `first` to `stop` - 1 of every pack at depth 0, then deeper elements.
 
-    E = stop - first + D.
+    E = stop - first + D. The deeper ones are sorted by anchor, then depth, padding last.
     """
 
     first: int
@@ -89,8 +89,9 @@ def _elements(
     """
     batch, depths, length = own.shape
     device = own.device
-    # The P deeper elements, pack by pack, depth by depth; depth = level + 1.
-    row, level, anchor = own[:, 1:].nonzero(as_tuple=True)  # [P] each
+    # The P deeper elements, pack by pack, anchor by anchor, so that neighbours see nearly the same;
+    # depth = level + 1.
+    row, anchor, level = own[:, 1:].transpose(1, 2).nonzero(as_tuple=True)  # [P] each
     per_row = own[:, 1:].flatten(1).sum(1)  # [B]
     before = per_row.cumsum(0) - per_row  # [B]: deeper elements of earlier packs
     column = torch.arange(len(row), device=device) - before[row]  # [P], in 0..D-1

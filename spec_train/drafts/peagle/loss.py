@@ -34,8 +34,9 @@ from spec_train.drafts.peagle.model import PeagleModel
 from spec_train.drafts.protocol import DraftLoss
 from spec_train.drafts.slots import rope_lengths, step_masks
 from spec_train.drafts.teacher import SharedTeacher
-from spec_train.losses import LossKind, TeacherRows, head_loss, wide
+from spec_train.losses import LossKind, head_loss, wide
 from spec_train.metrics import chain_sums
+from spec_train.teacher_rows import SharedRows
 
 
 def peagle_loss(
@@ -191,7 +192,7 @@ def _segment_loss(
     trained = choice >= 0  # [n]: the target's choice is in the draft vocabulary
     shared = SharedTeacher(frame.teacher, slots, entropy=kind.name == "kl" and not kind.hard)
 
-    def teacher(part: slice) -> TeacherRows:
+    def teacher(part: slice) -> SharedRows:
         found = shared(part)
         return found.labelled(choice[part]) if kind.hard else found
 
@@ -211,7 +212,11 @@ def element_states(draft: PeagleModel, frame: Frame, elements: Elements) -> Tens
     tokens, carried = draft.element_inputs(frame.input_ids[:, part], features, elements.deeper)
     lengths = rope_lengths(draft.rotary, frame.document_ids, elements.anchors)  # [B, E]
     mask_of = functools.partial(
-        parallel_mask, elements.document_ids, elements.anchors, elements.depths
+        parallel_mask,
+        elements.document_ids,
+        elements.anchors,
+        elements.depths,
+        elements.stop - elements.first,
     )
     attends: list[Attend] = [
         functools.partial(attending, scale=draft.scale) for attending in draft.attendings(mask_of)

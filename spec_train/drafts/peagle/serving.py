@@ -113,9 +113,9 @@ def _deeper(
     `slots` int64 [n] are the anchors. The caches hold the rows of depth 0, and do so again after.
     """
     packs, length = batch.document_ids.shape
-    # The E = n * (depth - 1) elements of a pack, depth by depth.
-    anchors = slots.repeat(depth - 1).expand(packs, -1)  # [B, E]
-    depths = torch.arange(1, depth, device=slots.device).repeat_interleave(len(slots))
+    # The E = n * (depth - 1) elements of a pack, anchor by anchor.
+    anchors = slots.repeat_interleave(depth - 1).expand(packs, -1)  # [B, E]
+    depths = torch.arange(1, depth, device=slots.device).repeat(len(slots))
     depths = depths.expand(packs, -1)  # [B, E]
     every = torch.arange(length, device=slots.device).expand(packs, -1)  # [B, T]
     documents = torch.cat([batch.document_ids, batch.document_ids.gather(1, anchors)], dim=1)
@@ -125,6 +125,7 @@ def _deeper(
             documents,
             torch.cat([every, anchors], dim=1),
             torch.cat([torch.zeros_like(every), depths], dim=1),
+            length,
             window,
         )
         return _last_queries(mask, anchors.shape[1])
@@ -137,7 +138,7 @@ def _deeper(
     for cache in caches:
         cache.crop(length)
     best = argmax_by_chunks(draft.logits, states)  # [B, E]
-    return best.view(packs, depth - 1, len(slots)).transpose(1, 2)
+    return best.view(packs, len(slots), depth - 1)
 
 
 def _attends(
@@ -166,4 +167,5 @@ def _last_queries(mask: AttentionMask, count: int) -> AttentionMask:
         count,
         mask.keys,
         mask.device,
+        lambda: mask.make_spans().of_queries(first),
     )

@@ -14,7 +14,6 @@ from torch import Tensor
 from spec_data.shards.packing import row_layout
 from spec_train.attention import masked, unrolled
 from spec_train.attention import plain as plain_attention
-from spec_train.attention.block_runs import block_attending
 from spec_train.attention.masked import Attending
 from spec_train.attention.masks import (
     AttentionMask,
@@ -50,7 +49,7 @@ def softmax_over(q: Tensor, keys: list[Tensor], values: list[Tensor], scale: flo
 
 
 def elements() -> tuple[Tensor, Tensor, Tensor]:
-    deeper = [[(1, 1), (2, 1), (1, 2), (5, 1)], [(3, 1), (4, 1), (3, 2), (3, 3)]]
+    deeper = [[(1, 1), (1, 2), (2, 1), (5, 1)], [(3, 1), (3, 2), (3, 3), (4, 1)]]
     anchor = torch.tensor([[*range(LENGTH), *(a for a, _ in row)] for row in deeper])
     depth = torch.tensor([[0] * LENGTH + [d for _, d in row] for row in deeper])
     return DOCUMENTS.gather(1, anchor), anchor, depth
@@ -60,7 +59,7 @@ def made(name: str, window: int | None) -> AttentionMask:
     if name == "causal":
         return causal_mask(DOCUMENTS, window)
     if name == "parallel":
-        return parallel_mask(*elements(), window)
+        return parallel_mask(*elements(), LENGTH, window)
     of_layer = None if window is None else BlockWindow(window, name == "causal block")
     return block_mask(DOCUMENTS, ANCHORS, KEPT, SIZE, of_layer)
 
@@ -124,7 +123,7 @@ def test_a_window_longer_than_every_document_changes_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("backend", ["dense", "sdpa", "sdpa in chunks", "flex", "runs"])
+@pytest.mark.parametrize("backend", ["dense", "sdpa", "sdpa in chunks", "flex"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
 def test_back_ends_are_the_loops_in_values_and_gradients(
     name: str, backend: str, monkeypatch: pytest.MonkeyPatch
@@ -133,13 +132,7 @@ def test_back_ends_are_the_loops_in_values_and_gradients(
     inputs = drawn(0, (2, 2, mask.queries, size), (2, 1, mask.keys, size), (2, 1, mask.keys, size))
     if backend == "sdpa in chunks":
         monkeypatch.setattr(masked, "CHUNK", 2)
-    if backend == "runs" and "block" not in name:
-        pytest.skip("runs are of blocks")
-    if backend == "runs":
-        window = BlockWindow(2, name == "causal block")
-        attending = block_attending(DOCUMENTS, ANCHORS, KEPT, SIZE, size, "sdpa", window)
-    else:
-        attending = Attending.prepare(mask, size, backend.removesuffix(" in chunks"))
+    attending = Attending.prepare(mask, size, backend.removesuffix(" in chunks"))
     if backend == "flex":  # on CPUs it has no backward, and no float64
         inputs = [x.detach().float() for x in inputs]
     found = attending(*inputs, 0.3)
@@ -166,12 +159,13 @@ def test_back_ends_are_the_loops_in_values_and_gradients(
             close(a, b, terms=2 * LAYER, magnitude=1.0)  # some are zero: one key only
 
 
-def test_a_window_makes_the_context_of_a_run_of_blocks_shorter() -> None:
+def test_a_window_makes_the_context_of_a_chunk_shorter() -> None:
     documents, _ = row_layout([[40]], 40)
     anchors = torch.tensor([[30, 33]])
     kept = torch.ones_like(anchors, dtype=torch.bool)
-    runs = block_attending(documents, anchors, kept, SIZE, 8, "sdpa", BlockWindow(5, True))
-    assert [run.context for run in runs._packs[0]] == [slice(26, 34)]
+    mask = block_mask(documents, anchors, kept, SIZE, BlockWindow(5, True))
+    (chunk,) = Attending.prepare(mask, 8, "sdpa").mask
+    assert chunk.keys == (slice(26, 33), slice(40, 46))  # slot 30 sees 26 to 29, then its block
 
 
 # -- the unroll -----------------------------------------------------------------------------------

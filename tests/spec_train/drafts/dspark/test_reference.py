@@ -186,18 +186,27 @@ def rows_of(teacher: TeacherRows, part: slice) -> TeacherRows:
     return teacher[torch.arange(part.start, part.stop)]
 
 
+@pytest.mark.parametrize("shared", [None, [0, 0, 1, 1, 1, 1, 2, 3]])
 @pytest.mark.parametrize("reduced", [True, False])
 @pytest.mark.parametrize("labelled", [True, False])
 @pytest.mark.parametrize("rows", [1, 3, 100])
 def test_chunks_change_nothing_and_gradients_are_autograds(
-    rows: int, labelled: bool, reduced: bool
+    rows: int,
+    labelled: bool,
+    reduced: bool,
+    shared: list[int] | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Rows may share a latent vector, across tiles (of two rows) and chunks."""
+    monkeypatch.setattr("spec_train.tiles.TILE_ELEMENTS", 2 * 11)
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    hidden, latent, w2 = (x.requires_grad_() for x in (draw(8, 6), draw(8, 4), draw(11, 4)))
+    count = 8 if shared is None else 4
+    latent_of = torch.arange(8) if shared is None else torch.tensor(shared)
+    hidden, latent, w2 = (x.requires_grad_() for x in (draw(8, 6), draw(count, 4), draw(11, 4)))
     weight, p = draw(11, 6), torch.softmax(draw(8, 11), -1)
     ce, l1 = draw(8).abs(), draw(8).abs()
     labels = torch.randint(11, (8,), generator=generator)
@@ -205,10 +214,19 @@ def test_chunks_change_nothing_and_gradients_are_autograds(
     teacher = TeacherRows(p, mass)
     given = labels if labelled else None
     total, figures = block_rows_loss(
-        hidden, latent, weight, w2, lambda part: rows_of(teacher, part), given, ce, l1, rows
+        hidden,
+        latent,
+        weight,
+        w2,
+        lambda part: rows_of(teacher, part),
+        given,
+        ce,
+        l1,
+        rows,
+        latent_of=None if shared is None else (latent_of, shared),
     )
     found = torch.autograd.grad(2.5 * total, [hidden, latent, w2])
-    log_q = torch.log_softmax(hidden @ weight.T + latent @ w2.T, -1)
+    log_q = torch.log_softmax(hidden @ weight.T + latent[latent_of] @ w2.T, -1)
     distance = (log_q.exp() - p).abs().sum(-1)
     entropy = -(log_q.gather(1, labels[:, None])[:, 0] if labelled else (p * log_q).sum(-1))
     expected = (ce * entropy + l1 * distance).sum()

@@ -1,7 +1,11 @@
-"""Training losses written straightforwardly: all slots, T x T scores, all logits in float32.
+"""Training losses written as public trainers write them on PyTorch: the baselines of `fit.py`.
 
-Baselines for `fit.py`: each receives the draft, batch and head of the trainer and returns the same
-loss (asserted there). Nothing is chunked or skipped.
+Each receives the draft, batch and head of the trainer, and returns the same loss; `fit.py` compares
+values and gradients. All elements of a row are in one forward pass, attention is
+`scaled_dot_product_attention` with an additive mask that is made once per batch, every slot has its
+logits, and autograd makes the backward pass. EAGLE-3's unroll has no such form, because the keys of
+a later step are seen by one slot each: there the scores are written out, as trainers do without
+flex_attention.
 """
 
 from collections.abc import Callable
@@ -11,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from spec_data.shards.head_spec import apply_head
 from spec_data.shards.packing import shift_left
 from spec_data.shards.schema import FINAL
 from spec_train.attention.masks import AttentionMask, block_mask, causal_mask, parallel_mask
@@ -35,7 +40,17 @@ def shifted(x: Tensor, batch: DraftBatch) -> Tensor:
     return x.roll(-1, 1).masked_fill(last[..., None], 0)
 
 
-def eager_eagle3(draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:
+def proposed(draft: Any, logits: Tensor) -> Tensor:
+    """Return the target's logits of the draft vocabulary, [..., Vd] of [..., V]."""
+    return logits if draft.full_vocabulary else logits[..., draft.draft_ids]
+
+
+def rows_at(x: Tensor, places: Tensor) -> Tensor:
+    """Return the entries [B, n, ...] of `x` [B, T, ...] at slots, int64 [B, n]."""
+    return torch.stack([row[place] for row, place in zip(x, places, strict=True)])
+
+
+def unrolled(draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:
     """The training-time test, one step after the other over every slot."""
     layer, attention = draft.midlayer, draft.midlayer.self_attn
     documents, length = batch.document_ids, batch.document_ids.shape[1]
@@ -43,7 +58,8 @@ def eager_eagle3(draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:
     known = shifted(batch.input_ids, batch)
     logits = head.logits(shifted(batch.hidden[FINAL], batch))  # [B, T, V]
     inside = draft.t2d[logits.argmax(-1)] & mask
-    teacher = logits[..., draft.draft_ids].softmax(-1)
+    teacher = proposed(draft, logits).softmax(-1)
+    del logits
     slots = torch.arange(length, device=documents.device)
     unseen = (documents[:, :, None] != documents[:, None]) | (slots > slots[:, None])
     bias = torch.zeros(unseen.shape, device=unseen.device)
@@ -65,7 +81,7 @@ def eager_eagle3(draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:
         out = shares[..., :length] @ values[0]
         for i, v in enumerate(values[1:]):
             out = out + shares[..., length + i, None] * v
-        carried = draft.feedback(layer.outputs(carried, out))
+        carried = draft.feedback(layer.outputs(u, carried, out))
         log_q = draft.logits(carried).float().log_softmax(-1)  # [B, T, Vd]
         losses = -(teacher * log_q).sum(-1)
         share = draft.options.step_decay**step
@@ -75,19 +91,19 @@ def eager_eagle3(draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:
     return total / weight
 
 
-def attend_densely(mask: AttentionMask, scale: float) -> Callable[..., Tensor]:
-    """Softmax attention that holds a score for every query and key."""
+def attend_masked(mask: AttentionMask, scale: float) -> Callable[..., Tensor]:
+    """Return torch's attention under the whole table of the mask, as an additive one."""
     seen = mask.dense()
-    bias = torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, float("-inf"))
+    bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
         k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
-        return (q @ k.mT * scale + bias).softmax(-1) @ v
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
 
     return attend
 
 
-def eager_eagle(draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:
+def layer_by_layer(draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:
     """EAGLE-1: regression and cross-entropy at every slot, masked afterwards."""
     options, documents, states = draft.options, batch.document_ids, batch.hidden[FINAL]
     fed = states
@@ -95,19 +111,20 @@ def eager_eagle(draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:
         fed = states + input_noise(states, documents, options.noise, options.noise_scale)
     x = draft.fuse(shifted(batch.input_ids, batch), fed)
     cos, sin = draft.rotary.cos_sin(batch.position_ids, None, x.dtype)
-    attend = attend_densely(causal_mask(documents), draft.scale)
+    attend = attend_masked(causal_mask(documents), draft.scale)
     for layer in draft.layers:
         x = layer(x, cos, sin, attend)
     wanted = shifted(states, batch)
     distance = F.smooth_l1_loss(x, wanted, reduction="none").mean(-1)
     teacher = head.logits(wanted).softmax(-1)
-    entropy = -(teacher * head.logits(x).log_softmax(-1)).sum(-1)
+    logits = apply_head(x, head.head_weight, head.head_bias, head.spec)
+    entropy = -(teacher * logits.log_softmax(-1)).sum(-1)
     mask = supervised_slots(batch.loss_mask, documents, options.slots)[0]
     losses = options.regression_weight * distance + options.ce_weight * entropy
     return (losses * mask).sum() / mask.sum()
 
 
-def eager_peagle(draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:
+def all_elements(draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:
     """P-EAGLE: one forward over all elements, logits of every element."""
     documents, length = batch.document_ids, batch.document_ids.shape[1]
     sample = draft.draw(batch)
@@ -116,21 +133,20 @@ def eager_peagle(draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:
     known = shifted(batch.input_ids, batch)
     features = draft.project(batch.aux(draft.config.layers))
     tokens, carried = draft.element_inputs(known, features, elements.deeper)
-    mask = parallel_mask(elements.document_ids, elements.anchors, elements.depths)
-    attend = attend_densely(mask, draft.scale)
+    mask = parallel_mask(elements.document_ids, elements.anchors, elements.depths, length)
+    attend = attend_masked(mask, draft.scale)
     positions = batch.position_ids.gather(1, elements.anchors) + elements.depths
     states = draft.states(tokens, carried, positions, None, [attend] * len(draft.layers))
     log_q = draft.logits(states).float().log_softmax(-1)  # [B, E, Vd]
     slots = (elements.anchors + elements.depths).clamp_max(length - 1)
-    logits = head.logits(shifted(batch.hidden[FINAL], batch))[..., draft.draft_ids]
-    teacher = logits.softmax(-1).gather(1, slots[..., None].expand(-1, -1, logits.shape[-1]))
-    losses = (torch.xlogy(teacher, teacher) - teacher * log_q).sum(-1)
+    teacher = proposed(draft, head.logits(shifted(batch.hidden[FINAL], batch))).softmax(-1)
+    losses = F.kl_div(log_q, rows_at(teacher, slots), reduction="none").sum(-1)
     counted = torch.zeros_like(losses).flatten()
     counted[elements.place] = 1
     return (losses.flatten() * counted).sum() / counted.sum()
 
 
-def eager_blocks(draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:
+def all_blocks(draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:
     """DSpark and DFlash: all blocks over the whole row, logits of every draft."""
     config, options, documents = draft.config, draft.options, batch.document_ids
     blocks = sample_blocks(batch.loss_mask, documents, options.num_anchors)
@@ -140,45 +156,45 @@ def eager_blocks(draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:
     steps = torch.arange(size, device=anchors.device)
     positions = batch.position_ids.gather(1, anchors)[..., None] + steps
     context = draft.context(batch.aux(config.layers), batch.position_ids)
-    attend = attend_densely(
-        block_mask(documents, anchors, blocks.kept, size), config.head_dim**-0.5
-    )
-    y = draft.forward_blocks(ids.flatten(1), positions.flatten(1), context, attend)
+    mask = block_mask(documents, anchors, blocks.kept, size)
+    attends = [attend_masked(mask, config.head_dim**-0.5)] * config.num_hidden_layers
+    y = draft.forward_blocks(ids.flatten(1), positions.flatten(1), context, attends)
     y = y.unflatten(1, (anchors.shape[1], size))[:, :, config.first :]  # [B, N, D, H]
     places = blocks.places(depth).clamp_max(documents.shape[1] - 1)
-
-    def at(x: Tensor) -> Tensor:
-        return torch.stack([row[place] for row, place in zip(x, places, strict=True)])
-
     logits, heads = y @ draft.head_rows(head).mT, draft.markov_head  # [B, N, D, Vd]
     known = None
     if heads is not None:
-        known = heads.markov_w1(at(batch.input_ids))
+        known = heads.markov_w1(rows_at(batch.input_ids, places))
         logits = logits + heads.markov_w2(heads.block(known, y))
     log_q = logits.float().log_softmax(-1)
-    teacher = at(head.logits(batch.hidden[FINAL])[..., draft.draft_ids].softmax(-1))
-    labels = draft.draft_index[at(shifted(batch.input_ids, batch))]
+    z = head.logits(batch.hidden[FINAL])  # [B, T, V]
+    teacher = rows_at(proposed(draft, z).softmax(-1), places)
+    labels = draft.draft_index[rows_at(shifted(batch.input_ids, batch), places)]
     entropy = -log_q.gather(-1, labels.clamp_min(0)[..., None]).squeeze(-1)
     distance = (log_q.exp() - teacher).abs().sum(-1)
     alive = drafted_mask(batch.loss_mask, documents, depth)
-    counts = torch.stack([row[a] for row, a in zip(alive, anchors, strict=True)])
-    counts = counts & (draft.draft_index[at(batch.target_argmax)] >= 0)
+    counts = rows_at(alive, anchors)
+    counts = counts & (draft.draft_index[rows_at(batch.target_argmax, places)] >= 0)
     weight = counts * draft_weights(draft)
     ce_total, total = draft.slot_counts(batch)
     loss = options.ce_weight * (entropy * weight * (labels >= 0)).sum() / ce_total
     loss = loss + options.l1_weight * (distance * weight).sum() / total
     if draft.confidence_head is not None:
         rate = (1 - distance / 2).detach().clamp(0, 1)
+        if not draft.full_vocabulary:  # the target's probability of the draft vocabulary
+            mass = (proposed(draft, z).logsumexp(-1) - z.logsumexp(-1)).exp()
+            full = teacher * rows_at(mass, places)[..., None]
+            rate = torch.minimum(full, log_q.detach().exp()).sum(-1)
         forecast = draft.confidence_head(y, known).float()
         bce = F.binary_cross_entropy_with_logits(forecast, rate, reduction="none")
         loss = loss + options.confidence_weight * (bce * weight).sum() / total
     return loss
 
 
-EAGER = {
-    "eagle": eager_eagle,
-    "eagle3": eager_eagle3,
-    "peagle": eager_peagle,
-    "dspark": eager_blocks,
-    "dflash": eager_blocks,
+BASELINES = {
+    "eagle": layer_by_layer,
+    "eagle3": unrolled,
+    "peagle": all_elements,
+    "dspark": all_blocks,
+    "dflash": all_blocks,
 }

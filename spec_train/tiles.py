@@ -1,0 +1,84 @@
+"""Passes over logits that stay in the CPU's cache.
+
+A loss passes over its logits some ten times. A chunk of them (`losses.rows_per_chunk`) is made by
+one matrix product and is far larger than a cache, so the passes run over a few rows at a time:
+tiles. On a GPU a chunk is one tile. torch's CPU kernels for the largest entry with its index, the
+log-sum-exp and the product of rows are several times slower than those used here.
+
+n rows, V entries of a row.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+TILE_ELEMENTS = 1 << 18  # of a tile on a CPU: 1 MB of float32
+_BLOCK = 64  # entries of which the largest one is found at once
+
+
+def tiles(rows: int, width: int, device: torch.device) -> list[slice]:
+    """Cut `rows` rows of `width` entries into tiles."""
+    size = max(1, TILE_ELEMENTS // max(width, 1)) if device.type == "cpu" else max(rows, 1)
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def dot(left: Tensor, right: Tensor) -> Tensor:
+    """Return the sums of products over the last dimension; the others broadcast."""
+    return (left * right).sum(-1)
+
+
+def largest(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest entry of [..., V], and its index, int64; both [...]."""
+    width = x.shape[-1] // _BLOCK * _BLOCK
+    if x.device.type != "cpu" or width < 16 * _BLOCK:
+        peak, best = x.max(-1)
+        return peak, best
+    blocks = x[..., :width].unflatten(-1, (-1, _BLOCK))
+    peak, block = blocks.amax(-1).max(-1)  # [...] each
+    chosen = blocks.gather(-2, block[..., None, None].expand(*block.shape, 1, _BLOCK))
+    best = block * _BLOCK + chosen.squeeze(-2).argmax(-1)
+    if width < x.shape[-1]:
+        rest, place = x[..., width:].max(-1)
+        later = rest > peak
+        peak, best = torch.where(later, rest, peak), torch.where(later, place + width, best)
+    return peak, best
+
+
+def softmax_sums(logits: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return softmax [..., V], log of the sum of exp [...], and the largest logit's index [...].
+
+    `out`, of the shape of the logits, receives the softmax. On a GPU it may share their memory,
+    which saves a tensor of this size.
+    """
+    peak, best = largest(logits)
+    if logits.device.type == "cpu":
+        q = torch.softmax(logits, -1) if out is None else torch.softmax(logits, -1, out=out)
+        # The softmax of the largest logit is 1 / sum of exp(logit - peak).
+        return q, peak - q.gather(-1, best[..., None]).squeeze(-1).log(), best
+    q = torch.sub(logits, peak[..., None], out=out).exp_()
+    mass = q.sum(-1, keepdim=True)
+    return q.div_(mass), peak + mass.squeeze(-1).log(), best
+
+
+def log_sums(logits: Tensor) -> Tensor:
+    """Return the log of the sum of exp over the last dimension: [n] of [n, V]."""
+    parts = tiles(len(logits), logits.shape[1], logits.device)
+    return torch.cat([softmax_sums(logits[tile])[1] for tile in parts])
+
+
+def product(states: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
+    """Return states [..., H] times weight [V, H], plus a bias [V] or None: wide, [..., V].
+
+    Uses the memory of `buffer`, a flat tensor of the wide dtype with enough entries, if no dtype is
+    to be changed.
+    """
+    plain = states.dtype == weight.dtype == buffer.dtype
+    if not plain or torch.is_autocast_enabled(states.device.type):
+        out = F.linear(states, weight, bias)
+        return out if out.dtype == torch.float64 else out.float()
+    flat = states.reshape(-1, states.shape[-1])
+    out = buffer[: len(flat) * len(weight)].view(len(flat), len(weight))
+    torch.mm(flat, weight.T, out=out)
+    if bias is not None:
+        out += bias
+    return out.view(*states.shape[:-1], len(weight))

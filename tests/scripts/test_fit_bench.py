@@ -1,0 +1,49 @@
+"""The steps that `scripts/bench/fit.py` compares are the same: losses and gradients of any way."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCH = Path(__file__).parents[2] / "scripts" / "bench"
+VOCAB, FEW = 1100, 300  # of the target, and the reduced draft vocabulary
+DRAFTS = [("eagle", VOCAB), ("dflash", VOCAB)]
+DRAFTS += [(name, size) for name in ("eagle3", "peagle", "dspark") for size in (FEW, VOCAB)]
+
+
+@pytest.fixture(scope="module")
+def fit():
+    sys.path.insert(0, str(BENCH))
+    try:
+        import fit
+    finally:
+        sys.path.remove(str(BENCH))
+    return fit
+
+
+@pytest.mark.parametrize("name, vocab", DRAFTS)
+def test_baseline_and_recomputed_steps_have_the_gradients_of_ours(
+    fit, name, vocab, monkeypatch
+) -> None:
+    """`measure` raises if they differ. Small sizes, and tiles of eight rows."""
+    for constant, value in (("HIDDEN", 64), ("HEADS", 2), ("KV_HEADS", 1), ("VOCAB", VOCAB)):
+        monkeypatch.setattr(f"fit_problem.{constant}", value)
+    monkeypatch.setattr("fit_problem.FREQUENT", FEW)
+    monkeypatch.setattr("spec_train.tiles.TILE_ELEMENTS", 8 * vocab)
+    ways = ["ours", "baseline"] + ["recomputed"] * fit.has_option(name, "gradient_checkpointing")
+    args = argparse.Namespace(device="cpu", rounds=1)
+    found = fit.measure(name, ways, 60, vocab, args)
+    assert list(found) == ways
+    assert 0 < found["ours"]["flop"] < found["baseline"]["flop"]
+
+
+def test_another_loss_or_gradient_is_refused(fit) -> None:
+    ours = {"loss": 2.0, "gradients": [torch.ones(3), torch.zeros(2)]}
+    fit.compare({"ours": ours, "other": ours})
+    with pytest.raises(SystemExit, match="loss"):
+        fit.compare({"ours": ours, "other": ours | {"loss": 2.001}})
+    for wrong in ([torch.ones(3) * 1.01, torch.zeros(2)], [torch.ones(3), torch.ones(2) * 1e-6]):
+        with pytest.raises(SystemExit, match="gradient"):
+            fit.compare({"ours": ours, "other": ours | {"gradients": wrong}})
