@@ -94,7 +94,7 @@ def test_filling_a_buffer_again_allocates_nothing_that_grows_with_tokens(path, d
     batches = [batch for batch in plan.batches(0) if len(batch) == 4]
     for packs in batches:  # every view is made, every shard open
         buffer.fill(dataset, packs, plan)
-    own = [*buffer.tensors.values(), buffer.document_ids, buffer.position_ids, buffer._positions]
+    own = [*buffer.tensors.values(), buffer.document_ids, buffer.position_ids]
     known = {t.untyped_storage().data_ptr() for t in own}
     payload = sum(t.nbytes for t in own)
     with Fresh(known) as fresh:
