@@ -28,6 +28,8 @@ from spec_data.placement_options import (
     offload_dir_option,
     spread_of,
     tp_plan_option,
+    vllm_memory_option,
+    vllm_tensor_parallel_option,
 )
 from spec_data.shards.errors import ConfigError
 from spec_data.worker_options import (
@@ -171,6 +173,7 @@ class GenerateConfig:
             "block-causal-window",
             "block-causal",
             "position-ids",
+            "requests",
         ),
     )
     dtype: str = option(
@@ -190,6 +193,8 @@ class GenerateConfig:
     max_memory: str | None = max_memory_option()
     offload_dir: str | None = offload_dir_option()
     tp_plan: str | None = tp_plan_option()
+    vllm_tensor_parallel: int = vllm_tensor_parallel_option()
+    vllm_memory: float = vllm_memory_option()
     attn: str = option(
         "auto",
         help="attention implementation of transformers: auto, sdpa, eager, flash_attention_2",

@@ -12,6 +12,8 @@ from spec_data.placement_options import (
     offload_dir_option,
     spread_of,
     tp_plan_option,
+    vllm_memory_option,
+    vllm_tensor_parallel_option,
 )
 
 
@@ -94,6 +96,8 @@ class VerifyConfig:
     max_memory: str | None = max_memory_option()
     offload_dir: str | None = offload_dir_option()
     tp_plan: str | None = tp_plan_option()
+    vllm_tensor_parallel: int = vllm_tensor_parallel_option()
+    vllm_memory: float = vllm_memory_option()
     trust_remote_code: bool = option(
         False,
         help="run Python code that comes with the model; only for authors you trust",

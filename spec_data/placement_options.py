@@ -37,9 +37,10 @@ def backend_option() -> Any:
     """The option --backend."""
     return option(
         "hf",
-        help="what runs the target: hf is transformers",
+        help="what runs the target: hf is transformers; vllm is vLLM in this process, for targets "
+        "that it serves (pip install 'spec-data[vllm]')",
         group=RUNNING,
-        choices=("hf",),
+        choices=("hf", "vllm"),
     )
 
 
@@ -85,6 +86,27 @@ def tp_plan_option() -> Any:
         "the plan of its family in transformers; the first process writes the dataset",
         group=RUNNING,
         choices=("auto",),
+    )
+
+
+def vllm_tensor_parallel_option() -> Any:
+    """The option --vllm-tensor-parallel."""
+    return option(
+        1,
+        help="with --backend vllm: GPUs that share every layer",
+        group=RUNNING,
+        metavar="N",
+    )
+
+
+def vllm_memory_option() -> Any:
+    """The option --vllm-memory."""
+    return option(
+        0.8,
+        help="with --backend vllm: share of each GPU's memory for weights and the cache of keys "
+        "and values. States, logits and a second head need the rest",
+        group=RUNNING,
+        metavar="SHARE",
     )
 
 

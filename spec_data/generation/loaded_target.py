@@ -6,6 +6,7 @@ from torch import Tensor
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup
 from spec_data.generation.target_files import rope_factors
+from spec_data.generation.unit_size import BATCH_TOKENS
 from spec_data.target.backend import BackendOptions, TargetBackend, open_backend
 from spec_data.target.proofs import proof_documents, proof_length
 
@@ -31,6 +32,10 @@ def backend_options(setup: Setup, plan: Plan) -> BackendOptions:
         trust_remote_code=config.trust_remote_code,
         rope_factors=rope_factors(setup, plan),
         spread=config.spread,
+        longest=int(plan.lengths.max()),
+        batch_tokens=config.forward_tokens or BATCH_TOKENS,
+        tensor_parallel=config.vllm_tensor_parallel,
+        engine_memory=config.vllm_memory,
     )
 
 

@@ -33,7 +33,7 @@ from spec_data.shards.files import (
 from spec_data.shards.packing import pack_documents
 from spec_data.shards.schema import Column
 from spec_data.shards.writer import UnitData, shard_bytes
-from spec_data.target.mask_forms import ROWS, SINGLE
+from spec_data.target.mask_forms import REQUESTS, ROWS, SINGLE
 
 __all__ = ["PLAN_COLUMNS", "DocumentCounts", "Plan", "load_plan", "planned", "save_plan"]
 
@@ -162,10 +162,13 @@ def unit_batches(
     A row is a list of document indices in the unit. In packed forms it is a pack, filled by best
     fit. In the form "rows" it is one document; documents are sorted by length, so that there is
     little padding. In the form "single" a batch is one document, and in the other forms, too, if
-    the document is longer than a pack: its row then needs neither padding nor a mask.
+    the document is longer than a pack: its row then needs neither padding nor a mask. In the form
+    "requests" a row is one document, and the rows of a batch have `batch_tokens` tokens together.
     """
     if form == SINGLE:
         return [[[d]] for d in range(len(lengths))]
+    if form == REQUESTS:
+        return [[[d] for d in group] for group in _in_turn(lengths, batch_tokens)]
     short = [d for d, length in enumerate(lengths) if length <= pack_length]
     alone = [[[d]] for d, length in enumerate(lengths) if length > pack_length]
     if form == ROWS:
@@ -181,6 +184,19 @@ def unit_batches(
     packs = [[short[i] for i in pack] for pack in found]
     step = max(1, batch_tokens // pack_length)
     return [packs[i : i + step] for i in range(0, len(packs), step)] + alone
+
+
+def _in_turn(lengths: list[int], most: int) -> list[list[int]]:
+    """Divide documents, in their order, into groups of at most `most` tokens, or one document."""
+    groups: list[list[int]] = []
+    left = 0
+    for d, length in enumerate(lengths):
+        if length > left or not groups:
+            groups.append([])
+            left = most
+        groups[-1].append(d)
+        left -= length
+    return groups
 
 
 def save_plan(folder: Path, plan: Plan) -> None:

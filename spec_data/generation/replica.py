@@ -54,7 +54,11 @@ class Replica:
         self.setup, self.plan, self.out = setup, plan, out
         self.target = load_target(setup, plan)
         kept: dict[ForwardKey, Forwarded] = {}
-        self.draft = draft = prove_target(setup, plan, self.target, out, kept)
+        try:
+            self.draft = draft = prove_target(setup, plan, self.target, out, kept)
+        except BaseException:
+            self.close()
+            raise
         widths = {c.name: c.width or 1 for c in setup.columns if c.lossy}
         tables = load_tables(out / TABLES, widths, draft["codec"]["sha256"]) if widths else {}
         self.settings = CaptureSettings(

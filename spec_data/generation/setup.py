@@ -38,6 +38,7 @@ from spec_data.shards.follow import WORK
 from spec_data.shards.layer_ids import choose_layers
 from spec_data.shards.reader import MANIFEST
 from spec_data.shards.schema import ALL, Column, format_version, token_columns
+from spec_data.target.vllm_engine import vllm_version
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,8 @@ def set_up(config: GenerateConfig, weights: bool = True) -> Setup:
     """
     _check_out(config)
     config = _as_begun(config)
+    if config.backend == "vllm" and weights:
+        vllm_version()  # it is missing: say so before anything is read
     model_dir, commit = resolve_model(config.target, config.revision, weights)
     model_config = load_config(model_dir, config.trust_remote_code)
     if weights:
@@ -247,6 +250,8 @@ def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
             sampling_temperature=config.sampling_temperature,
             rope_factors=config.rope_factors if config.rope_factors != "auto" else None,
             backend=config.backend if config.backend != "hf" else None,
+            vllm=vllm_version() if config.backend == "vllm" else None,
+            tensor_parallel=config.vllm_tensor_parallel if config.backend == "vllm" else None,
             device_map=config.device_map,
             tp_plan=config.tp_plan,
         ),
@@ -287,7 +292,7 @@ def changed_settings(setup: Setup, saved: dict[str, Any]) -> list[str]:
 
 # What changes states by rounding at most. A run with others is compared with the one that proved
 # the target, see `generation.running`.
-_OF_RUNNING = ("device", "device_map", "tp_plan", "batch_tokens")
+_OF_RUNNING = ("device", "device_map", "tp_plan", "tensor_parallel", "batch_tokens")
 
 
 def data_settings(saved: dict[str, Any]) -> dict[str, Any]:

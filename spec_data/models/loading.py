@@ -5,7 +5,7 @@ the head is tied to the embedding. Both change the states without an error, so b
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ def load_model(
     attn: str = "auto",
     trust: bool = False,
     spread: Spread | None = None,
+    change: Callable[[Any], None] | None = None,
 ) -> Any:
     """Load a causal LM in evaluation mode, without gradients, on `device`.
 
@@ -52,6 +53,8 @@ def load_model(
         attn: the attention implementation; "auto" is sdpa, or what the family supports.
         trust: run the code that comes with the model (`trust_remote_code`).
         spread: several devices instead of `device`.
+        change: changes the modules of the model before any weight is read. Weights of modules
+            that it removes are not read.
 
     Raises:
         MissingError: there is no such model.
@@ -68,7 +71,7 @@ def load_model(
     config = load_config(directory, trust)  # refuses what is no decoder-only model
     check_quantisation(path, config)
     try:
-        model, info = _auto_class(config).from_pretrained(
+        model, info = _class_for(config, trust, change).from_pretrained(
             directory,
             dtype=known,
             attn_implementation=None if attn == "auto" else attn,
@@ -80,7 +83,7 @@ def load_model(
         )
     except (ValueError, KeyError, OSError, ImportError, SafetensorError) as error:
         raise TargetError(f"cannot load {path} as a causal language model: {error}") from None
-    _check_complete(path, info)
+    _check_complete(path, info if change is None else info | {"unexpected_keys": ()})
     _check_tied(path, model)
     return model.eval().requires_grad_(False)
 
@@ -121,6 +124,22 @@ def _auto_class(config: Any) -> Any:
     if kind in IMAGE_TEXT and kind not in CAUSAL:
         return AutoModelForImageTextToText
     return AutoModelForCausalLM
+
+
+def _class_for(config: Any, trust: bool, change: Callable[[Any], None] | None) -> Any:
+    """Return the class that loads a model; with `change`, one that changes what it has built."""
+    auto = _auto_class(config)
+    if change is None:
+        return auto
+    with torch.device("meta"):
+        plain = type(auto.from_config(config, trust_remote_code=trust))
+
+    def build(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain.__init__(self, *args, **kwargs)
+        change(self)
+
+    changed = {"__init__": build, "__module__": plain.__module__}
+    return type(plain.__name__, (plain,), changed | {"_keys_to_ignore_on_load_unexpected": ["."]})
 
 
 def _check_complete(path: str, info: dict[str, Any]) -> None:

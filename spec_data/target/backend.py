@@ -23,7 +23,10 @@ from spec_data.shards.position_data import Positions
 from spec_data.target.forward_batch import ForwardBatch
 from spec_data.target.proofs import IsolationProof
 
-BACKENDS = {"hf": "spec_data.target.hf_backend.HFBackend"}
+BACKENDS = {
+    "hf": "spec_data.target.hf_backend.HFBackend",
+    "vllm": "spec_data.target.vllm_backend.VLLMBackend",
+}
 """The class of each value of --backend; its class method `open` takes `BackendOptions`."""
 
 SHARDED = {"hf": "spec_data.target.tensor_parallel.ShardedBackend"}
@@ -55,6 +58,11 @@ class BackendOptions:
         dtype, device, attn, trust_remote_code: see `spec_data.models.loading.load_model`.
         rope_factors: "short" or "long" of a longrope target; None: it has no longrope.
         spread: several devices instead of `device`.
+        longest: tokens of the longest document; None: the context of the target. An engine
+            reserves memory for it.
+        batch_tokens: tokens of a forward; None: what the backend likes.
+        tensor_parallel: devices that share each layer, in a backend that can do that.
+        engine_memory: share of each GPU's memory that an engine takes.
     """
 
     path: str | Path
@@ -65,6 +73,10 @@ class BackendOptions:
     trust_remote_code: bool = False
     rope_factors: str | None = None
     spread: Spread | None = None
+    longest: int | None = None
+    batch_tokens: int | None = None
+    tensor_parallel: int = 1
+    engine_memory: float = 0.8
 
 
 class TargetBackend(Protocol):

@@ -10,6 +10,10 @@ candidate, which `proofs.py` accepts or rejects on real packs.
     position-ids          no mask; position ids restart at each document
     rows                  no packing: one document per row, several right-padded rows per batch
     single                no packing: one document per batch
+
+An engine that packs requests itself has one form of its own:
+
+    requests              several documents per forward, each a request of its own
 """
 
 from typing import Any
@@ -22,6 +26,7 @@ from spec_data.shards.packing import block_causal_mask
 
 ROWS = "rows"
 SINGLE = "single"
+REQUESTS = "requests"
 _WINDOWED = {"sliding_attention"}
 _PLAIN = {"full_attention"}
 

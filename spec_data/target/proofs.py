@@ -25,10 +25,10 @@ from spec_data.models.reading import text_config
 from spec_data.shards.errors import RunError, TargetError
 from spec_data.shards.packing import pack_documents, row_layout
 from spec_data.target.hooks import Captured
-from spec_data.target.mask_forms import ROWS, SINGLE, mask_forms, view_of
+from spec_data.target.mask_forms import REQUESTS, ROWS, SINGLE, mask_forms, view_of
 
 # Largest plausible rounding difference of the states of one document, relative, by dtype.
-_FLOOR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+FLOOR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 _NOISE_FACTOR = 4.0
 # Tokens of a document that are enough for a target without windows and rotary switches.
 _PROOF_TOKENS = 2048
@@ -38,7 +38,7 @@ _BEYOND_SWITCH = 64
 _CHUNK_TOKENS, _MOST_CHUNK_TOKENS, _BEYOND_VIEW, _LAST = 1024, 8192, 512, 256
 # Largest error of the head as data, relative to the largest logit of a token: two roundings of the
 # head's output.
-_HEAD_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+HEAD_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 # What the code of a family raises if it is given a mask that it does not know.
@@ -100,7 +100,8 @@ class IsolationProof:
         """The outcome in words: the form, what it differs by, and the forms that failed."""
         found = self.differences[self.form]
         packed = self.form not in (ROWS, SINGLE)
-        text = f"{self.form} (several documents per row)" if packed else "one document per row"
+        shared = "forward" if self.form == REQUESTS else "row"
+        text = f"{self.form} (several documents per {shared})" if packed else "one document per row"
         if not isinstance(found, str):
             text += (
                 f"; states differ from documents run alone by at most {found:.1e} "
@@ -171,7 +172,7 @@ def prove_isolation(
     documents = [ids[:limit] for ids in documents]
     pack_length = min(pack_length, 2 * limit)  # a narrow pack proves the same mask
     alone = [_unpacked(target, [ids])[0] for ids in documents]
-    floor = _FLOOR.get(target.dtype, 3e-2)
+    floor = FLOOR.get(target.dtype, 3e-2)
     measured: list[float] = []
 
     def noise() -> float:  # measured at most once, and only if it is needed
@@ -339,7 +340,7 @@ def why_no_chunks(
         _largest([plain[0, part]], [chunked[0, part]])
         for part in (slice(None), slice(-_LAST, None))
     )
-    allowed = _FLOOR.get(dtype, 3e-2)
+    allowed = FLOOR.get(dtype, 3e-2)
     return None if worst <= allowed else f"states differ by {worst:.1e}, allowed {allowed:.0e}"
 
 
@@ -374,7 +375,7 @@ def prove_head(target: Capturer, documents: Sequence[Tensor], tokens: int = 512)
         seen += ids.shape[1]
         if seen >= tokens:
             break
-    allowed = _HEAD_TOLERANCE.get(target.dtype, 2e-2)
+    allowed = HEAD_TOLERANCE.get(target.dtype, 2e-2)
     if not worst <= allowed:
         raise TargetError(
             f"head(final hidden) is not the model's logits (relative error {worst:.1e}, allowed "

@@ -93,15 +93,20 @@ def _verify_target(
     findings.check(lambda: check_identity(dataset.manifest, path, trust, findings))
     if findings.failures:
         return
+    # The attention of another engine is none of transformers, and the reverse.
+    by_transformers = recorded.get("backend", "hf") == config.backend == "hf"
     options = BackendOptions(
         path=path,
         layers=dataset.manifest.layers,
         dtype=recorded["dtype"],
         device=config.device,
-        attn=recorded.get("attn", "auto"),
+        attn=recorded.get("attn", "auto") if by_transformers else "auto",
         trust_remote_code=trust,
         rope_factors=recorded.get("rope_factors"),
         spread=config.spread,
+        longest=int(dataset.lengths.max()),
+        tensor_parallel=config.vllm_tensor_parallel,
+        engine_memory=config.vllm_memory,
     )
     with closing(open_backend(config.backend, options)) as target:
         findings.check(lambda: check_positions(dataset, target, findings))

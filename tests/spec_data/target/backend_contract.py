@@ -74,6 +74,10 @@ class BackendContract:
         terms = network(self.blocks)
         close(actual.float().cpu(), expected.float(), terms=terms, dtype=torch.float32, name=name)
 
+    def proves_no_packed_form(self, backend: TargetBackend, documents: list[Tensor]) -> None:
+        """States that are not finite prove no packed form."""
+        assert backend.prove(documents, PACK).form == SINGLE
+
     @pytest.fixture(scope="class")
     def model(self) -> Any:
         """The model; its norms have weights that are not all one, as trained ones."""
@@ -196,7 +200,7 @@ class BackendContract:
         finite = [bool(torch.isfinite(s.final).all()) for s in states]
         assert finite == [True, False, True]
         assert not bool(torch.isfinite(states[1].layers[backend.layers[-1]][5]).any())
-        assert backend.prove([broken, broken], PACK).form == SINGLE  # NaN proves no packed form
+        self.proves_no_packed_form(backend, [broken, broken])
         backend.close()
 
     def test_what_it_is_can_be_written_to_a_manifest(self, backend):
