@@ -123,6 +123,7 @@ def spread_of(config: Any) -> Spread:
         offload_dir=config.offload_dir,
         tensor_parallel=config.tp_plan is not None,
     )
+    _check_vllm(config, found)
     if found.device_map is None and (found.max_memory or found.offload_dir):
         raise ConfigError("--max-memory and --offload-dir go with --device-map; add it")
     if found.is_one_device:
@@ -138,6 +139,37 @@ def spread_of(config: Any) -> Spread:
     if config.device != "auto":
         raise ConfigError(f"{name} chooses the devices; leave --device {config.device} out")
     return found
+
+
+def _check_vllm(config: Any, spread: Spread) -> None:
+    """Refuse options of vLLM without it, out of their range, or beside those of transformers.
+
+    Raises:
+        ConfigError: the options contradict each other.
+    """
+    if config.vllm_tensor_parallel < 1 or not 0 < config.vllm_memory < 1:
+        raise ConfigError(
+            f"--vllm-tensor-parallel {config.vllm_tensor_parallel}, --vllm-memory "
+            f"{config.vllm_memory}: expected 1 or more, and a share between 0 and 1"
+        )
+    packing = getattr(config, "packing", "auto")
+    if config.backend != "vllm":
+        if config.vllm_tensor_parallel > 1 or packing == "requests":
+            raise ConfigError(
+                "--vllm-tensor-parallel and --packing requests go with --backend vllm; add it"
+            )
+        return
+    if not spread.is_one_device:
+        raise ConfigError(
+            "--device-map and --tp-plan are for --backend hf; vLLM spreads a target over GPUs with "
+            "--vllm-tensor-parallel N"
+        )
+    attn = getattr(config, "attn", "auto")
+    if attn != "auto" or packing not in ("auto", "rows", "requests"):
+        raise ConfigError(
+            f"--attn {attn}, --packing {packing}: vLLM has attention of its own and packs requests "
+            "itself; leave both auto"
+        )
 
 
 def processes() -> int:

@@ -57,11 +57,6 @@ class VLLMBackend:
         """
         if options.attn != "auto":
             raise ConfigError(f"--attn {options.attn}: vLLM chooses its attention; leave it auto")
-        if options.spread is not None and not options.spread.is_one_device:
-            raise ConfigError(
-                "--device-map and --tp-plan are for --backend hf; vLLM spreads a target over GPUs "
-                "with --vllm-tensor-parallel N"
-            )
         vllm_version()
         device = usable_device(options.device)
         path, _ = resolve_model(str(options.path))

@@ -30,7 +30,7 @@ MISSING = (
 )
 _WORKER = "spec_data.target.vllm_worker.CaptureWorker"
 _REQUESTS = 256  # that share a forward at most; each takes a row of logits
-_CPU_CACHE = 1 << 29  # bytes of the key-value cache on a CPU, at least
+_CPU_CACHE = 1 << 29  # bytes of the key-value cache on a CPU, unless vLLM's own variable says
 _FIXED: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "load_format": "safetensors",  # never pickle
@@ -114,7 +114,7 @@ class Engine:
             "trust_remote_code": trust,
             "gpu_memory_utilization": memory,
         }
-        if device.type == "cpu":
+        if device.type == "cpu" and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
             options["kv_cache_memory_bytes"] = _CPU_CACHE
         if tensor_parallel > 1:
             options["distributed_executor_backend"] = "mp"

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from spec_data.placement_options import Spread
+from spec_data.generate_options import GenerateConfig
+from spec_data.generation.plan import unit_batches
 from spec_data.shards.errors import ConfigError, MissingError, RunError, TargetError
 from spec_data.target.backend import BackendOptions, open_backend
+from spec_data.target.mask_forms import REQUESTS
 from spec_data.target.vllm_engine import spans_of, vllm_version
 from spec_data.target.vllm_worker import Recorder, block_output, head_input
 
@@ -146,13 +148,38 @@ def test_a_model_without_a_logits_processor_is_refused():
         head_input(model, torch.ones(1, H))
 
 
-def test_options_of_the_other_backend_are_refused(tmp_path):
-    for options, words in (
-        ({"attn": "sdpa"}, "vLLM chooses its attention"),
-        ({"spread": Spread(device_map="auto")}, "--vllm-tensor-parallel"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            open_backend("vllm", BackendOptions(path=tmp_path, **options))
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"attn": "sdpa"}, "vLLM has attention of its own"),
+        ({"packing": "block-causal"}, "packs requests itself"),
+        ({"device_map": "auto"}, "--vllm-tensor-parallel N"),
+        ({"vllm_tensor_parallel": 0}, "expected 1 or more"),
+        ({"vllm_memory": 1.5}, "a share between 0 and 1"),
+        ({"backend": "hf", "vllm_tensor_parallel": 2}, "go with --backend vllm"),
+        ({"backend": "hf", "packing": "requests"}, "go with --backend vllm"),
+    ],
+)
+def test_options_that_contradict_the_backend_are_refused(options, words):
+    """Before anything is read."""
+    given = {"backend": "vllm", "target": "t", "corpus": ("c",), "out": "o"} | options
+    with pytest.raises(ConfigError, match=words):
+        GenerateConfig(**given)
+
+
+def test_requests_of_a_batch_have_its_tokens_together():
+    """Slow and obvious: documents in turn, until the next one would be too much."""
+    lengths = [5, 3, 9, 1, 1, 20, 2]
+    expected, group = [], []
+    for d, n in enumerate(lengths):
+        if group and sum(lengths[i] for i in group) + n > 10:
+            expected.append(group)
+            group = []
+        group.append(d)
+    expected.append(group)
+    found = unit_batches(lengths, REQUESTS, 8, 10)
+    assert found == [[[d] for d in group] for group in expected]
+    assert [len(batch) for batch in found] == [2, 2, 1, 1, 1]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
