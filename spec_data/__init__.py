@@ -8,8 +8,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
-    from spec_data.api import estimate, generate, open_dataset, regenerate, status, verify
+    from spec_data.api import (
+        convert,
+        estimate,
+        export_dataset,
+        generate,
+        open_dataset,
+        regenerate,
+        status,
+        verify,
+    )
+    from spec_data.conversion.write_out import ExportedStates
     from spec_data.generation.status import Status
+    from spec_data.hub.pull import Pulled
+    from spec_data.hub.push import Pushed
+    from spec_data.hub_api import pull, push
     from spec_data.results import (
         EstimateResult,
         GenerateResult,
@@ -20,6 +33,7 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from spec_data.shards.reader import HiddenStatesDataset
     from spec_data.target.model import Target
     from spec_data.target.target_batch import TargetBatch
+    from spec_data.view_api import ViewResult, append, drop_columns, gc, merge, recode, select
 
 __version__ = "0.1.0"
 
@@ -29,7 +43,14 @@ _PUBLIC = {
     "estimate": "spec_data.api",
     "status": "spec_data.api",
     "regenerate": "spec_data.api",
+    "convert": "spec_data.api",
+    "export_dataset": "spec_data.api",
     "verify": "spec_data.api",
+    "ExportedStates": "spec_data.conversion.write_out",
+    "push": "spec_data.hub_api",
+    "pull": "spec_data.hub_api",
+    "Pushed": "spec_data.hub.push",
+    "Pulled": "spec_data.hub.pull",
     "Status": "spec_data.generation.status",
     "HiddenStatesDataset": "spec_data.shards.reader",
     "Target": "spec_data.target.model",
@@ -39,6 +60,13 @@ _PUBLIC = {
     "RegenerateResult": "spec_data.results",
     "VerifyReport": "spec_data.results",
     "SpecDataError": "spec_data.shards.errors",
+    "select": "spec_data.view_api",
+    "drop_columns": "spec_data.view_api",
+    "merge": "spec_data.view_api",
+    "append": "spec_data.view_api",
+    "gc": "spec_data.view_api",
+    "recode": "spec_data.view_api",
+    "ViewResult": "spec_data.view_api",
 }
 
 __all__ = [
@@ -47,16 +75,30 @@ __all__ = [
     "estimate",
     "status",
     "regenerate",
+    "convert",
+    "export_dataset",
+    "push",
+    "pull",
     "verify",
+    "Pushed",
+    "Pulled",
     "HiddenStatesDataset",
     "Target",
     "TargetBatch",
     "EstimateResult",
+    "ExportedStates",
     "GenerateResult",
     "RegenerateResult",
     "VerifyReport",
     "Status",
     "SpecDataError",
+    "select",
+    "drop_columns",
+    "merge",
+    "append",
+    "gc",
+    "recode",
+    "ViewResult",
     "__version__",
 ]
 

@@ -8,6 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from spec_data.conversion.run import convert as run_conversion
+from spec_data.conversion.write_out import ExportedStates
+from spec_data.conversion.write_out import export_dataset as run_export
+from spec_data.conversion_options import ConvertConfig, ExportDataConfig
 from spec_data.estimation import estimate_size, estimate_text
 from spec_data.generate_options import EstimateConfig, GenerateConfig
 from spec_data.generation.run import generate as run_generation
@@ -20,7 +24,7 @@ from spec_data.regeneration.summary import summary_text
 from spec_data.report import dataset_text
 from spec_data.results import EstimateResult, GenerateResult, RegenerateResult, VerifyReport
 from spec_data.shards.checking import FIRST
-from spec_data.shards.errors import ConfigError
+from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.likelihood import read_agreement
 from spec_data.shards.likelihood_text import suspicions
 from spec_data.shards.reader import HiddenStatesDataset
@@ -33,10 +37,10 @@ AnyPath = str | Path
 def open_dataset(
     path: AnyPath, columns: str | Sequence[str] | None = None, *, check: str = FIRST
 ) -> HiddenStatesDataset:
-    """Open a dataset directory; documents are read only when they are asked for.
+    """Open a dataset; documents are read only when they are asked for.
 
     Args:
-        path: a sealed directory that `generate` wrote.
+        path: a sealed directory that `generate` wrote, or its URL (docs/remote.md).
         columns: the token columns to read; None: all.
         check: when data are compared with their checksums: "first" (before their first use in this
             process, and 1 read in 64 afterwards), "always", "sample" (1 read in 16) or "never".
@@ -72,7 +76,7 @@ def generate(
     Args:
         target: a model directory or a Hub id.
         corpus: JSONL, Parquet or text files, folders, `datasets` directories or Hub names.
-        out: the dataset directory.
+        out: the dataset directory, or a URL such as s3://bucket/data (docs/remote.md).
         options: those of `spec-data generate`, listed below. `layers` may also be a list of ids,
             `for_drafts` (--for) a list of names, and `chat_template_kwargs` a dict.
 
@@ -252,6 +256,65 @@ def regenerate(
         text=summary_text(record),
         **{name: counts[name] for name in names},
     )
+
+
+@takes_options(ConvertConfig, without=("data", "dry_run"))
+def convert(
+    source: AnyPath, from_tool: str, target: AnyPath, out: AnyPath, **options: Any
+) -> GenerateResult:
+    """Read the hidden states that another trainer stored, and write a dataset; resume a run.
+
+    Args:
+        source: the directory that the other tool wrote.
+        from_tool: "speculators", "specforge", "deepspec", "automodel", "modelopt" or "torchspec".
+        target: the target whose states these are.
+        out: the dataset directory.
+        options: those of `spec-data convert`, listed below. `stored_layers` may be a list of ids.
+
+    Returns:
+        What was written, as `generate` returns it.
+
+    Raises:
+        ConfigError, MissingError, DatasetError, CorpusError, TargetError: bad input.
+        RunError: the states are not what the declared convention says, or those of `target`.
+
+    >>> _ = spec_data.export_dataset("data", "specforge", "stored")  # as SpecForge stores them
+    >>> made = spec_data.convert(
+    ...     "stored", "specforge", "target", "data-5", stored_layers=[0, 2, 4], codec="bf16"
+    ... )
+    >>> made.documents, made.layers
+    (12, (0, 2, 4))
+    """
+    given = {"data": source, "from_tool": from_tool, "target": target, "out": out, **options}
+    done = run_conversion(from_keywords(ConvertConfig, given, "convert"))
+    if done.findings is not None and done.findings.failures:
+        raise RunError("\n".join(done.findings.failures))
+    return _generated(Path(out), done.manifest)
+
+
+@takes_options(ExportDataConfig, without=("data",))
+def export_dataset(path: AnyPath, to: str, out: AnyPath, **options: Any) -> ExportedStates:
+    """Write a dataset in the layout of another trainer; resume a run.
+
+    Args:
+        path: the dataset directory.
+        to: "speculators" or "specforge".
+        out: the directory to write.
+        options: those of `spec-data export`, listed below. `layers` may be a list of ids.
+
+    Returns:
+        What was written, and what the other trainer must be told.
+
+    Raises:
+        MissingError, DatasetError: the dataset cannot be read, or lacks what the layout needs.
+        ConfigError: a layer that it does not have, or another export is in `out`.
+
+    >>> done = spec_data.export_dataset("data", "speculators", "for-speculators", layers=[0, 2])
+    >>> done.documents, done.lines[0][:31]
+    (12, 'train with --target-layer-ids 1')
+    """
+    given = {"data": path, "to": to, "out": out, **options}
+    return run_export(from_keywords(ExportDataConfig, given, "export_dataset"))
 
 
 @takes_options(VerifyConfig, without=("data",))

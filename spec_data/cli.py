@@ -19,11 +19,22 @@ from spec_data.console import (
     say_next,
     use_colour,
 )
+from spec_data.conversion_commands import (
+    CONVERT_TEXTS,
+    EXPORT_TEXTS,
+    kept_conversion,
+    run_convert,
+    run_export,
+)
+from spec_data.conversion_options import ConvertConfig, ExportDataConfig
 from spec_data.generate_options import EstimateConfig, GenerateConfig
+from spec_data.hub_commands import HUB_COMMANDS, HUB_FUNCTIONS, add_bare_words, take_bare_words
 from spec_data.options import InspectConfig, SealConfig, StatusConfig, VerifyConfig
 from spec_data.paths import check_file_to_write
 from spec_data.regenerate_options import RegenerateConfig
 from spec_data.shards.errors import ConfigError, RunError
+from spec_data.shards.urls import scheme_of
+from spec_data.view_commands import VIEW_COMMANDS, VIEW_FUNCTIONS
 
 _RAW = argparse.RawDescriptionHelpFormatter
 _DESCRIPTION = """\
@@ -106,10 +117,14 @@ def build_parser() -> argparse.ArgumentParser:
             *("regenerate", RegenerateConfig, "--target MODEL --corpus SRC [SRC ...] --out FILE"),
             *("write the target's own answers", _REGENERATE, _REGENERATE_EXAMPLES),
         ),
+        ("convert", ConvertConfig, *CONVERT_TEXTS),
         ("seal", SealConfig, "--out DIR", "finish the dataset of several workers", _SEAL, ""),
         ("status", StatusConfig, "DIR", "print how far a generation is", _STATUS, ""),
         ("inspect", InspectConfig, "DIR", "print what is inside a dataset", _INSPECT, ""),
         ("verify", VerifyConfig, "DIR [--target MODEL]", "prove a dataset", _VERIFY, ""),
+        *VIEW_COMMANDS,
+        ("export", ExportDataConfig, *EXPORT_TEXTS),
+        *HUB_COMMANDS,
     ):
         command = commands.add_parser(
             name,
@@ -120,7 +135,12 @@ def build_parser() -> argparse.ArgumentParser:
             formatter_class=_RAW,
         )
         if "data" in config.__dataclass_fields__:
-            command.add_argument("positional", nargs="?", metavar="DIR", help="same as --data DIR")
+            many = config.__dataclass_fields__["data"].type is not str
+            nargs = "*" if many else "?"
+            command.add_argument(
+                "positional", nargs=nargs, metavar="DIR", help="same as --data DIR"
+            )
+        add_bare_words(command, name)
         add_options(command, config)
         if name in _JSON:
             _add_json(command)
@@ -146,7 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `spec-data` and return its exit code."""
     args = build_parser().parse_args(join_values(arguments))
     _sort_out_directory(args)
-    kept = {"generate": _kept, "regenerate": _kept_answers}.get(args.command)
+    take_bare_words(args)
+    kept = _KEPT.get(args.command)
     stopped = (lambda: kept(args)) if kept else None
     return run_cli(lambda: _run(args), args, stopped)
 
@@ -163,8 +184,9 @@ def _sort_out_directory(args: argparse.Namespace) -> None:
     """Set --data from the bare DIR; in `--json DIR` the directory is no file to write."""
     if not hasattr(args, "positional"):
         return
-    if args.json and args.positional is None and args.data is None and Path(args.json).is_dir():
-        args.positional, args.json = args.json, "-"
+    file = getattr(args, "json", None)
+    if file and args.positional is None and args.data is None and Path(file).is_dir():
+        args.positional, args.json = file, "-"
     args.data = args.positional or args.data
 
 
@@ -214,7 +236,7 @@ def _generate(args: argparse.Namespace) -> int:
     if manifest is not None:
         _show_sealed(manifest)
         say_next("spec-data", "verify", config.out, "--target", config.target)
-    else:
+    elif not scheme_of(config.out):  # what is on remote storage was logged
         say_next("spec-data", "status", config.out)
     return 0
 
@@ -229,7 +251,7 @@ def _kept(args: argparse.Namespace) -> str:
     else:
         from spec_data.report import kept_text
 
-        kept = kept_text(Path(config.out))
+        kept = kept_text(config.out)
     command = shlex.join(["spec-data", "generate", *as_flags(config)])
     return f"stopped: {kept}\nresume:  {command}"
 
@@ -350,20 +372,28 @@ def _say_fit(data: str) -> None:
     The draft is the first that the dataset was captured for (--for), else EAGLE-3.
     """
     from spec_data.shards.layer_ids import recorded_layers
+    from spec_data.shards.mirror import open_mirror
     from spec_data.shards.reader import MANIFEST
     from spec_data.shards.schema import Manifest
 
-    draft = next(iter(recorded_layers(Manifest.read(Path(data) / MANIFEST).raw)), "eagle3")
-    run = f"{data.rstrip('/')}-{draft}"
+    mirror = open_mirror(data)
+    manifest = Manifest.read((mirror.directory if mirror else Path(data)) / MANIFEST)
+    draft = next(iter(recorded_layers(manifest.raw)), "eagle3")
+    run = f"{Path(data).name if mirror else data.rstrip('/')}-{draft}"  # a run is a local directory
     say_next("spec-train", "fit", draft, "--data", data, "--out", run)
 
 
+_KEPT = {"generate": _kept, "regenerate": _kept_answers, "convert": kept_conversion}
 _COMMANDS = {
     "estimate": _estimate,
     "generate": _generate,
     "regenerate": _regenerate,
+    "convert": lambda args: run_convert(args, _show_sealed),
+    "export": run_export,
     "seal": _seal,
     "status": _status,
     "inspect": _inspect,
     "verify": _verify,
+    **VIEW_FUNCTIONS,
+    **HUB_FUNCTIONS,
 }

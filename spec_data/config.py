@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from spec_data.console import nearest
-from spec_data.paths import check_value
+from spec_data.paths import check_dataset_place, check_value
 from spec_data.shards.errors import ConfigError, MissingError
 
 T = TypeVar("T")
@@ -38,6 +38,7 @@ def option(
     numbers: bool = False,
     flag: str = "",
     urls: bool = False,
+    dataset: str = "",
 ):
     """A dataclass field that is also a command-line option.
 
@@ -45,10 +46,11 @@ def option(
     several values (`--corpus a b --corpus c`). `group` is the heading it has in --help. `numbers`
     lets config files and Python write a text option as a number (`max-bad-rows: 5`). `flag` is the
     option's name on the command line and in config files where Python does not allow it as a name.
-    `urls` accepts texts such as http://host, which every other option refuses.
+    `urls` accepts texts such as http://host, which every other option refuses. `dataset` ("read" or
+    "write") accepts the URL of a dataset on remote storage, see `shards.urls`.
     """
     metadata: dict[str, Any] = {"help": help, "group": group, "choices": choices, "urls": urls}
-    metadata |= {"metavar": metavar, "numbers": numbers, "flag": flag}
+    metadata |= {"metavar": metavar, "numbers": numbers, "flag": flag, "dataset": dataset}
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -248,7 +250,10 @@ def _one(name: str, value: Any, kind: type, field: dataclasses.Field, where: str
         if kind is str and isinstance(value, list):
             wanted = f'the text "{",".join(map(str, value))}"'
         raise ConfigError(f"{name} = {found} in {where}: expected {wanted}")
-    if isinstance(value, str) and not field.metadata.get("urls"):
+    place = field.metadata.get("dataset")
+    if isinstance(value, str) and place:
+        check_dataset_place(flag_of(field), value, place == "write")
+    elif isinstance(value, str) and not field.metadata.get("urls"):
         check_value(flag_of(field), value)
     choices = field.metadata.get("choices")
     if choices and value not in choices:

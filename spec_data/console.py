@@ -21,7 +21,10 @@ from spec_data.shards.errors import ConfigError, SpecDataError
 log = logging.getLogger(__name__)
 
 _PROGRESS = "spec_data.progress"
-_NOISY = ("httpx", "httpx2", "openai", "transformers", "datasets", "huggingface_hub")
+_NOISY = (
+    *("httpx", "httpx2", "openai", "transformers", "datasets", "huggingface_hub"),
+    *("botocore", "aiobotocore"),
+)
 _FILES = ("FILE", "SRC", "MODEL", "RUN/failed-step-N")
 _DIRECTORIES = ("DIR", "RUN", "DIR[:WEIGHT]")
 

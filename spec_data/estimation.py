@@ -17,7 +17,9 @@ from spec_data.generation.setup import Setup, set_up
 from spec_data.placement_options import Spread
 from spec_data.progress import size
 from spec_data.report import column_rows, counts_text, draft_facts, draft_rows, facts
+from spec_data.shards.errors import ConfigError
 from spec_data.shards.schema import Column
+from spec_data.shards.urls import scheme_of
 from spec_data.target.tensor_parallel import leading
 
 
@@ -100,6 +102,11 @@ def estimate_size(config: EstimateConfig) -> Estimate:
         SpecDataError: bad input, as for `generate`; with a probe also what loading the target and
             proving its mask form raise.
     """
+    if scheme_of(config.out):
+        raise ConfigError(
+            f"--out {config.out}: estimate says whether a disk has room; give a local --out, the "
+            "sizes are the same"
+        )
     with leading(config.spread if config.probe else Spread()):
         return _estimate_size(config)
 

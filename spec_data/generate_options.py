@@ -63,9 +63,11 @@ class GenerateConfig:
         metavar="SRC",
     )
     out: str = option(
-        help="the dataset directory to write; the same command resumes an interrupted run in it",
+        help="the dataset to write: a directory, or a URL such as s3://bucket/data "
+        "(docs/remote.md); the same command resumes an interrupted run",
         group=REQUIRED,
         metavar="DIR",
+        dataset="write",
     )
     layers: str = option(
         "auto",
@@ -169,6 +171,7 @@ class GenerateConfig:
         choices=(
             "auto",
             "rows",
+            "per-document",
             "mask-per-layer-type",
             "block-causal-window",
             "block-causal",

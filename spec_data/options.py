@@ -46,7 +46,11 @@ class InspectConfig:
     """Options of `inspect`."""
 
     data: str = option(
-        help="the dataset directory; may be given without --data", group=REQUIRED, metavar="DIR"
+        help="the dataset: a directory, or a URL such as s3://bucket/data (docs/remote.md); may be "
+        "given without --data",
+        group=REQUIRED,
+        metavar="DIR",
+        dataset="read",
     )
     doc: int | None = option(
         None,
@@ -71,7 +75,11 @@ class VerifyConfig:
     """Options of `verify`."""
 
     data: str = option(
-        help="the dataset directory; may be given without --data", group=REQUIRED, metavar="DIR"
+        help="the dataset: a directory, or a URL such as s3://bucket/data (docs/remote.md); may be "
+        "given without --data",
+        group=REQUIRED,
+        metavar="DIR",
+        dataset="read",
     )
     target: str | None = option(
         None,

@@ -6,15 +6,11 @@ after an hour, and `--out s3://bucket` must not become a local directory named `
 
 import contextlib
 import os
-import re
 from pathlib import Path
 
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.urls import check_dataset_url, scheme_of
 
-CACHE_VARIABLE = "SPEC_DATA_CACHE"
-"""Environment variable that moves the cache directory."""
-
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)")  # two letters at least: C:/ is a drive
 _ADVICE = {
     "hf": "write a Hub id without it, such as org/name",
     "file": "write the local path without it",
@@ -23,32 +19,31 @@ _ADVICE = {
 }
 
 
-def cache_directory(kind: str) -> Path:
-    """Return the directory of one kind of cached files; it may not exist.
-
-    It lies in $SPEC_DATA_CACHE, else in spec-data below $XDG_CACHE_HOME or ~/.cache. All of it can
-    be deleted at any time.
-    """
-    if own := os.environ.get(CACHE_VARIABLE):
-        return Path(own) / kind
-    shared = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(shared) / "spec-data" / kind
-
-
 def check_value(flag: str, text: str) -> None:
     """Check the text of any option: not empty, no NUL, and no remote storage.
-
-    `Path("s3://b")` is the path `s3:/b`, so one slash counts too, unless there is such a directory.
 
     Raises:
         ConfigError: the text is one of these.
     """
     if not text or "\0" in text:
         raise ConfigError(f"{flag} {text!r}: expected a value; is a shell variable not set?")
-    found = _SCHEME.match(text)
-    if found and (found[2] or not Path(f"{found[1]}:").is_dir()):
-        advice = _ADVICE.get(found[1].lower(), "pass a local path, such as that of a mount")
-        raise ConfigError(f"{flag} {text}: {found[1]}:// is not supported; {advice}")
+    if scheme := scheme_of(text):
+        advice = _ADVICE.get(scheme, "pass a local path, such as that of a mount")
+        raise ConfigError(f"{flag} {text}: {scheme}:// is not supported; {advice}")
+
+
+def check_dataset_place(flag: str, text: str, write: bool = False) -> None:
+    """Check the text of an option that takes a directory or a URL of a dataset.
+
+    With `write`, a dataset is written there.
+
+    Raises:
+        ConfigError: it is neither, or the URL cannot be read (or written).
+    """
+    if text and "\0" not in text and scheme_of(text):
+        check_dataset_url(flag, text, write)
+    else:
+        check_value(flag, text)
 
 
 def check_directory_to_write(flag: str, path: str | Path) -> None:

@@ -5,11 +5,12 @@ fits the width. Elsewhere no bar is drawn; what it would show is logged, so that
 holds carriage returns. The lines also reach the file of --log-file. No torch here.
 """
 
+import contextlib
 import logging
 import math
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -49,6 +50,17 @@ def set_up_progress(quiet: bool = False, lines: bool = False) -> None:
     """Draw no bars from now on (`quiet`); log lines beside bars that are drawn (`lines`)."""
     global _quiet, _lines_wanted
     _quiet, _lines_wanted = quiet, lines
+
+
+@contextlib.contextmanager
+def quiet_progress() -> Iterator[None]:
+    """Draw no bars inside the block."""
+    before = _quiet, _lines_wanted
+    set_up_progress(quiet=True)
+    try:
+        yield
+    finally:
+        set_up_progress(*before)
 
 
 class _Nowhere:

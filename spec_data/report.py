@@ -14,6 +14,7 @@ from spec_data.shards.layer_ids import recorded_layers
 from spec_data.shards.likelihood_text import agreement_rows, contradictions, suspicions
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import SUPERVISED, Column, Manifest, layer_column
+from spec_data.shards.urls import scheme_of
 
 _SUPERVISED, _PLAIN, _RESET = "\033[1;32m", "\033[2m", "\033[0m"
 
@@ -157,8 +158,9 @@ def dataset_text(manifest: Manifest) -> str:
         ("shards", f"{len(manifest.shards):,}"),
         ("bytes of all shards", f"{totals['bytes']:,} ({size(totals['bytes'])})"),
         ("bytes per token", f"{totals['bytes'] / tokens:,.1f}"),
-        ("captured", _packing_text(packing)),
+        ("captured", _captured_text(target, packing)),
         ("responses", raw["policy"]),
+        *([("made by", _view_text(raw["view"]))] if "view" in raw else []),
         ("fingerprint", manifest.fingerprint[:16]),
     ]
     # A document whose very first token is supervised has one row fewer: not worth an index scan.
@@ -168,6 +170,20 @@ def dataset_text(manifest: Manifest) -> str:
         parts.append(counts_text(raw["documents"]))
     parts.append(agreement_text(manifest))
     return "\n\n".join(parts)
+
+
+def _captured_text(target: dict[str, Any], packing: dict[str, Any]) -> str:
+    """Say how the states were captured: packed, or read from what another tool stored."""
+    found = target.get("converted")
+    if not found:
+        return _packing_text(packing)
+    worst = max(found["differences"].values())
+    return f"by {found['tool']}; differs from the target's own blocks by {worst:.1e} at most"
+
+
+def _view_text(view: dict[str, Any]) -> str:
+    """Which command made a view, and the fingerprints of what it is made of."""
+    return f"{view['command']} of {', '.join(part['fingerprint'][:16] for part in view['of'])}"
 
 
 def _positions_text(positions: dict[str, Any]) -> str:
@@ -184,7 +200,7 @@ def agreement_text(manifest: Manifest) -> str:
     """How often supervised tokens are the target's first choice, per source, and what is odd."""
     raw = manifest.raw
     if not raw.get("agreement"):
-        return "agreement with the target: not measured (an older release made this dataset)"
+        return "agreement with the target: not recorded (part of a source, or an older release)"
     temperature = raw["settings"].get("sampling_temperature", 1.0)
     notes = [
         "first choice: supervised tokens that are the target's arg max; NLL: mean, in nats; own: "
@@ -232,7 +248,7 @@ def dataset_facts(dataset: HiddenStatesDataset) -> dict[str, Any]:
     manifest = dataset.manifest
     raw = manifest.raw
     return {
-        "path": str(dataset.path),
+        "path": dataset.place,
         "target": raw["target"],
         "layers": list(manifest.layers),
         "draft_layers": {d: list(own) for d, own in recorded_layers(raw).items()},
@@ -297,8 +313,11 @@ def document_text(document: dict[str, Any], colour: bool) -> str:
     return f"{head}\n{turns}\n\n{''.join(shown)}"
 
 
-def kept_text(out: Path) -> str:
-    """Say how much of an interrupted run is on disk: units, tokens, bytes."""
+def kept_text(place: str | Path) -> str:
+    """Say how much of an interrupted run is kept: units, tokens, bytes."""
+    if scheme_of(place):
+        return f"the units that were uploaded are kept in {place}"
+    out = Path(place)
     plan = out / WORK / "plan.json"
     if not plan.is_file():
         return "nothing was captured yet"

@@ -11,17 +11,31 @@ from spec_data import __version__
 
 if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from spec_data.shards.errors import SpecDataError
-    from spec_train.api import evaluate, export, fit, load_draft, simulate_acceptance
+    from spec_train.api import (
+        compare,
+        dry_run,
+        evaluate,
+        export,
+        fit,
+        load_draft,
+        simulate_acceptance,
+    )
+    from spec_train.evaluation.intervals import Comparison
     from spec_train.results import AcceptanceResult, DecodingResult, EvalResult, ExportResult
     from spec_train.training.result import FitResult
+    from spec_train.training.run_cost import DryRun
 
 _PUBLIC = {
     "fit": "spec_train.api",
+    "dry_run": "spec_train.api",
     "evaluate": "spec_train.api",
+    "compare": "spec_train.api",
     "export": "spec_train.api",
     "load_draft": "spec_train.api",
     "simulate_acceptance": "spec_train.api",
     "FitResult": "spec_train.training.result",
+    "Comparison": "spec_train.evaluation.intervals",
+    "DryRun": "spec_train.training.run_cost",
     "EvalResult": "spec_train.results",
     "AcceptanceResult": "spec_train.results",
     "DecodingResult": "spec_train.results",
@@ -31,11 +45,15 @@ _PUBLIC = {
 
 __all__ = [
     "fit",
+    "dry_run",
     "evaluate",
+    "compare",
     "export",
     "load_draft",
     "simulate_acceptance",
     "FitResult",
+    "DryRun",
+    "Comparison",
     "EvalResult",
     "AcceptanceResult",
     "DecodingResult",

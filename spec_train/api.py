@@ -14,8 +14,11 @@ from spec_data.devices import DTYPES, usable_device
 from spec_data.keywords import from_keywords, plain_values, takes_options
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.compare_options import CompareConfig
 from spec_train.drafts import Draft
 from spec_train.drafts import load_draft as read_draft
+from spec_train.evaluation.compare import run_compare
+from spec_train.evaluation.intervals import Comparison
 from spec_train.evaluation.on_dataset import check_fit, evaluate_data
 from spec_train.evaluation.report import measure, require_sound, table
 from spec_train.exporting import check_draft, export_draft, report
@@ -35,6 +38,8 @@ from spec_train.results import (
     ExportResult,
 )
 from spec_train.training.result import FitResult
+from spec_train.training.run_cost import DryRun
+from spec_train.training.setup import dry_run as run_dry
 from spec_train.training.setup import fit as run_fit
 from spec_train.training.stored import resolve_draft_dir
 
@@ -91,6 +96,41 @@ def fit(
     values = plain_values(fit_config(draft), given, "fit")
     config = resolve_fit(draft, values, where="fit()")
     return run_fit(draft, *split_config(draft, config))
+
+
+@takes_options(
+    FitConfig,
+    without=("out", "follow", "follow_timeout", "follow_keep"),
+    more="    Further options are those of the draft: see spec_train.draft_options.",
+)
+def dry_run(
+    draft: str,
+    data: AnyPath | Sequence[AnyPath],
+    *,
+    preset: str | None = None,
+    **options: Any,
+) -> DryRun:
+    """Prepare a run, train a few of its steps, and return what all of it will cost.
+
+    Nothing is written; what would be trained is logged by the logger `spec_train`.
+
+    Args:
+        draft, data, preset, options: as for `fit`, without `out`.
+
+    Returns:
+        Steps, seconds, memory and disk; printed, it is a table.
+
+    Raises:
+        As `fit`, and ConfigError for `follow` or several processes.
+
+    >>> cost = spec_train.dry_run("eagle3", "data", preset="smoke", seq_len=128, validation=0.2)
+    >>> cost.steps, cost.seconds > 0
+    (10, True)
+    """
+    given = {"data": data, "out": "run", **options} | ({"preset": preset} if preset else {})
+    values = plain_values(fit_config(draft), given, "dry_run")
+    config = resolve_fit(draft, values, where="dry_run()")
+    return run_dry(draft, *split_config(draft, config))
 
 
 @takes_options(EvalConfig)
@@ -279,6 +319,30 @@ def load_draft(
     return draft
 
 
+def compare(first: AnyPath, second: AnyPath, seed: int = 0) -> Comparison:
+    """Compare two evaluations by real decoding: is the second draft accepted longer?
+
+    Args:
+        first, second: files of `spec-train eval --json`, on the same prompts; they hold
+            `evaluate(...).figures`.
+        seed: of the resamples.
+
+    Returns:
+        Both acceptance lengths, and their difference with its interval and p-value.
+
+    Raises:
+        MissingError: a file does not exist.
+        ConfigError: not evaluations with a target, or fewer than two prompts in common.
+
+    >>> import json, pathlib
+    >>> found = spec_train.evaluate("run", target="target", prompts="prompts.jsonl", limit=4)
+    >>> _ = pathlib.Path("a.json").write_text(json.dumps(found.figures))
+    >>> spec_train.compare("a.json", "a.json").difference
+    0.0
+    """
+    return run_compare(first, second, CompareConfig(seed=seed))[0]
+
+
 @takes_options(ExportConfig)
 def export(
     draft: AnyPath,
@@ -294,7 +358,7 @@ def export(
     Args:
         draft: a run (its best draft), a checkpoint or a draft directory in any form.
         out: the new directory; None: only check.
-        format: "vllm", "sglang", "speculators", "deepspec" or "hf".
+        format: "vllm", "sglang", "speculators", "deepspec", "transformers" or "hf".
         target: the draft's target, to be compared with that of the training; formats may name it.
         options: those of `spec-train export`, listed below.
 
@@ -330,6 +394,7 @@ def export(
         ),
         tensors=len(tensors),
         bytes=sum(value.nbytes for value in tensors.values()),
+        serving={serving.engine: "\n".join(serving.lines) for serving in checked.servings},
         pruning=None if checked.cost is None else checked.cost.facts(),
         text=report(checked.findings, checked.own),
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_data import __version__
-from spec_data.config import add_options, join_values, read_config_file, resolve
+from spec_data.config import add_options, as_flags, join_values, read_config_file, resolve
 from spec_data.console import (
     Parser,
     add_common_options,
@@ -17,6 +17,7 @@ from spec_data.console import (
     run_cli,
     say_next,
 )
+from spec_train.compare_options import CompareConfig
 from spec_train.data_option import parse_sources
 from spec_train.draft_options import DRAFT_OPTIONS
 from spec_train.options import (
@@ -40,6 +41,10 @@ examples, in the order in which they are run:
 
 Every command prints the next one. spec-train COMMAND --help explains all options of a command,
 spec-train fit DRAFT --help those of one kind of draft."""
+_DRY_RUN = (
+    "prepare the run, train a few steps that are thrown away, and print what would be trained, how "
+    "long it takes, and how much memory and disk it needs; write nothing"
+)
 FIT_HELP = """\
 Train a draft on a dataset that `spec-data generate` has written. The target is never opened: its
 embeddings and head are part of the dataset. RUN receives fit.json (every option, resolved),
@@ -101,6 +106,14 @@ examples:
   spec-train export --draft PUBLISHED --format hf --out DRAFT --target MODEL
       someone else's draft as a checkpoint of spec-train, for `eval` and `fit --init-from`"""
 
+COMPARE_HELP = """\
+Is one draft accepted longer than another? Compare two evaluations by real decoding, prompt by
+prompt, and print both acceptance lengths, the difference with its 95 % interval, and a p-value."""
+COMPARE_EXAMPLES = """\
+examples:
+  spec-train eval --draft A --target MODEL --prompts prompts.jsonl --json a.json
+  spec-train eval --draft B --target MODEL --prompts prompts.jsonl --json b.json
+  spec-train compare a.json b.json"""
 REPLAY_HELP = """\
 Run a batch that stopped a run again: a loss or gradient was not finite, and `spec-train fit` saved
 the batch with the draft of that moment as RUN/failed-step-<n>. Reports which stored states,
@@ -151,6 +164,12 @@ def build_parser() -> argparse.ArgumentParser:
         commands, "export", ExportConfig, _export, "write a draft for an engine, or check it",
         EXPORT_HELP, EXPORT_EXAMPLES, "--draft RUN --format NAME --out DIR [--target MODEL]",
     )  # fmt: skip
+    pair = _add_command(
+        commands, "compare", CompareConfig, _compare, "compare two evaluations", COMPARE_HELP,
+        COMPARE_EXAMPLES, "A.json B.json",
+    )  # fmt: skip
+    pair.add_argument("first", metavar="A.json", help="an evaluation with --json, of one draft")
+    pair.add_argument("second", metavar="B.json", help="that of the other one, on equal prompts")
     again = _add_command(
         commands, "replay", ReplayConfig, _replay, "run a failed batch again", REPLAY_HELP,
         REPLAY_EXAMPLES, "RUN/failed-step-N",
@@ -173,6 +192,7 @@ def _add_fit(drafts: Any, name: str, options: type) -> None:
         formatter_class=_RAW,
     )
     add_options(leaf, joined)
+    leaf.add_argument("--dry-run", action="store_true", help=_DRY_RUN)
     leaf.set_defaults(run=_fit)
     add_common_options(leaf)
 
@@ -213,8 +233,12 @@ def _resolve_fit(arguments: argparse.Namespace) -> Any:
 def _fit(arguments: argparse.Namespace) -> int:
     joined = _resolve_fit(arguments)
     config, options = split_config(arguments.draft, joined)
-    from spec_train.training.setup import fit
+    from spec_train.training.setup import dry_run, fit
 
+    if arguments.dry_run:
+        print(dry_run(arguments.draft, config, options))
+        say_next("spec-train", "fit", arguments.draft, *as_flags(joined))
+        return 0
     result = fit(arguments.draft, config, options)
     if os.environ.get("RANK", "0") == "0":
         _say_after_fit(arguments.draft, config, result.stopped_by is not None)
@@ -229,7 +253,7 @@ def _say_after_fit(draft: str, config: FitConfig, stopped: bool) -> None:
         say_next("spec-train", "export", "--draft", config.out, "--check")
         return
     if not stopped:
-        data = str(parse_sources(config.data)[0].path)
+        data = parse_sources(config.data)[0].place
         say_next("spec-train", "eval", "--draft", config.out, "--data", data)
         return
     ranks = os.environ.get("LOCAL_WORLD_SIZE")
@@ -253,6 +277,14 @@ def _export(arguments: argparse.Namespace) -> int:
     from spec_train.exporting import command_after, run_export
 
     say_next(*command_after(config, run_export(config)))
+    return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    config = resolve(CompareConfig, arguments)
+    from spec_train.evaluation.compare import run_compare
+
+    print(run_compare(arguments.first, arguments.second, config)[1])
     return 0
 
 

@@ -1,15 +1,18 @@
 """The option `--data DIR[:weight]`: a dataset, and how often its documents appear in an epoch.
 
+DIR is a directory or a URL.
+
 This module must not import torch, as the command line uses it.
 """
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.urls import normal_url, scheme_of
 
 _WEIGHT = re.compile(r"\d+(\.\d{1,3})?")
 _LIKE_A_WEIGHT = re.compile(r"[-+]?\d*\.?\d*(e[-+]?\d+)?|nan|inf", re.IGNORECASE)
@@ -17,13 +20,27 @@ _LIKE_A_WEIGHT = re.compile(r"[-+]?\d*\.?\d*(e[-+]?\d+)?|nan|inf", re.IGNORECASE
 
 @dataclass(frozen=True)
 class Source:
-    """One `--data`: a directory, and how often per epoch each of its documents appears."""
+    """One `--data`: a directory or URL, and how often per epoch each of its documents appears."""
 
     path: Path
     weight: Fraction = Fraction(1)
 
+    @property
+    def place(self) -> str:
+        """The URL or the directory, as it was written."""
+        return normal_url(self.path) if self.remote else str(self.path)
+
+    @property
+    def remote(self) -> bool:
+        """Whether it is a URL."""
+        return scheme_of(self.path) is not None
+
+    def absolute(self) -> "Source":
+        """Return the same source for any working directory."""
+        return self if self.remote else replace(self, path=self.path.absolute())
+
     def __str__(self) -> str:
-        return str(self.path) if self.weight == 1 else f"{self.path}:{_decimal(self.weight)}"
+        return self.place if self.weight == 1 else f"{self.place}:{_decimal(self.weight)}"
 
 
 def parse_source(text: str) -> Source:
@@ -50,11 +67,11 @@ def parse_sources(data: str | Sequence[str]) -> tuple[Source, ...]:
         ConfigError: a weight is wrong, or a directory is given twice.
     """
     sources = tuple(map(parse_source, [data] if isinstance(data, str) else data))
-    paths = [source.path.absolute() for source in sources]
-    for path in paths:
-        if paths.count(path) > 1:
+    places = [source.absolute().place for source in sources]
+    for place in places:
+        if places.count(place) > 1:
             raise ConfigError(
-                f"--data {path}: given twice; write {path}:2 to train on it twice as often"
+                f"--data {place}: given twice; write {place}:2 to train on it twice as often"
             )
     return sources
 

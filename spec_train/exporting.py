@@ -8,6 +8,7 @@ import dataclasses
 import json
 import logging
 import os
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,14 @@ from spec_data.models.resolve import cached_model, local_directory
 from spec_data.paths import check_directory_to_write, make_directory
 from spec_data.shards.errors import ConfigError, DraftError, RunError
 from spec_train.drafts import Draft, load_draft, own_files, read_draft
+from spec_train.formats.draft_card import CARD, draft_card
 from spec_train.formats.draft_files import DraftFiles, write_files
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.forms import changed_keys, write_form
 from spec_train.formats.known_keys import unread_keys
 from spec_train.formats.preflight import READERS, preflight, refusals
 from spec_train.formats.preflight_notes import NOTE, Finding, Subject
+from spec_train.formats.serve_commands import Serving, servings
 from spec_train.formats.target_facts import TargetFacts, read_target
 from spec_train.options import ExportConfig
 from spec_train.pruning import PruningCost, pruned
@@ -43,6 +46,10 @@ class CheckedDraft:
     folder: Path
     target: TargetFacts
     findings: dict[str, list[Finding]]
+    servings: list[Serving]
+    """How the engines that read the form serve it."""
+    card: str
+    """README.md of an export."""
     cost: PruningCost | None = None
     """What its smaller vocabulary costs, if it was pruned."""
 
@@ -78,12 +85,36 @@ def check_draft(config: ExportConfig) -> CheckedDraft:
         draft, cost = pruned(draft, config, folder, target)
     own = own_files(draft, str(folder))
     name = Path(config.out).name if config.out else folder.resolve().name
+    if target.name is None:
+        origin = own.config[SECTION].get("origin") or {}
+        target = dataclasses.replace(target, name=origin.get("target_name"))
+        if config.format == "speculators" and target.name:
+            log.warning(
+                "the target is named %s, as its dataset names it; --target names another one "
+                "(a directory or a Hub id from which it can be served)",
+                target.name,
+            )
     changed = () if cost else _changed(files, own)
     unread = tuple(unread_keys(files))
-    found = preflight(Subject(own, target, name, config.format or "vllm", changed, unread))
+    subject = Subject(own, target, name, config.format or "vllm", changed, unread)
+    found = preflight(subject, formed=config.format is not None)
+    serve = servings(subject, found, config.out or name, draft.depth)
     return CheckedDraft(
-        draft=draft, own=own, folder=folder, target=target, findings=found, cost=cost
+        draft=draft,
+        own=own,
+        folder=folder,
+        target=target,
+        findings=found,
+        servings=serve,
+        card=draft_card(subject, serve, draft.depth, {} if cost else _validation(folder)),
+        cost=cost,
     )
+
+
+def _validation(folder: Path) -> dict[str, Any]:
+    """Return the figures of the last validation of a draft; empty if there are none."""
+    path = folder / "validation.json"
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
 def find_target(name: str | None) -> TargetFacts:
@@ -123,8 +154,8 @@ def export_draft(config: ExportConfig, checked: CheckedDraft) -> DraftFiles | No
         raise DraftError(f"{checked.folder} cannot be exported as {config.format}:\n  {lines}")
     written = write_form(checked.own, config.format, checked.target)
     if config.out is not None:
-        _write_once(written, checked.own, Path(config.out), checked.target)
-        _log_export(checked.findings, config, checked.draft, written)
+        _write_once(written, checked, Path(config.out))
+        _log_export(checked, config, written)
     return written
 
 
@@ -142,14 +173,10 @@ def command_after(config: ExportConfig, checked: CheckedDraft) -> list[str]:
         for name, value in given.items():
             words += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
         return ["spec-train", "export", *words]
-    if config.format not in ("vllm", "speculators"):
+    commands = [serving for serving in checked.servings if serving.language == "sh"]
+    if not commands:
         return ["spec-train", "export", "--draft", config.out, "--check"]
-    draft = checked.draft
-    how: dict[str, Any] = {"model": config.out, "num_speculative_tokens": draft.depth}
-    how["method"] = "eagle3" if draft.name == "peagle" else draft.name
-    if draft.name == "peagle":
-        how["parallel_drafting"] = True
-    return ["vllm", "serve", config.target or "TARGET", "--speculative-config", json.dumps(how)]
+    return shlex.split(commands[0].lines[-1])
 
 
 def _changed(files: DraftFiles, own: DraftFiles) -> tuple[str, ...]:
@@ -160,7 +187,7 @@ def _changed(files: DraftFiles, own: DraftFiles) -> tuple[str, ...]:
     return (*changed, *odd)
 
 
-def _write_once(written: DraftFiles, own: DraftFiles, out: Path, target: TargetFacts) -> None:
+def _write_once(written: DraftFiles, checked: CheckedDraft, out: Path) -> None:
     """Write next to `out`, verify, then rename, so that `out` is never incomplete."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out}: exists already; pass a new directory")
@@ -168,7 +195,8 @@ def _write_once(written: DraftFiles, own: DraftFiles, out: Path, target: TargetF
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         write_files(written, temporary)
-        _verify(temporary, own, target)
+        _verify(temporary, checked.own, checked.target)
+        (temporary / CARD).write_text(checked.card, encoding="utf-8")
         if out.exists():
             out.rmdir()
         temporary.rename(out)
@@ -207,10 +235,9 @@ def report(found: dict[str, list[Finding]], own: DraftFiles) -> str:
     return "\n".join(lines)
 
 
-def _log_export(
-    found: dict[str, list[Finding]], config: ExportConfig, draft: Draft, written: DraftFiles
-) -> None:
-    """Log what was written, and the warnings of the engines that read the format."""
+def _log_export(checked: CheckedDraft, config: ExportConfig, written: DraftFiles) -> None:
+    """Log what was written, the warnings of the engines that read the format, and how to serve."""
+    found = checked.findings
     engines = () if config.check else ("spec-train", *READERS[config.format or "hf"])
     for finding in (f for engine in engines for f in found[engine] if f.level == "warn"):
         log.warning("warning: %s: %s", finding.engine, finding.text)
@@ -219,5 +246,7 @@ def _log_export(
     size = sum(value.nbytes for value in written.tensors.values())
     log.info(
         "%s: %s draft in %s format, %d tensors, %.1f MB; verified by reading it back",
-        *(config.out, draft.name, config.format, len(written.tensors), size / 1e6),
+        *(config.out, checked.draft.name, config.format, len(written.tensors), size / 1e6),
     )
+    for serving in checked.servings:
+        log.info("\nserve with %s:\n  %s", serving.engine, "\n  ".join(serving.lines))

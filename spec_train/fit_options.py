@@ -40,10 +40,12 @@ class FitConfig(OptimizerOptions):
     """Options of `spec-train fit` that every draft shares."""
 
     data: str | tuple[str, ...] = option(
-        help="dataset directory that `spec-data generate` has written. Several are mixed: DIR:2 "
-        "shows each document twice per epoch, DIR:0.25 every fourth time",
+        help="dataset that `spec-data generate` has written: a directory, or a URL such as "
+        "s3://bucket/data (docs/remote.md). Several are mixed: DIR:2 shows each document twice per "
+        "epoch, DIR:0.25 every fourth time",
         group=REQUIRED,
         metavar="DIR[:WEIGHT]",
+        dataset="read",
     )
     follow: bool = option(
         False,

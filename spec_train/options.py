@@ -15,6 +15,7 @@ from spec_data.config import checked_values, from_dict, option
 from spec_data.shards.checking import CHECK_HELP, CHECKS, FIRST
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.turn_masks import check_policy
+from spec_train.batch_options import batch_prompts_option, check_batch_prompts
 from spec_train.draft_config_file import options_of
 from spec_train.draft_options import draft_options
 from spec_train.fit_options import (
@@ -126,9 +127,11 @@ class EvalConfig:
     )
     data: str | None = option(
         None,
-        help="dataset on which acceptance is simulated, without the target. The quick check",
+        help="dataset on which acceptance is simulated, without the target: a directory or a URL. "
+        "The quick check",
         group=_MEASURED,
         metavar="DIR",
+        dataset="read",
     )
     accept_edited: bool = accept_edited_option()
     split: str = option(
@@ -227,6 +230,7 @@ class EvalConfig:
         group=_DECODING,
         metavar="K",
     )
+    batch_prompts: int = batch_prompts_option(_DECODING)
     seed: int = option(0, help="decides the samples when --temperature is above 0", group=_DECODING)
     dtype: str = option(
         "auto",
@@ -281,12 +285,13 @@ class EvalConfig:
                 "--tree-tokens decodes for real: it needs --target and --prompts (a dataset tells "
                 "nothing about branches that were not taken)"
             )
+        check_batch_prompts(self.batch_prompts, self.tree_tokens)
         at_least(self, 0, "limit", "draft_tokens", "seed", "tree_tokens")
         at_least(self, 1, "max_new_tokens", "tree_topk")
 
 
 _SMALLER = "a smaller vocabulary"
-FORMATS = ("vllm", "sglang", "speculators", "deepspec", "hf")
+FORMATS = ("vllm", "sglang", "speculators", "deepspec", "transformers", "hf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,7 +307,8 @@ class ExportConfig:
     format: str | None = option(
         None,
         help="form to write: vllm and sglang (also for llama.cpp's converter) are flat "
-        "directories, speculators has its own layout, deepspec its classes; hf is spec-train's own",
+        "directories, speculators has its own layout, deepspec and transformers (only DFlash) "
+        "their classes; hf is spec-train's own",
         group="what is written",
         choices=FORMATS,
     )
@@ -332,6 +338,7 @@ class ExportConfig:
         "does not hold, and the simulated acceptance before and after",
         group=_SMALLER,
         metavar="DIR",
+        dataset="read",
     )
     check: bool = option(
         False,

@@ -22,9 +22,13 @@ _ROWS = 8192  # rows compared at a time: a difference of all rows would be as la
 
 
 def origin_of(manifest: Manifest) -> dict[str, Any]:
-    """Return the origin of a draft of this dataset: its identity, its fingerprint and its head."""
+    """Return the origin of a draft of this dataset: its identity, fingerprint, head and names.
+
+    The names say what to serve and to credit; they are never compared.
+    """
     head = {k: v for k, v in asdict(manifest.head).items() if v is not None}
-    return identity_of(manifest) | {"dataset_fingerprint": manifest.fingerprint, "head": head}
+    facts = {"dataset_fingerprint": manifest.fingerprint, "head": head}
+    return identity_of(manifest) | facts | {"target_name": manifest.target.get("name")}
 
 
 def differing_rows(own: Tensor, other: Tensor) -> float:

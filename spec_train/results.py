@@ -102,6 +102,8 @@ class ExportResult:
     """Bytes of the tensors."""
     pruning: dict[str, Any] | None
     """What a smaller vocabulary costs (see `spec_train.pruning.PruningCost`); None: not pruned."""
+    serving: dict[str, str]
+    """How engines that read the format serve it: engine and release -> commands."""
     text: str = field(repr=False)
 
     def __str__(self) -> str:

@@ -17,6 +17,7 @@ import spec_data
 import spec_data.api
 import spec_train
 import spec_train.api
+from spec_data.conversion_options import ConvertConfig, ExportDataConfig
 from spec_data.generate_options import GenerateConfig
 from spec_data.keywords import from_keywords
 from spec_data.options import VerifyConfig
@@ -31,7 +32,12 @@ FUNCTIONS = [
     *(getattr(spec_data, name) for name in ("open_dataset", "generate", "regenerate")),
     *(getattr(spec_data, name) for name in ("estimate", "verify")),
     spec_data.status,
-    *(getattr(spec_train, name) for name in ("fit", "evaluate", "export", "load_draft")),
+    spec_data.convert,
+    spec_data.export_dataset,
+    *(
+        getattr(spec_train, name)
+        for name in ("fit", "dry_run", "evaluate", "compare", "export", "load_draft")
+    ),
     spec_train.simulate_acceptance,
 ]
 
@@ -117,6 +123,8 @@ def test_every_function_is_documented_and_typed(function):
         (spec_data.estimate, GenerateConfig, {"dry_run"}),
         (spec_data.regenerate, RegenerateConfig, set()),
         (spec_data.verify, VerifyConfig, {"data"}),
+        (spec_data.convert, ConvertConfig, {"data", "dry_run"}),
+        (spec_data.export_dataset, ExportDataConfig, {"data"}),
         (spec_train.fit, FitConfig, set()),
         (spec_train.evaluate, EvalConfig, set()),
         (spec_train.export, ExportConfig, set()),

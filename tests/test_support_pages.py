@@ -11,7 +11,7 @@ from tests.current_families import CURRENT, NESTED, ONE_PER_ROW
 from tests.families import FAMILIES, MORE_FAMILIES
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("published-drafts.md", "targets.md", "windows.md")
+PAGES = ("converting.md", "published-drafts.md", "targets.md", "windows.md")
 """Pages of which every table with a column `test` is checked."""
 _TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)(?:\[([\w-]+)\])?`")
 

@@ -7,7 +7,8 @@ Rounds are interleaved in one process, on the same documents:
 - bare: the model's own forward of the packs of generate, its own LM head included;
 - generate: capture with every check and codec, and shards written by a second thread;
 - padded: the model's own forward and head of right-padded batches in corpus order;
-- alone: the same, one document at a time.
+- alone: the same, one document at a time;
+- with --against FORM: bare and generate in another mask form.
 
 Figures are CPU-seconds of the process (on a GPU, seconds), medians with the smallest and largest
 round. Then follow the parts of one run, the proofs before it, and several workers, each a process
@@ -25,7 +26,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,9 @@ from spec_data.generation.setup import Setup, set_up
 from spec_data.shards.files import unit_name
 from spec_data.shards.follow import WORK
 from spec_data.shards.writer import write_shard
+from spec_data.target.document_attention import attention_per_document
 from spec_data.target.hf_backend import HFBackend
-from spec_data.target.mask_forms import ROWS, SINGLE, packed_mask
+from spec_data.target.mask_forms import PER_DOCUMENT, ROWS, SINGLE, packed_mask
 
 ROWS_OF_A_BATCH = 16  # of the padded batches
 
@@ -51,7 +53,7 @@ ROWS_OF_A_BATCH = 16  # of the padded batches
 class Bench:
     """A proven target, a plan, and the ways to run one over the other."""
 
-    def __init__(self, args: argparse.Namespace, work: Path) -> None:
+    def __init__(self, args: argparse.Namespace, work: Path, packing: str) -> None:
         self.work = work
         config = GenerateConfig(
             target=args.target,
@@ -63,6 +65,8 @@ class Bench:
             teacher=args.teacher,
             batch_tokens=str(args.batch_tokens),
             device=args.device,
+            dtype=args.dtype,
+            packing=packing,
         )
         self.setup: Setup = set_up(config)
         self.plan: Plan = make_plan(self.setup)
@@ -86,14 +90,20 @@ class Bench:
                 self.plan, unit, form, self.settings.batch_tokens
             ):
                 documents = batch.document_ids.to(target.device)
+                attention: Any = nullcontext()
                 if bool((batch.document_ids == 0).all()):  # one document fills each row
                     mask: dict[str, Any] = {"attention_mask": None}
                 elif form in (ROWS, SINGLE):
                     mask = {"attention_mask": (documents >= 0).long()}
                 else:
                     mask = packed_mask(form, target.config, target.attn, documents, target.dtype)
+                    if form == PER_DOCUMENT:
+                        attention = attention_per_document(
+                            target.model, target.attn, batch.document_ids
+                        )
                 positions = batch.position_ids.to(target.device)
-                self._forward(batch.input_ids, position_ids=positions, **mask)
+                with attention:
+                    self._forward(batch.input_ids, position_ids=positions, **mask)
 
     @torch.inference_mode()
     def padded(self) -> None:
@@ -178,9 +188,14 @@ def _timed(owner: Any, name: str, spent: dict[str, float], part: str) -> Iterato
         setattr(owner, name, real)
 
 
-def rounds(bench: Bench, count: int) -> dict[str, list[float]]:
-    """Run all ways `count` times, interleaved; return the seconds of each round."""
+def rounds(bench: Bench, count: int, other: Bench | None) -> dict[str, list[float]]:
+    """Run all ways `count` times, interleaved; return the seconds of each round.
+
+    `other` is the same with another mask form.
+    """
     ways = {name: getattr(bench, name) for name in ("bare", "generate", "padded", "alone")}
+    if other is not None:
+        ways |= {"bare, other form": other.bare, "generate, other": other.generate}
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(count):
         for name, run in ways.items():
@@ -192,12 +207,12 @@ def rounds(bench: Bench, count: int) -> dict[str, list[float]]:
 
 def print_rounds(found: dict[str, list[float]], tokens: int) -> None:
     """Print seconds per million tokens, and every way against generate of the same round."""
-    print(f"{'':10}{'s per 1M tokens':>24}{'generate is faster by':>32}")
+    print(f"{'':18}{'s per 1M tokens':>24}{'generate is faster by':>32}")
     for name, seconds in found.items():
         cost = [1e6 * s / tokens for s in seconds]
         ratio = [s / g for s, g in zip(seconds, found["generate"], strict=True)]
         print(
-            f"{name:10}{statistics.median(cost):12,.0f} ({min(cost):,.0f} to {max(cost):,.0f})"
+            f"{name:18}{statistics.median(cost):12,.0f} ({min(cost):,.0f} to {max(cost):,.0f})"
             f"{statistics.median(ratio):12.3f}x ({min(ratio):.3f} to {max(ratio):.3f})"
         )
 
@@ -241,10 +256,13 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=8192)
     parser.add_argument("--max-shard-size", default="8MB")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--packing", default="auto", help="a mask form; auto: as generate chooses")
+    parser.add_argument("--against", help="another mask form, in the same rounds")
     parser.add_argument("--share", help=argparse.SUPPRESS)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
-        bench = Bench(args, Path(work) / "data")
+        bench = Bench(args, Path(work) / "data", args.packing)
         if args.share:
             share(bench, args.share)
             return
@@ -254,7 +272,8 @@ def main() -> None:
             f"units, {bench.settings.form}, {bench.backend.dtype}, {bench.backend.device}, "
             f"{torch.get_num_threads()} threads, {args.rounds} rounds"
         )
-        print_rounds(rounds(bench, args.rounds), plan.tokens)
+        other = Bench(args, Path(work) / "other", args.against) if args.against else None
+        print_rounds(rounds(bench, args.rounds, other), plan.tokens)
         parts = bench.parts()
         for name, seconds in parts.items():
             print(f"{name:36}{seconds:10.2f} s {seconds / sum(parts.values()):8.1%}")

@@ -96,6 +96,7 @@ class CorpusReader:
         max_bad_rows: how many rows of each of `sources` may be bad.
         max_row_bytes: a row of more bytes is a bad row, and is never held in memory.
         parse: returns (format name, record) of a row, as `parse_row` does.
+        find: returns the files and datasets behind one of `sources`, as `resolve` does.
 
     Attributes:
         notes: the files of directories that were left out, and why.
@@ -117,6 +118,7 @@ class CorpusReader:
         max_bad_rows: BadRowLimit = AUTO,
         max_row_bytes: int = MAX_ROW_BYTES,
         parse: Callable[..., tuple[str, Record]] = parse_row,
+        find: Callable[..., list[Source]] = resolve,
     ) -> None:
         if not sources:
             raise ConfigError("no corpus: name a file, a directory or a dataset")
@@ -136,7 +138,7 @@ class CorpusReader:
         self.sources: list[Source] = []
         self._given: list[tuple[int, str]] = []  # per source: which of `sources` it belongs to
         for given in enumerate(map(str, sources)):
-            found = resolve(given[1], split, self.notes, max_row_bytes)
+            found = find(given[1], split, self.notes, max_row_bytes)
             self.sources += found
             self._given += [given] * len(found)
         self._bad = BadRows("")  # of the source that is being read

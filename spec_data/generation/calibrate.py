@@ -11,7 +11,7 @@ Shapes: N tokens of the sample, H width of a column, V vocabulary size.
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from spec_data.shards.codec_tables import (
 from spec_data.shards.coded import StoredRows, decode_rows
 from spec_data.shards.errors import RunError
 from spec_data.shards.files import sha256_file, write_once
-from spec_data.shards.head_spec import apply_head
+from spec_data.shards.head_spec import HeadSpec, apply_head
 from spec_data.shards.lossy import LossyCodec, Tables
 from spec_data.shards.schema import FINAL, Column, layer_column, predicts_supervised
 from spec_data.target.backend import TargetBackend
@@ -42,6 +42,24 @@ logger = logging.getLogger(__name__)
 _LEAST_TOKENS, _MOST_TOKENS, _SHARE = 8192, 65536, 16  # the sample is 1/16 of the plan
 _BYTES = 512 << 20  # largest size of the states of the sample, which are in memory together
 _KL_TOKENS = 2048  # tokens of which the KL is measured
+
+
+class HasHead(Protocol):
+    """What measures a KL: a target, or a dataset that stores its head."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where logits are computed."""
+
+    @property
+    def head(self) -> HeadSpec:
+        """The head as data."""
+
+    def head_tensors(self) -> dict[str, Tensor]:
+        """Return embedding and head, see `TargetBackend`."""
+
+    def logit_chunks(self, tokens: int) -> list[slice]:
+        """Return slices of an axis of `tokens` tokens whose float32 logits fit in memory."""
 
 
 def calibrate(
@@ -114,11 +132,19 @@ def sample_documents(lengths: np.ndarray, budget: int) -> list[int]:
 
 
 def _budget(plan: Plan, setup: Setup, target: TargetBackend) -> int:
-    """Return the tokens of the sample: 1/16 of the plan within limits, and as memory allows."""
+    """Return the tokens of the sample."""
     size = torch.empty(0, dtype=target.dtype).element_size()
     per_token = size * sum(c.width or 1 for c in setup.columns if c.lossy)
-    wanted = max(_LEAST_TOKENS, min(_MOST_TOKENS, plan.tokens // _SHARE))
-    return max(1, min(wanted, _BYTES // per_token))
+    return sample_budget(plan.tokens, per_token)
+
+
+def sample_budget(tokens: int, bytes_per_token: int) -> int:
+    """Return the tokens of a sample of `tokens`: 1/16 of them within limits, and as memory allows.
+
+    `bytes_per_token` are those of the states of one token that are held in memory.
+    """
+    wanted = max(_LEAST_TOKENS, min(_MOST_TOKENS, tokens // _SHARE))
+    return max(1, min(wanted, _BYTES // bytes_per_token))
 
 
 def capture_sample(
@@ -197,7 +223,7 @@ def measure(
     states: Tensor,
     chosen: np.ndarray,
     tables: dict[str, Tables],
-    target: TargetBackend,
+    target: HasHead,
 ) -> dict[str, Any]:
     """Measure the error of encoding a column: the manifest's `error` of that column.
 
@@ -253,7 +279,7 @@ def round_trip(codec: LossyCodec, states: Tensor, tables: Tables) -> tuple[Tenso
     return out.to(states.device), escaped
 
 
-def teacher_kl(target: TargetBackend, states: Tensor, decoded: Tensor) -> float:
+def teacher_kl(target: HasHead, states: Tensor, decoded: Tensor) -> float:
     """Return the mean of KL(softmax(head(states)) || softmax(head(decoded))) in nats, in float32.
 
     `states` and `decoded` are [N, H]; at most 2,048 tokens, spread evenly over N, are used.

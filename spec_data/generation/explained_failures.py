@@ -25,6 +25,6 @@ def explained_failures(out: Path) -> Iterator[None]:
         if error.errno != errno.ENOSPC:
             raise
         raise RunError(
-            f"{out}: the disk is full; finished shards are safe. Free some space and run the same "
+            f"{out}: the disk is full; finished files are safe. Free some space and run the same "
             "command again to resume"
         ) from None

@@ -11,6 +11,8 @@ The driver makes the plan, holds the lock of worker 0/1, shows the bar and seals
 
 import logging
 import os
+import signal
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -62,13 +64,17 @@ def connected(config: GenerateConfig) -> Iterator[GenerateConfig]:
     """
     ray = import_ray()
     ours = not ray.is_initialized()
-    if ours:
-        _connect(ray, config)
+    handler = signal.getsignal(signal.SIGTERM)
     try:
+        if ours:
+            _connect(ray, config)
         yield _resolved(ray, config)
     finally:
         if ours:
             ray.shutdown()
+            # Ray has installed a handler of its own, which would outlive the connection.
+            if handler is not None and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, handler)
 
 
 def _connect(ray: Any, config: GenerateConfig) -> None:

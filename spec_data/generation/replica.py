@@ -45,17 +45,31 @@ logger = logging.getLogger(__name__)
 class Replica:
     """One loaded target, proven, that captures units of a plan."""
 
-    def __init__(self, setup: Setup, plan: Plan, out: Path) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        plan: Plan,
+        out: Path,
+        load: Callable[[Setup, Plan], TargetBackend] | None = None,
+        share: Callable[[], bool] | None = None,
+    ) -> None:
         """Load the target of `setup` and prove it, or read what was proven before, in `out`.
+
+        `load` returns the loaded target; None: as the options of the run say. `share` is called
+        after the proof; it returns False if it has replaced the proof in `out` by that of another
+        worker.
 
         Raises:
             TargetError, RunError, CorpusError, ConfigError: as `prove_target`.
         """
         self.setup, self.plan, self.out = setup, plan, out
-        self.target = load_target(setup, plan)
+        self.target = (load or load_target)(setup, plan)
         kept: dict[ForwardKey, Forwarded] = {}
         try:
             self.draft = draft = prove_target(setup, plan, self.target, out, kept)
+            if share is not None and not share():
+                kept.clear()  # forwards in the form that was proven here
+                self.draft = draft = prove_target(setup, plan, self.target, out)
         except BaseException:
             self.close()
             raise

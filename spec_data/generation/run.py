@@ -15,9 +15,10 @@ directory has the same bytes even if the run was interrupted, or resumed on anot
 
 import logging
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from spec_data.generate_options import GenerateConfig
@@ -27,8 +28,9 @@ from spec_data.generation.explained_failures import explained_failures
 from spec_data.generation.find_plan import find_plan
 from spec_data.generation.fitting import announce_drafts
 from spec_data.generation.metrics_file import metrics_written
-from spec_data.generation.plan import Plan
+from spec_data.generation.plan import Plan, read_settings
 from spec_data.generation.ray_engine import capture_on_ray, connected
+from spec_data.generation.remote_out import STAGED_UNITS, RemoteOut, staged
 from spec_data.generation.replan import check_still_planned
 from spec_data.generation.replica import Replica
 from spec_data.generation.sealing import seal_directory, seal_if_last
@@ -38,12 +40,15 @@ from spec_data.generation.worker_facts import FactsWriter
 from spec_data.generation.worker_locks import worker_lock
 from spec_data.generation.worker_place import placed
 from spec_data.progress import progress, size
-from spec_data.shards.errors import RunError, SpecDataError
+from spec_data.shards.cache_directory import CACHE_VARIABLE
+from spec_data.shards.errors import ConfigError, RunError, SpecDataError
 from spec_data.shards.files import unit_name
 from spec_data.shards.follow import WORK
 from spec_data.shards.reader import MANIFEST
 from spec_data.shards.reclaim import units_to_keep, wait_for_room
 from spec_data.shards.schema import Manifest
+from spec_data.shards.urls import scheme_of
+from spec_data.target.backend import TargetBackend
 from spec_data.target.tensor_parallel import leading
 
 logger = logging.getLogger(__name__)
@@ -62,6 +67,11 @@ def generate(config: GenerateConfig) -> Manifest | None:
             captures some of the same units.
     """
     if config.engine == "ray":
+        if scheme_of(config.out):
+            raise ConfigError(
+                f"--engine ray --out {config.out}: replicas share a directory; give a local --out, "
+                "or start workers with --workers i/n"
+            )
         with connected(config) as found:
             return _run_or_resume(found)
     with leading(config.spread):
@@ -70,6 +80,9 @@ def generate(config: GenerateConfig) -> Manifest | None:
 
 def _run_or_resume(config: GenerateConfig) -> Manifest | None:
     """Generate or resume in this process; see `generate`."""
+    if scheme_of(config.out):
+        with staged(config.out, config.workers) as remote:
+            return _run_or_resume_remote(replace(config, out=str(remote.directory)), remote)
     out = Path(config.out)
     setup = set_up(config)
     if (out / MANIFEST).is_file():
@@ -84,26 +97,77 @@ def _run_or_resume(config: GenerateConfig) -> Manifest | None:
         raise
 
 
+def _run_or_resume_remote(config: GenerateConfig, remote: RemoteOut) -> Manifest | None:
+    """Generate or resume on remote storage, through the stage that is the --out of `config`."""
+    manifest = remote.complete()
+    if manifest is None:
+        remote.pull()
+    setup = set_up(config)
+    if manifest is not None:
+        return _unchanged(setup, manifest, remote.url)
+    _refuse_other_plan(setup, remote)
+    announce_drafts(setup)
+    try:
+        with metrics_written(config.metrics, remote.directory):
+            return _generate(setup, remote.directory, remote)
+    except (SpecDataError, FileNotFoundError):
+        if found := remote.complete():  # another worker has just sealed the dataset
+            return found
+        raise
+
+
+def _refuse_other_plan(setup: Setup, remote: RemoteOut) -> None:
+    """Refuse the settings of a setup if the plan on the storage was made with others."""
+    saved = read_settings(remote.directory / WORK)
+    if saved is not None:
+        refuse_changes(changed_settings(setup, saved), remote.url)
+
+
+def _find_shared_plan(setup: Setup, out: Path, remote: RemoteOut) -> Plan:
+    """Load the plan of the storage; make and publish it if there is none."""
+    begun = (out / WORK / "plan.json").is_file()
+    plan = find_plan(setup, out)
+    if begun or remote.publish_plan():
+        return plan
+    _refuse_other_plan(setup, remote)
+    remote.pull_records()
+    return find_plan(setup, out)
+
+
 def _complete_already(setup: Setup, out: Path) -> Manifest:
     """Return the manifest of a dataset that is sealed already and was made with these options."""
-    manifest = Manifest.read(out / MANIFEST)
-    refuse_changes(changed_settings(setup, manifest.raw["settings"]), out)
+    manifest = _unchanged(setup, Manifest.read(out / MANIFEST), str(out))
     shutil.rmtree(out / WORK, ignore_errors=True)  # left if killed after the manifest
-    logger.info("%s is complete already: nothing to do", out)
     return manifest
 
 
-def _generate(setup: Setup, out: Path) -> Manifest | None:
-    """Do the work of `generate` in a directory that was not sealed a moment ago."""
+def _unchanged(setup: Setup, manifest: Manifest, where: str) -> Manifest:
+    """Return the manifest of a sealed dataset if these options made it."""
+    if "view" in manifest.raw:
+        raise ConfigError(
+            f"{where} holds a dataset that `spec-data {manifest.raw['view']['command']}` made of "
+            "others; choose another --out"
+        )
+    refuse_changes(changed_settings(setup, manifest.raw["settings"]), where)
+    logger.info("%s is complete already: nothing to do", where)
+    return manifest
+
+
+def _generate(setup: Setup, out: Path, remote: RemoteOut | None = None) -> Manifest | None:
+    """Do the work of `generate` in a directory that was not sealed a moment ago.
+
+    With `remote`, the directory is its stage.
+    """
     config = setup.config
-    plan = find_plan(setup, out)
+    plan = _find_shared_plan(setup, out, remote) if remote else find_plan(setup, out)
     index, workers = config.worker
     mine = list(range(index, len(plan.units), workers))
     todo = [u for u in mine if finished_unit(out, u) is None]
     sizes = [plan.unit_bytes(u, setup.columns) for u in todo]
-    ring = units_to_keep(out)
+    ring = STAGED_UNITS if remote else units_to_keep(out)
     needed = sum(sorted(sizes, reverse=True)[:ring] if ring else sizes)
-    check_free_space(out, needed + (sum(other_files(setup, plan).values()) if todo else 0))
+    needed += sum(other_files(setup, plan).values()) if todo else 0
+    check_free_space(out, needed, remote is not None)
     if todo:
         with (
             worker_lock(out, config.workers, len(plan.units)),
@@ -114,7 +178,9 @@ def _generate(setup: Setup, out: Path) -> Manifest | None:
             if config.engine == "ray":
                 capture_on_ray(setup, plan, out, todo)
             else:
-                run_units(setup, plan, out, mine, todo)
+                run_units(setup, plan, out, mine, todo, remote=remote)
+    if remote:
+        return remote.seal()
     if units_to_keep(out):
         logger.info(
             "%s: every unit of worker %d/%d was captured; `spec-train fit --follow-keep` deletes "
@@ -127,13 +193,19 @@ def _generate(setup: Setup, out: Path) -> Manifest | None:
     return seal_directory(out, checked=set(todo))
 
 
-def check_free_space(out: Path, needed: int) -> None:
-    """Check that `needed` bytes fit on the disk of `out`.
+def check_free_space(out: Path, needed: int, stage: bool = False) -> None:
+    """Check that `needed` bytes fit on the disk of `out`, or of the `stage` of a remote folder.
 
     Raises:
         RunError: they do not.
     """
     free = shutil.disk_usage(out).free
+    if needed > free and stage:
+        raise RunError(
+            f"{out}: {needed:,} bytes are needed for the units on their way to the storage, but "
+            f"only {free:,} are free. Set {CACHE_VARIABLE} to a folder on another disk, or lower "
+            "--max-shard-size in a new --out"
+        )
     if needed > free:
         raise RunError(
             f"{out}: {needed:,} bytes are still to be written, but only {free:,} are free. Free "
@@ -143,18 +215,31 @@ def check_free_space(out: Path, needed: int) -> None:
         )
 
 
-def run_units(setup: Setup, plan: Plan, out: Path, mine: list[int], todo: list[int]) -> None:
+def run_units(
+    setup: Setup,
+    plan: Plan,
+    out: Path,
+    mine: list[int],
+    todo: list[int],
+    load: Callable[[Setup, Plan], TargetBackend] | None = None,
+    remote: RemoteOut | None = None,
+) -> None:
     """Load the target, prove it, and capture the units `todo`; writing overlaps capture.
 
-    `mine` are all units of this worker, `todo` those that are not finished.
+    `mine` are all units of this worker, `todo` those that are not finished; `load` returns the
+    loaded target; None: as the options say. With `remote`, each unit is uploaded, and its space in
+    `out` is freed.
     """
     total, left = plan.unit_set_tokens(mine), plan.unit_set_tokens(todo)
     facts = FactsWriter(out, plan, setup.config.workers, setup.config.workers)
+    share = None if remote is None else remote.publish_proof
     pending: Future | None = None
     written = 0
 
     def finish(unit: int, captured: CapturedUnit) -> int:
         size_on_disk = replica.finish(unit, captured)
+        if remote is not None:
+            remote.finish(unit)
         facts.finish(unit, size_on_disk)
         return size_on_disk
 
@@ -164,7 +249,7 @@ def run_units(setup: Setup, plan: Plan, out: Path, mine: list[int], todo: list[i
 
     with (
         facts.until_the_end(),
-        closing(Replica(setup, plan, out)) as replica,
+        closing(Replica(setup, plan, out, load, share)) as replica,
         progress(total=total, initial=total - left, desc="capture", unit="tok") as bar,
         ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer") as writer,
     ):

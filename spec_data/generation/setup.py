@@ -306,7 +306,7 @@ def data_settings(saved: dict[str, Any]) -> dict[str, Any]:
     return kept | {"versions": versions}
 
 
-def refuse_changes(changed: list[str], where: Path) -> None:
+def refuse_changes(changed: list[str], where: Path | str) -> None:
     """Refuse to resume, or to mix with, data made with other settings.
 
     Raises:

@@ -6,6 +6,7 @@ the head is tied to the embedding. Both change the states without an error, so b
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from transformers.models.auto.modeling_auto import (
 from spec_data.devices import DTYPES, check_devices, usable_device
 from spec_data.models.placement import shares_weight
 from spec_data.models.quantisation import check_quantisation
-from spec_data.models.reading import load_config, text_config
+from spec_data.models.reading import load_config
 from spec_data.models.resolve import resolve_model
+from spec_data.models.slow_dtypes import slow_model
+from spec_data.models.tied_places import asks_to_tie, check_tied_places
 from spec_data.models.weight_files import weight_files
 from spec_data.placement_options import Spread
 from spec_data.shards.errors import TargetError
@@ -70,6 +73,7 @@ def load_model(
     known: Any = dtype if dtype == "auto" else DTYPES.get(str(dtype), dtype)
     config = load_config(directory, trust)  # refuses what is no decoder-only model
     check_quantisation(path, config)
+    check_tied_places(config, spread.device_map, partial(_empty, config, trust))
     try:
         model, info = _class_for(config, trust, change).from_pretrained(
             directory,
@@ -85,6 +89,8 @@ def load_model(
         raise TargetError(f"cannot load {path} as a causal language model: {error}") from None
     _check_complete(path, info if change is None else info | {"unexpected_keys": ()})
     _check_tied(path, model)
+    if warning := slow_model(model):
+        log.warning("%s", warning)
     return model.eval().requires_grad_(False)
 
 
@@ -126,13 +132,17 @@ def _auto_class(config: Any) -> Any:
     return AutoModelForCausalLM
 
 
+def _empty(config: Any, trust: bool) -> Any:
+    """Return the model of a config without weights."""
+    with torch.device("meta"):
+        return _auto_class(config).from_config(config, trust_remote_code=trust)
+
+
 def _class_for(config: Any, trust: bool, change: Callable[[Any], None] | None) -> Any:
     """Return the class that loads a model; with `change`, one that changes what it has built."""
-    auto = _auto_class(config)
     if change is None:
-        return auto
-    with torch.device("meta"):
-        plain = type(auto.from_config(config, trust_remote_code=trust))
+        return _auto_class(config)
+    plain = type(_empty(config, trust))
 
     def build(self: Any, *args: Any, **kwargs: Any) -> None:
         plain.__init__(self, *args, **kwargs)
@@ -170,10 +180,7 @@ def _check_tied(path: str, model: Any) -> None:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if getattr(head, "weight", None) is None or embedding is None:  # a quantised head may have none
         return
-    asked = any(
-        getattr(config, "tie_word_embeddings", False)
-        for config in (model.config, text_config(model.config))
-    )
+    asked = asks_to_tie(model.config)
     if asked == shares_weight(head, embedding):
         return
     if asked:

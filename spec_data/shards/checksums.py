@@ -90,12 +90,21 @@ def stored_checksums(batch: pa.RecordBatch) -> np.ndarray:
 def read_batches(file: Path) -> tuple[pa.Schema, list[pa.RecordBatch], str]:
     """Map a shard and return its schema, its record batches and its outline.
 
-    The outline is the xxh3_64, as 16 hex digits, of the metadata of every IPC message.
-
     Raises:
         pa.ArrowInvalid, OSError: the file is not an Arrow stream, or is damaged.
     """
-    messages = list(pa.ipc.MessageReader.open_stream(pa.memory_map(str(file))))
+    return batches_of(pa.memory_map(str(file)))
+
+
+def batches_of(source: pa.NativeFile) -> tuple[pa.Schema, list[pa.RecordBatch], str]:
+    """Return schema, record batches and outline of an Arrow stream; batches are views of `source`.
+
+    The outline is the xxh3_64, as 16 hex digits, of the metadata of every IPC message.
+
+    Raises:
+        pa.ArrowInvalid, OSError: it is not an Arrow stream, or is damaged.
+    """
+    messages = list(pa.ipc.MessageReader.open_stream(source))
     if not messages:
         raise pa.ArrowInvalid("no message in it")
     digest = xxh3_64()

@@ -12,6 +12,8 @@ from typing import Any
 
 from xxhash import xxh3_64
 
+MANIFEST = "manifest.json"
+"""Name of the file that makes a directory a dataset."""
 _READ_AT_ONCE = 1 << 20  # bytes
 
 

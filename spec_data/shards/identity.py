@@ -33,7 +33,8 @@ _STATES = (
 )
 _COARSE = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}  # bits of a mantissa
 _PROMPTS = ("chat_template_kwargs", "template_kwargs_used")
-_NOT_OF_A_TARGET = {*_PROMPTS, "dataset_fingerprint", "head", "dtype", "rope_factors"}
+_OF_A_DRAFT = ("dataset_fingerprint", "head", "target_name")  # only in origins; never compared
+_NOT_OF_A_TARGET = {*_PROMPTS, *_OF_A_DRAFT, "dtype", "rope_factors"}
 _SPECIAL = ("tokenizer.bos_token", "tokenizer.eos_token")  # not in tokenizer.json
 _HASHED = {"config_hash": ("config.", "rope."), "tokenizer_hash": ("tokenizer.",)}
 _TABLES = {  # facts that older tables of the manifest hold, and their names there
@@ -201,7 +202,7 @@ def _known(name: str, identity: Mapping[str, Any]) -> bool:
 
 
 def _differs(name: str, recorded: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
-    if name in _PROMPTS or name in ("dataset_fingerprint", "head"):
+    if name in _PROMPTS or name in _OF_A_DRAFT:
         return False  # kwargs are compared as sets; the others do not describe a target
     ours, theirs = recorded.get(name), found.get(name)
     if name == "dtype":

@@ -187,6 +187,13 @@ MANIFEST = Table(
         ),
         "files": Named(Table({"bytes": COUNT, "sha256": SHA256, "xxh3?": XXH3}), PATH),
         "card?": Table({"sha256": SHA256}),
+        "ancestors?": Listed(Table({"fingerprint": SHA256, "documents": COUNT})),
+        "view?": Table(
+            {
+                **{"command": TEXT, "options": OBJECT},
+                "of": Listed(Table({"fingerprint": SHA256, "documents": COUNT})),
+            }
+        ),
         "identity?": Table(
             {
                 **{"dtype?": TEXT, "architectures?": Listed(TEXT)},
@@ -273,6 +280,9 @@ def contradictions(raw: dict[str, Any]) -> Iterator[str]:
     tables = raw.get("positions", {}).get("tables")
     if ("target/positions.safetensors" in raw["files"]) != bool(tables):
         yield "positions and the list of files disagree on target/positions.safetensors"
+    begun = [ancestor["documents"] for ancestor in raw.get("ancestors", [])]
+    if begun != sorted(begun) or max(begun, default=0) > totals["documents"]:
+        yield "ancestors does not list ever more documents, up to those of this dataset"
     packing = raw["packing"]
     if "utilisation" in packing:
         if not {"form", "tolerance", "differences"} <= packing.keys():

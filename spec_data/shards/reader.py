@@ -27,12 +27,14 @@ from spec_data.shards.codecs import tensor_of
 from spec_data.shards.coded import CodedRows, decode_rows, runs
 from spec_data.shards.document_access import DocumentAccess
 from spec_data.shards.errors import DatasetError, MissingError
+from spec_data.shards.files import MANIFEST
 from spec_data.shards.index import index_numbers, read_index
 from spec_data.shards.lossy import Tables
-from spec_data.shards.schema import Column, Manifest
+from spec_data.shards.mirror import Mirror, open_mirror, wrong_size
+from spec_data.shards.ranged_shard import RangedShard, open_ranged
+from spec_data.shards.schema import Column, Manifest, ShardRecord
 from spec_data.shards.shard import IndexRows, Place, Shard
 
-MANIFEST = "manifest.json"
 INDEX = "index.arrow"
 _KEPT_BY = ("supervised", "first_supervised")  # columns that tell the rows of sparse columns
 _SHOWN = 20  # wrong shards that a message names
@@ -47,7 +49,12 @@ class HiddenStatesDataset(DocumentAccess):
 
     It is read like a dataset of the `datasets` library: `len`, iteration, `ds[3]`, `ds[-1]`, and
     `ds[0:3]` or `ds[[0, 5]]`, which return one dict with a list per column.
+
+    Attributes:
+        mirror: of a remote dataset, its local files; None: the dataset is local.
     """
+
+    mirror: Mirror | None = None
 
     def __init__(
         self,
@@ -55,7 +62,7 @@ class HiddenStatesDataset(DocumentAccess):
         columns: Sequence[str] | None = None,
         check: str = FIRST,
     ) -> None:
-        """Open `path`; `columns` projects the token columns (default: all).
+        """Open `path`, a directory or a URL; `columns` projects the token columns (default: all).
 
         `check` says when chunks are compared with their checksums: "first" (before their first use
         in this process, and 1 read in 64 afterwards), "always", "sample" (1 read in 16) or "never".
@@ -64,10 +71,12 @@ class HiddenStatesDataset(DocumentAccess):
             MissingError: no such directory, the dataset is not sealed, or a shard is missing.
             DatasetError: the manifest is damaged or foreign, a shard is truncated, or a column is
                 unknown.
-            ConfigError: `check` is not one of these.
+            ConfigError: `check` is not one of these, or the URL cannot be read here.
+            RunError: the remote storage does not answer.
         """
         self._check = known_policy(check)
-        self.path = Path(path)
+        self.mirror = open_mirror(path)
+        self.path = self.mirror.directory if self.mirror else Path(path)
         if not self.path.is_dir():
             raise MissingError(f"{self.path}: no such dataset directory")
         if not (self.path / MANIFEST).is_file():
@@ -90,6 +99,11 @@ class HiddenStatesDataset(DocumentAccess):
         self._shards: dict[int, Shard] = {}
 
     @property
+    def place(self) -> str:
+        """Where the dataset is: its URL, or its directory."""
+        return self.mirror.url if self.mirror else str(self.path)
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """Token columns after projection."""
         return tuple(self._columns)
@@ -108,18 +122,30 @@ class HiddenStatesDataset(DocumentAccess):
     def tables(self) -> dict[str, Tables]:
         """Decoding tables of the lossy columns."""
         widths = {c.name: c.width or 1 for c in self.manifest.columns if c.lossy}
+        if widths and self.mirror:
+            self.mirror.ensure(TABLES)
         file = self.path / TABLES
         return load_tables(file, widths, self.manifest.codec.get("sha256", "")) if widths else {}
 
     @property
     def target_dir(self) -> Path:
         """Folder with the target's config.json, tokenizer and head.safetensors."""
-        return self.path / "target"
+        return self.mirror.ensure_target() if self.mirror else self.path / "target"
 
     def _check_sizes(self) -> None:
         """Refuse truncated or missing shards at once, and not in the middle of a run."""
+        shards = self.manifest.shards
+        missing, wrong = self.mirror.sizes(shards) if self.mirror else self._sizes(shards)
+        found = missing + wrong
+        if found:
+            more = f"\n... and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            text = "\n".join(found[:_SHOWN]) + more + "; copy the dataset again"
+            raise MissingError(text) if missing else DatasetError(text)
+
+    def _sizes(self, shards: Sequence[ShardRecord]) -> tuple[list[str], list[str]]:
+        """Return what to say about shards that are missing, and of another size."""
         missing, wrong = [], []
-        for record in self.manifest.shards:
+        for record in shards:
             file = self.path / record.file
             try:
                 size = file.stat().st_size
@@ -127,15 +153,8 @@ class HiddenStatesDataset(DocumentAccess):
                 missing.append(f"{file}: shard is missing or out of reach ({error.strerror})")
                 continue
             if size != record.bytes:
-                wrong.append(
-                    f"{file}: {size:,} bytes, the manifest says {record.bytes:,}: truncated or "
-                    "replaced"
-                )
-        found = missing + wrong
-        if found:
-            more = f"\n... and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            text = "\n".join(found[:_SHOWN]) + more + "; copy the dataset again"
-            raise MissingError(text) if missing else DatasetError(text)
+                wrong.append(wrong_size(str(file), size, record))
+        return missing, wrong
 
     def target_config(self) -> dict[str, Any]:
         """Return the target's configuration, with every default written out.
@@ -149,6 +168,8 @@ class HiddenStatesDataset(DocumentAccess):
 
     @cached_property
     def _index(self) -> pa.Table:
+        if self.mirror:
+            self.mirror.ensure(INDEX)
         data = mapped_file(self.path, INDEX, self.manifest)
         return read_index(data, self.manifest, self.path / INDEX)
 
@@ -254,6 +275,12 @@ class HiddenStatesDataset(DocumentAccess):
         """Wait until documents can be read; always True at once, as this dataset is complete."""
         return True
 
+    def fetch_ahead(self, index: int, columns: Iterable[str]) -> None:
+        """Begin to fetch columns of a document of a remote dataset, and return at once."""
+        shard, row = self._locate(index)
+        if isinstance(shard, RangedShard):
+            shard.fetch_ahead(row, [self._columns[name] for name in columns])
+
     def _decode(self, shard: Shard, place: Place, column: Column, out: Tensor) -> None:
         """Decode the first n tokens of a lossy or sparse column into `out`, [n] or [n, W].
 
@@ -304,7 +331,11 @@ class HiddenStatesDataset(DocumentAccess):
             index = IndexRows(
                 rows.start, self.id_array[rows], self.lengths[rows], kept, self._checksums
             )
-            self._shards[number] = Shard(self.path, self.manifest, record, index, self._check)
+            if self.mirror:
+                opened: Shard = open_ranged(self.mirror, self.manifest, record, index, self._check)
+            else:
+                opened = Shard(self.path, self.manifest, record, index, self._check)
+            self._shards[number] = opened
         return self._shards[number]
 
 
@@ -316,6 +347,8 @@ def mapped_file(directory: Path, name: str, manifest: Manifest) -> pa.Buffer:
     """
     file = directory / name
     record = manifest.raw["files"].get(name, {})
+    if not file.is_file() and (mirror := open_mirror(directory)):
+        mirror.ensure(name)
     if not file.is_file():
         raise MissingError(f"{file}: missing; copy the dataset again")
     if file.stat().st_size and file.stat().st_size == record.get("bytes"):

@@ -82,7 +82,7 @@ class Shard:
         self.record = record
         self.file = path / self.record.file
         try:
-            schema, self.batches, outline = read_batches(self.file)
+            schema, self.batches, outline = self._mapped()
         except (pa.ArrowException, OSError, ValueError) as error:
             raise DatasetError(f"{self.file}: damaged ({error}); copy it again") from None
         expected = schema_of(manifest)
@@ -117,6 +117,10 @@ class Shard:
         self._placed = bytearray(self.record.rows)  # 1: the row is the one that the index has
         self._views: dict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = {}
         self._readable: set[int] = set()  # record batches whose texts are checked
+
+    def _mapped(self) -> tuple[pa.Schema, list[pa.RecordBatch], str]:
+        """Map the file; return schema, record batches and outline."""
+        return read_batches(self.file)
 
     def _check_file(self) -> None:
         """Compare the whole file with the manifest: what format 1.0 has instead of checksums."""
@@ -277,9 +281,13 @@ class Shard:
             for row in range(self.starts[batch], self.starts[batch + 1]):
                 self._check_row(row, batch)
             self._check_texts(batch)
-            found = chunk_checksums(self.batches[batch].columns[:-1])
+            found = chunk_checksums(self._whole_batch(batch).columns[:-1])
             for local, field in np.argwhere(found != stored).tolist():
                 yield self.starts[batch] + local, self.batches[batch].schema.names[field]
+
+    def _whole_batch(self, batch: int) -> pa.RecordBatch:
+        """Return a record batch with all of its values."""
+        return self.batches[batch]
 
     def _part(self, column: Column, place: Place) -> np.ndarray:
         """Return one document's part of a stored field, [n] or [n, W], unchecked; a view."""

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ def _chunked(
     value: Tensor,
     attention_mask: Any,
     function: Callable[..., Any],
-    additive: bool,
+    additive_mask: bool,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """An attention function of transformers: heads [1, T, h, d] of queries [1, h, T, d]."""
@@ -129,30 +130,56 @@ def _chunked(
     for start in range(0, length, size):
         stop = min(start + size, length)
         first, mask = attention_mask.part(start, stop, query.device)
-        if additive:
-            blocked = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
-            mask = blocked.masked_fill_(~mask, torch.finfo(query.dtype).min)
+        if additive_mask:
+            mask = additive(mask, query.dtype)
         keys, values = key[:, :, first:stop], value[:, :, first:stop]
         heads_of = function(module, query[:, :, start:stop], keys, values, mask, **options)
         parts.append(heads_of[0])  # [1, q, h, d]
     return torch.cat(parts, dim=1), None
 
 
-def _sdpa(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
-    return _chunked(module, query, key, value, mask, sdpa_attention_forward, False, **options)
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a bool mask as eager attention takes it: zero, or the least number where False."""
+    blocked = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return blocked.masked_fill_(~mask, torch.finfo(dtype).min)
 
 
-def _eager(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
-) -> Any:
-    """Each family has an eager attention of its own, in the module of its classes."""
+def _own_eager_attention(module: Any) -> Callable[..., Any]:
+    """Return the eager attention of a family, which is in the module of its classes.
+
+    Raises:
+        NotImplementedError: it has none, so the proof of this form or of chunks fails.
+    """
     own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if own is None:
-        raise TargetError(f"{type(module).__name__} has no eager attention function")
-    return _chunked(module, query, key, value, mask, own, True, **options)
+        raise NotImplementedError(f"{type(module).__name__} has no eager attention function")
+    return own
 
 
-ALL_ATTENTION_FUNCTIONS.register(_PREFIX + "sdpa", _sdpa)
-ALL_ATTENTION_FUNCTIONS.register(_PREFIX + "eager", _eager)
-ALL_MASK_ATTENTION_FUNCTIONS.register(_PREFIX + "sdpa", _make_sdpa_mask)
-ALL_MASK_ATTENTION_FUNCTIONS.register(_PREFIX + "eager", _make_mask)
+def register_attention(
+    prefix: str,
+    attend: Callable[..., tuple[Tensor, None]],
+    make_sdpa_mask: Callable[..., Any],
+    make_eager_mask: Callable[..., Any],
+) -> None:
+    """Register an attention with transformers as `prefix` + "sdpa" and `prefix` + "eager".
+
+    Args:
+        prefix: of both names.
+        attend: an attention function of transformers. It also takes `function`, the plain one of
+            the family, and `additive_mask`, whether that one takes masks as `additive` makes them.
+        make_sdpa_mask, make_eager_mask: return the masks that `attend` receives.
+    """
+
+    def eager(module: Any, *heads: Any, **options: Any) -> tuple[Tensor, None]:
+        own = _own_eager_attention(module)
+        return attend(module, *heads, function=own, additive_mask=True, **options)
+
+    sdpa = partial(attend, function=sdpa_attention_forward, additive_mask=False)
+    ALL_ATTENTION_FUNCTIONS.register(prefix + "sdpa", sdpa)
+    ALL_ATTENTION_FUNCTIONS.register(prefix + "eager", eager)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(prefix + "sdpa", make_sdpa_mask)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(prefix + "eager", make_eager_mask)
+
+
+register_attention(_PREFIX, _chunked, _make_sdpa_mask, _make_mask)

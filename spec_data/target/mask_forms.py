@@ -4,6 +4,7 @@ No form is right for every family: one 4-D mask for all layers removes the slidi
 families, and with position ids alone others let documents see each other. So each form is only a
 candidate, which `proofs.py` accepts or rejects on real packs.
 
+    per-document          no mask of the pack: attention runs inside each document (on a CPU)
     mask-per-layer-type   one block-causal mask per attention type, with its sliding window
     block-causal-window   one block-causal mask with the sliding window for all layers
     block-causal          one block-causal mask without a window
@@ -24,6 +25,7 @@ from torch import Tensor
 from spec_data.models.reading import text_config
 from spec_data.shards.packing import block_causal_mask
 
+PER_DOCUMENT = "per-document"
 ROWS = "rows"
 SINGLE = "single"
 REQUESTS = "requests"
@@ -41,14 +43,17 @@ def view_of(config: Any) -> int | None:
     return window or None
 
 
-def mask_forms(config: Any, attn: str) -> list[str]:
+def mask_forms(config: Any, attn: str, device: str = "cpu") -> list[str]:
     """Return the candidate forms for a model, the most specific first, unpacked forms last.
 
-    `config` is the transformers configuration, `attn` the attention implementation.
+    `config` is the transformers configuration, `attn` the attention implementation, `device` the
+    type of device that the model runs on.
     """
     text = text_config(config)
     forms = []
     if attn in ("sdpa", "eager"):
+        if device == "cpu":
+            forms.append(PER_DOCUMENT)
         types = set(getattr(text, "layer_types", None) or ())
         if types and types <= _WINDOWED | _PLAIN:
             forms.append("mask-per-layer-type")
@@ -72,7 +77,7 @@ def packed_mask(
 
     Returns:
         {"attention_mask": mask}. The mask is [B, 1, T, T], or a dict of such masks by attention
-        type, or None for position ids alone.
+        type, or None for position ids alone and for attention per document.
 
     Raises:
         ValueError: `form` is not a packed form.
@@ -94,6 +99,6 @@ def packed_mask(
         return {"attention_mask": mask(window)}
     if form == "block-causal":
         return {"attention_mask": mask(None)}
-    if form == "position-ids":
+    if form in (PER_DOCUMENT, "position-ids"):
         return {"attention_mask": None}
     raise ValueError(f"{form!r} is not a packed mask form")

@@ -9,7 +9,7 @@ are requested. Shapes: B rows, T slots of a row, H hidden size, V vocabulary siz
 import inspect
 import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from spec_data.shards.errors import TargetError
 from spec_data.shards.head_spec import apply_head
 from spec_data.shards.layer_ids import choose_layers
 from spec_data.shards.packing import shift_left
+from spec_data.target.document_attention import attention_per_document
 from spec_data.target.head_form import describe_head
 from spec_data.target.hooks import (
     Captured,
@@ -38,11 +39,13 @@ from spec_data.target.hooks import (
     output_head,
 )
 from spec_data.target.long_rows import LONG_ROW, attention_in_chunks, needs_chunks
-from spec_data.target.mask_forms import ROWS, SINGLE, mask_forms, packed_mask, view_of
+from spec_data.target.mask_forms import PER_DOCUMENT, ROWS, SINGLE, mask_forms, packed_mask, view_of
 from spec_data.target.proofs import prove_isolation, why_no_chunks
 from spec_data.target.target_batch import TargetBatch, document_starts, layout_of
 
 logger = logging.getLogger(__name__)
+
+Attention = AbstractContextManager[None]  # replaces the attention of the model, or does not
 
 # Largest block of float32 logits in memory: small enough for the cache of a CPU, large enough to
 # keep a GPU busy.
@@ -197,13 +200,17 @@ class Target:
         if self._takes_positions and not alone:
             kwargs["position_ids"] = sent(position_ids, self.device)
         long = alone and ids.shape[0] == 1 and ids.shape[1] > LONG_ROW
-        return self._forward(ids, kwargs, full_logits, chunks=long and self._attends_in_chunks(ids))
+        attention: Attention = nullcontext()
+        if long and self._attends_in_chunks(ids):
+            attention = attention_in_chunks(self.model, self.attn)
+        elif form == PER_DOCUMENT and not alone:
+            attention = attention_per_document(self.model, self.attn, document_ids)
+        return self._forward(ids, kwargs, full_logits, attention)
 
     def _forward(
-        self, ids: Tensor, kwargs: dict[str, Any], full_logits: bool, chunks: bool
+        self, ids: Tensor, kwargs: dict[str, Any], full_logits: bool, attention: Attention
     ) -> tuple[Captured, Tensor | None]:
-        """Run the model on int64 [B, T], in chunks of queries or not (see `long_rows`)."""
-        attention = attention_in_chunks(self.model, self.attn) if chunks else nullcontext()
+        """Run the model on int64 [B, T], with an attention of `long_rows` or its own."""
         hooks = capturing(
             self.model, self.layers, skip_head=not full_logits, device=self.states_device
         )
@@ -225,12 +232,12 @@ class Target:
         beyond = ids.shape[1] > (view_of(self.config) or 0)
         if beyond not in self._chunks:
             plain = {"use_cache": False, "attention_mask": None}
-            reason = why_no_chunks(
-                lambda part, chunks: self._forward(part, plain, False, chunks)[0],
-                ids,
-                self.config,
-                self.dtype,
-            )
+
+            def run(part: Tensor, chunks: bool) -> Captured:
+                attention = attention_in_chunks(self.model, self.attn) if chunks else nullcontext()
+                return self._forward(part, plain, False, attention)[0]
+
+            reason = why_no_chunks(run, ids, self.config, self.dtype)
             self._chunks[beyond] = reason is None
             if reason is not None:
                 logger.warning(
@@ -351,7 +358,9 @@ class Target:
                     "next under every mask; pass one document per row (seq_lens=None)"
                 )
             else:
-                return mask_forms(self.config, self.attn)[0]  # one document per row cannot leak
+                return mask_forms(self.config, self.attn, self.device.type)[
+                    0
+                ]  # one document per row cannot leak
         return self.mask_form
 
     def _supervise(self, captured: Captured, logits: Tensor | None) -> dict[str, Tensor]:

@@ -51,6 +51,7 @@ class Capturer(Protocol):
     model: Any
     config: Any
     attn: str
+    device: torch.device
     dtype: torch.dtype
     layers: tuple[int, ...]
 
@@ -180,7 +181,7 @@ def prove_isolation(
             measured.append(_largest(alone, _in_padded_rows(target, documents)))
         return measured[0]
 
-    candidates = mask_forms(target.config, target.attn)
+    candidates = mask_forms(target.config, target.attn, target.device.type)
     if packing == "auto" and not _shares_packs(documents, pack_length):
         packing = "rows"  # no two documents share a pack, so a packed form would prove nothing
     if packing == "rows":

@@ -33,7 +33,7 @@ def check_first_choices(dataset: HiddenStatesDataset, findings: Findings) -> Non
         first, tokens = (sum(c[i] for c in counted.values()) for i in (0, 1))
         findings.passed(
             f"{first / max(tokens, 1):.1%} of {tokens:,} supervised tokens are the target's first "
-            "choice; their NLL was not measured (an older release generated the dataset)"
+            "choice; their NLL is not recorded (a view of a part of a source, or an older release)"
         )
         return
     for name, (first, tokens) in counted.items():

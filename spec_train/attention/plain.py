@@ -30,7 +30,12 @@ def attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def attend_block(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: BlockWindow | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: BlockWindow | None,
+    real: Tensor | None = None,
 ) -> Tensor:
     """Attend from the slots of one block per sequence to all verified positions and to the block.
 
@@ -39,18 +44,23 @@ def attend_block(
         k, v: keys and values [B, g, T, d] at the positions 0 to T - 1, the slots included.
         scale: multiplies the scores.
         window: of the layer; None: every slot sees every key.
+        real: which keys are no padding, bool [B, T]. Padding comes first, so a sequence's last
+            keys are at the same distance from its slots as without it. None: there is none.
 
     Returns:
         Heads [B, h, S, d].
     """
+    kept = None if real is None else real[:, None, None]  # [B, 1, 1, T]
     if window is None:
-        return attend_all(q, k, v, scale)
+        return _attend(q, k, v, scale, kept)
     slots, held = q.shape[2], k.shape[2]
     start = max(0, held - slots - window.size + 1)  # the first key that the first slot sees
     query = torch.arange(held - slots, held, device=q.device)[:, None]  # positions [S, 1]
     key = torch.arange(start, held, device=q.device)  # positions [keys]
     limit = query + (1 if window.causal else window.size)
     seen = (query - key < window.size) & (key < limit)  # bool [S, keys]
+    if kept is not None:
+        seen = seen & kept[..., start:]  # [B, 1, S, keys]
     return _attend(q, k[:, :, start:], v[:, :, start:], scale, seen)
 
 
@@ -71,7 +81,8 @@ def attend_cached(
         q: queries [B, h, n, d] of the last n of the T rows.
         k, v: keys and values [B, g, T, d] of all rows, the new ones included.
         scale: multiplies the scores.
-        seen: True where a new row sees a row without the window, bool [n, T]; None: causal.
+        seen: True where a new row sees a row without the window, bool [n, T] or, if sequences
+            differ, [B, 1, n, T]; None: causal.
         window: number of positions that a row sees; None: no limit.
 
     Returns:
@@ -94,6 +105,6 @@ def attend_cached(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> Tensor:
-    """Attend from q [B, h, n, d] to k, v [B, g, T, d] where `seen`, bool [n, T], is True."""
+    """Attend from q [B, h, n, d] to k, v [B, g, T, d] where `seen`, bool [.., n, T], is True."""
     k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)

@@ -42,6 +42,8 @@ class Documents(Protocol):
     @property
     def path(self) -> Path: ...
     @property
+    def place(self) -> str: ...
+    @property
     def manifest(self) -> Manifest: ...
     @property
     def tables(self) -> dict[str, Tables]: ...
@@ -61,6 +63,7 @@ class Documents(Protocol):
     def target_config(self) -> dict[str, Any]: ...
     def shard_of(self, index: int) -> str: ...
     def wait_for(self, rows: Iterable[int], stop: threading.Event) -> bool: ...
+    def fetch_ahead(self, index: int, columns: Iterable[str]) -> None: ...
     def read_into(
         self,
         index: int,
@@ -82,6 +85,11 @@ class Mixture:
     def path(self) -> Path:
         """Directory of the first dataset."""
         return self.datasets[0].path
+
+    @property
+    def place(self) -> str:
+        """URL or directory of the first dataset."""
+        return self.datasets[0].place
 
     @property
     def target_dir(self) -> Path:
@@ -134,11 +142,16 @@ class Mixture:
     def shard_of(self, index: int) -> str:
         """Return the path of the shard file that holds a document."""
         dataset, row = self._locate(index)
-        return str(dataset.path / dataset.shard_of(row))
+        return f"{dataset.place}/{dataset.shard_of(row)}"
 
     def wait_for(self, rows: Iterable[int], stop: threading.Event) -> bool:
         """Return True at once: all datasets are sealed, so every document can be read."""
         return True
+
+    def fetch_ahead(self, index: int, columns: Iterable[str]) -> None:
+        """Begin to fetch columns of a document, as HiddenStatesDataset.fetch_ahead does."""
+        dataset, row = self._locate(index)
+        dataset.fetch_ahead(row, columns)
 
     def read_into(
         self,

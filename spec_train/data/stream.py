@@ -28,6 +28,7 @@ from spec_data.shards.coded import CodedRows
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.packing import PADDING
 from spec_train.data.batch import DraftBatch
+from spec_train.data.fetch_ahead import FetchAhead, is_remote
 from spec_train.data.mixture import Documents
 from spec_train.data.order import BatchPlan, Pack, rank_slice
 
@@ -315,6 +316,22 @@ class BatchStream:
                     return
             epoch, done = epoch + 1, 0
 
+    def _steps(
+        self, epoch: int, done: int, count: int
+    ) -> Iterator[tuple[int, int, float, list[Pack]]]:
+        """Yield what `_walk` does; of remote datasets, this rank's documents are fetched ahead."""
+        walk = self._walk(epoch, done, count)
+        if not is_remote(self.dataset):
+            return walk
+        stored = {column.name for column in self.dataset.manifest.columns}
+        wanted = [name for name in self.columns if name in stored]
+        return FetchAhead(self.dataset, wanted).steps(walk, self._own_rows)
+
+    def _own_rows(self, step: tuple[int, int, float, list[Pack]]) -> Iterator[int]:
+        """Yield the documents of this rank in a step of `_walk`."""
+        for _, part in self._deal(step[1], step[3]):
+            yield from itertools.chain.from_iterable(part)
+
     def _deal(self, index: int, packs: list[Pack]) -> list[tuple[int, list[Pack]]]:
         """Return this rank's micro-batches of a global batch: packs before each, and its packs."""
         size, first = self.batch_size, self.plan.packs_before(index)
@@ -331,7 +348,7 @@ class BatchStream:
     ) -> None:
         """Run the reading thread: put filled steps on `ready`, then None or an exception."""
         try:
-            for epoch, index, share, packs in self._walk(*position, count):
+            for epoch, index, share, packs in self._steps(*position, count):
                 step = Step(epoch, index, share, free)
                 # Wait for every rank's documents; otherwise ranks block later, in a collective.
                 if not self.dataset.wait_for(itertools.chain.from_iterable(packs), stop):

@@ -1,4 +1,4 @@
-"""Room: speculative decoding with a target and a draft.
+"""Room: speculative decoding with a target and a draft, one sequence at a time or several.
 
 Chains, blocks and dynamic trees. Verification guarantees that the output is the target's own.
 

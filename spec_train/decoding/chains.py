@@ -105,8 +105,12 @@ class TargetSession:
             Logits [t, V] and states [1, t, A], both in the model's dtype; the states are None
             without columns.
         """
-        device = self._model.device
-        ids = torch.as_tensor(tokens, dtype=torch.long, device=device)[None]
+        ids = torch.as_tensor(tokens, dtype=torch.long, device=self._model.device)[None]
+        logits, states = self._run(ids, self._last_only if last_only else {}, layout)
+        return logits[0], states
+
+    def _run(self, ids: Tensor, wanted: dict[str, Any], layout: dict[str, Any]) -> tuple[Any, Any]:
+        """Append ids, int64 [B, t]; return logits [B, t, V] and states [B, t, A] or None."""
         entered: list[Tensor] = []
         watch = contextlib.ExitStack()
         if self._unproven:
@@ -119,11 +123,11 @@ class TargetSession:
                 past_key_values=self._cache,
                 use_cache=True,
                 output_hidden_states=bool(self._places),
-                **(self._last_only if last_only else {}),
+                **wanted,
                 **layout,
             )
         if not self._places:
-            return output.logits[0], None
+            return output.logits, None
         states = output.hidden_states
         if len(states) != num_target_layers(self._model) + 1:
             raise TargetError(
@@ -133,14 +137,14 @@ class TargetSession:
             )
         if entered:
             self._require_head_input(entered[0], states[-1])
-        return output.logits[0], torch.cat([states[k] for k in self._places], dim=-1)
+        return output.logits, torch.cat([states[k] for k in self._places], dim=-1)
 
     def _require_head_input(self, entered: Tensor, last: Tensor) -> None:
         """Refuse a model whose head reads other states than its last ones.
 
         Args:
-            entered: input of the head [1, k, H]: the last k tokens.
-            last: the last states that the model returns [1, t, H].
+            entered: input of the head [B, k, H]: the last k tokens.
+            last: the last states that the model returns [B, t, H].
         """
         if not torch.equal(entered, last[:, -entered.shape[1] :]):
             raise TargetError(
@@ -188,6 +192,66 @@ class Generation:
     stopped: bool = False  # whether a stop token ended it, not the limit
 
 
+class GrowingResponse:
+    """What decoding knows of one sequence between two rounds.
+
+    Attributes:
+        tokens: the response so far.
+        known, states: what the drafter has not read: `known[i]` is the token one position after
+            `states[:, i]`, the target's states [1, n, A] or None.
+    """
+
+    def __init__(self, request: Request, logits: Tensor, states: Any) -> None:
+        """Start with the target's logits [t, V] and states [1, n, A] of the prompt's n tokens."""
+        self.request = request
+        self.tokens = [request.sampler.first(logits[-1])]
+        self.known = [*request.prompt[1:], self.tokens[0]]
+        self.states = states
+        self._rounds: list[Round] = []
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing may follow."""
+        return self.tokens[-1] in self.request.stop or len(self.tokens) >= self.request.limit
+
+    def wanted(self, draft_tokens: int) -> int:
+        """Return how many tokens the next round drafts: no more than can still be emitted."""
+        return min(draft_tokens, self.request.limit - len(self.tokens) - 1)
+
+    def verify(self, drafted: Tensor, q: list[Any], logits: Tensor, states: Any) -> int:
+        """Count a round; return how many of its 1 + k tokens stay in the target's cache.
+
+        Args:
+            drafted: ids, int64 [k]. q: their distributions (see `Drafter.propose`).
+            logits: the target's [1 + k, V] after the last known token and the drafted ones.
+            states: the target's [1, at least 1 + k, A] at the same tokens, or None.
+        """
+        proposed, accepted, chosen = self.request.sampler.verify(drafted, q, logits)
+        self.known = [*proposed[:accepted], chosen]
+        self.states = None if states is None else states[:, : accepted + 1]
+        emitted = until_stop(self.known, self.request.stop)
+        self._rounds.append(
+            Round(
+                drafted=len(proposed),
+                tried=min(accepted + 1, len(proposed), len(emitted)),
+                accepted=min(accepted, len(emitted)),
+                emitted=len(emitted),
+            )
+        )
+        self.tokens.extend(emitted)
+        return accepted + 1
+
+    def generation(self, draft_passes: int, seconds: float = 0.0) -> Generation:
+        """Return the response and its rounds."""
+        return Generation(
+            tokens=self.tokens,
+            rounds=self._rounds,
+            draft_passes=draft_passes,
+            seconds=seconds,
+            stopped=self.tokens[-1] in self.request.stop,
+        )
+
+
 def clock(device: torch.device) -> float:
     """Return a time in seconds, after all queued work of the device is done."""
     if device.type == "cuda":
@@ -219,46 +283,22 @@ def decode_speculative(
     `drafter` must be new; `columns` are the states it reads, the draft's `state_columns`. Near the
     limit a round drafts no more than can still be emitted, which does not change the output.
     """
-    sampler, limit, stop = request.sampler, request.limit, request.stop
     started = clock(model.device)
     session = TargetSession(model, columns)
     logits, states = session.forward(request.prompt, last_only=True)
-    tokens = [sampler.first(logits[-1])]
-    known = [
-        *request.prompt[1:],
-        tokens[0],
-    ]  # known[i] is one position after states[:, i]
-    rounds: list[Round] = []
-    while tokens[-1] not in stop and len(tokens) < limit:
-        count = min(draft_tokens, limit - len(tokens) - 1)
+    response = GrowingResponse(request, logits, states)
+    while not response.ended:
+        count = response.wanted(draft_tokens)
         drafted = torch.empty(0, dtype=torch.long, device=model.device)
         q: list[Any] = []
         if count:
-            drafted, q = drafter.propose(known, states, count, sampler)
-            count = len(drafted)
-        last = torch.tensor(tokens[-1:], device=model.device)
+            known, states = response.known, response.states
+            drafted, q = drafter.propose(known, states, count, request.sampler)
+        last = torch.tensor(response.tokens[-1:], device=model.device)
         logits, states = session.forward(torch.cat([last, drafted]))
-        proposed, accepted, chosen = sampler.verify(drafted, q, logits)
-        session.rollback(count - accepted)
-        known, states = [*proposed[:accepted], chosen], states[:, : accepted + 1]
-        emitted = until_stop(known, stop)
-        rounds.append(
-            Round(
-                drafted=count,
-                tried=min(accepted + 1, count, len(emitted)),
-                accepted=min(accepted, len(emitted)),
-                emitted=len(emitted),
-            )
-        )
-        tokens.extend(emitted)
-    seconds = clock(model.device) - started
-    return Generation(
-        tokens=tokens,
-        rounds=rounds,
-        draft_passes=drafter.passes,
-        seconds=seconds,
-        stopped=tokens[-1] in stop,
-    )
+        kept = response.verify(drafted, q, logits, states)
+        session.rollback(1 + len(drafted) - kept)
+    return response.generation(drafter.passes, clock(model.device) - started)
 
 
 def until_stop(tokens: list[int], stop: Collection[int]) -> list[int]:

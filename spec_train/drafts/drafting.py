@@ -15,77 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from spec_train.attention.plain import attend_cached
+from spec_train.drafts.draft_caches import DraftCache, LayerCaches
+from spec_train.drafts.protocol import Ask
+from spec_train.drafts.together import Draws, NewRows, real_slots, stacked, take
 from spec_train.sampling import Sampler
-
-
-class DraftCache:
-    """Keys and values [B, g, length, d] of the rows that a layer has processed, in order."""
-
-    def __init__(self) -> None:
-        """Start without rows."""
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-
-    @property
-    def length(self) -> int:
-        """Number of rows."""
-        return 0 if self.keys is None else self.keys.shape[2]
-
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append rows [B, g, n, d]; return all rows, [B, g, length, d]."""
-        if self.keys is not None and self.values is not None:
-            keys = torch.cat([self.keys, keys], dim=2)
-            values = torch.cat([self.values, values], dim=2)
-        self.keys, self.values = keys, values
-        return keys, values
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        seen: Tensor | None = None,
-        window: int | None = None,
-    ) -> Tensor:
-        """Append rows and attend from them to all rows.
-
-        Args:
-            q: queries of the new rows [B, h, n, d].
-            k, v: their keys and values [B, g, n, d]; g divides h.
-            scale: factor on the attention scores.
-            seen: whether a new row sees a row, bool [n, length]; None: causal.
-            window: number of positions that a row of this layer sees; None: no limit.
-
-        Returns:
-            Heads [B, h, n, d].
-        """
-        k, v = self.append(k, v)
-        return attend_cached(q, k, v, scale, seen, window)
-
-    def crop(self, length: int) -> None:
-        """Keep the first `length` rows."""
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys[:, :, :length], self.values[:, :, :length]
-
-
-class LayerCaches:
-    """One `DraftCache` per layer, for a draft with `count` layers."""
-
-    def __init__(self, count: int) -> None:
-        """Start without rows."""
-        self.layers = [DraftCache() for _ in range(count)]
-
-    @property
-    def length(self) -> int:
-        """Number of rows, the same in every layer."""
-        return self.layers[0].length
-
-    def crop(self, length: int) -> None:
-        """Keep the first `length` rows."""
-        for layer in self.layers:
-            layer.crop(length)
 
 
 class ChainDraft(Protocol):
@@ -113,7 +46,7 @@ class ChainDraft(Protocol):
             carried: features, or the states of an earlier step, [B, n, H].
             position_ids: RoPE positions, int64 [B, n].
             cache: the rows processed so far.
-            seen: whether a new row sees a row, bool [n, length]; None: causal.
+            seen: whether a new row sees a row, bool [n, length] or [B, 1, n, length]; None: causal.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -154,6 +87,34 @@ class ChainDrafter:
         self.passes += 1
         return state, positions[:, -1:]
 
+    @staticmethod
+    def propose_together(
+        drafters: Sequence["ChainDrafter"], asks: Sequence[Ask]
+    ) -> list[tuple[Tensor, list[Any]]]:
+        """Answer several sequences (see `protocol.Drafter`): one pass per drafted depth."""
+        state, position = _extend_together(drafters, asks)
+        draft = drafters[0].draft
+        draws = Draws(asks, draft.draft_ids, drafters[0]._vocab_size)
+        cache = stacked([d._layers for d in drafters])
+        held = LayerCaches.of(cache)
+        rows = torch.tensor([d._rows for d in drafters], device=state.device)
+        for depth in range(max(ask.count for ask in asks)):
+            if depth:  # a sequence that wants fewer tokens goes on with its last one
+                token = draws.latest(torch.zeros_like(position[:, 0]))[:, None]
+                seen = real_slots(rows + depth, held.length + 1)[:, None, None]
+                state = draft.step(token, state, position + depth, held, seen)
+            logits = draft.logits(state)[:, 0]  # [B, Vd]
+            for row, ask in enumerate(asks):
+                if depth < ask.count:
+                    draws.draw(row, logits[row])
+        for drafter, ask in zip(drafters, asks, strict=True):
+            drafter.passes += ask.count - 1
+        return draws.found()
+
+    @property
+    def _layers(self) -> list[DraftCache]:
+        return self.cache.layers if isinstance(self.cache, LayerCaches) else [self.cache]
+
     def propose(
         self, tokens: Sequence[int], states: Tensor, count: int, sampler: Sampler
     ) -> tuple[Tensor, list[Any]]:
@@ -175,3 +136,42 @@ class ChainDrafter:
             distributions.append(q)
         self.passes += count - 1
         return torch.stack(drafted), distributions
+
+
+def _extend_together(
+    drafters: Sequence[ChainDrafter], asks: Sequence[Ask]
+) -> tuple[Tensor, Tensor]:
+    """Let every drafter append its verified rows; return `extend`'s results, [B, 1, H] and [B, 1].
+
+    Prompts are appended one by one: they are much longer than what a round adds.
+    """
+    states: dict[int, Tensor] = {}
+    positions: dict[int, Tensor] = {}
+    later = [row for row, drafter in enumerate(drafters) if drafter._rows]
+    for row in set(range(len(drafters))) - set(later):
+        states[row], positions[row] = drafters[row].extend(asks[row].tokens, asks[row].states)
+    if later:
+        old = [drafters[row] for row in later]
+        found, places = _append_rounds(old, [asks[row] for row in later])
+        states |= zip(later, found.split(1), strict=True)
+        positions |= zip(later, places.split(1), strict=True)
+    every = range(len(drafters))
+    return torch.cat([states[row] for row in every]), torch.cat([positions[row] for row in every])
+
+
+def _append_rounds(drafters: Sequence[ChainDrafter], asks: Sequence[Ask]) -> tuple[Tensor, Tensor]:
+    """Append the rows of a round in one pass; return states [B, 1, H] and positions [B, 1]."""
+    draft = drafters[0].draft
+    for drafter in drafters:
+        drafter.cache.crop(drafter._rows)
+    held = LayerCaches.of(stacked([d._layers for d in drafters]))
+    width = held.length
+    new = NewRows.of(asks, [d._rows for d in drafters], width)
+    out = draft.step(new.ids, draft.project(new.states), new.positions, held, new.seen)
+    for row, (drafter, ask) in enumerate(zip(drafters, asks, strict=True)):
+        taken = take(held.layers, row, width, drafter._rows, len(ask.tokens))
+        for layer, pair in zip(drafter._layers, taken, strict=True):
+            layer.keys, layer.values = pair
+        drafter._rows += len(ask.tokens)
+        drafter.passes += 1
+    return new.last(out), new.last(new.positions)

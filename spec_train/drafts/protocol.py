@@ -33,8 +33,23 @@ class DraftLoss:
     ]  # float64, no graph, additive; `Draft.summarise` turns totals into metrics
 
 
+@dataclass(frozen=True)
+class Ask:
+    """What a sequence asks of its drafter: the arguments of `Drafter.propose`."""
+
+    tokens: Sequence[int]
+    states: Tensor
+    count: int
+    sampler: Sampler
+
+
 class Drafter(Protocol):
-    """Drafting for one sequence: reads what the target has verified, proposes the next tokens."""
+    """Drafting for one sequence: reads what the target has verified, proposes the next tokens.
+
+    A class may also have a static method `propose_together(drafters, asks)`: drafters of several
+    sequences, all of this class and of one draft, answer one `Ask` each with what `propose` would
+    return, in fewer forward passes (see `together.py`). `passes` counts as if each was alone.
+    """
 
     passes: int
     """Forward passes of the draft so far."""

@@ -241,7 +241,7 @@ def evaluate_data(
     dataset = open_with_mask(path, policy, columns, check)
     documents, split = choose_documents(dataset, split, run, limit)
     weight = draft.embed_tokens.weight
-    head = TargetHead.from_dataset(path, weight.dtype, weight.device)
+    head = TargetHead.from_dataset(dataset.path, weight.dtype, weight.device)
     teacher_forced: dict[str, Tensor] = {}
     serving = ServingSums.zero(depth)
     missing = torch.zeros(2, dtype=torch.float64)  # sum over supervised slots, and their number
@@ -257,7 +257,7 @@ def evaluate_data(
             length = shown(serving.walk_figures().acceptance_length)
             bar.set_postfix_str(f"acceptance {length}", refresh=False)
     return {
-        "path": str(path),
+        "path": dataset.place,
         "split": split,
         "mask": policy or dataset.manifest.raw.get("mask"),
         "documents": len(documents),

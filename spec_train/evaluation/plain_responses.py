@@ -1,7 +1,7 @@
 """Greedy responses of a target without a draft, kept between evaluations.
 
 They are the same for every draft, so they are decoded once and kept in a file per target and
-settings, in the cache directory (see `paths.cache_directory`). Everything that can change a token
+settings, in the cache directory (see `shards.cache_directory`). Everything that can change a token
 is part of the file's name: the target's weights, config, dtype, attention and device, the longest
 response, and the versions of the libraries. A file that is damaged in any way is ignored.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 
-from spec_data.paths import cache_directory
+from spec_data.shards.cache_directory import cache_directory
 from spec_data.shards.files import sha256_json, write_atomically
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,12 @@ class PlainResponses:
 
     @classmethod
     def of(
-        cls, model: Any, identity: Mapping[str, Any], limit: int, stop: Collection[int]
+        cls,
+        model: Any,
+        identity: Mapping[str, Any],
+        limit: int,
+        stop: Collection[int],
+        batch: int = 1,
     ) -> "PlainResponses":
         """Find the responses of a target.
 
@@ -47,6 +52,8 @@ class PlainResponses:
             identity: the facts of its files (see `models.identify`).
             limit: the longest response, in tokens.
             stop: the token ids that end a response.
+            batch: prompts per forward. In half precision, where near-ties are common, another
+                batch has other responses.
         """
         settings = {
             "identity": dict(identity),
@@ -61,6 +68,8 @@ class PlainResponses:
             "machine": platform.machine(),
             "threads": torch.get_num_threads(),
         }
+        if batch > 1 and model.dtype not in (torch.float32, torch.float64):
+            settings["batch"] = batch
         name = sha256_json(settings).removeprefix("sha256:")[:32]
         return cls(cache_directory("plain-responses") / f"{name}.json")
 

@@ -24,16 +24,18 @@ from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import Draft
+from spec_train.evaluation.both_ways import stop_ids
 from spec_train.evaluation.draft_to_measure import draft_to_measure
+from spec_train.evaluation.intervals import LEVEL
 from spec_train.evaluation.on_dataset import check_fit, evaluate_data
 from spec_train.evaluation.on_target import (
     check_draft,
     evaluate_target,
     find_target,
     load_target,
-    stop_ids,
 )
 from spec_train.evaluation.plain_responses import PlainResponses
+from spec_train.evaluation.prompt_batches import batch_width
 from spec_train.evaluation.prompts import parse_template_kwargs, read_prompts
 from spec_train.evaluation.run_record import read_run
 from spec_train.evaluation.same_target import (
@@ -181,8 +183,11 @@ def _decode(
     if compared.not_compared:
         log.info("not compared with the draft's training: %s", compared.not_compared)
     stop = stop_ids(model, tokenizer)
-    plain = PlainResponses.of(model, identity, config.max_new_tokens, stop)
-    found, saved = evaluate_target(draft, model, tokenizer, config, prompts, plain, depth=depth)
+    width = batch_width(config, model, prompts)
+    plain = PlainResponses.of(model, identity, config.max_new_tokens, stop, width)
+    found, saved = evaluate_target(
+        draft, model, tokenizer, config, prompts, plain, depth=depth, width=width
+    )
     facts = {"target": config.target, "chat_template_kwargs": kwargs}
     facts |= {"not_compared": list(compared.unknown)} | prompt_facts(prompts, known)
     return facts | found, saved
@@ -275,6 +280,7 @@ def _decoding_lines(report: dict[str, Any]) -> list[tuple[str, str, str]]:
             shown(report["acceptance_length"]),
             f"tokens per target verification, {_drafted(report)}",
         ),
+        *_interval_lines(report),
         ("  accepted by depth", "", _rates(report["accept_rate"])),
         (
             "  rounds",
@@ -287,7 +293,11 @@ def _decoding_lines(report: dict[str, Any]) -> list[tuple[str, str, str]]:
             f"{report['tokens']:,}",
             f"{report['stopped']:,} responses ended with a stop token",
         ),
-        ("  tokens/s", f"{report['tokens_per_second']:.1f}", "with the draft, prefill included"),
+        (
+            "  tokens/s",
+            f"{report['tokens_per_second']:.1f}",
+            "with the draft, prefill included" + _of_those_alone(report),
+        ),
         ("  tokens/s plain", f"{report['plain_tokens_per_second']:.1f}", "the target alone"),
         (
             "  speed-up",
@@ -303,6 +313,22 @@ def _decoding_lines(report: dict[str, Any]) -> list[tuple[str, str, str]]:
     if report["too_long"]:
         lines.append(("  skipped", str(len(report["too_long"])), "prompts that fill the context"))
     return lines
+
+
+def _interval_lines(report: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Say how far the length would move with other prompts of the same kind."""
+    if report["interval"] is None:
+        return []
+    low, high = report["interval"]
+    count = sum(line["rounds"] > 0 for line in report["per_prompt"])
+    meaning = f"{LEVEL:.0%} interval of the length, over {count:,} prompts (bootstrap)"
+    return [("  between", f"{low:.2f}-{high:.2f}", meaning)]
+
+
+def _of_those_alone(report: dict[str, Any]) -> str:
+    """Say which responses were timed, if others were decoded in batches."""
+    width = report["batch_prompts"]
+    return "" if width == 1 else f"; the first responses, one by one (later: batches of {width})"
 
 
 def _drafted(report: dict[str, Any]) -> str:

@@ -21,6 +21,13 @@ DSPARK, DFLASH = "Qwen3DSparkModel", "DFlashDraftModel"
 ARCHITECTURES = (DSPARK, "DSparkDraftModel", "DSparkSpeculator")
 DFLASH_ARCHITECTURES = (DFLASH, "DFlashSpeculator", "Qwen3DFlashDraftModel", MUSE)
 INPUT_KEY = "aux_hidden_state_layer_ids"
+_MUSE_NAMES = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
+_MUSE_KEYS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "layer_types"),
+    *("max_position_embeddings", "block_size", "mask_token_id", "target_layer_ids", "vocab_size"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "hidden_act", "dtype"),
+)
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
@@ -97,3 +104,23 @@ def to_deepspec(own: DraftFiles, target: TargetFacts) -> DraftFiles:
         )
     head = target.head.detach().to("cpu", own.tensors["fc.weight"].dtype, copy=True)
     return DraftFiles(raw | {"architectures": [DSPARK]}, own.tensors | {HEAD: head}, own.where)
+
+
+def to_transformers(own: DraftFiles, target: TargetFacts) -> DraftFiles:
+    """Write for transformers, whose one DFlash class is the assistant of Muse Glimmer.
+
+    The class takes embedding and head from the target; `rules_block.transformers_block` says what
+    it cannot hold.
+    """
+    raw = own.config
+    config = {key: raw.get(key) for key in _MUSE_KEYS} | {  # null: its defaults are of Muse
+        "architectures": [MUSE],
+        "model_type": "muse_glimmer_assistant",
+    }
+    if raw.get("sliding_window"):
+        config["sliding_window"] = raw["sliding_window"]
+    tensors = {}
+    for name, value in to_flat(own, target).tensors.items():
+        start = next((ours for ours in _MUSE_NAMES if name.startswith(ours)), "")
+        tensors[_MUSE_NAMES.get(start, "") + name.removeprefix(start)] = value
+    return DraftFiles(config | {SECTION: raw[SECTION]}, tensors, own.where)

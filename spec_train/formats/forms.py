@@ -44,6 +44,7 @@ WRITERS: dict[tuple[str, str], Writer] = {
             ("deepspec", dspark.to_deepspec),
         )
     },
+    ("dflash", "transformers"): dspark.to_transformers,
 }
 FLAT_READERS: dict[str, Reader] = {
     "eagle": eagle.from_flat,

@@ -14,12 +14,14 @@ from spec_train.formats import rules_block, rules_eagle
 from spec_train.formats.draft_seal import SECTION, some_of
 from spec_train.formats.known_keys import unread_text
 from spec_train.formats.preflight_notes import REFUSE, Finding, Notes, Subject
+from spec_train.formats.read_forms import unread_form
 from spec_train.formats.rules import (
     DEEPSPEC,
     LLAMA_CPP,
     SGLANG,
     SPEC_TRAIN,
     SPECULATORS,
+    TRANSFORMERS,
     VLLM,
     VLLM_CPU,
     vllm_cpu,
@@ -168,7 +170,7 @@ CHECKS: dict[str, tuple[tuple[str, Check], ...]] = {
         ("speculators", rules_eagle.speculators_eagle3),
     ),
     "dspark": _BLOCK,
-    "dflash": _BLOCK,
+    "dflash": (*_BLOCK, ("transformers", rules_block.transformers_block)),
 }
 """The engines that can serve a kind of draft, with their checks."""
 READERS = {
@@ -176,6 +178,7 @@ READERS = {
     "sglang": ("sglang",),
     "speculators": ("speculators", "vllm"),
     "deepspec": ("deepspec",),
+    "transformers": ("transformers",),
     "hf": (),
 }
 """The engines that a format is written for: a refusal by one of them stops the export."""
@@ -186,17 +189,24 @@ _NAMES = {
     "llama.cpp": LLAMA_CPP,
     "speculators": SPECULATORS,
     "deepspec": DEEPSPEC,
+    "transformers": TRANSFORMERS,
 }
 
 
-def preflight(subject: Subject) -> dict[str, list[Finding]]:
-    """Return the findings by engine; "spec-train", the general checks, comes first."""
+def preflight(subject: Subject, *, formed: bool = False) -> dict[str, list[Finding]]:
+    """Return the findings by engine; "spec-train", the general checks, comes first.
+
+    `formed` says that the user chose the form: engines that cannot read it then refuse it. Without,
+    each engine is checked with the form that it reads.
+    """
     found = {"spec-train": list(general(subject))}
     checks = dict(CHECKS[subject.kind])
     for engine, name in _NAMES.items():
         if engine in checks:
             biases = refused_biases(subject.kind, subject.config, name)
             found[engine] = [*_unknown_to(subject, name), *biases, *checks[engine](subject)]
+            if formed and (problem := unread_form(engine, subject)):
+                found[engine] = [Finding(name, REFUSE, problem)]
         else:
             text = f"does not support {subject.kind} drafts"
             found[engine] = [Finding(name, REFUSE, text)]

@@ -5,6 +5,7 @@ from spec_train.formats.preflight_notes import Notes, Subject
 VLLM, VLLM_CPU = "vLLM 0.33.0", "vLLM 0.32.0 on a CPU"
 SGLANG, LLAMA_CPP = "SGLang 0.5.23", "llama.cpp 0.5.0"
 SPECULATORS, DEEPSPEC = "speculators 0.9.0", "DeepSpec"
+TRANSFORMERS = "transformers 5.23"
 SPEC_TRAIN = "spec-train"
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)

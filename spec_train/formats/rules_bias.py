@@ -9,7 +9,7 @@ layers of transformers that speculators and DeepSpec build on.
 from typing import Any
 
 from spec_train.formats.preflight_notes import REFUSE, Finding
-from spec_train.formats.rules import DEEPSPEC, LLAMA_CPP, SGLANG, SPECULATORS, VLLM
+from spec_train.formats.rules import DEEPSPEC, LLAMA_CPP, SGLANG, SPECULATORS, TRANSFORMERS, VLLM
 
 BIASES = ATTENTION, MLP = "attention_bias", "mlp_bias"
 _BOTH, _ATTENTION, _NONE = {ATTENTION, MLP}, {ATTENTION}, set[str]()
@@ -31,7 +31,7 @@ LOADED: dict[str, dict[str, set[str]]] = {
     },
     "peagle": {VLLM: _BOTH, SPECULATORS: _BOTH},
     "dspark": _BLOCKS,
-    "dflash": _BLOCKS,
+    "dflash": {**_BLOCKS, TRANSFORMERS: _NONE},
 }
 """The biases that an engine loads, by kind of draft; an engine that is absent cannot serve it."""
 

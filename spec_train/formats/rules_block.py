@@ -10,6 +10,7 @@ from spec_train.formats.rules import (
     LLAMA_CPP,
     SGLANG,
     SPECULATORS,
+    TRANSFORMERS,
     VLLM,
     uses_last,
     vllm_cpu,
@@ -93,10 +94,11 @@ def llama_cpp_block(subject: Subject) -> Notes:
     )
     notes.refuse(uses_last(subject), LAST + "the process aborts")
     llama_cpp_block_windows(notes, subject)
-    size = subject.config["block_size"]
-    count = size if subject.config["sample_from_anchor"] else size - 1
+    count = subject.config["block_size"] - (not subject.config["sample_from_anchor"])
     notes.warn(
-        True, f"pass --draft-max {count}: with fewer drafts it shortens the block it attends to"
+        True,
+        f"pass --spec-draft-n-max {count} (its default is 3): with fewer drafts it "
+        "shortens the block that the draft attends to",
     )
     return notes
 
@@ -123,4 +125,25 @@ def deepspec_block(subject: Subject) -> Notes:
         "it drafts from the anchor's slot (layout anchor), this draft does not (layout mask)",
     )
     ignored_windows(notes, subject)
+    return notes
+
+
+def transformers_block(subject: Subject) -> Notes:
+    """Check DFlash drafts for transformers' one class of them, the assistant of Muse Glimmer."""
+    notes = Notes(TRANSFORMERS)
+    rules_shape.qwen3_block(notes, subject)
+    notes.refuse(not _is_dflash(subject), "layout anchor: its class drafts in the layout mask only")
+    notes.refuse(subject.reduced, "a reduced vocabulary: it uses the target's head")
+    notes.refuse(
+        bool(subject.config.get("train_embeddings")),
+        "an embedding of its own: it uses the target's",
+    )
+    notes.refuse(
+        subject.config["target_hidden_size"] != subject.config["hidden_size"],
+        "its fc needs target states of the draft's hidden size",
+    )
+    notes.refuse(
+        bool(subject.config.get("sliding_window_non_causal")),
+        "sliding layers that see later slots of their block",
+    )
     return notes

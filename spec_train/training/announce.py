@@ -23,8 +23,11 @@ FIRST_STEPS = 64
 """Batches used to estimate an epoch; packing the whole epoch would delay the first step."""
 
 
-def announce(trainer: Trainer, splits: Splits) -> None:
-    """Log which draft is trained, and on which documents."""
+def announce(trainer: Trainer, splits: Splits, total: int | None = None) -> None:
+    """Log which draft is trained, and on which documents.
+
+    `total` is the number of steps of the run, if the trainer only runs some of them.
+    """
     dataset, config, plan = trainer.dataset, trainer.config, splits.train
     for part in dataset.datasets if isinstance(dataset, Mixture) else (dataset,):
         _announce_dataset(part, trainer.stream.columns)
@@ -54,7 +57,7 @@ def announce(trainer: Trainer, splits: Splits) -> None:
         *(
             f"{sum(p.numel() for p in trainer.masters.params):,}",
             trainer.step,
-            trainer.total,
+            trainer.total if total is None else total,
             config.lr,
         ),
         *(config.dtype, config.device),
@@ -67,7 +70,7 @@ def _announce_dataset(dataset: Documents, columns: tuple[str, ...]) -> None:
     """Log the contents of a dataset and how many bytes of it are read."""
     log.info(
         "dataset    %s: %s documents, %s tokens, %s supervised",
-        dataset.path,
+        dataset.place,
         *(f"{n:,}" for n in (len(dataset), dataset.lengths.sum(), dataset.supervised.sum())),
     )
     quantised = dataset.manifest.target.get("quantised_as")

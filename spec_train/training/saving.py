@@ -73,6 +73,10 @@ class Saver:
             self.draft = host_copy(draft)
             self._host = {f"master.{n}": p.data for n, p in self.draft.named_parameters()}
 
+    def draft_bytes(self) -> int:
+        """Return the bytes of the weights in a saved draft, with its copy of the embedding."""
+        return self._dtype.itemsize * sum(p.numel() for _, p in self.draft.named_parameters())
+
     def hold(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Copy tensors to the host; overwrites the copies of an earlier call with the same names.
 

@@ -35,11 +35,14 @@ from spec_train.drafts.targets import special_ids, target_architectures
 from spec_train.head import TargetHead, vocabulary_coverage
 from spec_train.options import FitConfig, default_lr
 from spec_train.training.announce import announce, log_vocabulary
+from spec_train.training.bandwidth import log_bandwidth
 from spec_train.training.checkpoint import RunDirectory
 from spec_train.training.draft_config_checks import check_keys, check_target
+from spec_train.training.grown import accept_growth, continued
 from spec_train.training.missing_mass import log_missing_mass, measure_missing_mass
 from spec_train.training.ranks import Ranks
 from spec_train.training.result import FitResult
+from spec_train.training.run_cost import STEPS, DryRun, probe
 from spec_train.training.run_identity import FORMERLY_HELD, rules_of, run_identity, with_intervals
 from spec_train.training.run_size import sized
 from spec_train.training.start_draft import start_from, with_shape_of_start
@@ -85,6 +88,40 @@ def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
         return _fit(draft_name, config, options, dataset, run, ranks)
 
 
+def dry_run(draft_name: str, config: FitConfig, options: Any) -> DryRun:
+    """Prepare a new run with `config`, run a few of its steps, and return what it will cost.
+
+    Nothing is written, and a run that --out already holds is ignored. One process, no --follow.
+
+    Raises:
+        As `fit`; ConfigError: --follow, or several processes.
+    """
+    if config.follow:
+        raise ConfigError("--dry-run with --follow: its data are not there yet; leave one out")
+    check_keys(config)
+    with Ranks(usable_device(config.device), config.sharding) as ranks:
+        if not ranks.alone:
+            raise ConfigError("--dry-run runs in one process; start it without torchrun")
+        dataset = open_data(config)
+        _class(draft_name, dataset).check_data(options, dataset.manifest)
+        config = resolve_config(config, dataset)
+        options = with_shape_of_start(draft_name, config, options, dataset, None)
+        config, rules = rules_of(config, options, None)
+        config = sized(config, dataset, 1, None)
+        splits = make_splits(dataset, config, 1, rules)
+        total = _total_steps(config, splits)
+        config = with_intervals(config, total)
+        torch.manual_seed(config.seed)
+        dtype = compute_dtype(config.dtype, ranks.device)
+        head = TargetHead.from_dataset(dataset.path, dtype, ranks.device, dataset.manifest)
+        counts = count_supervised_tokens(dataset, splits.train, ranks)
+        draft = _make_draft(draft_name, config, options, dataset, head, counts, None)
+        short = dataclasses.replace(config, eval_every=None, save_every=None)
+        trainer = Trainer(draft, head, short, dataset, splits, min(total, STEPS), None, ranks)
+        announce(trainer, splits, total)
+        return probe(trainer, config, total)
+
+
 def _fit(
     draft_name: str,
     config: FitConfig,
@@ -104,6 +141,7 @@ def _fit(
         identity = run_identity(
             draft_name, dataset, config, options, rules, ranks.world_size, started
         )
+        accept_growth(run, started, identity, config, dataset, splits)
         total = _record(run, identity, config, options, splits)
         saved = run.load_newest()
     newest = None if saved is None else str(saved.path)
@@ -111,6 +149,8 @@ def _fit(
     config = with_intervals(config, total)
     if newest is not None and saved is None:
         saved = read_checkpoint(Path(newest))
+    if saved is not None:
+        saved = continued(saved, splits.train, dataset)
     if saved is not None and saved.step >= total:
         result = FitResult(Path(config.out), saved.step, True, best=saved.state["best"])
         log.info("%s: nothing to do, %s", result.directory, result)
@@ -134,7 +174,10 @@ def _fit(
         announce(trainer, splits)
         _note_vocabulary(run, draft, counts, special_ids(dataset.target_config()))
         _note_missing_mass(run, draft, dataset, splits)
-    return trainer.run(release)
+    result = trainer.run(release)
+    if run is not None:
+        log_bandwidth(result.training, dataset.manifest, trainer.stream.columns)
+    return result
 
 
 def _record(
@@ -177,14 +220,20 @@ def _note_missing_mass(run: RunDirectory, draft: Draft, dataset: Documents, spli
 
 def open_data(config: FitConfig) -> Documents:
     """Open the data of a run: one dataset, several, or one that is still being generated."""
+    sources = parse_sources(config.data)
     if config.follow:
+        if sources[0].remote:
+            raise ConfigError(
+                f"--follow --data {sources[0]}: a dataset on remote storage can be trained on once "
+                "it is sealed; leave --follow out then, or generate into a local directory"
+            )
         return FollowedDataset(
-            parse_sources(config.data)[0].path,
+            sources[0].path,
             config.follow_timeout,
             config.check,
             await_start=True,
         )
-    return open_documents(parse_sources(config.data), config.check, config.mask)
+    return open_documents(sources, config.check, config.mask)
 
 
 def _follow(config: FitConfig, dataset: FollowedDataset, splits: Splits) -> KeepAll:
@@ -211,8 +260,7 @@ def resolve_config(config: FitConfig, dataset: Documents) -> FitConfig:
     return dataclasses.replace(
         config,
         data=tuple(  # absolute: fit.json may be read from any working directory
-            str(dataclasses.replace(source, path=source.path.absolute()))
-            for source in parse_sources(config.data)
+            str(source.absolute()) for source in parse_sources(config.data)
         ),
         device=str(device),
         dtype=compute_dtype_name(config.dtype, device),

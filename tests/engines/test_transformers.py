@@ -3,7 +3,6 @@
 Its one model of this kind is Muse Glimmer's assistant: the same arithmetic under other names.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 
 from spec_train.decoding.chains import Request, decode_plain, decode_speculative
 from spec_train.drafts import load_draft
@@ -37,34 +35,14 @@ pytestmark = [
     ),
 ]
 
-RENAMED = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
-KEYS = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "layer_types"),
-    *("max_position_embeddings", "block_size", "mask_token_id", "target_layer_ids"),
-)
 
-
-def as_assistant(flat: Path, out: Path) -> Any:
-    """The flat export under the names of transformers' class; every tensor must have its place."""
-    raw = json.loads((flat / "config.json").read_text())
-    config = {key: raw[key] for key in KEYS} | {
-        "architectures": ["MuseGlimmerAssistantModel"],
-        "model_type": "muse_glimmer_assistant",
-        "dtype": "float32",
-    }
-    out.mkdir()
-    (out / "config.json").write_text(json.dumps(config))
-    tensors = {}
-    for name, value in load_file(flat / "model.safetensors").items():
-        first = next((old for old in RENAMED if name.startswith(old)), "")
-        tensors[RENAMED.get(first, "") + name.removeprefix(first)] = value
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+def assistant_of(folder: Path) -> Any:
+    """The export, loaded by transformers' class; every tensor must have its place."""
     model, info = transformers.MuseGlimmerAssistantModel.from_pretrained(
-        out, output_loading_info=True
+        folder, output_loading_info=True
     )
     assert not info["missing_keys"] and not info["unexpected_keys"], info
-    return model.eval()
+    return model.eval().float()
 
 
 class Recorder:
@@ -101,7 +79,7 @@ def test_dflash(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         num_anchors=16,
     )
     flat = export(draft, "vllm", tmp_path / "flat", tmp_path / "target")
-    assistant = as_assistant(flat, tmp_path / "assistant")
+    assistant = assistant_of(export(draft, "transformers", tmp_path / "muse", tmp_path / "target"))
     ours = load_draft(flat, read_target(tmp_path / "target")).eval().float()
 
     generator = transformers.generation.candidate_generator.DFlashTokenCandidateGenerator

@@ -271,13 +271,13 @@ def test_the_command_after_an_export_serves_the_draft():
     from types import SimpleNamespace
 
     from spec_train.exporting import command_after
+    from spec_train.formats.serve_commands import Serving
     from spec_train.options import ExportConfig
 
-    for kind, method, more in (("eagle3", "eagle3", {}), ("dflash", "dflash", {}),
-                               ("peagle", "eagle3", {"parallel_drafting": True})):  # fmt: skip
-        checked = SimpleNamespace(draft=SimpleNamespace(name=kind, depth=5), findings={})
-        config = ExportConfig(draft="R", format="vllm", out="O", target="T")
-        *words, how = command_after(config, checked)
-        assert words == ["vllm", "serve", "T", "--speculative-config"]
-        expected = {"model": "O", "num_speculative_tokens": 5, "method": method}
-        assert json.loads(how) == expected | more
+    config = ExportConfig(draft="R", format="vllm", out="O", target="T")
+    serving = Serving("E", ("convert T", 'serve T --config \'{"model": "O"}\''))
+    checked = SimpleNamespace(servings=[serving, Serving("F", ("other",))])
+    assert command_after(config, checked) == ["serve", "T", "--config", '{"model": "O"}']
+    for found in ([], [Serving("P", ("import t", "t.run()"), language="python")]):
+        none = SimpleNamespace(servings=found)
+        assert command_after(config, none) == ["spec-train", "export", "--draft", "O", "--check"]

@@ -54,6 +54,7 @@ def test_a_draft_names_its_target_and_its_rendering(place):
     assert origin == identity_of(manifest) | {
         "dataset_fingerprint": manifest.fingerprint,
         "head": {k: v for k, v in asdict(manifest.head).items() if v is not None},
+        "target_name": manifest.target["name"],
     }
     assert origin["weights_hash"] == manifest.target["weights_hash"]
     assert origin["tokenizer_hash"] == manifest.raw["tokenizer"]["hash"]

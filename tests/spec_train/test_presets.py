@@ -114,9 +114,9 @@ def test_fit_json_is_resolved_and_goes_on_without_the_preset(tmp_path, capsys):
 
 @pytest.mark.long
 def test_smoke_is_short_on_a_cpu(tmp_path):
-    """As a process, alone on one thread, with a quarter of the work that the preset's text names
-    for a minute: width 512, 16,000 tokens. The limit is for machines that are busy."""
-    model = tiny_llama(vocab=16000, layers=4, hidden=512)
+    """As a process, alone on one thread, with an eighth of the work that the preset's text names
+    for a minute: width 256, 16,000 tokens. The limit is for machines that are busy."""
+    model = tiny_llama(vocab=16000, layers=4, hidden=256)
     documents = random_documents(40, 16000, shortest=100, longest=400)
     data = tiny_dataset(tmp_path / "data", model=model, documents=documents)
     command = [sys.executable, "-m", "spec_train.cli", "fit", "eagle3", "--preset", "smoke"]

@@ -20,9 +20,11 @@ from torch.nn import functional as F
 from spec_train.attention.plain import attend_block
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.counted import NOT_DRAFTED, CountedDrafts, empty_chains
-from spec_train.drafts.drafting import DraftCache
+from spec_train.drafts.draft_caches import DraftCache
 from spec_train.drafts.dspark.blocks import Blocks, batch_context, block_states
 from spec_train.drafts.dspark.model import DSparkModel
+from spec_train.drafts.protocol import Ask
+from spec_train.drafts.together import Draws, NewRows, real_slots, stacked
 from spec_train.head import TargetHead
 from spec_train.losses import wide
 from spec_train.sampling import Sampler
@@ -76,10 +78,7 @@ class BlockDrafter:
         See protocol.Drafter.propose; `states` are the aux states [1, t, n*H].
         """
         draft, config, device = self._draft, self._draft.config, states.device
-        first, self._verified = self._verified, self._verified + len(tokens)
-        positions = torch.arange(first, self._verified, device=device)[None]
-        new = draft.context(states, positions)
-        context = [cache.append(*pair) for cache, pair in zip(self._caches, new, strict=True)]
+        context = self._append(tokens, states)
         # The last known token is one position after the last verified state: it is the anchor.
         block = torch.full((1, config.block_size), config.mask_token_id, device=device)
         block[0, 0] = tokens[-1]
@@ -100,11 +99,68 @@ class BlockDrafter:
         ids = torch.stack(drafted) if drafted else block.new_empty(0)  # 0: the first one is unsure
         return ids, distributions
 
+    @staticmethod
+    def propose_together(
+        drafters: Sequence["BlockDrafter"], asks: Sequence[Ask]
+    ) -> list[tuple[Tensor, list[Any]]]:
+        """Answer several sequences (see `protocol.Drafter`): all blocks in one pass."""
+        draft, head = drafters[0]._draft, drafters[0]._head
+        _append_together(drafters, asks)
+        caches = stacked([d._caches for d in drafters])
+        anchors = [ask.tokens[-1] for ask in asks]
+        block = torch.full((len(asks), draft.config.block_size), draft.config.mask_token_id)
+        block[:, 0] = torch.tensor(anchors)
+        block = block.to(asks[0].states.device)
+        verified = torch.tensor([d._verified for d in drafters], device=block.device)
+        every = torch.arange(block.shape[1], device=block.device)
+        real = real_slots(verified + block.shape[1], caches[0].length + block.shape[1])
+        attends = draft.per_layer(lambda window: partial(attend_block, window=window, real=real))
+        context = [cache.rows for cache in caches]
+        y = draft.forward_blocks(block, verified[:, None] + every, context, attends)
+        walk = BlockWalk(draft, head, y[:, draft.config.first :])
+        draws = Draws(asks, draft.draft_ids, draft.config.vocab_size)
+        going = [min(ask.count, draft.config.depth) for ask in asks]  # drafts still wanted
+        while any(going):
+            logits, confidence = walk.advance(draws.latest(block[:, 0]))  # [B, Vd], [B]
+            for row, drafter in enumerate(drafters):
+                if going[row] and drafter._ends(None if confidence is None else confidence[row]):
+                    going[row] = 0
+                elif going[row]:
+                    draws.draw(row, logits[row])
+                    going[row] -= 1
+        for drafter in drafters:
+            drafter.passes += 1
+        return draws.found()
+
+    def _append(self, tokens: Sequence[int], states: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Append verified positions to the caches; return keys and values of all, per layer."""
+        first, self._verified = self._verified, self._verified + len(tokens)
+        positions = torch.arange(first, self._verified, device=states.device)[None]
+        new = self._draft.context(states, positions)
+        return [cache.append(*pair) for cache, pair in zip(self._caches, new, strict=True)]
+
     def _ends(self, confidence: Tensor | None) -> bool:
         """Whether the block ends before a draft of this confidence, [] or None."""
         return (
             confidence is not None and self._threshold > 0 and float(confidence) < self._threshold
         )
+
+
+def _append_together(drafters: Sequence[BlockDrafter], asks: Sequence[Ask]) -> None:
+    """Append the verified positions of several sequences: prompts alone, the others in one pass."""
+    later = [(d, ask) for d, ask in zip(drafters, asks, strict=True) if d._verified]
+    for drafter, ask in zip(drafters, asks, strict=True):
+        if not drafter._verified:
+            drafter._append(ask.tokens, ask.states)
+    if not later:
+        return
+    new = NewRows.of([ask for _, ask in later], [d._verified for d, _ in later], 0)
+    pairs = drafters[0]._draft.context(new.states, new.positions)
+    for row, (drafter, ask) in enumerate(later):
+        count = len(ask.tokens)
+        for cache, (keys, values) in zip(drafter._caches, pairs, strict=True):
+            cache.append(keys[row : row + 1, :, :count], values[row : row + 1, :, :count])
+        drafter._verified += count
 
 
 @torch.no_grad()

@@ -21,7 +21,8 @@ from spec_train.data.batch import DraftBatch
 from spec_train.draft_options import EagleOptions
 from spec_train.drafts.base import DatasetFacts
 from spec_train.drafts.counted import CountedDrafts
-from spec_train.drafts.drafting import ChainDrafter, LayerCaches
+from spec_train.drafts.draft_caches import LayerCaches
+from spec_train.drafts.drafting import ChainDrafter
 from spec_train.drafts.eagle.config import EagleConfig
 from spec_train.drafts.eagle.loss import eagle_loss, input_noise, supervised_slots
 from spec_train.drafts.eagle.model import EagleModel, HeadedEagle

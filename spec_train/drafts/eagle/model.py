@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from spec_train.draft_options import EagleOptions
 from spec_train.drafts.base import BaseDraft
-from spec_train.drafts.drafting import LayerCaches
+from spec_train.drafts.draft_caches import LayerCaches
 from spec_train.drafts.eagle.config import EagleConfig
 from spec_train.drafts.layers import DecoderLayer, RMSNorm, Rotary, make_embedding
 from spec_train.head import TargetHead
@@ -74,7 +74,8 @@ class EagleModel(BaseDraft):
             carried: the target's states, or the result of an earlier `step`, [B, T, H].
             position_ids: RoPE positions, int64 [B, T].
             cache: the rows processed so far; the new rows are appended.
-            seen: which rows, old and new, a new row sees, bool [T, length]; None: causal.
+            seen: which rows, old and new, a new row sees, bool [T, length] or [B, 1, T, length];
+                None: causal.
 
         Returns:
             Predicted next states [B, T, H], for the target's head and for the next `step`.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from spec_train.draft_options import Eagle3Options
 from spec_train.drafts.aux_draft import AuxDraft
-from spec_train.drafts.drafting import LayerCaches
+from spec_train.drafts.draft_caches import LayerCaches
 from spec_train.drafts.eagle3.config import Eagle3Config
 from spec_train.drafts.layers import Attend, Attention, DecoderLayer, GatedMLP, RMSNorm
 
@@ -109,7 +109,8 @@ class Eagle3Model(AuxDraft):
             carried: features of `project`, or the result of an earlier `step`, [B, T, H].
             position_ids: RoPE positions, int64 [B, T].
             cache: the rows processed so far; the new rows are appended.
-            seen: which rows, old and new, a new row sees, bool [T, length]; None: causal.
+            seen: which rows, old and new, a new row sees, bool [T, length] or [B, 1, T, length];
+                None: causal.
 
         Returns:
             Carried states [B, T, H], for `logits` and for the next `step`.

@@ -21,7 +21,7 @@ from spec_train.attention.masked import Attending
 from spec_train.attention.masks import AttentionMask
 from spec_train.draft_options import PeagleOptions
 from spec_train.drafts.aux_draft import AuxDraft
-from spec_train.drafts.drafting import DraftCache
+from spec_train.drafts.draft_caches import DraftCache
 from spec_train.drafts.eagle3.config import Eagle3Config
 from spec_train.drafts.eagle3.model import Eagle3Layer
 from spec_train.drafts.layers import Attend, DecoderLayer, run_layer
@@ -107,14 +107,16 @@ class PeagleModel(AuxDraft):
         carried: Tensor,
         position_ids: Tensor,
         caches: Sequence[DraftCache],
+        seen: Tensor | None = None,
     ) -> Tensor:
         """Process rows as serving does: causal, after the rows in `caches` (one per layer).
 
         The other arguments and the result [B, E, H] are those of `states`. The new rows are
-        appended to the caches.
+        appended to the caches. `seen` bool [B, 1, E, length]: which rows, old and new, a new row
+        sees; None: causal.
         """
         attends = [
-            partial(cache.attend, scale=self.scale, window=window)
+            partial(cache.attend, scale=self.scale, seen=seen, window=window)
             for cache, window in zip(caches, self.config.windows, strict=True)
         ]
         return self.states(token_ids, carried, position_ids, None, attends)

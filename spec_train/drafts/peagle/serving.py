@@ -21,10 +21,12 @@ from spec_train.attention.masked import Attending
 from spec_train.attention.masks import AttentionMask, causal_mask, parallel_mask
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.counted import CountedDrafts, empty_chains, first_slots
-from spec_train.drafts.drafting import DraftCache
+from spec_train.drafts.draft_caches import DraftCache
 from spec_train.drafts.layers import Attend, argmax_by_chunks
 from spec_train.drafts.peagle.model import PeagleModel
+from spec_train.drafts.protocol import Ask
 from spec_train.drafts.slots import gather_slots, rope_lengths
+from spec_train.drafts.together import Draws, NewRows, stacked, take
 from spec_train.sampling import Sampler
 
 CHUNK_ROWS = 2048  # elements of a pack that `serving_chains` computes at a time
@@ -61,6 +63,67 @@ class ParallelDrafter:
         vocab_size = draft.config.vocab_size
         pairs = [sampler.draft(row, draft.draft_ids, vocab_size) for row in draft.logits(out)]
         return torch.stack([token for token, _ in pairs]), [q for _, q in pairs]
+
+    @staticmethod
+    def propose_together(
+        drafters: Sequence["ParallelDrafter"], asks: Sequence[Ask]
+    ) -> list[tuple[Tensor, list[Any]]]:
+        """Answer several sequences (see `protocol.Drafter`) in one pass; prompts alone."""
+        later = [row for row, drafter in enumerate(drafters) if drafter._rows]
+        found = {}
+        for row in set(range(len(drafters))) - set(later):
+            ask = asks[row]
+            found[row] = drafters[row].propose(ask.tokens, ask.states, ask.count, ask.sampler)
+        if later:
+            drafted = _rounds([drafters[row] for row in later], [asks[row] for row in later])
+            found |= zip(later, drafted, strict=True)
+        return [found[row] for row in range(len(drafters))]
+
+
+def _rounds(
+    drafters: Sequence[ParallelDrafter], asks: Sequence[Ask]
+) -> list[tuple[Tensor, list[Any]]]:
+    """Append the verified rows of B sequences and draft, in one pass.
+
+    A sequence's rows are its t verified ones, padded to n, and then m rows with the mask token.
+    """
+    draft = drafters[0]._draft
+    caches = stacked([d._caches for d in drafters])
+    width = caches[0].length
+    new = NewRows.of(asks, [d._rows for d in drafters], width)
+    counts = [min(ask.count, draft.options.depths) for ask in asks]
+    masks = max(counts) - 1
+    device, size = new.ids.device, new.ids.shape[1]
+    ids, carried = draft.element_inputs(new.ids, draft.project(new.states), masks)
+    deeper = torch.arange(1, masks + 1, device=device).expand(len(asks), -1)  # [B, m]
+    own = torch.tensor(counts, device=device)[:, None] - 1  # [B, 1]
+    # a row that is not wanted repeats the last position that is (see NewRows)
+    places = new.last(new.positions) + torch.minimum(deeper, own)
+    positions = torch.cat([new.positions, places], dim=1)  # [B, n + m]
+    out = draft.step(ids, carried, positions, caches, _seen(new, masks))
+    rows = torch.cat([new.last(out), out[:, size:]], dim=1)  # [B, 1 + m, H]
+    logits = draft.logits(rows)
+    draws = Draws(asks, draft.draft_ids, draft.config.vocab_size)
+    for row, (drafter, ask) in enumerate(zip(drafters, asks, strict=True)):
+        for depth in range(counts[row]):
+            draws.draw(row, logits[row, depth])
+        taken = take(caches, row, width, drafter._rows, len(ask.tokens))
+        for cache, pair in zip(drafter._caches, taken, strict=True):
+            cache.keys, cache.values = pair
+        drafter._rows += len(ask.tokens)
+        drafter.passes += 1
+    return draws.found()
+
+
+def _seen(new: NewRows, masks: int) -> Tensor:
+    """Return what new rows and m mask rows see, bool [B, 1, n + m, T + n + m]."""
+    size, batch = new.ids.shape[1], len(new.ids)
+    # a mask row sees what the last verified row of its sequence sees, and the mask rows before it
+    above = new.last(new.seen[:, 0])  # [B, 1, T + n]
+    old = torch.cat([new.seen[:, 0], above.expand(-1, masks, -1)], dim=1)  # [B, n + m, T + n]
+    own = torch.zeros(size + masks, masks, dtype=torch.bool, device=old.device)
+    own[size:] = torch.ones(masks, masks, dtype=torch.bool, device=old.device).tril()
+    return torch.cat([old, own.expand(batch, -1, -1)], dim=-1)[:, None]
 
 
 @torch.no_grad()

@@ -287,7 +287,7 @@ def test_datasets_without_the_measurement_are_read(trained, tmp_path, capsys):
     record.write_text(json.dumps(old))
     run(trained.path, corpus, tmp_path / "data", workers="1/2", **TRAINED)
     assert main(["seal", "--out", str(tmp_path / "data")]) == 0
-    assert "not measured" in capsys.readouterr().out
+    assert "not recorded" in capsys.readouterr().out
     assert main(["verify", str(tmp_path / "data")]) == 0
     assert "100.0% of 273 supervised tokens" in capsys.readouterr().out
 

@@ -6,6 +6,7 @@ its peak grows with the slots.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +23,10 @@ from spec_data.generation.setup import set_up
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
+from spec_data.target import proofs
 from spec_data.target.backend import States
 from spec_data.target.hf_backend import HFBackend
-from spec_data.target.mask_forms import ROWS
+from spec_data.target.mask_forms import PER_DOCUMENT, ROWS, mask_forms
 from tests.spec_data.runs import digests, options, save_target, write_corpus
 from tests.tolerance import close, network
 
@@ -250,6 +252,25 @@ def test_a_run_resumes_with_another_size_device_or_release(files, tmp_path, monk
     (other,) = manifest.raw["also_captured_with"]
     assert (other["batch_tokens"], manifest.raw["captured_with"]["batch_tokens"]) == (256, 512)
     assert "batch_tokens 512, now 256" in caplog.text
+
+
+def test_a_run_of_an_older_release_goes_on_in_its_own_mask_form(files, tmp_path, monkeypatch):
+    """Before attention ran per document; the bytes are those of a run that was never stopped."""
+
+    def older(config: Any, attn: str, device: str = "cpu") -> list[str]:
+        return [form for form in mask_forms(config, attn, device) if form != PER_DOCUMENT]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(proofs, "mask_forms", older)
+        whole = generate(GenerateConfig(**options(*files, tmp_path / "whole")))
+        given = options(*files, tmp_path / "out")
+        interrupted(given, monkeypatch)
+    resumed, new = generate(GenerateConfig(**given)), options(*files, tmp_path / "new")
+    assert whole is not None and resumed is not None
+    assert whole.raw["packing"]["form"] == resumed.raw["packing"]["form"] == "block-causal"
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    fresh = generate(GenerateConfig(**new))
+    assert fresh is not None and fresh.raw["packing"]["form"] == PER_DOCUMENT
 
 
 def test_a_run_whose_states_differ_by_more_is_refused(files, tmp_path, monkeypatch):

@@ -19,6 +19,8 @@ from spec_data.estimation import estimate_size
 from spec_data.generate_options import EstimateConfig, GenerateConfig
 from spec_data.models import loading
 from spec_data.models.placement import device_of, shares_weight, whole
+from spec_data.models.reading import load_config
+from spec_data.models.tied_places import check_tied_places
 from spec_data.options import VerifyConfig
 from spec_data.placement_options import Spread
 from spec_data.shards.errors import ConfigError, SpecDataError
@@ -170,7 +172,7 @@ def test_a_device_that_is_not_there_is_refused_before_the_corpus_is_read(tmp_pat
     assert estimate_size(EstimateConfig(**given | {"device": "cuda"})).plan.tokens  # no GPU needed
     stop = RuntimeError("stopped before the first unit")
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "run_units", lambda *_: (_ for _ in ()).throw(stop))
+        patch.setattr(run_module, "run_units", lambda *_, **__: (_ for _ in ()).throw(stop))
         with pytest.raises(RuntimeError, match="stopped"):
             run_module.generate(GenerateConfig(**given))
     with monkeypatch.context() as patch:  # a saved plan changes nothing
@@ -202,6 +204,35 @@ def test_two_processes_capture_one_target(tmp_path):
     assert ours.manifest.raw["head"] == theirs.manifest.raw["head"]
     found = examine(VerifyConfig(data=str(tmp_path / "both"), target=str(target), samples=4))
     assert not found.failures
+
+
+@pytest.mark.parametrize(
+    "device_map",
+    [
+        {"model": "cpu", "lm_head": "disk"},
+        {"model": "disk", "model.embed_tokens": "cpu", "lm_head": "disk"},
+        {"": "disk", "lm_head": "cpu"},
+        {"model": 0, "lm_head": "cpu"},
+    ],
+)
+def test_a_map_that_parts_a_tied_head_from_its_embedding_is_refused(device_map, tmp_path):
+    """transformers accepts most of them, and a KeyError follows in the first forward."""
+    tiny_model("qwen3").save_pretrained(tmp_path)
+    said = r"puts model.embed_tokens on \w+ and lm_head on \w+, but in this target they are one"
+    with pytest.raises(ConfigError, match=said):
+        check_tied_places(load_config(tmp_path), device_map, lambda: tiny_model("qwen3"))
+    untied = tiny_model("llama")
+    check_tied_places(untied.config, device_map, lambda: untied)
+
+
+def test_a_tied_head_on_the_device_of_its_embedding_is_loaded(tmp_path):
+    tiny_model("qwen3").save_pretrained(tmp_path)
+    spread = Spread(device_map={"model": "cpu", "lm_head": "cpu"})
+    assert loading.load_model(str(tmp_path), spread=spread).lm_head is not None
+    with pytest.raises(ConfigError, match="name the same device for both"):
+        loading.load_model(
+            str(tmp_path), spread=Spread(device_map={"model": "cpu", "lm_head": "disk"})
+        )
 
 
 @pytest.mark.parametrize(

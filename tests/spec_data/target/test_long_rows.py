@@ -13,7 +13,7 @@ from spec_data.target import long_rows
 from spec_data.target import model as model_module
 from spec_data.target.hooks import Captured
 from spec_data.target.long_rows import ChunkedMask, attention_in_chunks
-from spec_data.target.mask_forms import mask_forms
+from spec_data.target.mask_forms import PER_DOCUMENT, mask_forms
 from spec_data.target.model import Target
 from spec_data.target.proofs import proof_documents, proof_length, prove_isolation
 from tests.families import FAMILIES, LEAKY, WINDOW, tiny_model
@@ -158,7 +158,8 @@ def test_a_document_alone_has_no_mask_argument_in_any_packed_form():
     for form in mask_forms(target.config, target.attn)[:-2]:
         target.capture(ids, *one, form)
         target.capture(ids, *two, form)
-    assert [mask is None for mask in seen] == [True, False, True, True]  # then position ids
+    # per document, block-causal, position ids
+    assert [mask is None for mask in seen] == [True, True, True, False, True, True]
 
 
 # --- proofs --------------------------------------------------------------------------------------
@@ -180,7 +181,7 @@ def test_one_long_document_does_not_lengthen_the_proof():
     target.capture = counted  # type: ignore[method-assign]
     proof = prove_isolation(target, ids_of(250, 9, 12, 7), 48)
     assert max(widths) == proof.longest == 48
-    assert proof.form == "block-causal-window"
+    assert proof.form == PER_DOCUMENT
 
 
 @pytest.mark.parametrize(

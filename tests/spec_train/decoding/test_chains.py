@@ -19,7 +19,8 @@ from spec_train.decoding.chains import (
     decode_speculative,
     examine_difference,
 )
-from spec_train.drafts.drafting import ChainDrafter, DraftCache
+from spec_train.drafts.draft_caches import DraftCache
+from spec_train.drafts.drafting import ChainDrafter
 from spec_train.sampling import (
     Greedy,
     Sampled,

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from spec_data.shards.errors import DraftError, MissingError, RunError
+from spec_train.evaluation import both_ways
 from spec_train.evaluation import on_target as evaluate_target
 from spec_train.evaluation.report import run_eval
 from spec_train.options import EvalConfig
@@ -69,14 +70,14 @@ def test_sampling_reports_no_identity_and_repeats_itself(workplace):
 def test_a_wrong_token_fails_the_run_after_its_figures_are_written(
     workplace, tmp_path, monkeypatch
 ):
-    honest = evaluate_target.decode_speculative
+    honest = both_ways.decode_speculative
 
     def liar(*arguments: Any, **options: Any):
         generation = honest(*arguments, **options)
         generation.tokens[3] = (generation.tokens[3] + 1) % VOCAB
         return generation
 
-    monkeypatch.setattr(evaluate_target, "decode_speculative", liar)
+    monkeypatch.setattr(both_ways, "decode_speculative", liar)
     config = config_of(workplace, json=str(tmp_path / "out.json"), limit=3)
     with pytest.raises(RunError, match=r"3 of 3 responses(.|\n)*jsonl:1: token 3 is") as caught:
         run_eval(config)

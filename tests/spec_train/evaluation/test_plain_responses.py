@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from spec_data.paths import cache_directory
+from spec_data.shards.cache_directory import cache_directory
 from spec_data.shards.errors import RunError
-from spec_train.evaluation import on_target
+from spec_train.evaluation import both_ways
 from spec_train.evaluation.plain_responses import PlainResponses
 from spec_train.evaluation.report import run_eval
 from tests.spec_train.evaluation import tools
@@ -21,7 +21,7 @@ target, prompts, trained, workplace = tools.target, tools.prompts, tools.trained
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setenv("SPEC_DATA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(on_target, "TIMED_PAIRS", 1)
+    monkeypatch.setattr(both_ways, "TIMED_PAIRS", 1)
 
 
 def kept_file() -> Path:
@@ -30,11 +30,11 @@ def kept_file() -> Path:
 
 
 def test_a_second_evaluation_decodes_only_the_timed_pairs(workplace, monkeypatch):
-    first = run_eval(config_of(workplace, limit=4))
+    first = run_eval(config_of(workplace, limit=4, batch_prompts=1))
     calls = []
-    honest = on_target.decode_plain
-    monkeypatch.setattr(on_target, "decode_plain", lambda *a: calls.append(a) or honest(*a))
-    second = run_eval(config_of(workplace, limit=4))
+    honest = both_ways.decode_plain
+    monkeypatch.setattr(both_ways, "decode_plain", lambda *a: calls.append(a) or honest(*a))
+    second = run_eval(config_of(workplace, limit=4, batch_prompts=1))
     assert (first["timed_pairs"], first["plain_responses_kept"]) == (4, 0)
     assert (second["timed_pairs"], second["plain_responses_kept"]) == (1, 3)
     assert len(calls) == 2  # the warm-up and one pair
@@ -49,7 +49,7 @@ def test_a_second_evaluation_decodes_only_the_timed_pairs(workplace, monkeypatch
     found._kept, found._file, found._new = responses, file, True
     found.save()
     with pytest.raises(RunError, match="3 of 4 responses"):
-        run_eval(config_of(workplace, limit=4))
+        run_eval(config_of(workplace, limit=4, batch_prompts=1))
 
 
 def test_sampling_keeps_and_uses_nothing(workplace):
@@ -73,9 +73,11 @@ def test_other_settings_have_other_files(target, tmp_path):
         return PlainResponses.of(target, **arguments)._file
 
     others = [file(identity={"weights_hash": "b"}), file(limit=9), file(stop={2, 3})]
-    others.append(PlainResponses.of(target.to(torch.bfloat16), {"weights_hash": "a"}, 8, {2})._file)
+    assert file(batch=8) == file()
+    target.to(torch.bfloat16)
+    others += [file(), file(batch=8)]  # another batch decides near-ties otherwise
     target.float()
-    assert len({file(), file(), *others}) == 5
+    assert len({file(), file(), *others}) == 6
 
 
 def test_a_device_that_does_not_repeat_itself_loses_what_was_kept():

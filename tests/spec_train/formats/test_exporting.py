@@ -159,10 +159,21 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(
 def test_only_weights_and_config_are_written(own: Path, tmp_path: Path) -> None:
     (own / "optimizer.safetensors").write_bytes(b"state")
     out = export(own, "vllm", tmp_path / "out")
-    assert sorted(p.name for p in out.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(p.name for p in out.iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+    ]
 
 
-def test_speculators_needs_a_name_for_the_target(own: Path, tmp_path: Path) -> None:
+def test_speculators_needs_a_name_for_the_target(own: Path, tmp_path: Path, caplog: Any) -> None:
+    out = export(own, "speculators", tmp_path / "named")
+    name = json.loads((own / "config.json").read_text())["spec_train"]["origin"]["target_name"]
+    written = json.loads((out / "config.json").read_text())["speculators_config"]
+    assert written["verifier"]["name_or_path"] == name
+    assert f"the target is named {name}" in caplog.text
+    unseal(own)
+    edit(own, spec_train={"origin": {}})
     with pytest.raises(ConfigError, match="pass --target"):
         export(own, "speculators", tmp_path / "out")
     with pytest.raises(MissingError, match="no such directory"):

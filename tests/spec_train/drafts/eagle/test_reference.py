@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spec_train.drafts.drafting import LayerCaches
+from spec_train.drafts.draft_caches import LayerCaches
 from spec_train.drafts.eagle.draft import EagleDraft, eagle_loss, serving_chains
 from spec_train.drafts.eagle.loss import input_noise, supervised_slots
 from spec_train.drafts.protocol import DraftLoss

@@ -1,0 +1,170 @@
+"""The plan of a conversion: its documents are the samples of a layout, in their order.
+
+Samples are read as corpus rows with token ids and a mask, so that malformed ones are counted,
+listed and limited like those of a corpus, and equal ones are stored once. Which sample each
+document is from is written beside the plan.
+"""
+
+import json
+from collections.abc import Generator
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from spec_data.conversion.mask_frame import in_token_frame
+from spec_data.conversion.stored_samples import Layout, SampleTokens
+from spec_data.corpus.bad_rows import BadRow
+from spec_data.corpus.documents import Document
+from spec_data.corpus.file_rows import Digest, Row
+from spec_data.corpus.record_reader import CorpusReader
+from spec_data.corpus.sources import Source
+from spec_data.generation.plan import Plan, planned
+from spec_data.generation.plan_builder import PlanBuilder
+from spec_data.generation.planning import corpus_entry, render_into, row_settings
+from spec_data.generation.prepared import Preparing
+from spec_data.generation.setup import Setup, settings
+from spec_data.generation.unit_size import BATCH_TOKENS, unit_tokens
+from spec_data.shards.errors import DatasetError
+from spec_data.shards.files import sha256_json, write_atomically
+
+SAMPLES = "samples.json"
+"""In OUT/.generate: the number of the sample of each planned document."""
+
+
+def listing_hash(layout: Layout, root: Path) -> str:
+    """Return a hash of the names and sizes of the files of a layout; no file is read."""
+    return sha256_json(
+        [[f.relative_to(root).as_posix(), f.stat().st_size] for f in layout.files() if f.is_file()]
+    )
+
+
+def tokens_of(layout: Layout, number: int, all_tokens: bool, frame: str) -> tuple[Tensor, Tensor]:
+    """Return ids int64 [T] of a sample, and its mask [T] in the token frame.
+
+    Args:
+        layout, number: the sample.
+        all_tokens: supervise every token, and do not read the stored mask.
+        frame: what the entries of a stored mask are about, see `mask_frame`.
+
+    Raises:
+        BadRow: the sample is malformed, or has no mask.
+    """
+    found: SampleTokens = layout.tokens(number)
+    if all_tokens:
+        return found.ids, found.ids.new_ones(len(found.ids))
+    if found.mask is None:
+        raise BadRow("no loss mask is stored; supervise every token with --mask all")
+    return found.ids, in_token_frame(found.mask, frame)
+
+
+class _Samples:
+    """The samples of a layout as the rows of one corpus source; remembers their digests."""
+
+    def __init__(self, layout: Layout, setup: Setup, name: str, path: str, frame: str) -> None:
+        self.numbers: dict[str, int] = {}  # by the id of the document that a sample becomes
+        self._layout, self._name, self._path, self._frame = layout, name, path, frame
+        self._all = setup.config.mask == "all"
+        self._prepare = Preparing(setup.config.max_length, setup.config.keep_tails)
+
+    def sources(self, *_given: object) -> list[Source]:
+        """Return the one source; see `corpus.sources.resolve`."""
+        kind = f"states of {self._layout.tool}"
+        count = len(self._layout)
+        digest = lambda: listing_hash(self._layout, Path(self._path))  # noqa: E731
+        return [
+            Source(
+                name=self._name,
+                path=self._path,
+                kind=kind,
+                rows=self._rows,
+                digest=digest,
+                count=lambda: count,
+            )
+        ]
+
+    def _rows(self, digest: Digest) -> Generator[Row]:
+        digest.set_source(lambda: listing_hash(self._layout, Path(self._path)))
+        for number in range(len(self._layout)):
+            where = f"{self._path}/{self._layout.where(number)}"
+            try:
+                ids, mask = tokens_of(self._layout, number, self._all, self._frame)
+            except BadRow as reason:
+                yield where, reason
+                continue
+            row = {"input_ids": ids.tolist(), "loss_mask": mask.tolist()}
+            self._remember(number, row)
+            yield where, row
+
+    def _remember(self, number: int, row: dict[str, list[int]]) -> None:
+        ids, mask = row["input_ids"], row["loss_mask"]
+        if set(mask) - {0, 1} or min(ids) < 0 or max(ids) > np.iinfo(np.int32).max:
+            return  # rendering refuses it
+        made = self._prepare(Document(input_ids=ids, loss_mask=mask, turns=(), source="", where=""))
+        self.numbers.setdefault(made.digest.hex(), number)
+
+
+def make_sample_plan(
+    layout: Layout, setup: Setup, path: str, frame: str, scratch: Path | None = None
+) -> tuple[Plan, list[int]]:
+    """Read the tokens of every sample; return the plan, and the sample of each of its documents.
+
+    Args:
+        layout: the samples; path: their directory, as the user wrote it.
+        setup: what is written.
+        frame: what the entries of a stored mask are about.
+        scratch: where temporary files go; None: where the system puts them.
+
+    Raises:
+        CorpusError: too many samples are malformed, or no document is left.
+    """
+    config = setup.config
+    name = Path(path).resolve().name
+    samples = _Samples(layout, setup, name, path, frame)
+    reader = CorpusReader(
+        [path],
+        on_bad_row="fail" if config.on_bad_row == "fail" else "skip",
+        limit=config.limit or None,
+        max_bad_rows=config.bad_row_limit,
+        find=samples.sources,
+    )
+    builder = PlanBuilder(config.max_length, config.keep_tails, scratch)
+    try:
+        render_into(builder, reader, row_settings(setup), processes=1)
+        documents = builder.finish()
+    except BaseException:
+        builder.discard()
+        raise
+    tokens = int(documents.offsets[-1])
+    size = config.max_shard_size, setup.bytes_per_token, tokens, BATCH_TOKENS
+    numbers = [samples.numbers[doc_id] for doc_id in documents.doc_ids]
+    plan = planned(
+        documents,
+        builder.counts,
+        [corpus_entry(report) for report in reader.reports],
+        settings(setup, reader.reports),
+        config.pack_length,
+        unit_tokens(*size),
+    )
+    return plan, numbers
+
+
+def save_samples(work: Path, numbers: list[int]) -> None:
+    """Write the number of the sample of each planned document."""
+    write_atomically(work / SAMPLES, json.dumps(numbers))
+
+
+def read_samples(work: Path, documents: int) -> list[int]:
+    """Return the number of the sample of each planned document.
+
+    Raises:
+        DatasetError: the file is damaged.
+    """
+    file = work / SAMPLES
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, list) or len(found) != documents:
+        raise DatasetError(f"{file}: damaged; delete {work.parent} and convert again")
+    return [int(number) for number in found]

@@ -1,0 +1,320 @@
+"""A dataset that is generated on remote storage: `generate --out s3://bucket/data`.
+
+Units are written to a local directory (the stage) and uploaded. The remote folder decides what is
+finished; a stage is empty when a command begins, so that any machine can resume.
+
+    .generate/blobs/SHA256     files of plan, proof and seal, by content: nobody overwrites another
+    .generate/begun.json       which blobs are the plan; the first worker to create it decides
+    .generate/proven.json      which are the proof of the target, its files and the codec tables
+    .generate/sealed.json      which are the files beside the shards of the finished dataset
+    .generate/unit-00000.json  a finished unit, written after its shard
+    .generate/also-*.json      as in a local directory
+    shards/unit-00000.arrow    created once
+
+An object is created only if it does not exist, which the storage decides: no lock is needed, and
+workers that take the same units lose time, but never mix their bytes. The manifest is written last.
+"""
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+from filelock import FileLock, Timeout
+
+from spec_data.generation.plan import read_units
+from spec_data.generation.running import ALSO, WITNESS
+from spec_data.generation.sealing import seal_directory
+from spec_data.generation.unit_records import SHARDS, finished_unit
+from spec_data.progress import progress
+from spec_data.shards.cache_directory import cache_directory
+from spec_data.shards.codec_tables import TABLES
+from spec_data.shards.errors import DatasetError, RunError
+from spec_data.shards.files import MANIFEST, dump_json, sha256_file, unit_name
+from spec_data.shards.follow import WORK
+from spec_data.shards.hollow import Ranges, write_hollow_copy
+from spec_data.shards.schema import Manifest, ShardRecord
+from spec_data.shards.seal import target_file_names
+from spec_data.shards.storage import Storage
+
+logger = logging.getLogger(__name__)
+
+BEGUN, PROVEN, SEALED = "begun", "proven", "sealed"
+STAGED_UNITS = 3
+"""Units on the local disk at once: one is captured, one waits, one is written and uploaded."""
+_INDEXED = ("loss_mask",)  # token columns of which the index of a dataset is made
+_PIECE = 16 << 20  # bytes that are hashed at once
+
+
+@contextmanager
+def staged(url: str, worker: str) -> Iterator["RemoteOut"]:
+    """Open the remote folder `url` for worker "i/n", with an empty stage; remove it at the end.
+
+    Raises:
+        ConfigError: the URL cannot be written. RunError: the storage does not answer, or another
+            process on this machine is this worker.
+    """
+    remote = RemoteOut(url, worker)
+    remote.directory.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(remote.directory.with_name(f"{remote.directory.name}.lock"))
+    try:
+        held = lock.acquire(timeout=0.5)
+    except Timeout:
+        raise RunError(
+            f"{remote.url}: another process on this machine is running worker {worker}; wait for "
+            "it, or start each process with its own --workers i/n"
+        ) from None
+    with held:
+        shutil.rmtree(remote.directory, ignore_errors=True)  # what a killed process left
+        remote.directory.mkdir()
+        try:
+            yield remote
+        finally:
+            shutil.rmtree(remote.directory, ignore_errors=True)
+
+
+class RemoteOut:
+    """A remote folder in which a dataset is generated, and its stage in `directory`."""
+
+    def __init__(self, url: str, worker: str) -> None:
+        """Make the client; nothing is read."""
+        self.storage = Storage(url, "--out", write=True)
+        self.url = self.storage.url
+        scheme, _, rest = self.url.partition("://")
+        place = cache_directory("staging") / scheme / quote(rest, safe="/ ._-")
+        self.directory = place.with_name(f"{place.name}@{worker.replace('/', '-of-')}")
+        self._uploaded: set[str] = set()  # also-*.json
+
+    # -- what is there ----------------------------------------------------------------------------
+
+    def manifest(self) -> Manifest | None:
+        """Return the manifest of the sealed dataset; None: it is not sealed."""
+        if self.storage.size(MANIFEST) is None:
+            return None
+        file = self.directory / MANIFEST
+        self.storage.download(MANIFEST, file)
+        return Manifest.read(file)
+
+    def pull(self) -> None:
+        """Read plan, proof and finished units into the stage.
+
+        Raises:
+            DatasetError: the folder holds something else, or a file is damaged.
+        """
+        begun = self.fetch(BEGUN)
+        names = self.storage.sizes()
+        others = sorted(n for n in names if not n.startswith((f"{WORK}/", f"{SHARDS}/")))
+        if others and not self.storage.exists(f"{WORK}/{SEALED}.json"):
+            raise DatasetError(
+                f"{self.url} holds files that are not of an unfinished dataset (first: "
+                f"{others[0]}); choose another --out (nothing was changed)"
+            )
+        if not begun:
+            return
+        self.fetch(PROVEN)
+        self.pull_records()
+
+    def pull_records(self, by_name: bool = False) -> list[int]:
+        """Read the records of finished units, and of other settings, that are not in the stage.
+
+        The stage then has a file of each shard's size, without its content. Return the units that
+        are not finished. With `by_name`, records that a list lacks are asked for: it may be late.
+        """
+        units = range(len(read_units(self.directory / WORK)))
+        there = self.storage.sizes(WORK)
+        missing = []
+        for name in there:
+            if Path(name).match(f"{WORK}/{ALSO}") and not (self.directory / name).is_file():
+                self.storage.download(name, self.directory / name)
+        for unit in units:
+            name = f"{WORK}/{unit_name(unit)}.json"
+            if finished_unit(self.directory, unit) is not None:
+                continue
+            if not (by_name or name in there) or not self._pull_record(unit, name):
+                missing.append(unit)
+        return missing
+
+    def _pull_record(self, unit: int, name: str) -> bool:
+        """Read a unit's record; return whether it is one, and its shard has the right size."""
+        try:
+            text = self.storage.read(name)
+        except FileNotFoundError:
+            return False
+        try:
+            record = ShardRecord(**json.loads(text)["record"])
+        except (ValueError, TypeError, KeyError):
+            return False  # not of this program: the unit is captured again
+        expected = f"{SHARDS}/{unit_name(unit)}.arrow"
+        if record.file != expected or self.storage.size(expected) != record.bytes:
+            return False
+        shard = self.directory / expected
+        shard.parent.mkdir(exist_ok=True)
+        with shard.open("wb") as file:
+            file.truncate(record.bytes)
+        (self.directory / name).write_bytes(text)
+        return finished_unit(self.directory, unit) is not None
+
+    # -- what all workers share -------------------------------------------------------------------
+
+    def publish(self, step: str, names: Sequence[str]) -> bool:
+        """Publish files of the stage as those of a step, unless another worker was first.
+
+        Return False if it was; its files then replace those in the stage.
+        """
+        table = {name: sha256_file(self.directory / name) for name in names}
+        for name, digest in table.items():
+            self.storage.upload(f"{WORK}/blobs/{digest}", self.directory / name)
+        content = dump_json(table)
+        if self.storage.create(f"{WORK}/{step}.json", content.encode()):
+            return True
+        if self.storage.read(f"{WORK}/{step}.json") == content.encode():
+            return True  # created by a try whose answer was lost, or the same by another worker
+        for name in names:
+            (self.directory / name).unlink()
+        self.fetch(step)
+        return False
+
+    def fetch(self, step: str) -> bool:
+        """Read the files of a step into the stage; return whether the step was published.
+
+        Raises:
+            DatasetError: a file is not the published one.
+        """
+        where = f"{WORK}/{step}.json"
+        try:
+            text = self.storage.read(where)
+        except FileNotFoundError:
+            return False
+        try:
+            table = dict(json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise DatasetError(
+                f"{self.storage.where(where)}: damaged ({error}); delete the folder"
+            ) from None
+        for name, digest in table.items():
+            file = self.directory / name
+            if not file.resolve().is_relative_to(self.directory.resolve()):
+                raise DatasetError(f"{self.storage.where(where)}: {name} is outside the folder")
+            self.storage.download(f"{WORK}/blobs/{digest}", file)
+            if sha256_file(file) != digest:
+                raise DatasetError(
+                    f"{self.storage.where(f'{WORK}/blobs/{digest}')} ({name}): damaged; delete the "
+                    "folder and generate again"
+                )
+        return True
+
+    def publish_plan(self) -> bool:
+        """Publish the plan in the stage; see `publish`."""
+        return self.publish(BEGUN, [f"{WORK}/plan.arrow", f"{WORK}/plan.json"])
+
+    def publish_proof(self) -> bool:
+        """Publish what was proven about the target, its files and the tables; see `publish`."""
+        names = [f"{WORK}/target.json", f"{WORK}/{WITNESS}", *target_file_names(self.directory)]
+        if (self.directory / TABLES).is_file():
+            names.append(TABLES)
+        return self.publish(PROVEN, names)
+
+    # -- units ------------------------------------------------------------------------------------
+
+    def finish(self, unit: int) -> None:
+        """Upload the shard of a unit that is finished in the stage, then its record; free the disk.
+
+        Raises:
+            RunError: another worker has written other bytes, or the storage does not answer.
+        """
+        for file in sorted((self.directory / WORK).glob(ALSO)):
+            if file.name not in self._uploaded:
+                self.storage.create(f"{WORK}/{file.name}", file.read_bytes())
+                self._uploaded.add(file.name)
+        finished = finished_unit(self.directory, unit)
+        assert finished is not None
+        record, name = finished.record, f"{WORK}/{unit_name(unit)}.json"
+        shard = self.directory / record.file
+        if not self.storage.create(record.file, shard) and not self._same(record):
+            raise RunError(
+                f"{self.storage.where(record.file)}: another worker, or a killed run on another "
+                "kind of machine, has written other bytes for this unit. If no other worker is "
+                "running, delete this object and run the same command again"
+            )
+        self.storage.write(name, (self.directory / name).read_bytes())
+        self._hollow(record, lambda ranges: _local(shard, ranges))
+
+    def _same(self, record: ShardRecord) -> bool:
+        """Return whether the shard on the storage has the bytes of `record`."""
+        if self.storage.size(record.file) != record.bytes:
+            return False
+        digest = hashlib.sha256()
+        for start in range(0, record.bytes, _PIECE):
+            stop = min(start + _PIECE, record.bytes)
+            digest.update(self.storage.read_range(record.file, start, stop))
+        return digest.hexdigest() == record.sha256
+
+    def _hollow(self, record: ShardRecord, read) -> None:
+        write_hollow_copy(self.directory / record.file, record.bytes, read, _INDEXED)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def seal(self) -> Manifest | None:
+        """Seal the dataset if all units are finished; return None if other workers are not done.
+
+        Raises:
+            DatasetError: the storage lost something. RunError: it does not answer.
+        """
+        if found := self.complete():
+            return found
+        if not self.fetch(SEALED):
+            missing = self.pull_records(by_name=True)
+            if missing:
+                logger.info(
+                    "%s: %d of %d units are left for other workers; the one that finishes last "
+                    "seals the dataset",
+                    *(self.url, len(missing), len(read_units(self.directory / WORK))),
+                )
+                return None
+            self._seal_stage()
+        manifest = Manifest.read(self.directory / MANIFEST)
+        names = sorted({str(n) for n in self._beside_shards()} - {MANIFEST})
+        for name in progress(names, desc="upload", unit="files", leave=False):
+            self.storage.upload(name, self.directory / name)
+        self.storage.upload(MANIFEST, self.directory / MANIFEST)
+        self.complete()
+        return manifest
+
+    def complete(self) -> Manifest | None:
+        """Return the manifest if the dataset is sealed, after deleting what generation needed."""
+        manifest = self.manifest()
+        if manifest is not None:
+            for name in self.storage.sizes(WORK):
+                self.storage.delete(name)
+        return manifest
+
+    def _seal_stage(self) -> None:
+        """Fetch what the index needs of each shard, seal the stage, and publish the result."""
+        units = range(len(read_units(self.directory / WORK)))
+        for unit in progress(units, desc="index", unit="shards", leave=False):
+            finished = finished_unit(self.directory, unit)
+            assert finished is not None
+            record = finished.record
+            self._hollow(record, lambda ranges, name=record.file: self._ranges(name, ranges))
+        seal_directory(self.directory, checked=set(units))
+        self.publish(SEALED, self._beside_shards())
+
+    def _ranges(self, name: str, ranges: Ranges) -> Iterator[bytes]:
+        for start, stop in ranges:
+            yield self.storage.read_range(name, start, stop)
+
+    def _beside_shards(self) -> list[str]:
+        """List the files of the sealed stage that are no shards."""
+        files = (p.relative_to(self.directory) for p in self.directory.rglob("*") if p.is_file())
+        return sorted(str(p) for p in files if p.parts[0] not in (SHARDS, WORK))
+
+
+def _local(file: Path, ranges: Ranges) -> Iterator[bytes]:
+    with file.open("rb") as source:
+        for start, stop in ranges:
+            source.seek(start)
+            yield source.read(stop - start)

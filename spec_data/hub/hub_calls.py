@@ -1,0 +1,84 @@
+"""Calls of the Hub's client, and its errors as ours."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalTokenNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from spec_data.shards.errors import ConfigError, MissingError, RunError, SpecDataError
+
+SEALED_CARD = "card.md"
+"""In a repository: the README.md that the dataset was sealed with."""
+
+_LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
+
+
+def hub() -> HfApi:
+    """Return the client of the Hub (of HF_ENDPOINT, where it is set)."""
+    return HfApi(library_name="spec-data")
+
+
+def upload(api: HfApi, **given: Any) -> None:
+    """Upload a folder, resumably: with `upload_large_folder` where this client has it.
+
+    Newer clients have merged it into `upload_folder`.
+    """
+    large = getattr(api, "upload_large_folder", None)
+    if large is not None:
+        large(**{k: v for k, v in given.items() if k != "commit_message"})
+    else:
+        api.upload_folder(**given)
+
+
+@contextmanager
+def hub_errors(repo: str) -> Iterator[None]:
+    """Turn errors of the client into ours.
+
+    Raises:
+        ConfigError: a bad name, or no right to do this. MissingError: no such repository.
+        RunError: the Hub cannot be reached, or refuses.
+    """
+    try:
+        yield
+    except HFValidationError as error:
+        raise ConfigError(f"{repo}: not the name of a repository: {error}") from None
+    except LocalTokenNotFoundError:
+        raise ConfigError(f"{repo}: this needs an account; {_LOG_IN}") from None
+    except RevisionNotFoundError:
+        raise MissingError(f"{repo}: no such revision") from None
+    except RepositoryNotFoundError:
+        raise MissingError(
+            f"{repo}: no such dataset on the Hub, or it is private: {_LOG_IN}"
+        ) from None
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", None)
+        if status in (401, 403):
+            raise ConfigError(f"{repo}: the Hub does not allow it; {_LOG_IN}") from None
+        raise RunError(f"{repo}: the Hub refuses: {_first(error)}; {_AGAIN}") from None
+    except (
+        Exception
+    ) as error:  # of several libraries: no network, a full disk, an upload that broke
+        if isinstance(error, SpecDataError) or not _expected(error):
+            raise
+        raise RunError(f"{repo}: {_first(error)}; {_AGAIN}") from None
+
+
+_AGAIN = "run the same command again to resume"
+
+
+def _expected(error: Exception) -> bool:
+    """Whether an error says something of the world, and not of this program."""
+    of_http = type(error).__module__.partition(".")[0].startswith(("httpx", "httpcore", "requests"))
+    return of_http or isinstance(error, (OSError, RuntimeError))
+
+
+def _first(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

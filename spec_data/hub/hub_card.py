@@ -1,0 +1,141 @@
+"""The card of a dataset on the Hub: what is in it, in words; and where its viewer finds rows."""
+
+from typing import Any
+
+from spec_data.progress import size
+from spec_data.shards.codec_tables import error_text
+from spec_data.shards.layer_ids import recorded_layers
+from spec_data.shards.likelihood_text import agreement_rows, suspicions
+from spec_data.shards.quantisation_text import quantisation_text
+from spec_data.shards.schema import Manifest
+
+_SIZES = ("1K", "10K", "100K", "1M", "10M", "100M", "1B")
+DOCUMENTS, STATES = "documents", "states"
+"""The two configurations of `load_dataset`."""
+
+
+def size_category(documents: int) -> str:
+    """Return the size category of the Hub, such as "1K<n<10K"."""
+    bounds = [1000 * 10**i for i in range(len(_SIZES))]
+    place = sum(documents >= bound for bound in bounds)
+    if place == 0:
+        return "n<1K"
+    return f"{_SIZES[place - 1]}<n<{_SIZES[place]}" if place < len(_SIZES) else f"n>{_SIZES[-1]}"
+
+
+def hub_card(manifest: Manifest, repo: str) -> str:
+    """Return the README.md of a dataset on the Hub, in `repo`."""
+    raw, totals, target = manifest.raw, manifest.raw["totals"], manifest.target
+    licences = sorted({s["licence"] for s in raw["corpus"] if s.get("licence")})
+    name = target["name"].rstrip("/").rpartition("/")[2]
+    return f"""---
+pretty_name: Hidden states of {name}
+license: {licences[0] if len(licences) == 1 else "other"}
+tags:
+- speculative-decoding
+- hidden-states
+- spec-data
+size_categories:
+- {size_category(totals["documents"])}
+configs:
+- config_name: {DOCUMENTS}
+  default: true
+  data_files: {DOCUMENTS}/*.arrow
+- config_name: {STATES}
+  data_files: shards/*.arrow
+---
+# Hidden states of {name}
+
+What speculative-decoding drafts learn from this target: captured once by spec-data, for
+{_drafts(raw)}. No target is needed to train on it.
+
+{_facts(manifest)}
+
+| column | codec | bytes per token | error |
+| --- | --- | --- | --- |
+{_columns(manifest)}
+
+{_agreement(raw)}
+## Use
+
+```bash
+spec-data pull {repo} data
+spec-data verify data
+spec-train fit {next(iter(recorded_layers(raw)), "eagle3")} --data data --out run
+```
+
+```python
+import spec_data
+
+spec_data.pull("{repo}", "data")
+ds = spec_data.open_dataset("data")
+print(len(ds), ds.features, ds[0]["input_ids"].shape)
+```
+
+Token ids, masks and texts alone, without downloading states:
+
+```python
+from datasets import load_dataset
+
+documents = load_dataset("{repo}", "{DOCUMENTS}", split="train")
+```
+
+`load_dataset("{repo}", "{STATES}")` opens the shards with their columns as they are stored: lossy
+columns are codes, which `spec_data` decodes. `manifest.json` records everything that decided these
+bytes.
+"""
+
+
+def _drafts(raw: dict[str, Any]) -> str:
+    found = recorded_layers(raw)
+    return ", ".join(found) if found else "any draft that reads its layers"
+
+
+def _facts(manifest: Manifest) -> str:
+    raw, totals, target = manifest.raw, manifest.raw["totals"], manifest.target
+    revision = f", revision {target['revision']}" if target.get("revision") else ""
+    quantised = target.get("quantised_as")
+    corpora = "; ".join(
+        f"{s['source']} ({s.get('licence') or 'licence not stated'})" for s in raw["corpus"]
+    )
+    converted = target.get("converted")
+    lines = {
+        "target": f"{target['name']}{revision}, {target['dtype']}"
+        + (f", {quantisation_text(quantised)}" if quantised else ""),
+        "layers": f"{', '.join(map(str, raw['layers'])) or 'none'} ({raw['layer_convention']})",
+        "documents": f"{totals['documents']:,}",
+        "tokens": f"{totals['tokens']:,}, {totals['supervised']:,} of them supervised",
+        "size": f"{size(totals['bytes'])} in {len(raw['shards'])} shards",
+        "corpus": corpora,
+        "responses": raw["policy"],
+        "supervision": f"{raw['supervision']}, final states at {raw.get('final', 'all')} tokens",
+        **({"converted from": converted["tool"]} if converted else {}),
+        "fingerprint": f"`{manifest.fingerprint}`",
+    }
+    return "\n".join(["| | |", "| --- | --- |", *(f"| {k} | {v} |" for k, v in lines.items())])
+
+
+def _columns(manifest: Manifest) -> str:
+    errors = {c["name"]: c.get("error") for c in manifest.raw["columns"]}
+    return "\n".join(
+        f"| `{c.name}` | {c.codec} | {c.bytes_per_token:,} | "
+        f"{error_text(c.codec, errors[c.name]) if errors.get(c.name) else 'none'} |"
+        for c in manifest.columns
+    )
+
+
+def _agreement(raw: dict[str, Any]) -> str:
+    if not raw.get("agreement"):
+        return ""
+    head, *rows = agreement_rows(raw)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(
+        [
+            "How often supervised tokens are the target's first choice, and their mean NLL in nats "
+            "(own: of text that the target samples):",
+            "",
+            *("| " + " | ".join(row) + " |" for row in lines),
+            *(f"\nWarning: {message}" for message in suspicions(raw)),
+            "",
+        ]
+    )

@@ -1,0 +1,136 @@
+"""`spec-data push`: upload a sealed dataset, with a card and with rows for the Hub's viewer.
+
+    DIR-push-FINGERPRINT/   links to the files of the dataset, the card, and documents/*.arrow
+
+The folder is uploaded and then removed. The same command resumes an interrupted upload. The
+first 16 digits of the fingerprint are in its name, so it is neither a directory of the user nor the
+folder of what the dataset was before an `append`.
+"""
+
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+
+from spec_data.hub.hub_calls import SEALED_CARD, hub, hub_errors, upload
+from spec_data.hub.hub_card import DOCUMENTS, hub_card
+from spec_data.hub.viewer_rows import write_viewer_rows
+from spec_data.hub_options import PushConfig
+from spec_data.paths import make_directory
+from spec_data.progress import progress, size
+from spec_data.shards.codec_tables import TABLES
+from spec_data.shards.errors import ConfigError
+from spec_data.shards.files import write_atomically
+from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
+from spec_data.shards.seal import CARD, check_shard, datasets_files
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pushed:
+    """What `push` uploaded, or would upload; `card` is the README.md of the repository."""
+
+    repo: str
+    files: int
+    bytes: int
+    card: str
+    uploaded: bool
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.files} files, {size(self.bytes)}, and the documents without states: {self.repo}"
+        )
+        return text if self.uploaded else f"{self.card}\n{text}; nothing was uploaded"
+
+
+def push(config: PushConfig) -> Pushed:
+    """Upload a dataset to the Hub, or resume an upload that was interrupted.
+
+    Raises:
+        MissingError, DatasetError: the dataset is not sealed, or damaged.
+        ConfigError: no right to write there, or the repository holds another dataset.
+        RunError: the Hub cannot be reached.
+    """
+    dataset = HiddenStatesDataset(config.data)
+    names = dataset_files(dataset)
+    done = Pushed(
+        repo=config.repo,
+        files=len(names),
+        bytes=sum((dataset.path / name).stat().st_size for name in names),
+        card=hub_card(dataset.manifest, config.repo),
+        uploaded=not config.dry_run,
+    )
+    if config.dry_run:
+        return done
+    for record in progress(dataset.manifest.shards, desc="check", unit="shards", leave=False):
+        check_shard(dataset.path, record)
+    folder = staged_folder(dataset)
+    _stage(dataset, names, done.card, folder)
+    api = hub()
+    with hub_errors(config.repo):
+        given: dict[str, Any] = {"repo_id": config.repo, "repo_type": "dataset"}
+        private = True if config.private else None
+        api.create_repo(**given, private=private, exist_ok=True)
+        _refuse_another(api, config.repo, dataset.manifest.fingerprint)
+        message = f"Dataset {_short(dataset)}"
+        given |= {"folder_path": str(folder), "commit_message": message}
+        upload(api, **given, ignore_patterns=[MANIFEST, ".cache/*"])
+        upload(api, **given, allow_patterns=[MANIFEST])  # last: what has one is complete
+    shutil.rmtree(folder)
+    return done
+
+
+def staged_folder(dataset: HiddenStatesDataset) -> Path:
+    """Return the folder beside a dataset from which it is uploaded."""
+    path = dataset.path.resolve()
+    return path.with_name(f"{path.name}-push-{_short(dataset)}")
+
+
+def _short(dataset: HiddenStatesDataset) -> str:
+    return dataset.manifest.fingerprint[:16]
+
+
+def dataset_files(dataset: HiddenStatesDataset) -> list[str]:
+    """Return the names of all files of a dataset but its card."""
+    raw = dataset.manifest.raw
+    names = [*(r.file for r in dataset.manifest.shards), *raw["files"]]
+    tables = [dataset.manifest.codec.get("file", TABLES)] if dataset.manifest.codec else []
+    return sorted({*names, *tables, *datasets_files(dataset.manifest), MANIFEST})
+
+
+def _stage(dataset: HiddenStatesDataset, names: list[str], card: str, folder: Path) -> None:
+    """Make the folder that is uploaded: links, both cards, and the documents."""
+    make_directory("--data", folder)
+    for name in names:
+        link = folder / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to((dataset.path / name).resolve())
+    sealed = dataset.path / CARD
+    if sealed.is_file():
+        write_atomically(folder / SEALED_CARD, sealed.read_bytes())
+    write_atomically(folder / CARD, card)
+    write_viewer_rows(dataset, folder / DOCUMENTS)
+
+
+def _refuse_another(api: HfApi, repo: str, fingerprint: str) -> None:
+    """Refuse a repository with the manifest of another dataset: its shards would be mixed.
+
+    Raises:
+        ConfigError: see above.
+    """
+    given: dict[str, Any] = {"repo_id": repo, "repo_type": "dataset"}
+    info = api.dataset_info(repo)
+    if MANIFEST not in {f.rfilename for f in info.siblings or ()}:
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        file = api.hf_hub_download(**given, filename=MANIFEST, local_dir=scratch)
+        found = json.loads(Path(file).read_text(encoding="utf-8")).get("fingerprint")
+    if found != fingerprint:
+        raise ConfigError(
+            f"{repo} holds another dataset (fingerprint {str(found)[:16]}, this one is "
+            f"{fingerprint[:16]}); push to another repository, or delete that one first"
+        )

@@ -1,0 +1,219 @@
+"""A folder on remote storage: read by ranges and written whole, with retries, through fsspec.
+
+An error that may pass (a reset connection, status 500, a read that ends early) is tried again with
+growing pauses. A missing object and refused credentials are not: they raise at once.
+"""
+
+import contextlib
+import errno
+import logging
+import random
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+from spec_data.shards.errors import ConfigError, RunError
+from spec_data.shards.urls import SCHEMES, check_dataset_url, normal_url, scheme_of
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PAUSES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
+"""Seconds between two tries, each with up to as much again at random."""
+_FINAL = (TypeError, AttributeError, NotImplementedError, MemoryError, RunError, ConfigError)
+
+
+class Storage:
+    """The objects below one URL. Names are relative to it, with slashes."""
+
+    def __init__(self, url: str | Path, flag: str = "--data", write: bool = False) -> None:
+        """Make the client; nothing is read.
+
+        Raises:
+            ConfigError: the URL is not supported, or a library that it needs is not installed.
+        """
+        check_dataset_url(flag, url, write)
+        self.url = normal_url(url)
+        scheme = SCHEMES[scheme_of(self.url) or ""]
+        if find_spec(scheme.module) is None:
+            raise ConfigError(
+                f"{flag} {self.url}: {scheme.module} is not installed; run: pip install "
+                f"'spec-data[{scheme.extra}]'"
+            )
+        from fsspec.core import url_to_fs  # here: local datasets do not need it
+
+        self._system: Any
+        self._system, root = url_to_fs(self.url, use_listings_cache=False)
+        self._root = root.rstrip("/")
+        # s3fs asks for the size of an object that it reads in parts; one request is enough here
+        self._whole = {"max_concurrency": 1} if self.url.startswith("s3://") else {}
+
+    def where(self, name: str) -> str:
+        """Return the URL of an object, for messages."""
+        return f"{self.url}/{name}" if name else self.url
+
+    def read(self, name: str) -> bytes:
+        """Read a whole object.
+
+        Raises:
+            FileNotFoundError: there is none. ConfigError: no access. RunError: all tries failed.
+        """
+        return self._tried(name, lambda: self._system.cat_file(self._path(name), **self._whole))
+
+    def read_range(self, name: str, start: int, stop: int) -> bytes:
+        """Read bytes `start` to `stop` of an object; never fewer.
+
+        Raises:
+            FileNotFoundError: there is none. ConfigError: no access, or the server has no ranges.
+            RunError: all tries failed.
+        """
+
+        def read() -> bytes:
+            found = self._system.cat_file(self._path(name), start=start, end=stop)
+            if len(found) > stop - start:
+                raise ConfigError(
+                    f"{self.where(name)}: the server sends {len(found):,} bytes where "
+                    f"{stop - start:,} were asked for: it has no range requests. Copy the dataset "
+                    "to a local directory"
+                )
+            if len(found) < stop - start:
+                raise EOFError(f"{len(found):,} of {stop - start:,} bytes came")
+            return found
+
+        return self._tried(name, read)
+
+    def size(self, name: str) -> int | None:
+        """Return the size of an object in bytes; None: there is none."""
+        try:
+            info = self._tried(name, lambda: self._system.info(self._path(name)))
+        except FileNotFoundError:
+            return None
+        return None if info.get("type") == "directory" else info.get("size")
+
+    @property
+    def lists(self) -> bool:
+        """Whether the storage can list objects; web servers cannot."""
+        return not self.url.startswith(("http://", "https://"))
+
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        """Return the objects below a folder with their sizes; empty: there are none."""
+        prefix = self._path(folder)
+        try:
+            found = self._tried(folder, lambda: self._system.find(prefix, detail=True))
+        except FileNotFoundError:
+            return {}
+        root = len(self._root) + 1
+        return {path[root:]: info["size"] for path, info in found.items()}
+
+    def write(self, name: str, data: bytes | str) -> None:
+        """Write an object; others see the old one or the new one, whole.
+
+        Raises:
+            ConfigError: no access. RunError: all tries failed.
+        """
+        content = data.encode() if isinstance(data, str) else data
+        self._tried(name, lambda: self._system.pipe_file(self._path(name), content))
+
+    def upload(self, name: str, file: Path) -> None:
+        """Write an object from a local file, and compare its size afterwards.
+
+        Raises:
+            ConfigError: no access. RunError: all tries failed.
+        """
+
+        def put() -> None:
+            self._system.put_file(str(file), self._path(name))
+            there, own = self._system.info(self._path(name))["size"], file.stat().st_size
+            if there != own:
+                raise EOFError(f"{there:,} of {own:,} bytes arrived")
+
+        self._tried(name, put)
+
+    def create(self, name: str, content: bytes | Path) -> bool:
+        """Write an object from bytes or a local file, unless it exists; return False if it does.
+
+        After a try whose answer was lost, the object may be one's own.
+
+        Raises:
+            ConfigError: no access. RunError: all tries failed.
+        """
+        path = self._path(name)
+
+        def put() -> None:
+            if isinstance(content, Path):
+                self._system.put_file(str(content), path, mode="create")
+            else:
+                self._system.pipe_file(path, content, mode="create")
+
+        try:
+            self._tried(name, put)
+            return True
+        except FileExistsError:
+            return False
+
+    def exists(self, name: str) -> bool:
+        """Return whether there is an object."""
+        return self.size(name) is not None
+
+    def download(self, name: str, file: Path) -> None:
+        """Copy an object to a local file.
+
+        Raises:
+            FileNotFoundError: there is none. ConfigError: no access. RunError: all tries failed.
+        """
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._tried(name, lambda: self._system.get_file(self._path(name), str(file)))
+
+    def delete(self, name: str) -> None:
+        """Delete an object, unless it is gone already."""
+        with contextlib.suppress(FileNotFoundError):
+            self._tried(name, lambda: self._system.rm_file(self._path(name)))
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    def _tried(self, name: str, call: Callable[[], T]) -> T:
+        """Call until it succeeds; see the module for which errors are tried again."""
+        for pause in (*PAUSES, None):
+            try:
+                return call()
+            except (FileNotFoundError, FileExistsError):
+                raise
+            except _FINAL:
+                raise
+            except Exception as error:
+                if _refused(error):
+                    raise ConfigError(
+                        f"{self.where(name)}: access refused ({_words(error)}); renew or set the "
+                        "credentials where the library looks for them (docs/remote.md), and run "
+                        "the same command again"
+                    ) from None
+                if pause is None:
+                    raise RunError(
+                        f"{self.where(name)}: {len(PAUSES) + 1} tries failed, the last with: "
+                        f"{_words(error)}. Run the same command again when the storage answers"
+                    ) from None
+                logger.debug("%s: %s; trying again", self.where(name), _words(error))
+                time.sleep(pause * (1 + random.random()))
+        raise AssertionError("unreachable")
+
+
+def _refused(error: Exception) -> bool:
+    """Tell whether the storage refused the user, and not only this try."""
+    status = getattr(error, "status", None) or getattr(
+        getattr(error, "response", None), "status_code", None
+    )
+    return (
+        isinstance(error, PermissionError)
+        # S3 answers so where it may not say why, as to HEAD with expired credentials
+        or (isinstance(error, OSError) and error.errno == errno.EINVAL)
+        or status in (401, 403)
+        or "Credential" in type(error).__name__
+    )
+
+
+def _words(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -1,0 +1,141 @@
+"""`spec-data append`: add the documents of other datasets to a dataset, as new shards.
+
+The shards that are there stay as they are. What changes is written to DIR/.view/next first (index,
+card, manifest), and then moved into place, in a few renames. A process that is killed before them
+leaves the dataset as it was, with shards that no manifest names; killed between them, it leaves an
+index that the manifest does not name, which readers refuse. The same command finishes both.
+"""
+
+import logging
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from spec_data.paths import check_directory_to_write
+from spec_data.shards.errors import ConfigError
+from spec_data.shards.files import replace_durably, sync_directory
+from spec_data.shards.reader import INDEX, MANIFEST, HiddenStatesDataset
+from spec_data.shards.schema import Manifest
+from spec_data.shards.seal import CARD, seal
+from spec_data.view_options import AppendConfig
+from spec_data.views.joining import joined_draft, joined_parts
+from spec_data.views.stored_documents import StoredDocuments
+from spec_data.views.view_units import view_units
+from spec_data.views.write_view import (
+    VIEW_WORK,
+    View,
+    ViewSizes,
+    begin_view,
+    begun_view,
+    check_out,
+    view_lock,
+    view_sizes,
+    write_shards,
+)
+
+logger = logging.getLogger(__name__)
+_NEXT = "next"
+_MOVED = (INDEX, CARD, "state.json", "dataset_info.json", MANIFEST)  # in this order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Append:
+    """What an `append` does: `view` has the new shards alone; None: nothing is new."""
+
+    path: Path
+    view: View | None
+    present: int  # documents that the dataset has already
+
+
+def plan_append(config: AppendConfig) -> Append:
+    """Return what an `append` adds, after finishing one that was killed at its end.
+
+    Raises:
+        ConfigError: fewer than two datasets, or the first is read-only or not sealed.
+        DatasetError: they cannot be one dataset, or documents of the first would change.
+    """
+    if len(config.data) < 2:
+        raise ConfigError("append: name the dataset that grows, then others: `append DIR OTHER`")
+    path = Path(config.data[0])
+    check_directory_to_write("append", path)
+    finish_append(path)
+    inputs = [StoredDocuments(HiddenStatesDataset(name)) for name in config.data]
+    for other in inputs[1:]:
+        check_out(path, [other])
+    parts = joined_parts(inputs)
+    if not parts[0].unchanged:
+        raise ConfigError(
+            f"{path}: its shards would have to change, because it has columns, or tokens of a "
+            "column, that another dataset lacks, or format 1.0; `spec-data merge` writes a new "
+            "dataset of them"
+        )
+    present = sum(int((~part.keep).sum()) for part in parts)
+    units = [unit for unit in view_units(parts) if unit.part]
+    if not units:
+        return Append(path=path, view=None, present=present)
+    view = View(parts=parts, units=units, draft=joined_draft("append", parts))
+    return Append(path=path, view=view, present=present)
+
+
+def append_sizes(planned: Append) -> ViewSizes | None:
+    """Return what would be added; None: nothing."""
+    return view_sizes(planned.view) if planned.view else None
+
+
+def append(planned: Append) -> Manifest:
+    """Add the new shards, and return the manifest of the dataset that has grown.
+
+    Raises:
+        DatasetError: an input is damaged. RunError: the disk is full, or another process writes.
+        ConfigError: another append was begun here.
+    """
+    path, view = planned.path, planned.view
+    if view is None:
+        return Manifest.read(path / MANIFEST)
+    (path / VIEW_WORK).mkdir(exist_ok=True)
+    with view_lock(path / VIEW_WORK):
+        _forget_finished(path, view)
+        own = view.parts[0].stored.manifest
+        numbers = [re.fullmatch(r"shards/unit-(\d+)\.arrow", record.file) for record in own.shards]
+        first = 1 + max((int(found[1]) for found in numbers if found), default=-1)
+        begin_view(path, view, first)
+        records = [*own.shards, *write_shards(path, view, first)]
+        staged = path / VIEW_WORK / "staged"
+        shutil.rmtree(staged, ignore_errors=True)
+        staged.mkdir()
+        for name in ("shards", "target"):  # the index is made of the shards in their place
+            (staged / name).symlink_to(Path("..") / ".." / name)
+        target = {n: r for n, r in own.raw["files"].items() if n.startswith("target/")}
+        if own.has_checksums:
+            view.draft["files"] = target
+        seal(staged, view.draft, records)
+        for name in ("shards", "target"):
+            (staged / name).unlink()
+        sync_directory(staged)
+        staged.rename(path / VIEW_WORK / _NEXT)
+        sync_directory(path / VIEW_WORK)
+    return finish_append(path) or Manifest.read(path / MANIFEST)
+
+
+def _forget_finished(path: Path, view: View) -> None:
+    """Remove the work of an append that is complete, if a process was killed while removing it."""
+    begun = begun_view(path)
+    if begun and begun["of"][0]["fingerprint"] != view.draft["view"]["of"][0]["fingerprint"]:
+        for left in (path / VIEW_WORK).glob("*.json"):
+            left.unlink()
+
+
+def finish_append(path: Path) -> Manifest | None:
+    """Move the files of a finished append into place; None: there is none to finish."""
+    ready = path / VIEW_WORK / _NEXT
+    if not ready.is_dir():
+        return None
+    with view_lock(path / VIEW_WORK):
+        for name in _MOVED:
+            if (ready / name).is_file():
+                replace_durably(ready / name, path / name)
+    shutil.rmtree(path / VIEW_WORK)
+    manifest = Manifest.read(path / MANIFEST)
+    logger.info("%s has %d documents now", path, manifest.raw["totals"]["documents"])
+    return manifest

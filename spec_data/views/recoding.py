@@ -1,0 +1,115 @@
+"""`spec-data recode`: the same documents with smaller states, encoded from bf16."""
+
+from pathlib import Path
+
+import numpy as np
+
+from spec_data.option_values import parse_codecs
+from spec_data.shards.errors import ConfigError, DatasetError
+from spec_data.shards.lossy import Tables
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.schema import FINAL, Column, Manifest, layer_column, token_columns
+from spec_data.view_options import RecodeConfig
+from spec_data.views.same_states import check_same_target
+from spec_data.views.stored_documents import Change, StoredDocuments
+from spec_data.views.table_sample import MadeTables, make_and_measure
+from spec_data.views.view_manifest import derived_draft, view_record
+from spec_data.views.view_units import Part, view_units
+from spec_data.views.write_view import View, check_out
+
+
+def plan_recode(config: RecodeConfig) -> View:
+    """Return the view that a `recode` writes; of a dry run, without tables.
+
+    Raises:
+        ConfigError: an unknown codec, or nothing would change.
+        DatasetError: a column is lossy already, or --tables-of is of another target.
+        RunError: the error is above the bound of the codec.
+    """
+    stored = StoredDocuments(HiddenStatesDataset(config.data))
+    check_out(Path(config.out), [stored])
+    manifest = stored.manifest
+    columns = recoded(manifest, config.codec)
+    encoded = [c for c in columns if c not in manifest.columns]
+    if not encoded:
+        raise ConfigError(f"{config.data}: nothing would change; it has --codec {config.codec}")
+    given = _given_tables(stored, encoded, config.tables_of)
+    made = None if config.dry_run else make_and_measure(stored.dataset, encoded, given)
+    options = {"codec": config.codec, "tables": made and made.about["sha256"]}
+    record = view_record("recode", options, [manifest])
+    draft = derived_draft(manifest, columns, record, {})
+    change = Change(columns=columns, tables=made.tables if made else {})
+    part = Part(stored=stored, keep=np.ones(len(stored), bool), change=change)
+    if made:
+        _declare(draft["columns"], encoded, made)
+        draft["codec"] = made.about
+    return View(
+        parts=(part,), units=view_units([part]), draft=draft, tables=made.data if made else None
+    )
+
+
+def recoded(manifest: Manifest, codec: str) -> tuple[Column, ...]:
+    """Return the columns of a dataset with other codecs: a name, or aux=NAME,final=NAME.
+
+    What is not named stays as it is.
+
+    Raises:
+        ConfigError: an unknown codec, or one that cannot pack the hidden size.
+        DatasetError: a column is lossy, and another codec is asked for.
+    """
+    parsed = parse_codecs(codec, manifest.supervision)
+    named = {part.partition("=")[0] for part in codec.split(",")} if "=" in codec else set(parsed)
+    own = {c.name: c for c in manifest.columns}
+    wanted = {}
+    for kind, names in (("aux", [layer_column(k) for k in manifest.layers]), ("final", [FINAL])):
+        current = [own[name].codec for name in names if name in own]
+        wanted[kind] = parsed[kind] if kind in named else (current[0] if current else "bf16")
+        for name in names:
+            if name in own and own[name].lossy and own[name].codec != wanted[kind]:
+                raise DatasetError(
+                    f"{manifest.where}: column {name} is stored with {own[name].codec}, which has "
+                    f"lost what {wanted[kind]} would keep or lose in another way; recode the "
+                    "bf16 dataset that it comes from, or generate again"
+                )
+    return token_columns(
+        manifest.layers,
+        manifest.hidden_size,
+        manifest.supervision,
+        manifest.vocab_size,
+        aux_codec=wanted["aux"],
+        final_codec=wanted["final"],
+        final_tokens=manifest.final,
+        teacher_tokens=manifest.teacher,
+    )
+
+
+def _given_tables(
+    stored: StoredDocuments, encoded: list[Column], path: str | None
+) -> dict[str, Tables]:
+    """Return the tables of the dataset of --tables-of for the encoded columns; none without it.
+
+    Raises:
+        DatasetError: it is of another target, or lacks a table of one of the columns.
+    """
+    if path is None:
+        return {}
+    other = StoredDocuments(HiddenStatesDataset(path))
+    check_same_target(stored, other)
+    own = {c.name: c.codec for c in other.manifest.columns}
+    lacking = [c.name for c in encoded if own.get(c.name) != c.codec]
+    if lacking:
+        raise DatasetError(
+            f"--tables-of {path}: its column {lacking[0]} has the codec "
+            f"{own.get(lacking[0], '(no such column)')}; name that in --codec"
+        )
+    return {c.name: other.dataset.tables[c.name] for c in encoded}
+
+
+def _declare(entries: list[dict], encoded: list[Column], made: MadeTables) -> None:
+    """Set size and error of the encoded columns in their entries of the manifest, in place."""
+    named = {column.name: column for column in encoded}
+    for entry in entries:
+        column = named.get(entry["name"])
+        if column is not None:
+            entry |= {"bytes_per_token": column.bytes_per_token, "exact": False}
+            entry["error"] = made.errors[column.name]

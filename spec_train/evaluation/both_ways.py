@@ -1,0 +1,218 @@
+"""Answer prompts one by one, with and without the draft, and count the results.
+
+The first responses are always decoded both ways in turn, so that their times can be compared.
+Later ones are decoded without the draft only if that response is not known.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from spec_data.corpus.documents import RenderError
+from spec_train.decoding.chains import (
+    Difference,
+    Generation,
+    Request,
+    decode_plain,
+    decode_speculative,
+    decoder_config,
+    examine_difference,
+)
+from spec_train.decoding.tree_growth import TreeDrafter, TreeShape
+from spec_train.decoding.tree_masks import TreeMasks
+from spec_train.decoding.trees import decode_tree
+from spec_train.drafts import Draft
+from spec_train.evaluation.plain_responses import PlainResponses
+from spec_train.evaluation.prompts import Message, Prompt, Prompts
+from spec_train.evaluation.tally import Tally
+from spec_train.head import TargetHead
+from spec_train.options import EvalConfig
+from spec_train.sampling import make_sampler
+
+log = logging.getLogger(__name__)
+
+_WARM_UP_TOKENS = 8
+TIMED_PAIRS = 16
+"""Responses that are decoded both ways, even if the one without a draft is known."""
+
+
+def stop_ids(model: Any, tokenizer: Any) -> set[int]:
+    """Return the ids that end a response, from the generation config and the tokenizer.
+
+    The model config is used only if those name none: the default of its class may be another token
+    in this vocabulary.
+    """
+    for owners in ((model.generation_config, tokenizer), (decoder_config(model),)):
+        values = [getattr(owner, "eos_token_id", None) for owner in owners]
+        lists = [v if isinstance(v, (list, tuple)) else [v] for v in values]
+        found = {int(i) for ids in lists for i in ids if i is not None}
+        if found:
+            return found
+    return set()
+
+
+class Bench:
+    """Answers prompts with and without the draft and counts the results."""
+
+    def __init__(
+        self,
+        draft: Draft,
+        model: Any,
+        tokenizer: Any,
+        config: EvalConfig,
+        depth: int,
+        known: PlainResponses,
+    ) -> None:
+        """Start with an empty tally; `depth` is K, `known` the responses without a draft."""
+        self.draft, self.model, self.tokenizer = draft, model, tokenizer
+        self.head = TargetHead.from_model(model, draft.config.origin.get("head"))
+        self.config, self.depth = config, depth
+        self.stop = stop_ids(model, tokenizer)
+        self.known = known
+        self.tally = Tally(tried=[0] * depth, accepted=[0] * depth)
+        self.saved: list[dict[str, list[int]]] = []
+        self._context = getattr(decoder_config(model), "max_position_embeddings", None) or 1 << 62
+        self._shape = TreeShape(nodes=config.tree_tokens, topk=config.tree_topk)
+        self._masks: TreeMasks | None = None
+        if config.tree_tokens:
+            TreeDrafter.of(draft, self.head, self._shape)  # raises if the draft has no trees
+            self._masks = TreeMasks(model)
+
+    def request(self, ids: Sequence[int], limit: int, seed: int) -> Request:
+        """Return what is decoded: a prompt, its limit and a sampler of this seed."""
+        return Request(ids, make_sampler(self.config.temperature, seed), limit, self.stop)
+
+    def _plain(self, ids: Sequence[int], limit: int, seed: int) -> Generation:
+        return decode_plain(self.model, self.request(ids, limit, seed))
+
+    def _speculative(self, ids: Sequence[int], limit: int, seed: int) -> Generation:
+        request, columns = self.request(ids, limit, seed), self.draft.state_columns
+        if self._masks is None:
+            drafter = self.draft.drafter(self.head)
+            return decode_speculative(self.model, drafter, columns, request, self.depth)
+        trees = TreeDrafter.of(self.draft, self.head, self._shape)
+        return decode_tree(self.model, self._masks, trees, columns, request, self.depth)
+
+    def warm_up(self, ids: Sequence[int]) -> None:
+        """Decode both ways once, untimed: the first forwards of a process are slower."""
+        self._plain(ids, _WARM_UP_TOKENS, 0)
+        self._speculative(ids, _WARM_UP_TOKENS, 0)
+
+    def answer(self, ids: list[int], where: str) -> list[int]:
+        """Answer one prompt both ways; return the response for the next turn of the chat."""
+        limit = self.room(ids)
+        if limit < 1:
+            self.skip(ids, where)
+            return []
+        timed = self.tally.responses < TIMED_PAIRS
+        plain = self.known.find(ids, limit) if self.greedy and not timed else None
+        if timed or (self.greedy and plain is None):
+            plain, speculative = self._both_ways(ids, limit)
+            if self.greedy:
+                self.known.keep(ids, limit, plain)
+        else:
+            seed = self.config.seed + self.tally.responses
+            speculative = self._speculative(ids, limit, seed)
+        self.record(ids, where, plain, speculative)
+        return speculative.tokens
+
+    @property
+    def greedy(self) -> bool:
+        """Whether nothing is sampled."""
+        return self.config.temperature == 0
+
+    def room(self, ids: Sequence[int]) -> int:
+        """Return the longest response to a prompt, in tokens; below 1: there is no room for one."""
+        return min(self.config.max_new_tokens, self._context - len(ids))
+
+    def skip(self, ids: Sequence[int], where: str) -> None:
+        """Count a prompt that fills the context."""
+        self.tally.too_long.append(where)
+        log.warning(
+            "%s: skipped; its %d tokens leave no room for an answer in the target's context",
+            *(where, len(ids)),
+        )
+
+    def record(
+        self,
+        ids: list[int],
+        where: str,
+        plain: list[int] | None,
+        speculative: Generation,
+        *,
+        alone: bool = True,
+    ) -> None:
+        """Count a response, and compare it with that of the target alone if decoding is greedy."""
+        self.tally.add(speculative, where, ids, alone=alone)
+        if self.greedy and plain is not None:
+            self._compare(ids, plain, speculative.tokens, where)
+        if self.config.save_responses:
+            response = speculative.tokens
+            mask = [0] * len(ids) + [1] * len(response)
+            self.saved.append({"input_ids": [*ids, *response], "loss_mask": mask})
+
+    def _both_ways(self, ids: list[int], limit: int) -> tuple[list[int], Generation]:
+        """Decode without and with the draft, and count the times; return both responses."""
+        number = self.tally.responses
+        seed = self.config.seed + number
+        first, second = (self._plain, self._speculative)
+        if number % 2:  # alternate, so that neither way always runs first
+            first, second = second, first
+        results = first(ids, limit, seed), second(ids, limit, seed)
+        plain, speculative = results[::-1] if number % 2 else results
+        self.tally.add_pair(plain, speculative)
+        return plain.tokens, speculative
+
+    def _compare(
+        self, ids: list[int], plain: list[int], speculative: list[int], where: str
+    ) -> None:
+        difference = examine_difference(self.model, ids, plain, speculative)
+        if difference is None:
+            self.tally.identical += 1
+        elif difference.is_tie:
+            self.tally.ties += 1
+        else:
+            self.tally.differences.append(f"{where}: {_describe(difference)}")
+
+    def converse(self, prompt: Prompt, prompts: Prompts) -> None:
+        """Answer a prompt of `prompts`: one response, or one for each of its turns."""
+        ids, chat = prompt.ids, list(prompt.record.messages or ())
+        for follow_up in (*prompt.record.follow_ups, None):
+            response = self.answer(ids, prompt.where)
+            if not response or follow_up is None:
+                return
+            try:
+                ids = self.next_turn(prompt, prompts, chat, response, follow_up)
+            except RenderError as error:
+                self.fail(error)
+                return
+
+    def next_turn(
+        self,
+        prompt: Prompt,
+        prompts: Prompts,
+        chat: list[Message],
+        response: list[int],
+        follow_up: str,
+    ) -> list[int]:
+        """Append a response and the user's next message to `chat`; return the next prompt.
+
+        Raises:
+            RenderError: the template rejects the chat.
+        """
+        text = self.tokenizer.decode(response, skip_special_tokens=True)
+        chat.append({"role": "assistant", "content": text})
+        chat.append({"role": "user", "content": follow_up})
+        return prompts.continued(prompt, chat)
+
+    def fail(self, error: RenderError) -> None:
+        """Count a turn that could not be rendered."""
+        log.warning("warning: the next turn of a prompt is left out: %s", error)
+        self.tally.failed_turns.append(str(error))
+
+
+def _describe(d: Difference) -> str:
+    return (
+        f"token {d.index} is {d.speculative} with the draft and {d.plain} without; their logits "
+        f"differ by {d.gap:.3g}, rounding in this dtype allows {d.tolerance:.3g}"
+    )

@@ -1,0 +1,123 @@
+"""`spec-train compare`: is one draft accepted longer than another, on the same prompts?
+
+In: two files of `spec-train eval --json`, made by real decoding. Out: both acceptance lengths with
+their intervals, and the difference with its interval and p-value.
+"""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spec_data.paths import check_file_to_write
+from spec_data.shards.errors import ConfigError, MissingError
+from spec_data.shards.files import dump_json, write_atomically
+from spec_train.compare_options import CompareConfig
+from spec_train.evaluation.intervals import LEVEL, Comparison, compare
+
+log = logging.getLogger(__name__)
+
+_SETTINGS = ("target", "temperature", "dtype", "tree_tokens", "draft_tokens")
+_OPTIONS = ("max_new_tokens",)
+
+
+def run_compare(
+    first: str | Path, second: str | Path, config: CompareConfig
+) -> tuple[Comparison, str]:
+    """Compare two files of evaluations, write --json, and return the figures and a table.
+
+    Raises:
+        MissingError: a file does not exist. ConfigError: a file is no evaluation with a target, or
+            the two have fewer than two prompts in common.
+    """
+    if config.json is not None:
+        check_file_to_write("--json", config.json)
+    a, b = _read(first), _read(second)
+    for line in differing_settings(a, b):
+        log.warning("warning: %s", line)
+    counts_a, counts_b = _by_prompt(a), _by_prompt(b)
+    common = [prompt for prompt in counts_a if prompt in counts_b]
+    alone = len(counts_a) + len(counts_b) - 2 * len(common)
+    if alone:
+        log.warning("warning: %d prompts are in one file only, and are left out", alone)
+    try:
+        found = compare(
+            np.array([counts_a[prompt] for prompt in common], dtype=np.int64).reshape(-1, 2),
+            np.array([counts_b[prompt] for prompt in common], dtype=np.int64).reshape(-1, 2),
+            config.seed,
+        )
+    except ValueError as error:
+        raise ConfigError(f"{first} and {second}: {error}") from None
+    if len(common) > found.prompts:
+        log.warning(
+            "warning: %d prompts have no verification with one of the drafts, and are left out",
+            len(common) - found.prompts,
+        )
+    if config.json is not None:
+        figures = {"a": str(first), "b": str(second), "level": LEVEL, **vars(found)}
+        write_atomically(Path(config.json), dump_json(figures))
+    return found, comparison_table(found, *(str(one.get("draft")) for one in (a, b)))
+
+
+def differing_settings(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Return a line for each setting in which two evaluations differ."""
+    pairs = [(name, a.get(name), b.get(name)) for name in _SETTINGS]
+    options = [one.get("options") or {} for one in (a, b)]
+    pairs += [(name, options[0].get(name), options[1].get(name)) for name in _OPTIONS]
+    return [f"{name} differs: {x!r} and {y!r}" for name, x, y in pairs if x != y]
+
+
+def comparison_table(found: Comparison, a: str, b: str) -> str:
+    """Return the comparison as lines for people."""
+    level = f"{LEVEL:.0%} interval"
+    lines = [
+        f"{name}  {length:.3f}  {level} {low:.3f} to {high:.3f}  {draft}"
+        for name, length, (low, high), draft in zip(
+            "AB", found.lengths, found.intervals, (a, b), strict=True
+        )
+    ]
+    low, high = found.interval
+    clear = "" if low <= 0 <= high else ", which excludes 0"
+    lines.append(f"B - A  {found.difference:+.3f}  {level} {low:+.3f} to {high:+.3f}{clear}")
+    lines.append(
+        f"p = {found.p_value:.2g}, permutation test over {found.prompts:,} prompts that both have"
+    )
+    return "\n".join(lines)
+
+
+def _read(name: str | Path) -> dict[str, Any]:
+    path = Path(name)
+    if not path.is_file():
+        raise MissingError(f"{path}: no such file; `spec-train eval --json FILE` writes one")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(raw, dict) or not isinstance(raw.get("per_prompt"), list):
+        raise ConfigError(
+            f"{path}: no counts by prompt; `spec-train eval --target ... --json` of this release "
+            "writes them"
+        )
+    if not all(map(_is_count, raw["per_prompt"])):
+        raise ConfigError(f"{path}: a line of per_prompt is damaged; run `spec-train eval` again")
+    return raw
+
+
+def _is_count(line: Any) -> bool:
+    """Whether an entry of per_prompt has a prompt's digest and its counts."""
+    return (
+        isinstance(line, dict)
+        and isinstance(line.get("prompt"), str)
+        and all(isinstance(line.get(name), int) for name in ("rounds", "emitted"))
+    )
+
+
+def _by_prompt(report: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Return verifications and tokens by prompt; a prompt that is there twice is added up."""
+    found: dict[str, tuple[int, int]] = {}
+    for line in report["per_prompt"]:
+        rounds, emitted = found.get(line["prompt"], (0, 0))
+        found[line["prompt"]] = rounds + line["rounds"], emitted + line["emitted"]
+    return found

@@ -1,0 +1,140 @@
+"""What is counted over the responses of an evaluation, and the metrics that follow from it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from xxhash import xxh3_64_hexdigest
+
+from spec_train.decoding.chains import Generation
+from spec_train.evaluation.intervals import length_interval
+
+
+@dataclass
+class PromptCounts:
+    """What the responses to one prompt add up to; `prompt` is a digest of its first token ids."""
+
+    prompt: str
+    rounds: int = 0
+    emitted: int = 0
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """Counts over all responses. Lists over depths have K entries."""
+
+    tried: list[int]
+    accepted: list[int]
+    responses: int = 0
+    identical: int = 0
+    ties: int = 0
+    stopped: int = 0
+    rounds: int = 0
+    emitted: int = 0
+    drafted: int = 0
+    draft_passes: int = 0
+    tokens: int = 0
+    seconds: float = 0.0  # of the responses that were decoded one by one
+    tokens_alone: int = 0  # their tokens
+    timed_pairs: int = 0
+    timed_tokens: int = 0  # with the draft, of the pairs
+    timed_seconds: float = 0.0
+    plain_tokens: int = 0
+    plain_seconds: float = 0.0
+    too_long: list[str] = field(default_factory=list)
+    failed_turns: list[str] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+    prompts: dict[str, PromptCounts] = field(default_factory=dict)  # by place in --prompts
+
+    def add_pair(self, plain: Generation, speculative: Generation) -> None:
+        """Count the times of a response that was decoded both ways."""
+        self.timed_pairs += 1
+        self.timed_tokens += len(speculative.tokens)
+        self.timed_seconds += speculative.seconds
+        self.plain_tokens += len(plain.tokens)
+        self.plain_seconds += plain.seconds
+
+    def add(
+        self, speculative: Generation, where: str, ids: Sequence[int], *, alone: bool = True
+    ) -> None:
+        """Count one response with the draft to the prompt at `where`, which has the tokens `ids`.
+
+        `alone`: no other response shared its forwards.
+        """
+        self.responses += 1
+        counts = self.prompts.setdefault(where, PromptCounts(prompt_digest(ids)))
+        counts.rounds += len(speculative.rounds)
+        counts.emitted += sum(r.emitted for r in speculative.rounds)
+        self.stopped += speculative.stopped
+        self.tokens += len(speculative.tokens)
+        if alone:
+            self.tokens_alone += len(speculative.tokens)
+            self.seconds += speculative.seconds
+        self.draft_passes += speculative.draft_passes
+        for r in speculative.rounds:
+            self.rounds += 1
+            self.emitted += r.emitted
+            self.drafted += r.drafted
+            for depth in range(r.tried):
+                self.tried[depth] += 1
+            for depth in range(r.accepted):
+                self.accepted[depth] += 1
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens per verification of the target; None before the first verification."""
+        return self.emitted / self.rounds if self.rounds else None
+
+
+def prompt_digest(ids: Sequence[int]) -> str:
+    """Return a short digest of token ids, the same on every machine."""
+    return xxh3_64_hexdigest(np.asarray(ids, dtype="<i8").tobytes())
+
+
+def figures(tally: Tally, depth: int, temperature: float) -> dict[str, Any]:
+    """Return the metrics of --json."""
+    speed = tally.tokens_alone / tally.seconds if tally.seconds else 0.0
+    paired = tally.timed_tokens / tally.timed_seconds if tally.timed_seconds else 0.0
+    plain = tally.plain_tokens / tally.plain_seconds if tally.plain_seconds else 0.0
+    pairs = zip(tally.accepted, tally.tried, strict=True)
+    greedy = temperature == 0
+    interval = length_interval(_counts(tally))
+    return {
+        "acceptance_length": tally.acceptance_length,
+        "interval": None if interval is None else list(interval),
+        "accept_rate": [a / t if t else None for a, t in pairs],
+        "accepted_per_depth": tally.accepted,
+        "tried_per_depth": tally.tried,
+        "draft_tokens": depth,
+        "drafted": tally.drafted,
+        "draft_passes": tally.draft_passes,
+        "accepted": sum(tally.accepted),
+        "rounds": tally.rounds,
+        "emitted": tally.emitted,
+        "responses": tally.responses,
+        "tokens": tally.tokens,
+        "stopped": tally.stopped,
+        "tokens_per_second": speed,
+        "plain_tokens_per_second": plain,
+        "speedup": paired / plain if plain else None,
+        "timed_pairs": tally.timed_pairs,
+        "temperature": temperature,
+        "identical": tally.identical if greedy else None,
+        "ties": tally.ties if greedy else None,
+        "different": tally.differences if greedy else None,
+        "too_long": tally.too_long,
+        "failed_turns": tally.failed_turns,
+        "per_prompt": [vars(counts) for counts in _by_prompt(tally)],
+    }
+
+
+def _by_prompt(tally: Tally) -> list[PromptCounts]:
+    """Return the counts of all prompts in an order that no batch changes."""
+    return [tally.prompts[where] for where in sorted(tally.prompts)]
+
+
+def _counts(tally: Tally) -> np.ndarray:
+    """Return verifications and tokens by prompt, int64 [N, 2]."""
+    counts = [(one.rounds, one.emitted) for one in _by_prompt(tally)]
+    return np.array(counts, dtype=np.int64).reshape(-1, 2)

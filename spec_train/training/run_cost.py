@@ -1,0 +1,163 @@
+"""What a run will cost, from a few of its steps: time, memory, and disk. Nothing is written.
+
+In: a trainer that was prepared like that of the run, with only `STEPS` steps. Its draft is thrown
+away.
+"""
+
+import contextlib
+import logging
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from spec_data.progress import quiet_progress, size
+from spec_train.data.release import KeepAll
+from spec_train.options import FitConfig
+from spec_train.training.trainer import Trainer
+
+STEPS = 6
+"""Optimizer steps that are run; the first ones are slower and are not counted."""
+
+_WARM = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """The expected cost of a run.
+
+    Attributes:
+        steps: optimizer steps in all.
+        step_seconds: median of the steps that were run; None if the run has too few.
+        validation_seconds: of one validation; None likewise.
+        validations: how often the run validates.
+        peak_bytes: the most memory that this process held, of the GPU if it trains on one.
+        device: where it trained.
+        parameters: that are trained.
+        draft_bytes: of a saved draft: the trained weights and those that stay as they are.
+        checkpoint_bytes: of one checkpoint: a draft, the weights in float32, and the optimizer.
+        checkpoints: how many are kept.
+        tokens_per_step: about how many, with full packs.
+    """
+
+    steps: int
+    step_seconds: float | None
+    validation_seconds: float | None
+    validations: int
+    peak_bytes: int
+    device: str
+    parameters: int
+    draft_bytes: int
+    checkpoint_bytes: int
+    checkpoints: int
+    tokens_per_step: int
+
+    @property
+    def seconds(self) -> float | None:
+        """Expected seconds of all steps and validations; None if it was not measured."""
+        if self.step_seconds is None or self.validation_seconds is None:
+            return None
+        return self.steps * self.step_seconds + self.validations * self.validation_seconds
+
+    def __str__(self) -> str:
+        rate = "not measured: the run has too few steps"
+        if self.step_seconds is not None and self.seconds is not None:
+            speed = self.tokens_per_step / self.step_seconds
+            rate = (
+                f"about {duration(self.seconds)}: {self.steps:,} steps of "
+                f"{self.step_seconds:.3g} s ({speed:,.0f} tok/s at most) and "
+                f"{self.validations:,} validations of {self.validation_seconds:.3g} s"
+            )
+        where = "on the GPU" if self.device.startswith("cuda") else "of this process"
+        return (
+            f"time       {rate}\n"
+            f"memory     {size(self.peak_bytes)} at most {where}, in the steps that were run; "
+            f"checkpoints add {size(self.checkpoint_bytes)} on the host\n"
+            f"disk       {size(self.checkpoint_bytes)} per checkpoint, {self.checkpoints} are "
+            f"kept; {size(self.draft_bytes)} for the best draft"
+        )
+
+
+def duration(seconds: float) -> str:
+    """Return a duration for people, such as 45 s, 12 min or 3 h 20 min."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+class _Clock(KeepAll):
+    """Notes when each step ended; the trainer asks after every step whether it must save."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def due(self, batches_done: int) -> bool:
+        """Return False, and note the time."""
+        self.times.append(time.perf_counter())
+        return False
+
+
+def probe(trainer: Trainer, config: FitConfig, total: int) -> DryRun:
+    """Run the few steps of `trainer`, which has no run directory, and return what a run costs.
+
+    `config` and `total` are the options of that run and its number of steps.
+    """
+    clock = _Clock()
+    on_gpu = trainer.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(trainer.device)
+    with _silently():
+        trainer.run(clock)
+    gaps = [b - a for a, b in zip(clock.times, clock.times[1:], strict=False)]
+    step = validation = None
+    if len(gaps) > _WARM:
+        step = statistics.median(gaps[_WARM - 1 : -1])  # the last gap has the validation
+        validation = max(0.0, gaps[-1] - step)
+    count = sum(p.numel() for p in trainer.masters.params)
+    moments = sum(value.nbytes for _, value in trainer.masters.moments())
+    draft = trainer.saver.draft_bytes()
+    every = config.eval_every or max(1, total)
+    return DryRun(
+        steps=total,
+        step_seconds=step,
+        validation_seconds=validation,
+        validations=1 + -(-total // every),
+        peak_bytes=torch.cuda.max_memory_allocated(trainer.device) if on_gpu else _peak_bytes(),
+        device=str(trainer.device),
+        parameters=count,
+        draft_bytes=draft,
+        checkpoint_bytes=draft + 4 * count + moments,
+        checkpoints=config.keep,
+        tokens_per_step=config.micro_batch
+        * config.accumulation
+        * config.seq_len
+        * trainer.ranks.world_size,
+    )
+
+
+@contextlib.contextmanager
+def _silently() -> Iterator[None]:
+    """Show neither bars nor the lines of a run: its few steps are no run."""
+    loggers = [logging.getLogger(name) for name in ("spec_train.training", "spec_data.progress")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
+        with quiet_progress():
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _peak_bytes() -> int:
+    """Return the largest resident memory of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

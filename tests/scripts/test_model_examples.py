@@ -1,0 +1,77 @@
+"""The example configs of docs/examples/models: they parse, and fit the models that they name."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import GptOssConfig, LlamaConfig, Qwen3Config
+
+from spec_data.config import from_dict, read_config_file
+from spec_data.generate_options import GenerateConfig
+from spec_data.models.families import find_spec
+from spec_data.shards.layer_ids import choose_layers
+from spec_train.options import resolve_fit
+
+FOLDER = Path(__file__).parents[2] / "docs" / "examples" / "models"
+NAMES = ("llama-3.1-8b", "qwen3-8b", "gpt-oss-20b", "llama-3.3-70b")
+
+
+def config(name: str) -> Any:
+    """The published sizes of a model. The classes' defaults are those of smaller or older ones."""
+    if name == "qwen3-8b":
+        return Qwen3Config(
+            architectures=["Qwen3ForCausalLM"], hidden_size=4096, num_hidden_layers=36,
+            num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=151_936,
+        )  # fmt: skip
+    if name == "gpt-oss-20b":
+        return GptOssConfig(architectures=["GptOssForCausalLM"], num_hidden_layers=24)
+    large = name.endswith("70b")
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"], vocab_size=128_256, num_key_value_heads=8,
+        hidden_size=8192 if large else 4096, num_hidden_layers=80 if large else 32,
+        num_attention_heads=64 if large else 32, intermediate_size=28_672 if large else 14_336,
+    )  # fmt: skip
+
+
+def test_there_are_two_files_for_each_model() -> None:
+    found = {path.name for path in FOLDER.iterdir()}
+    assert found == {f"{name}-{step}.yaml" for name in NAMES for step in ("generate", "fit")}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_generate(name: str) -> None:
+    path = FOLDER / f"{name}-generate.yaml"
+    table = read_config_file(path)
+    options = from_dict(GenerateConfig, table | {"out": "DIR"}, where=str(path))
+    model = config(name)
+    assert find_spec(model.architectures) is not None  # every draft can be built for it
+    drafts = options.drafts
+    layers, by_draft = choose_layers("auto", drafts, model.num_hidden_layers)
+    said = re.search(r"layers (\d+), (\d+) and (\d+) of (\d+)", path.read_text())
+    assert said is not None
+    *ids, count = map(int, said.groups())
+    assert tuple(ids) == tuple(by_draft["eagle3"]) and count == model.num_hidden_layers
+    assert set(by_draft["eagle3"]) <= set(layers)
+    assert options.max_length <= model.max_position_embeddings or name.startswith("llama")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fit(name: str) -> None:
+    path = FOLDER / f"{name}-fit.yaml"
+    options = resolve_fit(
+        "eagle3", {"data": "DIR", "out": "RUN"}, read_config_file(path), str(path)
+    )
+    assert options.draft_vocab_size < config(name).vocab_size
+    packs = options.batch_size * options.accumulation
+    assert packs == 16  # the preset's step, however it is split
+    if name == "gpt-oss-20b":
+        assert config(name).attention_bias and options.attention_bias == "false"
+    if name == "llama-3.3-70b":
+        model, text = config(name), path.read_text()
+        width, inner, small = model.hidden_size, model.intermediate_size, 8 * model.head_dim
+        head = options.draft_vocab_size * width
+        attention = 2 * width * (width + 2 * small) + width * width
+        whole = head + attention + 3 * width * inner + 3 * width * width
+        assert f"is {round(head / 1e6)} million" in text
+        assert f"about {whole / 1e9:.1f} billion" in text

@@ -1,0 +1,268 @@
+"""`convert` from end to end: the dataset, resuming, refusals; `export` and back again."""
+
+import errno
+import json
+import shutil
+from dataclasses import replace
+
+import datasets
+import pytest
+import torch
+
+import spec_data
+from spec_data import cli
+from spec_data.conversion import run as conversion
+from spec_data.conversion.run import convert, plan_conversion
+from spec_data.conversion.to_specforge import SpecForgeWriter
+from spec_data.conversion.write_out import export_dataset
+from spec_data.conversion_options import ConvertConfig, ExportDataConfig
+from spec_data.options import VerifyConfig
+from spec_data.report import dataset_text
+from spec_data.shards.errors import ConfigError, CorpusError, DatasetError, RunError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.schema import Manifest
+from tests.spec_data.conversion import layouts as write
+from tests.spec_data.runs import digests, verify
+
+pytestmark = pytest.mark.usefixtures("cached_walk")
+LAYERS = (1, 2, 4)
+# The state before the norm, its length and the state after it are each rounded to bf16.
+NORMED = {"rtol": 3 * torch.finfo(torch.bfloat16).eps / 2, "atol": 0.0}
+
+
+def options(target, src, out, tool="specforge", **changes) -> ConvertConfig:
+    given = {"data": str(src), "from_tool": tool, "target": str(target), "out": str(out)}
+    given |= {"codec": "bf16", "device": "cpu", "max_shard_size": "40KB"}
+    if tool == "specforge":
+        given["stored_layers"] = "1,2,4"
+    return ConvertConfig(**given | changes)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory, samples):
+    return write.specforge(tmp_path_factory.mktemp("source") / "states", samples)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory, target, source):
+    out = tmp_path_factory.mktemp("data") / "set"
+    convert(options(target, source, out))
+    return out
+
+
+def check_states(path, samples, exact=True):
+    """Every document has the states of its sample."""
+    found = {tuple(d["input_ids"].tolist()): d for d in HiddenStatesDataset(path)}
+    assert len(found) == len(samples)
+    for s in samples:
+        document = found[tuple(s.ids.tolist())]
+        assert torch.equal(document["loss_mask"].long(), s.mask)
+        for k in LAYERS:
+            assert torch.equal(document[f"hidden.L{k}"], s.layers[k])
+        if exact:
+            assert torch.equal(document["hidden.final"], s.final)
+        else:
+            torch.testing.assert_close(document["hidden.final"], s.final, **NORMED)
+
+
+def test_a_converted_dataset_has_the_stored_states_and_verifies(data, target, samples, capsys):
+    check_states(data, samples)
+    assert verify(VerifyConfig(data=str(data), target=str(target), samples=4, device="cpu")) == 0
+    assert "fresh forward of 4 documents" in capsys.readouterr().out
+    raw = json.loads((data / "manifest.json").read_text())
+    found = raw["target"]["converted"]
+    assert found["tool"] == "SpecForge" and found["stored_layers"] == [1, 2, 4]
+    assert raw["settings"]["converted"]["from"] == "specforge"
+    assert raw["corpus"][0]["kind"] == "states of SpecForge"
+    assert "by SpecForge; differs from the target's own blocks by" in dataset_text(
+        Manifest(raw, "")
+    )
+    assert not (data / ".generate").exists() and len(raw["shards"]) > 1
+
+
+def test_states_before_the_norm_become_final_states(tmp_path, target, samples):
+    src = write.speculators(tmp_path / "src", samples)
+    out = tmp_path / "set"
+    given = options(target, src, out, "speculators", stored_layers="2,3,5", verify_target=3)
+    done = convert(given)
+    assert done.findings is not None and not done.findings.failures
+    check_states(out, samples, exact=False)
+
+
+def test_a_sample_that_was_not_looked_at_is_found_by_verify_target(
+    tmp_path, target, samples, capsys
+):
+    """The proof runs 4 of the 12 samples; one of the others has the states of other tokens."""
+    looked_at = {(2 * i + 1) * len(samples) // 8 for i in range(4)}
+    wrong = min(set(range(12)) - looked_at)
+    states = {k: v.flip(0) for k, v in samples[wrong].layers.items()}
+    planted = [replace(s, layers=states) if i == wrong else s for i, s in enumerate(samples)]
+    src = write.specforge(tmp_path / "src", planted)
+    words = ["convert", "--from", "specforge", str(src), "--target", str(target), "--device", "cpu"]
+    words += ["--stored-layers", "1,2,4", "--codec", "bf16", "--out", str(tmp_path / "set")]
+    assert cli.main([*words, "--verify-target", "12"]) == 1
+    assert "FAIL" in capsys.readouterr().out.upper()
+
+
+def test_a_stopped_conversion_resumes_to_the_same_bytes(
+    tmp_path, target, source, data, monkeypatch
+):
+    out = tmp_path / "set"
+    read = conversion.StoredBackend.capture
+    left = [3]
+
+    def stop(self, *args, **given):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return read(self, *args, **given)
+
+    monkeypatch.setattr(conversion.StoredBackend, "capture", stop)
+    monkeypatch.setattr("spec_data.generation.early._TOKENS", 0)  # no forward is kept
+    with pytest.raises(KeyboardInterrupt):
+        convert(options(target, source, out))
+    assert (out / ".generate" / "samples.json").is_file()
+    with pytest.raises(ConfigError, match="final_norm"):
+        convert(options(target, source, out, final_norm="before"))
+    with pytest.raises(ConfigError, match="codec"):
+        convert(options(target, source, out, codec="int8c"))
+    monkeypatch.setattr(conversion.StoredBackend, "capture", read)
+    monkeypatch.setattr(conversion, "prove_samples", None)  # proven before
+    convert(options(target, source, out))
+    assert digests(out) == digests(data)
+    convert(options(target, source, out))  # complete already
+    with pytest.raises(ConfigError, match="stored_layers"):
+        convert(options(target, source, out, stored_layers="2,1,4"))
+
+
+def test_malformed_samples_are_counted_listed_and_limited(tmp_path, target, samples, caplog):
+    src = write.specforge(tmp_path / "src", samples)
+    file = src / "rows_0-2000" / "data_3.ckpt"
+    file.write_bytes(file.read_bytes()[:200])
+    out = tmp_path / "set"
+    done = convert(options(target, src, out))
+    (entry,) = done.manifest.raw["corpus"]
+    assert (entry["rows"], entry["bad"]) == (12, 1)
+    assert "data_3.ckpt: the file is damaged" in entry["bad_examples"][0]
+    assert "bad row skipped" in caplog.text
+    check_states(out, [s for i, s in enumerate(samples) if i != 3])
+    with pytest.raises(CorpusError, match="--max-bad-rows 0"):
+        convert(options(target, src, tmp_path / "b", max_bad_rows="0"))
+    with pytest.raises(CorpusError, match=r"data_3\.ckpt"):
+        convert(options(target, src, tmp_path / "c", on_bad_row="fail"))
+    assert not (tmp_path / "b" / "manifest.json").exists()
+
+
+def test_states_that_are_not_finite_are_left_out(tmp_path, target, samples):
+    src = write.specforge(tmp_path / "src", samples)
+    file = src / "rows_0-2000" / "data_11.ckpt"
+    table = torch.load(file, weights_only=True)
+    table["aux_hidden_state"][0, 20, 3] = torch.nan
+    torch.save(table, file)
+    done = convert(options(target, src, tmp_path / "set", max_shard_size="auto"))
+    assert done.manifest.raw["documents"]["dropped"] == {"non-finite-hidden.L1": 1}
+
+
+def test_nothing_is_written_by_a_dry_run_or_a_refusal(tmp_path, target, source):
+    out = tmp_path / "set"
+    made = plan_conversion(options(target, source, out))
+    assert made.documents == 12 and made.shards > 1 and not out.exists()
+    with pytest.raises(RunError, match="--stored-layers 1,2,4"):
+        convert(options(target, source, out, stored_layers="0,1,3"))
+    assert not out.exists()
+    out.mkdir()
+    (out / "mine.txt").touch()
+    with pytest.raises(DatasetError, match="not empty"):
+        convert(options(target, source, out))
+    with pytest.raises(ConfigError, match="is the source"):
+        convert(options(target, source, source))
+
+
+def test_samples_without_a_mask(tmp_path, target, samples):
+    src = write.modelopt(tmp_path / "src", samples, layers=LAYERS, masks=False)
+    given = {"stored_layers": "1,2,4"}
+    with pytest.raises(CorpusError, match=r"no loss mask is stored; .* --mask all"):
+        convert(options(target, src, tmp_path / "a", "modelopt", **given))
+    done = convert(options(target, src, tmp_path / "b", "modelopt", mask="all", **given))
+    totals = done.manifest.raw["totals"]
+    assert totals["supervised"] == totals["tokens"] == sum(len(s.ids) for s in samples)
+
+
+def test_the_command_and_the_function(tmp_path, target, source, data, capsys):
+    words = ["convert", "--from", "specforge", str(source), "--target", str(target)]
+    words += ["--stored-layers", "1,2,4", "--codec", "bf16", "--device", "cpu"]
+    words += ["--max-shard-size", "40KB", "--out"]
+    assert cli.main([*words, str(tmp_path / "dry"), "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    assert "12 documents" in shown.out and "next:  spec-data convert" in shown.err
+    assert cli.main([*words, str(tmp_path / "set")]) == 0
+    assert "next:  spec-data verify" in capsys.readouterr().err
+    assert digests(tmp_path / "set") == digests(data)
+    made = spec_data.convert(
+        *(source, "specforge", target, tmp_path / "set"),
+        **{"stored_layers": [1, 2, 4], "codec": "bf16", "device": "cpu"},
+        max_shard_size="40KB",
+    )
+    assert made.documents == 12 and made.layers == LAYERS
+
+
+def test_a_dataset_is_written_for_specforge_and_read_again(tmp_path, target, data, samples):
+    other = tmp_path / "other"
+    made = spec_data.export_dataset(data, "specforge", other)
+    assert made.documents == 12 and "1,2,4" in str(made)
+    out = tmp_path / "set"
+    convert(options(target, other, out))
+    check_states(out, samples)
+
+
+def test_a_dataset_is_written_for_speculators_and_read_again(
+    tmp_path, target, data, samples, capsys
+):
+    other = tmp_path / "other"
+    words = ["export", "--to", "speculators", str(data), "--out", str(other)]
+    assert cli.main(words) == 0
+    assert "hidden.final by" in capsys.readouterr().out
+    (other / "hidden_states" / "hs_5.safetensors").unlink()
+    assert cli.main(words) == 0  # writes what is missing
+    capsys.readouterr()
+    assert cli.main(words) == 0  # nothing is written, so nothing was measured
+    assert "hidden.final by" not in capsys.readouterr().out
+    row = datasets.load_from_disk(str(other))[0]  # with tensors, as the library reads it
+    assert torch.equal(row["input_ids"], samples[0].ids)
+    assert int(row["seq_len"]) == len(samples[0].ids)
+    out = tmp_path / "set"
+    convert(options(target, other, out, "speculators", stored_layers="2,3,5"))
+    check_states(out, samples, exact=False)
+
+
+def disk_is_full(*_given):
+    raise OSError(errno.ENOSPC, "no space left")
+
+
+def test_what_cannot_be_exported(tmp_path, data, target, source, monkeypatch):
+    def given(**changes):
+        return ExportDataConfig(
+            **{"data": str(data), "to": "specforge", "out": str(tmp_path / "o")} | changes
+        )
+
+    assert "nothing was written" in str(export_dataset(given(dry_run=True)))
+    assert not (tmp_path / "o").exists()
+    with pytest.raises(ConfigError, match="the dataset has 1,2,4"):
+        export_dataset(given(layers="1,3"))
+    export_dataset(given(layers="1,4", limit=2))
+    with pytest.raises(ConfigError, match="another export"):
+        export_dataset(given())
+    with pytest.raises(DatasetError, match="not empty"):
+        export_dataset(given(out=str(tmp_path)))
+    (tmp_path / "o" / "spec-data-export.json").write_text("{")
+    with pytest.raises(DatasetError, match="damaged"):
+        export_dataset(given())
+    with monkeypatch.context() as full:
+        full.setattr(SpecForgeWriter, "write", disk_is_full)
+        with pytest.raises(RunError, match="the disk is full"):
+            export_dataset(given(out=str(tmp_path / "full")))
+    sparse = tmp_path / "sparse"
+    convert(options(target, source, sparse, final="supervised"))
+    with pytest.raises(DatasetError, match="--final all"):
+        export_dataset(given(data=str(sparse), out=str(tmp_path / "p")))
+    shutil.rmtree(sparse)

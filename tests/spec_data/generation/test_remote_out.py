@@ -1,0 +1,213 @@
+"""generate --out URL: byte for byte the local directory, also after kills and from two machines."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from spec_data.generation.remote_out import RemoteOut, staged
+from spec_data.shards import storage
+from spec_data.shards.errors import ConfigError, DatasetError, RunError
+from spec_data.shards.storage import Storage
+from tests.remote_tools import forget_memory
+from tests.spec_data.runs import digests, run, save_target, write_corpus
+
+URL = "memory://bucket/made"
+LOSSY = {"max_shard_size": "24KB", "codec": "lm4c"}
+
+
+class Killed(BaseException):
+    """Ends a command as a kill does: nothing handles it."""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source")
+    return save_target(folder / "target"), write_corpus(folder / "chats.jsonl", 24)
+
+
+@pytest.fixture(scope="module")
+def whole(source, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "data"
+    run(*source, out, **LOSSY)
+    return digests(out)
+
+
+@pytest.fixture(autouse=True)
+def empty_store(monkeypatch):
+    monkeypatch.setattr(storage, "PAUSES", (0.0,))
+    forget_memory()
+    yield
+    forget_memory()
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Call it to go on as another machine: with an empty cache."""
+    count = iter(range(100))
+
+    def other() -> Path:
+        place = tmp_path / f"machine{next(count)}"
+        monkeypatch.setenv("SPEC_DATA_CACHE", str(place))
+        return place
+
+    other()
+    return other
+
+
+def remote_digests() -> dict[str, str]:
+    system = fsspec.filesystem("memory")
+    found = system.find("/bucket/made")
+    return {
+        name.removeprefix("/bucket/made/"): hashlib.sha256(system.cat_file(name)).hexdigest()
+        for name in found
+    }
+
+
+def test_it_is_the_local_directory_and_nothing_stays_on_the_disk(source, whole, machine):
+    place = machine()
+    manifest = run(*source, URL, **LOSSY)
+    assert manifest.raw["totals"]["documents"] == 24 and len(manifest.shards) > 2
+    assert remote_digests() == whole
+    assert not [p for p in (place / "staging").rglob("*") if p.is_file() and p.suffix != ".lock"]
+    machine()
+    assert run(*source, URL, **LOSSY).fingerprint == manifest.fingerprint  # nothing to do
+    with pytest.raises(ConfigError, match=r"memory://bucket/made holds data made with other"):
+        run(*source, URL, **LOSSY | {"layers": "0,2"})
+    assert remote_digests() == whole
+
+
+LAST = [
+    ".generate/begun.json",
+    "shards/unit-00001.arrow",
+    ".generate/sealed.json",
+    "index.arrow",
+]
+
+
+@pytest.mark.parametrize("last", LAST)
+def test_killed_after_a_write_and_resumed_on_another_machine(
+    source, whole, machine, monkeypatch, last
+):
+    """The next write after that of `last` does not happen."""
+    wrote: list[str] = []
+
+    def until(function):
+        def call(self, name, *args):
+            if last in wrote:
+                raise Killed
+            found = function(self, name, *args)
+            wrote.append(name)
+            return found
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("write", "upload", "create"):
+            patch.setattr(Storage, name, until(getattr(Storage, name)))
+        with pytest.raises(Killed):
+            run(*source, URL, **LOSSY)
+    assert last in wrote and "manifest.json" not in remote_digests()
+    machine()
+    run(*source, URL, **LOSSY)
+    assert remote_digests() == whole
+
+
+def test_two_workers_on_two_machines(source, whole, machine, caplog):
+    caplog.set_level("INFO")
+    assert run(*source, URL, workers="0/2", **LOSSY) is None
+    assert "units are left for other workers" in caplog.text
+    assert "manifest.json" not in remote_digests()
+    machine()
+    assert run(*source, URL, workers="1/2", **LOSSY) is not None
+    assert remote_digests() == whole
+
+
+def test_answers_that_are_lost_and_lists_that_are_late(source, whole, machine, monkeypatch):
+    """Every first write succeeds and is reported as failed; lists never show records or shards."""
+    seen: set[str] = set()
+    memory = type(fsspec.filesystem("memory"))
+
+    def unanswered(function, place):
+        def call(self, *arguments, **more):
+            function(self, *arguments, **more)
+            if arguments[place] not in seen:
+                seen.add(arguments[place])
+                raise OSError("no answer")
+
+        return call
+
+    monkeypatch.setattr(memory, "pipe_file", unanswered(memory.pipe_file, 0))
+    monkeypatch.setattr(memory, "put_file", unanswered(memory.put_file, 1))
+    sizes = Storage.sizes
+
+    def late(self, folder=""):
+        return {n: s for n, s in sizes(self, folder).items() if "unit-" not in n}
+
+    monkeypatch.setattr(Storage, "sizes", late)
+    assert run(*source, URL, **LOSSY) is not None and len(seen) > 20
+    found = remote_digests()
+    assert {n: d for n, d in found.items() if not n.startswith(".generate/unit-")} == whole
+
+
+def test_the_first_worker_decides_and_nobody_overwrites_it(machine):
+    with staged(URL, "0/2") as first, staged(URL, "1/2") as second:
+        for remote, text in ((first, "one"), (second, "two")):
+            (remote.directory / "x").write_text(text)
+        assert first.publish("proven", ["x"]) and first.publish("proven", ["x"])
+        assert not second.publish("proven", ["x"])
+        assert (second.directory / "x").read_text() == "one"
+        digest = hashlib.sha256(b"one").hexdigest()
+        second.storage.write(f".generate/blobs/{digest}", b"other")
+        with pytest.raises(DatasetError, match=r"\(x\): damaged"):
+            second.fetch("proven")
+    with staged(URL, "0/2"), pytest.raises(RunError, match="is running worker 0/2"):
+        staged(URL, "0/2").__enter__()
+
+
+def test_refused_access_is_not_taken_for_damage_or_absence(machine, monkeypatch):
+    def refused(self, name):
+        raise ConfigError("access refused")
+
+    monkeypatch.setattr(Storage, "read", refused)
+    with staged(URL, "0/1") as remote:
+        for call in (remote.pull, lambda: remote._pull_record(0, ".generate/unit-00000.json")):
+            with pytest.raises(ConfigError, match="access refused"):
+                call()
+
+
+def test_other_bytes_of_a_unit_are_refused(source, whole, machine):
+    store = Storage(URL, write=True)
+    store.write("shards/unit-00001.arrow", b"of another machine")
+    with pytest.raises(RunError, match=r"unit-00001.arrow: .* has written other bytes"):
+        run(*source, URL, **LOSSY)
+    store.delete("shards/unit-00001.arrow")
+    machine()
+    run(*source, URL, **LOSSY)
+    assert remote_digests() == whole
+
+
+def test_a_folder_with_other_files_is_left_alone(source, machine):
+    Storage(URL, write=True).write("notes.txt", b"mine")
+    with pytest.raises(DatasetError, match=r"holds files that are not of .* notes.txt"):
+        run(*source, URL, **LOSSY)
+    assert list(remote_digests()) == ["notes.txt"]
+
+
+def test_a_plan_with_other_settings_is_refused(machine, source, monkeypatch):
+    def fails(*arguments):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteOut, "publish_proof", fails)
+        with pytest.raises(Killed):
+            run(*source, URL, **LOSSY)
+    machine()
+    with pytest.raises(ConfigError, match=r"memory://bucket/made holds data .*\n.*layers"):
+        run(*source, URL, **LOSSY | {"layers": "0,2"})
+    assert json.loads(Storage(URL).read(".generate/begun.json")).keys() == {
+        ".generate/plan.arrow",
+        ".generate/plan.json",
+    }

@@ -1,0 +1,208 @@
+"""`push` and `pull` with the Hub's own client, against a small server on this machine."""
+
+import json
+import shutil
+
+import datasets
+import huggingface_hub
+import pytest
+import yaml
+from huggingface_hub import constants
+
+import spec_data
+from spec_data import cli
+from spec_data.hub import hub_calls
+from spec_data.hub.hub_card import hub_card, size_category
+from spec_data.hub.pull import pull
+from spec_data.hub.push import push, staged_folder
+from spec_data.hub_options import PullConfig, PushConfig
+from spec_data.options import VerifyConfig
+from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
+from spec_data.shards.reader import HiddenStatesDataset
+from tests.spec_data.hub.hub_server import HubServer
+from tests.spec_data.runs import digests, run, save_target, verify, write_corpus
+
+REPO = "me/tiny-states"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp("hub")
+    target = save_target(root / "tiny-llama")
+    run(
+        target,
+        write_corpus(root / "chats.jsonl", 12),
+        root / "data",
+        codec="lm4c",
+        max_shard_size="20KB",
+    )
+    return root / "data"
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+    found = HubServer()
+    monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(tmp_path / "none.json"), False)
+    monkeypatch.setattr(constants, "ENDPOINT", found.url)
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.split("/", 3)[3]
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{found.url}/{template}")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # the server is on this machine
+    monkeypatch.setattr(hub_calls, "hub", lambda: huggingface_hub.HfApi(found.url, token="t"))
+    for module in ("push", "pull"):
+        monkeypatch.setattr(f"spec_data.hub.{module}.hub", hub_calls.hub)
+    yield found
+    found.close()
+    assert not found.unknown, found.unknown
+
+
+@pytest.fixture
+def pushed(server, data):
+    push(PushConfig(data=str(data), repo=REPO, private=True))
+    return server
+
+
+def test_what_is_pushed_comes_back_byte_for_byte_and_verifies(pushed, data, tmp_path, capsys):
+    assert pushed.private[REPO] and not list(data.parent.glob("data-push*"))
+    assert len(pushed.commits[REPO]) == 3  # empty, all but the manifest, the manifest
+    assert "manifest.json" not in pushed.commits[REPO][1]
+    out = tmp_path / "copy"
+    found = pull(PullConfig(repo=REPO, out=str(out)))
+    assert found.documents == 12 and digests(out) == digests(data)
+    assert pushed.downloads[-1] == "manifest.json"
+    assert not any(name.startswith("documents/") for name in pushed.downloads)
+    assert verify(VerifyConfig(data=str(out), samples=2, device="cpu")) == 0
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_the_card_declares_what_load_dataset_opens(pushed, data, tmp_path):
+    for name, content in pushed.files(REPO).items():
+        if name not in ("state.json", "dataset_info.json"):  # load_dataset reads them only locally
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_bytes(content)
+    card = pushed.files(REPO)["README.md"].decode()
+    header = yaml.safe_load(card.split("---")[1])
+    assert header["size_categories"] == ["n<1K"] and header["pretty_name"].endswith("tiny-llama")
+    assert [c["config_name"] for c in header["configs"]] == ["documents", "states"]
+    cache = {"cache_dir": str(tmp_path / "cache"), "split": "train"}
+    rows = datasets.load_dataset(str(tmp_path), **cache)
+    ds = HiddenStatesDataset(data)
+    assert rows["doc_id"] == ds.doc_ids
+    assert rows[0]["input_ids"] == ds[0]["input_ids"].tolist()
+    assert "<|im_start|>assistant" in rows[0]["text"]
+    assert rows[0]["supervised_text"].startswith("answer 0")
+    states = datasets.load_dataset(str(tmp_path), "states", **cache)
+    assert len(states) == 12 and "hidden.final" in states.column_names
+    for fact in (
+        "tiny-llama",
+        "0, 2, 4",
+        "chats.jsonl",
+        "off-policy",
+        "lm4c",
+        "spec-data pull me/",
+    ):
+        assert fact in card, fact
+
+
+def test_the_snippet_of_the_card_runs(pushed, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    card = pushed.files(REPO)["README.md"].decode()
+    snippet = card.split("```python\n")[1].split("```")[0]
+    exec(compile(snippet, "card", "exec"), {})
+    assert "bfloat16" in capsys.readouterr().out
+
+
+def test_an_interrupted_download_goes_on_with_its_commit(pushed, data, tmp_path):
+    out = tmp_path / "copy"
+    shard = sorted(n for n in pushed.files(REPO) if n.startswith("shards/"))[1]
+    pushed.broken.add(shard)
+    with pytest.raises(RunError, match="run the same command again to resume"):
+        pull(PullConfig(repo=REPO, out=str(out)))
+    assert not (out / "manifest.json").exists()
+    with pytest.raises(ConfigError, match="holds a part of me/tiny-states"):
+        pull(PullConfig(repo="me/other", out=str(out)))
+    with pytest.raises(ConfigError, match="at the main branch; resume that download"):
+        pull(PullConfig(repo=REPO, out=str(out), revision="v2"))
+    pushed.broken.clear()
+    pushed.commits[REPO].append({"README.md": b"changed meanwhile"})
+    before = len(pushed.downloads)
+    pull(PullConfig(repo=REPO, out=str(out)))
+    assert digests(out) == digests(data)
+    assert shard in pushed.downloads[before:] and len(pushed.downloads) - before < len(digests(out))
+
+
+def test_damage_on_the_way_is_found(pushed, tmp_path):
+    shard = sorted(n for n in pushed.files(REPO) if n.startswith("shards/"))[0]
+    pushed.damaged.add(shard)
+    with pytest.raises(DatasetError, match="damaged on the way, so it was deleted"):
+        pull(PullConfig(repo=REPO, out=str(tmp_path / "copy")))
+    pushed.damaged.clear()
+    assert pull(PullConfig(repo=REPO, out=str(tmp_path / "copy"))).documents == 12
+
+
+def test_pushing_again_and_pushing_another_dataset(pushed, data, tmp_path):
+    push(PushConfig(data=str(data), repo=REPO))  # the same: nothing to refuse
+    files = pushed.commits[REPO][-1]
+    files["manifest.json"] = json.dumps({"fingerprint": "f" * 64}).encode()
+    with pytest.raises(ConfigError, match="holds another dataset"):
+        push(PushConfig(data=str(data), repo=REPO))
+    shutil.rmtree(staged_folder(HiddenStatesDataset(data)))
+
+
+def test_a_directory_of_the_user_beside_the_dataset_stays(server, data):
+    own = data.with_name("data-push")
+    own.mkdir()
+    (own / "notes.txt").write_text("mine")
+    push(PushConfig(data=str(data), repo=REPO))
+    assert (own / "notes.txt").read_text() == "mine"
+    assert "notes.txt" not in server.files(REPO)
+    shutil.rmtree(own)
+
+
+def test_what_is_refused(server, data, tmp_path):
+    with pytest.raises(MissingError, match="no such dataset on the Hub"):
+        pull(PullConfig(repo="me/nothing", out=str(tmp_path / "a")))
+    with pytest.raises(ConfigError, match="not the name of a repository"):
+        pull(PullConfig(repo="a/b/c", out=str(tmp_path / "a")))
+    with pytest.raises(MissingError, match="not a spec-data dataset"):
+        push(PushConfig(data=str(tmp_path), repo=REPO))
+    server.commits["me/other"] = [{"x.txt": b"x"}]
+    with pytest.raises(DatasetError, match=r"no manifest\.json"):
+        pull(PullConfig(repo="me/other", out=str(tmp_path / "a")))
+    with pytest.raises(MissingError, match="no such revision"):
+        pull(PullConfig(repo="me/other", out=str(tmp_path / "a"), revision="v9"))
+    (tmp_path / "x").touch()
+    with pytest.raises(ConfigError, match="not empty"):
+        pull(PullConfig(repo=REPO, out=str(tmp_path)))
+    with pytest.raises(ConfigError, match="this is a file"):
+        pull(PullConfig(repo=REPO, out=str(tmp_path / "x")))
+
+
+def test_the_commands_and_the_functions(server, data, tmp_path, capsys):
+    assert cli.main(["push", str(data), REPO, "--dry-run"]) == 0
+    assert "size_categories" in capsys.readouterr().out and REPO not in server.commits
+    assert cli.main(["push", str(data), REPO]) == 0
+    assert f"next:  spec-data pull {REPO} DIR" in capsys.readouterr().err
+    assert cli.main(["pull", REPO, str(tmp_path / "a"), "--dry-run"]) == 0
+    assert "nothing was downloaded" in capsys.readouterr().out
+    assert cli.main(["pull", REPO, str(tmp_path / "a")]) == 0
+    assert "next:  spec-data verify" in capsys.readouterr().err
+    assert spec_data.pull(REPO, tmp_path / "b").documents == 12
+    assert spec_data.push(data, REPO).uploaded
+
+
+def test_a_hub_that_cannot_be_reached(server, data, tmp_path, monkeypatch):
+    closed = huggingface_hub.HfApi("http://127.0.0.1:9", token="t")
+    for module in ("push", "pull"):
+        monkeypatch.setattr(f"spec_data.hub.{module}.hub", lambda: closed)
+    with pytest.raises(RunError, match="run the same command again"):
+        pull(PullConfig(repo=REPO, out=str(tmp_path / "a")))
+    with pytest.raises(RunError, match="run the same command again"):
+        push(PushConfig(data=str(data), repo=REPO))
+    shutil.rmtree(staged_folder(HiddenStatesDataset(data)))
+
+
+def test_size_categories(data):
+    found = [size_category(n) for n in (1, 999, 1000, 10**6, 10**9, 10**10)]
+    assert found == ["n<1K", "n<1K", "1K<n<10K", "1M<n<10M", "n>1B", "n>1B"]
+    assert hub_card(HiddenStatesDataset(data).manifest, "a/b").count("---\n") == 2

@@ -1,0 +1,123 @@
+"""The same through s3fs and a real S3 server, with failures between the two."""
+
+import os
+import threading
+import time
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+from fsspec.core import url_to_fs
+
+from spec_data.shards import storage
+from spec_data.shards.errors import ConfigError, MissingError, RunError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.storage import Storage
+from tests.factory import tiny_dataset
+from tests.object_store import object_store
+
+URL = "s3://bucket/data"
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    return tiny_dataset(tmp_path_factory.mktemp("local") / "data", n_docs=12, docs_per_shard=6)
+
+
+@pytest.fixture(scope="module")
+def store(local):
+    with pytest.MonkeyPatch.context() as patch, object_store() as (address, faults):
+        patch.setenv("AWS_ACCESS_KEY_ID", "key")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        patch.setenv("AWS_ENDPOINT_URL", address)
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setattr(storage, "PAUSES", (0.01, 0.01, 0.01))
+        system, _ = url_to_fs(URL, use_listings_cache=False)
+        system.mkdir("bucket")
+        system.retries = 1  # the library's own tries would hide ours
+        target = Storage(URL, write=True)
+        for file in local.rglob("*"):
+            if file.is_file():
+                name = str(file.relative_to(local))
+                target.upload(name, file)
+                system.chmod(f"bucket/data/{name}", "public-read")  # for plain HTTP requests
+        yield faults
+
+
+@pytest.fixture
+def faults(store, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPEC_DATA_CACHE", str(tmp_path))
+    store.choose = lambda method, path: None
+    store.requests.clear()
+    yield store
+    store.choose = lambda method, path: None
+
+
+def read_all(dataset, local) -> None:
+    here = HiddenStatesDataset(local)
+    for index in range(len(here)):
+        assert torch.equal(here[index]["hidden.L1"], dataset[index]["hidden.L1"])
+
+
+def test_it_is_read_and_opening_takes_two_requests(faults, local):
+    dataset = HiddenStatesDataset(URL)
+    assert [method for method, _ in faults.requests] == ["GET", "GET"], faults.requests
+    read_all(dataset, local)
+
+
+@pytest.mark.parametrize("fault", ["500", "cut"])
+def test_failures_that_pass(faults, local, fault):
+    faults.first(2, fault)
+    dataset = HiddenStatesDataset(URL)
+    faults.first(2, fault, part="unit-00000")
+    read_all(dataset, local)
+
+
+@pytest.mark.long  # it waits for the libraries' own tries, within each of ours
+def test_failures_that_stay(faults):
+    faults.choose = lambda method, path: "500"
+    with pytest.raises(RunError, match=r"s3://bucket/data/manifest.json: 4 tries failed"):
+        HiddenStatesDataset(URL)
+
+
+def test_slow_reads_only_take_time(faults, local):
+    dataset = HiddenStatesDataset(URL)
+    faults.first(2, "slow", part="unit-00001")
+    begun = time.monotonic()
+    read_all(dataset, local)
+    assert time.monotonic() - begun > 1.0
+
+
+def test_expired_credentials_are_said_at_once(faults):
+    dataset = HiddenStatesDataset(URL)
+    faults.choose = lambda method, path: "expired"
+    with pytest.raises(ConfigError, match=r"access refused .*expired.*credentials"):
+        _ = dataset[0]
+    assert len(faults.requests) < 8, faults.requests
+    with pytest.raises(ConfigError, match="access refused"):  # HEAD, whose answer has no words
+        dataset.mirror.storage.size("index.arrow")
+
+
+def test_a_web_server_with_ranges_is_read(faults, local, monkeypatch):
+    """The S3 server answers plain HTTP requests as well; nothing is listed."""
+    monkeypatch.setattr("spec_data.shards.hollow._MESSAGE", 512)
+    url = f"{os.environ['AWS_ENDPOINT_URL']}/bucket/data"
+    dataset = HiddenStatesDataset(url)
+    assert [path for _, path in faults.requests] == ["/bucket/data/manifest.json"]
+    read_all(dataset, local)
+    with pytest.raises(MissingError, match=r"/nothing: no manifest.json there"):
+        HiddenStatesDataset(f"{os.environ['AWS_ENDPOINT_URL']}/bucket/nothing")
+
+
+def test_a_web_server_without_ranges_is_refused(faults, local, monkeypatch):
+    monkeypatch.setattr("spec_data.shards.hollow._MESSAGE", 512)
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(local.parent))
+    )
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    dataset = HiddenStatesDataset(f"http://127.0.0.1:{server.server_port}/data")
+    with pytest.raises(ConfigError, match="it has no range requests"):
+        _ = dataset[0]
+    server.shutdown()
+    server.server_close()

@@ -1,0 +1,50 @@
+"""What tests of views share: a plain-Python construction of documents, and comparisons."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spec_data.options import VerifyConfig
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.verification.run import examine
+
+
+class Killed:
+    """A function that works `left` times; then it raises KeyboardInterrupt instead."""
+
+    def __init__(self, real: Callable[..., None]) -> None:
+        self._real = real
+        self.left = 0
+
+    def __call__(self, *given: Any) -> None:
+        if not self.left:
+            raise KeyboardInterrupt
+        self.left -= 1
+        self._real(*given)
+
+
+def documents_of(path: Path) -> list[dict[str, Any]]:
+    """Read every document of a dataset through the public reader."""
+    return list(HiddenStatesDataset(path))
+
+
+def assert_same_documents(path: Path, expected: Sequence[dict[str, Any]]) -> None:
+    """Compare a dataset with plain documents: every key, every value, in order."""
+    found = documents_of(path)
+    assert len(found) == len(expected)
+    for own, other in zip(found, expected, strict=True):
+        assert own.keys() == other.keys()
+        for name, value in own.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(value, other[name]), name
+            else:
+                assert value == other[name], name
+
+
+def assert_verified(path: Path) -> None:
+    """Run every check of `verify`."""
+    found = examine(VerifyConfig(data=str(path), samples=4, device="cpu"))
+    assert not found.failures, found.text()
+    assert not found.warnings, found.text()

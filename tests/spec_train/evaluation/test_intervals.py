@@ -1,0 +1,180 @@
+"""Intervals over prompts, and the paired comparison: against loops, and against known answers."""
+
+import itertools
+import json
+import logging
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spec_data.shards.errors import ConfigError, MissingError
+from spec_train.cli import main
+from spec_train.evaluation.intervals import compare, length_interval
+
+
+def counts(prompts: int, mean: float, seed: int, spread: float = 0.5) -> np.ndarray:
+    """Verifications and tokens of made-up prompts, whose lengths differ from prompt to prompt."""
+    generator = np.random.default_rng(seed)
+    rounds = generator.integers(5, 40, prompts)
+    lengths = np.maximum(1.0, generator.normal(mean, spread, prompts))
+    return np.stack([rounds, np.rint(rounds * lengths)], axis=1).astype(np.int64)
+
+
+def slow_interval(table: np.ndarray, resamples: int) -> tuple[float, float]:
+    """Draw prompts one by one, and sort."""
+    draw, found = random.Random(5), []
+    for _ in range(resamples):
+        chosen = [draw.randrange(len(table)) for _ in table]
+        rounds = sum(int(table[i][0]) for i in chosen)
+        found.append(sum(int(table[i][1]) for i in chosen) / rounds)
+    found.sort()
+    return found[int(0.025 * resamples)], found[int(0.975 * resamples)]
+
+
+@pytest.mark.parametrize("prompts", [8, 64])
+def test_the_interval_is_that_of_a_loop(prompts: int) -> None:
+    table = counts(prompts, 2.5, seed=1)
+    low, high = length_interval(table)
+    slow_low, slow_high = slow_interval(table, 3000)
+    width = slow_high - slow_low
+    assert low < table[:, 1].sum() / table[:, 0].sum() < high
+    assert abs(low - slow_low) < 0.15 * width and abs(high - slow_high) < 0.15 * width
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
+    """Samples of 40 prompts from one population: about 95 % of the intervals hold its length."""
+    population = counts(100_000, 2.5, seed=2)
+    truth = population[:, 1].sum() / population[:, 0].sum()
+    generator = np.random.default_rng(3)
+    inside = 0
+    for seed in range(100):
+        low, high = length_interval(population[generator.integers(0, 100_000, 40)], seed)
+        inside += low < truth < high
+    assert 85 <= inside <= 99  # a binomial of 0.93 is below 85 once in 400 times
+
+
+def test_prompts_without_a_verification_do_not_count() -> None:
+    table = counts(20, 2.0, seed=4)
+    padded = np.concatenate([table, np.zeros((5, 2), dtype=np.int64)])
+    assert length_interval(padded) == length_interval(table)
+    assert length_interval(table[:1]) is None
+    assert length_interval(np.zeros((0, 2), dtype=np.int64)) is None
+
+
+def exact_p(a: np.ndarray, b: np.ndarray) -> float:
+    """All 2 ** N exchanges."""
+    gaps = []
+    for swaps in itertools.product((False, True), repeat=len(a)):
+        one = [y if s else x for x, y, s in zip(a.tolist(), b.tolist(), swaps, strict=True)]
+        other = [x if s else y for x, y, s in zip(a.tolist(), b.tolist(), swaps, strict=True)]
+        gaps.append(
+            abs(
+                sum(e for _, e in one) / sum(r for r, _ in one)
+                - sum(e for _, e in other) / sum(r for r, _ in other)
+            )
+        )
+    return sum(gap >= gaps[0] - 1e-12 for gap in gaps) / len(gaps)
+
+
+@pytest.mark.parametrize("gain", [0.0, 0.1, 0.4])
+def test_the_p_value_is_that_of_all_exchanges(gain: float) -> None:
+    a = counts(9, 2.2, seed=6)
+    b = a + np.stack([np.zeros(9), np.rint(gain * a[:, 0])], axis=1).astype(np.int64)
+    b[::3, 1] += 2
+    found = compare(a, b)
+    assert found.p_value == pytest.approx(exact_p(a, b), abs=0.03)
+    assert found.difference == pytest.approx(found.lengths[1] - found.lengths[0])
+
+
+def test_a_small_gain_on_every_prompt_is_found_by_pairs_only() -> None:
+    """Prompts differ by far more than the drafts: the intervals overlap, that of pairs is clear."""
+    a = counts(60, 3.0, seed=7, spread=1.0)
+    b = a.copy()
+    b[:, 1] += np.rint(0.1 * a[:, 0]).astype(np.int64)
+    found = compare(a, b)
+    assert found.intervals[0][1] > found.intervals[1][0]  # they overlap
+    assert found.interval[0] > 0 and found.p_value < 0.01
+    same = compare(a, a)
+    assert same.difference == 0 and same.interval == (0, 0) and same.p_value == 1
+
+
+def test_equal_drafts_are_rarely_called_different() -> None:
+    found = [compare(counts(30, 2.5, 10 + i), counts(30, 2.5, 200 + i)).p_value for i in range(60)]
+    assert sum(p < 0.05 for p in found) <= 9  # 3 expected; 10 or more once in 1,000 times
+
+
+def write(path: Path, table: np.ndarray, names: list[str], **changes: object) -> Path:
+    lines = [
+        {"prompt": name, "rounds": int(rounds), "emitted": int(emitted)}
+        for name, (rounds, emitted) in zip(names, table, strict=True)
+    ]
+    report = {"draft": path.stem, "target": "T", "temperature": 0.0, "dtype": "float32"}
+    path.write_text(json.dumps(report | {"per_prompt": lines} | changes))
+    return path
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture, caplog) -> None:
+    caplog.set_level(logging.WARNING)
+    a, names = counts(12, 2.0, seed=8), [f"p{i}" for i in range(12)]
+    b = a + np.array([0, 6])
+    one = write(tmp_path / "one.json", a, names)
+    two = write(tmp_path / "two.json", b[1:], names[1:], temperature=1.0)
+    assert main(["compare", str(one), str(two), "--json", str(tmp_path / "out.json")]) == 0
+    printed = capsys.readouterr().out
+    expected = compare(a[1:], b[1:])
+    assert f"B - A  {expected.difference:+.3f}" in printed and "excludes 0" in printed
+    assert "over 11 prompts" in printed
+    assert "temperature differs: 0.0 and 1.0" in caplog.text
+    assert "1 prompts are in one file only" in caplog.text
+    figures = json.loads((tmp_path / "out.json").read_text())
+    assert figures["difference"] == expected.difference and figures["prompts"] == 11
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+    from spec_train.compare_options import CompareConfig
+    from spec_train.evaluation.compare import run_compare
+
+    table = counts(3, 2.0, seed=9)
+    one = write(tmp_path / "one.json", table, ["a", "b", "c"])
+    other = write(tmp_path / "other.json", table, ["c", "d", "e"])
+    with pytest.raises(ConfigError, match="at least 2"):
+        run_compare(one, other, CompareConfig())
+    with pytest.raises(MissingError, match="eval --json"):
+        run_compare(one, tmp_path / "absent.json", CompareConfig())
+    (tmp_path / "data.json").write_text(json.dumps({"draft": "d", "data": {}}))
+    with pytest.raises(ConfigError, match="no counts by prompt"):
+        run_compare(tmp_path / "data.json", one, CompareConfig())
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        run_compare(tmp_path / "bad.json", one, CompareConfig())
+    for lines in ([1], [{"prompt": "a"}], [{"prompt": "a", "rounds": "3", "emitted": 1}]):
+        damaged = write(tmp_path / "damaged.json", table, ["a", "b", "c"], per_prompt=lines)
+        with pytest.raises(ConfigError, match=r"damaged\.json: a line of per_prompt is damaged"):
+            run_compare(one, damaged, CompareConfig())
+    with pytest.raises(ConfigError, match="--seed"):
+        CompareConfig(seed=-1)
+
+
+def test_prompts_without_a_verification_are_said(tmp_path: Path, caplog) -> None:
+    """They are in both files, so that they are not among those of one file only."""
+    from spec_train.compare_options import CompareConfig
+    from spec_train.evaluation.compare import run_compare
+
+    table, names = counts(4, 2.0, seed=9), ["a", "b", "c", "d"]
+    one = write(tmp_path / "one.json", table, names, options=None)
+    table[2] = 0
+    found, _ = run_compare(one, write(tmp_path / "two.json", table, names), CompareConfig())
+    assert found.prompts == 3
+    assert "1 prompts have no verification with one of the drafts" in caplog.text
+    assert "in one file only" not in caplog.text
+
+
+def test_the_report_says_over_how_many_prompts_the_interval_is() -> None:
+    """A response of one token has no verification, so it is not drawn."""
+    from spec_train.evaluation.report import _interval_lines
+
+    lines = [{"rounds": rounds} for rounds in (3, 0, 2)]
+    (line,) = _interval_lines({"interval": [1.0, 2.0], "per_prompt": lines})
+    assert "over 2 prompts" in line[2]

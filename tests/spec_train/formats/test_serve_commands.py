@@ -1,0 +1,217 @@
+"""How an export is served: the commands of each engine, the card, and forms that are not read."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.drafts import load_draft
+from spec_train.exporting import CheckedDraft, run_export
+from spec_train.formats.draft_files import DraftFiles
+from spec_train.formats.preflight_notes import Subject
+from spec_train.formats.serve_commands import servings
+from spec_train.formats.target_facts import TargetFacts
+from spec_train.head import TargetHead
+from spec_train.options import ExportConfig
+from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
+from tests.spec_train.formats import test_others
+
+dataset, target = eagle3_tools.dataset, test_others.target
+saved = test_others.saved
+
+BLOCK = {"num_draft_layers": 1, "block_size": 4, "mask_token_id": 5}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "eagle": {"depth": 5},
+    "eagle3": {"ttt_steps": 3},
+    "eagle3 deep": {"ttt_steps": 3, "num_layers": 2},
+    "peagle": {"depths": 4, "draft_layers": 1, "mask_token_id": 5},
+    "dspark": BLOCK | {"markov_rank": 8},
+    "dflash": BLOCK,
+    "dflash anchor": BLOCK | {"layout": "anchor"},
+}
+COUNTS = {"eagle": 5, "eagle3": 3, "peagle": 4, "dspark": 4, "dflash": 3, "dflash anchor": 4}
+
+
+@pytest.fixture(scope="module")
+def drafts(
+    dataset: HiddenStatesDataset, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """One draft directory of each kind and layout."""
+    head = TargetHead.from_dataset(dataset.path)
+    folder = tmp_path_factory.mktemp("drafts")
+    return {
+        name: saved(dataset, head, folder / name.replace(" ", "-"), name.split()[0], **options)
+        for name, options in OPTIONS.items()
+    }
+
+
+def checked(draft: Path, form: str, target: Path | str | None, out: Path | None = None) -> Any:
+    return run_export(
+        ExportConfig(
+            draft=str(draft),
+            format=form,
+            check=out is None,
+            out=str(out) if out else None,
+            target=str(target) if target else None,
+        )
+    )
+
+
+def lines(found: CheckedDraft, engine: str) -> list[list[str]]:
+    """The words of an engine's commands."""
+    (serving,) = [one for one in found.servings if one.engine.startswith(engine)]
+    return [shlex.split(line) for line in serving.lines]
+
+
+def after(words: list[str], flag: str) -> str:
+    return words[words.index(flag) + 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("eagle", "eagle"),
+        ("eagle3", "eagle3"),
+        ("peagle", "eagle3"),
+        ("dspark", "dspark"),
+        ("dflash", "dflash"),
+        ("dflash anchor", "dspark"),
+    ],
+)
+def test_vllm(drafts: dict[str, Path], target: Path, name: str, method: str) -> None:
+    (words,) = lines(checked(drafts[name], "vllm", target), "vLLM")
+    assert words[:3] == ["vllm", "serve", str(target)]
+    config = json.loads(after(words, "--speculative-config"))
+    assert config.pop("parallel_drafting", False) == (name == "peagle")
+    folder = drafts[name].name
+    assert config == {"model": folder, "method": method, "num_speculative_tokens": COUNTS[name]}
+
+
+@pytest.mark.parametrize(
+    ("name", "algorithm"),
+    [
+        ("eagle", "EAGLE"),
+        ("eagle3", "EAGLE3"),
+        ("dspark", "DSPARK"),
+        ("dflash", "DFLASH"),
+        ("dflash anchor", "DSPARK"),
+    ],
+)
+def test_sglang(drafts: dict[str, Path], target: Path, name: str, algorithm: str) -> None:
+    (words,) = lines(checked(drafts[name], "sglang", target), "SGLang")
+    assert after(words, "--model-path") == str(target)
+    assert after(words, "--speculative-algorithm") == algorithm
+    if algorithm.startswith("EAGLE"):
+        assert after(words, "--speculative-num-steps") == str(COUNTS[name])
+        assert after(words, "--speculative-num-draft-tokens") == str(COUNTS[name] + 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("dspark", "draft-dspark"),
+        ("dflash", "draft-dflash"),
+        ("dflash anchor", "draft-dspark"),
+    ],
+)
+def test_llama_cpp(drafts: dict[str, Path], target: Path, name: str, kind: str) -> None:
+    _, convert, serve = lines(checked(drafts[name], "vllm", target), "llama.cpp")
+    assert after(convert, "--target-model-dir") == str(target)
+    assert after(serve, "--spec-type") == kind
+    assert after(serve, "--spec-draft-n-max") == str(COUNTS[name])  # its default of 3 is less
+
+
+def test_llama_cpp_with_eagle3() -> None:
+    """By itself: it reads exactly three states, which the drafts above do not."""
+    own = DraftFiles({"spec_train": {"draft": "eagle3"}}, {}, "here")
+    subject = Subject(own, TargetFacts(name="T"), "d", "vllm")
+    (found,) = servings(subject, {"llama.cpp": []}, "d", 5)
+    words = shlex.split(found.lines[-1])
+    assert after(words, "--spec-type") == "draft-eagle3"
+    assert after(words, "--spec-draft-n-max") == "5"
+
+
+def test_what_cannot_be_served_has_no_command(drafts: dict[str, Path], target: Path) -> None:
+    found = checked(drafts["peagle"], "vllm", target)
+    assert {one.engine.split()[0] for one in found.servings} == {"vLLM"}
+    assert checked(drafts["dspark"], "hf", target).servings == []
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "engine", "text"),
+    [
+        ("dflash", "speculators", "llama.cpp", "--format vllm"),
+        ("dflash", "speculators", "sglang", "--format sglang"),
+        ("eagle3", "speculators", "sglang", "--format sglang"),
+        ("eagle3 deep", "vllm", "sglang", "--format sglang"),
+        ("eagle3 deep", "sglang", "vllm", "--format vllm"),
+        ("dflash", "transformers", "vllm", "--format vllm"),
+        ("dspark", "vllm", "deepspec", "--format deepspec"),
+    ],
+)
+def test_the_check_honours_the_format(
+    drafts: dict[str, Path], target: Path, name: str, form: str, engine: str, text: str
+) -> None:
+    """Each of these was found by converting or serving; without one, engines have their own."""
+    (finding,) = checked(drafts[name], form, target).findings[engine]
+    assert finding.level == "refuse" and text in finding.text
+    plain = run_export(ExportConfig(draft=str(drafts[name]), check=True, target=str(target)))
+    assert not any(text in f.text for f in plain.findings[engine] if f.level == "refuse")
+
+
+class Tokenizer:
+    """Instead of one: the target of the fixture has none."""
+
+    def __call__(self, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.tensor([[3, 9, 14, 2, 7]])}
+
+    def decode(self, ids: torch.Tensor) -> str:
+        return str(ids.tolist())
+
+
+@pytest.mark.filterwarnings("ignore")  # those of generate
+def test_the_lines_for_transformers_run(
+    drafts: dict[str, Path], target: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    found = checked(drafts["dflash"], "transformers", target, tmp_path / "out")
+    model, info = transformers.MuseGlimmerAssistantModel.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert model.config.block_size == 4 and model.config.mask_token_id == 5
+    (serving,) = found.servings
+    monkeypatch.setattr(
+        transformers.AutoTokenizer, "from_pretrained", lambda *_: Tokenizer(), raising=True
+    )
+    capsys.readouterr()
+    exec(compile("\n".join(serving.lines), "serving", "exec"), {})
+    plain = transformers.AutoModelForCausalLM.from_pretrained(target).generate(
+        Tokenizer()("", "pt")["input_ids"], max_new_tokens=64, do_sample=False
+    )
+    assert capsys.readouterr().out.strip().splitlines()[-1] == str(plain[0].tolist())
+
+
+def test_the_card(drafts: dict[str, Path], tmp_path: Path, target: Path, caplog: Any) -> None:
+    caplog.set_level("INFO")
+    folder = drafts["eagle3"]
+    (folder / "validation.json").write_text(json.dumps({"step": 90, "acceptance_length": 2.345}))
+    try:
+        found = checked(folder, "vllm", target, tmp_path / "out")
+    finally:
+        (folder / "validation.json").unlink()
+    card = (tmp_path / "out" / "README.md").read_text()
+    _, front, body = card.split("---\n", 2)
+    assert 'tags: ["speculative-decoding", "eagle3"]' in front and "base_model" not in front
+    assert f"# EAGLE-3 draft for {target.name}\n" in body  # no path of this machine
+    assert "2.35 tokens per round" in body and "at step 90" in body
+    for serving in found.servings:
+        assert all(line in body for line in serving.lines)
+        assert all(line in caplog.text for line in serving.lines)
+    assert load_draft(tmp_path / "out").name == "eagle3"
+    again = checked(drafts["eagle3"], "vllm", "org/some-model", tmp_path / "hub")
+    assert 'base_model: "org/some-model"' in again.card and "acceptance length" not in again.card

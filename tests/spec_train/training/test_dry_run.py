@@ -1,0 +1,102 @@
+"""`fit --dry-run`: what a run will cost, without a trace of it."""
+
+import logging
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from spec_data.shards.errors import ConfigError
+from spec_train.cli import main
+from spec_train.training import run_cost as module
+from spec_train.training.run_cost import STEPS, duration, probe
+from spec_train.training.setup import dry_run
+from tests.spec_train.training import tools
+from tests.spec_train.training.tools import OPTIONS, change, run
+
+data, config = tools.data, tools.config
+
+
+def test_it_is_the_run_that_fit_makes(config, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    cost = dry_run("eagle3", change(config, steps=None, epochs=2), OPTIONS)
+    assert not Path(config.out).exists()
+    for word in ("validation at step", "finished", "6 of 6"):
+        assert word not in caplog.text
+    said = next(r.getMessage() for r in caplog.records if r.getMessage().startswith("training"))
+    assert f"steps 0 to {cost.steps}," in said
+    assert cost.steps > STEPS and cost.seconds > 0 and cost.peak_bytes > 1e6
+    assert logging.getLogger("spec_train.training").level == logging.NOTSET
+    result = run(change(config, steps=None, epochs=2))
+    assert result.finished and result.step == cost.steps
+    for folder, expected in (("last", cost.checkpoint_bytes), ("best", cost.draft_bytes)):
+        found = sum(f.stat().st_size for f in (Path(config.out) / folder).glob("*.safetensors"))
+        assert expected < found < expected + 10_000  # headers, and the vocabulary map
+    lines = [line for line in tools.metrics(config.out) if line.get("split") == "validation"]
+    assert len(lines) == cost.validations
+
+
+def test_a_run_that_exists_is_left_alone(config) -> None:
+    run(change(config, steps=2))
+    files = {p: p.stat().st_mtime_ns for p in Path(config.out).rglob("*")}
+    assert dry_run("eagle3", change(config, steps=40), OPTIONS).steps == 40
+    assert files == {p: p.stat().st_mtime_ns for p in Path(config.out).rglob("*")}
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_run_of_few_steps_has_no_time(config, steps) -> None:
+    cost = dry_run("eagle3", change(config, steps=steps), OPTIONS)
+    assert cost.steps == steps and cost.seconds is None and "too few steps" in str(cost)
+
+
+def test_the_figures(monkeypatch) -> None:
+    """Six steps that end at planted times; the last of them also validates."""
+    times = iter([5.0, 9.0, 10.0, 11.0, 12.0, 16.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(module, "_peak_bytes", lambda: 3_000_000_000)
+    trainer = SimpleNamespace(
+        device=torch.device("cpu"),
+        run=lambda clock: [clock.due(k) for k in range(6)],
+        masters=SimpleNamespace(
+            params=[torch.zeros(10, 100)], moments=lambda: [("m", torch.zeros(2, 1000))]
+        ),
+        saver=SimpleNamespace(draft_bytes=lambda: 500),
+        ranks=SimpleNamespace(world_size=1),
+    )
+    options = SimpleNamespace(eval_every=40, keep=2, micro_batch=4, accumulation=2, seq_len=128)
+    cost = probe(trainer, options, total=100)
+    assert (cost.step_seconds, cost.validation_seconds) == (1.0, 3.0)
+    assert cost.validations == 4  # at steps 0, 40, 80 and 100
+    assert cost.seconds == 112.0
+    assert (cost.draft_bytes, cost.checkpoint_bytes) == (
+        500,
+        12_500,
+    ) and cost.tokens_per_step == 1024
+    assert "about 2 min: 100 steps of 1 s (1,024 tok/s at most) and 4 validations" in str(cost)
+    assert "3.00 GB at most of this process" in str(cost)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(45, "45 s"), (89, "89 s"), (720, "12 min"), (12_000, "3 h 20 min")]
+)
+def test_durations(seconds, text) -> None:
+    assert duration(seconds) == text
+
+
+def test_following_is_refused(config) -> None:
+    with pytest.raises(ConfigError, match="--dry-run with --follow"):
+        dry_run("eagle3", change(config, follow=True), OPTIONS)
+
+
+def test_the_command(config, capsys, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    words = ["fit", "eagle3", "--data", config.data, "--out", config.out, "--steps", "9"]
+    assert main([*words, "--seq-len", "48", "--ttt-steps", "2", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert [line.split()[0] for line in printed.splitlines()] == ["time", "memory", "disk"]
+    assert not Path(config.out).exists()
+    after = next(r.getMessage() for r in caplog.records if "next:" in r.getMessage())
+    assert after.split()[1:4] == ["spec-train", "fit", "eagle3"]
+    assert "--ttt-steps 2" in after and "--dry-run" not in after
