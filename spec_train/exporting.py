@@ -112,9 +112,16 @@ def check_draft(config: ExportConfig) -> CheckedDraft:
 
 
 def _validation(folder: Path) -> dict[str, Any]:
-    """Return the figures of the last validation of a draft; empty if there are none."""
+    """Return the figures of the last validation of a draft; empty if none can be read."""
     path = folder / "validation.json"
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    try:
+        figures = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        log.warning("warning: %s: cannot be read (%s); the card has no acceptance", path, error)
+        return {}
+    return figures if isinstance(figures, dict) else {}
 
 
 def find_target(name: str | None) -> TargetFacts:

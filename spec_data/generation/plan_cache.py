@@ -5,9 +5,9 @@ corpus, tokenizer and template, the options of rendering, and the releases of th
 holds the plan file and rendered.json, written last. Options that decide only how documents are
 captured (layers, codec, size of shards, the target's weights) are not part of it.
 
-The cache is in SPEC_DATA_CACHE, else in spec-data below HF_HOME, XDG_CACHE_HOME or ~/.cache. It is
-limited to SPEC_DATA_CACHE_SIZE (10GB; 0 switches it off): the entries that were not used for the
-longest time are removed. An entry whose bytes are not those that were written is made again. The
+The cache is the folder plans of the cache directory (see `shards.cache_directory`). It is limited
+to SPEC_DATA_CACHE_SIZE (10GB; 0 switches it off): the entries that were not used for the longest
+time are removed. An entry whose bytes are not those that were written is made again. The
 lock of an entry lets processes that need the same documents wait for the one that renders them.
 """
 
@@ -30,11 +30,12 @@ from spec_data.generation.plan import link_or_copy
 from spec_data.generation.plan_builder import DocumentCounts
 from spec_data.generation.plan_file import PlannedDocuments, Scratch, remove_scratch
 from spec_data.option_values import parse_size
+from spec_data.shards.cache_directory import CACHE_VARIABLE, cache_directory
 from spec_data.shards.files import dump_json, sha256_file, sha256_json, write_atomically
 
 logger = logging.getLogger(__name__)
 
-FOLDER, SIZE = "SPEC_DATA_CACHE", "SPEC_DATA_CACHE_SIZE"
+SIZE = "SPEC_DATA_CACHE_SIZE"
 _LIMIT = "10GB"
 _PLAN, _FACTS = "plan.arrow", "rendered.json"
 _DAY = 86_400.0
@@ -57,14 +58,6 @@ def cache_limit() -> int:
     return parse_size(os.environ.get(SIZE, _LIMIT))
 
 
-def cache_folder() -> Path:
-    """Return the directory of the cache; it need not exist."""
-    if own := os.environ.get(FOLDER):
-        return Path(own).expanduser()
-    shared = os.environ.get("HF_HOME") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(shared).expanduser() / "spec-data"
-
-
 class PlanCache:
     """The entries of the cache."""
 
@@ -74,7 +67,7 @@ class PlanCache:
         Raises:
             OSError: the directory cannot be made.
         """
-        self.folder, self._limit = folder / "plans", limit
+        self.folder, self._limit = folder, limit
         self.folder.mkdir(parents=True, exist_ok=True)
         self._remove_old_scratch()
 
@@ -190,7 +183,7 @@ def open_cache() -> PlanCache | None:
     Raises:
         ConfigError: SPEC_DATA_CACHE_SIZE is no size.
     """
-    limit, folder = cache_limit(), cache_folder()
+    limit, folder = cache_limit(), cache_directory("plans")
     if not limit:
         return None
     try:
@@ -198,6 +191,6 @@ def open_cache() -> PlanCache | None:
     except OSError as error:
         logger.warning(
             "%s: rendered documents cannot be kept here (%s); set %s to another directory, or %s=0",
-            folder, error.strerror, FOLDER, SIZE,
+            folder, error.strerror, CACHE_VARIABLE, SIZE,
         )  # fmt: skip
         return None

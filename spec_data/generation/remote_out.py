@@ -3,7 +3,7 @@
 Units are written to a local directory (the stage) and uploaded. The remote folder decides what is
 finished; a stage is empty when a command begins, so that any machine can resume.
 
-    .generate/blobs/SHA256     files of plan, proof and seal, by content: nobody overwrites another
+    .generate/blobs/SHA256     files of plan, proof and seal, named by content: no name is reused
     .generate/begun.json       which blobs are the plan; the first worker to create it decides
     .generate/proven.json      which are the proof of the target, its files and the codec tables
     .generate/sealed.json      which are the files beside the shards of the finished dataset

@@ -10,10 +10,9 @@ CACHE_VARIABLE = "SPEC_DATA_CACHE"
 def cache_directory(kind: str) -> Path:
     """Return the directory of one kind of cached files; it may not exist.
 
-    It lies in $SPEC_DATA_CACHE, else in spec-data below $XDG_CACHE_HOME or ~/.cache. All of it can
-    be deleted at any time.
+    It lies in $SPEC_DATA_CACHE, else in spec-data below $HF_HOME, $XDG_CACHE_HOME or ~/.cache.
     """
     if own := os.environ.get(CACHE_VARIABLE):
-        return Path(own) / kind
-    shared = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(shared) / "spec-data" / kind
+        return Path(own).expanduser() / kind
+    shared = os.environ.get("HF_HOME") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(shared).expanduser() / "spec-data" / kind

@@ -150,7 +150,7 @@ class Mirror:
         return read
 
     def sha256(self, record: ShardRecord) -> str | None:
-        """Return the SHA-256 of a remote shard, whose blocks are fetched anew; None: missing."""
+        """Return the SHA-256 of a remote shard, whose blocks are fetched again; None: missing."""
         digest = hashlib.sha256()
         try:
             for start in range(0, record.bytes, _AHEAD * BLOCK):

@@ -67,7 +67,7 @@ class RemoteFiles:
         self._shards = {record.file: record for record in dataset.manifest.shards}
 
     def sha256(self, name: str) -> str | None:
-        """Return the SHA-256 of an object, fetched anew; None: there is none."""
+        """Return the SHA-256 of an object, which is fetched again; None: there is none."""
         if name in self._shards:
             return self._mirror.sha256(self._shards[name])
         data = self.read(name)

@@ -67,7 +67,7 @@ def _training(subject: Subject, measured: Mapping[str, Any]) -> list[tuple[str, 
     rows = []
     if fingerprint := origin.get("dataset_fingerprint"):
         rows.append(("dataset", f"fingerprint `{fingerprint[:16]}`"))
-    if "acceptance_length" in measured:
+    if measured.keys() >= {"acceptance_length", "step"}:
         rows.append(
             (
                 "acceptance length",

@@ -26,7 +26,7 @@ from spec_train.data.following import FollowingPlan
 from spec_train.data.mixture import Documents, Mixture, open_documents
 from spec_train.data.order import BatchPlan, rank_slice
 from spec_train.data.release import KeepAll, UnitRelease
-from spec_train.data.splits import Splits, make_splits
+from spec_train.data.splits import Rules, Splits, make_splits
 from spec_train.data.token_counts import count_tokens, counts_from
 from spec_train.data_option import parse_sources
 from spec_train.draft_options import draft_options
@@ -43,7 +43,12 @@ from spec_train.training.missing_mass import log_missing_mass, measure_missing_m
 from spec_train.training.ranks import Ranks
 from spec_train.training.result import FitResult
 from spec_train.training.run_cost import STEPS, DryRun, probe
-from spec_train.training.run_identity import FORMERLY_HELD, rules_of, run_identity, with_intervals
+from spec_train.training.run_identity import (
+    FORMERLY_HELD,
+    rules_of,
+    run_identity,
+    with_intervals,
+)
 from spec_train.training.run_size import sized
 from spec_train.training.start_draft import start_from, with_shape_of_start
 from spec_train.training.stored import Saved, read_checkpoint
@@ -105,10 +110,7 @@ def dry_run(draft_name: str, config: FitConfig, options: Any) -> DryRun:
         dataset = open_data(config)
         _class(draft_name, dataset).check_data(options, dataset.manifest)
         config = resolve_config(config, dataset)
-        options = with_shape_of_start(draft_name, config, options, dataset, None)
-        config, rules = rules_of(config, options, None)
-        config = sized(config, dataset, 1, None)
-        splits = make_splits(dataset, config, 1, rules)
+        config, options, _, splits = _settled(draft_name, config, options, dataset, 1, None)
         total = _total_steps(config, splits)
         config = with_intervals(config, total)
         torch.manual_seed(config.seed)
@@ -122,6 +124,21 @@ def dry_run(draft_name: str, config: FitConfig, options: Any) -> DryRun:
         return probe(trainer, config, total)
 
 
+def _settled(
+    draft_name: str,
+    config: FitConfig,
+    options: Any,
+    dataset: Documents,
+    world_size: int,
+    started: dict[str, Any] | None,
+) -> tuple[FitConfig, Any, Rules, Splits]:
+    """Return the settings that depend on the dataset and on a started run, and the splits."""
+    options = with_shape_of_start(draft_name, config, options, dataset, started)
+    config, rules = rules_of(config, options, started)
+    config = sized(config, dataset, world_size, started)
+    return config, options, rules, make_splits(dataset, config, world_size, rules)
+
+
 def _fit(
     draft_name: str,
     config: FitConfig,
@@ -132,15 +149,11 @@ def _fit(
 ) -> FitResult:
     """Run one rank; `run` is None on every rank except rank 0."""
     started = ranks.gather(None if run is None else run.started())[0]
-    options = with_shape_of_start(draft_name, config, options, dataset, started)
-    config, rules = rules_of(config, options, started)
-    config = sized(config, dataset, ranks.world_size, started)
-    splits = make_splits(dataset, config, ranks.world_size, rules)
+    world = ranks.world_size
+    config, options, rules, splits = _settled(draft_name, config, options, dataset, world, started)
     total, saved = 0, None
     if run is not None:
-        identity = run_identity(
-            draft_name, dataset, config, options, rules, ranks.world_size, started
-        )
+        identity = run_identity(draft_name, dataset, config, options, rules, world, started)
         accept_growth(run, started, identity, config, dataset, splits)
         total = _record(run, identity, config, options, splits)
         saved = run.load_newest()

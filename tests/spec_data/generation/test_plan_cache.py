@@ -13,9 +13,10 @@ import pytest
 from spec_data.estimation import estimate_size
 from spec_data.generate_options import EstimateConfig, GenerateConfig
 from spec_data.generation import plan_cache, planning
-from spec_data.generation.plan_cache import cache_folder, cache_limit, open_cache
+from spec_data.generation.plan_cache import cache_limit, open_cache
 from spec_data.generation.planning import make_plan
 from spec_data.generation.setup import set_up
+from spec_data.shards.cache_directory import cache_directory
 from spec_data.shards.errors import ConfigError
 from tests.spec_data.runs import digests, options, run, save_target, write_corpus
 
@@ -268,12 +269,14 @@ def test_where_the_cache_is_and_how_large(monkeypatch, tmp_path):
     for name in ("SPEC_DATA_CACHE", "SPEC_DATA_CACHE_SIZE", "HF_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / ".cache" / "spec-data" and cache_limit() == 10**10
+    assert (
+        cache_directory("plans") == tmp_path / ".cache/spec-data/plans" and cache_limit() == 10**10
+    )
     for name in ("XDG_CACHE_HOME", "HF_HOME"):
         monkeypatch.setenv(name, str(tmp_path / name))
-        assert cache_folder() == tmp_path / name / "spec-data"
+        assert cache_directory("plans") == tmp_path / name / "spec-data/plans"
     monkeypatch.setenv("SPEC_DATA_CACHE", str(tmp_path / "own"))
-    assert cache_folder() == tmp_path / "own"
+    assert cache_directory("plans") == tmp_path / "own" / "plans"
     monkeypatch.setenv("SPEC_DATA_CACHE_SIZE", "much")
     with pytest.raises(ConfigError):
         cache_limit()

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -215,3 +216,13 @@ def test_the_card(drafts: dict[str, Path], tmp_path: Path, target: Path, caplog:
     assert load_draft(tmp_path / "out").name == "eagle3"
     again = checked(drafts["eagle3"], "vllm", "org/some-model", tmp_path / "hub")
     assert 'base_model: "org/some-model"' in again.card and "acceptance length" not in again.card
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"acceptance_length": 2.5}'])
+def test_a_damaged_validation_file_costs_no_export(
+    drafts: dict[str, Path], tmp_path: Path, target: Path, text: str
+) -> None:
+    folder = tmp_path / "draft"
+    shutil.copytree(drafts["eagle3"], folder)
+    (folder / "validation.json").write_text(text)
+    assert "acceptance length" not in checked(folder, "vllm", target, tmp_path / "out").card
