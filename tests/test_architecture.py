@@ -25,6 +25,7 @@ SHARED = (
     "spec_data.devices",
     "spec_data.models",  # one way to find, identify and load a target
     "spec_data.keywords",  # one way from keyword arguments to options
+    "spec_data.pages",  # one form of page
     "spec_data.paths",  # one rule for what a path option accepts
     "spec_data.progress",  # one kind of bar
     "spec_data.__version__",

@@ -1,0 +1,163 @@
+"""Pages as bytes: safe embedding, the policy, figures that can be read back, the palette."""
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import spec_data.pages
+from spec_data.pages.binning import histogram, range_labels, whole_edges
+from spec_data.pages.html_page import CHART_FILE, page_bytes, read_page_data, safe_json, write_page
+from spec_data.pages.page_parts import Page, Section, Table, plain
+from spec_data.shards.errors import ConfigError
+from tests.spec_data.pages.samples import ATTACK, sample_page
+
+ROOM = Path(spec_data.pages.__file__).parent
+
+
+class Elements(HTMLParser):
+    """Every start tag with its attributes, and the text of scripts and styles."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.texts = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        if self.tags and self.tags[-1][0] in ("script", "style") and data.strip():
+            self.texts.append((self.tags[-1], data))
+
+
+def test_texts_never_become_markup_and_are_read_back_whole(tmp_path):
+    quiet, loud = (page_bytes(sample_page(text)).decode() for text in ("plain", ATTACK))
+    assert [t for t, _ in Elements(quiet).tags] == [t for t, _ in Elements(loud).tags]
+    assert "onerror" in loud and "<img" not in loud.split('id="data">')[1].split("</script>")[0]
+    data = read_page_data(write_page(tmp_path / "page.html", sample_page(ATTACK)))
+    assert data["title"] == f"data {ATTACK}"
+    table = data["sections"][1]["parts"][2]
+    assert table["rows"] == [[f"hidden.L1 {ATTACK}", 1536, 0.25], ["hidden.final", 10**9, None]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_json_of_any_text_is_read_back_and_ends_no_element(seed):
+    random = np.random.default_rng(seed)
+    pool = "<>&/!-sScCrRiIpPtT\"'\\\u2028\u2029\0\n\té漢😀\udc00\ud83d"
+    text = "".join(random.choice(list(pool), 60).tolist())
+    shown = safe_json({text: [text, None, True, 1.5, float("inf")]})
+    whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+    assert json.loads(shown) == {whole: [whole, None, True, 1.5, None]}  # pairs are one character
+    assert not re.search("[<>&\u2028\u2029\ud800-\udfff]", shown)
+    shown.encode()
+
+
+def test_the_policy_names_every_script_and_style_and_nothing_else():
+    found = Elements(page_bytes(sample_page()).decode())
+    policy = next(a["content"] for t, a in found.tags if a.get("http-equiv"))
+    rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == "'none'"
+    hashes = {"script": [], "style": []}
+    for (tag, attributes), text in found.texts:
+        if attributes.get("type") != "application/json":
+            digest = hashlib.sha256(text.encode()).digest()
+            hashes[tag].append(f"'sha256-{base64.b64encode(digest).decode()}'")
+    assert rules["script-src"].split() == hashes["script"] and len(hashes["script"]) == 4
+    assert rules["style-src"].split() == hashes["style"] and len(hashes["style"]) == 1
+    assert not any("src" in a or "href" in a or "style" in a for _, a in found.tags)
+
+
+def test_equal_pages_have_equal_bytes_and_charts_bring_their_library_and_licence():
+    assert page_bytes(sample_page()) == page_bytes(sample_page())
+    whole = page_bytes(sample_page()).decode()
+    assert "Chart.js v4.6.1" in whole and "Permission is hereby granted" in whole
+    assert "sourceMappingURL" not in whole
+    table = Table(title="t", columns=[("a", "text")], rows=[["b"]])
+    small = page_bytes(Page(title="t", kind="k", sections=[Section(title="s", parts=[table])]))
+    assert b"Chart.js" not in small.split(b"<script>", 1)[0] and len(small) < 40_000
+
+
+def test_no_script_of_this_room_parses_markup_or_ends_its_element():
+    for file in [*ROOM.glob("*.js"), ROOM / CHART_FILE]:
+        text = file.read_text(encoding="utf-8")
+        assert "</script" not in text.lower() and "<!--" not in text
+        if file.parent == ROOM:
+            for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
+                assert way not in text
+    for file in ROOM.glob("*.css"):
+        assert "url(" not in file.read_text(encoding="utf-8")
+
+
+def test_plain_takes_numbers_of_libraries_and_refuses_the_rest():
+    value = {"a": np.float32(0.5), "b": np.arange(2), "c": (torch.tensor(3), float("nan")), 4: None}
+    assert plain(value) == {"a": 0.5, "b": [0, 1], "c": [3, None], "4": None}
+    with pytest.raises(TypeError, match="a page cannot hold bytes"):
+        plain({"x": [b"raw"]})
+
+
+def test_files_that_cannot_be_written_or_are_no_pages(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot be written.*--out"):
+        write_page(tmp_path / "no" / "page.html", sample_page())
+    (tmp_path / "other.html").write_text("<p>other</p>")
+    with pytest.raises(ConfigError, match="not a page of this project"):
+        read_page_data(tmp_path / "other.html")
+
+
+@pytest.mark.parametrize("most", [0, 1, 23, 24, 99, 511, 2047, 131_072])
+def test_a_histogram_counts_what_a_slow_loop_counts(most):
+    random = np.random.default_rng(most)
+    values = np.append(random.integers(0, most + 1, 300), most)
+    edges = whole_edges(most)
+    assert len(edges) <= 25 and edges[0] == 0 and edges[-1] > most >= edges[-2]
+    chart = histogram(values, "Lengths", "tokens", "documents", "all")
+    counted = [0] * (len(edges) - 1)
+    for value in values.tolist():
+        counted[value // int(edges[1])] += 1
+    assert chart.series == {"all": counted} and sum(counted) == 301
+    assert len(chart.labels) == len(counted) == len(set(chart.labels))
+
+
+def test_ranges_are_written_without_their_end_and_bad_numbers_are_refused():
+    assert range_labels([0, 1, 2]) == ["0", "1"]
+    assert range_labels([0, 500, 1000]) == ["0–499", "500–999"]
+    for bad in ([], [-1]):
+        with pytest.raises(ValueError):
+            histogram(bad, "t", "x", "y", "n")
+
+
+def palettes():
+    """The colours of page.css: light, and dark on top of light."""
+    text = (ROOM / "page.css").read_text(encoding="utf-8")
+    blocks = re.findall(r":root \{(.*?)\}", text, re.DOTALL)
+    light, dark = (dict(re.findall(r"--([\w-]+): #(\w{6})", block)) for block in blocks)
+    assert set(light) == set(dark)
+    return {"light": light, "dark": dark}
+
+
+def contrast(one, other):
+    """The contrast ratio of WCAG 2.1 of two colours as six hex digits."""
+
+    def luminance(colour):
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+        parts = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
+
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("mode", ["light", "dark"])
+def test_every_text_has_a_contrast_of_at_least_4_5(mode):
+    own = palettes()[mode]
+    pairs = [(t, b) for t in ("text", "soft", "accent") for b in ("page", "panel")]
+    pairs += [(f"{kind}-text", f"{kind}-page") for kind in ("warn", "mark", "bad", "chip")]
+    pairs += [(name, "page") for name in own if name.startswith("series-")]
+    for text, behind in pairs:
+        assert contrast(own[text], own[behind]) >= 4.5, (mode, text, behind)
