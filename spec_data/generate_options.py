@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from spec_data.codec_options import tables_of_option
 from spec_data.config import DOCUMENT_LENGTH, option
 from spec_data.corpus.bad_rows import BadRowLimit, parse_limit
 from spec_data.option_values import (
@@ -131,6 +132,7 @@ class GenerateConfig:
         group=CAPTURE,
         metavar="NAME",
     )
+    tables_of: str | None = tables_of_option()
     final: str = option(
         "all",
         help="tokens at which hidden.final is stored. supervised stores it only where the next "

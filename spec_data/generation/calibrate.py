@@ -3,7 +3,8 @@
 This happens once, before the first shard. Documents spread evenly over the plan are captured in the
 proven form; of a small plan all are, and these forwards are data (see `early`). Three of four make
 the tables; every fourth is held out and measures the error. A column whose error is above the
-declared bound of its codec stops the run, before any unit is captured.
+declared bound of its codec stops the run, before any unit is captured. With the tables of another
+dataset (`--tables-of`), all documents of the sample measure their error.
 
 Shapes: N tokens of the sample, H width of a column, V vocabulary size.
 """
@@ -90,6 +91,9 @@ def calibrate(
     lossy = [c for c in setup.columns if c.lossy]
     if not lossy:
         return {}, {}
+    given = setup.given
+    if given is not None:
+        given.check_loaded(setup.target | target.describe())
     if early is not None:
         documents = list(range(len(plan.lengths)))
         numbers = np.repeat(np.arange(len(documents)), plan.lengths)
@@ -98,10 +102,13 @@ def calibrate(
         documents = sample_documents(plan.lengths, _budget(plan, setup, target))
         states, numbers = capture_sample(plan, target, form, documents, lossy, batch_tokens)
     kept = {name: _usable(name, value) for name, value in states.items()}  # bool [N] each
-    held_out = numbers % 4 == 3 if len(documents) > 3 else np.ones(len(numbers), bool)  # [N]
+    split = len(documents) > 3 and given is None
+    held_out = numbers % 4 == 3 if split else np.ones(len(numbers), bool)  # [N]
     file = folder / TABLES
-    if not file.is_file():
-        used = ~held_out if len(documents) > 3 else held_out
+    if not file.is_file() and given is not None:
+        write_once(file, save_tables(given.tables))
+    elif not file.is_file():
+        used = ~held_out if split else held_out
         made = {c.name: make_tables(_take(states, kept, c, used), c.codec) for c in lossy}
         write_once(file, save_tables(made))
     # Use the tables on disk: another worker may have written them first.
@@ -112,13 +119,16 @@ def calibrate(
         errors[column.name] = measure(column, states[column.name], measured, tables, target)
         logger.info("codec: %s %s", column.name, error_text(column.codec, errors[column.name]))
     check_bounds(lossy, errors)
-    about = {
+    about: dict[str, Any] = {
         "file": TABLES,
         "sha256": sha256_file(file),
         "documents": len(documents),
         "tokens": len(numbers),
         "held_out_tokens": int(held_out.sum()),
     }
+    if given is not None:
+        given.warn_of_errors(errors)
+        about["tables_of"] = given.about
     return about, errors
 
 

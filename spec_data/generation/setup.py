@@ -23,6 +23,7 @@ from spec_data.corpus.record_reader import CorpusReader, SourceReport
 from spec_data.corpus.sources import corpus_directory
 from spec_data.devices import device_type
 from spec_data.generate_options import GenerateConfig
+from spec_data.generation.given_tables import GivenTables, read_given_tables
 from spec_data.generation.recorded_sampling import with_recorded_sampling
 from spec_data.generation.unit_size import AUTO
 from spec_data.models.identify import identify, target_table, tokenizer_table
@@ -53,6 +54,7 @@ class Setup:
         identity: the manifest's `identity`, without what is known after rendering and loading.
         layers: layer ids, ascending.
         draft_layers: those that each draft of --for reads.
+        given: the tables of --tables-of; None: the run makes its own.
     """
 
     config: GenerateConfig
@@ -66,6 +68,7 @@ class Setup:
     draft_layers: dict[str, tuple[int, ...]]
     columns: tuple[Column, ...]
     vocab_size: int
+    given: GivenTables | None = None
 
     @property
     def bytes_per_token(self) -> int:
@@ -83,6 +86,7 @@ def set_up(config: GenerateConfig, weights: bool = True) -> Setup:
         ConfigError: --out cannot be written or lies in the corpus, or --supervision asks for more
             logits than the vocabulary has.
         MissingError, TargetError: the model does not exist, or does not have these layers.
+        DatasetError: the dataset of --tables-of is of another target, or lacks a table.
     """
     _check_out(config)
     config = _as_begun(config)
@@ -107,6 +111,16 @@ def set_up(config: GenerateConfig, weights: bool = True) -> Setup:
     _check_supervision(config.supervision, vocab_size)
     check_choice(config.rope_factors, model_config)
     config = with_recorded_sampling(_within_context(config, model_config), identity)
+    columns = token_columns(
+        layers,
+        target["hidden_size"],
+        config.supervision,
+        vocab_size,
+        aux_codec=config.codecs["aux"],
+        final_codec=config.codecs["final"],
+        final_tokens=config.final,
+        teacher_tokens=config.teacher,
+    )
     return Setup(
         config=config,
         model_dir=model_dir,
@@ -117,17 +131,9 @@ def set_up(config: GenerateConfig, weights: bool = True) -> Setup:
         identity=identity,
         layers=layers,
         draft_layers=draft_layers,
-        columns=token_columns(
-            layers,
-            target["hidden_size"],
-            config.supervision,
-            vocab_size,
-            aux_codec=config.codecs["aux"],
-            final_codec=config.codecs["final"],
-            final_tokens=config.final,
-            teacher_tokens=config.teacher,
-        ),
+        columns=columns,
         vocab_size=vocab_size,
+        given=read_given_tables(config.tables_of, columns, identity) if config.tables_of else None,
     )
 
 
@@ -254,6 +260,7 @@ def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
             tensor_parallel=config.vllm_tensor_parallel if config.backend == "vllm" else None,
             device_map=config.device_map,
             tp_plan=config.tp_plan,
+            tables_of=setup.given.sha256 if setup.given else None,
         ),
         "versions": {
             "spec_data": spec_data.__version__,

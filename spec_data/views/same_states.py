@@ -122,8 +122,9 @@ def check_same_tables(inputs: Sequence[StoredDocuments], columns: Sequence[Colum
                     f"{other.path}: column {column.name} ({column.codec}) is decoded by other "
                     f"tables than in {first.path}, because each `generate` makes its own; a "
                     "dataset has one table per column, and encoding again would add a second "
-                    "error. Generate both with --codec bf16, merge them and `spec-data recode` "
-                    "the result; or train on both as they are: `spec-train fit --data A B`"
+                    "error. Generate the second with --tables-of the first; or generate both with "
+                    "--codec bf16, merge them and `spec-data recode` the result; or train on both "
+                    "as they are: `spec-train fit --data A B`"
                 )
 
 

@@ -1,0 +1,19 @@
+"""The option of `generate` that shares codec tables with another dataset (see config.py)."""
+
+from typing import Any
+
+from spec_data.config import option
+from spec_data.option_values import CAPTURE
+
+
+def tables_of_option() -> Any:
+    """The dataset whose codec tables are used."""
+    return option(
+        None,
+        help="take the codec's tables from this dataset of the same target, so that both can be "
+        "merged; it must have all layers that are captured. Not given: make them from a sample of "
+        "this corpus, which fits it best",
+        group=CAPTURE,
+        metavar="DIR",
+        dataset="read",
+    )
