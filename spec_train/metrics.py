@@ -17,9 +17,14 @@ A draft's sums are float64 tensors. Most are [S], with one entry per depth (unro
     at_risk      chains, whole or not, in the slot mask up to this depth and hit at every depth
                  before it
     kept         those of `at_risk` that are hit at this depth too
+
+Drafts that forecast their acceptance add three sums of [B], by ranges of the forecast: see
+`reliability`.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,17 +101,46 @@ PART_FIGURES = ("loss", "acceptance_length", "product_limit_length")
 
 def summarise_parts(
     parts: Mapping[str, Sums], summarise: Callable[[Sums], dict[str, float | None]]
-) -> dict[str, float | None]:
+) -> dict[str, Any]:
     """Return the figures of all parts together, and PART_FIGURES of each named part.
 
-    The latter are called "loss/name" and so on.
+    The latter are called "loss/name" and so on. Every figure is a number or None, but for those of
+    `reliability`.
     """
-    figures = summarise(add_sums(parts.values()))
+    total = add_sums(parts.values())
+    figures: dict[str, Any] = summarise(total) | reliability(total)
     for name, sums in parts.items():
         if name:
             own = summarise(sums)
             figures |= {f"{figure}/{name}": own.get(figure) for figure in PART_FIGURES}
     return figures
+
+
+def reliability(sums: Sums) -> dict[str, list[list[float | None]]]:
+    """Return what the forecasts of a draft were worth; nothing for a draft that makes none.
+
+    Args:
+        sums: "confidence_number", "confidence_sum" and "confidence_accepted", float64 [B] each: the
+            drafted tokens (weighted as in the loss), their forecasts and their acceptance, by B
+            ranges of the forecast. Range b is b/B to (b+1)/B.
+
+    Returns:
+        "confidence_bins": for every range, the weight of its tokens, the mean forecast and the
+        share of them that was kept; the last two are None in a range without tokens.
+    """
+    if "confidence_number" not in sums:
+        return {}
+    names = ("confidence_number", "confidence_sum", "confidence_accepted")
+    table = torch.stack([sums[name].double().cpu() for name in names], dim=1).tolist()  # [B, 3]
+    bins: list[list[float | None]] = []
+    for weight, forecast, accepted in table:
+        means = [forecast / weight, accepted / weight] if weight else [None, None]
+        bins.append([_finite(value) for value in (weight, *means)])
+    return {"confidence_bins": bins}
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from spec_train.fit_options import (
     share,
 )
 from spec_train.presets import apply_preset
+from spec_train.report_options import samples_option
 from spec_train.vocabulary_options import (
     CHOICES,
     check_choice,
@@ -185,6 +186,7 @@ class EvalConfig:
     json: str | None = option(
         None, help="write every figure to this file", group=FILES, metavar="FILE"
     )
+    samples: int = samples_option(FILES)
     save_responses: str | None = option(
         None,
         help="write the greedy responses as input_ids and loss_mask: a corpus for `spec-data "
@@ -286,7 +288,7 @@ class EvalConfig:
                 "nothing about branches that were not taken)"
             )
         check_batch_prompts(self.batch_prompts, self.tree_tokens)
-        at_least(self, 0, "limit", "draft_tokens", "seed", "tree_tokens")
+        at_least(self, 0, "limit", "draft_tokens", "seed", "tree_tokens", "samples")
         at_least(self, 1, "max_new_tokens", "tree_topk")
 
 

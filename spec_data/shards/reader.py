@@ -207,6 +207,10 @@ class HiddenStatesDataset(DocumentAccess):
         """Content hashes of the documents."""
         return self.id_array.to_pylist()
 
+    def source_of(self, index: int) -> str:
+        """Return the source of a document: what the corpus called the place that it is from."""
+        return str(self._index.column("source")[index])
+
     def __len__(self) -> int:
         return int(self.manifest.raw["totals"]["documents"])
 

@@ -173,12 +173,14 @@ class Request:
 @dataclass(frozen=True, kw_only=True)
 class Round:
     """One verification. `accepted` of the `drafted` tokens were emitted; `tried` is the number of
-    depths with a result: the accepted ones, plus one if the next draft was rejected."""
+    depths with a result: the accepted ones, plus one if the next draft was rejected. `tokens` are
+    the drafted ids; of a tree only those of the accepted path."""
 
     drafted: int
     tried: int
     accepted: int
     emitted: int
+    tokens: tuple[int, ...] = field(default=(), compare=False)
 
 
 @dataclass(kw_only=True)
@@ -236,6 +238,7 @@ class GrowingResponse:
                 tried=min(accepted + 1, len(proposed), len(emitted)),
                 accepted=min(accepted, len(emitted)),
                 emitted=len(emitted),
+                tokens=tuple(proposed),
             )
         )
         self.tokens.extend(emitted)

@@ -98,6 +98,7 @@ def decode_tree(
                 tried=min(kept.tried, len(emitted)),
                 accepted=min(len(kept.path), len(emitted)),
                 emitted=len(emitted),
+                tokens=tuple(known[:-1]),
             )
         )
         tokens.extend(emitted)

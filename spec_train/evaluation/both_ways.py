@@ -5,7 +5,7 @@ Later ones are decoded without the draft only if that response is not known.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from spec_data.corpus.documents import RenderError
@@ -62,14 +62,19 @@ class Bench:
         config: EvalConfig,
         depth: int,
         known: PlainResponses,
+        sampled: Collection[str] = (),
     ) -> None:
-        """Start with an empty tally; `depth` is K, `known` the responses without a draft."""
+        """Start with an empty tally; `depth` is K, `known` the responses without a draft.
+
+        `sampled` are the places of the prompts whose drafted tokens are kept.
+        """
         self.draft, self.model, self.tokenizer = draft, model, tokenizer
         self.head = TargetHead.from_model(model, draft.config.origin.get("head"))
         self.config, self.depth = config, depth
         self.stop = stop_ids(model, tokenizer)
         self.known = known
-        self.tally = Tally(tried=[0] * depth, accepted=[0] * depth)
+        none = [0] * depth
+        self.tally = Tally(tried=none[:], accepted=none[:], sampled=frozenset(sampled))
         self.saved: list[dict[str, list[int]]] = []
         self._context = getattr(decoder_config(model), "max_position_embeddings", None) or 1 << 62
         self._shape = TreeShape(nodes=config.tree_tokens, topk=config.tree_topk)

@@ -29,9 +29,11 @@ from spec_train.data.policy_masks import open_with_mask
 from spec_train.data.splits import select
 from spec_train.drafts import Draft
 from spec_train.drafts.teacher import TOPK, missing_mass
-from spec_train.evaluation.walk import ServingSums, document_sums
+from spec_train.evaluation.breakdown import Breakdown
+from spec_train.evaluation.samples import spread, token_texts, tokenizer_of
+from spec_train.evaluation.walk import ServingSums, document_sums, walk_document, walk_sums
 from spec_train.head import TargetHead
-from spec_train.metrics import add_sums, shown
+from spec_train.metrics import add_sums, shown, summarise_parts
 from spec_train.origin import origin_warnings, require_same_embedding
 
 log = logging.getLogger(__name__)
@@ -185,17 +187,28 @@ def serving_sums(batch: DraftBatch, chains: Tensor) -> ServingSums:
 
     `chains` are target ids, int64 [B, T, S], as from `Draft.chains`.
     """
+    total = ServingSums.zero(chains.shape[-1])
+    for _, arrays in _documents_of(batch, chains):
+        total += document_sums(*arrays)
+    return total
+
+
+def _documents_of(
+    batch: DraftBatch, chains: Tensor
+) -> Iterator[tuple[int, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]]:
+    """Yield the number of each document of a batch, and its arrays for `walk.judge_chains`."""
     ids, mask, best, documents = (
         t.cpu().numpy()
         for t in (batch.input_ids, batch.loss_mask, batch.target_argmax, batch.document_ids)
     )
     drafted = chains.cpu().numpy()
-    total = ServingSums.zero(drafted.shape[-1])
     for b in range(len(ids)):
         for document in range(documents[b].max() + 1):
             own = documents[b] == document
-            total += document_sums(drafted[b, own], ids[b, own], best[b, own], mask[b, own])
-    return total
+            yield (
+                batch.rows[b][document],
+                (drafted[b, own], ids[b, own], best[b, own], mask[b, own]),
+            )
 
 
 def _missing(batch: DraftBatch) -> Tensor:
@@ -228,12 +241,14 @@ def evaluate_data(
     check: str = FIRST,
     mask: str | None = None,
     walk_only: bool = False,
+    samples: int = 0,
 ) -> dict[str, Any]:
     """Return the metrics of `draft` on the dataset at `path`, on the draft's device and dtype.
 
     `check_fit` must have accepted the two before. `check` is as for HiddenStatesDataset. `mask` is
     a mask policy; None: that of the run on the run's own data, otherwise the stored masks.
-    `walk_only` leaves out the loss and the teacher-forced metrics.
+    `walk_only` leaves out the loss and the teacher-forced metrics. So many `samples` of the
+    documents, evenly spread, are returned with every drafted token (see `samples`).
     """
     dataset = HiddenStatesDataset(path)
     policy = measured_mask(dataset, run, mask)
@@ -245,17 +260,25 @@ def evaluate_data(
     teacher_forced: dict[str, Tensor] = {}
     serving = ServingSums.zero(depth)
     missing = torch.zeros(2, dtype=torch.float64)  # sum over supervised slots, and their number
+    breakdown = Breakdown(depth, [documents[i] for i in spread(len(documents), samples)])
     with progress(total=len(documents), unit="documents", desc="data", leave=False) as bar:
         for pack in _packs(dataset, documents):
             batch = read_pack(dataset, pack, columns, weight.dtype).to(weight.device)
             if not walk_only:
-                sums = draft.loss(batch, head, draft.slot_counts(batch)).sums
-                teacher_forced = add_sums([teacher_forced, sums])
+                forced = draft.loss(batch, head, draft.slot_counts(batch)).sums
+                teacher_forced = add_sums([teacher_forced, forced])
             missing += _missing(batch)
-            serving += serving_sums(batch, draft.chains(batch, head, depth, counted_only=True))
+            chains = draft.chains(batch, head, depth, counted_only=True)
+            for document, arrays in _documents_of(batch, chains):
+                walk = walk_document(*arrays)
+                sums = walk_sums(walk, *arrays[1:])
+                breakdown.add(document, dataset.source_of(document), walk, sums, arrays)
+                serving += sums
             bar.update(len(pack))
             length = shown(serving.walk_figures().acceptance_length)
             bar.set_postfix_str(f"acceptance {length}", refresh=False)
+    found = breakdown.figures()
+    tokenizer = tokenizer_of(dataset.target_dir) if found["samples"] else None
     return {
         "path": dataset.place,
         "split": split,
@@ -263,8 +286,12 @@ def evaluate_data(
         "documents": len(documents),
         "supervised_tokens": serving.tokens,
         "on_policy": serving.on_policy / max(serving.tokens, 1),
-        "teacher_forced": None if walk_only else draft.summarise(teacher_forced),
+        "teacher_forced": None
+        if walk_only
+        else summarise_parts({"": teacher_forced}, draft.summarise),
         "missing_mass": float(missing[0] / missing[1]) if missing[1] else None,
         "slots": asdict(serving.slot_figures()),
         "walk": asdict(serving.walk_figures()),
+        **found,
+        "texts": token_texts(found["samples"], tokenizer),
     }

@@ -27,6 +27,7 @@ from spec_train.evaluation.both_ways import Bench
 from spec_train.evaluation.plain_responses import PlainResponses
 from spec_train.evaluation.prompt_batches import answer_in_batches
 from spec_train.evaluation.prompts import Prompts
+from spec_train.evaluation.samples import spread, token_texts
 from spec_train.evaluation.tally import figures
 from spec_train.metrics import shown
 from spec_train.options import EvalConfig
@@ -108,7 +109,8 @@ def evaluate_target(
     `known` are the responses of the target alone; new ones are added and saved. The prompts after
     the timed pairs are decoded `width` at a time.
     """
-    bench = Bench(draft, model, tokenizer, config, depth, known)
+    sampled = [prompts.found[i].where for i in spread(len(prompts), config.samples)]
+    bench = Bench(draft, model, tokenizer, config, depth, known, sampled)
     bench.warm_up([0])
     with progress(total=len(prompts), unit="prompts", desc="decode", leave=False) as bar:
         for number, prompt in enumerate(prompts.found):
@@ -121,6 +123,7 @@ def evaluate_target(
             bar.update(1)
     known.save()
     result = figures(bench.tally, depth, config.temperature)
+    result["texts"] = token_texts(result["samples"], tokenizer)
     result["batch_prompts"] = width
     result["plain_responses_kept"] = known.used
     result["tree_tokens"] = config.tree_tokens

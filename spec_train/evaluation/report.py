@@ -123,6 +123,7 @@ def measure(config: EvalConfig) -> dict[str, Any]:
             check=config.check,
             mask=config.mask,
             walk_only=config.walk_only,
+            samples=config.samples,
         )
         if config.target is None:
             report["acceptance_length"] = report["data"]["walk"]["acceptance_length"]

@@ -8,7 +8,9 @@ import numpy as np
 from xxhash import xxh3_64_hexdigest
 
 from spec_train.decoding.chains import Generation
+from spec_train.evaluation.breakdown import by_position, position_range, positions_of
 from spec_train.evaluation.intervals import length_interval
+from spec_train.evaluation.samples import response_sample
 
 
 @dataclass
@@ -46,6 +48,9 @@ class Tally:
     failed_turns: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
     prompts: dict[str, PromptCounts] = field(default_factory=dict)  # by place in --prompts
+    sampled: frozenset[str] = frozenset()  # places of the prompts whose drafted tokens are kept
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    ranges: dict[int, list[int]] = field(default_factory=dict)  # by range of positions
 
     def add_pair(self, plain: Generation, speculative: Generation) -> None:
         """Count the times of a response that was decoded both ways."""
@@ -72,7 +77,12 @@ class Tally:
             self.tokens_alone += len(speculative.tokens)
             self.seconds += speculative.seconds
         self.draft_passes += speculative.draft_passes
-        for r in speculative.rounds:
+        if where in self.sampled:
+            self.samples.append(response_sample(where, ids, speculative))
+        positions = positions_of(r.emitted for r in speculative.rounds)
+        for r, position in zip(speculative.rounds, positions, strict=True):
+            own = self.ranges.setdefault(position_range(position), [0, 0])
+            own[0], own[1] = own[0] + 1, own[1] + r.emitted
             self.rounds += 1
             self.emitted += r.emitted
             self.drafted += r.drafted
@@ -126,6 +136,8 @@ def figures(tally: Tally, depth: int, temperature: float) -> dict[str, Any]:
         "too_long": tally.too_long,
         "failed_turns": tally.failed_turns,
         "per_prompt": [vars(counts) for counts in _by_prompt(tally)],
+        "by_position": by_position(tally.ranges),
+        "samples": tally.samples,
     }
 
 

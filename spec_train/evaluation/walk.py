@@ -165,31 +165,66 @@ def walk_rounds(outcomes: Outcomes, spans: list[tuple[int, int]]) -> list[tuple[
     return rounds
 
 
-def document_sums(
+@dataclass(frozen=True)
+class Walk:
+    """One document walked: the result at every slot, its supervised spans, and its rounds."""
+
+    outcomes: Outcomes
+    spans: list[tuple[int, int]]
+    rounds: list[tuple[int, int]]
+
+
+def walk_document(
     drafted: np.ndarray, input_ids: np.ndarray, target_argmax: np.ndarray, loss_mask: np.ndarray
-) -> ServingSums:
-    """Return the sums of one document; arguments as for `judge_chains`."""
+) -> Walk:
+    """Judge the chains of one document and walk its rounds; arguments as for `judge_chains`."""
     outcomes = judge_chains(drafted, input_ids, target_argmax, loss_mask)
     spans = supervised_spans(loss_mask)
-    rounds = walk_rounds(outcomes, spans)
+    return Walk(outcomes, spans, walk_rounds(outcomes, spans))
+
+
+def round_sums(
+    outcomes: Outcomes, rounds: list[tuple[int, int]], loss_mask: np.ndarray
+) -> ServingSums:
+    """Return the sums of some rounds of one document: only those that `walk_figures` reads.
+
+    Args:
+        outcomes: of the document. rounds: some of its rounds, as from `walk_rounds`.
+        loss_mask: bool [T], token frame.
+    """
     slots = np.array([slot for slot, _ in rounds], dtype=np.int64)  # [R]
     open_ended = [  # later drafts could have been accepted, and emitted inside the span
         int(outcomes.accepted[slot]) - 1
         for slot, tokens in rounds
         if outcomes.censored[slot] and loss_mask[slot + 1 : slot + 2 + tokens].all()
     ]
-    predicted = loss_mask[1:]
-    return ServingSums(
-        slot_risk=outcomes.at_risk.sum(0),
-        slot_hits=outcomes.hit.sum(0),
-        walk_risk=outcomes.at_risk[slots].sum(0),
-        walk_hits=outcomes.hit[slots].sum(0),
-        walk_censored=np.bincount(open_ended, minlength=drafted.shape[1]),
-        slots=int(outcomes.at_risk[:, 0].sum()),
-        slots_censored=int(outcomes.censored.sum()),
-        rounds=len(rounds),
-        emitted=sum(tokens for _, tokens in rounds),
-        tokens=int(predicted.sum()),
-        on_policy=int((target_argmax[:-1] == input_ids[1:])[predicted].sum()),
-        spans=len(spans),
-    )
+    depths = outcomes.at_risk.shape[1]
+    sums = ServingSums.zero(depths)
+    sums.walk_risk = outcomes.at_risk[slots].sum(0)
+    sums.walk_hits = outcomes.hit[slots].sum(0)
+    sums.walk_censored = np.bincount(open_ended, minlength=depths)
+    sums.rounds, sums.emitted = len(rounds), sum(tokens for _, tokens in rounds)
+    return sums
+
+
+def document_sums(
+    drafted: np.ndarray, input_ids: np.ndarray, target_argmax: np.ndarray, loss_mask: np.ndarray
+) -> ServingSums:
+    """Return the sums of one document; arguments as for `judge_chains`."""
+    walk = walk_document(drafted, input_ids, target_argmax, loss_mask)
+    return walk_sums(walk, input_ids, target_argmax, loss_mask)
+
+
+def walk_sums(
+    walk: Walk, input_ids: np.ndarray, target_argmax: np.ndarray, loss_mask: np.ndarray
+) -> ServingSums:
+    """Return the sums of one document that was walked; arguments as for `judge_chains`."""
+    outcomes, predicted = walk.outcomes, loss_mask[1:]
+    sums = round_sums(outcomes, walk.rounds, loss_mask)
+    sums.slot_risk, sums.slot_hits = outcomes.at_risk.sum(0), outcomes.hit.sum(0)
+    sums.slots = int(outcomes.at_risk[:, 0].sum())
+    sums.slots_censored = int(outcomes.censored.sum())
+    sums.tokens = int(predicted.sum())
+    sums.on_policy = int((target_argmax[:-1] == input_ids[1:])[predicted].sum())
+    sums.spans = len(walk.spans)
+    return sums

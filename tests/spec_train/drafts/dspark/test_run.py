@@ -66,6 +66,13 @@ def test_fit_and_eval_end_to_end(name, more, data, workplace, tmp_path, capsys) 
     assert [line["step"] for line in held_out] == [0, 12, 24]
     assert held_out[-1]["loss"] < held_out[0]["loss"]
     best = max(held_out, key=lambda line: line["product_limit_length"] or 1)
+    for line in held_out:  # what the forecasts were worth: the table behind the calibration error
+        assert ("confidence_bins" in line) == (name == "dspark")
+        bins = [b for b in line.get("confidence_bins", ()) if b[0]]
+        total = sum(weight for weight, _, _ in bins)
+        gap = sum(weight * abs(mean - kept) for weight, mean, kept in bins)
+        if bins:
+            assert gap / total == pytest.approx(line["confidence_calibration"])
     kept = json.loads((out / "best" / "validation.json").read_text())
     assert kept["product_limit_length"] == best["product_limit_length"]
     draft = load_draft(out / "best")
@@ -79,6 +86,19 @@ def test_fit_and_eval_end_to_end(name, more, data, workplace, tmp_path, capsys) 
     assert report["draft_tokens"] == draft.depth
     assert report["draft_passes"] <= report["rounds"]  # one forward pass per round that drafts
     assert report["data"]["on_policy"] == 1.0
+    assert len(report["samples"]) == 8 and report["texts"]
+    for sample in report["samples"]:  # every response once, with the rounds that were counted
+        kinds = [part["kind"] for part in sample["parts"]]
+        assert kinds[:2] == ["context", "first"] and set(kinds[2:]) <= {"round"}
+    made = [part for s in report["samples"] for part in s["parts"] if part["kind"] == "round"]
+    assert len(made) == report["rounds"] == sum(x["rounds"] for x in report["by_position"])
+    assert sum(len(part["emitted"]) for part in made) == report["emitted"]
+    assert sum(part["accepted"] for part in made) == report["accepted"]
+    assert sum(len(part["drafted"]) for part in made) == report["drafted"]
+    told = report["data"]
+    (source,) = told["by_source"]
+    assert source["acceptance_length"] == told["walk"]["acceptance_length"]
+    assert sum(x["rounds"] for x in told["by_position"]) == told["walk"]["rounds"]
     assert report["data"]["teacher_forced"]["tau"] >= 1
     assert main([*common, *real, "--temperature", "0.8", "--limit", "2"]) == 0
     assert main([*common, *real, "--draft-tokens", "9"]) == 2

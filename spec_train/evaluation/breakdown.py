@@ -1,0 +1,135 @@
+"""Acceptance by source and by position in the response.
+
+A *position* is the number of tokens that a response has before a round. Positions are counted in
+ranges that double, because responses have very different lengths.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from spec_train.evaluation.samples import document_sample
+from spec_train.evaluation.walk import ServingSums, Walk, round_sums
+
+EDGES = (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+"""First position of every range; the last range has no end."""
+MOST_SOURCES = 40
+"""Sources beyond this number, by tokens, are reported together."""
+OTHERS = "other sources"
+
+
+def position_range(position: int) -> int:
+    """Return the number of the range that holds a position of at least 0."""
+    return bisect_right(EDGES, position) - 1
+
+
+def range_json(number: int, rounds: int, length: float | None) -> dict[str, Any]:
+    """Return the line of a range: `start`, `end` (None: no end), `rounds`, `acceptance_length`."""
+    end = EDGES[number + 1] if number + 1 < len(EDGES) else None
+    return {"start": EDGES[number], "end": end, "rounds": rounds, "acceptance_length": length}
+
+
+def by_position(counts: Mapping[int, Sequence[int]]) -> list[dict[str, Any]]:
+    """Return the lines of real decoding.
+
+    Args:
+        counts: verifications, and tokens that they emitted, by the number of the range.
+    """
+    return [
+        range_json(number, rounds, emitted / rounds)
+        for number, (rounds, emitted) in sorted(counts.items())
+        if rounds
+    ]
+
+
+def positions_of(emitted: Iterable[int]) -> list[int]:
+    """Return the position of every round of a response, given the tokens that each emits.
+
+    The first token of a response belongs to no round, so the first position is 1.
+    """
+    found, position = [], 1
+    for count in emitted:
+        found.append(position)
+        position += count
+    return found
+
+
+class Breakdown:
+    """The sums of an evaluation on a dataset, taken apart, and its sampled documents."""
+
+    def __init__(self, depth: int, sampled: Iterable[int] = ()) -> None:
+        """Start with nothing; `depth` is S, `sampled` the numbers of documents to keep."""
+        self._depth, self._sampled = depth, set(sampled)
+        self._sources: dict[str, tuple[int, ServingSums]] = {}
+        self._ranges: dict[int, ServingSums] = {}
+        self._samples: dict[int, dict[str, Any]] = {}
+
+    def add(
+        self,
+        document: int,
+        source: str,
+        walk: Walk,
+        sums: ServingSums,
+        arrays: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+    ) -> None:
+        """Count a document.
+
+        Args:
+            document, source: its number and its source.
+            walk, sums: of the document, as from `walk_document` and `walk_sums`.
+            arrays: drafted, input_ids, target_argmax, loss_mask, as for `walk.judge_chains`.
+        """
+        count, total = self._sources.get(source, (0, ServingSums.zero(self._depth)))
+        total += sums
+        self._sources[source] = count + 1, total
+        mask = arrays[3]
+        for number, rounds in _rounds_by_range(walk).items():
+            own = self._ranges.setdefault(number, ServingSums.zero(self._depth))
+            own += round_sums(walk.outcomes, rounds, mask)
+        if document in self._sampled:
+            name = f"document {document}"
+            self._samples[document] = document_sample(name, source, walk, *arrays[:3])
+
+    def figures(self) -> dict[str, Any]:
+        """Return `by_source`, `by_position` and `samples` as in the file of --json."""
+        ranked = sorted(self._sources.items(), key=lambda item: (-item[1][1].tokens, item[0]))
+        lines = [_source_json(name, *found) for name, found in ranked[:MOST_SOURCES]]
+        if len(ranked) > MOST_SOURCES:
+            count, total = 0, ServingSums.zero(self._depth)
+            for _, (documents, sums) in ranked[MOST_SOURCES:]:
+                count += documents
+                total += sums
+            lines.append(_source_json(OTHERS, count, total))
+        ranges = [
+            range_json(number, sums.rounds, sums.walk_figures().acceptance_length)
+            for number, sums in sorted(self._ranges.items())
+        ]
+        samples = [self._samples[document] for document in sorted(self._samples)]
+        return {"by_source": lines, "by_position": ranges, "samples": samples}
+
+
+def _rounds_by_range(walk: Walk) -> dict[int, list[tuple[int, int]]]:
+    """Return the rounds of a document by the range of their position."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    spans = iter(walk.spans)
+    start, end = next(spans, (0, 0))
+    for slot, tokens in walk.rounds:
+        while slot >= end - 1:  # a round's slot is before the last token of its span
+            start, end = next(spans)
+        found.setdefault(position_range(slot + 2 - start), []).append((slot, tokens))
+    return found
+
+
+def _source_json(name: str, documents: int, sums: ServingSums) -> dict[str, Any]:
+    figures = sums.walk_figures()
+    return {
+        "source": name,
+        "documents": documents,
+        "supervised_tokens": sums.tokens,
+        "on_policy": sums.on_policy / max(sums.tokens, 1),
+        "rounds": figures.rounds,
+        "acceptance_length": figures.acceptance_length,
+        "accept_rate": figures.accept_rate,
+    }

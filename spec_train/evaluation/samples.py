@@ -1,0 +1,169 @@
+"""A few measured responses with every drafted token: what the acceptance viewer of a page shows.
+
+A sample is plain JSON, in the file of `spec-train eval --json`. Its `parts` are, in order:
+
+    {"kind": "context", "tokens": ids, "left_out": n}   tokens that are not drafted; the first n of
+                                                        them are left out
+    {"kind": "first", "tokens": ids}                    tokens that a response begins with
+    {"kind": "round", "drafted": ids, "accepted": n,    one verification of the target
+     "emitted": ids, "choice": id or null}
+
+The first `accepted` of the `drafted` tokens were kept, `emitted` are the tokens that the round adds
+to the response, and `choice` is the target's token where it rejected a draft or added one. In real
+decoding `emitted` are the accepted drafts and the choice. On a document they are the document's own
+tokens, which may differ from an accepted draft (the last one) or from the choice.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spec_data.models.reading import load_tokenizer
+from spec_data.shards.errors import SpecDataError
+from spec_train.decoding.chains import Generation
+from spec_train.evaluation.walk import Walk
+
+log = logging.getLogger(__name__)
+
+CONTEXT_TOKENS = 192
+"""Tokens kept of a context: its last ones."""
+RESPONSE_TOKENS = 1024
+"""A sample ends with the round in which its responses reach so many tokens."""
+
+
+def spread(count: int, wanted: int) -> list[int]:
+    """Return `wanted` numbers of 0 to count - 1, evenly spread; all if there are less.
+
+    Args:
+        count, wanted: at least 0.
+    """
+    if wanted >= count:
+        return list(range(count))
+    return [int(count * (2 * i + 1) // (2 * wanted)) for i in range(wanted)]
+
+
+def document_sample(
+    name: str,
+    source: str,
+    walk: Walk,
+    drafted: np.ndarray,
+    input_ids: np.ndarray,
+    target_argmax: np.ndarray,
+) -> dict[str, Any]:
+    """Return the sample of a document that was walked.
+
+    Args:
+        name, source: what the document is called, and where it is from.
+        walk: of the document. drafted, input_ids, target_argmax: as for `walk.judge_chains`.
+    """
+    ids, best = input_ids.tolist(), target_argmax.tolist()
+    parts: list[dict[str, Any]] = []
+    rounds = iter(walk.rounds)
+    shown, done = 0, 0  # tokens of responses; tokens of the document
+    upcoming = next(rounds, None)
+    for start, end in walk.spans:
+        if shown >= RESPONSE_TOKENS:
+            break
+        if start > done:
+            parts.append(_context(ids[done:start]))
+        done = min(max(start + 1, 2), end)  # the first round knows this many tokens
+        parts.append({"kind": "first", "tokens": ids[start:done]})
+        while upcoming is not None and upcoming[0] < end and shown < RESPONSE_TOKENS:
+            slot, count = upcoming
+            upcoming = next(rounds, None)
+            accepted = int(walk.outcomes.accepted[slot])
+            censored = bool(walk.outcomes.censored[slot])
+            kept = accepted if censored else count
+            inside = drafted[slot, : end - slot - 2].tolist()
+            rejected = not censored and slot + 1 + accepted < end - 1
+            parts.append(
+                {
+                    "kind": "round",
+                    "drafted": list(takewhile(lambda token: token >= 0, inside)),
+                    "accepted": accepted,
+                    "emitted": ids[done : done + kept],
+                    "choice": best[slot + 1 + accepted] if rejected else None,
+                }
+            )
+            shown, done = shown + kept, done + kept
+    return {"name": name, "source": source, "parts": parts}
+
+
+def response_sample(name: str, prompt: Sequence[int], generation: Generation) -> dict[str, Any]:
+    """Return the sample of a response of real decoding.
+
+    Args:
+        name: of the prompt. prompt: its token ids. generation: the response with its rounds.
+    """
+    tokens = generation.tokens
+    parts: list[dict[str, Any]] = [_context(list(prompt)), {"kind": "first", "tokens": tokens[:1]}]
+    done = 1
+    for one in generation.rounds:
+        if done >= RESPONSE_TOKENS:
+            break
+        emitted = tokens[done : done + one.emitted]
+        parts.append(
+            {
+                "kind": "round",
+                "drafted": list(one.tokens),
+                "accepted": one.accepted,
+                "emitted": emitted,
+                "choice": emitted[one.accepted] if one.accepted < len(emitted) else None,
+            }
+        )
+        done += one.emitted
+    return {"name": name, "source": "", "parts": parts}
+
+
+def _context(tokens: list[int]) -> dict[str, Any]:
+    left_out = max(0, len(tokens) - CONTEXT_TOKENS)
+    return {"kind": "context", "tokens": tokens[left_out:], "left_out": left_out}
+
+
+def sample_ids(samples: Iterable[dict[str, Any]]) -> list[int]:
+    """Return every token id of some samples once, ascending."""
+    found: set[int] = set()
+    for sample in samples:
+        for part in sample["parts"]:
+            for name in ("tokens", "drafted", "emitted"):
+                found.update(part.get(name, ()))
+            if part.get("choice") is not None:
+                found.add(part["choice"])
+    return sorted(found)
+
+
+def token_texts(samples: Sequence[dict[str, Any]], tokenizer: Any) -> dict[str, str]:
+    """Return the text of every token of some samples, by its id as text.
+
+    Args:
+        samples: as from the functions above. tokenizer: of the target; None: without texts.
+    """
+    if tokenizer is None:
+        return {}
+    ids = sample_ids(samples)
+    return {str(i): _text(tokenizer, i) for i in ids}
+
+
+def _text(tokenizer: Any, token: int) -> str:
+    """Return the text of one token, with the space that some tokenizers drop at a beginning."""
+    text = str(tokenizer.decode([token], skip_special_tokens=False))
+    name = tokenizer.convert_ids_to_tokens(token)
+    begins = isinstance(name, str) and name.startswith("\u2581")
+    return f" {text}" if begins and not text.startswith(" ") else text
+
+
+def tokenizer_of(directory: Path) -> Any:
+    """Return the tokenizer that a dataset holds; None, with a line in the log, if it has none.
+
+    Args:
+        directory: `target/` of the dataset.
+    """
+    try:
+        return load_tokenizer(directory)
+    except (SpecDataError, OSError) as error:
+        log.info("samples have token ids instead of texts: %s", error)
+        return None

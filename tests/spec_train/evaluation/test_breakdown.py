@@ -1,0 +1,207 @@
+"""Acceptance by source and position, and sampled responses: against plain loops over documents."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from spec_train.decoding.chains import Generation, Round
+from spec_train.evaluation import breakdown, samples
+from spec_train.evaluation.breakdown import Breakdown, position_range
+from spec_train.evaluation.samples import document_sample, response_sample, spread, token_texts
+from spec_train.evaluation.tally import Tally, figures
+from spec_train.evaluation.walk import ServingSums, document_sums, walk_document, walk_sums
+from tests.spec_train.evaluation.test_walk import outcome, random_document
+
+DEPTHS = 4
+
+
+def added(documents, sources, sampled=()):
+    """The breakdown of some documents."""
+    found = Breakdown(DEPTHS, sampled)
+    for number, (arrays, source) in enumerate(zip(documents, sources, strict=True)):
+        walk = walk_document(*arrays)
+        found.add(number, source, walk, walk_sums(walk, *arrays[1:]), arrays)
+    return found.figures()
+
+
+def positions_by_hand(drafted, ids, best, mask):
+    """The position of every round, token by token."""
+    found = []
+    for start in range(len(ids)):
+        if not mask[start] or (start and mask[start - 1]):
+            continue
+        end = start
+        while end < len(ids) and mask[end]:
+            end += 1
+        slot = max(start - 1, 0)
+        while slot + 2 < end:
+            _, accepted, censored = outcome(drafted, ids, best, mask, slot)
+            found.append(slot + 2 - start)
+            slot += accepted if censored else accepted + 1
+    return found
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_positions_are_those_of_a_walk_by_hand(seed):
+    """Also where documents leave the target's choice; ranges are taken narrow for it."""
+    documents = [random_document(10 * seed + k, 0.85, 0.6, length=90) for k in range(3)]
+    found = added(documents, "abc")["by_position"]
+    expected: Counter[int] = Counter()
+    for document in documents:
+        for position in positions_by_hand(*document):
+            expected[position_range(position)] += 1
+    assert {breakdown.EDGES.index(line["start"]): line["rounds"] for line in found} == expected
+    assert len(found) > 2
+    for line in found:
+        number = breakdown.EDGES.index(line["start"])
+        assert line["end"] == breakdown.EDGES[number + 1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lengths_by_position_are_tokens_per_round_on_the_targets_own_text(seed):
+    document = random_document(seed, 1.0, 0.7, length=120)
+    tokens: Counter[int] = Counter()
+    rounds: Counter[int] = Counter()
+    ends = [i + 1 for i in range(120) if document[3][i] and (i == 119 or not document[3][i + 1])]
+    starts = [i for i in range(120) if document[3][i] and (i == 0 or not document[3][i - 1])]
+    for start, end in zip(starts, ends, strict=True):
+        slot = max(start - 1, 0)
+        while slot + 2 < end:
+            accepted = outcome(*document, slot)[1]
+            own = position_range(slot + 2 - start)
+            tokens[own] += min(accepted + 1, end - slot - 2)
+            rounds[own] += 1
+            slot += accepted + 1
+    for line in added([document], ["x"])["by_position"]:
+        own = breakdown.EDGES.index(line["start"])
+        assert line["rounds"] == rounds[own]
+        assert line["acceptance_length"] == pytest.approx(tokens[own] / rounds[own])
+
+
+def test_sources_add_up_and_many_are_joined(monkeypatch):
+    monkeypatch.setattr(breakdown, "MOST_SOURCES", 2)
+    documents = [random_document(seed, 0.8, 0.6, length=20 + 10 * seed) for seed in range(5)]
+    sources = ["small", "b", "a", "b", "a"]
+    found = added(documents, sources)["by_source"]
+    assert [line["source"] for line in found] == ["a", "b", breakdown.OTHERS]
+    for line, wanted in zip(found, ("a", "b", "small"), strict=True):
+        total = ServingSums.zero(DEPTHS)
+        for document, source in zip(documents, sources, strict=True):
+            if source == wanted:
+                total += document_sums(*document)
+        assert line["documents"] == sources.count(wanted)
+        assert line["supervised_tokens"] == total.tokens
+        assert line["acceptance_length"] == total.walk_figures().acceptance_length
+        assert line["on_policy"] == pytest.approx(total.on_policy / total.tokens)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 100])
+@pytest.mark.parametrize("wanted", [0, 1, 3, 8])
+def test_samples_are_spread_evenly(count, wanted):
+    found = spread(count, wanted)
+    assert len(found) == len(set(found)) == min(count, wanted)
+    assert found == sorted(found) and all(0 <= i < count for i in found)
+    gaps = np.diff(found)
+    assert len(gaps) == 0 or gaps.max() - gaps.min() <= 1
+
+
+@pytest.mark.parametrize("on_policy", [1.0, 0.7])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_sample_repeats_its_document(seed, on_policy):
+    drafted, ids, best, mask = random_document(seed, on_policy, 0.7, length=60)
+    drafted[5::7, 2:] = -1  # chains that ended early
+    walk = walk_document(drafted, ids, best, mask)
+    sample = document_sample("d", "s", walk, drafted, ids, best)
+    told, rounds = [], iter(walk.rounds)
+    for part in sample["parts"]:
+        if part["kind"] != "round":
+            told += part["tokens"]
+            continue
+        slot, _ = next(rounds)
+        assert len(told) == slot + 2  # what the round knows
+        accepted, own, emitted = part["accepted"], part["drafted"], part["emitted"]
+        assert own[:accepted] == best[slot + 1 : slot + 1 + accepted].tolist()
+        assert -1 not in own and len(own) <= DEPTHS
+        same = [a == b for a, b in zip(own[:accepted], emitted, strict=False)]
+        assert all(same[:-1])
+        if accepted < len(emitted):
+            assert part["choice"] == best[slot + 1 + accepted]
+        else:  # the last accepted draft is not the document's token, or nothing was left to add
+            assert part["choice"] is None
+        if accepted < len(own):
+            assert own[accepted] != part["choice"] or part["choice"] is None
+        told += emitted
+    assert next(rounds, None) is None
+    last = int(np.flatnonzero(mask)[-1]) + 1
+    assert told == ids[:last].tolist()
+
+
+def test_a_sample_is_cut(monkeypatch):
+    monkeypatch.setattr(samples, "CONTEXT_TOKENS", 3)
+    monkeypatch.setattr(samples, "RESPONSE_TOKENS", 10)
+    drafted, ids, best, _ = random_document(0, 1.0, 0.5, length=80)
+    mask = np.zeros(80, dtype=bool)
+    mask[20:70] = True
+    walk = walk_document(drafted, ids, best, mask)
+    parts = document_sample("d", "s", walk, drafted, ids, best)["parts"]
+    assert parts[0] == {"kind": "context", "tokens": ids[17:20].tolist(), "left_out": 17}
+    told = sum(len(part["emitted"]) for part in parts if part["kind"] == "round")
+    assert 10 <= told < 10 + DEPTHS + 1
+
+
+def rounds_of(tokens):
+    """Two rounds after the first token: one rejects its second draft, one is ended by a stop."""
+    return [
+        Round(drafted=3, tried=2, accepted=1, emitted=2, tokens=(tokens[1], 99, 98)),
+        Round(drafted=2, tried=2, accepted=2, emitted=2, tokens=(tokens[3], tokens[4])),
+    ]
+
+
+def test_a_response_is_sampled_with_its_rejected_drafts():
+    tokens = [5, 6, 7, 8, 9]
+    made = Generation(tokens=tokens, rounds=rounds_of(tokens), stopped=True)
+    sample = response_sample("p:1", [1, 2, 3], made)
+    context, first, one, two = sample["parts"]
+    assert context["tokens"] == [1, 2, 3] and first["tokens"] == [5]
+    assert one == {
+        "kind": "round", "drafted": [6, 99, 98], "accepted": 1, "emitted": [6, 7], "choice": 7,
+    }  # fmt: skip
+    assert two["emitted"] == [8, 9] and two["choice"] is None
+    texts = token_texts([sample], None)
+    assert texts == {} and samples.sample_ids([sample]) == [1, 2, 3, 5, 6, 7, 8, 9, 98, 99]
+
+
+def test_a_tally_keeps_the_chosen_prompts_and_counts_positions():
+    tally = Tally(tried=[0] * 3, accepted=[0] * 3, sampled=frozenset(["p:2"]))
+    tokens = [5, 6, 7, 8, 9]
+    made = Generation(tokens=tokens, rounds=rounds_of(tokens), stopped=True)
+    long = Generation(
+        tokens=list(range(21)),
+        rounds=[Round(drafted=1, tried=1, accepted=0, emitted=1, tokens=(0,)) for _ in range(20)],
+    )
+    for where, generation in (("p:1", made), ("p:2", made), ("p:3", long)):
+        tally.add(generation, where, [1, 2, 3])
+    found = figures(tally, 3, 0.0)
+    assert [sample["name"] for sample in found["samples"]] == ["p:2"]
+    assert found["by_position"] == [  # positions 1 to 15, and 16 to 20
+        {"start": 0, "end": 16, "rounds": 4 + 15, "acceptance_length": (8 + 15) / 19},
+        {"start": 16, "end": 32, "rounds": 5, "acceptance_length": 1.0},
+    ]
+    assert sum(line["rounds"] for line in found["by_position"]) == found["rounds"]
+
+
+class SentencePieces:
+    """A tokenizer that drops the space at a beginning, as SentencePiece does."""
+
+    def decode(self, ids, skip_special_tokens):
+        assert not skip_special_tokens
+        return "".join({1: "the", 2: "n"}[i] for i in ids)
+
+    def convert_ids_to_tokens(self, token):
+        return {1: "\u2581the", 2: "n"}[token]
+
+
+def test_texts_of_tokens_keep_their_space():
+    sample = response_sample("p", [2, 1], Generation(tokens=[1, 2]))
+    assert token_texts([sample], SentencePieces()) == {"1": " the", "2": "n"}
