@@ -18,9 +18,10 @@ from spec_train.compare_options import CompareConfig
 from spec_train.drafts import Draft
 from spec_train.drafts import load_draft as read_draft
 from spec_train.evaluation.compare import run_compare
+from spec_train.evaluation.eval_table import table
 from spec_train.evaluation.intervals import Comparison
 from spec_train.evaluation.on_dataset import check_fit, evaluate_data
-from spec_train.evaluation.report import measure, require_sound, table
+from spec_train.evaluation.report import measure, require_sound
 from spec_train.exporting import check_draft, export_draft, report
 from spec_train.options import (
     EvalConfig,
@@ -147,8 +148,7 @@ def evaluate(
         draft: a run (its best draft), a checkpoint or a draft directory.
         data: a dataset to simulate acceptance on.
         target: a model directory or name, to decode `prompts` with.
-        prompts: a file, directory or dataset of rows in any format of a corpus, or with `prompt`
-            alone or `turns`.
+        prompts: what it is asked, as `spec-train eval --prompts` takes it.
         options: those of `spec-train eval`, listed below.
 
     Returns:

@@ -16,6 +16,12 @@ from spec_data.shards.checking import CHECK_HELP, CHECKS, FIRST
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.turn_masks import check_policy
 from spec_train.batch_options import batch_prompts_option, check_batch_prompts
+from spec_train.benchmark_options import (
+    check_benchmark,
+    cost_ratio_option,
+    draft_tokens_option,
+    prompts_option,
+)
 from spec_train.draft_config_file import options_of
 from spec_train.draft_options import draft_options
 from spec_train.fit_options import (
@@ -168,13 +174,7 @@ class EvalConfig:
         group=_MEASURED,
         metavar="MODEL",
     )
-    prompts: str | None = option(
-        None,
-        help="what --target is asked: a file, directory or dataset in any format of `spec-data "
-        "generate --corpus`, whose answers are left out; rows may also have prompt alone or turns",
-        group=_MEASURED,
-        metavar="PATH",
-    )
+    prompts: str | None = prompts_option(_MEASURED)
     max_bad_rows: str = option(
         "auto",
         help="stop if more rows of --prompts are bad: a count such as 5, or a share such as 1% or "
@@ -206,12 +206,8 @@ class EvalConfig:
         group=_MEASURED,
         metavar="N",
     )
-    draft_tokens: int = option(
-        0,
-        help="tokens drafted per round; 0 = as many as the draft was trained for. Try fewer where "
-        "the last depths are rarely accepted",
-        group=_DECODING,
-    )
+    draft_tokens: str = draft_tokens_option(_DECODING)
+    cost_ratio: float = cost_ratio_option(_DECODING)
     confidence_threshold: float = option(
         0.0,
         help="end a round's drafts before the first one whose confidence is below P, for drafts "
@@ -288,7 +284,8 @@ class EvalConfig:
                 "nothing about branches that were not taken)"
             )
         check_batch_prompts(self.batch_prompts, self.tree_tokens)
-        at_least(self, 0, "limit", "draft_tokens", "seed", "tree_tokens", "samples")
+        check_benchmark(self.draft_tokens, self.cost_ratio, self.target)
+        at_least(self, 0, "limit", "seed", "tree_tokens", "samples")
         at_least(self, 1, "max_new_tokens", "tree_topk")
 
 

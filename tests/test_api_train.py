@@ -168,8 +168,10 @@ def test_evaluate_returns_the_figures_of_the_command(here, tmp_path, capsys):
     assert both.decoding.acceptance_length == both.acceptance_length
     assert both.decoding.identical == both.decoding.responses == 2
     assert both.data.documents == stored["data"]["documents"] and both.draft_tokens == 2
+    simulated = both.figures["data"]["walk"]["acceptance_length"]
+    assert both.figures["gap"] == simulated - both.acceptance_length
     text = str(both)
-    assert "real decoding" in text and "serving-like length" in text
+    assert "minus real" in text and "real decoding" in text and "serving-like length" in text
     with pytest.raises(ConfigError, match="nothing to evaluate on"):
         spec_train.evaluate("run")
     with pytest.raises(RunError, match="nothing was measured"):

@@ -45,8 +45,9 @@ def parquet(name: str, path: Path, digest: Digest, limit: int) -> Generator[Row]
 
 def _known_columns(names: Sequence[str], digest: Digest) -> list[str]:
     """Return the columns to read; the others are named in the digest."""
-    digest.unread_columns = [name for name in names if name not in COLUMNS]
-    return [name for name in names if name in COLUMNS]
+    known = {*COLUMNS, *digest.more_columns}
+    digest.unread_columns = [name for name in names if name not in known]
+    return [name for name in names if name in known]
 
 
 def _unknown(name: str, columns: Sequence[str], rows: int) -> Iterator[Row]:

@@ -8,7 +8,7 @@ import gzip
 import hashlib
 import io
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -38,10 +38,12 @@ class JsonText(bytes):
 class Digest:
     """The hash of a source, known once its rows were read.
 
-    `unread_columns` are the columns of a columnar source that no format uses.
+    `unread_columns` are the columns of a columnar source that are not read: no format uses them,
+    and `more_columns` does not name them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, more_columns: Collection[str] = ()) -> None:
+        self.more_columns = more_columns
         self.unread_columns: list[str] = []
         self._compute: Callable[[], str | None] = lambda: None
 

@@ -97,6 +97,7 @@ class CorpusReader:
         max_row_bytes: a row of more bytes is a bad row, and is never held in memory.
         parse: returns (format name, record) of a row, as `parse_row` does.
         find: returns the files and datasets behind one of `sources`, as `resolve` does.
+        more_columns: of columnar sources, which `parse` reads beside those of `records.COLUMNS`.
 
     Attributes:
         notes: the files of directories that were left out, and why.
@@ -119,6 +120,7 @@ class CorpusReader:
         max_row_bytes: int = MAX_ROW_BYTES,
         parse: Callable[..., tuple[str, Record]] = parse_row,
         find: Callable[..., list[Source]] = resolve,
+        more_columns: Sequence[str] = (),
     ) -> None:
         if not sources:
             raise ConfigError("no corpus: name a file, a directory or a dataset")
@@ -134,7 +136,7 @@ class CorpusReader:
         self.refused_examples: dict[str, list[str]] = {}
         self.unforeseen: Counter[str] = Counter()
         self._max_bad_rows = max_bad_rows
-        self._parse = parse
+        self._parse, self._more_columns = parse, more_columns
         self.sources: list[Source] = []
         self._given: list[tuple[int, str]] = []  # per source: which of `sources` it belongs to
         for given in enumerate(map(str, sources)):
@@ -163,7 +165,7 @@ class CorpusReader:
         """
         self.reports, self.refused, self.refused_examples = [], Counter(), {}
         self.unforeseen = Counter()
-        digests = [Digest() for _ in self.sources]
+        digests = [Digest(self._more_columns) for _ in self.sources]
         number, left = -1, self.limit
         with closing(self._rows(digests)) as rows, closing(_generator(work(rows))) as results:
             for row, result in results:

@@ -17,7 +17,6 @@ beyond the window and changes no result. Models with a recurrent state are refus
 
 import contextlib
 import inspect
-import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +27,7 @@ from transformers import DynamicCache
 
 from spec_data.shards.errors import DraftError, TargetError
 from spec_data.shards.schema import FINAL, layer_column
+from spec_train.decoding.stopwatch import Stopwatch
 from spec_train.drafts.protocol import Drafter
 from spec_train.sampling import Sampler
 
@@ -190,7 +190,10 @@ class Generation:
     tokens: list[int]
     rounds: list[Round] = field(default_factory=list)
     draft_passes: int = 0  # forwards of the draft
-    seconds: float = 0.0
+    seconds: float = 0.0  # all of it; the next three are parts
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
     stopped: bool = False  # whether a stop token ended it, not the limit
 
 
@@ -244,37 +247,30 @@ class GrowingResponse:
         self.tokens.extend(emitted)
         return accepted + 1
 
-    def generation(self, draft_passes: int, seconds: float = 0.0) -> Generation:
+    def generation(self, draft_passes: int, times: Stopwatch | None = None) -> Generation:
         """Return the response and its rounds."""
         return Generation(
             tokens=self.tokens,
             rounds=self._rounds,
             draft_passes=draft_passes,
-            seconds=seconds,
             stopped=self.tokens[-1] in self.request.stop,
+            **(times.parts() if times else {}),
         )
-
-
-def clock(device: torch.device) -> float:
-    """Return a time in seconds, after all queued work of the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 @torch.inference_mode()
 def decode_plain(model: Any, request: Request) -> Generation:
     """Decode with the target alone, one forward per token."""
     sampler, stop = request.sampler, request.stop
-    started = clock(model.device)
+    times = Stopwatch(model.device)
     session = TargetSession(model)
     logits, _ = session.forward(request.prompt, last_only=True)
     tokens = [sampler.first(logits[-1])]
+    times.add("prefill")
     while tokens[-1] not in stop and len(tokens) < request.limit:
         logits, _ = session.forward(tokens[-1:])
         tokens.append(sampler.first(logits[-1]))
-    seconds = clock(model.device) - started
-    return Generation(tokens=tokens, seconds=seconds, stopped=tokens[-1] in stop)
+    return Generation(tokens=tokens, stopped=tokens[-1] in stop, **times.parts())
 
 
 @torch.inference_mode()
@@ -286,22 +282,26 @@ def decode_speculative(
     `drafter` must be new; `columns` are the states it reads, the draft's `state_columns`. Near the
     limit a round drafts no more than can still be emitted, which does not change the output.
     """
-    started = clock(model.device)
+    times = Stopwatch(model.device)
     session = TargetSession(model, columns)
     logits, states = session.forward(request.prompt, last_only=True)
     response = GrowingResponse(request, logits, states)
+    times.add("prefill")
     while not response.ended:
+        times.begin()
         count = response.wanted(draft_tokens)
         drafted = torch.empty(0, dtype=torch.long, device=model.device)
         q: list[Any] = []
         if count:
             known, states = response.known, response.states
             drafted, q = drafter.propose(known, states, count, request.sampler)
+        times.add("draft")
         last = torch.tensor(response.tokens[-1:], device=model.device)
         logits, states = session.forward(torch.cat([last, drafted]))
         kept = response.verify(drafted, q, logits, states)
         session.rollback(1 + len(drafted) - kept)
-    return response.generation(drafter.passes, clock(model.device) - started)
+        times.add("verify")
+    return response.generation(drafter.passes, times)
 
 
 def until_stop(tokens: list[int], stop: Collection[int]) -> list[int]:

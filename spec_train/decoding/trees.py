@@ -17,9 +17,9 @@ from spec_train.decoding.chains import (
     Request,
     Round,
     TargetSession,
-    clock,
     until_stop,
 )
+from spec_train.decoding.stopwatch import Stopwatch
 from spec_train.decoding.tree_growth import EMPTY, DraftTree, TreeDrafter, walk
 from spec_train.decoding.tree_masks import TreeMasks
 
@@ -74,21 +74,25 @@ def decode_tree(
     `Round` counts drafted nodes; `tried` counts the depths that had a node to accept.
     """
     sampler, limit, stop = request.sampler, request.limit, request.stop
-    started = clock(model.device)
+    times = Stopwatch(model.device)
     session = TreeSession(model, masks, columns)
     logits, states = session.forward(request.prompt, last_only=True)
     tokens = [sampler.first(logits[-1])]
+    times.add("prefill")
     known = [
         *request.prompt[1:],
         tokens[0],
     ]  # known[i] is one position after states[:, i]
     rounds: list[Round] = []
     while tokens[-1] not in stop and len(tokens) < limit:
+        times.begin()
         levels = min(depth, limit - len(tokens) - 1)
         tree = drafter.propose(known, states, levels) if levels else EMPTY
+        times.add("draft")
         logits, states = session.verify(tokens[-1], tree)
         kept = walk(tree, logits, sampler)
         session.keep(kept.entries())
+        times.add("verify")
         known = [*(tree.tokens[i] for i in kept.path), kept.chosen]
         states = states[:, kept.entries()]
         emitted = until_stop(known, stop)
@@ -102,11 +106,10 @@ def decode_tree(
             )
         )
         tokens.extend(emitted)
-    seconds = clock(model.device) - started
     return Generation(
         tokens=tokens,
         rounds=rounds,
         draft_passes=drafter.passes,
-        seconds=seconds,
         stopped=tokens[-1] in stop,
+        **times.parts(),
     )

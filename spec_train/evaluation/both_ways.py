@@ -5,7 +5,7 @@ Later ones are decoded without the draft only if that response is not known.
 """
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from spec_data.corpus.documents import RenderError
@@ -63,18 +63,24 @@ class Bench:
         depth: int,
         known: PlainResponses,
         sampled: Collection[str] = (),
+        groups: Mapping[str, str] | None = None,
     ) -> None:
         """Start with an empty tally; `depth` is K, `known` the responses without a draft.
 
-        `sampled` are the places of the prompts whose drafted tokens are kept.
+        `sampled` are the places of the prompts whose drafted tokens are kept; `groups` has the set
+        of each place.
         """
         self.draft, self.model, self.tokenizer = draft, model, tokenizer
         self.head = TargetHead.from_model(model, draft.config.origin.get("head"))
         self.config, self.depth = config, depth
         self.stop = stop_ids(model, tokenizer)
         self.known = known
-        none = [0] * depth
-        self.tally = Tally(tried=none[:], accepted=none[:], sampled=frozenset(sampled))
+        self.tally = Tally(
+            tried=[0] * depth,
+            accepted=[0] * depth,
+            sampled=frozenset(sampled),
+            groups=groups or {},
+        )
         self.saved: list[dict[str, list[int]]] = []
         self._context = getattr(decoder_config(model), "max_position_embeddings", None) or 1 << 62
         self._shape = TreeShape(nodes=config.tree_tokens, topk=config.tree_topk)

@@ -1,7 +1,8 @@
-"""Acceptance by source and by position in the response.
+"""Acceptance by source, by position in the response, and by the length of the context.
 
-A *position* is the number of tokens that a response has before a round. Positions are counted in
-ranges that double, because responses have very different lengths.
+A *position* is the number of tokens that a response has before a round; the context has those of
+the prompt as well. Both are counted in ranges that double, because texts have very different
+lengths.
 """
 
 from bisect import bisect_right

@@ -28,6 +28,7 @@ from spec_train.evaluation.plain_responses import PlainResponses
 from spec_train.evaluation.prompt_batches import answer_in_batches
 from spec_train.evaluation.prompts import Prompts
 from spec_train.evaluation.samples import spread, token_texts
+from spec_train.evaluation.speed_model import with_model
 from spec_train.evaluation.tally import figures
 from spec_train.metrics import shown
 from spec_train.options import EvalConfig
@@ -110,7 +111,7 @@ def evaluate_target(
     the timed pairs are decoded `width` at a time.
     """
     sampled = [prompts.found[i].where for i in spread(len(prompts), config.samples)]
-    bench = Bench(draft, model, tokenizer, config, depth, known, sampled)
+    bench = Bench(draft, model, tokenizer, config, depth, known, sampled, prompts.groups)
     bench.warm_up([0])
     with progress(total=len(prompts), unit="prompts", desc="decode", leave=False) as bar:
         for number, prompt in enumerate(prompts.found):
@@ -124,6 +125,7 @@ def evaluate_target(
     known.save()
     result = figures(bench.tally, depth, config.temperature)
     result["texts"] = token_texts(result["samples"], tokenizer)
+    result["modelled"] = with_model(result, config.cost_ratio)
     result["batch_prompts"] = width
     result["plain_responses_kept"] = known.used
     result["tree_tokens"] = config.tree_tokens

@@ -13,12 +13,12 @@ from typing import Any
 
 from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.documents import RenderError
-from spec_data.corpus.prompt_rows import parse_prompt
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.records import Record
 from spec_data.corpus.template import Template, render_error, text_ids
 from spec_data.shards.errors import ConfigError, CorpusError, MissingError
 from spec_data.shards.identity import kwargs_text
+from spec_train.evaluation.prompt_sets import prompt_sources
 
 Message = dict[str, Any]
 
@@ -38,13 +38,15 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """The prompts of a file.
+    """The prompts of one or several sets.
 
     `left_out` counts the rows that are no prompt; `examples` are messages about the first few.
+    `groups` has the set of each place of a prompt.
     """
 
     found: list[Prompt]
     template: Template
+    groups: dict[str, str] = field(default_factory=dict)
     left_out: int = 0
     examples: list[str] = field(default_factory=list)
 
@@ -73,30 +75,47 @@ class Prompts:
 def read_prompts(
     source: str, template: Template, limit: int = 0, max_bad_rows: str = "auto"
 ) -> Prompts:
-    """Read and render the first `limit` prompts (0: all) of a file, directory or dataset.
+    """Read and render the first `limit` prompts (0: all) of files, directories or datasets.
 
     Args:
-        source: a path or Hub name, as `spec-data generate --corpus` takes it. The split is "test"
-            unless the source has an `@split`.
+        source: paths or Hub names, as `spec-data generate --corpus` takes them, or names of
+            `prompt_sets`, with commas between them. The split is "test" unless one has an `@split`.
         template: renders the prompts.
-        limit: how many prompts, at most.
+        limit: how many prompts of each source, at most.
         max_bad_rows: how many rows may be left out: "auto", a count or a share.
 
     Raises:
-        MissingError: the source does not exist. ConfigError: `max_bad_rows` is none of these.
+        MissingError: a source does not exist. ConfigError: `max_bad_rows` is none of these, or
+            `source` names one twice.
         CorpusError: it cannot be read, has too many bad rows, or no prompt.
     """
     bad = parse_limit(max_bad_rows)
-    try:
-        reader = CorpusReader(
-            [source], limit=limit or None, split="test", max_bad_rows=bad, parse=parse_prompt
-        )
-        return _rendered(reader, template)
-    except (MissingError, CorpusError) as error:
-        raise type(error)(f"--prompts {str(error).removeprefix('corpus ')}") from error
+    groups: dict[str, str] = {}
+    parts = []
+    for part in prompt_sources(source):
+        parse = part.parser(groups)
+        try:
+            reader = CorpusReader(
+                [part.place],
+                limit=limit or None,
+                split="test",
+                max_bad_rows=bad,
+                parse=parse,
+                more_columns=part.columns,
+            )
+            parts.append(_rendered(reader, template, groups))
+        except (MissingError, CorpusError) as error:
+            raise type(error)(f"--prompts {str(error).removeprefix('corpus ')}") from error
+    return Prompts(
+        found=[prompt for part in parts for prompt in part.found],
+        template=template,
+        groups=groups,
+        left_out=sum(part.left_out for part in parts),
+        examples=[line for part in parts for line in part.examples],
+    )
 
 
-def _rendered(reader: CorpusReader, template: Template) -> Prompts:
+def _rendered(reader: CorpusReader, template: Template, groups: dict[str, str]) -> Prompts:
     found: list[Prompt] = []
     for record in reader:
         try:
@@ -110,7 +129,9 @@ def _rendered(reader: CorpusReader, template: Template) -> Prompts:
     if not found:
         reasons = "\n  ".join(["no row is a usable prompt", *examples])
         raise CorpusError(f"{reader.reports[0].path}: {reasons}")
-    return Prompts(found=found, template=template, left_out=left_out, examples=examples)
+    return Prompts(
+        found=found, template=template, groups=groups, left_out=left_out, examples=examples
+    )
 
 
 def prompt_ids(record: Record, template: Template) -> list[int]:

@@ -23,10 +23,11 @@ from spec_data.paths import check_file_to_write
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.benchmark_options import draft_depths
 from spec_train.drafts import Draft
 from spec_train.evaluation.both_ways import stop_ids
 from spec_train.evaluation.draft_to_measure import draft_to_measure
-from spec_train.evaluation.intervals import LEVEL
+from spec_train.evaluation.eval_table import table
 from spec_train.evaluation.on_dataset import check_fit, evaluate_data
 from spec_train.evaluation.on_target import (
     check_draft,
@@ -45,13 +46,12 @@ from spec_train.evaluation.same_target import (
     prompt_kwargs,
     trained_identity,
 )
+from spec_train.evaluation.speed_model import fastest, sweep_line
 from spec_train.evaluation.trained_prompts import (
     find_trained,
     prompt_facts,
-    prompt_lines,
     prompt_warnings,
 )
-from spec_train.metrics import shown
 from spec_train.options import EvalConfig
 from spec_train.training.stored import resolve_draft_dir
 
@@ -96,7 +96,8 @@ def measure(config: EvalConfig) -> dict[str, Any]:
     if config.data is not None:  # report a mismatch before the target is loaded
         _warn(warnings, check_fit(draft, HiddenStatesDataset(config.data)))
     _set_threshold(draft, config.confidence_threshold, folder)
-    depth = config.draft_tokens or draft.depth
+    depths = [depth or draft.depth for depth in draft_depths(config.draft_tokens)]
+    depth = depths[-1]
     if draft.max_depth is not None and depth > draft.max_depth:
         raise ConfigError(
             f"--draft-tokens {depth}: {folder} drafts at most {draft.max_depth} tokens per round"
@@ -108,7 +109,7 @@ def measure(config: EvalConfig) -> dict[str, Any]:
     }
     saved: list[dict[str, list[int]]] = []
     if config.target is not None:
-        found, saved = _decode(config, draft, device, depth, run, warnings)
+        found, saved = _decode(config, draft, device, depths, run, warnings)
         report |= found
     else:
         draft.to(device, compute_dtype(config.dtype, device))
@@ -125,8 +126,12 @@ def measure(config: EvalConfig) -> dict[str, Any]:
             walk_only=config.walk_only,
             samples=config.samples,
         )
+        simulated = report["data"]["walk"]["acceptance_length"]
         if config.target is None:
-            report["acceptance_length"] = report["data"]["walk"]["acceptance_length"]
+            report["acceptance_length"] = simulated
+        else:
+            known = None not in (simulated, report["acceptance_length"])
+            report["gap"] = simulated - report["acceptance_length"] if known else None
     _warn(warnings, _unmeasured(report))
     report |= _setting(draft, device, depth) | {"options": to_dict(config)}
     if config.save_responses:
@@ -153,13 +158,15 @@ def _decode(
     config: EvalConfig,
     draft: Draft,
     device: torch.device,
-    depth: int,
+    depths: list[int],
     run: dict[str, Any] | None,
     warnings: list[str],
 ) -> tuple[dict[str, Any], list[dict[str, list[int]]]]:
     """Read the prompts, load the target, check that everything matches, and decode.
 
-    Moves the draft to the target's device and dtype. Appends to `warnings`.
+    The figures are those of the last of `depths`, the numbers of drafted tokens in ascending
+    order; `sweep` has some of all. Moves the draft to the target's device and dtype. Appends to
+    `warnings`.
     """
     directory, tokenizer = find_target(config)
     trained = trained_identity(draft.config.origin, run)
@@ -186,9 +193,16 @@ def _decode(
     stop = stop_ids(model, tokenizer)
     width = batch_width(config, model, prompts)
     plain = PlainResponses.of(model, identity, config.max_new_tokens, stop, width)
-    found, saved = evaluate_target(
-        draft, model, tokenizer, config, prompts, plain, depth=depth, width=width
-    )
+    sweep: list[dict[str, Any]] = []
+    different: list[str] = []
+    for depth in depths:
+        found, saved = evaluate_target(
+            draft, model, tokenizer, config, prompts, plain, depth=depth, width=width
+        )
+        sweep.append(sweep_line(found))
+        different += found["different"] or []
+    found |= {"sweep": sweep, "best_draft_tokens": fastest(sweep)}
+    found["different"] = None if found["different"] is None else different
     facts = {"target": config.target, "chat_template_kwargs": kwargs}
     facts |= {"not_compared": list(compared.unknown)} | prompt_facts(prompts, known)
     return facts | found, saved
@@ -255,133 +269,3 @@ def _require_lossless(report: dict[str, Any]) -> None:
             f"greedy decoding with the draft differs from the target alone in {len(different)} of "
             f"{report['responses']} responses, ties excluded:\n  " + "\n  ".join(different[:5])
         )
-
-
-def table(report: dict[str, Any]) -> str:
-    """Return the metrics as aligned lines: name, value, meaning."""
-    lines: list[tuple[str, str, str]] = []
-    if "target" in report:
-        lines += _decoding_lines(report)
-    if "data" in report:
-        lines += _data_lines(report["data"])
-    name_width = max(len(name) for name, _, _ in lines)
-    value_width = max(len(value) for _, value, _ in lines)
-    return "\n".join(
-        f"{name:<{name_width}}  {value:>{value_width}}  {meaning}".rstrip()
-        for name, value, meaning in lines
-    )
-
-
-def _decoding_lines(report: dict[str, Any]) -> list[tuple[str, str, str]]:
-    kind = "greedy" if report["temperature"] == 0 else f"temperature {report['temperature']:g}"
-    lines = [
-        ("real decoding", "", f"{report['target']}, {kind}, {report['dtype']}, {report['device']}"),
-        (
-            "  acceptance length",
-            shown(report["acceptance_length"]),
-            f"tokens per target verification, {_drafted(report)}",
-        ),
-        *_interval_lines(report),
-        ("  accepted by depth", "", _rates(report["accept_rate"])),
-        (
-            "  rounds",
-            f"{report['rounds']:,}",
-            f"verifications, in {report['responses']:,} responses; {report['draft_passes']:,} "
-            "passes of the draft",
-        ),
-        (
-            "  tokens",
-            f"{report['tokens']:,}",
-            f"{report['stopped']:,} responses ended with a stop token",
-        ),
-        (
-            "  tokens/s",
-            f"{report['tokens_per_second']:.1f}",
-            "with the draft, prefill included" + _of_those_alone(report),
-        ),
-        ("  tokens/s plain", f"{report['plain_tokens_per_second']:.1f}", "the target alone"),
-        (
-            "  speed-up",
-            shown(report["speedup"], 2) + "x",
-            f"in this implementation, batch of one; over {report['timed_pairs']} responses",
-        ),
-    ]
-    if report["identical"] is not None:
-        wrong = len(report["different"])
-        meaning = f"responses equal to plain greedy decoding; {report['ties']} ties, {wrong} wrong"
-        lines.append(("  lossless", f"{report['identical']}/{report['responses']}", meaning))
-    lines += prompt_lines(report)
-    if report["too_long"]:
-        lines.append(("  skipped", str(len(report["too_long"])), "prompts that fill the context"))
-    return lines
-
-
-def _interval_lines(report: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Say how far the length would move with other prompts of the same kind."""
-    if report["interval"] is None:
-        return []
-    low, high = report["interval"]
-    count = sum(line["rounds"] > 0 for line in report["per_prompt"])
-    meaning = f"{LEVEL:.0%} interval of the length, over {count:,} prompts (bootstrap)"
-    return [("  between", f"{low:.2f}-{high:.2f}", meaning)]
-
-
-def _of_those_alone(report: dict[str, Any]) -> str:
-    """Say which responses were timed, if others were decoded in batches."""
-    width = report["batch_prompts"]
-    return "" if width == 1 else f"; the first responses, one by one (later: batches of {width})"
-
-
-def _drafted(report: dict[str, Any]) -> str:
-    depth, nodes = report["draft_tokens"], report["tree_tokens"]
-    if not nodes:
-        return f"{depth} drafted each"
-    return f"trees of {nodes} drafted tokens, depth {depth}, top {report['tree_topk']} per node"
-
-
-def _data_lines(data: dict[str, Any]) -> list[tuple[str, str, str]]:
-    walk, slots, forced = data["walk"], data["slots"], data["teacher_forced"]
-    where = f"{data['path']}, {data['split']}: {data['documents']:,} documents"
-    lines = [
-        ("dataset", "", where + (f", mask {data['mask']}" if data["mask"] else "")),
-        (
-            "  serving-like length",
-            shown(walk["acceptance_length"]),
-            f"the draft's own tokens and states, {walk['rounds']:,} rounds: predicts real greedy "
-            "decoding",
-        ),
-        ("  accepted by depth", "", _rates(walk["accept_rate"])),
-        (
-            "  over all slots",
-            shown(slots["acceptance_length"]),
-            f"the same, with a chain from every supervised token, {slots['rounds']:,} chains",
-        ),
-        *([] if forced is None else _forced_lines(forced)),
-        (
-            "  on-policy",
-            f"{data['on_policy']:.1%}",
-            f"of {data['supervised_tokens']:,} tokens are the target's own greedy choice",
-        ),
-        ("  censored", f"{walk['censored']:.1%}", "of rounds leave the document; estimated there"),
-    ]
-    if data["missing_mass"] is not None:
-        meaning = "of the target's probability is outside the stored logits: expected_acceptance/*"
-        meaning += " (--json) and tau are lower bounds, too low by at most that"
-        lines.append(("  missing mass", f"{data['missing_mass']:.2%}", meaning))
-    return lines
-
-
-def _forced_lines(forced: dict[str, Any]) -> list[tuple[str, str, str]]:
-    known = [name for d in range(1, len(forced)) if (name := f"accept_rate/{d}") in forced]
-    return [
-        (
-            "  teacher-forced length",
-            shown(forced["acceptance_length"]),
-            "the documents' tokens at every depth, as in training",
-        ),
-        ("  accepted by depth", "", _rates([forced[name] for name in known])),
-    ]
-
-
-def _rates(rates: list[float | None]) -> str:
-    return " ".join("-" if r is None else f"{r:.2f}" for r in rates)

@@ -1,6 +1,6 @@
 """What is counted over the responses of an evaluation, and the metrics that follow from it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,9 @@ from xxhash import xxh3_64_hexdigest
 from spec_train.decoding.chains import Generation
 from spec_train.evaluation.breakdown import by_position, position_range, positions_of
 from spec_train.evaluation.intervals import length_interval
+from spec_train.evaluation.prompt_sums import Counts, by_set
 from spec_train.evaluation.samples import response_sample
+from spec_train.evaluation.speed_model import Times
 
 
 @dataclass
@@ -51,6 +53,10 @@ class Tally:
     sampled: frozenset[str] = frozenset()  # places of the prompts whose drafted tokens are kept
     samples: list[dict[str, Any]] = field(default_factory=list)
     ranges: dict[int, list[int]] = field(default_factory=dict)  # by range of positions
+    contexts: dict[int, list[int]] = field(default_factory=dict)  # by range of tokens before it
+    groups: Mapping[str, str] = field(default_factory=dict)  # place -> set of prompts
+    sets: dict[str, Counts] = field(default_factory=dict)  # by name of the set
+    times: Times = field(default_factory=Times)
 
     def add_pair(self, plain: Generation, speculative: Generation) -> None:
         """Count the times of a response that was decoded both ways."""
@@ -59,6 +65,7 @@ class Tally:
         self.timed_seconds += speculative.seconds
         self.plain_tokens += len(plain.tokens)
         self.plain_seconds += plain.seconds
+        self.times.add(plain, speculative)
 
     def add(
         self, speculative: Generation, where: str, ids: Sequence[int], *, alone: bool = True
@@ -79,10 +86,12 @@ class Tally:
         self.draft_passes += speculative.draft_passes
         if where in self.sampled:
             self.samples.append(response_sample(where, ids, speculative))
+        of_set = self.sets.setdefault(self.groups.get(where, ""), Counts())
         positions = positions_of(r.emitted for r in speculative.rounds)
         for r, position in zip(speculative.rounds, positions, strict=True):
-            own = self.ranges.setdefault(position_range(position), [0, 0])
-            own[0], own[1] = own[0] + 1, own[1] + r.emitted
+            _count_range(self.ranges, position, r.emitted)
+            _count_range(self.contexts, len(ids) + position, r.emitted)
+            of_set.add(r)
             self.rounds += 1
             self.emitted += r.emitted
             self.drafted += r.drafted
@@ -95,6 +104,12 @@ class Tally:
     def acceptance_length(self) -> float | None:
         """Tokens per verification of the target; None before the first verification."""
         return self.emitted / self.rounds if self.rounds else None
+
+
+def _count_range(ranges: dict[int, list[int]], position: int, emitted: int) -> None:
+    """Count a round to the range of a position."""
+    own = ranges.setdefault(position_range(position), [0, 0])
+    own[0], own[1] = own[0] + 1, own[1] + emitted
 
 
 def prompt_digest(ids: Sequence[int]) -> str:
@@ -129,14 +144,17 @@ def figures(tally: Tally, depth: int, temperature: float) -> dict[str, Any]:
         "plain_tokens_per_second": plain,
         "speedup": paired / plain if plain else None,
         "timed_pairs": tally.timed_pairs,
+        "speed": tally.times.figures(),
         "temperature": temperature,
         "identical": tally.identical if greedy else None,
         "ties": tally.ties if greedy else None,
         "different": tally.differences if greedy else None,
         "too_long": tally.too_long,
         "failed_turns": tally.failed_turns,
+        "by_set": by_set(tally.sets, _prompts_of_sets(tally)),
         "per_prompt": [vars(counts) for counts in _by_prompt(tally)],
         "by_position": by_position(tally.ranges),
+        "by_context": by_position(tally.contexts),
         "samples": tally.samples,
     }
 
@@ -144,6 +162,14 @@ def figures(tally: Tally, depth: int, temperature: float) -> dict[str, Any]:
 def _by_prompt(tally: Tally) -> list[PromptCounts]:
     """Return the counts of all prompts in an order that no batch changes."""
     return [tally.prompts[where] for where in sorted(tally.prompts)]
+
+
+def _prompts_of_sets(tally: Tally) -> list[tuple[str, int, int]]:
+    """Return the set, the verifications and their tokens of each prompt."""
+    places = sorted(tally.prompts)
+    counts = [tally.prompts[where] for where in places]
+    names = [tally.groups.get(where, "") for where in places]
+    return [(name, one.rounds, one.emitted) for name, one in zip(names, counts, strict=True)]
 
 
 def _counts(tally: Tally) -> np.ndarray:

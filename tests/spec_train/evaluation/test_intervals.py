@@ -173,7 +173,7 @@ def test_prompts_without_a_verification_are_said(tmp_path: Path, caplog) -> None
 
 def test_the_report_says_over_how_many_prompts_the_interval_is() -> None:
     """A response of one token has no verification, so it is not drawn."""
-    from spec_train.evaluation.report import _interval_lines
+    from spec_train.evaluation.eval_table import _interval_lines
 
     lines = [{"rounds": rounds} for rounds in (3, 0, 2)]
     (line,) = _interval_lines({"interval": [1.0, 2.0], "per_prompt": lines})

@@ -14,7 +14,15 @@ from tests.spec_train.evaluation.tools import VOCAB, config_of
 
 target, prompts, trained, workplace = tools.target, tools.prompts, tools.trained, tools.workplace
 
-TIMES = ("tokens_per_second", "plain_tokens_per_second", "speedup", "timed_pairs")
+TIMES = (
+    "tokens_per_second",
+    "plain_tokens_per_second",
+    "speedup",
+    "timed_pairs",
+    "speed",
+    "modelled",
+)
+TIMES += ("sweep",)
 
 
 @pytest.fixture(autouse=True)

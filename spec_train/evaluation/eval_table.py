@@ -1,0 +1,216 @@
+"""The figures of an evaluation as a table for people: name, value, meaning."""
+
+from typing import Any
+
+from spec_train.evaluation.intervals import LEVEL
+from spec_train.evaluation.trained_prompts import prompt_lines
+from spec_train.metrics import shown
+
+Line = tuple[str, str, str]
+
+_ROWS = 8  # sets and contexts are lines of their own up to so many; --json has all
+
+
+def table(report: dict[str, Any]) -> str:
+    """Return the metrics as aligned lines: name, value, meaning."""
+    lines: list[Line] = []
+    if "target" in report:
+        lines += _decoding_lines(report)
+    if "data" in report:
+        lines += _data_lines(report["data"])
+        lines += _gap_lines(report)
+    name_width = max(len(name) for name, _, _ in lines)
+    value_width = max(len(value) for _, value, _ in lines)
+    return "\n".join(
+        f"{name:<{name_width}}  {value:>{value_width}}  {meaning}".rstrip()
+        for name, value, meaning in lines
+    )
+
+
+def _decoding_lines(report: dict[str, Any]) -> list[Line]:
+    kind = "greedy" if report["temperature"] == 0 else f"temperature {report['temperature']:g}"
+    lines = [
+        ("real decoding", "", f"{report['target']}, {kind}, {report['dtype']}, {report['device']}"),
+        (
+            "  acceptance length",
+            shown(report["acceptance_length"]),
+            f"tokens per target verification, {_drafted(report)}",
+        ),
+        *_interval_lines(report),
+        ("  accepted by depth", "", _rates(report["accept_rate"])),
+        (
+            "  rounds",
+            f"{report['rounds']:,}",
+            f"verifications, in {report['responses']:,} responses; {report['draft_passes']:,} "
+            "passes of the draft",
+        ),
+        (
+            "  tokens",
+            f"{report['tokens']:,}",
+            f"{report['stopped']:,} responses ended with a stop token",
+        ),
+        (
+            "  tokens/s",
+            f"{report['tokens_per_second']:.1f}",
+            "with the draft, prefill included" + _of_those_alone(report),
+        ),
+        ("  tokens/s plain", f"{report['plain_tokens_per_second']:.1f}", "the target alone"),
+        (
+            "  speed-up",
+            shown(report["speedup"], 2) + "x",
+            f"in this implementation, batch of one; over {report['timed_pairs']} responses",
+        ),
+    ]
+    lines += _cost_lines(report)
+    if report["identical"] is not None:
+        wrong = len(report["different"])
+        meaning = f"responses equal to plain greedy decoding; {report['ties']} ties, {wrong} wrong"
+        lines.append(("  lossless", f"{report['identical']}/{report['responses']}", meaning))
+    lines += prompt_lines(report)
+    if report["too_long"]:
+        lines.append(("  skipped", str(len(report["too_long"])), "prompts that fill the context"))
+    return lines + _set_lines(report["by_set"]) + _sweep_lines(report)
+
+
+def _interval_lines(report: dict[str, Any]) -> list[Line]:
+    """Say how far the length would move with other prompts of the same kind."""
+    if report["interval"] is None:
+        return []
+    low, high = report["interval"]
+    count = sum(line["rounds"] > 0 for line in report["per_prompt"])
+    meaning = f"{LEVEL:.0%} interval of the length, over {count:,} prompts (bootstrap)"
+    return [("  between", f"{low:.2f}-{high:.2f}", meaning)]
+
+
+def _cost_lines(report: dict[str, Any]) -> list[Line]:
+    """Say where the time went, and what speed-up follows from the costs of passes."""
+    shares, modelled = report["speed"]["shares"], report["modelled"]
+    lines = []
+    if None not in shares.values():
+        parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+        lines.append(("  time with the draft", "", parts))
+    if modelled["speedup"] is not None:
+        lines.append(
+            (
+                "  modelled speed-up",
+                f"{modelled['speedup']:.2f}x",
+                f"{_shown_costs(modelled)}, {modelled['passes_per_round']:.1f} passes of the draft "
+                "per round; without prefill",
+            )
+        )
+    return lines
+
+
+def _shown_costs(modelled: dict[str, Any]) -> str:
+    return (
+        f"a pass of the draft takes {modelled['cost_ratio']:.3g} passes of the target, a "
+        f"verification {modelled['verification_ratio']:.3g}"
+    )
+
+
+def _set_lines(sets: list[dict[str, Any]]) -> list[Line]:
+    """Return a line for each set of prompts, if there are several."""
+    if len(sets) < 2:
+        return []
+    lines = [("by set", "", "acceptance length, its interval, and what is accepted by depth")]
+    for one in sets[:_ROWS]:
+        between = "" if one["interval"] is None else "{:.2f}-{:.2f}, ".format(*one["interval"])
+        count = f"{one['prompts']:,} prompts, "
+        rates = _rates(one["accept_rate"])
+        lines.append((f"  {one['set']}", shown(one["acceptance_length"]), between + count + rates))
+    if len(sets) > _ROWS:
+        lines.append(("  ...", "", f"{len(sets) - _ROWS} more in --json"))
+    return lines
+
+
+def _sweep_lines(report: dict[str, Any]) -> list[Line]:
+    """Return a line for each number of drafted tokens, if several were compared."""
+    sweep = report["sweep"]
+    if len(sweep) < 2:
+        return []
+    lines = [("drafted tokens", "", f"speed-ups for {_shown_costs(report['modelled'])}")]
+    for line in sweep:
+        modelled = line["modelled"]["speedup"]
+        expected = "unknown" if modelled is None else f"{modelled:.2f}x"
+        measured = "unknown" if line["speedup"] is None else f"{line['speedup']:.2f}x"
+        best = "  <- fastest" if line["draft_tokens"] == report["best_draft_tokens"] else ""
+        lines.append(
+            (
+                f"  {line['draft_tokens']}",
+                shown(line["acceptance_length"]),
+                f"modelled {expected}, measured here {measured}{best}",
+            )
+        )
+    return lines
+
+
+def _gap_lines(report: dict[str, Any]) -> list[Line]:
+    """Say how far the simulated length is from that of real decoding."""
+    if "target" not in report:
+        meaning = "real decoding was not measured: add --target and --prompts to see the difference"
+        return [("  minus real", "-", meaning)]
+    if report["gap"] is None:
+        return []
+    meaning = "simulated minus real length; the texts differ unless --data has these answers"
+    return [("  minus real", f"{report['gap']:+.3f}", meaning)]
+
+
+def _of_those_alone(report: dict[str, Any]) -> str:
+    """Say which responses were timed, if others were decoded in batches."""
+    width = report["batch_prompts"]
+    return "" if width == 1 else f"; the first responses, one by one (later: batches of {width})"
+
+
+def _drafted(report: dict[str, Any]) -> str:
+    depth, nodes = report["draft_tokens"], report["tree_tokens"]
+    if not nodes:
+        return f"{depth} drafted each"
+    return f"trees of {nodes} drafted tokens, depth {depth}, top {report['tree_topk']} per node"
+
+
+def _data_lines(data: dict[str, Any]) -> list[Line]:
+    walk, slots, forced = data["walk"], data["slots"], data["teacher_forced"]
+    where = f"{data['path']}, {data['split']}: {data['documents']:,} documents"
+    lines = [
+        ("dataset", "", where + (f", mask {data['mask']}" if data["mask"] else "")),
+        (
+            "  serving-like length",
+            shown(walk["acceptance_length"]),
+            f"the draft's own tokens and states, {walk['rounds']:,} rounds: predicts real greedy "
+            "decoding",
+        ),
+        ("  accepted by depth", "", _rates(walk["accept_rate"])),
+        (
+            "  over all slots",
+            shown(slots["acceptance_length"]),
+            f"the same, with a chain from every supervised token, {slots['rounds']:,} chains",
+        ),
+        *([] if forced is None else _forced_lines(forced)),
+        (
+            "  on-policy",
+            f"{data['on_policy']:.1%}",
+            f"of {data['supervised_tokens']:,} tokens are the target's own greedy choice",
+        ),
+        ("  censored", f"{walk['censored']:.1%}", "of rounds leave the document; estimated there"),
+    ]
+    if data["missing_mass"] is not None:
+        meaning = "of the target's probability is outside the stored logits: expected_acceptance/*"
+        meaning += " (--json) and tau are lower bounds, too low by at most that"
+        lines.append(("  missing mass", f"{data['missing_mass']:.2%}", meaning))
+    return lines
+
+
+def _forced_lines(forced: dict[str, Any]) -> list[Line]:
+    known = [name for d in range(1, len(forced)) if (name := f"accept_rate/{d}") in forced]
+    return [
+        (
+            "  teacher-forced length",
+            shown(forced["acceptance_length"]),
+            "the documents' tokens at every depth, as in training",
+        ),
+        ("  accepted by depth", "", _rates([forced[name] for name in known])),
+    ]
+
+
+def _rates(rates: list[float | None]) -> str:
+    return " ".join("-" if r is None else f"{r:.2f}" for r in rates)

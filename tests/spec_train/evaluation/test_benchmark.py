@@ -1,0 +1,263 @@
+"""`eval` as a benchmark: named sets, parts of a file, several lengths, and where the time goes."""
+
+import json
+import random
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from spec_data.corpus.template import Template
+from spec_data.shards.errors import ConfigError, CorpusError, MissingError
+from spec_train.benchmark_options import draft_depths
+from spec_train.decoding import chains, stopwatch
+from spec_train.decoding.chains import Generation, Request, Round, decode_speculative
+from spec_train.evaluation.eval_table import table
+from spec_train.evaluation.prompt_sets import SETS
+from spec_train.evaluation.prompts import read_prompts
+from spec_train.evaluation.report import run_eval
+from spec_train.evaluation.speed_model import Times, modelled_speedup
+from spec_train.evaluation.tally import Tally, figures
+from spec_train.sampling import Greedy
+from tests.spec_train.evaluation import test_prompts, tools
+from tests.spec_train.evaluation.tools import COLUMNS, config_of
+
+target, prompts, trained, workplace = tools.target, tools.prompts, tools.trained, tools.workplace
+tokenizer = test_prompts.tokenizer
+
+# the columns that the sets have on the Hub
+LAYOUTS = {
+    "mt-bench": [
+        {"category": "writing", "prompt": ["a", "b"], "reference": [], "prompt_id": 1},
+        {"category": "math", "prompt": ["c"], "reference": [], "prompt_id": 2},
+    ],
+    "gsm8k": [{"question": "d", "answer": "e"}],
+    "humaneval": [
+        {"task_id": "T/0", "prompt": "e", "canonical_solution": "", "test": "", "entry_point": "f"}
+    ],
+    "math-500": [
+        {"problem": "b c", "solution": "", "answer": "", "subject": "", "level": 1, "unique_id": ""}
+    ],
+}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The named sets as directories with the files of the Hub, in the working directory."""
+    for name, rows in LAYOUTS.items():
+        place, _, split = SETS[name].source.partition("@")
+        folder = tmp_path / place / "data"
+        folder.mkdir(parents=True)
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}-00000-of-00001.parquet")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_named_sets_become_prompts(hub, tokenizer):
+    found = read_prompts(",".join(LAYOUTS), Template(tokenizer, {}))
+    shown = [test_prompts.words(prompt.ids) for prompt in found]
+    asked = ["a", "c", "d", "e", "b c"]
+    assert shown == [f"<user> {text} <assistant>" for text in asked]
+    assert [prompt.record.follow_ups for prompt in found] == [("b",), (), (), (), ()]
+    names = [found.groups[prompt.where] for prompt in found]
+    assert names == ["mt-bench", "mt-bench", "gsm8k", "humaneval", "math-500"]
+    assert found.left_out == 0
+
+
+def test_a_set_of_other_columns_is_refused(hub, tokenizer):
+    file = hub / "openai/gsm8k:main/data/test-00000-of-00001.parquet"
+    pq.write_table(pa.Table.from_pylist([{"problem": "a"}]), file)
+    with pytest.raises(CorpusError, match="no known columns"):
+        read_prompts("gsm8k", Template(tokenizer, {}))
+
+
+def test_a_path_is_not_taken_for_a_name_or_a_list(tmp_path, monkeypatch, tokenizer):
+    monkeypatch.chdir(tmp_path)
+    for name in ("gsm8k", "a,b"):
+        Path(name).mkdir()
+        test_prompts.write(Path(name) / "test.jsonl", {"prompt": "a"})
+        assert len(read_prompts(name, Template(tokenizer, {}))) == 1
+
+
+def test_parts_of_a_file_by_category(tmp_path, tokenizer):
+    """The layout of question.jsonl of MT-bench and Spec-Bench; also as Parquet."""
+    rows = [
+        {"question_id": i, "category": c, "turns": ["a"]} for i, c in enumerate(["qa", "rag", "qa"])
+    ]
+    plain = test_prompts.write(tmp_path / "question.jsonl", *rows, {"prompt": "b"})
+    table_file = str(tmp_path / "q.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), table_file)
+    found = read_prompts(f"{plain},{table_file}", Template(tokenizer, {}))
+    assert [found.groups[prompt.where] for prompt in found] == [
+        *("question.jsonl: qa", "question.jsonl: rag", "question.jsonl: qa", "question.jsonl"),
+        *("q.parquet: qa", "q.parquet: rag", "q.parquet: qa"),
+    ]
+
+
+def test_names_that_cannot_be_read(tmp_path, tokenizer):
+    template = Template(tokenizer, {})
+    file = test_prompts.write(tmp_path / "p.jsonl", {"prompt": "a"})
+    with pytest.raises(ConfigError, match="is there twice"):
+        read_prompts(f"{file},{file}", template)
+    with pytest.raises(ConfigError, match="between two commas"):
+        read_prompts(f"{file},,x", template)
+    with pytest.raises(MissingError, match=r"none\.jsonl: no such file"):
+        read_prompts(f"{file},{tmp_path}/none.jsonl", template)
+
+
+# --- counts ---
+
+
+def rounds_of(draw: random.Random, number: int) -> list[Round]:
+    found = []
+    for _ in range(number):
+        drafted = draw.randint(0, 4)
+        tried = draw.randint(0, drafted)
+        accepted = draw.randint(max(0, tried - 1), tried)
+        found.append(Round(drafted=drafted, tried=tried, accepted=accepted, emitted=accepted + 1))
+    return found
+
+
+def test_sums_by_context_and_by_set_are_those_of_plain_loops():
+    draw = random.Random(0)
+    groups = {f"p{i}": f"set {i % 3}" for i in range(40)}
+    tally, slow = Tally(tried=[0] * 4, accepted=[0] * 4, groups=groups), []
+    for where, name in groups.items():
+        prompt, rounds = [0] * draw.randint(1, 400), rounds_of(draw, 30)
+        tally.add(Generation(tokens=[], rounds=rounds), where, prompt)
+        text = len(prompt) + 1  # the prefill returns the first token of the response
+        for one in rounds:
+            slow.append((text, name, one))
+            text += one.emitted
+    found = figures(tally, 4, 0.0)
+    assert sum(line["rounds"] for line in found["by_context"]) == len(slow)
+    assert len(found["by_context"]) > 4 and len(found["by_set"]) == 3
+    for line in found["by_context"]:
+        own = [one for text, _, one in slow if line["start"] <= text < (line["end"] or 1 << 30)]
+        assert line["rounds"] == len(own)
+        assert line["acceptance_length"] == sum(one.emitted for one in own) / len(own)
+    for line in found["by_set"]:
+        own = [one for _, name, one in slow if name == line["set"]]
+        assert line["rounds"] == len(own) and line["emitted"] == sum(one.emitted for one in own)
+        assert line["interval"][0] < line["acceptance_length"] < line["interval"][1]
+        for depth, rate in enumerate(line["accept_rate"]):
+            tried = [one for one in own if one.tried > depth]
+            assert rate == sum(one.accepted > depth for one in tried) / len(tried)
+
+
+def test_the_modelled_speedup_is_that_of_a_schedule():
+    """Rounds and passes played one after the other, in units of a pass of the target."""
+    draw = random.Random(1)
+    rounds, cost, verification = rounds_of(draw, 500), 0.07, 1.2
+    clock = tokens = passes = 0.0
+    for one in rounds:
+        for _ in range(one.drafted):
+            clock += cost
+            passes += 1
+        clock += verification
+        tokens += one.emitted
+    expected = tokens / clock  # the target alone takes one unit for a token
+    count = len(rounds)
+    found = modelled_speedup(tokens / count, passes / count, cost, verification)
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_costs_are_unknown_without_a_timed_pair():
+    figures = Times().figures()
+    assert figures["cost_ratio"] is None and set(figures["shares"].values()) == {None}
+    counted = Times()
+    plain = Generation(tokens=[1] * 11, seconds=24.0, prefill_seconds=4.0)
+    one = Round(drafted=2, tried=1, accepted=1, emitted=2)
+    draft = Generation(tokens=[1] * 11, rounds=[one] * 5, draft_passes=10, seconds=20.0,
+                       prefill_seconds=4.0, draft_seconds=5.0, verify_seconds=10.0)  # fmt: skip
+    counted.add(plain, draft)
+    figures = counted.figures()
+    assert figures["shares"] == {"draft": 0.25, "verify": 0.5, "prefill": 0.2, "other": 0.05}
+    assert (figures["target_pass_seconds"], figures["draft_pass_seconds"]) == (2.0, 0.5)
+    assert (figures["cost_ratio"], figures["verification_ratio"]) == (0.25, 1.0)
+
+
+def test_the_parts_of_the_time_are_those_of_their_calls(target, trained, monkeypatch):
+    """Each forward of the target takes 10 s, each proposal 3 s, on a planted clock."""
+    now = [0.0]
+    monkeypatch.setattr(stopwatch, "clock", lambda device: now[0])
+    forward = chains.TargetSession.forward
+
+    def slow(self, *arguments, **options):
+        now[0] += 10
+        return forward(self, *arguments, **options)
+
+    monkeypatch.setattr(chains.TargetSession, "forward", slow)
+    drafter = trained.drafter(tools.head_of(target))
+    propose, calls = drafter.propose, []
+
+    def counted(*arguments, **options):
+        now[0] += 3
+        calls.append(1)
+        return propose(*arguments, **options)
+
+    monkeypatch.setattr(drafter, "propose", counted)
+    request = Request([1, 2, 3], Greedy(), 12)
+    found = decode_speculative(target, drafter, COLUMNS, request, 3)
+    assert found.prefill_seconds == 10 and found.draft_seconds == 3 * len(calls) > 0
+    assert found.verify_seconds == 10 * len(found.rounds)
+    assert found.seconds == 10 + 3 * len(calls) + 10 * len(found.rounds)
+
+
+# --- the command ---
+
+
+def test_a_sweep_has_the_figures_of_every_length(workplace, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPEC_DATA_CACHE", str(tmp_path / "cache"))
+    options = {"limit": 4, "max_new_tokens": 12, "cost_ratio": 0.2}
+    report = run_eval(config_of(workplace, draft_tokens="3,1", **options))
+    assert [line["draft_tokens"] for line in report["sweep"]] == [1, 3]
+    assert report["draft_tokens"] == 3
+    for line in report["sweep"]:
+        alone = run_eval(config_of(workplace, draft_tokens=line["draft_tokens"], **options))
+        assert "sweep" in alone and len(alone["sweep"]) == 1
+        for name in ("acceptance_length", "interval", "rounds", "emitted"):
+            assert line[name] == alone[name]
+        assert alone["by_set"][0]["emitted"] == alone["emitted"]
+        passes = alone["draft_passes"] / alone["rounds"]
+        expected = alone["acceptance_length"] / (1 + 0.2 * passes)
+        assert line["modelled"]["speedup"] == pytest.approx(expected)
+    best = max(report["sweep"], key=lambda line: line["modelled"]["speedup"])
+    assert report["best_draft_tokens"] == best["draft_tokens"]
+    shown = table(report)
+    assert shown.count("<- fastest") == 1 and "drafted tokens" in shown
+
+
+def test_every_set_has_its_figures(workplace, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPEC_DATA_CACHE", str(tmp_path / "cache"))
+    rows = (workplace / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:6]
+    files = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    files[0].write_text("\n".join(rows[:3]) + "\n", encoding="utf-8")
+    parts = [json.dumps(json.loads(r) | {"category": f"c{i}"}) for i, r in enumerate(rows[3:])]
+    files[1].write_text("\n".join(parts) + "\n", encoding="utf-8")
+    options = {"max_new_tokens": 12}
+    both = run_eval(config_of(workplace, prompts=f"{files[0]},{files[1]}", **options))
+    first = run_eval(config_of(workplace, prompts=str(files[0]), **options))
+    names = [one["set"] for one in both["by_set"]]
+    assert names == ["one.jsonl", *(f"two.jsonl: c{i}" for i in range(3))]
+    for name in ("acceptance_length", "rounds", "emitted", "interval"):
+        assert both["by_set"][0][name] == first[name]
+    for name in ("rounds", "emitted"):
+        assert sum(one[name] for one in both["by_set"]) == both[name]
+    assert sum(one["rounds"] for one in both["by_context"]) == both["rounds"]
+    assert "two.jsonl: c1" in table(both) and "by set" not in table(first)
+
+
+@pytest.mark.parametrize("text", ["-1", "x", "2,", "2,0", "2.5", "²"])
+def test_lengths_that_are_none(text):
+    with pytest.raises(ConfigError, match="--draft-tokens"):
+        draft_depths(text)
+
+
+def test_options_that_need_a_target(workplace):
+    for options in ({"draft_tokens": "2,3"}, {"cost_ratio": 0.1}):
+        with pytest.raises(ConfigError, match="target"):
+            config_of(workplace, target=None, prompts=None, data="d", **options)
+    with pytest.raises(ConfigError, match="cost-ratio -1"):
+        config_of(workplace, cost_ratio=-1.0)
