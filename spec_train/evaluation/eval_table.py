@@ -94,8 +94,8 @@ def _cost_lines(report: dict[str, Any]) -> list[Line]:
             (
                 "  modelled speed-up",
                 f"{modelled['speedup']:.2f}x",
-                f"{_shown_costs(modelled)}, {modelled['passes_per_round']:.1f} passes of the draft "
-                "per round; without prefill",
+                f"{_shown_costs(modelled)}; {modelled['passes_per_round']:.1f} draft passes per "
+                "round, prefill left out",
             )
         )
     return lines
@@ -103,8 +103,8 @@ def _cost_lines(report: dict[str, Any]) -> list[Line]:
 
 def _shown_costs(modelled: dict[str, Any]) -> str:
     return (
-        f"a pass of the draft takes {modelled['cost_ratio']:.3g} passes of the target, a "
-        f"verification {modelled['verification_ratio']:.3g}"
+        f"if a draft pass costs {modelled['cost_ratio']:.3g} target passes and a verification "
+        f"{modelled['verification_ratio']:.3g}"
     )
 
 
@@ -128,7 +128,7 @@ def _sweep_lines(report: dict[str, Any]) -> list[Line]:
     sweep = report["sweep"]
     if len(sweep) < 2:
         return []
-    lines = [("drafted tokens", "", f"speed-ups for {_shown_costs(report['modelled'])}")]
+    lines = [("drafted tokens", "", f"modelled {_shown_costs(report['modelled'])}")]
     for line in sweep:
         modelled = line["modelled"]["speedup"]
         expected = "unknown" if modelled is None else f"{modelled:.2f}x"

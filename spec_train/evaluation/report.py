@@ -132,7 +132,7 @@ def measure(config: EvalConfig) -> dict[str, Any]:
         else:
             known = None not in (simulated, report["acceptance_length"])
             report["gap"] = simulated - report["acceptance_length"] if known else None
-    _warn(warnings, _unmeasured(report))
+    _warn(warnings, _unmeasured(report) + _parted(report))
     report |= _setting(draft, device, depth) | {"options": to_dict(config)}
     if config.save_responses:
         lines = "".join(json.dumps(response) + "\n" for response in saved)
@@ -236,6 +236,26 @@ def _setting(draft: Draft, device: torch.device, depth: int) -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
+
+
+_PARTED = 0.15  # of the drafted tokens that are accepted on average
+_ENOUGH = 200  # rounds
+
+
+def _parted(report: dict[str, Any]) -> list[str]:
+    """Return a warning if the length of training and that of serving differ clearly."""
+    data = report.get("data")
+    if data is None or data["teacher_forced"] is None or data["walk"]["rounds"] < _ENOUGH:
+        return []
+    forced, walk = (data[name]["acceptance_length"] for name in ("teacher_forced", "walk"))
+    if forced - walk <= _PARTED * (forced - 1):
+        return []
+    return [
+        f"the acceptance length of training is {forced:.2f}, the serving-like one {walk:.2f}: the "
+        "draft does worse on its own tokens and states than on those of the documents. For EAGLE "
+        "drafts more depths in training help (--ttt-steps); for all, texts that the target wrote "
+        "itself (`spec-data regenerate`)"
+    ]
 
 
 def _unmeasured(report: dict[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ from spec_train.decoding.chains import Generation, Request, Round, decode_specul
 from spec_train.evaluation.eval_table import table
 from spec_train.evaluation.prompt_sets import SETS
 from spec_train.evaluation.prompts import read_prompts
-from spec_train.evaluation.report import run_eval
+from spec_train.evaluation.report import _parted, run_eval
 from spec_train.evaluation.speed_model import Times, modelled_speedup
 from spec_train.evaluation.tally import Tally, figures
 from spec_train.sampling import Greedy
@@ -261,3 +261,17 @@ def test_options_that_need_a_target(workplace):
             config_of(workplace, target=None, prompts=None, data="d", **options)
     with pytest.raises(ConfigError, match="cost-ratio -1"):
         config_of(workplace, cost_ratio=-1.0)
+
+
+@pytest.mark.parametrize(
+    "forced, walk, rounds, warned",
+    [(3.0, 2.6, 500, True), (3.0, 2.8, 500, False), (3.0, 1.0, 20, False), (2.0, 2.4, 500, False)],
+)
+def test_a_draft_that_is_worse_on_its_own_states_is_warned_of(forced, walk, rounds, warned):
+    data = {
+        "teacher_forced": {"acceptance_length": forced},
+        "walk": {"acceptance_length": walk, "rounds": rounds},
+    }
+    found = _parted({"data": data})
+    assert len(found) == warned and all("3.00, the serving-like one 2.60" in line for line in found)
+    assert _parted({}) == [] and _parted({"data": data | {"teacher_forced": None}}) == []
