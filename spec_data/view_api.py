@@ -165,7 +165,7 @@ def gc(path: AnyPath, *, yes: bool = False) -> list[Leftover]:
         The files and folders, with their bytes and why nothing needs them.
 
     Raises:
-        MissingError: there is no dataset. RunError: a process is at work there.
+        MissingError: there is no dataset. RunError: a process works there.
     """
     return delete_leftovers(Path(path)) if yes else find_leftovers(Path(path))
 

@@ -12,6 +12,7 @@ from spec_data.generation.unit_records import FinishedUnit, finished_unit
 from spec_data.generation.worker_locks import PATIENCE, running_workers
 from spec_data.paths import check_directory_to_write
 from spec_data.shards.errors import MissingError, RunError
+from spec_data.shards.files import temporary_files
 from spec_data.shards.follow import LEFT_OUT, WORK
 from spec_data.shards.likelihood import DocumentFigures, measured_policy, summarise
 from spec_data.shards.reader import MANIFEST
@@ -120,7 +121,7 @@ def _seal(out: Path, work: Path, checked: set[int] | None) -> Manifest:
     save_left_out(out, plan, {u: f.left_out for u, f in units.items() if f}, draft)
     manifest = seal(out, draft, records)
     check_counts(manifest)
-    for leftover in out.rglob(".*.tmp"):  # of runs that were killed while writing
+    for leftover in temporary_files(out):  # of runs that were killed while writing
         leftover.unlink()
     shutil.rmtree(work)
     return manifest

@@ -6,6 +6,7 @@ Every write goes to a temporary name, then fsync, rename, and fsync of the direc
 import hashlib
 import json
 import os
+import re
 import secrets
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ MANIFEST = "manifest.json"
 """Name of the file that makes a directory a dataset."""
 _READ_AT_ONCE = 1 << 20  # bytes
 
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]+\.tmp", re.DOTALL)
+
 
 def unit_name(unit: int) -> str:
     """Return the name, without a suffix, of the files of unit `unit` (0-based): `unit-00000`."""
@@ -23,8 +26,18 @@ def unit_name(unit: int) -> str:
 
 
 def temporary_name(path: Path) -> Path:
-    """Return a unique name beside `path`; `.*.tmp` files are leftovers of killed processes."""
+    """Return a unique name beside `path`; `temporary_files` finds those that are left."""
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+
+
+def temporary_files(directory: Path) -> list[Path]:
+    """Return the files below a directory whose names `temporary_name` made, sorted.
+
+    Where no process writes, they are left by killed ones. Files of other programs are not among
+    them, whatever directory it is.
+    """
+    found = directory.rglob(".*.tmp")
+    return sorted(path for path in found if _TEMPORARY.fullmatch(path.name) and path.is_file())
 
 
 def replace_durably(temporary: Path, final: Path) -> None:

@@ -1,6 +1,6 @@
 """`spec-data gc`: find and delete what killed processes left in a dataset's directory.
 
-Only names that this project writes are ever deleted, and only where no process is at work: a lock
+Only names that this project writes are ever deleted, and only where no process works: a lock
 that is held anywhere in the directory stops the whole command. In a sealed dataset these are
 temporary files, the folders of finished work, and shards that the manifest does not name. In an
 unfinished directory these are only what a resumed command writes again: temporary files, and shards
@@ -17,7 +17,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from spec_data.shards.errors import MissingError, RunError
-from spec_data.shards.files import sync_directory
+from spec_data.shards.files import sync_directory, temporary_files
 from spec_data.shards.follow import WORK
 from spec_data.shards.reader import MANIFEST
 from spec_data.shards.schema import Manifest
@@ -41,7 +41,7 @@ def find_leftovers(directory: Path) -> list[Leftover]:
 
     Raises:
         MissingError: it is neither a dataset nor one that is being written.
-        RunError: a process is at work there.
+        RunError: a process works there.
     """
     with _all_locks(directory):
         return _found(directory)
@@ -79,7 +79,7 @@ def _all_locks(directory: Path) -> ExitStack:
         except Timeout:
             stack.close()
             raise RunError(
-                f"{directory}: a process is at work here ({file.name} is locked); nothing was "
+                f"{directory}: a process works here ({file.name} is locked); nothing was "
                 "deleted. Run this again when it has ended"
             ) from None
     return stack
@@ -89,8 +89,8 @@ def _found(directory: Path) -> list[Leftover]:
     sealed = (directory / MANIFEST).is_file()
     found = list(_sealed(directory) if sealed else _unsealed(directory))
     folders = [leftover.path for leftover in found if leftover.path.is_dir()]
-    for file in sorted(directory.rglob(".*.tmp")):
-        if file.is_file() and not any(file.is_relative_to(folder) for folder in folders):
+    for file in temporary_files(directory):
+        if not any(file.is_relative_to(folder) for folder in folders):
             found.append(_leftover(file, "a temporary file of a killed process"))
     return found
 

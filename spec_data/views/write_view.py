@@ -28,6 +28,7 @@ from spec_data.shards.files import (
     dump_json,
     replace_durably,
     sha256_json,
+    temporary_files,
     temporary_name,
     unit_name,
     write_atomically,
@@ -237,7 +238,7 @@ def begin_view(out: Path, view: View, first: int = 0) -> None:
             f"{out}: a view or an append with other options or inputs was begun here; run that "
             f"command again to finish it, or delete what it wrote: {remedy}"
         )
-    for leftover in out.rglob(".*.tmp"):
+    for leftover in temporary_files(out):
         leftover.unlink()
     _check_free_space(out, view, first)
 

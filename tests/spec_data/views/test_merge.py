@@ -239,14 +239,17 @@ def test_gc_deletes_what_nothing_needs_and_nothing_else(data, tmp_path):
     (path / ".generate").mkdir()
     for file in planted:
         file.write_bytes(b"left")
-    kept = [path / n for n in ("notes.txt", "shards/mine.arrow", "target/extra.json")]
+    kept = [path / n for n in ("notes.txt", "shards/mine.arrow", "target/extra.json", ".x.tmp")]
     for file in kept:
         file.write_text("mine")
     found = find_leftovers(path)
     assert len(found) == 4 and all(f.exists() for f in planted), "nothing is deleted yet"
     assert sum(f.bytes for f in found) == 16
     (path / ".generate/worker-0-of-1.lock").write_text("")
-    with FileLock(path / ".generate/worker-0-of-1.lock"), pytest.raises(RunError, match="at work"):
+    with (
+        FileLock(path / ".generate/worker-0-of-1.lock"),
+        pytest.raises(RunError, match="works here"),
+    ):
         delete_leftovers(path)
     assert all(f.exists() for f in planted)
     delete_leftovers(path)

@@ -383,3 +383,14 @@ def test_a_view_of_the_first_format_has_checksums(data, tmp_path):
     assert_same_documents(
         tmp_path / "v", [d for d in documents_of(data) if len(d["input_ids"]) >= 10]
     )
+
+
+def test_temporary_files_of_other_programs_stay(data, tmp_path):
+    """--out may be a directory with other files, such as a home directory."""
+    out = tmp_path / "out"
+    (out / "editor").mkdir(parents=True)
+    foreign = [out / "editor" / ".notes.txt.tmp", out / ".cache.tmp", out / "editor" / ".a.zz.tmp"]
+    for file in foreign:
+        file.write_text("mine")
+    write_view(out, plan_select(SelectConfig(data=str(data), out=str(out), sample="2")))
+    assert all(file.read_text() == "mine" for file in foreign)
