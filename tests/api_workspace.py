@@ -19,14 +19,19 @@ FIT = {
 }
 
 
-def make_workspace(folder: Path) -> Path:
-    """Fill `folder` with target/, chats.jsonl, prompts.jsonl, data/ and run/; return it."""
+def make_workspace(folder: Path, fitted: bool = True) -> Path:
+    """Fill `folder` with target/, chats.jsonl, prompts.jsonl, data/ and run/; return it.
+
+    Without `fitted`, data/ and run/ are left out.
+    """
     save_target(folder / "target")
     write_corpus(folder / "chats.jsonl", 12)
     with (folder / "prompts.jsonl").open("w", encoding="utf-8") as file:
         for i in range(2):
             row = {"messages": [{"role": "user", "content": f"question {i}"}]}
             file.write(json.dumps(row) + "\n")
+    if not fitted:
+        return folder
     spec_data.generate(
         folder / "target", folder / "chats.jsonl", folder / "data", layers=[0, 2, 4], device="cpu"
     )
