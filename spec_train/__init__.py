@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
         simulate_acceptance,
     )
     from spec_train.evaluation.intervals import Comparison
+    from spec_train.report_api import report
     from spec_train.results import AcceptanceResult, DecodingResult, EvalResult, ExportResult
     from spec_train.training.result import FitResult
     from spec_train.training.run_cost import DryRun
@@ -30,6 +31,7 @@ _PUBLIC = {
     "dry_run": "spec_train.api",
     "evaluate": "spec_train.api",
     "compare": "spec_train.api",
+    "report": "spec_train.report_api",
     "export": "spec_train.api",
     "load_draft": "spec_train.api",
     "simulate_acceptance": "spec_train.api",
@@ -48,6 +50,7 @@ __all__ = [
     "dry_run",
     "evaluate",
     "compare",
+    "report",
     "export",
     "load_draft",
     "simulate_acceptance",

@@ -31,6 +31,7 @@ from spec_train.options import (
     resolve_fit,
     split_config,
 )
+from spec_train.reports import page_after
 from spec_train.results import (
     AcceptanceResult,
     DecodingResult,
@@ -41,7 +42,6 @@ from spec_train.results import (
 from spec_train.training.result import FitResult
 from spec_train.training.run_cost import DryRun
 from spec_train.training.setup import dry_run as run_dry
-from spec_train.training.setup import fit as run_fit
 from spec_train.training.stored import resolve_draft_dir
 
 AnyPath = str | Path
@@ -61,7 +61,7 @@ def fit(
     """Fit a draft to a dataset; called again with the same arguments, resume the run.
 
     A bar shows loss, acceptance and the held-out figures; the logger `spec_train` has them at level
-    INFO, and metrics.jsonl in `out` always.
+    INFO, and metrics.jsonl and report.html in `out` always.
 
     Args:
         draft: "eagle", "eagle3", "peagle", "dspark" or "dflash".
@@ -96,7 +96,7 @@ def fit(
     given = {"data": data, "out": out, **options} | ({"preset": preset} if preset else {})
     values = plain_values(fit_config(draft), given, "fit")
     config = resolve_fit(draft, values, where="fit()")
-    return run_fit(draft, *split_config(draft, config))
+    return page_after.fit(draft, *split_config(draft, config))
 
 
 @takes_options(
@@ -170,7 +170,7 @@ def evaluate(
     True
     """
     given = {"draft": draft, "data": data, "target": target, "prompts": prompts, **options}
-    figures = measure(from_keywords(EvalConfig, given, "evaluate"))
+    figures = page_after.evaluate(from_keywords(EvalConfig, given, "evaluate"))
     require_sound(figures)
     return _evaluated(figures)
 

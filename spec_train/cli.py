@@ -30,6 +30,7 @@ from spec_train.options import (
     split_config,
 )
 from spec_train.presets import preset_help
+from spec_train.report_options import ReportConfig
 
 _RAW = argparse.RawDescriptionHelpFormatter
 _DESCRIPTION = "Fit speculative-decoding drafts on stored hidden states, without the target."
@@ -50,7 +51,7 @@ Train a draft on a dataset that `spec-data generate` has written. The target is 
 embeddings and head are part of the dataset. RUN receives fit.json (every option, resolved),
 metrics.jsonl, checkpoint-<step>/ directories to resume from, and two links: `best` (the draft with
 the longest simulated acceptance length on held-out documents) and `last`. Both are Hugging Face
-directories that inference engines load.
+directories that inference engines load. report.html shows the run's figures as a page.
 
 Stop it whenever you like: Ctrl-C and SIGTERM finish the step and save. After a crash, the newest
 whole checkpoint counts. The same command resumes, even in the middle of an epoch."""
@@ -114,6 +115,21 @@ examples:
   spec-train eval --draft A --target MODEL --prompts prompts.jsonl --json a.json
   spec-train eval --draft B --target MODEL --prompts prompts.jsonl --json b.json
   spec-train compare a.json b.json"""
+REPORT_HELP = """\
+Write an HTML page about runs and evaluations: loss, acceptance length and acceptance by depth over
+trained tokens, by position and source; learning rate, gradient norm, time spent waiting for data;
+calibration of confidence heads; and which drafted tokens of sampled responses were accepted. The
+page is one file that needs no network. `fit` writes RUN/report.html at its end, and `eval` the page
+of its --report; this command writes it at any time, also while a run trains, and for several runs
+side by side."""
+REPORT_EXAMPLES = """\
+examples:
+  spec-train report RUN
+      RUN/report.html
+  spec-train report RUN-A RUN-B RUN-C --out runs.html
+      curves of three runs in the same charts, and the options in which they differ
+  spec-train report RUN result.json --out both.html
+      a run with an evaluation that `spec-train eval --json result.json` wrote"""
 REPLAY_HELP = """\
 Run a batch that stopped a run again: a loss or gradient was not finite, and `spec-train fit` saved
 the batch with the draft of that moment as RUN/failed-step-<n>. Reports which stored states,
@@ -170,6 +186,11 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     pair.add_argument("first", metavar="A.json", help="an evaluation with --json, of one draft")
     pair.add_argument("second", metavar="B.json", help="that of the other one, on equal prompts")
+    pages = _add_command(
+        commands, "report", ReportConfig, _report, "show runs and evaluations as a page",
+        REPORT_HELP, REPORT_EXAMPLES, "RUN [RUN ...]",
+    )  # fmt: skip
+    pages.add_argument("places", nargs="+", metavar="RUN", help="a run, or a file of eval --json")
     again = _add_command(
         commands, "replay", ReplayConfig, _replay, "run a failed batch again", REPLAY_HELP,
         REPLAY_EXAMPLES, "RUN/failed-step-N",
@@ -233,7 +254,8 @@ def _resolve_fit(arguments: argparse.Namespace) -> Any:
 def _fit(arguments: argparse.Namespace) -> int:
     joined = _resolve_fit(arguments)
     config, options = split_config(arguments.draft, joined)
-    from spec_train.training.setup import dry_run, fit
+    from spec_train.reports.page_after import fit
+    from spec_train.training.setup import dry_run
 
     if arguments.dry_run:
         print(dry_run(arguments.draft, config, options))
@@ -265,8 +287,9 @@ def _say_after_fit(draft: str, config: FitConfig, stopped: bool) -> None:
 def _eval(arguments: argparse.Namespace) -> int:
     config = resolve(EvalConfig, arguments)
     from spec_train.evaluation.report import run_eval
+    from spec_train.reports.page_after import evaluate
 
-    run_eval(config)
+    run_eval(config, evaluate)
     target = ["--target", config.target] if config.target else []
     say_next("spec-train", "export", "--draft", config.draft, "--check", *target)
     return 0
@@ -285,6 +308,14 @@ def _compare(arguments: argparse.Namespace) -> int:
     from spec_train.evaluation.compare import run_compare
 
     print(run_compare(arguments.first, arguments.second, config)[1])
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    config = resolve(ReportConfig, arguments)
+    from spec_train.reports.run_page import write_report
+
+    print(write_report(arguments.places, config.out))
     return 0
 
 

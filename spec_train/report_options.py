@@ -1,17 +1,43 @@
-"""The options of `spec-train eval` about sampled responses. No torch: `--help` is instant."""
+"""The options of `spec-train report`, and those of `eval` about pages. No torch here."""
+
+from dataclasses import dataclass
 
 from spec_data.config import option
 
+AUTO, NONE = "auto", "none"
 SAMPLES = 8
 """Responses that an evaluation keeps with their drafted tokens."""
+
+
+def report_option(group: str) -> str:
+    """Return the field of --report."""
+    return option(
+        AUTO,
+        help="write the figures as an HTML page: a file name; none: no page. auto: eval.html in "
+        "the run directory if --draft is one, else a page beside the file of --json, else none",
+        group=group,
+        metavar="FILE",
+    )
 
 
 def samples_option(group: str) -> int:
     """Return the field of --samples."""
     return option(
         SAMPLES,
-        help="responses (documents, with --data) that --json keeps with every drafted "
+        help="responses (documents, with --data) that --json and --report keep with every drafted "
         "token, evenly spread over what is measured; 0 = none. They contain text of the prompts",
         group=group,
         metavar="N",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """Options of `spec-train report`: a page about runs and evaluations."""
+
+    out: str | None = option(
+        None,
+        help="the HTML file. Not given: report.html in the run directory, or beside the file, if "
+        "only one is named",
+        metavar="FILE",
     )

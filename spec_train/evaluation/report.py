@@ -9,6 +9,7 @@ walk over the dataset; it is null if there was nothing to measure.
 import json
 import logging
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +59,17 @@ from spec_train.training.stored import resolve_draft_dir
 log = logging.getLogger(__name__)
 
 
-def run_eval(config: EvalConfig) -> dict[str, Any]:
+def run_eval(
+    config: EvalConfig, measured: Callable[[EvalConfig], dict[str, Any]] | None = None
+) -> dict[str, Any]:
     """Evaluate with `config`, print a table, and return the metrics of --json.
+
+    `measured` does more than `measure`, such as writing a page; None: `measure`.
 
     Raises:
         As `measure` and `require_sound`.
     """
-    report = measure(config)
+    report = (measured or measure)(config)
     print(table(report))
     require_sound(report)
     return report

@@ -1,0 +1,232 @@
+"""The sections of a page about evaluations: lengths, depths, sources, positions, forecasts."""
+
+from collections.abc import Sequence
+
+from spec_data.pages.page_parts import Axis, Bars, Lines, Note, Part, Section, Table, Value
+from spec_train.reports.acceptance_viewer import acceptance_viewer
+from spec_train.reports.stored_figures import Measured, Run, number
+
+FEWEST_ROUNDS = 10
+"""A mean over fewer rounds is not drawn."""
+_LENGTH = Axis(title="tokens per verification", least=0)
+
+
+def acceptance_sections(found: Sequence[Measured]) -> list[Section]:
+    """Return the sections about evaluations, without the empty ones.
+
+    Args:
+        found: evaluations; none: no sections.
+    """
+    if not found:
+        return []
+    sections = [_overview(found), _where(found), _viewer(found)]
+    return [section for section in sections if section.parts]
+
+
+def _overview(found: Sequence[Measured]) -> Section:
+    rows: list[list[Value]] = []
+    for one in found:
+        interval = one.figures.get("interval") if one.real else None
+        low, high = interval or (None, None)
+        figures = one.figures
+        same = figures.get("identical") if one.real else None
+        lossless = None if same is None else f"{same} of {figures['responses']}"
+        on_policy = None if one.real else number(figures, "on_policy")
+        row: list[Value] = [one.name, "real decoding" if one.real else "simulated", one.where]
+        row += [one.length, low, high, one.rounds, on_policy, lossless]
+        rows.append([*row, number(figures, "speedup") if one.real else None])
+    columns = [
+        *(("evaluation", "text"), ("kind", "text"), ("on", "text"), ("length", "number")),
+        *(("from", "number"), ("to", "number"), ("rounds", "count"), ("on-policy", "share")),
+        *(("lossless", "text"), ("speed-up", "number")),
+    ]
+    used = [i for i in range(len(columns)) if any(row[i] is not None for row in rows)]
+    table = Table(
+        title="Evaluations",
+        columns=[columns[i] for i in used],  # type: ignore[misc]
+        rows=[[row[i] for i in used] for row in rows],
+        note="Length: tokens per verification of the target, its own token included"
+        + ("; from and to: its 95 % interval over prompts." if 4 in used else "."),
+    )
+    parts: list[Part] = [table]
+    parts += [
+        Note(text=f"{one.name}: {text}.", warning=True) for one in found for text in one.warnings
+    ]
+    rates = {one.name: one.rates for one in found if any(r is not None for r in one.rates)}
+    if rates:
+        depths = max(map(len, rates.values()))
+        parts.append(
+            Bars(
+                title="Acceptance by depth",
+                x=Axis(title="depth of the drafted token", format="text"),
+                y=Axis(title="share accepted", format="share", least=0),
+                labels=[str(d) for d in range(1, depths + 1)],
+                series={n: [*own, *[None] * (depths - len(own))] for n, own in rates.items()},
+                note="Of the rounds whose earlier drafted tokens were all accepted.",
+            )
+        )
+    return Section(
+        title="Acceptance",
+        text="As in serving: the draft continues with its own tokens, round after round.",
+        parts=parts,
+    )
+
+
+def _where(found: Sequence[Measured]) -> Section:
+    parts = _by_position(found)
+    for one in found:
+        parts += _by_source(one)
+    return Section(
+        title="Where drafts are accepted",
+        parts=parts,
+    )
+
+
+def _label(start: int, end: int | None) -> str:
+    return f"{start:,}+" if end is None else f"{start:,}\u2013{end - 1:,}"
+
+
+def _by_position(found: Sequence[Measured]) -> list[Part]:
+    lines = {
+        one.name: {x["start"]: x for x in one.figures.get("by_position") or ()} for one in found
+    }
+    ends = {x["start"]: x.get("end") for own in lines.values() for x in own.values()}
+    series: dict[str, list[float | None]] = {}
+    for name, own in lines.items():
+        enough = [s in own and own[s]["rounds"] >= FEWEST_ROUNDS for s in sorted(ends)]
+        values = [
+            number(own[s], "acceptance_length") if some else None
+            for s, some in zip(sorted(ends), enough, strict=True)
+        ]
+        if any(value is not None for value in values):
+            series[name] = values
+    if not series:
+        return []
+    return [
+        Bars(
+            title="Acceptance length by position in the response",
+            x=Axis(title="tokens of the response before the round", format="text"),
+            y=_LENGTH,
+            labels=[_label(start, ends[start]) for start in sorted(ends)],
+            series=series,
+            note=f"Positions with fewer than {FEWEST_ROUNDS} rounds are not drawn.",
+        )
+    ]
+
+
+def _by_source(one: Measured) -> list[Part]:
+    lines = list(one.figures.get("by_source") or ())
+    rows: list[list[Value]] = [
+        [
+            str(line["source"]),
+            *(number(line, name) for name in ("documents", "supervised_tokens", "on_policy")),
+            *(number(line, name) for name in ("rounds", "acceptance_length")),
+        ]
+        for line in lines
+    ]
+    if not rows:
+        return []
+    table = Table(
+        title=f"By source: {one.name}",
+        columns=[
+            *(("source", "text"), ("documents", "count"), ("supervised tokens", "count")),
+            *(("on-policy", "share"), ("rounds", "count"), ("acceptance length", "number")),
+        ],
+        rows=rows,
+        note="On-policy: supervised tokens that are the target's own greedy choice.",
+    )
+    if len(rows) == 1:
+        return [table]
+    bars = Bars(
+        title=f"Acceptance length by source: {one.name}",
+        x=Axis(title="source", format="text"),
+        y=_LENGTH,
+        labels=[str(row[0]) for row in rows],
+        series={"acceptance length": [number(line, "acceptance_length") for line in lines]},
+    )
+    return [bars, table]
+
+
+def _viewer(found: Sequence[Measured]) -> Section:
+    viewer = acceptance_viewer(found)
+    return Section(
+        title="Drafted tokens",
+        text="What the draft proposed in a few responses, and what the target made of it. The "
+        "responses are evenly spread over those that were measured.",
+        parts=[] if viewer is None else [viewer],
+    )
+
+
+def forecast_section(runs: Sequence[Run], found: Sequence[Measured]) -> list[Section]:
+    """Return the section about confidence heads; nothing if no draft has one.
+
+    Args:
+        runs, found: what the page is about.
+    """
+    tables = {run.name: list((run.best or {}).get("confidence_bins") or ()) for run in runs}
+    tables |= {one.name: one.bins for one in found}
+    tables = {name: bins for name, bins in tables.items() if any(row[0] for row in bins)}
+    curves = {run.name: run.curve("confidence_calibration", True) for run in runs}
+    curves = {name: own for name, own in curves.items() if any(y is not None for _, y in own)}
+    if not tables and not curves:
+        return []
+    parts: list[Part] = []
+    if tables:
+        parts.append(_reliability(tables))
+    if curves:
+        parts.append(
+            Lines(
+                title="Calibration error over training",
+                x=Axis(title="trained tokens", format="count", least=0),
+                y=Axis(title="mean difference", format="share", least=0),
+                series=curves,
+                points=True,
+                note="Mean absolute difference of forecast and acceptance over ten ranges of the "
+                "forecast, on held-out documents.",
+            )
+        )
+    parts += [_reliability_table(name, bins) for name, bins in tables.items()]
+    return [
+        Section(
+            title="Confidence",
+            text="The draft forecasts for every drafted token the probability that it is accepted. "
+            "A forecast is calibrated if of the tokens with forecast p the share p is accepted.",
+            parts=parts,
+        )
+    ]
+
+
+def _reliability(tables: dict[str, list[list[float | None]]]) -> Lines:
+    series: dict[str, list[tuple[float, float | None]]] = {
+        name: [(mean, share) for _, mean, share in bins if mean is not None]
+        for name, bins in tables.items()
+    }
+    return Lines(
+        title="Forecast and acceptance",
+        x=Axis(title="mean forecast", format="share", least=0, most=1),
+        y=Axis(title="share accepted", format="share", least=0, most=1),
+        series={**series, "calibrated": [(0.0, 0.0), (1.0, 1.0)]},
+        points=True,
+        note="Above the line of calibrated forecasts the draft is too careful, below it too sure.",
+    )
+
+
+def _reliability_table(name: str, bins: list[list[float | None]]) -> Table:
+    total = sum(weight or 0.0 for weight, _, _ in bins)
+    rows: list[list[Value]] = []
+    for b, (weight, mean, share) in enumerate(bins):
+        if not weight:
+            continue
+        gap = None if mean is None or share is None else mean - share
+        label = f"{b / len(bins):.1f}\u2013{(b + 1) / len(bins):.1f}"
+        rows.append([label, weight / total, mean, share, gap])
+    return Table(
+        title=f"Reliability: {name}",
+        columns=[
+            *(("forecast", "text"), ("share of tokens", "share"), ("mean forecast", "share")),
+            *(("accepted", "share"), ("difference", "share")),
+        ],
+        rows=rows,
+        note="Accepted: probability that a token drawn from the draft is kept. Tokens are weighted "
+        "as in the loss.",
+    )

@@ -1,0 +1,84 @@
+"""The page about runs and evaluations, and `spec-train report`, which writes it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from spec_data import __version__
+from spec_data.pages.html_page import write_page
+from spec_data.pages.page_parts import Page
+from spec_data.paths import check_file_to_write
+from spec_data.shards.errors import ConfigError, MissingError
+from spec_train.reports.acceptance_sections import acceptance_sections, forecast_section
+from spec_train.reports.names import short_names
+from spec_train.reports.run_sections import run_sections
+from spec_train.reports.stored_figures import Measured, Run, is_run, read_evaluation, read_run
+
+PAGE = "report.html"
+
+
+def report_page(runs: Sequence[Run], found: Sequence[Measured]) -> Page:
+    """Return the page about runs and evaluations; at least one of them.
+
+    Args:
+        runs: in the order in which their curves are listed. found: evaluations beside those that
+            the runs hold.
+    """
+    every = [*(one for run in runs for one in run.measured), *found]
+    sections = run_sections(runs) if runs else []
+    after_depths = min(3, len(sections))
+    sections[after_depths:after_depths] = [
+        *acceptance_sections(every),
+        *forecast_section(runs, every),
+    ]
+    names = [run.name for run in runs] or list(dict.fromkeys(one.name for one in found))
+    if len(names) > 1:
+        title = f"{names[0]} and {len(names) - 1} more" if len(names) > 3 else ", ".join(names)
+    else:
+        title = names[0]
+    kind = ("Run" if len(runs) == 1 else "Runs") if runs else "Evaluation"
+    return Page(title=title, kind=kind, sections=sections, footer=f"spec-train {__version__}")
+
+
+def write_report(places: Sequence[str | Path], out: str | Path | None = None) -> Path:
+    """Write the page about run directories and files of `eval --json`.
+
+    Args:
+        places: at least one; runs may still train. out: the HTML file; None: report.html in the
+            run directory, or beside the file with its name, if there is one place.
+
+    Returns:
+        The file.
+
+    Raises:
+        MissingError: a place does not exist. ConfigError: a place is neither a run nor such a file,
+            or the page cannot be written there. RunError: a run's files are damaged.
+    """
+    paths = [Path(place) for place in places]
+    if not paths:
+        raise ConfigError("nothing to report: name run directories, or files of `eval --json`")
+    file = Path(out) if out is not None else _beside(paths)
+    check_file_to_write("--out", file)
+    runs: list[Run] = []
+    found: list[Measured] = []
+    for path, name in zip(paths, short_names(paths), strict=True):
+        if not path.exists():
+            raise MissingError(f"{path}: no such file or run directory; check the path")
+        if path.is_dir() and not is_run(path):
+            raise ConfigError(
+                f"{path}: not a run of `spec-train fit` (it has no fit.json and no metrics.jsonl); "
+                "pass the directory of --out"
+            )
+        if path.is_dir():
+            runs.append(read_run(path, name))
+        else:
+            found += read_evaluation(path, name)
+    return write_page(file, report_page(runs, found))
+
+
+def _beside(paths: Sequence[Path]) -> Path:
+    if len(paths) > 1:
+        raise ConfigError(
+            f"--out is needed for a page about {len(paths)} places: name an HTML file"
+        )
+    (path,) = paths
+    return path / PAGE if path.is_dir() else path.with_suffix(".html")
