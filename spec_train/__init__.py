@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
         load_draft,
         simulate_acceptance,
     )
+    from spec_train.diagnosis.outcome import Diagnosis
+    from spec_train.doctor_api import doctor
     from spec_train.evaluation.intervals import Comparison
     from spec_train.report_api import report
     from spec_train.results import AcceptanceResult, DecodingResult, EvalResult, ExportResult
@@ -34,9 +36,11 @@ _PUBLIC = {
     "report": "spec_train.report_api",
     "export": "spec_train.api",
     "load_draft": "spec_train.api",
+    "doctor": "spec_train.doctor_api",
     "simulate_acceptance": "spec_train.api",
     "FitResult": "spec_train.training.result",
     "Comparison": "spec_train.evaluation.intervals",
+    "Diagnosis": "spec_train.diagnosis.outcome",
     "DryRun": "spec_train.training.run_cost",
     "EvalResult": "spec_train.results",
     "AcceptanceResult": "spec_train.results",
@@ -53,8 +57,10 @@ __all__ = [
     "report",
     "export",
     "load_draft",
+    "doctor",
     "simulate_acceptance",
     "FitResult",
+    "Diagnosis",
     "DryRun",
     "Comparison",
     "EvalResult",

@@ -19,6 +19,7 @@ from spec_data.console import (
 )
 from spec_train.compare_options import CompareConfig
 from spec_train.data_option import parse_sources
+from spec_train.doctor_options import DoctorConfig
 from spec_train.draft_options import DRAFT_OPTIONS
 from spec_train.options import (
     EvalConfig,
@@ -107,6 +108,21 @@ examples:
   spec-train export --draft PUBLISHED --format hf --out DRAFT --target MODEL
       someone else's draft as a checkpoint of spec-train, for `eval` and `fit --init-from`"""
 
+DOCTOR_HELP = """\
+Why is this draft not accepted? Run every check that a draft, a dataset and a target can decide,
+whoever made them. With --data, the draft is tried under its declared convention and under each
+neighbouring one (layer ids, order, shifts, norms, rope, slots, vocabulary map), on the same
+documents: one that fits clearly better is what it was trained with. Every finding comes with its
+evidence and what to do; a check that cannot be decided says what to give. Exit code 1 with
+findings, 0 without."""
+DOCTOR_EXAMPLES = """\
+examples:
+  spec-train doctor --draft PUBLISHED --data DATA
+  spec-train doctor --draft RUN --data DATA --target MODEL --engine vllm
+      with the target: layers that DATA lacks are tried too, and its identity is compared
+  spec-train doctor --draft PUBLISHED --target MODEL
+      what the files alone decide"""
+
 COMPARE_HELP = """\
 Is one draft accepted longer than another? Compare two evaluations by real decoding, prompt by
 prompt, and print both acceptance lengths, the difference with its 95 % interval, and a p-value."""
@@ -179,6 +195,10 @@ def build_parser() -> argparse.ArgumentParser:
     _add_command(
         commands, "export", ExportConfig, _export, "write a draft for an engine, or check it",
         EXPORT_HELP, EXPORT_EXAMPLES, "--draft RUN --format NAME --out DIR [--target MODEL]",
+    )  # fmt: skip
+    _add_command(
+        commands, "doctor", DoctorConfig, _doctor, "find out why a draft is not accepted",
+        DOCTOR_HELP, DOCTOR_EXAMPLES, "--draft DIR [--data DIR] [--target MODEL]",
     )  # fmt: skip
     pair = _add_command(
         commands, "compare", CompareConfig, _compare, "compare two evaluations", COMPARE_HELP,
@@ -301,6 +321,15 @@ def _export(arguments: argparse.Namespace) -> int:
 
     say_next(*command_after(config, run_export(config)))
     return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    config = resolve(DoctorConfig, arguments)
+    from spec_train.diagnosis.command import run_doctor
+
+    found, following = run_doctor(config)
+    say_next(*following)
+    return 1 if found.findings else 0
 
 
 def _compare(arguments: argparse.Namespace) -> int:

@@ -94,7 +94,7 @@ def check_draft(config: ExportConfig) -> CheckedDraft:
                 "(a directory or a Hub id from which it can be served)",
                 target.name,
             )
-    changed = () if cost else _changed(files, own)
+    changed = () if cost else keys_changed(files, own)
     unread = tuple(unread_keys(files))
     subject = Subject(own, target, name, config.format or "vllm", changed, unread)
     found = preflight(subject, formed=config.format is not None)
@@ -186,7 +186,7 @@ def command_after(config: ExportConfig, checked: CheckedDraft) -> list[str]:
     return shlex.split(commands[0].lines[-1])
 
 
-def _changed(files: DraftFiles, own: DraftFiles) -> tuple[str, ...]:
+def keys_changed(files: DraftFiles, own: DraftFiles) -> tuple[str, ...]:
     """Return the keys of the files, as they are, that an export would write differently."""
     if SECTION not in files.config:
         return ()

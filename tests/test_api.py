@@ -23,6 +23,7 @@ from spec_data.keywords import from_keywords
 from spec_data.options import VerifyConfig
 from spec_data.regenerate_options import RegenerateConfig
 from spec_data.shards.errors import ConfigError, MissingError, OptionError
+from spec_train.doctor_options import DoctorConfig
 from spec_train.options import EvalConfig, ExportConfig, FitConfig
 from tests.api_workspace import make_workspace
 
@@ -39,6 +40,7 @@ FUNCTIONS = [
         for name in ("fit", "dry_run", "evaluate", "compare", "export", "load_draft")
     ),
     spec_train.simulate_acceptance,
+    spec_train.doctor,
 ]
 
 
@@ -128,6 +130,7 @@ def test_every_function_is_documented_and_typed(function):
         (spec_train.fit, FitConfig, set()),
         (spec_train.evaluate, EvalConfig, set()),
         (spec_train.export, ExportConfig, set()),
+        (spec_train.doctor, DoctorConfig, set()),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -33,6 +33,8 @@ SHARED = (
 # What one room of spec_train may import beyond that, and why.
 SHARED_WITH = {
     "spec_train.evaluation": ("spec_data.corpus",),  # prompts are read as corpus rows are
+    # a dataset is judged as verify judges it, and a target's layers are those of a conversion
+    "spec_train.diagnosis": ("spec_data.verification", "spec_data.options", "spec_data.conversion"),
 }
 # Modules that play one and the same part in several rooms may share a name.
 SAME_PART = {
@@ -214,6 +216,7 @@ def test_files_are_one_reading_and_explain_themselves(file):
         "spec_train eval --help",
         "spec_train export --help",
         "spec_train replay --help",
+        "spec_train doctor --help",
     ],
 )
 def test_help_imports_nothing_heavy(arguments):

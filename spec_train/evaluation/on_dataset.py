@@ -124,6 +124,20 @@ def check_fit(draft: Draft, dataset: HiddenStatesDataset) -> list[str]:
             f"the draft reads layers {list(config.layers)}; {dataset.path} holds "
             f"{list(manifest.layers)}, without {missing}: generate the dataset with those layers"
         )
+    check_sizes(draft, dataset)
+    if not config.train_embeddings:
+        embedding = load_head_tensors(dataset.path)["embed_tokens"]
+        require_same_embedding(draft.embed_tokens.weight, embedding, "--draft", str(dataset.path))
+    return origin_warnings(config.origin, manifest)
+
+
+def check_sizes(draft: Draft, dataset: HiddenStatesDataset) -> None:
+    """Refuse a dataset of a target with other sizes than the draft's.
+
+    Raises:
+        DraftError: the vocabulary or the hidden size differs.
+    """
+    manifest, config = dataset.manifest, draft.config
     for name, own, theirs in (
         ("vocabulary", config.vocab_size, manifest.vocab_size),
         ("hidden size", config.target_hidden_size, manifest.hidden_size),
@@ -133,10 +147,6 @@ def check_fit(draft: Draft, dataset: HiddenStatesDataset) -> list[str]:
                 f"the draft is for a target of {name} {own}, {dataset.path} has {theirs}: the "
                 "dataset was made with another target"
             )
-    if not draft.config.train_embeddings:
-        embedding = load_head_tensors(dataset.path)["embed_tokens"]
-        require_same_embedding(draft.embed_tokens.weight, embedding, "--draft", str(dataset.path))
-    return origin_warnings(config.origin, manifest)
 
 
 def read_pack(

@@ -28,6 +28,9 @@ from spec_train.formats.rules import (
 )
 from spec_train.formats.rules_bias import refused_biases
 
+MAX_POSITIONS, WEIGHTS, EMBEDDING = "max-positions", "weights", "embedding"
+"""The rules of `general` that have a name (see `Finding.rule`)."""
+
 
 def general(subject: Subject) -> Notes:
     """Check what is needed in every engine."""
@@ -37,7 +40,7 @@ def general(subject: Subject) -> Notes:
         for name, value in subject.own.tensors.items()
         if value.is_floating_point() and not bool(torch.isfinite(value).all())
     ]
-    notes.refuse(bool(broken), f"weights that are not finite: {', '.join(broken)}")
+    notes.refuse(bool(broken), f"weights that are not finite: {', '.join(broken)}", WEIGHTS)
     layers, count = subject.layers, subject.num_layers
     notes.refuse(layers != sorted(set(layers)), f"layers {layers} must be ascending and unique")
     notes.refuse(
@@ -71,6 +74,7 @@ def general(subject: Subject) -> Notes:
         limit is not None and own_limit < limit,
         f"max_position_embeddings {own_limit} is less than the target's {limit}: at that length "
         "engines stop drafting, or end the sequence",
+        MAX_POSITIONS,
     )
     _embedding(notes, subject)
     _identity(notes, subject)
@@ -128,11 +132,13 @@ def _embedding(notes: Notes, subject: Subject) -> None:
         own.shape != other.shape,
         f"embed_tokens has shape {list(own.shape)}, the target's {list(other.shape)}: the draft "
         "was fitted to another target",
+        EMBEDDING,
     )
     if own.shape == other.shape and not subject.config.get("train_embeddings"):
         notes.refuse(
             not torch.equal(own, other.to(own.dtype)),
             "embed_tokens is not the target's: the draft was fitted to another target",
+            EMBEDDING,
         )
         notes.warn(
             own.dtype != other.dtype,

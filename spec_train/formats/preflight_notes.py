@@ -13,11 +13,15 @@ REFUSE, WARN, NOTE, OK = "refuse", "warn", "note", "ok"
 
 @dataclass(frozen=True)
 class Finding:
-    """One sentence about one engine's release; REFUSE: the draft would fail or be read wrongly."""
+    """One sentence about one engine's release; REFUSE: the draft would fail or be read wrongly.
+
+    `rule` names a rule that other code asks for; most have no name.
+    """
 
     engine: str
     level: str
     text: str
+    rule: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,21 +87,21 @@ class Notes:
         self._engine = engine
         self._found: list[Finding] = []
 
-    def refuse(self, condition: bool, text: str) -> None:
+    def refuse(self, condition: bool, text: str, rule: str = "") -> None:
         """If `condition`, add a finding that the engine fails or reads the draft wrongly."""
-        self._add(condition, REFUSE, text)
+        self._add(condition, REFUSE, text, rule)
 
-    def warn(self, condition: bool, text: str) -> None:
+    def warn(self, condition: bool, text: str, rule: str = "") -> None:
         """If `condition`, add a finding that needs the user's attention."""
-        self._add(condition, WARN, text)
+        self._add(condition, WARN, text, rule)
 
     def note(self, condition: bool, text: str) -> None:
         """If `condition`, add a finding that says what was not checked."""
         self._add(condition, NOTE, text)
 
-    def _add(self, condition: bool, level: str, text: str) -> None:
+    def _add(self, condition: bool, level: str, text: str, rule: str = "") -> None:
         if condition:
-            self._found.append(Finding(self._engine, level, text))
+            self._found.append(Finding(self._engine, level, text, rule))
 
     def __iter__(self) -> Iterator[Finding]:
         """Yield the findings; without a refusal or a warning, first one of level OK."""

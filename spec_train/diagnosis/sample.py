@@ -1,0 +1,251 @@
+"""The documents that a draft is tried on, with every state that a convention may ask for.
+
+In: a dataset, and the target if it is given. Out: packs whose states can be read in another way.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_data.conversion.target_walk import walk
+from spec_data.models.shapes import block_count
+from spec_data.shards.packing import PADDING, pack_documents, shift_left
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.schema import FINAL, layer_column
+from spec_train.data.batch import DraftBatch
+from spec_train.data.policy_masks import open_with_mask
+from spec_train.drafts import Draft
+from spec_train.drafts.teacher import LOGITS, TOPK
+from spec_train.evaluation.on_dataset import choose_documents, measured_mask, read_pack
+from spec_train.evaluation.walk import ServingSums, document_sums
+from spec_train.head import TargetHead
+
+LEAST_DOCUMENTS = 12
+"""With fewer, no permutation test of some twenty conventions can be clear."""
+_PACK_TOKENS = 2048
+LOGSUMEXP = "target_logsumexp"
+_TOKEN_COLUMNS = ("input_ids", "loss_mask", "target_argmax")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the states of a dataset are read: the column of each state of the draft, and the shift.
+
+    Row t of a document has the states of token t + `shift`.
+    """
+
+    columns: tuple[str, ...]
+    shift: int = 0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Some documents of a dataset, read once."""
+
+    batches: tuple[DraftBatch, ...]
+    head: TargetHead
+    documents: int
+    split: str
+    blocks: int | None
+    """Decoder blocks of the target; None: not known."""
+    columns: frozenset[str]
+    """Columns of states that can be read."""
+    teachers: tuple[str, ...] = ()
+    """Columns of the batches that a loss reads beside the states; empty: none can be computed."""
+
+    def read(self, batch: DraftBatch, reading: Reading, draft: Draft) -> DraftBatch:
+        """Return a batch whose states are those of `reading`, under the names of the draft."""
+        pairs = zip(draft.state_columns, reading.columns, strict=True)
+        hidden = {
+            name: _moved(batch.hidden[source], batch.document_ids, reading.shift)
+            for name, source in pairs
+        }
+        taught = {name: batch.hidden[name] for name in self.teachers if name not in hidden}
+        return dataclasses.replace(batch, hidden=hidden | taught)
+
+    def shuffled(self, seed: int) -> "Sample":
+        """Return the same documents with the states of other tokens, by chance: a control."""
+        generator = torch.Generator().manual_seed(seed)
+        batches = []
+        for batch in self.batches:
+            order = torch.randperm(batch.input_ids.shape[1], generator=generator)
+            order = order.to(batch.input_ids.device)
+            hidden = {name: states[:, order] for name, states in batch.hidden.items()}
+            batches.append(dataclasses.replace(batch, hidden=hidden))
+        return dataclasses.replace(self, batches=tuple(batches))
+
+
+def _moved(states: Tensor, document_ids: Tensor, shift: int) -> Tensor:
+    """Return states [B, T, H] of the token `shift` later in the same document, zero without one."""
+    for _ in range(max(shift, 0)):
+        states = shift_left(states, document_ids)
+    for _ in range(max(-shift, 0)):
+        states = shift_left(states.flip(1), document_ids.flip(1)).flip(1)
+    return states
+
+
+def read_sample(
+    draft: Draft,
+    dataset: HiddenStatesDataset,
+    *,
+    run: dict[str, Any] | None,
+    split: str,
+    documents: int,
+    target: Path | None,
+    trust: bool = False,
+) -> Sample:
+    """Read documents with all captured states, on the device and in the dtype of the draft.
+
+    Layers that the dataset lacks are computed with the target, if its directory is given. If the
+    draft's run held out too few documents to conclude anything, all documents are read: a wrong
+    convention shows on those that it was trained on too.
+
+    Raises:
+        ConfigError, DatasetError: there is no such split, or nothing to measure.
+        MissingError, TargetError: the target cannot be run.
+    """
+    policy = measured_mask(dataset, run, None)
+    stored = [c.name for c in dataset.manifest.columns]
+    layers = {layer_column(k) for k in dataset.manifest.layers}
+    states = [name for name in stored if name in layers or name == FINAL]
+    needed = draft.columns(dataset.manifest.supervision)
+    own = (*_TOKEN_COLUMNS, *draft.state_columns, LOGSUMEXP)
+    teachers = tuple(name for name in needed if name not in own)
+    if FINAL in draft.state_columns:  # the teachers of an EAGLE-1/2 draft are what it reads
+        teachers = ()
+    columns = [*_TOKEN_COLUMNS, *dict.fromkeys((*states, *teachers))]
+    columns += [LOGSUMEXP] if LOGSUMEXP in needed else []
+    opened = open_with_mask(dataset.path, policy, columns)
+    chosen, used = choose_documents(opened, split, run, documents)
+    if split == "auto" and used != "all" and len(chosen) < LEAST_DOCUMENTS:
+        chosen, used = choose_documents(opened, "all", run, documents)
+    weight = draft.embed_tokens.weight
+    lengths = [int(opened.lengths[document]) for document in chosen]
+    batches = []
+    for pack in pack_documents(lengths, max(_PACK_TOKENS, max(lengths))):
+        batch = read_pack(opened, [chosen[i] for i in pack], columns, weight.dtype)
+        batches.append(batch.to(weight.device))
+    blocks = _blocks_of(dataset)
+    if target is not None and blocks is not None:
+        batches = _with_target_states(batches, target, blocks, trust)
+    return Sample(
+        batches=tuple(batches),
+        head=TargetHead.from_dataset(dataset.path, weight.dtype, weight.device),
+        documents=len(chosen),
+        split=used,
+        blocks=blocks,
+        columns=frozenset(batches[0].hidden) - set(TOPK) - {LOGITS},
+        teachers=teachers,
+    )
+
+
+def _blocks_of(dataset: HiddenStatesDataset) -> int | None:
+    return block_count(dataset.target_config())
+
+
+def _with_target_states(
+    batches: Sequence[DraftBatch], target: Path, blocks: int, trust: bool
+) -> list[DraftBatch]:
+    """Add the layers that a dataset does not have, computed by the target in float32."""
+    documents, places = [], []
+    for b, batch in enumerate(batches):
+        for number in range(int(batch.document_ids.max()) + 1):
+            own = batch.document_ids[0] == number
+            documents.append(batch.input_ids[0, own].cpu())
+            places.append((b, own))
+    found = walk(target, documents, blocks, dtype="float32", trust=trust)
+    hidden: list[dict[str, Tensor]] = [dict(batch.hidden) for batch in batches]
+    for (b, own), states in zip(places, found, strict=True):
+        batch = batches[b]
+        for layer, values in states.layers.items():
+            name = layer_column(layer)
+            if name in batch.hidden:
+                continue
+            like = next(iter(batch.hidden.values()))
+            table = hidden[b].setdefault(name, torch.zeros_like(like))
+            table[0, own] = values.to(like)
+    return [dataclasses.replace(b, hidden=h) for b, h in zip(batches, hidden, strict=True)]
+
+
+@torch.inference_mode()
+def drafted_chains(draft: Draft, sample: Sample, reading: Reading, depth: int) -> list[np.ndarray]:
+    """Return the chains that the draft proposes at every slot, int64 [B, T, depth] of each pack."""
+    return [
+        draft.chains(sample.read(batch, reading, draft), sample.head, depth, counted_only=True)
+        .cpu()
+        .numpy()
+        for batch in sample.batches
+    ]
+
+
+def slot_counts(sample: Sample, chains: Sequence[np.ndarray], depth: int) -> np.ndarray:
+    """Return supervised slots, and the tokens that a chain there yields, int64 [N, 2] by document.
+
+    Only the first `depth` tokens of a chain count, and the one that the target adds.
+    """
+    rows = []
+    for batch, drafted in zip(sample.batches, chains, strict=True):
+        tensors = (batch.input_ids, batch.target_argmax, batch.loss_mask, batch.document_ids)
+        ids, best, mask, documents = (t.cpu().numpy() for t in tensors)
+        for b in range(len(ids)):
+            for number in range(int(documents[b].max()) + 1):
+                own = (documents[b] == number) & (documents[b] != PADDING)
+                found = document_sums(
+                    drafted[b, own, :depth], ids[b, own], best[b, own], mask[b, own]
+                )
+                rows.append(_counts(found))
+    return np.array(rows, dtype=np.int64).reshape(-1, 2)
+
+
+def _counts(found: ServingSums) -> tuple[int, int]:
+    return found.slots, found.slots + int(found.slot_hits.sum())
+
+
+def document_losses(
+    draft: Draft, sample: Sample, reading: Reading, weights: np.ndarray
+) -> np.ndarray | None:
+    """Return slots and their summed loss, float64 [N, 2] by document.
+
+    The loss is teacher-forced, that of the training. None: the dataset has no teachers for it.
+
+    Args:
+        draft, sample, reading: what is measured.
+        weights: slots of each document, [N]; without one, a document counts nothing.
+    """
+    if not sample.teachers:
+        return None
+    rows, number = [], 0
+    for batch in sample.batches:
+        for document in range(int(batch.document_ids.max()) + 1):
+            count, number = int(weights[number]), number + 1
+            loss = 0.0
+            if count:
+                one = _one_document(sample.read(batch, reading, draft), document)
+                loss = _loss(draft, one, sample.head)
+            rows.append((count, count * loss))
+    return np.array(rows)
+
+
+def _one_document(batch: DraftBatch, document: int) -> DraftBatch:
+    """Return one document of a pack as a batch of its own."""
+    own = batch.document_ids[0] == document
+    parts: dict[str, Any] = {name: values[:, own] for name, values in batch.plain().items()}
+    parts["document_ids"] = torch.zeros_like(parts["document_ids"])
+    hidden = {name: values[:, own] for name, values in batch.hidden.items()}
+    return DraftBatch(**parts, hidden=hidden, rows=[[document]])
+
+
+def _loss(draft: Draft, batch: DraftBatch, head: TargetHead) -> float:
+    """Return the mean loss of a document; blocks are drawn alike at every call."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(0)
+        counts = draft.slot_counts(batch)
+        torch.default_generator.manual_seed(0)
+        found = draft.summarise(draft.loss(batch, head, counts).sums)["loss"]
+    return float(found or 0.0)

@@ -1,0 +1,116 @@
+"""The checks that the trials decide: one per kind of convention, and whether the draft learned."""
+
+from collections.abc import Iterator
+
+from spec_train.diagnosis.conventions import FIXES
+from spec_train.diagnosis.outcome import FINDING, Check, Tried, finding, ok, undecided
+from spec_train.diagnosis.sample import LEAST_DOCUMENTS
+from spec_train.diagnosis.trials import Trials, untouched
+
+_AGREES = {
+    "layer-ids": "the declared layers fit best",
+    "layer-order": "the declared order of layers fits best",
+    "state-shift": "each token has its own states",
+    "final-norm": "the final state fits on its side of the norm",
+    "carried-norm": "the declared norms fit best",
+    "rope": "the declared rope fits best",
+    "slot-layout": "the declared slots draft first",
+    "vocabulary-map": "the declared map fits best",
+    "head": "the draft's own LM head fits best",
+    "input-order": "token and state enter in the declared order",
+    "embedding": "the draft's own embedding fits best",
+}
+
+
+def trial_checks(trials: Trials) -> Iterator[Check]:
+    """Return a check for every kind of convention that was tried or could not be."""
+    found = {tried.check: tried for tried in reversed(trials.found)}
+    learned = _learned(trials)
+    if learned.state == FINDING:  # then a better neighbour is better by luck
+        yield learned
+        return
+    for name, text in _AGREES.items():
+        tried = [t for t in trials.tried if t.check == name]
+        lacks = trials.missing.get(name, [])
+        if name in found:
+            yield _found(found[name], trials)
+        elif tried and not lacks:
+            yield ok(name, text, _closest(tried))
+        elif tried:
+            yield ok(name, text, _closest(tried), _untried(lacks))
+        elif lacks:
+            yield undecided(name, _untried(lacks))
+    yield learned
+
+
+def _found(best: Tried, trials: Trials) -> Check:
+    low, high = best.interval
+    against = (
+        "with the states of other tokens, because the declared ones are not in the dataset"
+        if trials.declared is None and best.round == 1
+        else "as declared" if best.round == 1 else "before"
+    )  # fmt: skip
+    losses = []
+    if best.loss is not None and best.loss_before is not None:
+        p = best.loss_p_value
+        losses = [
+            f"teacher-forced loss {best.loss:.3f}, {best.loss_before:.3f} {against} (p = {p:.2g})"
+        ]
+    return finding(
+        best.check,
+        f"not as declared; what fits is: {best.text}",
+        f"acceptance length {best.length:.2f}, {best.before:.2f} {against} (difference "
+        f"{best.length - best.before:+.2f}, 95 % interval {low:+.2f} to {high:+.2f}, p = "
+        f"{best.p_value:.2g})",
+        *losses,
+        fix=FIXES[best.check],
+    )
+
+
+def _closest(tried: list[Tried]) -> str:
+    best = max(tried, key=lambda t: t.rank)
+    return f"nearest: {best.text}, acceptance length {best.length:.2f} for {best.before:.2f}"
+
+
+def _untried(lacks: list[str]) -> str:
+    names = ", ".join(dict.fromkeys(lacks))
+    return f"give --target, or a dataset with {names}: neighbours that read them were not tried"
+
+
+def _learned(trials: Trials) -> Check:
+    """Judge whether the draft reads the states of its target at all."""
+    name, control, draft = "trained", trials.control, trials.setting.draft
+    if control is None:
+        lacks = sorted(set(trials.setting.reading.columns) - trials.setting.sample.columns)
+        return undecided(name, f"give --target, or a dataset with {', '.join(lacks)}")
+    low, high = control.interval
+    figures = (
+        f"acceptance length {control.lengths[1]:.2f}, {control.lengths[0]:.2f} with the states of "
+        f"other tokens (difference {control.difference:+.2f}, 95 % interval {low:+.2f} to "
+        f"{high:+.2f})"
+    )
+    if untouched(draft):
+        return finding(
+            name,
+            "untrained: every norm still has its initial weight of 1",
+            figures,
+            fix="train it, or name the trained checkpoint: RUN/best",
+        )
+    if trials.uses_states:
+        return ok(name, "the draft uses the states of the target", figures)
+    return finding(
+        name,
+        "the states of this target make little or no difference: the draft was trained on those "
+        "of another target, or under a convention that is not among the tried ones",
+        figures,
+        fix="give the dataset and target that it was trained with; then train again",
+    )
+
+
+def too_few(documents: int) -> Check:
+    """Return the check of a dataset with too few documents for any trial."""
+    return undecided(
+        "conventions",
+        f"give at least {LEAST_DOCUMENTS} documents (--documents, or more data): {documents} can "
+        "decide nothing",
+    )

@@ -1,0 +1,229 @@
+"""Which convention was the draft trained with? Measured: acceptance under each, on equal documents.
+
+The first measure is the acceptance length over all supervised slots: 1 + drafted tokens accepted
+per slot. A neighbour is named if it is longer by a fiftieth of the accepted ones, its interval
+excludes 0, and the p-value of a paired permutation test, multiplied by the number of neighbours
+(Bonferroni), is below 0.05. The second one is the teacher-forced loss, which changes with every
+probability: a neighbour of the same acceptance is named if its loss is lower by a fiftieth, by the
+same test. The best one is then taken as the convention, and its neighbours are tried, so that
+several mistakes are found one after the other.
+"""
+
+import logging
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from spec_data.progress import progress
+from spec_data.shards.errors import SpecDataError
+from spec_train.diagnosis.conventions import Neighbour, Setting, neighbours_of
+from spec_train.diagnosis.outcome import Tried
+from spec_train.diagnosis.sample import document_losses, drafted_chains, slot_counts
+from spec_train.drafts import Draft
+from spec_train.evaluation.intervals import Comparison, compare
+
+log = logging.getLogger(__name__)
+
+_ROUNDS = 3
+_LEAST_GAIN, _GAIN = 0.01, 0.02  # in accepted tokens per slot, and as a share of them
+_LEVEL = 0.05
+_SAME_LOSS = ("layer-ids", "layer-order", "state-shift", "final-norm", "carried-norm", "rope")
+_USED, _USED_WELL = 0.1, 0.6  # share of tokens that a token's own states must add
+
+
+@dataclass
+class Trials:
+    """What was tried and found; `setting` is that of the convention that fits best."""
+
+    setting: Setting
+    tried: list[Tried] = field(default_factory=list)
+    found: list[Tried] = field(default_factory=list)
+    """The better conventions, one per round."""
+    missing: dict[str, list[str]] = field(default_factory=dict)
+    """By check: the columns that the conventions not tried lack."""
+    declared: float | None = None
+    """Acceptance length of the declared convention; None: its states cannot be read."""
+    reached: float | None = None
+    """That of the convention that fits best."""
+    control: Comparison | None = None
+    """The convention that fits best, compared with states of other tokens."""
+
+    @property
+    def uses_states(self) -> bool:
+        """Whether the draft is accepted clearly longer than with the states of other tokens.
+
+        A draft of other states is accepted longer under some neighbour by luck. So more is asked
+        where a neighbour was taken over.
+        """
+        found = self.control
+        if found is None or found.interval[0] <= 0:
+            return False
+        share = _USED_WELL if self.found else _USED
+        return found.difference >= max(_LEAST_GAIN, share * (found.lengths[0] - 1))
+
+
+def run_trials(setting: Setting, seed: int) -> Trials:
+    """Try every neighbour of a setting, then those of the best one, until none is better.
+
+    Nothing is tried with a draft that was never trained.
+    """
+    trials = Trials(setting)
+    for number in range(1, _ROUNDS + 1):
+        if untouched(setting.draft) or not _one_round(trials, number, seed):
+            break
+    current = trials.setting
+    if not set(current.reading.columns) - current.sample.columns:
+        trials.control = _against_control(current, seed)
+        trials.reached = trials.control.lengths[1]
+    return trials
+
+
+def untouched(draft: Draft) -> bool:
+    """Return whether every norm of a draft has the weight of ones that it starts with."""
+    norms = [
+        value.detach()
+        for name, value in draft.named_parameters()
+        if value.ndim == 1 and "norm" in name
+    ]
+    return bool(norms) and all(bool((value == torch.ones_like(value)).all()) for value in norms)
+
+
+def _one_round(trials: Trials, number: int, seed: int) -> bool:
+    """Try the neighbours of the current setting; take the best one over if it is clearly better."""
+    setting = trials.setting
+    readable = not set(setting.reading.columns) - setting.sample.columns
+    neighbours = neighbours_of(setting)
+    if not readable:  # only another choice of layers can be measured
+        neighbours = [n for n in neighbours if n.check == "layer-ids"]
+    possible = [n for n in neighbours if not n.missing(setting.sample)]
+    if number == 1:
+        for neighbour in neighbours:
+            if lacks := neighbour.missing(setting.sample):
+                trials.missing.setdefault(neighbour.check, []).extend(lacks)
+    base = None
+    if readable:
+        base = _Base.of(setting)
+        if number == 1:
+            trials.declared = base.length
+    results: list[tuple[Tried, Setting]] = []
+    for neighbour in progress(possible, desc="conventions", unit="tried", leave=False):
+        other = _applied(setting, neighbour)
+        if other is None:
+            continue
+        tried = _try(setting, other, neighbour, base, number, len(possible), seed)
+        results.append((tried, other))
+    trials.tried += [tried for tried, _ in results]
+    better = [result for result in results if result[0].better]
+    if not better:
+        return False
+    tried, trials.setting = max(better, key=lambda result: result[0].rank)
+    trials.found.append(tried)
+    return True
+
+
+@dataclass(frozen=True)
+class _Base:
+    """What the current setting drafts, and its losses by document."""
+
+    chains: list[np.ndarray]
+    counts: np.ndarray
+    losses: np.ndarray | None
+
+    @classmethod
+    def of(cls, setting: Setting) -> "_Base":
+        """Measure a setting."""
+        depth = setting.draft.depth
+        chains = drafted_chains(setting.draft, setting.sample, setting.reading, depth)
+        counts = slot_counts(setting.sample, chains, depth)
+        losses = document_losses(setting.draft, setting.sample, setting.reading, counts[:, 0])
+        return cls(chains, counts, losses)
+
+    @property
+    def length(self) -> float:
+        """Acceptance length over all slots."""
+        return float(self.counts[:, 1].sum() / max(self.counts[:, 0].sum(), 1))
+
+
+def _applied(setting: Setting, neighbour: Neighbour) -> Setting | None:
+    """Return the setting of a neighbour; None if no such draft can be made."""
+    try:
+        draft = neighbour.make() if neighbour.make is not None else setting.draft
+    except (SpecDataError, ValueError, RuntimeError) as error:
+        log.debug("%s cannot be tried: %s", neighbour.text, error)
+        return None
+    return replace(setting, draft=draft, reading=neighbour.reading)
+
+
+def _try(
+    setting: Setting,
+    other: Setting,
+    neighbour: Neighbour,
+    base: _Base | None,
+    number: int,
+    tries: int,
+    seed: int,
+) -> Tried:
+    """Measure a neighbour against the setting, or where that cannot be read against a control."""
+    depth = min(setting.draft.depth, neighbour.depth or setting.draft.depth)
+    chains = drafted_chains(other.draft, other.sample, other.reading, depth)
+    theirs = slot_counts(other.sample, chains, depth)
+    losses = None
+    if base is None:
+        found = _against_control(other, seed, theirs)
+    else:
+        found = compare(slot_counts(setting.sample, base.chains, depth), theirs, seed)
+        if not _clearly_shorter(found):
+            losses = _compared_losses(base, other, neighbour, seed)
+    longer = _clearly_longer(found, tries)
+    lower = losses is not None and found.difference >= 0 and _clearly_lower(losses, tries)
+    return Tried(
+        round=number,
+        check=neighbour.check,
+        text=neighbour.text,
+        length=found.lengths[1],
+        before=found.lengths[0],
+        interval=found.interval,
+        p_value=found.p_value,
+        loss=None if losses is None else losses.lengths[1],
+        loss_before=None if losses is None else losses.lengths[0],
+        loss_p_value=None if losses is None else losses.p_value,
+        better=longer or lower,
+    )
+
+
+def _compared_losses(
+    base: _Base, other: Setting, neighbour: Neighbour, seed: int
+) -> Comparison | None:
+    """Compare the losses, where the neighbour has the same slots and the same vocabulary."""
+    if base.losses is None or neighbour.check not in _SAME_LOSS:
+        return None
+    losses = document_losses(other.draft, other.sample, other.reading, base.counts[:, 0])
+    return None if losses is None else compare(base.losses, losses, seed)
+
+
+def _clearly_longer(found: Comparison, tries: int) -> bool:
+    wanted = max(_LEAST_GAIN, _GAIN * (found.lengths[0] - 1))
+    significant = found.interval[0] > 0 and found.p_value * tries <= _LEVEL
+    return significant and found.difference >= wanted
+
+
+def _clearly_shorter(found: Comparison) -> bool:
+    """Return whether a neighbour is out of the question, so that its loss need not be computed."""
+    return found.interval[1] < -_GAIN * (found.lengths[0] - 1)
+
+
+def _clearly_lower(found: Comparison, tries: int) -> bool:
+    significant = found.interval[1] < 0 and found.p_value * tries <= _LEVEL
+    return significant and -found.difference >= _GAIN * found.lengths[0]
+
+
+def _against_control(setting: Setting, seed: int, counts: np.ndarray | None = None) -> Comparison:
+    """Compare a setting with itself on the states of other tokens."""
+    depth = setting.draft.depth
+    if counts is None:
+        chains = drafted_chains(setting.draft, setting.sample, setting.reading, depth)
+        counts = slot_counts(setting.sample, chains, depth)
+    shuffled = setting.sample.shuffled(seed)
+    control = drafted_chains(setting.draft, shuffled, setting.reading, depth)
+    return compare(slot_counts(shuffled, control, depth), counts, seed)

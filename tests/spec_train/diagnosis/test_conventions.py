@@ -1,0 +1,186 @@
+"""Sound drafts of every kind have no finding, and each planted convention is found by its name."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spec_train.diagnosis.outcome import FINDING, OK, UNDECIDED, Diagnosis
+from spec_train.doctor_api import doctor
+from spec_train.draft_options import DRAFT_OPTIONS
+from tests.spec_train.diagnosis.trained import VOCAB, make_data, train_draft
+
+
+def examine(draft: Path, **options: Any) -> Diagnosis:
+    return doctor(draft, **{"device": "cpu", "documents": 16} | options)
+
+
+def planted(draft: Any, folder: Path, change) -> Path:
+    """Change a copy of a draft, and save it sealed."""
+    other = copy.deepcopy(draft)
+    with torch.no_grad():
+        change(other)
+    other.save_pretrained(folder / "planted", torch.float32)
+    return folder / "planted"
+
+
+def found(diagnosis: Diagnosis) -> set[str]:
+    return {check.name for check in diagnosis.findings}
+
+
+@pytest.mark.parametrize("kind", DRAFT_OPTIONS)
+def test_a_sound_draft_has_no_finding(sound_dir, data, kind):
+    diagnosis = examine(sound_dir(kind), data=data)
+    assert not diagnosis.findings, str(diagnosis)
+    assert diagnosis.acceptance_length > 1.5, "the fixture must be a draft that works"
+    assert diagnosis.named("trained").state == OK
+    assert diagnosis.named("state-shift").state == OK
+    assert not any(tried.better for tried in diagnosis.tried)
+
+
+# --- how the states are read ---
+
+
+@pytest.mark.parametrize("layers, fits", [((2, 4), "layers 1, 3"), ((0, 2), "layers 1, 3")])
+def test_layer_ids_that_are_off_by_one(sound, data, tmp_path, layers, fits):
+    draft = planted(sound("eagle3"), tmp_path, lambda d: d.update_config(layers=layers))
+    diagnosis = examine(draft, data=data)
+    check = diagnosis.named("layer-ids")
+    assert found(diagnosis) == {"layer-ids"}, str(diagnosis)
+    assert fits in check.text and "acceptance length" in check.evidence[0]
+    assert "layer ids" in check.fix
+
+
+def test_layers_that_the_dataset_lacks_are_compared_with_a_control(
+    sound, target, target_dir, tmp_path
+):
+    narrow = make_data(target, tmp_path / "narrow", layers=(1, 3))
+    draft = planted(sound("eagle3"), tmp_path, lambda d: d.update_config(layers=(2, 4)))
+    alone = examine(draft, data=narrow)
+    assert found(alone) == {"layer-ids"}
+    assert "states of other tokens" in alone.named("layer-ids").evidence[0]
+    assert alone.acceptance_length is None
+    whole = examine(draft, data=narrow, target=target_dir)
+    assert found(whole) >= {"layer-ids"} and whole.acceptance_length > 1
+    assert "as declared" in whole.named("layer-ids").evidence[0]
+
+
+def test_neighbours_that_the_dataset_lacks_are_named(sound_dir, target, tmp_path):
+    narrow = make_data(target, tmp_path / "narrow", layers=(1, 3))
+    diagnosis = examine(sound_dir("eagle3"), data=narrow)
+    assert not diagnosis.findings
+    check = diagnosis.named("layer-ids")
+    assert check.state == UNDECIDED
+    assert "hidden.L2" in check.text and "--target" in check.text
+
+
+def test_parts_of_fc_in_another_order(sound, data, tmp_path):
+    def swap(draft):
+        draft.fc.weight.copy_(draft.fc.weight.roll(draft.fc.weight.shape[1] // 2, dims=1))
+
+    diagnosis = examine(planted(sound("eagle3"), tmp_path, swap), data=data)
+    assert found(diagnosis) == {"layer-order"}, str(diagnosis)
+    assert "3, 1" in diagnosis.named("layer-order").text
+
+
+@pytest.mark.parametrize("step, word", [(1, "previous"), (-1, "next")])
+def test_states_of_a_neighbouring_token(sound_dir, target, tmp_path, step, word):
+    shifted = make_data(target, tmp_path / "shifted", shift=step)
+    diagnosis = examine(sound_dir("eagle3"), data=shifted)
+    assert "state-shift" in found(diagnosis), str(diagnosis)
+    assert word in diagnosis.named("state-shift").text
+
+
+# --- what the draft computes ---
+
+
+@pytest.mark.parametrize("flag", ["norm_output", "norm_before_residual"])
+def test_a_norm_that_was_not_trained_with(sound, data, tmp_path, flag):
+    draft = planted(sound("eagle3"), tmp_path, lambda d: d.update_config(**{flag: True}))
+    diagnosis = examine(draft, data=data)
+    assert found(diagnosis) == {"carried-norm"}, str(diagnosis)
+    assert f"{flag} = false" in diagnosis.named("carried-norm").text
+
+
+def test_partial_rotary_that_was_not_trained_with(sound, data, tmp_path):
+    def partial(draft):
+        rope = draft.config.rope_parameters | {"partial_rotary_factor": 0.5}
+        draft.update_config(rope_parameters=rope)
+
+    diagnosis = examine(planted(sound("eagle3"), tmp_path, partial), data=data)
+    assert found(diagnosis) == {"rope"}, str(diagnosis)
+
+
+def test_two_mistakes_are_found_one_after_the_other(sound, data, tmp_path):
+    def both(draft):
+        draft.update_config(norm_output=True)
+        draft.fc.weight.copy_(draft.fc.weight.roll(draft.fc.weight.shape[1] // 2, dims=1))
+
+    diagnosis = examine(planted(sound("eagle3"), tmp_path, both), data=data)
+    assert found(diagnosis) == {"carried-norm", "layer-order"}, str(diagnosis)
+
+
+def test_a_map_of_another_vocabulary(sound, data, tmp_path):
+    def first(draft):
+        assert draft.config.draft_vocab_size < VOCAB
+        draft.set_vocabulary(torch.arange(draft.config.draft_vocab_size))
+
+    diagnosis = examine(planted(sound("eagle3"), tmp_path, first), data=data)
+    assert found(diagnosis) == {"vocabulary-map"}, str(diagnosis)
+
+
+def test_a_random_head_and_a_random_embedding(sound, data, tmp_path):
+    def head(draft):
+        draft.lm_head.weight.normal_(0, 0.02)
+
+    diagnosis = examine(planted(sound("eagle3"), tmp_path, head), data=data)
+    assert "head" in found(diagnosis), str(diagnosis)
+
+    def embedding(draft):
+        draft.embed_tokens.weight = torch.nn.Parameter(
+            torch.randn_like(draft.embed_tokens.weight), requires_grad=False
+        )
+
+    diagnosis = examine(planted(sound("eagle3"), tmp_path / "other", embedding), data=data)
+    assert found(diagnosis) == {"embedding"}, str(diagnosis)
+    assert any("acceptance length" in line for line in diagnosis.named("embedding").evidence)
+
+
+def test_token_and_state_in_the_other_order(sound, data, tmp_path):
+    def exchange(draft):
+        for name in ("q_proj", "k_proj", "v_proj"):
+            weight = getattr(draft.midlayer.self_attn, name).weight
+            weight.copy_(weight.roll(weight.shape[1] // 2, dims=1))
+
+    diagnosis = examine(planted(sound("eagle3"), tmp_path, exchange), data=data)
+    assert found(diagnosis) == {"input-order"}, str(diagnosis)
+
+
+# --- drafts that learned nothing of this target ---
+
+
+def test_an_untrained_draft(data, tmp_path):
+    train_draft("eagle3", data, steps=0).save_pretrained(tmp_path / "fresh", torch.float32)
+    diagnosis = examine(tmp_path / "fresh", data=data)
+    assert found(diagnosis) == {"trained"}, str(diagnosis)
+    assert diagnosis.named("trained").text.startswith("untrained")
+
+
+def test_a_draft_of_other_states(sound, data, tmp_path):
+    def mixed(draft):
+        torch.manual_seed(3)
+        size = draft.fc.weight.shape[1]
+        draft.fc.weight.copy_(draft.fc.weight @ torch.linalg.qr(torch.randn(size, size))[0])
+
+    diagnosis = examine(planted(sound("eagle3"), tmp_path, mixed), data=data)
+    assert "trained" in found(diagnosis), str(diagnosis)
+    assert "another target" in diagnosis.named("trained").text
+
+
+def test_too_few_documents_decide_nothing(sound_dir, data):
+    diagnosis = examine(sound_dir("eagle3"), data=data, documents=11)
+    assert diagnosis.named("conventions").state == UNDECIDED
+    assert not diagnosis.tried and not diagnosis.findings
+    assert FINDING not in {check.state for check in diagnosis.checks}

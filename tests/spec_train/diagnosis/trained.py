@@ -1,0 +1,128 @@
+"""A tiny target that is trained a little, data of it, and a trained draft of every kind.
+
+The text is a Markov chain of second order: the next token follows from the last one and the one
+before it. So a draft needs the states of the right token, and its attention needs positions.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.data.batch import DraftBatch
+from spec_train.draft_options import DRAFT_OPTIONS
+from spec_train.drafts import DRAFTS, Draft
+from spec_train.evaluation.on_dataset import read_pack
+from spec_train.head import TargetHead
+from tests import factory
+
+VOCAB, STATES, LAYERS, CAPTURED = 40, 2, "1,3", (0, 1, 2, 3, 4)
+STEPS = {"eagle": 100, "eagle3": 100, "peagle": 80, "dspark": 80, "dflash": 80}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "eagle": {},
+    "eagle3": {"layers": LAYERS, "draft_vocab_size": 32, "ttt_steps": 3},
+    "peagle": {"layers": LAYERS, "draft_vocab_size": 32, "depths": 3, "draft_layers": 2},
+    "dspark": {"layers": LAYERS, "num_draft_layers": 2, "block_size": 3, "markov_rank": 4},
+    "dflash": {"layers": LAYERS, "num_draft_layers": 2, "block_size": 3},
+}
+MASK = {"peagle", "dspark", "dflash"}
+
+
+def texts(count: int, length: int, seed: int) -> torch.Tensor:
+    """Token ids int64 [count, length] of the chain, with one token in twelve by chance."""
+    table = np.random.default_rng(7).integers(1, VOCAB - 1, (VOCAB, STATES))
+    rng = np.random.default_rng(seed)
+    out = rng.integers(1, VOCAB - 1, (count, length))
+    for t in range(2, length):
+        follows = table[out[:, t - 1], out[:, t - 2] % STATES]
+        out[:, t] = np.where(rng.random(count) < 1 / 12, out[:, t], follows)
+    return torch.from_numpy(out)
+
+
+def train_target(steps: int = 160) -> PreTrainedModel:
+    """A Llama of six blocks that has learned the chain."""
+    model = factory.tiny_llama(VOCAB, layers=6)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.0)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 4e-3 * min(1.0, (steps - step) / (0.5 * steps))
+        ids = texts(16, 32, 1000 + step)
+        loss = model(ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.eval()
+
+
+@torch.no_grad()
+def own_documents(model: PreTrainedModel, count: int, seed: int = 5) -> list:
+    """Documents whose second part is what the target itself says, greedily."""
+    ids = texts(count, 12, seed)
+    for _ in range(20):
+        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
+    mask = [0] * 12 + [1] * 20
+    return [(row, mask, [("user", 0, 12), ("assistant", 12, 32)]) for row in ids.tolist()]
+
+
+def make_data(
+    model: PreTrainedModel,
+    path: Path,
+    count: int = 60,
+    layers: tuple[int, ...] = CAPTURED,
+    shift: int = 0,
+) -> Path:
+    """A sealed dataset of the target's own answers.
+
+    With `shift`, row t of the layers holds the states of token t + shift.
+    """
+    documents = own_documents(model, count)
+    right = factory.states_of
+
+    def moved(*given: Any) -> dict[str, Any]:
+        columns = right(*given)
+        return {k: v.roll(-shift, 0) if ".L" in k else v for k, v in columns.items()}
+
+    factory.states_of = moved if shift else right
+    try:
+        return factory.tiny_dataset(
+            path, model=model, documents=documents, layers=layers, docs_per_shard=40
+        )
+    finally:
+        factory.states_of = right
+
+
+def train_draft(kind: str, data: Path, steps: int | None = None) -> Draft:
+    """A draft of a kind, trained on every document."""
+    dataset = HiddenStatesDataset(data)
+    head = TargetHead.from_dataset(data)
+    torch.manual_seed(1)
+    mask = {"mask_token_id": 0} if kind in MASK else {}
+    options = DRAFT_OPTIONS[kind](**OPTIONS[kind] | mask)
+    counts = torch.bincount(
+        torch.cat([dataset[i]["input_ids"][12:] for i in range(len(dataset))]), minlength=VOCAB
+    )
+    draft: Any = DRAFTS[kind].build(
+        options,
+        target_config=dataset.target_config(),
+        manifest=dataset.manifest,
+        head=head,
+        token_counts=counts,
+    )
+    packs = [list(range(i, min(i + 18, len(dataset)))) for i in range(0, len(dataset), 18)]
+    columns = draft.columns(dataset.manifest.supervision)
+    batches: list[DraftBatch] = [read_pack(dataset, p, columns, torch.float32) for p in packs]
+    steps = STEPS[kind] if steps is None else steps
+    optimizer = torch.optim.AdamW(draft.trainable_parameters(), lr=4e-3)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 4e-3 * min(1.0, (steps - step) / (0.5 * steps))
+        batch = batches[step % len(batches)]
+        loss = draft.loss(batch, head, draft.slot_counts(batch)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return draft.eval()
