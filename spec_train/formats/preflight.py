@@ -76,6 +76,7 @@ def general(subject: Subject) -> Notes:
         "engines stop drafting, or end the sequence",
         MAX_POSITIONS,
     )
+    _sizes(notes, subject)
     _embedding(notes, subject)
     _identity(notes, subject)
     return notes
@@ -120,6 +121,22 @@ def _identity(notes: Notes, subject: Subject) -> None:
     notes.note(
         bool(found.unknown),
         f"not compared, because only one side tells it: {found.not_compared}",
+    )
+
+
+def _sizes(notes: Notes, subject: Subject) -> None:
+    """Compare sizes with the target's config.json, which may be known without its weights."""
+    target, config = subject.target, subject.config
+    own = config.get("target_hidden_size", config["hidden_size"])
+    notes.refuse(
+        target.hidden_size not in (None, own),
+        f"the draft reads states of size {own}, {target.name} has hidden size "
+        f"{target.hidden_size}: the draft was fitted to another target",
+    )
+    notes.warn(
+        target.embedding is None and target.vocab_size not in (None, config["vocab_size"]),
+        f"the draft is for a vocabulary of {config['vocab_size']}, the config of {target.name} has "
+        f"{target.vocab_size}: the draft may be for another target",
     )
 
 

@@ -34,6 +34,8 @@ class TargetFacts:
     embedding: Tensor | None = None
     head: Tensor | None = None
     dtype: str | None = None
+    hidden_size: int | None = None
+    vocab_size: int | None = None
     identity: dict[str, Any] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
@@ -64,6 +66,8 @@ def read_target(folder: Path, name: str | None = None) -> TargetFacts:
         embedding=embedding,
         head=embedding if _tied(config) else _find(folder, _HEAD),
         dtype=_first(("dtype", "torch_dtype"), text_table(config), config),
+        hidden_size=_first(("hidden_size", "n_embd", "d_model"), text_table(config)),
+        vocab_size=_first(("vocab_size",), text_table(config), config),
     )
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 import transformers
 
+from spec_data.shards.errors import DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import load_draft
-from spec_train.exporting import CheckedDraft, run_export
+from spec_train.exporting import CheckedDraft, check_draft, run_export
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.preflight_notes import Subject
 from spec_train.formats.serve_commands import servings
@@ -226,3 +227,35 @@ def test_a_damaged_validation_file_costs_no_export(
     shutil.copytree(drafts["eagle3"], folder)
     (folder / "validation.json").write_text(text)
     assert "acceptance length" not in checked(folder, "vllm", target, tmp_path / "out").card
+
+
+@pytest.mark.parametrize(
+    "key, factor, text",
+    [
+        ("hidden_size", 2, "hidden size"),
+        ("vocab_size", 2, "vocabulary of"),
+        ("eos_token_id", 1, ""),
+    ],
+)
+def test_sizes_of_a_hub_name_are_checked_with_its_cached_config(
+    drafts: dict[str, Path], tmp_path: Path, target: Path, monkeypatch: Any, key: str, factor: int,
+    text: str,
+) -> None:  # fmt: skip
+    """Only config.json is in the cache of the Hub, as after a look at the model."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = tmp_path / "models--some--model" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    refs = tmp_path / "models--some--model" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text(commit)
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    config[key] = (config.get(key) or 0) * factor
+    (snapshot / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for name, draft in drafts.items():
+        found = check_draft(ExportConfig(draft=str(draft), check=True, target="some/model"))
+        texts = [f.text for f in found.findings["spec-train"] if "another target" in f.text]
+        assert bool(texts) == bool(text) and all(text in line for line in texts), (name, texts)
+    if key == "hidden_size":
+        with pytest.raises(DraftError, match="hidden size"):
+            checked(drafts["eagle3"], "vllm", "some/model", tmp_path / "out")
