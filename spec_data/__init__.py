@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
         verify,
     )
     from spec_data.conversion.write_out import ExportedStates
+    from spec_data.dataset_page_api import write_preview, write_report
     from spec_data.generation.status import Status
     from spec_data.hub.pull import Pulled
     from spec_data.hub.push import Pushed
@@ -46,6 +47,8 @@ _PUBLIC = {
     "convert": "spec_data.api",
     "export_dataset": "spec_data.api",
     "verify": "spec_data.api",
+    "write_report": "spec_data.dataset_page_api",
+    "write_preview": "spec_data.dataset_page_api",
     "ExportedStates": "spec_data.conversion.write_out",
     "push": "spec_data.hub_api",
     "pull": "spec_data.hub_api",
@@ -80,6 +83,8 @@ __all__ = [
     "push",
     "pull",
     "verify",
+    "write_report",
+    "write_preview",
     "Pushed",
     "Pulled",
     "HiddenStatesDataset",

@@ -27,6 +27,7 @@ from spec_data.conversion_commands import (
     run_export,
 )
 from spec_data.conversion_options import ConvertConfig, ExportDataConfig
+from spec_data.dataset_page_commands import PAGE_COMMANDS, PAGE_FUNCTIONS
 from spec_data.generate_options import EstimateConfig, GenerateConfig
 from spec_data.hub_commands import HUB_COMMANDS, HUB_FUNCTIONS, add_bare_words, take_bare_words
 from spec_data.options import InspectConfig, SealConfig, StatusConfig, VerifyConfig
@@ -125,6 +126,7 @@ def build_parser() -> argparse.ArgumentParser:
         *VIEW_COMMANDS,
         ("export", ExportDataConfig, *EXPORT_TEXTS),
         *HUB_COMMANDS,
+        *PAGE_COMMANDS,
     ):
         command = commands.add_parser(
             name,
@@ -367,19 +369,10 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _say_fit(data: str) -> None:
-    """Name the command that trains on a dataset, into a run directory beside it.
+    """Name the command that trains on a dataset."""
+    from spec_data.report import draft_to_fit
 
-    The draft is the first that the dataset was captured for (--for), else EAGLE-3.
-    """
-    from spec_data.shards.layer_ids import recorded_layers
-    from spec_data.shards.mirror import open_mirror
-    from spec_data.shards.reader import MANIFEST
-    from spec_data.shards.schema import Manifest
-
-    mirror = open_mirror(data)
-    manifest = Manifest.read((mirror.directory if mirror else Path(data)) / MANIFEST)
-    draft = next(iter(recorded_layers(manifest.raw)), "eagle3")
-    run = f"{Path(data).name if mirror else data.rstrip('/')}-{draft}"  # a run is a local directory
+    draft, run = draft_to_fit(data)
     say_next("spec-train", "fit", draft, "--data", data, "--out", run)
 
 
@@ -396,4 +389,5 @@ _COMMANDS = {
     "verify": _verify,
     **VIEW_FUNCTIONS,
     **HUB_FUNCTIONS,
+    **PAGE_FUNCTIONS,
 }

@@ -9,9 +9,11 @@ from spec_data.generation.unit_records import finished_unit
 from spec_data.models.reading import load_tokenizer
 from spec_data.progress import size
 from spec_data.shards.errors import DatasetError
+from spec_data.shards.files import MANIFEST
 from spec_data.shards.follow import WORK
 from spec_data.shards.layer_ids import recorded_layers
 from spec_data.shards.likelihood_text import agreement_rows, contradictions, suspicions
+from spec_data.shards.mirror import open_mirror
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import SUPERVISED, Column, Manifest, layer_column
 from spec_data.shards.urls import scheme_of
@@ -59,6 +61,11 @@ def column_rows(columns: Sequence[Column], tokens: int, sparse_tokens: int) -> s
     number = f"{total:,.1f}" if any(c.sparse for c in columns) else f"{total:,.0f}"
     rows.append(("all token columns", "", "", number, size(total * tokens)))
     return table(rows)
+
+
+def column_payload(columns: Sequence[Column], tokens: int, sparse_tokens: int) -> dict[str, int]:
+    """Return the payload bytes of each column by name; tokens are counted as in `column_rows`."""
+    return {c.name: c.bytes_per_token * (sparse_tokens if c.sparse else tokens) for c in columns}
 
 
 def draft_rows(facts: Mapping[str, Mapping[str, Any]]) -> str:
@@ -115,22 +122,27 @@ def error_rows(manifest: Manifest) -> str:
 
 
 def counts_text(counts: dict[str, Any]) -> str:
-    """Where every corpus row and document went."""
-    read = counts.get("read", counts.get("rows", 0))
-    lines = [
-        ("corpus rows read", f"{read:,}"),
-        ("  bad rows", f"{counts['bad_rows']:,}"),
-        *((f"  not rendered: {k}", f"{v:,}") for k, v in counts["unrendered"].items()),
-        *((f"  {k}", f"{v:,}") for k, v in counts["rendering"].items()),
-        ("documents rendered", f"{counts['rendered']:,}"),
-        *((f"  dropped: {k}", f"{v:,}") for k, v in counts["dropped"].items()),
-        (f"  cut at the maximal length{_tokens_cut(counts)}", f"{counts['cut']:,}"),
-        ("  tail tokens trimmed", f"{counts.get('tail_tokens_trimmed', 0):,}"),
-        ("documents kept", f"{counts['rendered'] - sum(counts['dropped'].values()):,}"),
-    ]
+    """Where every corpus row and document went, as text."""
+    lines = [(name, f"{value:,}") for name, value in counts_rows(counts)]
     examples = counts.get("unrendered_examples", {})
     shown = [f"not rendered ({reason}): {found[0]}" for reason, found in examples.items()]
     return "\n".join([table(lines), *shown])
+
+
+def counts_rows(counts: dict[str, Any]) -> list[tuple[str, int]]:
+    """Where every corpus row and document went, from the counts of a plan or a manifest."""
+    read = counts.get("read", counts.get("rows", 0))
+    return [
+        ("corpus rows read", read),
+        ("  bad rows", counts["bad_rows"]),
+        *((f"  not rendered: {k}", v) for k, v in counts["unrendered"].items()),
+        *((f"  {k}", v) for k, v in counts["rendering"].items()),
+        ("documents rendered", counts["rendered"]),
+        *((f"  dropped: {k}", v) for k, v in counts["dropped"].items()),
+        (f"  cut at the maximal length{_tokens_cut(counts)}", counts["cut"]),
+        ("  tail tokens trimmed", counts.get("tail_tokens_trimmed", 0)),
+        ("documents kept", counts["rendered"] - sum(counts["dropped"].values())),
+    ]
 
 
 def _tokens_cut(counts: dict[str, Any]) -> str:
@@ -138,12 +150,12 @@ def _tokens_cut(counts: dict[str, Any]) -> str:
     return f" ({counts['tokens_cut']:,} tokens less)" if counts["tokens_cut"] else ""
 
 
-def dataset_text(manifest: Manifest) -> str:
-    """What is inside a sealed dataset."""
+def dataset_lines(manifest: Manifest) -> list[tuple[str, str]]:
+    """Return names and values that describe a sealed dataset as a whole."""
     raw, totals = manifest.raw, manifest.raw["totals"]
     target, packing = raw["target"], raw["packing"]
     tokens = max(totals["tokens"], 1)
-    lines = [
+    return [
         ("target", f"{target['name']}, {target.get('num_layers')} blocks, {target.get('dtype')}"),
         ("layers (output of block k, from 0)", ", ".join(map(str, manifest.layers)) or "none"),
         *(
@@ -163,6 +175,12 @@ def dataset_text(manifest: Manifest) -> str:
         *([("made by", _view_text(raw["view"]))] if "view" in raw else []),
         ("fingerprint", manifest.fingerprint[:16]),
     ]
+
+
+def dataset_text(manifest: Manifest) -> str:
+    """What is inside a sealed dataset."""
+    raw, totals = manifest.raw, manifest.raw["totals"]
+    lines = dataset_lines(manifest)
     # A document whose very first token is supervised has one row fewer: not worth an index scan.
     columns = column_rows(manifest.columns, totals["tokens"], totals["supervised"])
     parts = [part for part in (facts(lines), columns, error_rows(manifest)) if part]
@@ -311,6 +329,21 @@ def document_text(document: dict[str, Any], colour: bool) -> str:
         else:
             shown.append(f"«{text}»" if supervised else text)
     return f"{head}\n{turns}\n\n{''.join(shown)}"
+
+
+def draft_to_fit(data: str) -> tuple[str, str]:
+    """Return the draft that `fit` trains on a dataset next, and a run directory beside it.
+
+    The draft is the first that the dataset was captured for (--for), else EAGLE-3.
+
+    Raises:
+        DatasetError: the manifest is damaged.
+    """
+    mirror = open_mirror(data)
+    manifest = Manifest.read((mirror.directory if mirror else Path(data)) / MANIFEST)
+    draft = next(iter(recorded_layers(manifest.raw)), "eagle3")
+    run = f"{Path(data).name if mirror else data.rstrip('/')}-{draft}"  # a run is a local directory
+    return draft, run
 
 
 def kept_text(place: str | Path) -> str:

@@ -18,6 +18,7 @@ import spec_data.api
 import spec_train
 import spec_train.api
 from spec_data.conversion_options import ConvertConfig, ExportDataConfig
+from spec_data.dataset_page_options import PreviewConfig, ReportConfig
 from spec_data.generate_options import GenerateConfig
 from spec_data.keywords import from_keywords
 from spec_data.options import VerifyConfig
@@ -35,6 +36,8 @@ FUNCTIONS = [
     spec_data.status,
     spec_data.convert,
     spec_data.export_dataset,
+    spec_data.write_report,
+    spec_data.write_preview,
     *(
         getattr(spec_train, name)
         for name in ("fit", "dry_run", "evaluate", "compare", "export", "load_draft")
@@ -127,6 +130,8 @@ def test_every_function_is_documented_and_typed(function):
         (spec_data.verify, VerifyConfig, {"data"}),
         (spec_data.convert, ConvertConfig, {"data", "dry_run"}),
         (spec_data.export_dataset, ExportDataConfig, {"data"}),
+        (spec_data.write_report, ReportConfig, {"data"}),
+        (spec_data.write_preview, PreviewConfig, set()),
         (spec_train.fit, FitConfig, set()),
         (spec_train.evaluate, EvalConfig, set()),
         (spec_train.export, ExportConfig, set()),

@@ -210,6 +210,8 @@ def test_files_are_one_reading_and_explain_themselves(file):
         "spec_data verify --help",
         "spec_data select --help",
         "spec_data convert --help",
+        "spec_data report --help",
+        "spec_data preview --help",
         "spec_train --help",
         "spec_train fit eagle3 --help",
         "spec_train fit peagle --help",

@@ -110,7 +110,7 @@ def set_up(config: GenerateConfig, weights: bool = True) -> Setup:
     vocab_size = text_config(model_config).vocab_size
     _check_supervision(config.supervision, vocab_size)
     check_choice(config.rope_factors, model_config)
-    config = with_recorded_sampling(_within_context(config, model_config), identity)
+    config = with_recorded_sampling(within_context(config, model_config), identity)
     columns = token_columns(
         layers,
         target["hidden_size"],
@@ -184,10 +184,11 @@ def _check_supervision(supervision: str, vocab_size: int) -> None:
         )
 
 
-def _within_context(config: GenerateConfig, model_config: Any) -> GenerateConfig:
+def within_context(config: GenerateConfig, model_config: Any) -> GenerateConfig:
     """Return the config with --max-length lowered to the context of the target, if that is shorter.
 
-    Serving never uses positions beyond the context, so states there are of no use.
+    Serving never uses positions beyond the context, so states there are of no use. `model_config`
+    is the transformers configuration.
     """
     context = context_length(text_config(model_config))
     if not 2 <= context < config.max_length:

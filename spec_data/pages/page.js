@@ -8,6 +8,7 @@ const page = { viewers: {}, tools: {}, charts: [] };
   const SERIES = 6;
   const DASHES = [[], [7, 4], [2, 3], [10, 4, 2, 4], [14, 4], [4, 2]];
   const SHAPES = ["circle", "rect", "triangle", "rectRot", "crossRot", "star"];
+  const LONG = 20; // characters: cells of longer texts are not squeezed
   const TABLE_ROWS = 2000; // a chart's data table shows at most so many
 
   // make("p", {class: "note", title: "..."}, "text", child, ...): an element; strings become text.
@@ -75,11 +76,16 @@ const page = { viewers: {}, tools: {}, charts: [] };
     const head = columns.map(([name], i) => make("th", { scope: "col", class: side(i) }, name));
     const body = make("tbody");
     for (const row of rows) {
-      const cells = row.map((v, i) => make("td", { class: side(i) }, format(v, columns[i][1])));
+      const cells = row.map((v, i) => {
+        const text = format(v, columns[i][1]);
+        return make("td", { class: side(i) || (text.length > LONG ? "long" : null) }, text);
+      });
       body.append(make("tr", {}, ...cells));
     }
     const caption = title ? make("caption", {}, title) : null;
-    return make("table", {}, caption, make("thead", {}, make("tr", {}, ...head)), body);
+    const named = columns.some(([name]) => name);
+    const top = named ? make("thead", {}, make("tr", {}, ...head)) : null;
+    return make("table", {}, caption, top, body);
   }
 
   function scrolled(table, label) {
@@ -97,7 +103,7 @@ const page = { viewers: {}, tools: {}, charts: [] };
   }
 
   function table(part) {
-    const wide = part.columns.length > 5 ? "wide" : null;
+    const wide = part.columns.length > 4 ? "wide" : null;
     const note = part.note ? make("p", { class: "note" }, part.note) : null;
     const shown = tableOf(part.columns, part.rows, part.title);
     return make("div", { class: wide }, scrolled(shown, part.title), note);
@@ -141,13 +147,21 @@ const page = { viewers: {}, tools: {}, charts: [] };
     return details;
   }
 
-  function axis(own, category, stacked) {
+  const LABEL = 24; // characters of a label below a bar
+  const ALL_LABELS = 16; // so many labels are all written
+
+  function axis(own, category, stacked, labels) {
     const kind = category ? "category" : own.log ? "logarithmic" : "linear";
     const scale = { type: kind, stacked, title: { display: true, text: own.title } };
     if (own.least !== null) scale.min = own.least;
     if (own.most !== null) scale.max = own.most;
     scale.ticks = { maxRotation: 0, autoSkipPadding: 14 };
-    if (!category) scale.ticks.callback = (value) => format(value, own.format);
+    if (category) {
+      // a histogram may leave out labels, other bars must not
+      if (labels.length <= ALL_LABELS && !own.dense) Object.assign(scale.ticks, { autoSkip: false, maxRotation: 50 });
+      scale.ticks.callback = (value) => (labels[value].length > LABEL ? `${labels[value].slice(0, LABEL)}\u2026` : labels[value]);
+    } else if (own.format === "share") scale.ticks.callback = (value) => `${+(100 * value).toFixed(2)}\u00a0%`;
+    else scale.ticks.callback = (value) => format(value, own.format);
     if (own.format === "count") scale.ticks.precision = 0;
     return scale;
   }
@@ -200,7 +214,7 @@ const page = { viewers: {}, tools: {}, charts: [] };
         animation: false,
         maintainAspectRatio: false,
         interaction: { mode: lines ? "nearest" : "index", axis: "x", intersect: false },
-        scales: { x: axis(part.x, !lines, part.stacked), y: axis(part.y, false, part.stacked) },
+        scales: { x: axis({ ...part.x, dense: part.dense }, !lines, part.stacked, part.labels), y: axis(part.y, false, part.stacked) },
         plugins: {
           legend: { display: many, labels: { usePointStyle: true, pointStyleWidth: lines ? 34 : 12, pointStyle: lines ? "line" : "rect" } },
           tooltip: {
@@ -247,9 +261,11 @@ const page = { viewers: {}, tools: {}, charts: [] };
       const text = section.text ? make("p", {}, section.text) : null;
       const heading = make("h2", { id: `${id}-title` }, section.title);
       main.append(make("section", { id, "aria-labelledby": `${id}-title` }, heading, text, parts));
+      const charts = section.parts.filter((part) => part.kind === "lines" || part.kind === "bars");
       for (const part of section.parts) {
-        if (part.kind === "lines" || part.kind === "bars") {
+        if (charts.includes(part)) {
           const [figure, draw] = chart(part);
+          if (charts.length === 1) figure.className = "wide";
           parts.append(figure);
           later.push(draw);
         } else parts.append(BUILD[part.kind](part));

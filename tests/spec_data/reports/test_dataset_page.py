@@ -1,0 +1,257 @@
+"""The page of a dataset: every figure equals a slow loop over the dataset."""
+
+import math
+from collections import Counter
+
+import pytest
+
+from spec_data.cli import main
+from spec_data.dataset_page_api import write_report
+from spec_data.dataset_page_options import ReportConfig
+from spec_data.models.reading import load_tokenizer
+from spec_data.pages.html_page import page_bytes, read_page_data
+from spec_data.reports.dataset_page import dataset_page
+from spec_data.shards.errors import MissingError
+from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
+from tests.spec_data.reports.reading_pages import part, read_document
+from tests.spec_data.runs import run, save_target, write_corpus
+
+EPS = 5e-3  # entropies and NLLs are rounded to three digits after the point
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return save_target(tmp_path_factory.mktemp("target") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    one = write_corpus(folder / "one.jsonl", 14)
+    two = folder / "two.jsonl"
+    lines = write_corpus(folder / "all.jsonl", 20).read_text().splitlines()
+    two.write_text("\n".join([*lines[14:], lines[14], lines[15]]) + "\n")  # two are repeated
+    return one, two
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory, target, sources):
+    out = tmp_path_factory.mktemp("data") / "set"
+    run(target, sources, out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def page(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("page") / "page.html"
+    return read_page_data(write_report(data, out=out, scored=7))
+
+
+@pytest.fixture(scope="module")
+def rows(data):
+    return list(HiddenStatesDataset(data))
+
+
+def test_totals_and_bytes_are_those_of_the_shards(page, data, rows):
+    items = {name: value for name, value, _ in part(page, "Overview", "figures")["items"]}
+    tokens = sum(len(row["input_ids"]) for row in rows)
+    supervised = sum(int(row["loss_mask"].sum()) for row in rows)
+    files = sum(file.stat().st_size for file in (data / "shards").iterdir())
+    assert items["documents"] == len(rows) == 20
+    assert (items["tokens"], items["supervised tokens"]) == (tokens, supervised)
+    assert items["bytes of all shards"] == files
+    assert items["bytes per token"] == pytest.approx(files / tokens)
+    columns = part(page, "Bytes", "table", "Columns")["rows"]
+    width = rows[0]["hidden.L0"].shape[1]
+    predicting = sum(int(row["loss_mask"][1:].sum()) for row in rows)
+    for name, codec, per_token, payload, *errors in columns:
+        each = {"int32": 4, "bool8": 1, "bf16": 2 * width, "float32": 4}[codec]
+        wanted = each * (supervised if name.startswith("target_") else tokens)
+        assert (payload, per_token) == (wanted, pytest.approx(wanted / tokens)), name
+        assert errors == [None] * 4, "exact columns have no error"
+    assert predicting == supervised and len(columns) == 8
+
+
+def test_histograms_and_sources_count_every_document(page, rows):
+    for title, count in (
+        ("Length of documents", lambda row: len(row["input_ids"])),
+        ("Supervised tokens", lambda row: int(row["loss_mask"].sum())),
+    ):
+        chart = part(page, "Documents", "bars", title)
+        counted: Counter = Counter()
+        for row in rows:
+            for place, label in enumerate(chart["labels"]):
+                low, _, high = label.replace(",", "").partition("–")
+                counted[place] += int(low) <= count(row) <= int(high or low)
+        values = chart["series"][0]["values"]
+        assert values == [counted[i] for i in range(len(values))] and sum(values) == 20
+    table = part(page, "Documents", "table", "Sources")["rows"]
+    for name, documents, tokens, supervised, share in table:
+        own = [row for row in rows if row["source"] == name]
+        assert documents == len(own) and tokens == sum(len(row["input_ids"]) for row in own)
+        assert supervised == sum(int(row["loss_mask"].sum()) for row in own)
+        assert share == pytest.approx(supervised / tokens)
+    assert {row[0] for row in table} == {"one.jsonl", "two.jsonl"}
+
+
+def test_what_was_left_out_is_counted_by_reason(page):
+    chart = part(page, "What was left out", "bars", "Rows and documents left out")
+    assert chart["labels"] == ["dropped: duplicate"] and chart["series"][0]["values"] == [2]
+    counts = dict(part(page, "What was left out", "table", "From rows to documents")["rows"])
+    assert counts["corpus rows read"] == 22 and counts["documents kept"] == 20
+
+
+def test_packing_is_that_of_the_manifest(page, data):
+    raw = HiddenStatesDataset(data).manifest.raw["packing"]
+    items = part(page, "Packing at capture", "figures")["items"]
+    assert items[0][1] == raw["utilisation"] and 0 < items[0][1] <= 1
+    masks = part(page, "Packing at capture", "table", "Masks that were tried")["rows"]
+    assert dict(masks) == raw["differences"]
+
+
+def logits_of(row, head, t):
+    """The logits after token t of a document, by loops in Python's own floats."""
+    state = row["hidden.final"][t].double().tolist()
+    return [math.fsum(a * b for a, b in zip(state, w, strict=True)) for w in head]
+
+
+@pytest.fixture(scope="module")
+def head(data):
+    return load_head_tensors(data)["lm_head"].double().tolist()
+
+
+def test_agreement_by_source_equals_a_loop_over_tokens(page, rows, head):
+    table = part(page, "Agreement with the target", "table", "By source")["rows"]
+    for name, tokens, first, _, nll, _ in table:
+        seen = hits = 0
+        total = 0.0
+        for row in rows:
+            if row["source"] != name:
+                continue
+            for t in range(1, len(row["input_ids"])):
+                if not row["loss_mask"][t]:
+                    continue
+                seen += 1
+                hits += int(row["target_argmax"][t - 1]) == int(row["input_ids"][t])
+                state = row["hidden.final"][t - 1].double()
+                z = math.fsum((state * state.new_tensor(head[int(row["input_ids"][t])])).tolist())
+                total += float(row["target_logsumexp"][t - 1]) - z
+        assert (tokens, first) == (seen, pytest.approx(hits / seen))
+        assert nll == pytest.approx(total / seen, abs=0.02), "states are stored in bf16"
+
+
+def test_norms_and_outlier_channels_equal_a_loop(data, page, rows):
+    table = part(page, "States", "table", "Norms and outlier channels")
+    sampled = [rows[i * 20 // 7] for i in range(7)]
+    for name, tokens, middle, high, largest, outliers, named in table["rows"]:
+        norms, squares = [], None
+        for row in sampled:
+            for state in row[name].double():
+                values = state.tolist()
+                norms.append(math.sqrt(math.fsum(v * v for v in values)))
+                squares = [
+                    s + v * v for s, v in zip(squares or [0.0] * len(values), values, strict=True)
+                ]
+        sizes = [math.sqrt(s / len(norms)) for s in squares]
+        ordered = sorted(sizes)
+        typical = (ordered[(len(sizes) - 1) // 2] + ordered[len(sizes) // 2]) / 2
+        norms.sort()
+        assert tokens == len(norms) and largest == pytest.approx(norms[-1])
+        half = (norms[(tokens - 1) // 2] + norms[tokens // 2]) / 2
+        assert middle == pytest.approx(half) and middle <= high <= largest
+        assert outliers == sum(size >= 10 * typical for size in sizes)
+        top = max(range(len(sizes)), key=lambda c: sizes[c])
+        assert named.startswith(f"{top} ({sizes[top] / typical:.1f} ×)")
+    text = next(s for s in page["sections"] if s["title"] == "States")["text"]
+    assert "7 of 20 documents" in text
+
+
+def test_the_viewer_holds_every_token_of_every_document(page, data, rows, head):
+    viewer = part(page, "Tokens", "viewer")["data"]
+    tokenizer = load_tokenizer(data / "target")
+    assert "All 20 documents" in viewer["note"] and "in 7 of them" in viewer["note"]
+    assert len(viewer["documents"]) == 20
+    scored = {i * 20 // 7 for i in range(7)}
+    for place, row in enumerate(rows):
+        found = read_document(viewer, place)
+        ids = row["input_ids"].tolist()
+        assert found["number"] == place and found["id"] == row["doc_id"]
+        assert found["source"] == row["source"] and found["ids"] == ids
+        assert found["mask"] == [bool(m) for m in row["loss_mask"]]
+        assert found["turns"] == [[t["role"], t["start"], t["end"]] for t in row["turns"]]
+        assert "".join(found["texts"]) == tokenizer.decode(ids)
+        special = {viewer["tokens"][row] for row in viewer["special"]}
+        assert tokenizer.convert_tokens_to_ids("<|im_end|>") in special
+        for t in range(len(ids)):
+            if t == 0 or not row["loss_mask"][t]:
+                assert found["choice"][t] is None
+                continue
+            assert found["choice"][t] == int(row["target_argmax"][t - 1])
+            assert (found["entropy"][t] is not None) == (place in scored)
+    place = sorted(scored)[3]
+    found = read_document(viewer, place)
+    for t in range(len(found["ids"])):
+        if found["choice"][t] is None:
+            continue
+        z = logits_of(rows[place], head, t - 1)
+        top = max(z)
+        total = math.fsum(math.exp(v - top) for v in z)
+        p = [math.exp(v - top) / total for v in z]
+        entropy = -math.fsum(v * math.log(v) for v in p if v > 0)
+        assert found["entropy"][t] == pytest.approx(entropy, abs=EPS)
+        assert found["nll"][t] == pytest.approx(-math.log(p[found["ids"][t]]), abs=EPS)
+
+
+def test_a_sample_is_even_and_the_page_says_so(data):
+    viewer = dataset_page(ReportConfig(data=str(data), documents=4, scored=0)).sections[-1].parts[0]
+    assert [d["n"] for d in viewer.data["documents"]] == [0, 5, 10, 15]
+    assert viewer.data["note"].startswith("This page holds 4 of 20 documents, evenly spaced.")
+    assert all("e" not in d and "a" in d for d in viewer.data["documents"])
+
+
+def test_equal_datasets_have_equal_pages(data):
+    config = ReportConfig(data=str(data), scored=2)
+    assert page_bytes(dataset_page(config)) == page_bytes(dataset_page(config))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"supervision": "topk:4"},
+        {"supervision": "logits", "teacher": "all"},
+        {"final": "supervised", "codec": "int8c"},
+    ],
+    ids=["topk", "logits", "sparse"],
+)
+def test_every_kind_of_supervision_has_a_page(target, sources, tmp_path, changes):
+    run(target, sources[0], tmp_path / "set", **changes)
+    out = write_report(tmp_path / "set", scored=3)
+    assert out == tmp_path / "set.html"
+    viewer = part(read_page_data(out), "Tokens", "viewer")["data"]
+    row = HiddenStatesDataset(tmp_path / "set")[0]
+    found = read_document(viewer, 0)
+    for t, choice in enumerate(found["choice"]):
+        stored = t > 0 and (changes.get("teacher") == "all" or bool(row["loss_mask"][t]))
+        assert (choice is not None) == stored
+        if stored:
+            assert choice == int(row["target_argmax"][t - 1])
+            assert (found["entropy"][t] is None) == ("topk" in changes.get("supervision", ""))
+
+
+def test_the_command_writes_beside_the_dataset_and_names_the_next_one(data, capsys, caplog):
+    assert main(["report", str(data), "--scored", "0"]) == 0
+    out = capsys.readouterr().out
+    assert f"written: {data}.html" in out and "spec-train fit eagle3" in caplog.text
+    assert read_page_data(f"{data}.html")["kind"] == "Dataset"
+
+
+def test_a_user_is_told_what_is_wrong(tmp_path, data, capsys):
+    with pytest.raises(MissingError, match="no such dataset"):
+        write_report(tmp_path / "nothing")
+    for words, message in (
+        (["--out", str(tmp_path / "no" / "x.html")], "pass a file name in an existing directory"),
+        (["--documents", "0"], "--documents 0: expected 1 or more"),
+        (["--scored", "-1"], "--scored -1: expected 0 or more"),
+    ):
+        assert main(["report", str(data), *words]) == 2
+        assert message in capsys.readouterr().err

@@ -1,0 +1,119 @@
+"""The page of a corpus: the documents, masks and counts that `generate` has, without weights."""
+
+import json
+import shutil
+
+import pytest
+
+from spec_data.cli import main
+from spec_data.dataset_page_api import write_preview
+from spec_data.pages.html_page import read_page_data
+from spec_data.shards.errors import CorpusError, MissingError
+from spec_data.shards.reader import HiddenStatesDataset
+from tests.spec_data.reports.reading_pages import part, read_document
+from tests.spec_data.runs import run, save_target, write_corpus
+
+ATTACK = "</script><img src=x onerror=alert(1)>"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return save_target(tmp_path_factory.mktemp("target") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Chats with one of everything that is left out: bad, without an answer, repeated."""
+    file = write_corpus(tmp_path_factory.mktemp("corpus") / "chats.jsonl", 12)
+    lines = file.read_text().splitlines()
+    silent = json.dumps({"messages": [{"role": "user", "content": "hello"}]})
+    talk = [{"role": "user", "content": ATTACK}, {"role": "assistant", "content": f"no {ATTACK}"}]
+    long = [{"role": "user", "content": "count"}, {"role": "assistant", "content": "so 1 2 " * 70}]
+    lines += ["{not json", silent, lines[3]]
+    lines += [json.dumps({"messages": messages}) for messages in (talk, long)]
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+@pytest.mark.parametrize("mask", ["assistant", "last-turn", "all"])
+def test_the_page_has_the_documents_that_generate_captures(target, corpus, tmp_path, mask):
+    options = {"mask": mask, "max_bad_rows": "5", "max_length": 90}
+    run(target, corpus, tmp_path / "set", **options)
+    page = read_page_data(write_preview(corpus, target, tmp_path / "page.html", **options))
+    viewer = part(page, "Tokens", "viewer")["data"]
+    dataset = HiddenStatesDataset(tmp_path / "set")
+    assert len(viewer["documents"]) == len(dataset) >= 10
+    for place, row in enumerate(dataset):
+        found = read_document(viewer, place)
+        assert found["id"] == row["doc_id"] and found["ids"] == row["input_ids"].tolist()
+        assert found["mask"] == [bool(m) for m in row["loss_mask"]]
+        assert found["turns"] == [[t["role"], t["start"], t["end"]] for t in row["turns"]]
+        assert "choice" not in found
+    raw = dataset.manifest.raw["documents"]
+    counts = dict(part(page, "What was left out", "table", "From rows to documents")["rows"])
+    assert counts["corpus rows read"] == raw["read"] == 17 and counts["bad rows"] == 1
+    assert counts["documents kept"] == len(dataset) and counts["dropped: duplicate"] == 1
+    assert counts[next(name for name in counts if name.startswith("cut at"))] == raw["cut"] > 0
+    left = part(page, "What was left out", "bars", "Rows and documents left out")
+    assert sum(left["series"][0]["values"]) == 17 - len(dataset)
+    items = {n: v for n, v, _ in part(page, "Overview", "figures")["items"]}
+    assert items["tokens"] == int(dataset.lengths.sum())
+    assert items["supervised tokens"] == int(dataset.supervised.sum())
+    bad = part(page, "Overview", "table", "Bad rows")["rows"]
+    assert len(bad) == 1 and "chats.jsonl:13" in bad[0][1]
+
+
+def test_texts_of_the_corpus_are_no_markup_of_the_page(target, corpus, tmp_path):
+    out = write_preview(corpus, target, tmp_path / "page.html", max_bad_rows="5")
+    text = out.read_text()
+    assert text.count("</script>") == text.count("<script") == 5 and "<img" not in text
+    viewer = part(read_page_data(out), "Tokens", "viewer")["data"]
+    assert ATTACK in "".join(read_document(viewer, 12)["texts"])
+
+
+def test_a_tokenizer_alone_is_enough_and_weights_are_not_read(target, corpus, tmp_path):
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(target, folder)
+    for file in folder.iterdir():
+        if not file.name.startswith(("tokenizer", "chat_template", "special")):
+            file.unlink()
+    small = tmp_path / "model"
+    shutil.copytree(target, small)
+    for file in small.glob("*.safetensors"):
+        file.unlink()
+    pages = [
+        read_page_data(write_preview(corpus, place, tmp_path / "page.html", limit=5))
+        for place in (folder, small)
+    ]
+    one, two = (part(page, "Tokens", "viewer")["data"]["documents"] for page in pages)
+    assert one == two and len(one) == 5
+    note = [p["text"] for p in pages[0]["sections"][0]["parts"] if p["kind"] == "note"]
+    assert note == ["Only the first 5 rows were read (--limit)."]
+
+
+def test_the_command_prints_the_counts_and_names_the_next_one(
+    target, corpus, tmp_path, capsys, caplog
+):
+    out = tmp_path / "page.html"
+    words = ["--corpus", str(corpus), "--target", str(target), "--out", str(out)]
+    assert main(["preview", *words, "--max-bad-rows", "5", "--documents", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert "documents kept" in shown and f"written: {out}" in shown
+    assert f"spec-data estimate --target {target} --corpus {corpus}" in caplog.text
+    viewer = part(read_page_data(out), "Tokens", "viewer")["data"]
+    assert "This page holds 3 of 14 documents" in viewer["note"]
+
+
+def test_a_user_is_told_what_is_wrong(target, corpus, tmp_path, capsys):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n")
+    with pytest.raises(CorpusError, match="no document is left"):
+        write_preview(empty, target, tmp_path / "page.html")
+    with pytest.raises(MissingError, match="no such directory"):
+        write_preview(corpus, tmp_path / "nothing", tmp_path / "page.html")
+    words = ["preview", "--corpus", str(corpus), "--target", str(target)]
+    assert main([*words, "--max-length", "1", "--out", str(tmp_path / "x.html")]) == 2
+    assert "--max-length 1" in capsys.readouterr().err
+    assert main([*words, "--out", str(tmp_path)]) == 2
+    assert "pass a file name" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.html"))

@@ -1,0 +1,80 @@
+"""The texts of single tokens: together they are the document, whatever the tokenizer."""
+
+import itertools
+import re
+
+import numpy as np
+import pytest
+
+from spec_data.reports.even_sample import even_numbers, sample_text, shown_documents
+from spec_data.reports.text_pieces import TextPieces
+from spec_data.reports.token_viewer import spans_of
+from tests.spec_data.corpus.templates import tokenizer
+
+TEXTS = [
+    "The capital of France is Paris.\n\n  def add(a, b):\n\treturn a + b",
+    "漢字 and 😀😀 and é, ünïcödé 👩‍👩‍👧‍👦 end",
+    " leading, trailing ",
+    "\ufffd is a character of its own",
+]
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama3", "mistral"])
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_join_to_the_decoded_text(family, text):
+    tok = tokenizer(family)
+    ids = tok.encode(text, add_special_tokens=False)
+    pieces = TextPieces(tok)
+    texts = pieces.table(np.array(ids))
+    joined = pieces.joined(ids, texts)
+    shown = [joined.get(t, own) for t, own in enumerate(texts)]
+    before = tok.encode("a", add_special_tokens=False)
+    whole = tok.decode([*before, *ids])[len(tok.decode(before)) :]
+    # the bytes of U+FFFD itself look like parts of a character
+    assert re.sub("\ufffd+", "\ufffd", "".join(shown)) == whole
+    assert sum("\ufffd" in own for own in shown) <= text.count("\ufffd") * 3
+
+
+def test_special_tokens_are_told_and_tokens_without_text_have_a_name():
+    tok = tokenizer("chatml")
+    pieces = TextPieces(tok)
+    end = tok.convert_tokens_to_ids("<|im_end|>")
+    assert end in pieces.special
+    assert pieces.table(np.array([end, len(tok) + 7])) == ["<|im_end|>", f"<token {len(tok) + 7}>"]
+
+
+def test_a_character_that_was_cut_stays_broken():
+    tok = tokenizer("chatml")
+    ids = tok.encode("😀", add_special_tokens=False)[:-1]
+    pieces = TextPieces(tok)
+    assert ids and pieces.joined(ids, pieces.table(np.array(ids))) == {}
+
+
+@pytest.mark.parametrize("count, wanted", [(1, 1), (7, 3), (10, 10), (3, 9), (1000, 37), (0, 5)])
+def test_an_even_sample_has_equal_distances(count, wanted):
+    found = even_numbers(count, wanted).tolist()
+    assert len(found) == min(count, wanted) == len(set(found))
+    assert all(0 <= n < count for n in found) and found == sorted(found)
+    steps = {b - a for a, b in itertools.pairwise(found)}
+    assert not steps or max(steps) - min(steps) <= 1
+
+
+def test_a_sample_keeps_to_its_tokens_and_says_how_many_documents_it_has():
+    lengths = np.random.default_rng(0).integers(1, 500, 2000)
+    found = shown_documents(lengths, 1500, 20_000)
+    assert 0 < lengths[found].sum() <= 20_000 and lengths[found].sum() > 15_000
+    assert shown_documents(np.array([9_000_000, 5]), 2).tolist() == [0]
+    assert shown_documents(lengths, 5).tolist() == [0, 400, 800, 1200, 1600]
+    assert sample_text(5, 2000, "--documents").startswith("This page holds 5 of 2,000 documents")
+    assert "--documents N" in sample_text(5, 2000, "--documents")
+    assert sample_text(7, 7, "--documents") == "All 7 documents are in this page."
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_spans_mark_what_was_marked(seed):
+    flags = np.random.default_rng(seed).random(40) < 0.5
+    spans, back = spans_of(flags), np.zeros(40, bool)
+    for a, b in zip(spans[::2], spans[1::2], strict=True):
+        assert a < b and not back[a:b].any()
+        back[a:b] = True
+    assert (back == flags).all() and spans_of(np.zeros(3, bool)) == []

@@ -1,0 +1,240 @@
+"""The viewer of tokens in a browser: mouse, keyboard, search, phones, hostile texts, speed."""
+
+import os
+import time
+
+import numpy as np
+import pytest
+
+from spec_data.pages.html_page import write_page
+from spec_data.pages.page_parts import Page, Section
+from spec_data.reports.token_viewer import TeacherView, ViewedDocument, token_viewer
+from tests.browser_tools import DESKTOP, PHONE, open_browser, open_page, scrolls_sideways
+from tests.spec_data.corpus.templates import tokenizer
+
+ATTACK = "</script><img src=x onerror=alert(1)><b>bold</b>"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with open_browser() as found:
+        yield found
+
+
+def document(tok, number, text, answer, teacher=True):
+    """A chat of one answer; the target's first choice is right at every second token of it."""
+    start = tok.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")
+    ids = np.array(start + tok.encode(f"{answer}<|im_end|>"))
+    mask = np.arange(len(ids)) >= len(start)
+    known = mask.copy()
+    choice = np.where(np.arange(known.sum()) % 2, ids[known], ids[0])
+    entropy = np.linspace(0, 4, int(known.sum()))
+    view = TeacherView(known=known, choice=choice, entropy=entropy, nll=entropy / 2)
+    return ViewedDocument(
+        number=number,
+        name=f"{number:032x}",
+        source="chats.jsonl",
+        ids=ids,
+        mask=mask,
+        turns=[("assistant", len(start), len(ids))],
+        teacher=view if teacher else None,
+    )
+
+
+def write_viewer(file, documents, tok):
+    viewer = token_viewer(tok, documents, f"All {len(documents):,} documents are in this page.")
+    section = Section(title="Tokens", parts=[viewer])
+    return write_page(file, Page(title="viewer", kind="Dataset", sections=[section]))
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    tok = tokenizer("chatml")
+    documents = [
+        document(tok, 0, "The capital?", "Paris.\n\n\tIt is  Paris 😀"),
+        document(tok, 5, ATTACK, f"no {ATTACK}\u202e\u200b", teacher=False),
+        document(tok, 10, "hello there", "the answer is Paris"),
+    ]
+    return write_viewer(tmp_path_factory.mktemp("viewer") / "page.html", documents, tok)
+
+
+def test_a_document_is_shown_with_turns_special_tokens_and_white_space(browser, file):
+    with open_page(browser, file) as tab:
+        assert tab.locator(".turn h4").nth(0).inner_text().startswith("context, not supervised")
+        assert tab.locator(".turn h4").nth(1).inner_text().startswith("assistant · ")
+        assert tab.locator(".turn.learned").count() == 1
+        assert tab.locator(".turn.learned .tok:not(.sup)").count() == 0
+        assert tab.locator(".turn:not(.learned) .tok.sup").count() == 0
+        assert tab.locator(".tok.special").all_inner_texts()[0] == "<|im_start|>"
+        whole = tab.evaluate("document.querySelector('.turn.learned .text').textContent")
+        assert whole == "Paris.\n\n\tIt is  Paris 😀<|im_end|>"
+        assert tab.locator(".turn.learned .nl").count() == 2
+        assert tab.locator(".turn.learned .tab").count() == 1
+        assert "46.7\u00a0% the target's first choice" in tab.locator(".head").inner_text()
+
+
+def test_buttons_numbers_and_keys_move_between_documents(browser, file):
+    with open_page(browser, file) as tab:
+        head = tab.locator(".head")
+        before, after = (
+            tab.get_by_role("button", name="Previous"),
+            tab.get_by_role("button", name="Next"),
+        )
+        assert before.is_disabled() and head.inner_text().startswith("Document 0 ·")
+        after.click()
+        assert head.inner_text().startswith("Document 5 ·")
+        after.focus()
+        tab.keyboard.press("n")
+        assert head.inner_text().startswith("Document 10 ·") and after.is_disabled()
+        tab.locator(".tok").first.focus()
+        tab.keyboard.press("p")
+        assert head.inner_text().startswith("Document 5 ·")
+        assert tab.evaluate("document.activeElement.classList.contains('tok')")
+        place = tab.get_by_label("Shown, of 3")
+        place.fill("3")
+        place.press("Enter")
+        assert head.inner_text().startswith("Document 10 ·")
+        place.fill("99")
+        place.press("Enter")
+        assert head.inner_text().startswith("Document 10 ·") and place.input_value() == "3"
+
+
+def test_figures_of_a_token_by_mouse_and_by_keyboard(browser, file):
+    with open_page(browser, file) as tab:
+        detail = tab.locator(".detail")
+        answer = tab.locator(".turn.learned .tok")
+        answer.nth(0).hover()
+        first = detail.inner_text()
+        assert "supervised" in first and "turn of assistant" in first
+        assert 'first choice: "<|im_start|>"' in first and "entropy 0.00 nats" in first
+        tab.keyboard.press("Tab")
+        tab.locator(".tok[tabindex='0']").focus()
+        tab.keyboard.press("ArrowRight")
+        second = detail.inner_text()
+        assert second != first and "The target's first choice." in second
+        assert "Probability of this token" in second
+        tab.keyboard.press("Home")
+        assert "token 0, id" in detail.inner_text() and "special" in detail.inner_text()
+        assert "No prediction of the target is stored" in detail.inner_text()
+        tab.keyboard.press("End")
+        assert "<|im_end|>" in detail.inner_text() and "entropy 4.00 nats" in detail.inner_text()
+        tab.keyboard.press("ArrowRight")
+        assert "<|im_end|>" in detail.inner_text(), "the last token has no next one"
+
+
+def test_colours_can_be_chosen_where_there_is_something_to_show(browser, file):
+    with open_page(browser, file) as tab:
+        select = tab.get_by_label("Colour by")
+        select.select_option("choice")
+        assert tab.locator(".tokens.choice .wrong").count() > 0
+        edge = "getComputedStyle(document.querySelector('.wrong')).borderBottomStyle"
+        assert tab.evaluate(edge) == "dashed", "told by more than colour"
+        select.select_option("entropy")
+        assert tab.locator(".tokens.entropy .e4").count() > 0
+        tab.get_by_role("button", name="Next").click()
+        assert select.input_value() == "supervised", "this document has no figures of a target"
+        assert tab.locator("option[disabled]").count() == 2
+        tab.get_by_role("button", name="Next").click()
+        assert select.input_value() == "entropy"
+
+
+def test_search_finds_documents_and_marks_tokens(browser, file):
+    with open_page(browser, file) as tab:
+        box = tab.get_by_label("Search")
+        box.fill("answer IS par")
+        box.press("Enter")
+        assert tab.locator(".head").inner_text().startswith("Document 10 ·")
+        assert "answer is Par" in "".join(tab.locator(".hit").all_inner_texts())
+        assert tab.get_by_role("status").inner_text().startswith("1 document has this text")
+        box.fill("paris")
+        box.press("Enter")
+        assert (
+            "2 documents have this text; this is match 2" in tab.get_by_role("status").inner_text()
+        )
+        box.press("Enter")
+        assert tab.locator(".head").inner_text().startswith("Document 0 ·")
+        box.press("Shift+Enter")
+        assert tab.locator(".head").inner_text().startswith("Document 10 ·")
+        box.fill("nowhere")
+        tab.get_by_role("button", name="Find").click()
+        assert tab.get_by_role("status").inner_text().startswith("No document")
+        assert tab.locator(".hit").count() == 0
+
+
+def test_texts_of_documents_stay_texts(browser, file):
+    with open_page(browser, file, PHONE) as tab:
+        tab.get_by_role("button", name="Next").click()
+        assert tab.locator("img").count() == 0 and tab.locator(".tokens b").count() == 0
+        assert ATTACK in "".join(tab.locator(".tokens .text").all_text_contents())
+        assert tab.locator(".esc").all_inner_texts() == ["\\u202e", "\\u200b"]
+        tab.locator(".turn.learned .tok").last.hover()
+        assert tab.locator(".detail img").count() == 0
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_it_fits_every_window_and_can_be_read(browser, file, size, dark):
+    with open_page(browser, file, size, dark) as tab:
+        for mode in ("supervised", "choice", "entropy"):
+            tab.get_by_label("Colour by").select_option(mode)
+            assert not scrolls_sideways(tab)
+            found = tab.evaluate(CONTRASTS)
+            assert min(found) >= 4.5, (mode, sorted(found)[:3])
+
+
+CONTRASTS = """() => {
+  const canvas = document.createElement("canvas");
+  canvas.width = canvas.height = 1;
+  const context = canvas.getContext("2d", { willReadFrequently: true });
+  const luminance = (colours) => {
+    context.clearRect(0, 0, 1, 1);
+    for (const colour of colours) {
+      context.fillStyle = colour;
+      context.fillRect(0, 0, 1, 1);
+    }
+    const parts = [...context.getImageData(0, 0, 1, 1).data].slice(0, 3).map((v) => v / 255);
+    const [r, g, b] = parts.map((p) => (p <= 0.04045 ? p / 12.92 : ((p + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const page = getComputedStyle(document.body).backgroundColor;
+  return [...document.querySelectorAll(".tok, .key, .head, h4, .note, label")].map((element) => {
+    const style = getComputedStyle(element);
+    const behind = luminance([page, style.backgroundColor]);
+    const text = luminance([page, style.color]);
+    return (Math.max(behind, text) + 0.05) / (Math.min(behind, text) + 0.05);
+  });
+}"""
+
+
+def test_a_long_document_is_built_in_parts(browser, tmp_path):
+    tok = tokenizer("chatml")
+    long = document(tok, 0, "count", "so " * 9000)
+    file = write_viewer(tmp_path / "page.html", [long], tok)
+    with open_page(browser, file) as tab:
+        assert tab.locator(".tok").count() == 8000 < len(long.ids)
+        tab.get_by_role("button", name="Show the next").click()
+        assert tab.locator(".tok").count() == min(len(long.ids), 16_000)
+
+
+@pytest.mark.skipif(not os.environ.get("SPEC_TEST_TIMES"), reason="SPEC_TEST_TIMES=1 runs it")
+def test_ten_thousand_documents_open_in_three_seconds(browser, tmp_path):
+    tok = tokenizer("chatml")
+    random = np.random.default_rng(0)
+    words = ["the", "quick", "brown", "fox", "asks", "Paris", "capital", "there"]
+    base = [document(tok, i, "hello", " ".join(random.choice(words, 150))) for i in range(50)]
+    documents = [
+        ViewedDocument(**{**vars(base[i % 50]), "number": i, "name": f"{i:032x}"})
+        for i in range(10_000)
+    ]
+    file = write_viewer(tmp_path / "page.html", documents, tok)
+    begun = time.perf_counter()
+    with open_page(browser, file) as tab:
+        opened = time.perf_counter() - begun
+        assert tab.get_by_label("Shown, of 10,000").input_value() == "1"
+        begun = time.perf_counter()
+        tab.keyboard.press("Tab")
+        tab.get_by_role("button", name="Next").click()
+        assert tab.locator(".head").inner_text().startswith("Document 1 ·")
+        moved = time.perf_counter() - begun
+    print(f"{file.stat().st_size:,} bytes, opened in {opened:.2f} s, next in {moved:.2f} s")
+    assert opened < 3 and moved < 1
