@@ -35,7 +35,7 @@ from spec_train.fit_options import (
     share,
 )
 from spec_train.presets import apply_preset
-from spec_train.report_options import report_option, samples_option
+from spec_train.report_options import markdown_option, report_option, samples_option
 from spec_train.vocabulary_options import (
     CHOICES,
     check_choice,
@@ -186,6 +186,7 @@ class EvalConfig:
     json: str | None = option(
         None, help="write every figure to this file", group=FILES, metavar="FILE"
     )
+    markdown: str | None = markdown_option(FILES)
     report: str = report_option(FILES)
     samples: int = samples_option(FILES)
     save_responses: str | None = option(

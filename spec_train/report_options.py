@@ -20,6 +20,16 @@ def report_option(group: str) -> str:
     )
 
 
+def markdown_option(group: str) -> str | None:
+    """Return the field of --markdown."""
+    return option(
+        None,
+        help="write the printed table, with the settings, as Markdown, such as for a model card",
+        group=group,
+        metavar="FILE",
+    )
+
+
 def samples_option(group: str) -> int:
     """Return the field of --samples."""
     return option(

@@ -1,5 +1,6 @@
 """The figures of an evaluation as a table for people: name, value, meaning."""
 
+from pathlib import Path
 from typing import Any
 
 from spec_train.evaluation.intervals import LEVEL
@@ -13,18 +14,49 @@ _ROWS = 8  # sets and contexts are lines of their own up to so many; --json has 
 
 def table(report: dict[str, Any]) -> str:
     """Return the metrics as aligned lines: name, value, meaning."""
-    lines: list[Line] = []
-    if "target" in report:
-        lines += _decoding_lines(report)
-    if "data" in report:
-        lines += _data_lines(report["data"])
-        lines += _gap_lines(report)
+    lines = _lines(report)
     name_width = max(len(name) for name, _, _ in lines)
     value_width = max(len(value) for _, value, _ in lines)
     return "\n".join(
         f"{name:<{name_width}}  {value:>{value_width}}  {meaning}".rstrip()
         for name, value, meaning in lines
     )
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """Return the metrics and what decides them as Markdown."""
+    made = report["versions"]
+    settings = [
+        ("draft", f"`{Path(report['draft']).name}`"),
+        ("drafted tokens", str(report["draft_tokens"])),
+        ("dtype, device", f"{report['dtype']}, {report['device']}"),
+        ("releases", ", ".join(f"{name} {version}" for name, version in made.items())),
+    ]
+    rows = [(name.strip(), value, meaning) for name, value, meaning in _lines(report)]
+    text = ["| | | |", "| --- | --: | --- |"]
+    text += [f"| {' | '.join(map(_cell, row))} |" for row in rows]
+    text += ["", "| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in settings)]
+    text += ["", *(f"- warning: {_cell(line)}" for line in report["warnings"])]
+    return "\n".join(text).rstrip() + "\n"
+
+
+def _cell(text: str) -> str:
+    """Return a text that ends no cell of a table and starts no markup."""
+    text = " ".join(text.split())
+    for mark in "\\`*_|<>[]":
+        text = text.replace(mark, "\\" + mark)
+    return text
+
+
+def _lines(report: dict[str, Any]) -> list[Line]:
+    """Return the lines of the table."""
+    lines: list[Line] = []
+    if "target" in report:
+        lines += _decoding_lines(report)
+    if "data" in report:
+        lines += _data_lines(report["data"])
+        lines += _gap_lines(report)
+    return lines
 
 
 def _decoding_lines(report: dict[str, Any]) -> list[Line]:

@@ -28,7 +28,7 @@ from spec_train.benchmark_options import draft_depths
 from spec_train.drafts import Draft
 from spec_train.evaluation.both_ways import stop_ids
 from spec_train.evaluation.draft_to_measure import draft_to_measure
-from spec_train.evaluation.eval_table import table
+from spec_train.evaluation.eval_table import markdown, table
 from spec_train.evaluation.on_dataset import check_fit, evaluate_data
 from spec_train.evaluation.on_target import (
     check_draft,
@@ -144,6 +144,8 @@ def measure(config: EvalConfig) -> dict[str, Any]:
         write_atomically(Path(config.save_responses), lines)
     if config.json:
         write_atomically(Path(config.json), dump_json(report))
+    if config.markdown:
+        write_atomically(Path(config.markdown), markdown(report))
     return report
 
 
@@ -221,9 +223,9 @@ def _warn(warnings: list[str], found: list[str]) -> None:
 
 def _check_outputs(config: EvalConfig) -> None:
     """Raise for an output path that cannot be written before the work starts, not after it."""
-    for flag, name in (("--json", config.json), ("--save-responses", config.save_responses)):
-        if name is not None:
-            check_file_to_write(flag, name)
+    for name in ("json", "markdown", "save_responses"):
+        if (file := getattr(config, name)) is not None:
+            check_file_to_write("--" + name.replace("_", "-"), file)
 
 
 def _setting(draft: Draft, device: torch.device, depth: int) -> dict[str, Any]:

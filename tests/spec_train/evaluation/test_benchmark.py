@@ -234,19 +234,31 @@ def test_every_set_has_its_figures(workplace, tmp_path, monkeypatch):
     rows = (workplace / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:6]
     files = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
     files[0].write_text("\n".join(rows[:3]) + "\n", encoding="utf-8")
-    parts = [json.dumps(json.loads(r) | {"category": f"c{i}"}) for i, r in enumerate(rows[3:])]
+    parts = [json.dumps(json.loads(r) | {"category": f"c{i}|<b>"}) for i, r in enumerate(rows[3:])]
     files[1].write_text("\n".join(parts) + "\n", encoding="utf-8")
     options = {"max_new_tokens": 12}
-    both = run_eval(config_of(workplace, prompts=f"{files[0]},{files[1]}", **options))
+    file = tmp_path / "figures.md"
+    both = run_eval(
+        config_of(workplace, prompts=f"{files[0]},{files[1]}", markdown=str(file), **options)
+    )
+    text = file.read_text(encoding="utf-8")
+    for name, value, *_ in (
+        line.split("  ") for line in table(both).splitlines() if line[0] != " "
+    ):
+        assert f"| {name} |" in text, value
+    assert f"| acceptance length | {both['acceptance_length']:.3f} |" in text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert r"two.jsonl: c1\|\<b\>" in text
+    assert {row.replace("\\|", "").count("|") for row in rows} == {3, 4}
     first = run_eval(config_of(workplace, prompts=str(files[0]), **options))
     names = [one["set"] for one in both["by_set"]]
-    assert names == ["one.jsonl", *(f"two.jsonl: c{i}" for i in range(3))]
+    assert names == ["one.jsonl", *(f"two.jsonl: c{i}|<b>" for i in range(3))]
     for name in ("acceptance_length", "rounds", "emitted", "interval"):
         assert both["by_set"][0][name] == first[name]
     for name in ("rounds", "emitted"):
         assert sum(one[name] for one in both["by_set"]) == both[name]
     assert sum(one["rounds"] for one in both["by_context"]) == both["rounds"]
-    assert "two.jsonl: c1" in table(both) and "by set" not in table(first)
+    assert "two.jsonl: c1|<b>" in table(both) and "by set" not in table(first)
 
 
 @pytest.mark.parametrize("text", ["-1", "x", "2,", "2,0", "2.5", "²"])
