@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from spec_data.hub.pull import Pulled
     from spec_data.hub.push import Pushed
     from spec_data.hub_api import pull, push
+    from spec_data.layer_api import add_layers
     from spec_data.results import (
         EstimateResult,
         GenerateResult,
@@ -69,6 +70,7 @@ _PUBLIC = {
     "append": "spec_data.view_api",
     "gc": "spec_data.view_api",
     "recode": "spec_data.view_api",
+    "add_layers": "spec_data.layer_api",
     "ViewResult": "spec_data.view_api",
 }
 
@@ -103,6 +105,7 @@ __all__ = [
     "append",
     "gc",
     "recode",
+    "add_layers",
     "ViewResult",
     "__version__",
 ]

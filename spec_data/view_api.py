@@ -151,7 +151,7 @@ def append(path: AnyPath, *others: AnyPath) -> ViewResult:
     planned = plan_append(from_keywords(AppendConfig, {"data": [path, *others]}, "append"))
     manifest = run_append(planned)
     added = len(planned.view.units) if planned.view else 0
-    return _result(Path(path), manifest, len(manifest.shards) - added)
+    return view_result(Path(path), manifest, len(manifest.shards) - added)
 
 
 def gc(path: AnyPath, *, yes: bool = False) -> list[Leftover]:
@@ -173,10 +173,11 @@ def gc(path: AnyPath, *, yes: bool = False) -> list[Leftover]:
 def _written(view: View, out: Path) -> ViewResult:
     """Write a view and describe it."""
     manifest = write_view(out, view)
-    return _result(out, manifest, sum(unit.shard is not None for unit in view.units))
+    return view_result(out, manifest, sum(unit.shard is not None for unit in view.units))
 
 
-def _result(path: Path, manifest: Manifest, reused: int) -> ViewResult:
+def view_result(path: Path, manifest: Manifest, reused: int) -> ViewResult:
+    """Describe a dataset that was written; `reused` of its shards are files of the inputs."""
     totals = manifest.raw["totals"]
     return ViewResult(
         path=path,

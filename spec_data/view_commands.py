@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from spec_data.config import resolve
 from spec_data.console import say_next
+from spec_data.layer_commands import LAYER_COMMANDS, LAYER_FUNCTIONS
 from spec_data.view_options import (
     AppendConfig,
     DropColumnsConfig,
@@ -153,6 +154,7 @@ VIEW_COMMANDS: tuple[Entry, ...] = (
         *("recode", RecodeConfig, "DIR --out DIR --codec NAME", "store bf16 states smaller"),
         *(_RECODE, ""),
     ),
+    *LAYER_COMMANDS,
     ("gc", GcConfig, "DIR [--yes]", "delete what killed processes left", _GC, ""),
 )
 """Name, options, usage, one line, description and examples of each command."""
@@ -163,6 +165,7 @@ VIEW_FUNCTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
     "merge": _merge,
     "append": _append,
     "recode": _recode,
+    **LAYER_FUNCTIONS,
     "gc": _gc,
 }
 """What each command calls."""

@@ -20,6 +20,7 @@ from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
 from spec_data.shards.seal import CARD, check_shard
+from spec_data.shards.sides import stored_records
 
 _RECORD = ".pull.json"
 
@@ -76,7 +77,9 @@ def pull(config: PullConfig) -> Pulled:
     if SEALED_CARD in files and (out / SEALED_CARD).is_file():
         (out / SEALED_CARD).replace(out / CARD)
     dataset = HiddenStatesDataset(out)
-    for record in progress(dataset.manifest.shards, desc="check", unit="shards", leave=False):
+    for record in progress(
+        stored_records(dataset.manifest), desc="check", unit="shards", leave=False
+    ):
         try:
             check_shard(out, record)
         except DatasetError:

@@ -27,6 +27,7 @@ from spec_data.shards.errors import ConfigError
 from spec_data.shards.files import write_atomically
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
 from spec_data.shards.seal import CARD, check_shard, datasets_files
+from spec_data.shards.sides import stored_records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,9 @@ def push(config: PushConfig) -> Pushed:
     )
     if config.dry_run:
         return done
-    for record in progress(dataset.manifest.shards, desc="check", unit="shards", leave=False):
+    for record in progress(
+        stored_records(dataset.manifest), desc="check", unit="shards", leave=False
+    ):
         check_shard(dataset.path, record)
     folder = staged_folder(dataset)
     _stage(dataset, names, done.card, folder)
@@ -96,7 +99,7 @@ def _short(dataset: HiddenStatesDataset) -> str:
 def dataset_files(dataset: HiddenStatesDataset) -> list[str]:
     """Return the names of all files of a dataset but its card."""
     raw = dataset.manifest.raw
-    names = [*(r.file for r in dataset.manifest.shards), *raw["files"]]
+    names = [*(r.file for r in stored_records(dataset.manifest)), *raw["files"]]
     tables = [dataset.manifest.codec.get("file", TABLES)] if dataset.manifest.codec else []
     return sorted({*names, *tables, *datasets_files(dataset.manifest), MANIFEST})
 

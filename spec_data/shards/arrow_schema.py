@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from spec_data.shards.checksums import CHECKSUMS
-from spec_data.shards.schema import UNCHECKED, Column, Manifest, format_version
+from spec_data.shards.schema import UNCHECKED, WITH_SIDES, Column, Manifest, format_version
+from spec_data.shards.sides import shard_columns
 
 _TURNS = pa.list_(pa.struct([("role", pa.string()), ("start", pa.int32()), ("end", pa.int32())]))
 
@@ -26,5 +27,6 @@ def arrow_schema(columns: Sequence[Column], version: str | None = None) -> pa.Sc
 
 
 def schema_of(manifest: Manifest) -> pa.Schema:
-    """Return the schema of every shard of a dataset, in the dataset's own format version."""
-    return arrow_schema(manifest.columns, manifest.raw["format_version"])
+    """Return the schema of every shard of a dataset, in the version that they were written in."""
+    version = manifest.raw["format_version"]
+    return arrow_schema(shard_columns(manifest), None if version == WITH_SIDES else version)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spec_data.shards.errors import DatasetError
+from spec_data.shards.side_rules import side_problems
 
 _LARGEST_SIZE, _LARGEST_COUNT = 2**31 - 1, 2**63 - 1
 _LETTERS, _NAMED = 60, 3  # letters of a wrong value, and problems, that a message shows
@@ -182,6 +183,7 @@ MANIFEST = Table(
         "agreement?": Table({"total": _AGREEMENT, "sources": Named(_AGREEMENT)}, closed=True),
         "left_out?": Table({"places": Listed(COUNT), "units": Listed(COUNT)}),
         "shards": Listed(SHARD),
+        "sides?": Listed(Table({"columns": Listed(TEXT), "shards": Listed(SHARD)})),
         "totals": Table(
             {"documents": COUNT, "tokens": COUNT, "supervised?": COUNT, "bytes?": COUNT}
         ),
@@ -258,6 +260,8 @@ def contradictions(raw: dict[str, Any]) -> Iterator[str]:
         *((n, n) for n in ("tokens", "supervised", "bytes")),
     ):
         found = sum(shard[part] for shard in shards)
+        if part == "bytes":
+            found += sum(shard[part] for side in raw.get("sides", []) for shard in side["shards"])
         if totals.get(total) != found:
             yield f"totals.{total} is {totals.get(total)}, but the shards have {found}"
     for number, shard in enumerate(shards):
@@ -268,6 +272,7 @@ def contradictions(raw: dict[str, Any]) -> Iterator[str]:
             yield f"shards[{number}] has impossible counts of rows and tokens"
     if len({shard["file"] for shard in shards}) < len(shards):
         yield "shards has a file twice"
+    yield from side_problems(raw)
     if raw["layers"] != sorted(set(raw["layers"])):
         yield f"layers is {raw['layers']}, expected ascending layer ids"
     for draft, own in raw.get("draft_layers", {}).items():

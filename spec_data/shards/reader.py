@@ -28,12 +28,14 @@ from spec_data.shards.coded import CodedRows, decode_rows, runs
 from spec_data.shards.document_access import DocumentAccess
 from spec_data.shards.errors import DatasetError, MissingError
 from spec_data.shards.files import MANIFEST
-from spec_data.shards.index import index_numbers, read_index
+from spec_data.shards.index import index_numbers, read_index, side_checksum
 from spec_data.shards.lossy import Tables
 from spec_data.shards.mirror import Mirror, open_mirror, wrong_size
-from spec_data.shards.ranged_shard import RangedShard, open_ranged
+from spec_data.shards.opened import open_shard
+from spec_data.shards.ranged_shard import RangedShard
 from spec_data.shards.schema import Column, Manifest, ShardRecord
 from spec_data.shards.shard import IndexRows, Place, Shard
+from spec_data.shards.sides import stored_records
 
 INDEX = "index.arrow"
 _KEPT_BY = ("supervised", "first_supervised")  # columns that tell the rows of sparse columns
@@ -134,7 +136,7 @@ class HiddenStatesDataset(DocumentAccess):
 
     def _check_sizes(self) -> None:
         """Refuse truncated or missing shards at once, and not in the middle of a run."""
-        shards = self.manifest.shards
+        shards = stored_records(self.manifest)
         missing, wrong = self.mirror.sizes(shards) if self.mirror else self._sizes(shards)
         found = missing + wrong
         if found:
@@ -195,6 +197,11 @@ class HiddenStatesDataset(DocumentAccess):
     @cached_property
     def _checksums(self) -> np.ndarray | None:
         return index_numbers(self._index, "checksum") if self.manifest.has_checksums else None
+
+    @cached_property
+    def _side_checksums(self) -> list[np.ndarray]:
+        sides = range(len(self.manifest.raw.get("sides", [])))
+        return [index_numbers(self._index, side_checksum(side + 1)) for side in sides]
 
     @cached_property
     def id_array(self) -> pa.StringArray:
@@ -335,11 +342,8 @@ class HiddenStatesDataset(DocumentAccess):
             index = IndexRows(
                 rows.start, self.id_array[rows], self.lengths[rows], kept, self._checksums
             )
-            if self.mirror:
-                opened: Shard = open_ranged(self.mirror, self.manifest, record, index, self._check)
-            else:
-                opened = Shard(self.path, self.manifest, record, index, self._check)
-            self._shards[number] = opened
+            given = (self.mirror or self.path, self.manifest, number, index)
+            self._shards[number] = open_shard(*given, self._side_checksums, self._check)
         return self._shards[number]
 
 

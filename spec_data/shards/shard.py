@@ -8,7 +8,7 @@ when it is mapped.
 
 import bisect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from spec_data.shards.coded import StoredRows
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import sha256_file
 from spec_data.shards.schema import Column, Manifest, ShardRecord, predicts_supervised
+from spec_data.shards.sides import sides_of
 
 _MASK = Column(name="loss_mask", codec="bool8")
 _TEXTS = ("doc_id", "source", "turns")
@@ -71,10 +72,14 @@ class Shard:
         record: ShardRecord,
         index: IndexRows,
         check: str,
+        sides: Sequence["Shard"] = (),
+        expected: pa.Schema | None = None,
     ) -> None:
         """Map the shard that `record` describes, in the dataset directory `path`.
 
-        `check` is one of checking.CHECKS.
+        `check` is one of checking.CHECKS. `sides` hold the columns that were added beside this
+        shard, which are read through it. `expected` is its schema; None: that of the dataset's
+        shards.
 
         Raises:
             DatasetError: the shard is damaged, of another dataset, or another shard under its name.
@@ -85,7 +90,7 @@ class Shard:
             schema, self.batches, outline = self._mapped()
         except (pa.ArrowException, OSError, ValueError) as error:
             raise DatasetError(f"{self.file}: damaged ({error}); copy it again") from None
-        expected = schema_of(manifest)
+        expected = expected or schema_of(manifest)
         if not schema.equals(expected, check_metadata=True):
             raise DatasetError(
                 f"{self.file}: its columns are not those of the manifest; it belongs to another "
@@ -106,6 +111,10 @@ class Shard:
             )
         self.index, self._manifest = index, manifest
         self._fields = {name: number for number, name in enumerate(expected.names)}
+        self.sides = tuple(sides)
+        self._elsewhere = {
+            name: side for side in sides for name in side._fields.keys() - self._fields.keys()
+        }
         self._checks = ChunkChecks(check, self.record.rows, len(expected))
         if self._checks.whole and not manifest.has_checksums:
             self._check_file()
@@ -167,11 +176,13 @@ class Shard:
         if elsewhere is None:
             what = "its checksums are damaged, or it is of another dataset; copy this shard again"
         else:
-            ends = itertools.accumulate(record.rows for record in self._manifest.shards)
+            of = next((s for s in sides_of(self._manifest) if self.record in s.shards), None)
+            records = of.shards if of else self._manifest.shards
+            ends = itertools.accumulate(record.rows for record in records)
             number = next(i for i, end in enumerate(ends) if elsewhere < end)
             what = (
-                f"this is a row of {self._manifest.shards[number].file}: swapped, renamed or "
-                "copied; put the right file here"
+                f"this is a row of {records[number].file}: swapped, renamed or copied; put the "
+                "right file here"
             )
         raise DatasetError(f"{self.where(row)}: {what}")
 
@@ -224,6 +235,9 @@ class Shard:
         Raises:
             DatasetError: damage, named by row and column.
         """
+        side = self._elsewhere.get(column.name)
+        if side is not None:
+            return side.values(column, side.place(place.row))
         found = self._part(column, place)
         self._check(column.name, place, found)
         return found
@@ -234,6 +248,9 @@ class Shard:
         Raises:
             DatasetError: damage, named by row and column.
         """
+        side = self._elsewhere.get(column.name)
+        if side is not None:
+            return side.stored(column, side.place(place.row))
         values = self.values(column, place)
         if column.lossy is None:
             return StoredRows(values, values, _NO_ROWS, values)
@@ -273,6 +290,8 @@ class Shard:
 
     def damage(self) -> Iterator[tuple[int, str]]:
         """Yield row and field of every chunk whose bytes do not match its checksum.
+
+        The sides are not looked at: each is a `Shard` itself.
 
         Raises:
             DatasetError: checksums differ from the index, or texts cannot be read.

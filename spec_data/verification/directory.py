@@ -12,6 +12,7 @@ from spec_data.progress import progress
 from spec_data.shards.codec_tables import TABLES
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
 from spec_data.shards.seal import CARD, dataset_card, datasets_files
+from spec_data.shards.sides import stored_records
 from spec_data.verification.findings import Findings
 from spec_data.verification.stored_files import StoredFiles, stored_files
 
@@ -21,7 +22,8 @@ _OWN_FOLDERS = ("shards", "target")  # every file in them must be one of the man
 def check_files(dataset: HiddenStatesDataset, findings: Findings) -> None:
     """Compare every file with the manifest, and name those that it does not know."""
     manifest = dataset.manifest
-    expected = {r.file: r.sha256 for r in manifest.shards}
+    stored = stored_records(manifest)
+    expected = {r.file: r.sha256 for r in stored}
     expected |= {name: record["sha256"] for name, record in manifest.raw["files"].items()}
     if "sha256" in manifest.codec:
         expected[manifest.codec.get("file", TABLES)] = manifest.codec["sha256"]
@@ -42,8 +44,13 @@ def check_files(dataset: HiddenStatesDataset, findings: Findings) -> None:
             )
     _check_card(dataset, files, findings)
     _name_others(files, {MANIFEST, CARD, *made, *expected}, findings)
-    others = len(expected) + len(made) - len(manifest.shards)
-    findings.passed(f"checksums of {len(manifest.shards)} shards and {others} other files")
+    others = len(expected) + len(made) - len(stored)
+    sides = (
+        f" (with {len(stored) - len(manifest.shards)} files of sides)"
+        if "sides" in manifest.raw
+        else ""
+    )
+    findings.passed(f"checksums of {len(stored)} shards{sides} and {others} other files")
 
 
 def _check_card(dataset: HiddenStatesDataset, files: StoredFiles, findings: Findings) -> None:

@@ -94,7 +94,7 @@ def check_fresh(
         where = f"document {index}"
         for name, value in fresh.items():
             if name in document:
-                found = _compare_states(dataset, document, name, value.cpu(), where, findings)
+                found = compare_states(dataset, document, name, value.cpu(), where, findings)
                 worst_state = max(worst_state, found, key=lambda pair: pair[0] / pair[1])
         if states.logits is not None:
             logits = states.logits.float().cpu()
@@ -113,7 +113,7 @@ def logit_tolerance(dtype: str) -> float:
     return LOGIT_TOLERANCE.get(dtype, 4e-2)
 
 
-def _compare_states(
+def compare_states(
     dataset: HiddenStatesDataset,
     document: dict,
     name: str,

@@ -12,6 +12,7 @@ from typing import Protocol
 from spec_data.shards.files import sha256_file
 from spec_data.shards.mirror import Mirror
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.sides import stored_records
 from spec_data.shards.storage import Storage
 
 
@@ -64,7 +65,7 @@ class RemoteFiles:
     def __init__(self, mirror: Mirror, dataset: HiddenStatesDataset) -> None:
         self._mirror = mirror
         self._storage: Storage = mirror.storage
-        self._shards = {record.file: record for record in dataset.manifest.shards}
+        self._shards = {record.file: record for record in stored_records(dataset.manifest)}
 
     def sha256(self, name: str) -> str | None:
         """Return the SHA-256 of an object, which is fetched again; None: there is none."""

@@ -16,7 +16,17 @@ from typing import Any
 from spec_data.shards.likelihood import Agreement
 from spec_data.shards.schema import ALL, FINAL, TEACHERS, Column, Manifest, format_version
 
-_OWN = ("shards", "totals", "fingerprint", "card", "files", "left_out", "ancestors", "view")
+_OWN = (
+    "shards",
+    "totals",
+    "fingerprint",
+    "card",
+    "files",
+    "left_out",
+    "ancestors",
+    "view",
+    "sides",
+)
 """What describes one dataset alone."""
 
 

@@ -166,7 +166,7 @@ def write_view(out: Path, view: View) -> Manifest:
             return complete
         begin_view(out, view)
         records = write_shards(out, view)
-        draft = view.draft | {"files": _copy_target(out, view.parts[0].stored)}
+        draft = view.draft | {"files": copy_target(out, view.parts[0].stored)}
         _write_tables(out, view)
         manifest = seal(out, draft, records)
     shutil.rmtree(out / VIEW_WORK, ignore_errors=True)
@@ -227,20 +227,30 @@ def begin_view(out: Path, view: View, first: int = 0) -> None:
     Raises:
         ConfigError: something else is being written. RunError: the disk is too small.
     """
-    file = out / VIEW_WORK / _BEGUN
     units = [[u.part, u.shard, u.documents.tolist()] for u in view.units]
-    own = {"view": view.draft["view"], "units": sha256_json(units)}
+    claim(out, {"view": view.draft["view"], "units": sha256_json(units)})
+    _check_free_space(out, view, first)
+
+
+def claim(out: Path, own: dict[str, Any]) -> None:
+    """Record in a directory what is being written to it, `own`; remove what a killed run left.
+
+    `own` has the manifest's `view`, and what else decides the bytes.
+
+    Raises:
+        ConfigError: something else is being written.
+    """
+    file = out / VIEW_WORK / _BEGUN
     if not file.is_file():
         write_atomically(file, dump_json(own))
     elif json.loads(file.read_text(encoding="utf-8")) != own:
         remedy = f"`spec-data gc {out} --yes`" if (out / MANIFEST).is_file() else "the directory"
         raise ConfigError(
-            f"{out}: a view or an append with other options or inputs was begun here; run that "
-            f"command again to finish it, or delete what it wrote: {remedy}"
+            f"{out}: add-layers, a view or an append with other options or inputs was begun here; "
+            f"run that command again to finish it, or delete what it wrote: {remedy}"
         )
     for leftover in temporary_files(out):
         leftover.unlink()
-    _check_free_space(out, view, first)
 
 
 def _check_free_space(out: Path, view: View, first: int) -> None:
@@ -252,7 +262,7 @@ def _check_free_space(out: Path, view: View, first: int) -> None:
     wanted = [
         unit
         for number, unit in enumerate(view.units, first)
-        if unit.shard is None and _finished(out, number) is None
+        if unit.shard is None and finished_record(out, unit_name(number)) is None
     ]
     free = shutil.disk_usage(out).free
     if sum(_about(view, unit) for unit in wanted) < free:
@@ -280,12 +290,10 @@ def write_shards(out: Path, view: View, first: int = 0) -> list[ShardRecord]:
     records = []
     with progress(total=view.documents, desc="documents", unit="docs") as bar:
         for number, unit in enumerate(view.units, first):
-            record = _finished(out, number)
+            record = finished_record(out, unit_name(number))
             if record is None:
                 record = _write_unit(out, number, unit, view.parts)
-                finished = asdict(record)
-                finished["checksum"] = sha256_json(finished)
-                write_atomically(out / VIEW_WORK / f"{unit_name(number)}.json", dump_json(finished))
+                save_finished(out, unit_name(number), record)
             elif unit.shard is None:
                 check_shard(out, record)
             records.append(record)
@@ -293,9 +301,16 @@ def write_shards(out: Path, view: View, first: int = 0) -> list[ShardRecord]:
     return records
 
 
-def _finished(out: Path, number: int) -> ShardRecord | None:
-    """Return the record of a shard that an earlier run finished, None if it did not."""
-    file = out / VIEW_WORK / f"{unit_name(number)}.json"
+def save_finished(out: Path, name: str, record: ShardRecord) -> None:
+    """Record that a file with documents is finished; `name` is its name without an ending."""
+    finished = asdict(record)
+    finished["checksum"] = sha256_json(finished)
+    write_atomically(out / VIEW_WORK / f"{name}.json", dump_json(finished))
+
+
+def finished_record(out: Path, name: str) -> ShardRecord | None:
+    """Return the record of a file that an earlier run finished, None if it did not."""
+    file = out / VIEW_WORK / f"{name}.json"
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
         checksum = raw.pop("checksum")
@@ -342,7 +357,7 @@ def link_or_copy(source: Path, path: Path) -> None:
     temporary.unlink(missing_ok=True)  # renaming onto another name of the same file does nothing
 
 
-def _copy_target(out: Path, stored: StoredDocuments) -> dict[str, dict[str, Any]]:
+def copy_target(out: Path, stored: StoredDocuments) -> dict[str, dict[str, Any]]:
     """Copy the files of the target, and return their records."""
     names = [name for name in stored.manifest.raw["files"] if name.startswith("target/")]
     for name in names:

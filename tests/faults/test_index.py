@@ -12,7 +12,7 @@ import pytest
 
 from spec_data.generation.plan import PLAN_COLUMNS
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.index import INDEX_SCHEMA
+from spec_data.shards.index import index_schema
 from spec_data.shards.planned import PlanTokens
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.writer import UnitData, write_shard
@@ -133,7 +133,7 @@ def nullable(table: pa.Table) -> pa.Table:
     arrays = [column.chunk(0) for column in table.columns]
     bits = pa.py_buffer(b"\xfe\xff")
     arrays[3] = pa.Array.from_buffers(pa.int32(), 12, [bits, arrays[3].buffers()[1]], 1)
-    return pa.Table.from_arrays(arrays, schema=INDEX_SCHEMA)
+    return pa.Table.from_arrays(arrays, schema=index_schema())
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_datasets_of_the_first_format_still_open(data, whole, capsys):
         read_all(data)
 
 
-@pytest.mark.parametrize("version", ["1.3", "2.0", "0.9", 1.1, None])
+@pytest.mark.parametrize("version", ["1.4", "2.0", "0.9", 1.1, None])
 def test_other_versions_are_refused(data, version):
     change_manifest(data, format_version=version)
     with pytest.raises(DatasetError, match=rf"format version {version}, this release reads 1\.0"):

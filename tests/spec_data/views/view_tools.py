@@ -25,6 +25,19 @@ class Killed:
         self._real(*given)
 
 
+def killed_after(real: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """`real` works `count` times; then the process is stopped instead."""
+    left = [count]
+
+    def call(*given: Any) -> Any:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return real(*given)
+
+    return call
+
+
 def documents_of(path: Path) -> list[dict[str, Any]]:
     """Read every document of a dataset through the public reader."""
     return list(HiddenStatesDataset(path))
