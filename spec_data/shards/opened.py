@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 
 from spec_data.shards.arrow_schema import arrow_schema
+from spec_data.shards.index import index_numbers, side_checksum
 from spec_data.shards.mirror import Mirror
 from spec_data.shards.ranged_shard import open_ranged
 from spec_data.shards.schema import Manifest, ShardRecord
@@ -20,7 +20,7 @@ def open_shard(
     manifest: Manifest,
     number: int,
     index: IndexRows,
-    sums: Sequence[np.ndarray],
+    table: pa.Table,
     check: str,
 ) -> Shard:
     """Map shard `number` of a dataset, and its files in the sides, which it reads from.
@@ -30,7 +30,7 @@ def open_shard(
         manifest: of the dataset.
         number: of the shard.
         index: what the index says about its documents.
-        sums: of each side, the checksums of the rows of all documents, uint64 [D].
+        table: the index, which has the checksums of the rows of each side.
         check: one of checking.CHECKS.
 
     Raises:
@@ -50,9 +50,9 @@ def open_shard(
     sides = [
         opened(
             side.shards[number],
-            replace(index, checksums=found),
+            replace(index, checksums=index_numbers(table, side_checksum(count))),
             expected=arrow_schema(side.columns),
         )
-        for side, found in zip(sides_of(manifest), sums, strict=True)
+        for count, side in enumerate(sides_of(manifest), 1)
     ]
     return opened(manifest.shards[number], index, sides)

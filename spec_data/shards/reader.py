@@ -28,7 +28,7 @@ from spec_data.shards.coded import CodedRows, decode_rows, runs
 from spec_data.shards.document_access import DocumentAccess
 from spec_data.shards.errors import DatasetError, MissingError
 from spec_data.shards.files import MANIFEST
-from spec_data.shards.index import index_numbers, read_index, side_checksum
+from spec_data.shards.index import index_numbers, read_index
 from spec_data.shards.lossy import Tables
 from spec_data.shards.mirror import Mirror, open_mirror, wrong_size
 from spec_data.shards.opened import open_shard
@@ -199,11 +199,6 @@ class HiddenStatesDataset(DocumentAccess):
         return index_numbers(self._index, "checksum") if self.manifest.has_checksums else None
 
     @cached_property
-    def _side_checksums(self) -> list[np.ndarray]:
-        sides = range(len(self.manifest.raw.get("sides", [])))
-        return [index_numbers(self._index, side_checksum(side + 1)) for side in sides]
-
-    @cached_property
     def id_array(self) -> pa.StringArray:
         """Content hashes of the documents, as a view of the index, without Python objects."""
         chunks = self._index.column("doc_id")
@@ -343,7 +338,7 @@ class HiddenStatesDataset(DocumentAccess):
                 rows.start, self.id_array[rows], self.lengths[rows], kept, self._checksums
             )
             given = (self.mirror or self.path, self.manifest, number, index)
-            self._shards[number] = open_shard(*given, self._side_checksums, self._check)
+            self._shards[number] = open_shard(*given, self._index, self._check)
         return self._shards[number]
 
 

@@ -23,7 +23,7 @@ def data_checks(
 
 
 def _verified(dataset: HiddenStatesDataset, place: str, whole: bool, device: str) -> Check:
-    size = sum(record.bytes for record in dataset.manifest.shards)
+    size = dataset.manifest.raw["totals"]["bytes"]
     if size > _WHOLE and not whole:
         return undecided(
             "data", f"give --whole-data, or run `spec-data verify {place}`: {size / 1e9:.0f} GB"
