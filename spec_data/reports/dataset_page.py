@@ -49,7 +49,9 @@ def dataset_page(config: ReportConfig) -> Page:
     counts = dataset.manifest.raw["documents"]
     if "rendered" in counts:
         sections.append(counts_section(counts))
-    sections += [_capture(dataset.manifest), _agreement(dataset.manifest)]
+    if "converted" not in dataset.manifest.target:  # nothing was packed: the states were read
+        sections.append(_capture(dataset.manifest))
+    sections.append(_agreement(dataset.manifest))
     if len(scored):
         sections.append(_states(column_norms(dataset, scored.tolist()), len(scored), len(dataset)))
     sections.append(_documents(dataset, shown, scored))

@@ -118,7 +118,7 @@ page.viewers.tokens = function (box, data, tools) {
     if (special.has(doc.rows[i])) words.push("special");
     words.push(doc.supervised[i] ? "supervised" : "not supervised");
     words.push(part && part.role ? `turn of ${part.role}` : "context");
-    detail.replaceChildren(quoted(text), ` ${words.join(" \u00b7 ")}`);
+    detail.replaceChildren(quoted(text), ` \u00b7 ${words.join(" \u00b7 ")}`);
     const line = make("div", {});
     if (!doc.known) return;
     if (!doc.known[i]) line.append("No prediction of the target is stored for this token.");
@@ -171,7 +171,7 @@ page.viewers.tokens = function (box, data, tools) {
         text.append(element);
       }
       const kind = learned ? "turn learned" : "turn";
-      tokens.append(make("div", { class: kind }, make("h4", {}, title), text));
+      tokens.append(make("div", { class: kind }, make("h3", {}, title), text));
     }
     if (stop < doc.length) {
       const left = Math.min(AT_ONCE, doc.length - stop);

@@ -2,9 +2,11 @@
 
 import math
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
+import spec_data
 from spec_data.cli import main
 from spec_data.dataset_page_api import write_report
 from spec_data.dataset_page_options import ReportConfig
@@ -13,6 +15,7 @@ from spec_data.pages.html_page import page_bytes, read_page_data
 from spec_data.reports.dataset_page import dataset_page
 from spec_data.shards.errors import MissingError
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
+from tests.remote_tools import forget_memory, put_in_memory
 from tests.spec_data.reports.reading_pages import part, read_document
 from tests.spec_data.runs import run, save_target, write_corpus
 
@@ -255,3 +258,37 @@ def test_a_user_is_told_what_is_wrong(tmp_path, data, capsys):
     ):
         assert main(["report", str(data), *words]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_remote_dataset_has_the_page_of_the_local_one(data, page, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPEC_DATA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    put_in_memory(data, "memory://bucket/set")
+    try:
+        out = write_report("memory://bucket/set", scored=7)
+    finally:
+        forget_memory()
+    assert out == Path("set.html") and read_page_data(out) == page
+
+
+def test_a_view_has_a_page_of_its_documents_and_of_what_it_left_out(data, tmp_path, rows):
+    spec_data.select(data, tmp_path / "view", source=["two.jsonl"])
+    found = read_page_data(write_report(tmp_path / "view", scored=2))
+    documents = part(found, "Tokens", "viewer")["data"]["documents"]
+    assert [d["id"] for d in documents] == [r["doc_id"] for r in rows if r["source"] == "two.jsonl"]
+    facts = dict(part(found, "Overview", "table", "What it is")["rows"])
+    assert facts["made by"].startswith("select of ")
+    left = part(found, "What was left out", "bars", "Rows and documents left out")
+    assert 14 in left["series"][0]["values"], "the documents of the other source"
+
+
+def test_a_converted_dataset_has_a_page(data, target, tmp_path):
+    spec_data.export_dataset(data, "specforge", tmp_path / "states")
+    spec_data.convert(
+        tmp_path / "states", "specforge", target, tmp_path / "made", stored_layers=[0, 2, 4]
+    )
+    found = read_page_data(write_report(tmp_path / "made", scored=2))
+    facts = dict(part(found, "Overview", "table", "What it is")["rows"])
+    assert facts["captured"].startswith("by SpecForge")
+    assert "Packing at capture" not in [section["title"] for section in found["sections"]]
+    assert len(part(found, "Tokens", "viewer")["data"]["documents"]) == 20

@@ -60,8 +60,8 @@ def file(tmp_path_factory):
 
 def test_a_document_is_shown_with_turns_special_tokens_and_white_space(browser, file):
     with open_page(browser, file) as tab:
-        assert tab.locator(".turn h4").nth(0).inner_text().startswith("context, not supervised")
-        assert tab.locator(".turn h4").nth(1).inner_text().startswith("assistant · ")
+        assert tab.locator(".turn h3").nth(0).inner_text().startswith("context, not supervised")
+        assert tab.locator(".turn h3").nth(1).inner_text().startswith("assistant · ")
         assert tab.locator(".turn.learned").count() == 1
         assert tab.locator(".turn.learned .tok:not(.sup)").count() == 0
         assert tab.locator(".turn:not(.learned) .tok.sup").count() == 0
@@ -197,7 +197,7 @@ CONTRASTS = """() => {
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
   const page = getComputedStyle(document.body).backgroundColor;
-  return [...document.querySelectorAll(".tok, .key, .head, h4, .note, label")].map((element) => {
+  return [...document.querySelectorAll(".tok, .key, .head, h3, .note, label")].map((element) => {
     const style = getComputedStyle(element);
     const behind = luminance([page, style.backgroundColor]);
     const text = luminance([page, style.color]);
