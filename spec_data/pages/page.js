@@ -169,7 +169,7 @@ const page = { viewers: {}, tools: {}, charts: [] };
   function dataset(part, own, i) {
     const shape = SHAPES[i % SHAPES.length];
     if (part.kind === "bars") {
-      const gap = part.dense ? { barPercentage: 1, categoryPercentage: 0.96 } : {};
+      const gap = part.dense ? { barPercentage: 1, categoryPercentage: 0.96 } : { maxBarThickness: 72 };
       return { label: own.name, data: own.values, ...gap };
     }
     const few = part.points || own.points.length < 2;

@@ -151,7 +151,7 @@ def _overview(config: PreviewConfig, found: Preview) -> Section:
                 ("supervised tokens", plan.supervised, "count"),
                 ("share supervised", plan.supervised / plan.tokens, "share"),
                 ("longest document", int(plan.lengths.max()), "count"),
-                ("packing utilisation", plan.utilisation(), "share"),
+                ("slots of packs filled", plan.utilisation(), "share"),
             ]
         )
     ]
@@ -166,7 +166,7 @@ def _overview(config: PreviewConfig, found: Preview) -> Section:
                 ["supervised tokens (--mask)", config.mask],
                 ["cut at (--max-length)", f"{found.max_length:,} tokens"],
                 ["chat template kwargs", json.dumps(config.as_generate().template_kwargs)],
-                ["rows per pack of", f"{plan.pack_length:,} tokens"],
+                ["packs (--pack-length)", f"{plan.pack_length:,} tokens"],
             ],
         )
     )
@@ -197,7 +197,7 @@ def _overview(config: PreviewConfig, found: Preview) -> Section:
         columns = [("source", "text"), ("problem", "text")]
         parts.append(Table(title="Bad rows", columns=columns, rows=bad))  # type: ignore[arg-type]
     text = (
-        "Rendered, masked and cut as `spec-data generate` does it with the same options; no "
+        "Rendered, masked and cut as spec-data generate does it with the same options; no "
         "weights were read."
     )
     return Section(title="Overview", parts=parts, text=text)
