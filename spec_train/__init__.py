@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from spec_train.diagnosis.outcome import Diagnosis
     from spec_train.doctor_api import doctor
     from spec_train.evaluation.intervals import Comparison
-    from spec_train.report_api import report
+    from spec_train.report_api import write_report
     from spec_train.results import AcceptanceResult, DecodingResult, EvalResult, ExportResult
     from spec_train.training.result import FitResult
     from spec_train.training.run_cost import DryRun
@@ -33,7 +33,7 @@ _PUBLIC = {
     "dry_run": "spec_train.api",
     "evaluate": "spec_train.api",
     "compare": "spec_train.api",
-    "report": "spec_train.report_api",
+    "write_report": "spec_train.report_api",
     "export": "spec_train.api",
     "load_draft": "spec_train.api",
     "doctor": "spec_train.doctor_api",
@@ -54,7 +54,7 @@ __all__ = [
     "dry_run",
     "evaluate",
     "compare",
-    "report",
+    "write_report",
     "export",
     "load_draft",
     "doctor",

@@ -1,14 +1,14 @@
-"""`spec_train.report`: the page about runs and evaluations, for Python."""
+"""`spec_train.write_report`: the page about runs and evaluations, for Python."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from spec_train.reports.run_page import write_report
+from spec_train.reports import run_page
 
 AnyPath = str | Path
 
 
-def report(places: AnyPath | Sequence[AnyPath], out: AnyPath | None = None) -> Path:
+def write_report(places: AnyPath | Sequence[AnyPath], out: AnyPath | None = None) -> Path:
     """Write an HTML page about runs and evaluations; it is one file that needs no network.
 
     Args:
@@ -25,8 +25,8 @@ def report(places: AnyPath | Sequence[AnyPath], out: AnyPath | None = None) -> P
         ConfigError: a place is neither a run nor such a file, or `out` cannot be written.
         RunError: fit.json or run.json of a run is damaged.
 
-    >>> spec_train.report("run").name
+    >>> spec_train.write_report("run").name
     'report.html'
     """
     several = [places] if isinstance(places, (str, Path)) else list(places)
-    return write_report(several, out)
+    return run_page.write_report(several, out)

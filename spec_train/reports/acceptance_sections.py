@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from spec_data.pages.page_parts import Axis, Bars, Lines, Note, Part, Section, Table, Value
 from spec_train.reports.acceptance_viewer import acceptance_viewer
+from spec_train.reports.speed_parts import speed_section
 from spec_train.reports.stored_figures import Measured, Run, number
 
 FEWEST_ROUNDS = 10
@@ -19,7 +20,7 @@ def acceptance_sections(found: Sequence[Measured]) -> list[Section]:
     """
     if not found:
         return []
-    sections = [_overview(found), _where(found), _viewer(found)]
+    sections = [_overview(found), _where(found), speed_section(found), _viewer(found)]
     return [section for section in sections if section.parts]
 
 
@@ -73,9 +74,9 @@ def _overview(found: Sequence[Measured]) -> Section:
 
 
 def _where(found: Sequence[Measured]) -> Section:
-    parts = _by_position(found)
+    parts = [*_by_range(found, "by_position"), *_by_range(found, "by_context")]
     for one in found:
-        parts += _by_source(one)
+        parts += [*_by_set(one), *_by_source(one)]
     return Section(
         title="Where drafts are accepted",
         parts=parts,
@@ -86,10 +87,15 @@ def _label(start: int, end: int | None) -> str:
     return f"{start:,}+" if end is None else f"{start:,}\u2013{end - 1:,}"
 
 
-def _by_position(found: Sequence[Measured]) -> list[Part]:
-    lines = {
-        one.name: {x["start"]: x for x in one.figures.get("by_position") or ()} for one in found
-    }
+_RANGES = {
+    "by_position": ("position in the response", "tokens of the response before the round"),
+    "by_context": ("length of the context", "tokens of prompt and response before the round"),
+}
+
+
+def _by_range(found: Sequence[Measured], kind: str) -> list[Part]:
+    """Return the lengths by range of positions or of contexts, one series per evaluation."""
+    lines = {one.name: {x["start"]: x for x in one.figures.get(kind) or ()} for one in found}
     ends = {x["start"]: x.get("end") for own in lines.values() for x in own.values()}
     series: dict[str, list[float | None]] = {}
     for name, own in lines.items():
@@ -102,14 +108,38 @@ def _by_position(found: Sequence[Measured]) -> list[Part]:
             series[name] = values
     if not series:
         return []
+    name, title = _RANGES[kind]
     return [
         Bars(
-            title="Acceptance length by position in the response",
-            x=Axis(title="tokens of the response before the round", format="text"),
+            title=f"Acceptance length by {name}",
+            x=Axis(title=title, format="text"),
             y=_LENGTH,
             labels=[_label(start, ends[start]) for start in sorted(ends)],
             series=series,
-            note=f"Positions with fewer than {FEWEST_ROUNDS} rounds are not drawn.",
+            note=f"Ranges with fewer than {FEWEST_ROUNDS} rounds are not drawn.",
+        )
+    ]
+
+
+def _by_set(one: Measured) -> list[Part]:
+    """Return the table of several sets of prompts; nothing for one set."""
+    lines = list(one.figures.get("by_set") or ())
+    if len(lines) < 2:
+        return []
+    rows: list[list[Value]] = []
+    for line in lines:
+        low, high = line.get("interval") or (None, None)
+        values = [number(line, name) for name in ("prompts", "rounds", "acceptance_length")]
+        rows.append([str(line["set"]), *values, low, high])
+    return [
+        Table(
+            title=f"By set of prompts: {one.name}",
+            columns=[
+                *(("set", "text"), ("prompts", "count"), ("rounds", "count")),
+                *(("acceptance length", "number"), ("from", "number"), ("to", "number")),
+            ],
+            rows=rows,
+            note="From and to: the 95 % interval over the prompts of the set.",
         )
     ]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.shards.errors import ConfigError, MissingError, RunError
+from spec_train.reports.names import short_names
 from spec_train.training.stored import read_run_json
 
 METRICS, OPTIONS, SAMPLE = "metrics.jsonl", "fit.json", "acceptance.json"
@@ -183,7 +184,11 @@ def _sample(file: Path, run: str) -> tuple[Measured, ...]:
         return ()
     try:
         parts = [dict(part) for part in _json(file)["data"]]
-        return tuple(_on_data(part, f"{run}, sample") for part in parts)
+        names = short_names([Path(part["path"]) for part in parts])
+        names = ["sample"] if len(names) == 1 else [f"sample of {name}" for name in names]
+        return tuple(
+            _on_data(part, f"{run}, {name}") for part, name in zip(parts, names, strict=True)
+        )
     except (RunError, KeyError, TypeError, ValueError, AttributeError):
         return ()  # the next `fit` writes it again
 
@@ -256,11 +261,15 @@ def _sound(found: Measured) -> Measured:
     checks: dict[str, Callable[[Any], Any]] = {
         "by_source": lambda line: (str(line["source"]), line["rounds"] + 0, line["documents"] + 0),
         "by_position": lambda line: (line["start"] + 0, line["rounds"] + 0),
+        "by_context": lambda line: (line["start"] + 0, line["rounds"] + 0),
+        "by_set": lambda line: (str(line["set"]), line["rounds"] + 0),
+        "sweep": lambda line: (line["draft_tokens"] + 0, line["modelled"].get("speedup")),
         "samples": lambda sample: (str(sample["name"]), all(map(_is_part, sample["parts"]))),
     }
     for name, check in checks.items():
         for line in found.figures.get(name) or ():
             check(line)
+    dict((found.figures.get("speed") or {}).get("shares") or {})
     for value in (found.length, *found.rates):
         if value is not None:
             float(value)

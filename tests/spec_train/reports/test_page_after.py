@@ -92,6 +92,18 @@ def test_data_that_are_gone_cost_the_sample_alone(place, tmp_path, monkeypatch, 
     assert "Drafted tokens" not in titles(tmp_path / "run" / "report.html")
 
 
+def test_every_dataset_of_several_has_a_sample(place, tmp_path):
+    shutil.copytree(place / "data", tmp_path / "more")
+    data = [place / "data", f"{tmp_path / 'more'}:2"]
+    spec_train.fit("eagle3", data, tmp_path / "run", ttt_steps=2, **FIT)
+    sections = {s["title"]: s for s in read_page_data(tmp_path / "run" / "report.html")["sections"]}
+    rows = sections["Acceptance"]["parts"][0]["rows"]
+    assert [row[0] for row in rows] == ["run, sample of data", "run, sample of more"]
+    assert rows[0][3:] == rows[1][3:]  # the same documents
+    (viewer,) = sections["Drafted tokens"]["parts"]
+    assert {s["group"] for s in viewer["data"]["samples"]} == {0, 1}
+
+
 def test_only_the_first_rank_writes_pages(place, tmp_path, monkeypatch):
     real = page_after.setup.fit
 

@@ -167,6 +167,19 @@ def test_evaluations_are_shown_with_sources_positions_and_responses(tmp_path):
     positions = {own["name"]: own["values"] for own in parts[
         "Acceptance length by position in the response"]["series"]}  # fmt: skip
     assert positions == {"both.json": [2.5, None, None], "both.json, dataset": [1.25, 1.75, None]}
+    (contexts,) = parts["Acceptance length by length of the context"]["series"]
+    assert (contexts["name"], contexts["values"]) == ("both.json", [2.5])
+    assert parts["By set of prompts: both.json"]["rows"] == [
+        ["maths ", 4.0, 20.0, 2.75, 1.0, 3.0],
+        ["chat ", 4.0, 20.0, 2.25, 1.0, 3.0],
+    ]
+    (shares,) = parts["Time of decoding with the draft"]["series"]
+    assert shares["values"] == list(figures["speed"]["shares"].values())
+    sweeps = {own["name"]: own["points"] for own in parts["Speed-up by drafted tokens"]["series"]}
+    assert sweeps == {
+        "both.json, measured": [[2.0, 1.25], [4.0, 1.5]],
+        "both.json, modelled": [[2.0, 1.5], [4.0, 1.75]],
+    }
     table = parts["By source: both.json, dataset"]
     for row, line in zip(table["rows"], figures["data"]["by_source"], strict=True):
         assert row[0] == line["source"] and row[-1] == line["acceptance_length"]
@@ -235,8 +248,8 @@ def test_wrong_places_are_named(tmp_path, capsys):
 
 def test_from_python_and_equal_bytes(tmp_path):
     write_run(tmp_path / "run")
-    first = spec_train.report(tmp_path / "run").read_bytes()
-    assert spec_train.report([str(tmp_path / "run")]).read_bytes() == first
+    first = spec_train.write_report(tmp_path / "run").read_bytes()
+    assert spec_train.write_report([str(tmp_path / "run")]).read_bytes() == first
 
 
 def test_names_are_as_long_as_needed():
