@@ -31,7 +31,7 @@ from spec_train.diagnosis.outcome import Check, Diagnosis, finding, undecided
 from spec_train.diagnosis.sample import LEAST_DOCUMENTS, Reading, read_sample
 from spec_train.diagnosis.target_checks import target_checks
 from spec_train.diagnosis.trial_checks import too_few, trial_checks
-from spec_train.diagnosis.trials import Trials, run_trials
+from spec_train.diagnosis.trials import LONGEST, Trials, run_trials
 from spec_train.doctor_options import DoctorConfig
 from spec_train.drafts import Draft
 from spec_train.drafts.targets import special_ids
@@ -129,6 +129,7 @@ def _tried(
         fix = "give a dataset of the draft's own target"
         return [finding("target", str(error), fix=fix)], None
     draft.to(device, compute_dtype(config.dtype, device)).eval()
+    _shorten(draft)
     place = None if config.target is None else _directory(config.target)
     try:
         sample = read_sample(
@@ -155,6 +156,13 @@ def _tried(
             return [undecided("conventions", f"the dataset cannot be read: {error}")], None
         raise
     return list(trial_checks(trials)), trials
+
+
+def _shorten(draft: Draft) -> None:
+    """Let the loss of a draft that is unrolled have no more steps than the chains."""
+    if getattr(draft.options, "ttt_steps", 0) > LONGEST:
+        fewer = {"ttt_steps": LONGEST, "position_weights": "auto"}
+        draft.use_options(dataclasses.replace(draft.options, **fewer))
 
 
 def _directory(target: str) -> Path | None:

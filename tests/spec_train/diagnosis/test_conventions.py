@@ -184,3 +184,44 @@ def test_too_few_documents_decide_nothing(sound_dir, data):
     assert diagnosis.named("conventions").state == UNDECIDED
     assert not diagnosis.tried and not diagnosis.findings
     assert FINDING not in {check.state for check in diagnosis.checks}
+
+
+# --- the other kinds of draft ---
+
+
+@pytest.mark.parametrize("kind", ["peagle", "dspark", "dflash"])
+def test_layers_of_every_kind(sound, data, tmp_path, kind):
+    def swap(draft):
+        draft.fc.weight.copy_(draft.fc.weight.roll(draft.fc.weight.shape[1] // 2, dims=1))
+
+    diagnosis = examine(planted(sound(kind), tmp_path, swap), data=data)
+    assert "layer-order" in found(diagnosis), str(diagnosis)
+    assert "3, 1" in diagnosis.named("layer-order").text
+
+
+@pytest.mark.parametrize("kind", ["dspark", "dflash"])
+def test_the_other_slot_drafts_first(sound, data, tmp_path, kind):
+    def other(draft):
+        draft.update_config(sample_from_anchor=not draft.config.sample_from_anchor)
+
+    diagnosis = examine(planted(sound(kind), tmp_path, other), data=data)
+    assert found(diagnosis) == {"slot-layout"}, str(diagnosis)
+    assert "drafts first" in diagnosis.named("slot-layout").text
+
+
+def test_a_norm_of_an_eagle_draft(sound, data, tmp_path):
+    def exchange(draft):
+        draft.fc.weight.copy_(draft.fc.weight.roll(draft.fc.weight.shape[1] // 2, dims=1))
+
+    diagnosis = examine(planted(sound("eagle"), tmp_path, exchange), data=data)
+    assert found(diagnosis) == {"input-order"}, str(diagnosis)
+
+
+def test_final_states_on_the_other_side_of_the_norm(sound_dir, target, target_dir, tmp_path):
+    """The draft was trained with normed states; this dataset holds those before the norm."""
+    unnormed = make_data(target, tmp_path / "unnormed", final_before_norm=True)
+    diagnosis = examine(sound_dir("eagle"), data=unnormed)
+    assert "data" in found(diagnosis), "the head gives other logits than the stored ones"
+    both = make_data(target, tmp_path / "both", final_before_norm=True, layers=(1, 3, 5))
+    diagnosis = examine(sound_dir("eagle"), data=both)  # layer 5 of the factory is normed
+    assert "final-norm" in found(diagnosis), str(diagnosis)

@@ -74,25 +74,34 @@ def make_data(
     count: int = 60,
     layers: tuple[int, ...] = CAPTURED,
     shift: int = 0,
+    final_before_norm: bool = False,
 ) -> Path:
     """A sealed dataset of the target's own answers.
 
-    With `shift`, row t of the layers holds the states of token t + shift.
+    With `shift`, row t of the layers holds the states of token t + shift. With `final_before_norm`,
+    the final states are the output of the last block.
     """
     documents = own_documents(model, count)
     right = factory.states_of
 
     def moved(*given: Any) -> dict[str, Any]:
         columns = right(*given)
+        if final_before_norm:
+            columns["hidden.final"] = outputs.pop()
         return {k: v.roll(-shift, 0) if ".L" in k else v for k, v in columns.items()}
 
-    factory.states_of = moved if shift else right
+    outputs: list[torch.Tensor] = []
+    hook = model.model.layers[-1].register_forward_hook(
+        lambda module, given, output: outputs.append(output[0].clone())
+    )
+    factory.states_of = moved
     try:
         return factory.tiny_dataset(
             path, model=model, documents=documents, layers=layers, docs_per_shard=40
         )
     finally:
         factory.states_of = right
+        hook.remove()
 
 
 def train_draft(kind: str, data: Path, steps: int | None = None) -> Draft:

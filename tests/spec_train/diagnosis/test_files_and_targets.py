@@ -1,0 +1,228 @@
+"""What the files of a draft, a target and a dataset decide: each planted failure by its name."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from spec_train.cli import main
+from spec_train.diagnosis.outcome import FINDING, OK, UNDECIDED
+from spec_train.doctor_api import doctor
+from tests.draft_tools import edited, read_json, set_ids, unseal
+from tests.spec_train import fitted
+from tests.spec_train.diagnosis.test_conventions import examine, found, planted
+
+place, target_of_place = fitted.place, fitted.target
+
+
+def copied(draft: Path, folder: Path) -> Path:
+    shutil.copytree(draft, folder / "copy")
+    return folder / "copy"
+
+
+# --- the draft's files ---
+
+
+def test_files_alone_name_what_is_missing(sound_dir):
+    diagnosis = doctor(sound_dir("eagle3"), device="cpu")
+    assert not diagnosis.findings
+    states = {check.name: check.state for check in diagnosis.checks}
+    assert states["seal"] == states["files"] == states["weights"] == OK
+    for name, given in (("conventions", "--data"), ("engine", "--engine"), ("embedding", "--data")):
+        assert states[name] == UNDECIDED and given in diagnosis.named(name).text
+
+
+def test_a_damaged_draft_is_tried_all_the_same(sound_dir, data, tmp_path):
+    draft = copied(sound_dir("eagle3"), tmp_path)
+    tensors = load_file(draft / "model.safetensors")
+    tensors["fc.weight"] = tensors["fc.weight"].roll(tensors["fc.weight"].shape[1] // 2, 1)
+    save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
+    diagnosis = examine(draft, data=data)
+    assert found(diagnosis) == {"seal", "layer-order"}, str(diagnosis)
+    assert "fc.weight" in diagnosis.named("seal").text
+
+
+def test_keys_that_contradict_each_other(sound_dir, data, tmp_path):
+    draft = unseal(copied(sound_dir("eagle3"), tmp_path))
+    diagnosis = examine(edited(draft, lambda raw: set_ids(raw, 1)), data=data)
+    assert found(diagnosis) == {"files"}
+    assert "layers" in diagnosis.named("files").text
+    assert diagnosis.kind is None
+
+
+def published(draft: Path, folder: Path) -> Path:
+    """The same draft as another trainer would write it: without our section and seal."""
+    copy_of = copied(draft, folder)
+    raw = read_json(copy_of)
+    raw.pop("spec_train")
+    raw.pop("eagle_config")
+    (copy_of / "config.json").write_text(json.dumps(raw))
+    tensors = load_file(copy_of / "model.safetensors")
+    save_file(tensors, copy_of / "model.safetensors", metadata={"format": "pt"})
+    return copy_of
+
+
+def test_a_published_draft_is_sound(sound_dir, data, tmp_path):
+    diagnosis = examine(published(sound_dir("eagle3"), tmp_path), data=data)
+    assert not diagnosis.findings, str(diagnosis)
+    assert diagnosis.named("target").state == UNDECIDED
+
+
+def test_a_published_draft_that_counts_layers_otherwise(sound_dir, data, tmp_path):
+    """Its ids are outputs of blocks, but the key counts inputs: every layer is one too early."""
+    draft = published(sound_dir("eagle3"), tmp_path)
+    edited(draft, lambda raw: set_ids(raw, -1))
+    diagnosis = examine(draft, data=data)
+    assert found(diagnosis) == {"layer-ids"}, str(diagnosis)
+    assert "layers 1, 3" in diagnosis.named("layer-ids").text
+
+
+def test_ids_where_offsets_belong(sound_dir, data, tmp_path):
+    draft = published(sound_dir("eagle3"), tmp_path)
+    tensors = load_file(draft / "model.safetensors")
+    tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
+    diagnosis = examine(draft, data=data)
+    assert found(diagnosis) == {"vocabulary-map"}, str(diagnosis)
+    assert "token ids instead of offsets" in diagnosis.named("vocabulary-map").text
+
+
+def test_a_map_that_was_never_filled(sound_dir, data, tmp_path):
+    draft = published(sound_dir("eagle3"), tmp_path)
+    tensors = load_file(draft / "model.safetensors")
+    tensors["d2t"] = torch.zeros_like(tensors["d2t"])
+    del tensors["t2d"]
+    save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
+    diagnosis = examine(draft, data=data)
+    assert "vocabulary-map" in found(diagnosis), str(diagnosis)
+
+
+def test_layers_in_an_order_that_engines_do_not_keep(sound_dir, data, tmp_path):
+    def turn(raw):
+        key = "eagle_aux_hidden_state_layer_ids"
+        raw[key] = raw[key][::-1]
+
+    diagnosis = examine(edited(published(sound_dir("eagle3"), tmp_path), turn), data=data)
+    check = diagnosis.named("layer-order")
+    assert check.state == FINDING and "not ascending" in check.text
+
+
+def test_a_length_that_is_that_of_the_training(sound, data, tmp_path):
+    draft = planted(
+        sound("eagle3"), tmp_path, lambda d: d.update_config(max_position_embeddings=64)
+    )
+    diagnosis = examine(draft, data=data)
+    assert found(diagnosis) == {"max-positions"}
+    assert "512" in diagnosis.named("max-positions").fix
+
+
+def test_weights_that_are_not_finite(sound, tmp_path):
+    def broken(draft):
+        draft.fc.weight[0, 0] = float("nan")
+
+    diagnosis = doctor(planted(sound("eagle3"), tmp_path, broken), device="cpu")
+    assert found(diagnosis) == {"weights"}
+    assert "fc.weight" in diagnosis.named("weights").text
+
+
+@pytest.mark.parametrize("engine, serves", [("sglang", False), ("vllm", True)])
+def test_an_engine_that_ignores_a_flag(sound, tmp_path, engine, serves):
+    def flag(draft):
+        draft.update_config(norm_before_residual=True)
+
+    diagnosis = doctor(planted(sound("eagle3"), tmp_path, flag), engine=engine, device="cpu")
+    assert (diagnosis.named("engine").state == OK) == serves
+    assert serves or "norm_before_residual" in diagnosis.named("engine").text
+
+
+# --- the target ---
+
+
+def test_the_same_target_has_no_finding(place):
+    diagnosis = doctor(place / "run", target=place / "target", device="cpu")
+    assert not diagnosis.findings, str(diagnosis)
+    assert diagnosis.named("chat-template").state == OK
+
+
+def quantised(target: Path) -> None:
+    fitted.edit(target / "config.json", quantization_config={"quant_method": "awq", "bits": 4})
+
+
+def other_template(target: Path) -> None:
+    file = target / "chat_template.jinja"
+    file.write_text(file.read_text() + "{# another #}")
+
+
+@pytest.mark.parametrize(
+    "change, name",
+    [
+        (fitted.fine_tune, "target"),
+        (fitted.switch_yarn_on, "target"),
+        (quantised, "quantised"),
+        (other_template, "chat-template"),
+        (fitted.split_otherwise, "tokenizer"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_another_target_is_named_by_the_fact(place, target_of_place, change, name):
+    change(target_of_place)
+    diagnosis = doctor(place / "run", target=target_of_place, device="cpu")
+    assert found(diagnosis) == {name}, str(diagnosis)
+
+
+def test_a_draft_for_another_size_of_target(sound_dir, place):
+    diagnosis = doctor(sound_dir("eagle3"), data=place / "data", device="cpu")
+    assert "target" in found(diagnosis)
+    assert "vocabulary" in diagnosis.named("target").text
+
+
+# --- the dataset ---
+
+
+def test_answers_that_are_not_the_targets(place):
+    """The target is random, so the answers of the corpus are not its own."""
+    diagnosis = doctor(place / "run", data=place / "data", device="cpu", documents=4)
+    assert "on-policy" in found(diagnosis), str(diagnosis)
+
+
+def test_a_damaged_dataset(sound_dir, data, tmp_path):
+    shutil.copytree(data, tmp_path / "damaged")
+    shard = next((tmp_path / "damaged" / "shards").iterdir())
+    raw = bytearray(shard.read_bytes())
+    raw[len(raw) // 2] ^= 0x10
+    shard.write_bytes(raw)
+    diagnosis = examine(sound_dir("eagle3"), data=tmp_path / "damaged")
+    assert "data" in found(diagnosis)
+    check = diagnosis.named("data")
+    assert any(shard.name in line for line in (check.text, *check.evidence))
+
+
+# --- the command ---
+
+
+def test_the_command_prints_findings_first_and_exits_with_1(sound, data, tmp_path, capsys):
+    draft = planted(sound("eagle3"), tmp_path, lambda d: d.update_config(norm_output=True))
+    report = tmp_path / "report.json"
+    arguments = ["doctor", "--draft", str(draft), "--data", str(data), "--device", "cpu"]
+    assert main([*arguments, "--documents", "16", "--json", str(report)]) == 1
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert lines[1].startswith("FINDING        carried-norm: ")
+    assert lines[2].lstrip().startswith("evidence: acceptance length")
+    assert any(line.lstrip().startswith("fix: ") for line in lines)
+    assert "next:" in printed.err
+    raw = json.loads(report.read_text())
+    assert raw["findings"] == ["carried-norm"] and raw["tried"]
+
+
+def test_a_sound_draft_exits_with_0(sound_dir, capsys):
+    assert main(["doctor", "--draft", str(sound_dir("eagle3")), "--device", "cpu"]) == 0
+    assert "not decidable  conventions: give --data" in capsys.readouterr().out
+
+
+def test_what_does_not_exist_is_said_in_words(tmp_path, capsys):
+    assert main(["doctor", "--draft", str(tmp_path / "none")]) == 2
+    assert "none" in capsys.readouterr().err
