@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from spec_train.diagnosis.outcome import FINDING, OK, UNDECIDED, Check, Diagnosis
 
 _MARKS = {FINDING: "FINDING", OK: "ok", UNDECIDED: "not decidable"}
+_SHOWN = 6  # conventions of a round
 _WIDTH = max(map(len, _MARKS.values()))
 
 
@@ -46,7 +47,8 @@ def _table(found: Diagnosis) -> Iterator[str]:
         losses = [f"{t.loss_before:6.3f}" for t in some if t.loss_before is not None]
         words = "as declared" if number == 1 else "with the better convention above"
         yield f"  {some[0].before:6.3f}          {(losses or [' ' * 6])[0]}           {words}"
-        for tried in sorted(some, key=lambda t: t.rank, reverse=True):
+        ordered = sorted(some, key=lambda t: t.rank, reverse=True)
+        for tried in ordered[:_SHOWN]:
             mark = "better " if tried.better else ""
             loss = " " * 15
             if tried.loss is not None and tried.loss_p_value is not None:
@@ -55,3 +57,6 @@ def _table(found: Diagnosis) -> Iterator[str]:
                 f"  {tried.length:6.3f} {tried.p_value:7.2g}  {loss}  {mark}{tried.check}: "
                 f"{tried.text}"
             )
+        if len(ordered) > _SHOWN:
+            shorter = ordered[_SHOWN].length
+            yield f"  and {len(ordered) - _SHOWN} more, of at most {shorter:.3f} (--json has all)"

@@ -78,6 +78,8 @@ def examine_draft(config: DoctorConfig) -> Diagnosis:
         if read.draft is not None:
             more, trials = _tried(config, read, folder, dataset, device, data)
             checks += more
+        else:
+            checks.append(undecided("conventions", "correct the draft's files first"))
     else:
         checks.append(undecided("conventions", "give --data, a dataset of the draft's target"))
     found = Diagnosis(
