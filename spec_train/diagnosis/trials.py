@@ -86,9 +86,9 @@ def chain_length(draft: Draft) -> int:
     """Return how many drafted tokens of a chain are counted.
 
     Files of other trainers do not say for how many a draft was trained; at later ones it computes
-    anything.
+    anything. An EAGLE-1/2 draft is trained for one, and its chains are all that measures it.
     """
-    return min(draft.depth, LONGEST)
+    return draft.depth if draft.name == "eagle" else min(draft.depth, LONGEST)
 
 
 def untouched(draft: Draft) -> bool:
@@ -177,7 +177,8 @@ def _try(
     seed: int,
 ) -> Tried:
     """Measure a neighbour against the setting, or where that cannot be read against a control."""
-    depth = min(chain_length(setting.draft), neighbour.depth or LONGEST)
+    depth = chain_length(setting.draft)
+    depth = min(depth, neighbour.depth or depth)
     chains = drafted_chains(other.draft, other.sample, other.reading, depth)
     theirs = slot_counts(other.sample, chains, depth)
     losses = None
