@@ -1,12 +1,12 @@
 """The commands `spec-data report` and `spec-data preview`. Heavy imports wait until one runs."""
 
 import argparse
-from pathlib import Path
 
 from spec_data.config import resolve
 from spec_data.console import say_next
-from spec_data.dataset_page_options import PreviewConfig, ReportConfig
+from spec_data.dataset_page_options import PreviewConfig, ReportConfig, named_place
 from spec_data.paths import check_file_to_write
+from spec_data.shards.urls import scheme_of
 
 _REPORT = """\
 Write one HTML page of a dataset: bytes by column and their measured error, lengths, what was left
@@ -51,15 +51,8 @@ def report_file(config: ReportConfig) -> str:
     """Return the file that `report` writes."""
     if config.out is not None:
         return config.out
-    from spec_data.shards.urls import scheme_of
-
-    if scheme_of(config.data):
-        return f"{Path(config.data.rstrip('/')).name}.html"
-    return (
-        f"{Path(config.data).absolute()}.html"
-        if config.data in (".", "..")
-        else (f"{config.data.rstrip('/')}.html")
-    )
+    place = named_place(config.data)
+    return f"{place.name if scheme_of(config.data) else place}.html"
 
 
 def _preview(args: argparse.Namespace) -> int:

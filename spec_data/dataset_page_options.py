@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from spec_data.config import option
@@ -17,6 +18,12 @@ def _same(name: str) -> Any:
     if found.default is dataclasses.MISSING:
         return dataclasses.field(metadata=found.metadata)
     return dataclasses.field(default=found.default, metadata=found.metadata)
+
+
+def named_place(data: str) -> Path:
+    """Return the path (or the URL as one) of a dataset, so that its last part is a name."""
+    place = Path(data)
+    return place.resolve() if place.name in ("", "..") else place
 
 
 def _documents() -> Any:
@@ -48,18 +55,18 @@ class ReportConfig:
         metavar="FILE",
     )
     documents: int = _documents()
-    scored: int = option(
-        32,
+    scored: int | None = option(
+        None,
         help="documents of the viewer, evenly spaced, for which the target's entropy and the "
-        "probability of every token are computed from the stored states, and in which norms are "
-        "measured; 0 skips both. A token costs two operations per weight of the head",
+        "probability of every token are computed from the stored states; 0: none. Not given: 32, "
+        "or fewer where the head is so large that they would take minutes on a CPU",
         group=SHOWN,
         metavar="N",
     )
 
     def __post_init__(self) -> None:
         at_least(1, documents=self.documents)
-        at_least(0, scored=self.scored)
+        at_least(0, scored=self.scored or 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,18 +1,17 @@
 """The page of a dataset: what is in it, what it costs, how it was proven, and its documents."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import spec_data
-from spec_data.dataset_page_options import ReportConfig
+from spec_data.dataset_page_options import ReportConfig, named_place
 from spec_data.models.reading import load_tokenizer
 from spec_data.pages.page_parts import Axis, Bars, Figures, Note, Page, Part, Section, Table
 from spec_data.progress import progress
 from spec_data.report import column_payload, dataset_lines
 from spec_data.reports.corpus_sections import counts_section, documents_section
-from spec_data.reports.even_sample import even_numbers, sample_text, shown_documents
+from spec_data.reports.even_sample import affordable, even_numbers, sample_text, shown_documents
 from spec_data.reports.state_norms import OUTLIER, ColumnNorms, column_norms
 from spec_data.reports.teacher_scores import TeacherScores, known_tokens
 from spec_data.reports.token_viewer import TeacherView, ViewedDocument, token_viewer
@@ -20,8 +19,12 @@ from spec_data.shards.index import read_index
 from spec_data.shards.likelihood import read_agreement
 from spec_data.shards.likelihood_text import suspicions
 from spec_data.shards.reader import INDEX, HiddenStatesDataset, mapped_file
-from spec_data.shards.schema import FINAL, Manifest
+from spec_data.shards.schema import ALL, FINAL, Manifest
 
+SAMPLED = 32
+"""Documents in which norms are measured, and for which logits are computed unless --scored."""
+OPERATIONS = 4e12
+"""Floating-point operations for logits unless --scored says otherwise: about a minute on a CPU."""
 _MOST_SOURCES = 20  # in charts
 
 
@@ -40,7 +43,7 @@ def dataset_page(config: ReportConfig) -> Page:
     """
     dataset = HiddenStatesDataset(config.data)
     shown = shown_documents(dataset.lengths, config.documents)
-    scored = shown[even_numbers(len(shown), config.scored)]
+    sampled = shown[even_numbers(len(shown), SAMPLED)]
     sections = [
         _overview(dataset),
         _storage(dataset.manifest),
@@ -52,13 +55,26 @@ def dataset_page(config: ReportConfig) -> Page:
     if "converted" not in dataset.manifest.target:  # nothing was packed: the states were read
         sections.append(_capture(dataset.manifest))
     sections.append(_agreement(dataset.manifest))
-    if len(scored):
-        sections.append(_states(column_norms(dataset, scored.tolist()), len(scored), len(dataset)))
-    sections.append(_documents(dataset, shown, scored))
-    name = Path(config.data.rstrip("/")).name or config.data
+    sections.append(_states(column_norms(dataset, sampled.tolist()), len(sampled), len(dataset)))
+    sections.append(_documents(dataset, shown, _scored(dataset, shown, config.scored)))
     return Page(
-        title=name, kind="Dataset", sections=sections, footer=f"spec-data {spec_data.__version__}"
+        title=named_place(config.data).name,
+        kind="Dataset",
+        sections=sections,
+        footer=f"spec-data {spec_data.__version__}",
     )
+
+
+def _scored(dataset: HiddenStatesDataset, shown: np.ndarray, wanted: int | None) -> np.ndarray:
+    """Return the documents for which logits are computed: `wanted`, or what takes a minute."""
+    if wanted is not None:
+        return shown[even_numbers(len(shown), wanted)]
+    found = shown[even_numbers(len(shown), SAMPLED)]
+    if dataset.manifest.supervision != "final-hidden":
+        return found  # logits are read, not computed
+    head = dataset.manifest.head
+    tokens = dataset.lengths if dataset.teacher == ALL else dataset.supervised
+    return affordable(found, tokens * (2.0 * head.vocab_size * head.hidden_size), OPERATIONS)
 
 
 def _sources(dataset: HiddenStatesDataset) -> Any:

@@ -36,6 +36,21 @@ def shown_documents(lengths: np.ndarray, wanted: int, most_tokens: int = MOST_TO
     return found
 
 
+def affordable(found: np.ndarray, costs: np.ndarray, most: float) -> np.ndarray:
+    """Return evenly spaced members of a sample whose costs together are at most `most`.
+
+    Args:
+        found: numbers of documents, int64 [n]. costs: of every document, [D]. most: a sum.
+
+    Returns:
+        Some of `found` in their order; at least one of them, whatever it costs.
+    """
+    taken = found
+    while len(taken) > 1 and float(costs[taken].sum()) > most:
+        taken = found[even_numbers(len(found), len(taken) - 1)]
+    return taken
+
+
 def sample_text(shown: int, total: int, option: str) -> str:
     """Say how many documents are shown of how many, and which option shows more.
 

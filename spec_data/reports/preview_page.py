@@ -34,6 +34,7 @@ from spec_data.reports.corpus_sections import counts_section, documents_section
 from spec_data.reports.even_sample import sample_text, shown_documents
 from spec_data.reports.token_viewer import ViewedDocument, token_viewer
 
+_AT_ONCE = 16_384  # documents whose masks are in memory
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
@@ -137,8 +138,12 @@ def _supervised(plan: Plan) -> np.ndarray:
     """Return the supervised tokens per document, int64 [D]."""
     offsets = plan.documents.offsets
     mask = plan.documents.tokens["loss_mask"]
-    ends = np.concatenate([[0], np.cumsum(mask[:] != 0)])
-    return np.diff(ends[offsets])
+    counts = [np.zeros(0, np.int64)]
+    for first in range(0, len(plan.lengths), _AT_ONCE):
+        own = offsets[first : first + _AT_ONCE + 1]
+        ends = np.concatenate([[0], np.cumsum(mask[own[0] : own[-1]] != 0)])
+        counts.append(np.diff(ends[own - own[0]]))
+    return np.concatenate(counts)
 
 
 def _overview(config: PreviewConfig, found: Preview) -> Section:

@@ -9,9 +9,11 @@ import pytest
 import spec_data
 from spec_data.cli import main
 from spec_data.dataset_page_api import write_report
+from spec_data.dataset_page_commands import report_file
 from spec_data.dataset_page_options import ReportConfig
 from spec_data.models.reading import load_tokenizer
 from spec_data.pages.html_page import page_bytes, read_page_data
+from spec_data.reports import dataset_page as dataset_page_module
 from spec_data.reports.dataset_page import dataset_page
 from spec_data.shards.errors import MissingError
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
@@ -145,10 +147,9 @@ def test_agreement_by_source_equals_a_loop_over_tokens(page, rows, head):
 
 def test_norms_and_outlier_channels_equal_a_loop(data, page, rows):
     table = part(page, "States", "table", "Norms and outlier channels")
-    sampled = [rows[i * 20 // 7] for i in range(7)]
     for name, tokens, middle, high, largest, outliers, named in table["rows"]:
         norms, squares = [], None
-        for row in sampled:
+        for row in rows:
             for state in row[name].double():
                 values = state.tolist()
                 norms.append(math.sqrt(math.fsum(v * v for v in values)))
@@ -166,7 +167,7 @@ def test_norms_and_outlier_channels_equal_a_loop(data, page, rows):
         top = max(range(len(sizes)), key=lambda c: sizes[c])
         assert named.startswith(f"{top} ({sizes[top] / typical:.1f} ×)")
     text = next(s for s in page["sections"] if s["title"] == "States")["text"]
-    assert "7 of 20 documents" in text
+    assert "20 of 20 documents" in text
 
 
 def test_the_viewer_holds_every_token_of_every_document(page, data, rows, head):
@@ -210,6 +211,27 @@ def test_a_sample_is_even_and_the_page_says_so(data):
     assert [d["n"] for d in viewer.data["documents"]] == [0, 5, 10, 15]
     assert viewer.data["note"].startswith("This page holds 4 of 20 documents, evenly spaced.")
     assert all("e" not in d and "a" in d for d in viewer.data["documents"])
+
+
+def test_a_large_head_is_computed_for_fewer_documents_and_the_page_says_so(data, monkeypatch):
+    head = HiddenStatesDataset(data).manifest.head
+    each = 2 * head.vocab_size * head.hidden_size
+    monkeypatch.setattr(dataset_page_module, "OPERATIONS", 60 * each)
+    viewer = dataset_page(ReportConfig(data=str(data))).sections[-1].parts[0]
+    scored = [d for d in viewer.data["documents"] if "e" in d]
+    assert 0 < len(scored) < 20 and sum(len(d["e"]) for d in scored) <= 60
+    assert f"known in {len(scored)} of them" in viewer.data["note"]
+
+
+def test_a_dataset_here_is_named_by_its_directory(data, monkeypatch):
+    monkeypatch.chdir(data / "target")
+    for given in ("..", "../", str(data)):
+        config = ReportConfig(data=given, scored=0)
+        assert Path(report_file(config)) == Path(f"{data}.html")
+    monkeypatch.chdir(data)
+    assert Path(report_file(ReportConfig(data="."))) == Path(f"{data}.html")
+    assert dataset_page(ReportConfig(data=".", scored=0)).title == data.name
+    assert report_file(ReportConfig(data="s3://bucket/some/set/")) == "set.html"
 
 
 def test_equal_datasets_have_equal_pages(data):

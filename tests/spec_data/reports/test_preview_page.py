@@ -8,6 +8,7 @@ import pytest
 from spec_data.cli import main
 from spec_data.dataset_page_api import write_preview
 from spec_data.pages.html_page import read_page_data
+from spec_data.reports import preview_page
 from spec_data.shards.errors import CorpusError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset
 from tests.spec_data.reports.reading_pages import part, read_document
@@ -36,7 +37,10 @@ def corpus(tmp_path_factory):
 
 
 @pytest.mark.parametrize("mask", ["assistant", "last-turn", "all"])
-def test_the_page_has_the_documents_that_generate_captures(target, corpus, tmp_path, mask):
+def test_the_page_has_the_documents_that_generate_captures(
+    target, corpus, tmp_path, monkeypatch, mask
+):
+    monkeypatch.setattr(preview_page, "_AT_ONCE", 5)
     options = {"mask": mask, "max_bad_rows": "5", "max_length": 90}
     run(target, corpus, tmp_path / "set", **options)
     page = read_page_data(write_preview(corpus, target, tmp_path / "page.html", **options))
@@ -59,6 +63,11 @@ def test_the_page_has_the_documents_that_generate_captures(target, corpus, tmp_p
     items = {n: v for n, v, _ in part(page, "Overview", "figures")["items"]}
     assert items["tokens"] == int(dataset.lengths.sum())
     assert items["supervised tokens"] == int(dataset.supervised.sum())
+    chart = part(page, "Documents", "bars", "Supervised tokens")
+    bounds = [[int(n) for n in label.split("–")] for label in chart["labels"]]
+    assert chart["series"][0]["values"] == [
+        sum(b[0] <= count <= b[-1] for count in dataset.supervised.tolist()) for b in bounds
+    ]
     bad = part(page, "Overview", "table", "Bad rows")["rows"]
     assert len(bad) == 1 and "chats.jsonl:13" in bad[0][1]
 

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from spec_data.reports.even_sample import even_numbers, sample_text, shown_documents
+from spec_data.reports.even_sample import affordable, even_numbers, sample_text, shown_documents
 from spec_data.reports.text_pieces import TextPieces
 from spec_data.reports.token_viewer import spans_of
 from tests.spec_data.corpus.templates import tokenizer
@@ -68,6 +68,16 @@ def test_a_sample_keeps_to_its_tokens_and_says_how_many_documents_it_has():
     assert sample_text(5, 2000, "--documents").startswith("This page holds 5 of 2,000 documents")
     assert "--documents N" in sample_text(5, 2000, "--documents")
     assert sample_text(7, 7, "--documents") == "All 7 documents are in this page."
+
+
+def test_a_sample_that_costs_too_much_gets_smaller_and_stays_even():
+    costs = np.full(100, 10.0)
+    found = even_numbers(100, 32)
+    assert affordable(found, costs, 1e6).tolist() == found.tolist()
+    fewer = affordable(found, costs, 85.0)
+    assert len(fewer) == 8 and set(fewer.tolist()) <= set(found.tolist())
+    assert fewer[0] == 0 and np.diff(fewer).min() >= 8
+    assert affordable(found, costs, 0.0).tolist() == [0]
 
 
 @pytest.mark.parametrize("seed", range(5))
