@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import fsspec
+import numpy as np
 import pytest
 import torch
 
@@ -238,3 +239,28 @@ def test_manifests_that_contradict_themselves_are_refused(own, change, words):
     rewritten(own, change)
     with pytest.raises(DatasetError, match=words):
         _ = HiddenStatesDataset(own)[0]
+
+
+BAD = [None, True, -1, 0, 2**63, 1.5, "", "x", "../x", "é" * 300, [], [None], {}, {"a": None}]
+
+
+def test_wrong_values_anywhere_in_sides_are_refused_in_words(own):
+    """A manifest is a file that anyone can edit; see tests/faults/test_manifest.py."""
+    whole = (own / "manifest.json").read_text()
+    rng = np.random.default_rng(3)
+    for _ in range(40):
+        raw = json.loads(whole)
+        at = raw["sides"][0]
+        key = rng.choice(["columns", "shards"])
+        if rng.random() < 0.7:
+            at, key = at[key], int(rng.integers(2))
+            if isinstance(at[key], dict) and rng.random() < 0.8:
+                at, key = at[key], str(rng.choice(sorted(at[key])))
+        at[key] = BAD[rng.integers(len(BAD))]
+        raw["fingerprint"] = fingerprint(raw)
+        (own / "manifest.json").write_text(dump_json(raw))
+        try:
+            _ = HiddenStatesDataset(own)[0]["hidden.L1"]
+        except (DatasetError, MissingError):
+            continue
+        assert failures(own), raw["sides"]
