@@ -31,7 +31,7 @@ from spec_train.options import (
     resolve_fit,
     split_config,
 )
-from spec_train.reports import page_after
+from spec_train.reports import page_after_eval, page_after_fit
 from spec_train.results import (
     AcceptanceResult,
     DecodingResult,
@@ -96,7 +96,7 @@ def fit(
     given = {"data": data, "out": out, **options} | ({"preset": preset} if preset else {})
     values = plain_values(fit_config(draft), given, "fit")
     config = resolve_fit(draft, values, where="fit()")
-    return page_after.fit(draft, *split_config(draft, config))
+    return page_after_fit.fit(draft, *split_config(draft, config))
 
 
 @takes_options(
@@ -170,7 +170,7 @@ def evaluate(
     True
     """
     given = {"draft": draft, "data": data, "target": target, "prompts": prompts, **options}
-    figures = page_after.evaluate(from_keywords(EvalConfig, given, "evaluate"))
+    figures = page_after_eval.evaluate(from_keywords(EvalConfig, given, "evaluate"))
     require_sound(figures)
     return _evaluated(figures)
 

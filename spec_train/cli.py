@@ -274,7 +274,7 @@ def _resolve_fit(arguments: argparse.Namespace) -> Any:
 def _fit(arguments: argparse.Namespace) -> int:
     joined = _resolve_fit(arguments)
     config, options = split_config(arguments.draft, joined)
-    from spec_train.reports.page_after import fit
+    from spec_train.reports.page_after_fit import fit
     from spec_train.training.setup import dry_run
 
     if arguments.dry_run:
@@ -307,7 +307,7 @@ def _say_after_fit(draft: str, config: FitConfig, stopped: bool) -> None:
 def _eval(arguments: argparse.Namespace) -> int:
     config = resolve(EvalConfig, arguments)
     from spec_train.evaluation.report import run_eval
-    from spec_train.reports.page_after import evaluate
+    from spec_train.reports.page_after_eval import evaluate
 
     run_eval(config, evaluate)
     target = ["--target", config.target] if config.target else []

@@ -239,23 +239,6 @@ def _packs(dataset: HiddenStatesDataset, documents: Sequence[int]) -> Iterator[l
         yield [documents[i] for i in pack]
 
 
-def _some_of(documents: Sequence[int], lengths: np.ndarray, most_tokens: int) -> list[int]:
-    """Return documents, evenly spread, of at most `most_tokens` together; or the shortest one.
-
-    `lengths` are the tokens of every document of the dataset, int64 [N].
-    """
-    own = [document for document in documents if lengths[document] <= most_tokens]
-    if not own:
-        return [min(documents, key=lambda document: int(lengths[document]))]
-    wanted = len(own)
-    while True:
-        found = [own[i] for i in spread(len(own), wanted)]
-        tokens = int(lengths[found].sum())
-        if tokens <= most_tokens:
-            return found
-        wanted = max(1, min(wanted - 1, wanted * most_tokens // tokens))
-
-
 @torch.inference_mode()
 def evaluate_data(
     draft: Draft,
@@ -269,23 +252,19 @@ def evaluate_data(
     mask: str | None = None,
     walk_only: bool = False,
     samples: int = 0,
-    most_tokens: int = 0,
 ) -> dict[str, Any]:
     """Return the metrics of `draft` on the dataset at `path`, on the draft's device and dtype.
 
     `check_fit` must have accepted the two before. `check` is as for HiddenStatesDataset. `mask` is
     a mask policy; None: that of the run on the run's own data, otherwise the stored masks.
     `walk_only` leaves out the loss and the teacher-forced metrics. So many `samples` of the
-    documents, evenly spread, are returned with every drafted token (see `samples`). `most_tokens`:
-    measure only some documents, evenly spread, of so many tokens together; 0: all.
+    documents, evenly spread, are returned with every drafted token (see `samples`).
     """
     dataset = HiddenStatesDataset(path)
     policy = measured_mask(dataset, run, mask)
     columns = draft.columns(dataset.manifest.supervision)
     dataset = open_with_mask(path, policy, columns, check)
     documents, split = choose_documents(dataset, split, run, limit)
-    if most_tokens:
-        documents = _some_of(documents, dataset.lengths, most_tokens)
     weight = draft.embed_tokens.weight
     head = TargetHead.from_dataset(dataset.path, weight.dtype, weight.device)
     teacher_forced: dict[str, Tensor] = {}

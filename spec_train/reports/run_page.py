@@ -20,15 +20,13 @@ def report_page(runs: Sequence[Run], found: Sequence[Measured]) -> Page:
     """Return the page about runs and evaluations; at least one of them.
 
     Args:
-        runs: in the order in which their curves are listed. found: evaluations beside those that
-            the runs hold.
+        runs: in the order in which their curves are listed. found: evaluations.
     """
-    every = [*(one for run in runs for one in run.measured), *found]
     sections = run_sections(runs) if runs else []
     after_depths = min(3, len(sections))
     sections[after_depths:after_depths] = [
-        *acceptance_sections(every),
-        *forecast_section(runs, every),
+        *acceptance_sections(found),
+        *forecast_section(runs, found),
     ]
     names = [run.name for run in runs] or list(dict.fromkeys(one.name for one in found))
     if len(names) > 1:

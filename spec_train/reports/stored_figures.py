@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.shards.errors import ConfigError, MissingError, RunError
-from spec_train.reports.names import short_names
 from spec_train.training.stored import read_run_json
 
-METRICS, OPTIONS, SAMPLE = "metrics.jsonl", "fit.json", "acceptance.json"
+METRICS, OPTIONS = "metrics.jsonl", "fit.json"
 
 Point = tuple[float, float | None]
 
@@ -69,7 +68,7 @@ class Run:
     Attributes:
         name: as the page calls it. draft: the kind of draft. steps: all steps of the run.
         options: fit.json. training, validation: lines of metrics.jsonl, in order.
-        damaged: lines that could not be read. measured: of the held-out sample, one per dataset.
+        damaged: lines that could not be read.
     """
 
     name: str
@@ -80,7 +79,6 @@ class Run:
     training: list[dict[str, Any]]
     validation: list[dict[str, Any]]
     damaged: int = 0
-    measured: tuple[Measured, ...] = ()
 
     def curve(self, figure: str, held_out: bool = False) -> list[Point]:
         """Return (trained tokens, figure) of every line that has both."""
@@ -152,7 +150,6 @@ def read_run(place: Path, name: str) -> Run:
         training=[line for line in lines if line.get("split") == "train"],
         validation=[line for line in lines if line.get("split") == "validation"],
         damaged=damaged,
-        measured=_sample(place / SAMPLE, name),
     )
 
 
@@ -176,21 +173,6 @@ def _json(file: Path) -> dict[str, Any]:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise RunError(f"{file}: damaged ({error}); restore it") from None
-
-
-def _sample(file: Path, run: str) -> tuple[Measured, ...]:
-    """Return the held-out sample of a run, one per dataset; nothing if there is none."""
-    if not file.is_file():
-        return ()
-    try:
-        parts = [dict(part) for part in _json(file)["data"]]
-        names = short_names([Path(part["path"]) for part in parts])
-        names = ["sample"] if len(names) == 1 else [f"sample of {name}" for name in names]
-        return tuple(
-            _on_data(part, f"{run}, {name}") for part, name in zip(parts, names, strict=True)
-        )
-    except (RunError, KeyError, TypeError, ValueError, AttributeError):
-        return ()  # the next `fit` writes it again
 
 
 def _on_data(figures: dict[str, Any], name: str, warnings: tuple[str, ...] = ()) -> Measured:
