@@ -14,8 +14,22 @@ Download a dataset that `push` uploaded, and check every shard. Run the same com
 resume."""
 
 HUB_COMMANDS = (
-    ("push", PushConfig, "DIR REPO [--private]", "upload a dataset to the Hub", _PUSH, ""),
-    ("pull", PullConfig, "REPO DIR [--revision REV]", "download one from the Hub", _PULL, ""),
+    (
+        "push",
+        PushConfig,
+        "DIR REPO [--private] [--layers IDS]",
+        "upload a dataset to the Hub",
+        _PUSH,
+        "",
+    ),
+    (
+        "pull",
+        PullConfig,
+        "REPO DIR [--revision REV] [--layers IDS]",
+        "download one from the Hub",
+        _PULL,
+        "",
+    ),
 )
 """Name, options, usage, short help, description and epilog of each command."""
 

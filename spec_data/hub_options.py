@@ -4,10 +4,52 @@ from dataclasses import dataclass
 
 from spec_data.config import option
 from spec_data.option_values import REQUIRED, RUNNING
+from spec_data.shards.errors import ConfigError
+from spec_data.view_options import DropColumnsConfig
+
+_COLUMNS = "Columns"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PushConfig:
+class KeptColumns:
+    """Options of `push` and `pull` that move a dataset with fewer columns; not given: all."""
+
+    layers: str | None = option(
+        None, help="only these layers, such as 1,3", group=_COLUMNS, metavar="IDS"
+    )
+    for_draft: str | None = option(
+        None,
+        flag="for",
+        help="only the layers that `generate --for` recorded for this draft",
+        group=_COLUMNS,
+        metavar="DRAFT",
+    )
+    final: str | None = option(
+        None,
+        help="hidden.final only where the next token is supervised",
+        group=_COLUMNS,
+        choices=("supervised",),
+    )
+
+    def __post_init__(self) -> None:
+        if self.layers is not None and self.for_draft is not None:
+            raise ConfigError("--layers and --for: pass one of them, not both")
+
+    @property
+    def kept(self) -> list[str | None]:
+        """The values of the three options; empty if none was given."""
+        given = [self.layers, self.for_draft, self.final]
+        return given if any(value is not None for value in given) else []
+
+    def smaller(self, data: str, out: str) -> DropColumnsConfig:
+        """Return the options of the `drop-columns` that writes this dataset."""
+        return DropColumnsConfig(
+            data=data, out=out, layers=self.layers, for_draft=self.for_draft, final=self.final
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushConfig(KeptColumns):
     """Options of `push`."""
 
     data: str = option(
@@ -27,7 +69,7 @@ class PushConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PullConfig:
+class PullConfig(KeptColumns):
     """Options of `pull`."""
 
     repo: str = option(

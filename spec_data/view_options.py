@@ -192,7 +192,13 @@ class GcConfig:
 class DropColumnsConfig:
     """Options of `drop-columns`."""
 
-    data: str = option(help=_DATA_HELP, group=REQUIRED, metavar="DIR")
+    data: str = option(
+        help="the dataset, a directory or a URL, of which only the kept columns are fetched; may "
+        "be given without --data",
+        group=REQUIRED,
+        metavar="DIR",
+        dataset="read",
+    )
     out: str = out_option()
     layers: str | None = option(
         None,

@@ -21,6 +21,8 @@ from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
 from spec_data.shards.seal import CARD, check_shard
 from spec_data.shards.sides import stored_records
+from spec_data.views.drop_columns import plan_drop_columns
+from spec_data.views.write_view import view_sizes, write_view
 
 _RECORD = ".pull.json"
 
@@ -52,6 +54,8 @@ def pull(config: PullConfig) -> Pulled:
         ConfigError: DIR holds something else. RunError: the Hub cannot be reached, or the disk is
             too small.
     """
+    if config.kept:
+        return _pull_columns(config)
     out = Path(config.out)
     begun = _begun(config, out)
     api = hub()
@@ -91,6 +95,20 @@ def pull(config: PullConfig) -> Pulled:
     shutil.rmtree(out / ".cache", ignore_errors=True)
     (out / _RECORD).unlink()
     return Pulled(**done, bytes=wanted, documents=len(dataset))
+
+
+def _pull_columns(config: PullConfig) -> Pulled:
+    """Write the dataset with fewer columns; only their bytes are fetched."""
+    with hub_errors(config.repo):
+        commit = hub().dataset_info(config.repo, revision=config.revision).sha
+    url = f"hf://datasets/{config.repo}@{commit}"
+    view = plan_drop_columns(config.smaller(url, config.out))
+    done: dict[str, Any] = {"path": Path(config.out), "repo": config.repo, "commit": str(commit)}
+    size_of = view_sizes(view).bytes
+    if config.dry_run:
+        return Pulled(**done, bytes=size_of, documents=None)
+    write_view(Path(config.out), view)
+    return Pulled(**done, bytes=size_of, documents=view.documents)
 
 
 def _begun(config: PullConfig, out: Path) -> dict[str, Any] | None:

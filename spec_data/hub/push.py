@@ -24,10 +24,13 @@ from spec_data.paths import make_directory
 from spec_data.progress import progress, size
 from spec_data.shards.codec_tables import TABLES
 from spec_data.shards.errors import ConfigError
-from spec_data.shards.files import write_atomically
+from spec_data.shards.files import sha256_json, write_atomically
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
+from spec_data.shards.schema import Manifest
 from spec_data.shards.seal import CARD, check_shard, datasets_files
 from spec_data.shards.sides import stored_records
+from spec_data.views.drop_columns import plan_drop_columns
+from spec_data.views.write_view import view_sizes, write_view
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,8 @@ def push(config: PushConfig) -> Pushed:
         ConfigError: no right to write there, or the repository holds another dataset.
         RunError: the Hub cannot be reached.
     """
+    if config.kept:
+        return _push_columns(config)
     dataset = HiddenStatesDataset(config.data)
     names = dataset_files(dataset)
     done = Pushed(
@@ -83,6 +88,28 @@ def push(config: PushConfig) -> Pushed:
         upload(api, **given, ignore_patterns=[MANIFEST, ".cache/*"])
         upload(api, **given, allow_patterns=[MANIFEST])  # last: what has one is complete
     shutil.rmtree(folder)
+    return done
+
+
+def _push_columns(config: PushConfig) -> Pushed:
+    """Write the dataset with fewer columns beside it, push that, and remove it."""
+    path = Path(config.data).resolve()
+    sealed = Manifest.read(path / MANIFEST).fingerprint
+    name = f"{path.name}-columns-{sha256_json([sealed, config.kept])[:16]}"
+    out = path.with_name(name)
+    view = plan_drop_columns(config.smaller(str(path), str(out)))
+    if config.dry_run:
+        card = f"{view_sizes(view)}\nThe card is printed without --layers, --for and --final."
+        return Pushed(
+            repo=config.repo,
+            files=len(view.units),
+            bytes=view_sizes(view).bytes,
+            card=card,
+            uploaded=False,
+        )
+    write_view(out, view)
+    done = push(PushConfig(data=str(out), repo=config.repo, private=config.private))
+    shutil.rmtree(out)
     return done
 
 

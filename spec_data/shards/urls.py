@@ -57,7 +57,8 @@ def check_dataset_url(flag: str, url: str | Path, write: bool = False) -> None:
             "directory, and upload that"
         )
     rest = normal_url(url).partition("://")[2]
-    if any(mark in rest for mark in "?#@") or not rest.strip("/"):
+    checked = rest.partition("/")[0] if scheme == "hf" else rest  # the Hub has NAME@REVISION
+    if any(mark in rest for mark in "?#") or "@" in checked or not rest.strip("/"):
         raise ConfigError(
             f"{flag} {url}: expected {scheme}://NAME/FOLDER, without user, password, query or "
             "fragment; credentials come from the library's own places (docs/remote.md)"

@@ -361,6 +361,8 @@ def copy_target(out: Path, stored: StoredDocuments) -> dict[str, dict[str, Any]]
     """Copy the files of the target, and return their records."""
     names = [name for name in stored.manifest.raw["files"] if name.startswith("target/")]
     for name in names:
+        if stored.dataset.mirror is not None:
+            stored.dataset.mirror.ensure(name)
         source = checked_file(stored.dataset.path, name, stored.manifest)
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         if name == _HEAD:

@@ -206,3 +206,20 @@ def test_size_categories(data):
     found = [size_category(n) for n in (1, 999, 1000, 10**6, 10**9, 10**10)]
     assert found == ["n<1K", "n<1K", "1K<n<10K", "1M<n<10M", "n>1B", "n>1B"]
     assert hub_card(HiddenStatesDataset(data).manifest, "a/b").count("---\n") == 2
+
+
+def test_a_push_of_some_layers(server, data, tmp_path, capsys):
+    layer = str(HiddenStatesDataset(data).manifest.layers[0])
+    before = sorted(p.name for p in data.parent.iterdir())
+    assert cli.main(["push", str(data), REPO, "--layers", layer, "--dry-run"]) == 0
+    assert not server.commits and "nothing was uploaded" in capsys.readouterr().out
+    assert cli.main(["push", str(data), REPO, "--layers", layer]) == 0
+    assert sorted(p.name for p in data.parent.iterdir()) == before
+    pull(PullConfig(repo=REPO, out=str(tmp_path / "back")))
+    assert (
+        cli.main(["drop-columns", str(data), "--out", str(tmp_path / "own"), "--layers", layer])
+        == 0
+    )
+    assert digests(tmp_path / "back") == digests(tmp_path / "own")
+    with pytest.raises(ConfigError, match="one of them, not both"):
+        PushConfig(data=str(data), repo=REPO, layers="1", for_draft="eagle3")

@@ -6,11 +6,16 @@ from urllib.parse import parse_qs
 
 import pytest
 import torch
-from huggingface_hub import HfFileSystem, constants
+from huggingface_hub import HfApi, HfFileSystem, constants
 
+from spec_data.cli import main
+from spec_data.hub.pull import pull
+from spec_data.hub_options import PullConfig
+from spec_data.shards.errors import ConfigError
 from spec_data.shards.reader import HiddenStatesDataset
 from tests.factory import tiny_dataset
 from tests.spec_data.hub.hub_server import HubServer, _Handler, _oid
+from tests.spec_data.runs import digests, run, save_target, write_corpus
 
 
 class _Ranged(_Handler):
@@ -71,3 +76,31 @@ def test_a_dataset_on_the_hub_is_read(server, tmp_path, monkeypatch):
     for index in range(len(here)):
         assert torch.equal(here[index]["hidden.L1"], there[index]["hidden.L1"])
     assert any(name.startswith("shards/unit-00001.arrow ") for name in server.downloads)
+
+
+def test_pull_of_some_layers_fetches_their_bytes_alone(server, tmp_path, monkeypatch, capsys):
+    """What it writes is, byte for byte, what drop-columns writes of a local copy."""
+    monkeypatch.setattr("spec_data.shards.hollow._MESSAGE", 512)
+    monkeypatch.setattr("spec_data.hub.pull.hub", lambda: HfApi(server.url, token="t"))
+    target = save_target(tmp_path / "target")
+    corpus = write_corpus(tmp_path / "chats.jsonl", 12)
+    local = tmp_path / "data"
+    run(target, corpus, local, codec="lm4c", max_shard_size="20KB")
+    files = {str(p.relative_to(local)): p.read_bytes() for p in local.rglob("*") if p.is_file()}
+    server.commits["me/tiny"] = [files]
+    layer = str(HiddenStatesDataset(local).manifest.layers[1])
+    options = ["--layers", layer, "--final", "supervised"]
+    assert main(["drop-columns", str(local), "--out", str(tmp_path / "here"), *options]) == 0
+    place = str(tmp_path / "there")
+    assert main(["pull", "me/tiny", place, *options, "--dry-run"]) == 0
+    assert "nothing was downloaded" in capsys.readouterr().out
+    server.downloads.clear()
+    assert main(["pull", "me/tiny", place, *options]) == 0
+    assert "12 documents" in capsys.readouterr().out
+    assert digests(tmp_path / "there") == digests(tmp_path / "here")
+    shards = {name: len(data) for name, data in files.items() if name.startswith("shards/")}
+    assert len(shards) > 1
+    for name, size in shards.items():  # by ranges, never as a whole
+        assert name not in server.downloads and f"{name} {size}" not in server.downloads
+    with pytest.raises(ConfigError, match="another dataset"):
+        pull(PullConfig(repo="me/tiny", out=place, layers=layer))
