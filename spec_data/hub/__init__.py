@@ -5,5 +5,5 @@ documents without states, for its viewer (`viewer_rows`). manifest.json goes up 
 down last, so what has a manifest is complete.
 
 May import: spec_data.hub_options, spec_data.models, spec_data.paths, spec_data.progress,
-spec_data.shards, spec_data.view_options, spec_data.views.
+spec_data.shards, spec_data.views.
 """
