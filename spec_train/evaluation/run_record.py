@@ -7,8 +7,11 @@ from typing import Any
 
 from spec_data.config import differing_fields
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
+from spec_data.shards.files import MANIFEST
 from spec_data.shards.identity import identity_of
+from spec_data.shards.mirror import open_mirror
 from spec_data.shards.schema import Manifest
+from spec_data.shards.urls import normal_url, scheme_of
 from spec_train.data.splits import Rules
 from spec_train.data_option import parse_sources
 from spec_train.training.stored import read_run_json
@@ -64,7 +67,17 @@ def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
         ) from None
     found["identity"] = None
     try:
-        found["identity"] = identity_of(Manifest.read(found["data"] / "manifest.json"))
-    except (MissingError, DatasetError):
-        log.info("%s: training data not found", found["data"])
+        found["identity"] = identity_of(_manifest(found["data"]))
+    except (MissingError, DatasetError, ConfigError, RunError) as error:
+        log.info("training data not found: %s", error)
     return found
+
+
+def _manifest(data: Path) -> Manifest:
+    """Read the manifest of a dataset: a directory, or the path of a URL as a run records it.
+
+    Raises:
+        MissingError, DatasetError: there is none. ConfigError, RunError: the storage refuses.
+    """
+    mirror = open_mirror(normal_url(data)) if scheme_of(data) else None
+    return Manifest.read((mirror.directory if mirror else data) / MANIFEST)

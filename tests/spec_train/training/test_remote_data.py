@@ -3,6 +3,7 @@
 import json
 import logging
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from spec_train.data.fetch_ahead import FetchAhead, is_remote
 from spec_train.data.mixture import open_documents
 from spec_train.data_option import parse_source, parse_sources
 from spec_train.evaluation.report import measure
+from spec_train.evaluation.run_record import read_run
 from spec_train.options import EvalConfig
 from spec_train.training.bandwidth import log_bandwidth
 from tests.remote_tools import forget_memory, put_in_memory
@@ -42,6 +44,8 @@ def test_a_run_on_remote_data_has_the_same_bits(remote, data, config, tmp_path, 
     weights = [tmp_path / name / "last" / "model.safetensors" for name in ("run", "there")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert json.loads((tmp_path / "there" / "fit.json").read_text())["data"] == remote
+    runs = [read_run(Path(out), Path(out) / "best") for out in (config.out, there.out)]
+    assert runs[0]["identity"] and runs[0]["identity"] == runs[1]["identity"]
     figures = [
         measure(EvalConfig(draft=there.out, data=place, device="cpu", limit=6))["data"]
         for place in (str(data), remote)
