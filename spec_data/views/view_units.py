@@ -35,7 +35,7 @@ class Part:
         """Whether a shard of the dataset can be a shard of the view as it is."""
         own = schema_of(self.stored.manifest)
         same = own.equals(arrow_schema(self.change.columns), check_metadata=True)
-        return same and self.change.mask is None
+        return same and self.change.mask is None and self.stored.dataset.mirror is None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,13 +64,18 @@ def test_buffers_and_projections_read_both_files(wide):
             assert torch.equal(out[name], row[name]) and torch.equal(few[index][name], row[name])
 
 
-def test_remote_readers_see_one_dataset(wide, tmp_path, monkeypatch):
+def test_remote_readers_see_one_dataset(wide, plain, tmp_path, monkeypatch):
     monkeypatch.setenv("SPEC_DATA_CACHE", str(tmp_path / "cache"))
     put_in_memory(wide, "memory://wide/data")
     try:
         remote = HiddenStatesDataset("memory://wide/data")
         for own, other in zip(documents_of(wide), remote, strict=True):
             assert all(torch.equal(own[n], other[n]) for n in own if n.startswith("hidden."))
+        config = DropColumnsConfig(
+            data="memory://wide/data", out=str(tmp_path / "few"), layers="0,4"
+        )
+        write_view(tmp_path / "few", plan_drop_columns(config))  # no shard can be linked
+        assert_same_documents(tmp_path / "few", documents_of(plain))
         remote.fetch_ahead(3, ["hidden.L1", "hidden.L4"])
         found = examine(VerifyConfig(data="memory://wide/data", samples=2, device="cpu"))
         assert not found.failures, found.text()
