@@ -68,6 +68,11 @@ def main() -> None:
         f"figures  {out / 'run.json'}, {out / 'untrained.json'}, "
         f"{out / 'run' / 'metrics.jsonl'}"
     )
+    pages = [
+        page for name in ("report.html", "eval.html") if (page := out / "run" / name).is_file()
+    ]
+    if pages:
+        print(f"look at  {', '.join(map(str, pages))}: open them in a browser")
 
 
 if __name__ == "__main__":
