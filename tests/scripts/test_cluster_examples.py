@@ -51,7 +51,7 @@ def test_the_job_of_kubernetes_parses_and_counts_its_pods():
 
 def test_the_page_names_flags_that_exist_and_every_example():
     page = (DOCS / "clusters.md").read_text()
-    for file in (path for path in (DOCS / "examples").iterdir() if path.is_file()):
+    for file in (*SCRIPTS, *(DOCS / "examples").glob("*.yaml")):
         assert f"(examples/{file.name})" in page
     known = set()
     for parser in build_parser()._subparsers._group_actions[0].choices.values():

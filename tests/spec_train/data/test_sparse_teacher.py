@@ -141,8 +141,8 @@ def test_a_release_that_knows_no_sparse_teacher_refuses_by_version(sparse, monke
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format_version": "1.1"}, r"format_version is 1\.1, but `teacher` makes 1\.2"),
-        ({"teacher": "all"}, r"format_version is 1\.2, but `teacher` makes 1\.1"),
+        ({"format_version": "1.1"}, r"format_version is 1\.1, but its columns make 1\.2"),
+        ({"teacher": "all"}, r"format_version is 1\.2, but its columns make 1\.1"),
         ({"teacher": "some"}, 'teacher is \'some\', expected "all" or "supervised"'),
         ({"teacher": "all", "format_version": "1.1"}, "target_argmax with codec int32"),
     ],
