@@ -22,7 +22,6 @@ from spec_data.conversion.stored_samples import BEFORE, Layout, SampleStates
 from spec_data.corpus.bad_rows import BadRow
 from spec_data.generation.plan import Plan
 from spec_data.shards.errors import DatasetError, RunError
-from spec_data.shards.head_spec import HeadSpec
 from spec_data.shards.position_data import Positions
 from spec_data.target.backend import States
 from spec_data.target.forward_batch import ForwardBatch
@@ -31,6 +30,7 @@ from spec_data.target.mask_forms import REQUESTS
 from spec_data.target.model import Target
 from spec_data.target.proofs import FLOOR, IsolationProof
 from spec_data.target.skeleton import load_skeleton, run_from
+from spec_data.target.skeleton_facts import SkeletonFacts
 
 _BEGINNING = 16  # tokens by which the document of a shorter one is looked for
 
@@ -64,7 +64,7 @@ class Head:
         return run_from(self.model, ids.to(states.device), blocks - 1, states, None)
 
 
-class StoredBackend:
+class StoredBackend(SkeletonFacts):
     """A `backend.TargetBackend` whose states were stored by another tool."""
 
     def __init__(
@@ -78,7 +78,8 @@ class StoredBackend:
             head: of the target.
             facts: what the manifest records of the conversion.
         """
-        self._layout, self._head, self._rest = layout, head, head.backend
+        super().__init__(head.backend)
+        self._layout, self._head = layout, head
         self._samples, self._facts, self._plan = samples, facts, plan
         self._order = np.argsort(layout.conventions.layers)  # of the chunks, ascending
         self._known: dict[bytes, int] = {}
@@ -92,36 +93,6 @@ class StoredBackend:
         """Return the token ids int32 [T] of a planned document."""
         bounds = self._plan.documents.offsets
         return self._plan.documents.tokens["input_ids"][bounds[number] : bounds[number + 1]]
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The captured layer ids, ascending."""
-        return self._rest.layers
-
-    @property
-    def num_layers(self) -> int:
-        """The number of decoder blocks."""
-        return self._rest.num_layers
-
-    @property
-    def head(self) -> HeadSpec:
-        """The LM head as data."""
-        return self._rest.head
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the states."""
-        return self._rest.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the states and logits."""
-        return self._rest.device
-
-    @property
-    def architecture(self) -> str:
-        """The name of the model's class in transformers."""
-        return self._rest.architecture
 
     def describe(self) -> dict[str, Any]:
         """Return what the manifest records; `converted` names the tool and the evidence."""

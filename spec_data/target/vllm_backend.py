@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from spec_data.devices import DTYPES, usable_device
@@ -18,7 +17,6 @@ from spec_data.models.quantisation import quantisation_of
 from spec_data.models.reading import load_config, text_config
 from spec_data.models.resolve import resolve_model
 from spec_data.shards.errors import ConfigError, TargetError
-from spec_data.shards.head_spec import HeadSpec
 from spec_data.shards.layer_ids import choose_layers
 from spec_data.shards.position_data import Positions
 from spec_data.target.backend import BackendOptions, States
@@ -29,6 +27,7 @@ from spec_data.target.mask_forms import REQUESTS, ROWS, SINGLE
 from spec_data.target.model import Target
 from spec_data.target.proofs import FLOOR, HEAD_TOLERANCE, IsolationProof
 from spec_data.target.skeleton import load_skeleton
+from spec_data.target.skeleton_facts import SkeletonFacts
 from spec_data.target.vllm_engine import Engine, joined, vllm_version
 
 log = logging.getLogger(__name__)
@@ -36,12 +35,13 @@ log = logging.getLogger(__name__)
 _BATCH_TOKENS = 8192  # of a forward, if nobody says otherwise
 
 
-class VLLMBackend:
+class VLLMBackend(SkeletonFacts):
     """A target in vLLM, see `backend.TargetBackend`."""
 
     def __init__(self, engine: Engine, rest: HFBackend, options: BackendOptions) -> None:
         """Join an engine with a skeleton of the same target (`rest`)."""
-        self._engine, self._rest, self._options = engine, rest, options
+        super().__init__(rest)
+        self._engine, self._options = engine, options
         self._proof: dict[str, float] = {}
         directory, _ = resolve_model(str(options.path))
         self._quantised = quantisation_of(load_config(directory, options.trust_remote_code))
@@ -83,36 +83,6 @@ class VLLMBackend:
         if engine.facts["blocks"] != rest.num_layers:
             raise TargetError(f"vLLM runs {engine.facts['blocks']} decoder blocks of {path}")
         return cls(engine, rest, options)
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The captured layer ids, ascending."""
-        return self._rest.layers
-
-    @property
-    def num_layers(self) -> int:
-        """The number of decoder blocks."""
-        return self._rest.num_layers
-
-    @property
-    def head(self) -> HeadSpec:
-        """The LM head as data."""
-        return self._rest.head
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the states."""
-        return self._rest.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the states and logits."""
-        return self._rest.device
-
-    @property
-    def architecture(self) -> str:
-        """The name of the model's class in transformers."""
-        return self._rest.architecture
 
     def describe(self) -> dict[str, Any]:
         """Return what the manifest records; `state_proof` once `prove` was called."""
