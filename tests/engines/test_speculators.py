@@ -148,7 +148,7 @@ def test_block_drafts(place: Path, tmp_path: Path, kind: str, options: dict[str,
         context = ours.context(aux[:, :anchor], torch.arange(anchor)[None])
         block = torch.tensor([[int(tokens[0, anchor]), 2, 2, 2]])
         positions = anchor + torch.arange(4)[None]
-        states = ours.forward_blocks(block, positions, context, attend_all)
+        states = ours.forward_blocks(block, positions, context, [attend_all] * len(context))
         close(hidden, states, terms=network(4))
         head = TargetHead.from_dataset(place / "data")
         mine = states @ ours.head_rows(head).T
