@@ -11,7 +11,14 @@ from spec_data.shards.errors import ConfigError, MissingError
 from spec_train.reports.acceptance_sections import acceptance_sections, forecast_section
 from spec_train.reports.names import short_names
 from spec_train.reports.run_sections import run_sections
-from spec_train.reports.stored_figures import Measured, Run, is_run, read_evaluation, read_run
+from spec_train.reports.stored_figures import (
+    ON_DATASET,
+    Measured,
+    Run,
+    is_run,
+    read_evaluation,
+    read_run,
+)
 
 PAGE = "report.html"
 
@@ -28,7 +35,9 @@ def report_page(runs: Sequence[Run], found: Sequence[Measured]) -> Page:
         *acceptance_sections(found),
         *forecast_section(runs, found),
     ]
-    names = [run.name for run in runs] or list(dict.fromkeys(one.name for one in found))
+    names = [run.name for run in runs] or list(
+        dict.fromkeys(one.name.removesuffix(ON_DATASET) for one in found)
+    )
     if len(names) > 1:
         title = f"{names[0]} and {len(names) - 1} more" if len(names) > 3 else ", ".join(names)
     else:

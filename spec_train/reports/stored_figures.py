@@ -14,6 +14,8 @@ from spec_data.shards.errors import ConfigError, MissingError, RunError
 from spec_train.training.stored import read_run_json
 
 METRICS, OPTIONS = "metrics.jsonl", "fit.json"
+ON_DATASET = ", dataset"
+"""Ends the name of the simulated figures of an evaluation that has real ones too."""
 
 Point = tuple[float, float | None]
 
@@ -222,7 +224,7 @@ def evaluation_of(raw: Any, place: str, name: str) -> list[Measured]:
             )
             found.append(_sound(real))
         if "data" in raw:
-            both = f"{name}, dataset" if found else name
+            both = f"{name}{ON_DATASET}" if found else name
             found.append(_on_data(raw["data"], both, () if found else warnings))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(

@@ -160,6 +160,7 @@ def test_evaluations_are_shown_with_sources_positions_and_responses(tmp_path):
     (tmp_path / "both.json").write_text(json.dumps(figures))
     file = write_report([tmp_path / "both.json"])
     assert file == tmp_path / "both.html"
+    assert read_page_data(file)["title"] == "both.json"
     parts = parts_of(file)
     rows = parts["Evaluations"]["rows"]
     assert rows[0][0] == "both.json" and rows[0][3:7] == [2.5, 2.25, 2.75, 40]
