@@ -109,8 +109,8 @@ examples:
       someone else's draft as a checkpoint of spec-train, for `eval` and `fit --init-from`"""
 
 DOCTOR_HELP = """\
-Why is this draft not accepted? Run every check that a draft, a dataset and a target can decide,
-whoever made them. With --data, the draft is tried under its declared convention and under each
+Why is this draft not accepted? Run the checks that the given draft, dataset and target can decide,
+for drafts of any trainer. With --data, the draft is tried under its declared convention and each
 neighbouring one (layer ids, order, shifts, norms, rope, slots, vocabulary map), on the same
 documents: one that fits clearly better is what it was trained with. Every finding comes with its
 evidence and what to do; a check that cannot be decided says what to give. Exit code 1 with

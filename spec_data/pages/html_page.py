@@ -31,7 +31,7 @@ _ESCAPES = {
 
 
 def safe_json(value: Any) -> str:
-    """Return JSON that may stand inside a script element, whatever the texts in it are.
+    """Return JSON that is safe inside a script element; its texts may contain markup.
 
     Args:
         value: plain values; numbers that are not finite become null.

@@ -43,7 +43,7 @@ def affordable(found: np.ndarray, costs: np.ndarray, most: float) -> np.ndarray:
         found: numbers of documents, int64 [n]. costs: of every document, [D]. most: a sum.
 
     Returns:
-        Some of `found` in their order; at least one of them, whatever it costs.
+        Some of `found` in their order; at least one of them, also if it exceeds the limit.
     """
     taken = found
     while len(taken) > 1 and float(costs[taken].sum()) > most:

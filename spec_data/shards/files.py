@@ -34,7 +34,7 @@ def temporary_files(directory: Path) -> list[Path]:
     """Return the files below a directory whose names `temporary_name` made, sorted.
 
     Where no process writes, they are left by killed ones. Files of other programs are not among
-    them, whatever directory it is.
+    them.
     """
     found = directory.rglob(".*.tmp")
     return sorted(path for path in found if _TEMPORARY.fullmatch(path.name) and path.is_file())

@@ -122,7 +122,7 @@ def _unsealed(directory: Path) -> Iterator[Leftover]:
 
 
 def _finished(directory: Path, shard: Path) -> bool:
-    """Return whether a record of a finished unit names a shard, whatever else it says."""
+    """Return whether a shard has a readable record of a finished unit."""
     for work in (WORK, VIEW_WORK):
         file = directory / work / f"{shard.stem}.json"
         try:
