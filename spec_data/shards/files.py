@@ -17,7 +17,7 @@ MANIFEST = "manifest.json"
 """Name of the file that makes a directory a dataset."""
 _READ_AT_ONCE = 1 << 20  # bytes
 
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]+\.tmp", re.DOTALL)
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp", re.DOTALL)
 
 
 def unit_name(unit: int) -> str:

@@ -30,7 +30,7 @@ class Killed(RayReplica):
             from spec_data.generation import unit_records
 
             def half(path, *_):
-                path.with_name(f".{path.name}.0123.tmp").write_bytes(b"half of a shard")
+                path.with_name(f".{path.name}.012345678901.tmp").write_bytes(b"half of a shard")
                 marker.write_text(str(os.getpid()))
                 os.kill(os.getpid(), signal.SIGKILL)
 

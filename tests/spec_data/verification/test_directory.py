@@ -59,11 +59,11 @@ def test_unlisted_files_are_named(data):
     (data / ".cache" / "huggingface").mkdir(parents=True)
     (data / ".cache" / "huggingface" / "a.lock").write_text("")
     (data / ".cache" / "b").write_text("")
-    (data / "shards" / ".unit-00000.arrow.0a1b2c.tmp").write_text("")
+    (data / "shards" / ".unit-00000.arrow.0a1b2c3d4e5f.tmp").write_text("")
     result = found(data)
     assert not result.failures
     assert [w.split(" that")[0] for w in result.warnings] == [
-        "shards/.unit-00000.arrow.0a1b2c.tmp: left by a process",
+        "shards/.unit-00000.arrow.0a1b2c3d4e5f.tmp: left by a process",
         ".cache/: 2 files",
         "notes.txt: a file",
     ]

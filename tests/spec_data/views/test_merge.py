@@ -234,8 +234,8 @@ def test_append_refuses_what_would_change_its_shards(data, sparse, tmp_path):
 def test_gc_deletes_what_nothing_needs_and_nothing_else(data, tmp_path):
     path = tmp_path / "set"
     shutil.copytree(data, path)
-    planted = [path / n for n in (".index.arrow.ab.tmp", "shards/unit-00099.arrow")]
-    planted += [path / "target/.config.json.ab.tmp", path / ".generate/plan.json"]
+    planted = [path / n for n in (".index.arrow.ab0123456789.tmp", "shards/unit-00099.arrow")]
+    planted += [path / "target/.config.json.ab0123456789.tmp", path / ".generate/plan.json"]
     (path / ".generate").mkdir()
     for file in planted:
         file.write_bytes(b"left")
@@ -285,7 +285,7 @@ def test_commands_take_directories_and_say_the_next_one(data, other, tmp_path, c
     assert "unchanged    2" in capsys.readouterr().out
     assert cli.main(["append", str(grown), str(data)]) == 0
     assert "nothing is new" in capsys.readouterr().out
-    (grown / ".index.arrow.12.tmp").write_bytes(b"half")
+    (grown / ".index.arrow.120123456789.tmp").write_bytes(b"half")
     assert cli.main(["gc", str(grown)]) == 0
     found = capsys.readouterr()
     assert "1 leftovers, 4 bytes" in found.out and "--yes" in found.out + found.err

@@ -269,7 +269,7 @@ def test_a_killed_view_resumes_to_the_same_bytes(data, tmp_path, monkeypatch):
             assert not (out / MANIFEST).is_file()
         else:
             break
-        (out / "shards" / ".unit-00000.arrow.abc.tmp").write_bytes(b"half")
+        (out / "shards" / ".unit-00000.arrow.abc012345678.tmp").write_bytes(b"half")
         write.left = 99
         if allowed == 2:
             with pytest.raises(ConfigError, match="other options"):
