@@ -10,8 +10,9 @@ def prompts_option(group: str) -> str | None:
         None,
         help="what --target is asked: files, directories or datasets in any format of `spec-data "
         "generate --corpus`, with commas between them; answers are left out, and rows may also "
-        "have prompt alone or turns. Named sets of the Hub: mt-bench, humaneval, gsm8k, math-500. "
-        "Every set and every `category` of a file has figures of its own",
+        "have prompt alone or turns. Named sets of the Hub: mt-bench, humaneval, mbpp, gsm8k, "
+        "math-500, spec-bench, speculators, speed-bench. Every set, every part of one and every "
+        "`category` of a file has figures of its own",
         group=group,
         metavar="PATH[,PATH]",
     )

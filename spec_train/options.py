@@ -204,7 +204,8 @@ class EvalConfig:
     max_new_tokens: int = option(256, help="longest response, in tokens", group=_DECODING)
     limit: int = option(
         0,
-        help="use only the first N prompts and the first N documents; 0 = all",
+        help="use only the first N prompts of each source or part of a named set, and the first N "
+        "documents; 0 = all",
         group=_MEASURED,
         metavar="N",
     )

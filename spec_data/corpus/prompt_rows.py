@@ -3,7 +3,11 @@
 `spec-train eval` reads its prompts here, with the code that reads a corpus: a prompt that is read
 in another way is rendered in another way, and acceptance falls without an error. Rows may hold a
 question alone: `prompt` (a string or messages), or `turns`, the user messages of MT-bench, which
-are sent one after the other.
+are sent one after the other, each after the answer to the one before. Messages of the user alone
+are such turns too: that is how SPEED-Bench is written by its own script.
+
+SPEED-Bench on the Hub has a notice in place of questions that it may not redistribute. Such a row
+is bad: the target would answer the notice.
 """
 
 from dataclasses import replace
@@ -11,6 +15,8 @@ from typing import Any
 
 from spec_data.corpus.bad_rows import BadRow
 from spec_data.corpus.records import Record, checked_row, foreseen, record_of
+
+_NOTICE = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"  # of SPEED-Bench
 
 PROMPT_FORMATS = (
     *("messages", "conversations", "turns", "prompt", "instruction", "input_ids", "text"),
@@ -21,12 +27,13 @@ PROMPT_FORMATS = (
 def parse_prompt(row: Any, *, source: str, where: str, arrow: bool = False) -> tuple[str, Record]:
     """Return (format name, Record) of one row of prompts; the arguments are those of `parse_row`.
 
-    Answers at the end of the messages are dropped. Of `input_ids` the tokens before the first
-    supervised one remain, or all if there is none before it. A row with a string as `prompt` is of
-    kind "prompt" and has one user message.
+    Answers at the end of the messages are dropped. Several messages, all of the user, are turns:
+    the first one is the prompt, the others follow its answer. Of `input_ids` the tokens before the
+    first supervised one remain, or all if there is none before it. A row with a string as `prompt`
+    is of kind "prompt" and has one user message.
 
     Raises:
-        BadRow: the row has no known format, is broken, or asks nothing.
+        BadRow: the row has no known format, is broken, asks nothing, or has SPEED-Bench's notice.
     """
     kind = None
     if isinstance(row, dict):
@@ -34,14 +41,38 @@ def parse_prompt(row: Any, *, source: str, where: str, arrow: bool = False) -> t
     row = checked_row(row, kind, PROMPT_FORMATS, arrow)
     record = record_of(str(kind), row, source=source, where=where)
     if record.messages is not None:
-        if kind == "prompt" and not isinstance(row["prompt"], str):
+        if kind in ("messages", "conversations"):
+            record = _in_turns(record)
+        elif kind == "prompt" and not isinstance(row["prompt"], str):
             kind = "messages"
-        record = replace(record, messages=_asked(record.messages), kind=str(kind))
+        record = replace(record, messages=_asked(record.messages or []), kind=str(kind))
+        _refuse_notice(record)
     elif record.input_ids is not None:
         mask = record.loss_mask or []
         end = mask.index(1) if 1 in mask else 0
         record = replace(record, input_ids=record.input_ids[: end or None], loss_mask=None)
     return str(kind), record
+
+
+def _in_turns(record: Record) -> Record:
+    """Return a record of user messages alone as the first one, with the others as follow-ups.
+
+    A row with an answer stays as it is: its document has no answers between those messages.
+    """
+    messages = record.messages or []
+    texts = [m["content"] for m in messages if m["role"] == "user"]
+    if len(texts) < 2 or len(texts) < len(messages):
+        return record
+    return replace(record, messages=messages[:1], follow_ups=tuple(texts[1:]))
+
+
+def _refuse_notice(record: Record) -> None:
+    asked = [*(m.get("content") or "" for m in record.messages or ()), *record.follow_ups]
+    if any(_NOTICE in text for text in asked):
+        raise BadRow(
+            "a notice of SPEED-Bench in place of the question; NVIDIA's prepare_data.py "
+            "(Model-Optimizer, examples/specdec_bench) writes a file with all questions"
+        )
 
 
 def _asked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

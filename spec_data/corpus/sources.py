@@ -14,12 +14,12 @@ set, so such files are left out by default, and `notes` names each of them.
 import os
 import re
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import datasets
 import pyarrow.parquet as pq
-from huggingface_hub import metadata_load
+from huggingface_hub import hf_hub_download, metadata_load
 
 from spec_data.corpus.arrow_rows import (
     dataset_rows,
@@ -52,6 +52,7 @@ SUFFIXES = {
 _SPLITS = {"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval"}
 MAX_ROW_BYTES = 8_000_000  # tokenising takes up to 250 times as many bytes of memory
 _METADATA = {"dataset_info.json", "dataset_infos.json", "config.json"}
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,8 @@ def resolve(
     """Return the files and datasets behind one source string, and check that they exist.
 
     Args:
-        name: a file, a directory, or a Hub dataset (NAME, NAME:CONFIG, NAME@SPLIT).
+        name: a file, a directory, a Hub dataset (NAME, NAME:CONFIG, NAME@SPLIT), or one file of a
+            Hub dataset (NAME:FILE).
         split: the split to read, unless `name` has one.
         notes: receives one line per file that is left out.
         max_row_bytes: a row of more bytes is a bad row and is never held in memory.
@@ -110,9 +112,11 @@ def resolve(
         if any((directory / n).is_file() for n in ("state.json", "dataset_dict.json")):
             return [_saved_dataset(name, directory, split, max_row_bytes)]
         return _directory(directory, split, notes, max_row_bytes)
+    hub, _, config = base.partition(":")
+    if _HUB_NAME.fullmatch(hub) and _suffix(Path(config)) in SUFFIXES:
+        return [_hub_file(name, hub, config, named_split, max_row_bytes)]
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or _suffix(path) in SUFFIXES:
         raise MissingError(f"corpus {name}: no such file or directory")
-    hub, _, config = base.partition(":")
     return [_hub_dataset(name, hub, config or None, named_split or split, max_row_bytes)]
 
 
@@ -223,6 +227,20 @@ def _saved_dataset(name: str, path: Path, split: str, limit: int) -> Source:
 
 def _last_name(path: Path) -> str:
     return path.name if path.name not in ("", "..") else path.resolve().name
+
+
+def _hub_file(name: str, hub: str, file: str, split: str, limit: int) -> Source:
+    """Return the source of one file of a Hub dataset, which is downloaded to the Hub's cache."""
+    if split:
+        raise CorpusError(f"corpus {name}: a file has no splits; leave out @{split}")
+    try:
+        path = Path(hf_hub_download(hub, file, repo_type="dataset"))
+    except Exception as error:  # the library raises a different class for each cause
+        raise CorpusError(
+            f"corpus {name}: no such file or directory, and loading {file} of the HF dataset {hub} "
+            f"failed: {error}"
+        ) from error
+    return replace(_file_source(name, path, path.parent, limit), name=name)
 
 
 def _hub_dataset(name: str, hub: str, config: str | None, split: str, limit: int) -> Source:

@@ -7,6 +7,7 @@ cannot shrink unnoticed, and too many bad rows are an error (`--max-bad-rows`).
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,7 +82,8 @@ def read_prompts(
         source: paths or Hub names, as `spec-data generate --corpus` takes them, or names of
             `prompt_sets`, with commas between them. The split is "test" unless one has an `@split`.
         template: renders the prompts.
-        limit: how many prompts of each source, at most.
+        limit: how many prompts of each source, or of each category of a named set that has them,
+            at most.
         max_bad_rows: how many rows may be left out: "auto", a count or a share.
 
     Raises:
@@ -97,13 +99,13 @@ def read_prompts(
         try:
             reader = CorpusReader(
                 [part.place],
-                limit=limit or None,
+                limit=None if part.limit_per_set else limit or None,
                 split="test",
                 max_bad_rows=bad,
                 parse=parse,
                 more_columns=part.columns,
             )
-            parts.append(_rendered(reader, template, groups))
+            parts.append(_rendered(reader, template, groups, limit if part.limit_per_set else 0))
         except (MissingError, CorpusError) as error:
             raise type(error)(f"--prompts {str(error).removeprefix('corpus ')}") from error
     return Prompts(
@@ -115,9 +117,15 @@ def read_prompts(
     )
 
 
-def _rendered(reader: CorpusReader, template: Template, groups: dict[str, str]) -> Prompts:
+def _rendered(
+    reader: CorpusReader, template: Template, groups: dict[str, str], limit_per_set: int
+) -> Prompts:
     found: list[Prompt] = []
+    taken: Counter[str] = Counter()
     for record in reader:
+        taken[groups[record.where]] += 1
+        if 0 < limit_per_set < taken[groups[record.where]]:
+            continue
         try:
             found.append(Prompt(record=record, ids=prompt_ids(record, template)))
         except RenderError as error:

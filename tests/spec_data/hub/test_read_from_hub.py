@@ -1,5 +1,6 @@
 """hf://datasets/...: a dataset on the Hub is read by ranges, through the Hub's own file system."""
 
+import hashlib
 import json
 import re
 from urllib.parse import parse_qs
@@ -9,9 +10,10 @@ import torch
 from huggingface_hub import HfApi, HfFileSystem, constants
 
 from spec_data.cli import main
+from spec_data.corpus.record_reader import CorpusReader
 from spec_data.hub.pull import pull
 from spec_data.hub_options import PullConfig
-from spec_data.shards.errors import ConfigError
+from spec_data.shards.errors import ConfigError, CorpusError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset
 from tests.factory import tiny_dataset
 from tests.spec_data.hub.hub_server import HubServer, _Handler, _oid
@@ -76,6 +78,24 @@ def test_a_dataset_on_the_hub_is_read(server, tmp_path, monkeypatch):
     for index in range(len(here)):
         assert torch.equal(here[index]["hidden.L1"], there[index]["hidden.L1"])
     assert any(name.startswith("shards/unit-00001.arrow ") for name in server.downloads)
+
+
+def test_one_file_of_a_dataset_is_a_corpus(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    line = json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode()
+    server.commits["me/sets"] = [{"qa.jsonl": line + b"\n", "train/rag.jsonl": line * 2}]
+    reader = CorpusReader(["me/sets:qa.jsonl"], split="test")
+    (record,) = reader
+    assert (record.source, record.where) == ("me/sets:qa.jsonl", "me/sets:qa.jsonl:1")
+    assert reader.reports[0].sha256 == hashlib.sha256(line + b"\n").hexdigest()
+    assert server.downloads == ["qa.jsonl"]
+    with pytest.raises(CorpusError, match=r"two\.jsonl of the HF dataset me/sets failed"):
+        CorpusReader(["me/sets:two.jsonl"])
+    with pytest.raises(CorpusError, match="leave out @test"):
+        CorpusReader(["me/sets:qa.jsonl@test"])
+    for name in ("me:qa.jsonl", "a/me/sets:qa.jsonl", "./sets:qa.jsonl", "me/qa.jsonl"):
+        with pytest.raises(MissingError, match="no such file or directory"):
+            CorpusReader([name])
 
 
 def test_pull_of_some_layers_fetches_their_bytes_alone(server, tmp_path, monkeypatch, capsys):

@@ -14,7 +14,6 @@ from spec_train.benchmark_options import draft_depths
 from spec_train.decoding import chains, stopwatch
 from spec_train.decoding.chains import Generation, Request, Round, decode_speculative
 from spec_train.evaluation.eval_table import table
-from spec_train.evaluation.prompt_sets import SETS
 from spec_train.evaluation.prompts import read_prompts
 from spec_train.evaluation.report import _parted, run_eval
 from spec_train.evaluation.speed_model import Times, modelled_speedup
@@ -26,43 +25,129 @@ from tests.spec_train.evaluation.tools import COLUMNS, config_of
 target, prompts, trained, workplace = tools.target, tools.prompts, tools.trained, tools.workplace
 tokenizer = test_prompts.tokenizer
 
-# the columns that the sets have on the Hub
+# the columns that the sets have on the Hub, by source
+SPEED = {"sub_category": "", "source": "", "src_id": "", "difficulty": "", "multiturn": True}
 LAYOUTS = {
-    "mt-bench": [
+    "HuggingFaceH4/mt_bench_prompts@train": [
         {"category": "writing", "prompt": ["a", "b"], "reference": [], "prompt_id": 1},
         {"category": "math", "prompt": ["c"], "reference": [], "prompt_id": 2},
     ],
-    "gsm8k": [{"question": "d", "answer": "e"}],
-    "humaneval": [
+    "openai/gsm8k:main@test": [{"question": "d", "answer": "e"}],
+    "openai/openai_humaneval@test": [
         {"task_id": "T/0", "prompt": "e", "canonical_solution": "", "test": "", "entry_point": "f"}
     ],
-    "math-500": [
+    "HuggingFaceH4/MATH-500@test": [
         {"problem": "b c", "solution": "", "answer": "", "subject": "", "level": 1, "unique_id": ""}
     ],
+    "google-research-datasets/mbpp:full@test": [
+        {"task_id": 11, "text": "c b", "code": "", "test_list": [""], "test_setup_code": ""}
+    ],
+    "nvidia/SPEED-Bench:qualitative@test": [
+        {"question_id": str(i), "category": part, "turns": turns, **SPEED}
+        for i, (part, turns) in enumerate(
+            [("coding", ["a"]), ("coding", ["b", "c", "d"]), ("coding", ["d"]), ("qa", ["e"])]
+        )
+    ],
 }
+FILES = ("HumanEval", "translation", "summarization", "qa", "math_reasoning", "rag")
+FILES = (*FILES, "question", "tool_call", "writing")
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The named sets as directories with the files of the Hub, in the working directory."""
-    for name, rows in LAYOUTS.items():
-        place, _, split = SETS[name].source.partition("@")
+    for source, rows in LAYOUTS.items():
+        place, _, split = source.partition("@")
         folder = tmp_path / place / "data"
         folder.mkdir(parents=True)
         pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}-00000-of-00001.parquet")
+    (tmp_path / "RedHatAI").mkdir()
+    for name in FILES:
+        file = tmp_path / "RedHatAI" / f"speculator_benchmarks:{name}.jsonl"
+        test_prompts.write(file, {"prompt": "a b"}, {"prompt": "b c"})
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def test_named_sets_become_prompts(hub, tokenizer):
-    found = read_prompts(",".join(LAYOUTS), Template(tokenizer, {}))
-    shown = [test_prompts.words(prompt.ids) for prompt in found]
-    asked = ["a", "c", "d", "e", "b c"]
-    assert shown == [f"<user> {text} <assistant>" for text in asked]
-    assert [prompt.record.follow_ups for prompt in found] == [("b",), (), (), (), ()]
-    names = [found.groups[prompt.where] for prompt in found]
-    assert names == ["mt-bench", "mt-bench", "gsm8k", "humaneval", "math-500"]
+def grouped(names: str, tokenizer, **options) -> list[tuple[str, str, tuple[str, ...]]]:
+    """The set of each prompt, what is sent first, and what follows the answers."""
+    found = read_prompts(names, Template(tokenizer, {}), **options)
     assert found.left_out == 0
+    shown = [test_prompts.words(prompt.ids).split(" ", 1)[1] for prompt in found]
+    return [
+        (found.groups[p.where], text.removesuffix(" <assistant>"), p.record.follow_ups)
+        for p, text in zip(found, shown, strict=True)
+    ]
+
+
+def test_named_sets_become_prompts(hub, tokenizer):
+    assert grouped("mt-bench,gsm8k,humaneval,math-500,mbpp,speed-bench", tokenizer) == [
+        ("mt-bench", "a", ("b",)),
+        ("mt-bench", "c", ()),
+        ("gsm8k", "d", ()),
+        ("humaneval", "e", ()),
+        ("math-500", "b c", ()),
+        ("mbpp", "c b", ()),
+        ("speed-bench: coding", "a", ()),
+        ("speed-bench: coding", "b", ("c", "d")),
+        ("speed-bench: coding", "d", ()),
+        ("speed-bench: qa", "e", ()),
+    ]
+
+
+def test_spec_bench_has_its_six_parts_and_speculators_its_nine_files(hub, tokenizer):
+    found = grouped("spec-bench", tokenizer, limit=1)
+    assert found[0] == ("spec-bench: mt_bench", "a", ("b",))
+    parts = ("translation", "summarization", "qa", "math_reasoning", "rag")
+    assert found[1:] == [(f"spec-bench: {part}", "a b", ()) for part in parts]
+    found = grouped("speculators", tokenizer)
+    assert {name for name, _, _ in found} == {f"speculators: {name}" for name in FILES}
+    assert len(found) == 2 * len(FILES)
+
+
+def test_the_limit_counts_each_category_of_speed_bench(hub, tokenizer):
+    """Its rows are in the order of the categories: the first ones are all of one."""
+    found = grouped("speed-bench", tokenizer, limit=1)
+    assert found == [("speed-bench: coding", "a", ()), ("speed-bench: qa", "e", ())]
+
+
+def test_two_sets_with_the_same_prompts_are_refused(hub, tokenizer):
+    for names in ("mt-bench,spec-bench", "spec-bench,speculators"):
+        with pytest.raises(ConfigError, match="both have the prompts of"):
+            read_prompts(names, Template(tokenizer, {}))
+
+
+NOTICE = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+
+
+@pytest.mark.parametrize("turns", [[NOTICE], ["a", f"{NOTICE}\n\n{{question}}"]])
+def test_questions_that_speed_bench_leaves_out_are_refused(hub, tokenizer, turns):
+    """The Hub has a notice in place of questions of other publishers."""
+    file = hub / "nvidia/SPEED-Bench:qualitative/data/test-00000-of-00001.parquet"
+    rows = LAYOUTS["nvidia/SPEED-Bench:qualitative@test"]
+    pq.write_table(pa.Table.from_pylist([*rows, rows[0] | {"turns": turns}]), file)
+    template = Template(tokenizer, {})
+    for names in ("speed-bench", "nvidia/SPEED-Bench:qualitative"):
+        with pytest.raises(CorpusError, match=r"notice of SPEED-Bench[^$]*prepare_data"):
+            read_prompts(names, template)
+    with pytest.raises(CorpusError, match="notice of SPEED-Bench"):
+        read_prompts("speed-bench", template, limit=1)
+    found = read_prompts("speed-bench", template, max_bad_rows="1")
+    assert (len(found), found.left_out) == (4, 1) and "prepare_data" in found.examples[0]
+
+
+def test_speed_bench_as_its_scripts_write_it(tmp_path, tokenizer):
+    """Turns as messages of the user alone (JSONL), or as on the Hub (Parquet)."""
+    rows = LAYOUTS["nvidia/SPEED-Bench:qualitative@test"]
+    said = [[{"role": "user", "content": text} for text in row["turns"]] for row in rows]
+    plain = [{k: v for k, v in row.items() if k != "turns"} for row in rows]
+    written = [row | {"messages": turns} for row, turns in zip(plain, said, strict=True)]
+    path = test_prompts.write(tmp_path / "qualitative.jsonl", *written)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "test.parquet")
+    one = grouped(path, tokenizer)
+    other = grouped(str(tmp_path / "test.parquet"), tokenizer)
+    assert one[1] == ("qualitative.jsonl: coding", "b", ("c", "d"))
+    assert [line[1:] for line in one] == [line[1:] for line in other]
 
 
 def test_a_set_of_other_columns_is_refused(hub, tokenizer):

@@ -208,6 +208,21 @@ def test_trailing_answers_are_dropped_and_history_is_kept(tmp_path, tokenizer):
     assert rendered(tokenizer, path) == ["<user> a <assistant> b <user> c <assistant>"] * 4
 
 
+def test_messages_of_the_user_alone_are_turns(tmp_path, tokenizer):
+    """With an answer they are one prompt: the beginning of the document of that row."""
+    said = [say("user", "a"), say("user", "b"), say("user", "c")]
+    answer = say("assistant", "d")
+    rows = [{"messages": said}, {"messages": [*said, answer]}, {"prompt": said}]
+    rows.append({"messages": [say("system", "e"), *said]})
+    path = write(tmp_path / "p.jsonl", *rows, {"prompt": said, "completion": [answer]})
+    found = read_prompts(path, Template(tokenizer)).found
+    assert words(found[0].ids) == "<user> a <assistant>"
+    assert found[0].record.follow_ups == ("b", "c")
+    together = "<user> a <user> b <user> c <assistant>"
+    assert [words(p.ids).removeprefix("<system> e ") for p in found[1:]] == [together] * 4
+    assert all(not p.record.follow_ups for p in found[1:])
+
+
 def test_a_chat_may_end_in_a_tool_result(tmp_path, tokenizer):
     chat = [say("user", "a"), say("assistant", "b"), say("tool", "c"), say("assistant", "d")]
     path = write(tmp_path / "p.jsonl", {"messages": chat})
