@@ -1,7 +1,7 @@
 "use strict";
 // Builds the document from the JSON in #data. Texts of the data reach it by textContent alone.
 // A viewer registers itself: page.viewers.NAME = function (element, data, tools) {...}.
-// `tools` is `page.tools`: make, format, colour, onColours.
+// `tools` is `page.tools`: make, format, colour, onColours, showText, withoutMarks.
 const page = { viewers: {}, tools: {}, charts: [] };
 
 (function () {
@@ -24,6 +24,36 @@ const page = { viewers: {}, tools: {}, charts: [] };
       element.append(child instanceof Node ? child : document.createTextNode(String(child)));
     }
     return element;
+  }
+
+  const HIDDEN = /[\u0000-\u001f\u007f-\u009f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/;
+  const MARKS = /(\u27e8[0-9A-F]{2}(?: [0-9A-F]{2})*\u27e9)/; // bytes, as token_texts.py writes them
+
+  // Append the text of a token. Line ends, tabs, characters that cannot be seen and marks of bytes
+  // are set apart; `spaces`: spaces too. `inline`: a line end is marked only, without a new line.
+  function showText(element, text, { spaces = false, inline = false } = {}) {
+    for (const part of text.split(MARKS)) {
+      if (MARKS.test(part)) element.append(make("span", { class: "esc" }, part));
+      else for (const run of part.match(/\n|\t| +|[^\n\t ]+/g) || []) showRun(element, run, spaces, inline);
+    }
+  }
+
+  function showRun(element, run, spaces, inline) {
+    if (run === "\n") element.append(make("span", { class: "nl" }, inline ? "" : "\n"));
+    else if (run === "\t") element.append(make("span", { class: "tab" }, "\t"));
+    else if (spaces && run[0] === " ") element.append(make("span", { class: "sp" }, run));
+    else if (!HIDDEN.test(run)) element.append(run);
+    else {
+      for (const character of run) {
+        const code = `\\u${character.codePointAt(0).toString(16).padStart(4, "0")}`;
+        element.append(HIDDEN.test(character) ? make("span", { class: "esc" }, code) : character);
+      }
+    }
+  }
+
+  // The text of a token without its bytes that are no character.
+  function withoutMarks(text) {
+    return text.includes("\u27e8") ? text.split(MARKS).filter((part) => !MARKS.test(part)).join("") : text;
   }
 
   function significant(value) {
@@ -288,5 +318,5 @@ const page = { viewers: {}, tools: {}, charts: [] };
     document.documentElement.dataset.ready = "yes"; // what tests wait for
   };
 
-  page.tools = { make, format, colour, onColours };
+  page.tools = { make, format, colour, onColours, showText, withoutMarks };
 })();

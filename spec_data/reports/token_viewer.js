@@ -1,12 +1,11 @@
 "use strict";
 // The viewer of tokens. One document is built at a time, from the compact form of token_viewer.py.
 page.viewers.tokens = function (box, data, tools) {
-  const { make, format } = tools;
+  const { make, format, showText, withoutMarks } = tools;
   const AT_ONCE = 8000; // tokens that are built at a time
   const BOUNDS = [0.25, 1, 2, 3]; // nats, between the shades of entropy
   const documents = data.documents;
   const special = new Set(data.special);
-  const lower = data.pieces.map((piece) => piece.toLowerCase());
   const state = { at: 0, mode: "supervised", now: 0, found: null, query: "", read: null };
   const kept = new Map(); // lower-case texts of documents that were searched
 
@@ -76,24 +75,6 @@ page.viewers.tokens = function (box, data, tools) {
     return doc.segments;
   }
 
-  const HIDDEN = /[\u0000-\u001f\u007f-\u009f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/;
-
-  // The text of a token: white space and characters that cannot be seen are marked.
-  function fill(element, text) {
-    for (const part of text.match(/\n| +|\t|[^\n \t]+/g) || []) {
-      if (part === "\n") element.append(make("span", { class: "nl" }, "\n"));
-      else if (part === "\t") element.append(make("span", { class: "tab" }, "\t"));
-      else if (part[0] === " ") element.append(make("span", { class: "sp" }, part));
-      else if (!HIDDEN.test(part)) element.append(part);
-      else {
-        for (const character of part) {
-          const code = `\\u${character.codePointAt(0).toString(16).padStart(4, "0")}`;
-          element.append(HIDDEN.test(character) ? make("span", { class: "esc" }, code) : character);
-        }
-      }
-    }
-  }
-
   function classes(doc, i) {
     const out = ["tok"];
     if (special.has(doc.rows[i])) out.push("special");
@@ -114,7 +95,7 @@ page.viewers.tokens = function (box, data, tools) {
     const text = textAt(doc, i);
     const part = segments(doc).find((own) => own.start <= i && i < own.end);
     const words = [`token ${format(i, "count")}, id ${data.tokens[doc.rows[i]]}`];
-    if (text === "") words.push("part of the character before");
+    if (withoutMarks(text) !== text) words.push("with a part of a character: its bytes");
     if (special.has(doc.rows[i])) words.push("special");
     words.push(doc.supervised[i] ? "supervised" : "not supervised");
     words.push(part && part.role ? `turn of ${part.role}` : "context");
@@ -165,9 +146,7 @@ page.viewers.tokens = function (box, data, tools) {
       const text = make("div", { class: "text", dir: "auto" });
       for (let i = first; i < last; i++) {
         const element = make("span", { class: classes(doc, i), "data-i": i, tabindex: -1 });
-        const shown = textAt(doc, i);
-        if (shown === "") element.classList.add("part");
-        else fill(element, shown);
+        showText(element, textAt(doc, i), { spaces: true });
         text.append(element);
       }
       const kind = learned ? "turn learned" : "turn";
@@ -244,14 +223,17 @@ page.viewers.tokens = function (box, data, tools) {
     state.now = 0;
   }
 
+  // The text of a token as it is searched: a character is where its last byte is.
+  function searchedAt(doc, i) {
+    return withoutMarks(textAt(doc, i)).toLowerCase();
+  }
+
   function searched(number) {
     if (!kept.has(number)) {
       const own = documents[number];
-      const rows = rowsOf(own.t);
+      const doc = { own, rows: rowsOf(own.t) };
       let text = "";
-      for (let i = 0; i < rows.length; i++) {
-        text += own.join && i in own.join ? own.join[i].toLowerCase() : lower[rows[i]];
-      }
+      for (let i = 0; i < doc.rows.length; i++) text += searchedAt(doc, i);
       kept.set(number, text);
     }
     return kept.get(number);
@@ -267,7 +249,7 @@ page.viewers.tokens = function (box, data, tools) {
     let from = text.indexOf(state.query);
     let at = 0; // of the token's text
     for (let i = 0; i < doc.length && from >= 0; i++) {
-      const end = at + textAt(doc, i).toLowerCase().length;
+      const end = at + searchedAt(doc, i).length;
       while (from >= 0 && from + state.query.length <= at) from = text.indexOf(state.query, from + 1);
       if (from >= 0 && from < end && end > at) {
         const element = tokenAt(i);

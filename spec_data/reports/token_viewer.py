@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from spec_data.corpus.token_texts import Joiner, TokenTexts
 from spec_data.pages.page_parts import Viewer
-from spec_data.reports.text_pieces import TextPieces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +69,13 @@ def token_viewer(
     Returns:
         A part of a page.
     """
-    pieces = TextPieces(tokenizer)
+    known = TokenTexts(tokenizer)
     used = [d.ids for d in documents]
     used += [d.teacher.choice for d in documents if d.teacher is not None]
     table = np.unique(np.concatenate(used).astype(np.int64))
-    texts = pieces.table(table)
+    texts = known.table(table.tolist())
     wide = len(table) > 1 << 16
-    coded = _Coding(table, texts, pieces, np.dtype("<u4" if wide else "<u2"))
+    coded = _Coding(table, texts, np.dtype("<u4" if wide else "<u2"))
     sources = list(dict.fromkeys(d.source for d in documents))
     places = {name: place for place, name in enumerate(sources)}
     data = {
@@ -83,7 +83,7 @@ def token_viewer(
         "width": 4 if wide else 2,
         "pieces": texts,
         "tokens": table.tolist(),
-        "special": [i for i, token in enumerate(table.tolist()) if token in pieces.special],
+        "special": [i for i, token in enumerate(table.tolist()) if token in known.special],
         "sources": sources,
         "documents": [_document(d, coded, places[d.source]) for d in documents],
     }
@@ -101,7 +101,6 @@ class _Coding:
 
     table: np.ndarray
     texts: list[str]
-    pieces: TextPieces
     kind: np.dtype
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
@@ -124,7 +123,7 @@ def _document(document: ViewedDocument, coded: _Coding, source: int) -> dict[str
         "m": spans_of(document.mask != 0),
         "turns": [list(turn) for turn in document.turns],
     }
-    joined = coded.pieces.joined(document.ids.tolist(), texts)
+    joined = Joiner().later(texts)
     if joined:
         found["join"] = joined
     teacher = document.teacher

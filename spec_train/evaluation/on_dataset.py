@@ -30,7 +30,8 @@ from spec_train.data.splits import select
 from spec_train.drafts import Draft
 from spec_train.drafts.teacher import TOPK, missing_mass
 from spec_train.evaluation.breakdown import Breakdown
-from spec_train.evaluation.samples import spread, token_texts, tokenizer_of
+from spec_train.evaluation.sample_texts import token_texts
+from spec_train.evaluation.samples import spread, tokenizer_of
 from spec_train.evaluation.walk import ServingSums, document_sums, walk_document, walk_sums
 from spec_train.head import TargetHead
 from spec_train.metrics import add_sums, shown, summarise_parts

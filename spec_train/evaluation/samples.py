@@ -15,7 +15,7 @@ tokens, which may differ from an accepted draft (the last one) or from the choic
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -122,38 +122,6 @@ def response_sample(name: str, prompt: Sequence[int], generation: Generation) ->
 def _context(tokens: list[int]) -> dict[str, Any]:
     left_out = max(0, len(tokens) - CONTEXT_TOKENS)
     return {"kind": "context", "tokens": tokens[left_out:], "left_out": left_out}
-
-
-def sample_ids(samples: Iterable[dict[str, Any]]) -> list[int]:
-    """Return every token id of some samples once, ascending."""
-    found: set[int] = set()
-    for sample in samples:
-        for part in sample["parts"]:
-            for name in ("tokens", "drafted", "emitted"):
-                found.update(part.get(name, ()))
-            if part.get("choice") is not None:
-                found.add(part["choice"])
-    return sorted(found)
-
-
-def token_texts(samples: Sequence[dict[str, Any]], tokenizer: Any) -> dict[str, str]:
-    """Return the text of every token of some samples, by its id as text.
-
-    Args:
-        samples: as from the functions above. tokenizer: of the target; None: without texts.
-    """
-    if tokenizer is None:
-        return {}
-    ids = sample_ids(samples)
-    return {str(i): _text(tokenizer, i) for i in ids}
-
-
-def _text(tokenizer: Any, token: int) -> str:
-    """Return the text of one token, with the space that some tokenizers drop at a beginning."""
-    text = str(tokenizer.decode([token], skip_special_tokens=False))
-    name = tokenizer.convert_ids_to_tokens(token)
-    begins = isinstance(name, str) and name.startswith("\u2581")
-    return f" {text}" if begins and not text.startswith(" ") else text
 
 
 def tokenizer_of(directory: Path) -> Any:

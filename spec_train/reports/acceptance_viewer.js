@@ -2,57 +2,46 @@
 // The viewer of drafted tokens. The data are described in acceptance_viewer.py. One response is
 // built at a time; every text reaches the page as a text node.
 page.viewers.acceptance = function (box, data, tools) {
-  const { make, format } = tools;
+  const { make, format, showText, withoutMarks } = tools;
   const samples = data.samples;
   const state = { at: 0, now: 0, rounds: [] };
-  const HIDDEN = /[\u0000-\u001f\u007f-\u009f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/;
-
-  function textOf(id) {
-    const text = data.texts[samples[state.at].group][id];
-    return text === undefined || text === "" ? `<token ${id}>` : text;
+  // A list of tokens of a part as [id, text]: the part's own texts go before those of the table.
+  function wordsOf(part, list) {
+    const table = data.texts[samples[state.at].group];
+    const own = (part.whole || {})[list] || {};
+    return part[list].map((id, i) => [id, own[i] || table[id] || `<token ${id}>`]);
   }
 
-  // The text of a token: line ends, tabs and characters that cannot be seen are marked.
-  // `inline`: line ends are marked only, because the token is not part of the text.
-  function fill(element, text, inline) {
-    for (const part of text.match(/\n|\t|[^\n\t]+/g) || []) {
-      if (part === "\n") element.append(make("span", { class: "nl" }, inline ? "" : "\n"));
-      else if (part === "\t") element.append(make("span", { class: "tab" }, "\t"));
-      else if (!HIDDEN.test(part)) element.append(part);
-      else {
-        for (const character of part) {
-          const code = `\\u${character.codePointAt(0).toString(16).padStart(4, "0")}`;
-          element.append(HIDDEN.test(character) ? make("span", { class: "esc" }, code) : character);
-        }
-      }
-    }
-  }
+  // The target's token of a round; null without one.
+  const choiceOf = (round) => (round.choice === null ? null : wordsOf({ ...round, choice: [round.choice] }, "choice")[0]);
 
-  function token(id, kind, inline) {
+  function token([, text], kind, inline) {
     // <del>: screen readers announce that these tokens are not part of the response
     const gone = kind === "rejected" || kind === "unused" || kind === "left";
     const element = make(gone ? "del" : "span", { class: `tok ${kind}` });
-    fill(element, textOf(id), gone || inline);
+    showText(element, text, { inline: gone || inline });
     return element;
   }
 
-  const said = (id) => JSON.stringify(textOf(id));
+  const said = ([, text]) => JSON.stringify(text);
 
-  // What a round did with every token: [id, kind] in the order of the text.
+  // What a round did with every token: [[id, text], kind] in the order of the text.
   function judged(round) {
-    const out = round.drafted.slice(0, round.accepted).map((id, i) => {
-      const same = i >= round.emitted.length || round.emitted[i] === id;
-      return [id, same ? "accepted" : "left"];
+    const emitted = wordsOf(round, "emitted");
+    const drafted = wordsOf(round, "drafted");
+    const out = drafted.slice(0, round.accepted).map((word, i) => {
+      const same = i >= emitted.length || emitted[i][0] === word[0];
+      return [word, same ? "accepted" : "left"];
     });
-    round.drafted.slice(round.accepted).forEach((id, i) => {
-      out.push([id, i === 0 && round.choice !== null ? "rejected" : "unused"]);
+    drafted.slice(round.accepted).forEach((word, i) => {
+      out.push([word, i === 0 && round.choice !== null ? "rejected" : "unused"]);
     });
-    if (round.emitted.length > round.accepted) {
-      const own = round.emitted[round.accepted];
-      out.push([own, round.choice === null || round.choice === own ? "target" : "document"]);
-    } else if (round.accepted && round.emitted.length === round.accepted) {
+    if (emitted.length > round.accepted) {
+      const own = emitted[round.accepted];
+      out.push([own, round.choice === null || round.choice === own[0] ? "target" : "document"]);
+    } else if (round.accepted && emitted.length === round.accepted) {
       const last = round.accepted - 1;
-      if (round.emitted[last] !== round.drafted[last]) out.push([round.emitted[last], "document"]);
+      if (emitted[last][0] !== drafted[last][0]) out.push([emitted[last], "document"]);
     }
     return out;
   }
@@ -65,13 +54,14 @@ page.viewers.acceptance = function (box, data, tools) {
   }
 
   function spoken(round, number) {
-    const kept = round.drafted.slice(0, round.accepted).map(textOf).join("");
+    const drafted = wordsOf(round, "drafted").map(([, text]) => text);
+    const kept = withoutMarks(drafted.slice(0, round.accepted).join(""));
     const words = [`Round ${number}: ${round.accepted} of ${round.drafted.length} accepted`];
     if (kept) words.push(kept);
     if (round.accepted < round.drafted.length && round.choice !== null) {
-      words.push(`rejected ${textOf(round.drafted[round.accepted])}`);
+      words.push(`rejected ${drafted[round.accepted]}`);
     }
-    if (round.choice !== null) words.push(`the target says ${textOf(round.choice)}`);
+    if (round.choice !== null) words.push(`the target says ${choiceOf(round)[1]}`);
     return words.join("; ");
   }
 
@@ -81,9 +71,9 @@ page.viewers.acceptance = function (box, data, tools) {
     const head = make("div", { class: "head" }, `Round ${number + 1} of ${state.rounds.length}`);
     head.append(` \u00b7 after ${format(position, "count")} ${position === 1 ? "token" : "tokens"} of the response`);
     const list = make("div", { class: "text" }, "Drafted: ");
-    round.drafted.forEach((id, i) => {
+    wordsOf(round, "drafted").forEach((word, i) => {
       const kind = i < round.accepted ? "accepted" : i === round.accepted && round.choice !== null ? "rejected" : "unused";
-      list.append(token(id, kind, true), " ");
+      list.append(token(word, kind, true), " ");
     });
     if (!round.drafted.length) list.append("nothing");
     const words = [`${round.accepted} accepted`];
@@ -92,13 +82,13 @@ page.viewers.acceptance = function (box, data, tools) {
     const line = make("div", {}, `${words.join(", ")}. `);
     if (round.choice !== null) {
       line.append(rest > 0 ? "The target's token instead: " : "The token that the target adds: ");
-      line.append(make("code", {}, said(round.choice)), ".");
+      line.append(make("code", {}, said(choiceOf(round))), ".");
     }
-    const own = round.emitted[round.emitted.length - 1];
+    const own = wordsOf(round, "emitted").at(-1) || [null, ""];
     const last = round.drafted[round.accepted - 1];
-    if (round.choice !== null && round.emitted.length > round.accepted && own !== round.choice) {
+    if (round.choice !== null && round.emitted.length > round.accepted && own[0] !== round.choice) {
       line.append(" The document goes on with ", make("code", {}, said(own)), ".");
-    } else if (round.choice === null && round.accepted && round.emitted.length === round.accepted && own !== last) {
+    } else if (round.choice === null && round.accepted && round.emitted.length === round.accepted && own[0] !== last) {
       line.append(" The target would say the last accepted token; the document has ", make("code", {}, said(own)), " there, so the round ends.");
     }
     detail.replaceChildren(head, list, line);
@@ -122,9 +112,9 @@ page.viewers.acceptance = function (box, data, tools) {
     }
   }
 
-  function plainText(ids, kind) {
+  function plainText(words, kind) {
     const element = make("span", { class: kind });
-    for (const id of ids) fill(element, textOf(id));
+    for (const [, text] of words) showText(element, text);
     return element;
   }
 
@@ -141,14 +131,14 @@ page.viewers.acceptance = function (box, data, tools) {
           const count = format(part.left_out, "count");
           text.append(make("span", { class: "esc" }, `[${count} tokens before are not shown] `));
         }
-        text.append(plainText(part.tokens, "context"));
+        text.append(plainText(wordsOf(part, "tokens"), "context"));
       } else if (part.kind === "first") {
         position += part.tokens.length;
-        for (const id of part.tokens) text.append(token(id, "target"));
+        for (const word of wordsOf(part, "tokens")) text.append(token(word, "target"));
       } else {
         const element = make("span", { class: "round", role: "button", tabindex: -1, "data-round": state.rounds.length });
         element.setAttribute("aria-label", spoken(part, state.rounds.length + 1));
-        for (const [id, kind] of judged(part)) element.append(token(id, kind));
+        for (const [word, kind] of judged(part)) element.append(token(word, kind));
         state.rounds.push({ round: part, element, position });
         position += part.emitted.length;
         text.append(element);

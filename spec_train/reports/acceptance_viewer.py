@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.pages.page_parts import Viewer
+from spec_train.evaluation.sample_texts import with_characters
 from spec_train.reports.stored_figures import Measured
 
 _HERE = Path(__file__).parent
@@ -20,7 +21,8 @@ def acceptance_viewer(found: Sequence[Measured]) -> Viewer | None:
     Returns:
         Its data are `texts` (of token ids, by group) and `samples`, each with its `group` (an
         index), the `evaluation`, whether it is `real` decoding, and name, source and parts as in
-        `evaluation.samples`.
+        `evaluation.samples`. A part may have `whole`: texts that differ from those of the tokens
+        alone, by list ("tokens", "drafted", "emitted", "choice") and position.
     """
     texts: list[dict[str, str]] = []
     samples: list[dict[str, Any]] = []
@@ -37,7 +39,7 @@ def acceptance_viewer(found: Sequence[Measured]) -> Viewer | None:
                     "tree": bool(one.figures.get("tree_tokens")),
                     "name": str(sample["name"]),
                     "source": str(sample.get("source") or ""),
-                    "parts": sample["parts"],
+                    "parts": with_characters(sample["parts"], one.texts),
                 }
             )
         texts.append(one.texts)

@@ -1,6 +1,7 @@
 """Read the data of a page again, token by token, without the code that wrote it."""
 
 import base64
+import re
 import struct
 from typing import Any
 
@@ -23,6 +24,11 @@ def marked(spans: list[int], length: int) -> list[bool]:
     """Return which tokens runs [a, b, a, b, ...] mark."""
     pairs = list(zip(spans[::2], spans[1::2], strict=True))
     return [any(a <= t < b for a, b in pairs) for t in range(length)]
+
+
+def whole_text(texts: list[str]) -> str:
+    """Return the text of a document: that of its tokens without marks of bytes."""
+    return re.sub("⟨[0-9A-F]{2}(?: [0-9A-F]{2})*⟩", "", "".join(texts))
 
 
 def read_document(data: dict[str, Any], place: int) -> dict[str, Any]:

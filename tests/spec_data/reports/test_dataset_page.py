@@ -18,7 +18,7 @@ from spec_data.reports.dataset_page import dataset_page
 from spec_data.shards.errors import MissingError
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from tests.remote_tools import forget_memory, put_in_memory
-from tests.spec_data.reports.reading_pages import part, read_document
+from tests.spec_data.reports.reading_pages import part, read_document, whole_text
 from tests.spec_data.runs import run, save_target, write_corpus
 
 EPS = 5e-3  # entropies and NLLs are rounded to three digits after the point
@@ -183,7 +183,7 @@ def test_the_viewer_holds_every_token_of_every_document(page, data, rows, head):
         assert found["source"] == row["source"] and found["ids"] == ids
         assert found["mask"] == [bool(m) for m in row["loss_mask"]]
         assert found["turns"] == [[t["role"], t["start"], t["end"]] for t in row["turns"]]
-        assert "".join(found["texts"]) == tokenizer.decode(ids)
+        assert whole_text(found["texts"]) == tokenizer.decode(ids)
         special = {viewer["tokens"][row] for row in viewer["special"]}
         assert tokenizer.convert_tokens_to_ids("<|im_end|>") in special
         for t in range(len(ids)):

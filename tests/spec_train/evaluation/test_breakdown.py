@@ -8,9 +8,11 @@ import pytest
 from spec_train.decoding.chains import Generation, Round
 from spec_train.evaluation import breakdown, samples
 from spec_train.evaluation.breakdown import Breakdown, position_range
-from spec_train.evaluation.samples import document_sample, response_sample, spread, token_texts
+from spec_train.evaluation.sample_texts import sample_ids, token_texts, with_characters
+from spec_train.evaluation.samples import document_sample, response_sample, spread
 from spec_train.evaluation.tally import Tally, figures
 from spec_train.evaluation.walk import ServingSums, document_sums, walk_document, walk_sums
+from tests.spec_data.corpus.templates import tokenizer
 from tests.spec_train.evaluation.test_walk import outcome, random_document
 
 DEPTHS = 4
@@ -169,7 +171,7 @@ def test_a_response_is_sampled_with_its_rejected_drafts():
     }  # fmt: skip
     assert two["emitted"] == [8, 9] and two["choice"] is None
     texts = token_texts([sample], None)
-    assert texts == {} and samples.sample_ids([sample]) == [1, 2, 3, 5, 6, 7, 8, 9, 98, 99]
+    assert texts == {} and sample_ids([sample]) == [1, 2, 3, 5, 6, 7, 8, 9, 98, 99]
 
 
 def test_a_tally_keeps_the_chosen_prompts_and_counts_positions():
@@ -191,17 +193,38 @@ def test_a_tally_keeps_the_chosen_prompts_and_counts_positions():
     assert sum(line["rounds"] for line in found["by_position"]) == found["rounds"]
 
 
-class SentencePieces:
-    """A tokenizer that drops the space at a beginning, as SentencePiece does."""
+def test_texts_of_tokens_keep_their_space_and_their_bytes():
+    """As of a tokenizer that drops the space at a beginning, and of one that cuts characters."""
+    pieces, cut = tokenizer("mistral"), tokenizer("qwen3")
+    ids = pieces.encode("a the", add_special_tokens=False)
+    sample = response_sample("p", ids, Generation(tokens=ids))
+    assert " the" in "".join(token_texts([sample], pieces)[str(i)] for i in ids[1:])
+    ids = cut.encode("é", add_special_tokens=False)
+    sample = response_sample("p", ids, Generation(tokens=ids))
+    assert [token_texts([sample], cut)[str(i)] for i in ids] == ["⟨C3⟩", "⟨A9⟩"]
 
-    def decode(self, ids, skip_special_tokens):
-        assert not skip_special_tokens
-        return "".join({1: "the", 2: "n"}[i] for i in ids)
 
-    def convert_ids_to_tokens(self, token):
-        return {1: "\u2581the", 2: "n"}[token]
-
-
-def test_texts_of_tokens_keep_their_space():
-    sample = response_sample("p", [2, 1], Generation(tokens=[1, 2]))
-    assert token_texts([sample], SentencePieces()) == {"1": " the", "2": "n"}
+def test_drafts_and_the_target_may_end_a_character_differently():
+    """F0 9F 98 is accepted; the draft goes on to one emoji, the target to another."""
+    tok = tokenizer("qwen3")
+    a, b, c, draft = tok.encode("😁", add_special_tokens=False)
+    own = tok.encode("😀", add_special_tokens=False)[-1]
+    assert own != draft
+    made = Generation(
+        tokens=[a, b, c, own, a, b],
+        rounds=[
+            Round(drafted=4, tried=3, accepted=2, emitted=3, tokens=(b, c, draft, a)),
+            Round(drafted=2, tried=2, accepted=2, emitted=2, tokens=(a, b)),
+        ],
+    )
+    sample = response_sample("p", [a, b, c], made)
+    texts = token_texts([sample], tok)
+    assert texts[str(draft)] == "⟨81⟩" and texts[str(own)] == "⟨80⟩"
+    context, first, one, two = with_characters(sample["parts"], texts)
+    assert "whole" not in context and "whole" not in first and "whole" not in two
+    assert one["whole"] == {"drafted": {2: "😁"}, "choice": {0: "😀"}, "emitted": {2: "😀"}}
+    # tokens of a context that are left out end a character that was begun before them
+    cut = [{"kind": "context", "tokens": ids, "left_out": 3} for ids in ([a, b, c], [own])]
+    assert all("whole" not in part for part in with_characters(cut, texts))
+    cut[1]["left_out"] = 0
+    assert with_characters(cut, texts)[1]["whole"] == {"tokens": {0: "😀"}}

@@ -16,6 +16,7 @@ from spec_train.reports.names import short_names
 from spec_train.reports.run_page import write_report
 from spec_train.reports.stored_figures import evaluation_of, read_run
 from spec_train.training.result import better
+from tests.spec_train.reports import written
 from tests.spec_train.reports.written import (
     ATTACK,
     data_figures,
@@ -192,6 +193,18 @@ def test_evaluations_are_shown_with_sources_positions_and_responses(tmp_path):
     assert viewer["data"]["texts"] == [figures["texts"], figures["data"]["texts"]]
     notes = [p for p in sections["Acceptance"]["parts"] if p["kind"] == "note"]
     assert [(p["text"], p["warning"]) for p in notes] == [("both.json: a warning .", True)]
+
+
+def test_a_character_of_several_drafted_tokens_is_shown_once_it_ends(tmp_path):
+    texts = written.texts() | {"10": "⟨F0 9F⟩", "11": "⟨98⟩", "12": "⟨81⟩", "14": "⟨80⟩"}
+    figures = real_figures() | {"texts": texts}
+    figures["samples"][0]["parts"][2].update(accepted=1, emitted=[11, 14], choice=14)
+    (tmp_path / "e.json").write_text(json.dumps(figures))
+    sections = read_page_data(write_report([tmp_path / "e.json"]))["sections"]
+    (viewer,) = next(s for s in sections if s["title"] == "Drafted tokens")["parts"]
+    (_, first, one, *_) = viewer["data"]["samples"][0]["parts"]
+    assert "whole" not in first
+    assert one["whole"] == {"drafted": {"1": "😁"}, "choice": {"0": "😀"}, "emitted": {"1": "😀"}}
 
 
 def test_files_of_older_releases_have_fewer_sections(tmp_path):

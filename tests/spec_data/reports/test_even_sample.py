@@ -1,53 +1,12 @@
-"""The texts of single tokens: together they are the document, whatever the tokenizer."""
+"""Documents of a page are an even sample, within a limit of tokens and of costs."""
 
 import itertools
-import re
 
 import numpy as np
 import pytest
 
 from spec_data.reports.even_sample import affordable, even_numbers, sample_text, shown_documents
-from spec_data.reports.text_pieces import TextPieces
 from spec_data.reports.token_viewer import spans_of
-from tests.spec_data.corpus.templates import tokenizer
-
-TEXTS = [
-    "The capital of France is Paris.\n\n  def add(a, b):\n\treturn a + b",
-    "漢字 and 😀😀 and é, ünïcödé 👩‍👩‍👧‍👦 end",
-    " leading, trailing ",
-    "\ufffd is a character of its own",
-]
-
-
-@pytest.mark.parametrize("family", ["chatml", "llama3", "mistral"])
-@pytest.mark.parametrize("text", TEXTS)
-def test_pieces_join_to_the_decoded_text(family, text):
-    tok = tokenizer(family)
-    ids = tok.encode(text, add_special_tokens=False)
-    pieces = TextPieces(tok)
-    texts = pieces.table(np.array(ids))
-    joined = pieces.joined(ids, texts)
-    shown = [joined.get(t, own) for t, own in enumerate(texts)]
-    before = tok.encode("a", add_special_tokens=False)
-    whole = tok.decode([*before, *ids])[len(tok.decode(before)) :]
-    # the bytes of U+FFFD itself look like parts of a character
-    assert re.sub("\ufffd+", "\ufffd", "".join(shown)) == whole
-    assert sum("\ufffd" in own for own in shown) <= text.count("\ufffd") * 3
-
-
-def test_special_tokens_are_told_and_tokens_without_text_have_a_name():
-    tok = tokenizer("chatml")
-    pieces = TextPieces(tok)
-    end = tok.convert_tokens_to_ids("<|im_end|>")
-    assert end in pieces.special
-    assert pieces.table(np.array([end, len(tok) + 7])) == ["<|im_end|>", f"<token {len(tok) + 7}>"]
-
-
-def test_a_character_that_was_cut_stays_broken():
-    tok = tokenizer("chatml")
-    ids = tok.encode("😀", add_special_tokens=False)[:-1]
-    pieces = TextPieces(tok)
-    assert ids and pieces.joined(ids, pieces.table(np.array(ids))) == {}
 
 
 @pytest.mark.parametrize("count, wanted", [(1, 1), (7, 3), (10, 10), (3, 9), (1000, 37), (0, 5)])
