@@ -13,6 +13,7 @@ from spec_data.generation.run import generate
 from spec_data.options import VerifyConfig
 from spec_data.verification.run import examine
 from tests.families import tiny_model
+from tests.forked import Forked, fork_program
 from tests.spec_data.corpus.templates import tokenizer
 
 
@@ -94,12 +95,23 @@ sys.exit(main())
 
 
 def start_cli(given: dict, held: int = 1 << 30) -> subprocess.Popen:
-    """Start generate in another process; it waits forever before unit `held`."""
-    command = [sys.executable, "-c", PAUSED, str(held), "generate"]
+    """Start generate in a process of its own; it waits forever before unit `held`."""
+    command = [sys.executable, "-c", PAUSED, str(held), "generate", *flags(given)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def fork_cli(given: dict, held: int = 1 << 30) -> Forked:
+    """Do the same in a fork of this process, which starts at once."""
+    return fork_program(PAUSED, str(held), "generate", *flags(given))
+
+
+def flags(given: dict) -> list[str]:
+    """Return options of generate as words of a command line."""
+    words = []
     for name, value in given.items():
         values = value if isinstance(value, tuple) else (value,)
-        command += ["--" + name.replace("_", "-"), *map(str, values)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        words += ["--" + name.replace("_", "-"), *map(str, values)]
+    return words
 
 
 def digests(directory: Path) -> dict[str, str]:

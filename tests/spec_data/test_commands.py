@@ -126,7 +126,7 @@ def test_a_stopped_generate_says_what_it_keeps_and_resumes(
     while process.poll() is None and not list(out.glob(".generate/unit-*.json")):
         time.sleep(0.01)
     process.send_signal(number)
-    error = process.communicate(timeout=120)[1].decode()
+    error = process.communicate(timeout=120)[1]
     assert process.returncode == 128 + number, error
     assert "Traceback" not in error and "\r" not in error
     kept = re.search(

@@ -18,6 +18,7 @@ from spec_train.cli import _say_after_fit, build_parser, main
 from spec_train.draft_options import DRAFT_OPTIONS
 from spec_train.options import FitConfig, default_lr, fit_config
 from tests.factory import tiny_dataset
+from tests.forked import Forked
 
 
 @pytest.fixture(scope="module")
@@ -166,12 +167,7 @@ def test_start_says_what_is_trained_on_what(data, tmp_path, caplog):
 def test_a_signal_saves_and_exits_with_its_code(data, tmp_path, number):
     out = tmp_path / "run"
     arguments = flags(data, out, "--steps", "100000", "--save-every", "100000", "--log-every", "1")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "spec_train.cli", *arguments],
-        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = Forked(lambda: main(arguments))
     while process.poll() is None and '"train"' not in (
         (out / "metrics.jsonl").read_text() if (out / "metrics.jsonl").exists() else ""
     ):

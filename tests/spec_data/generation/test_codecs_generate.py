@@ -24,7 +24,7 @@ from spec_data.report import dataset_text
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.lossy import LOSSY
 from spec_data.shards.reader import HiddenStatesDataset
-from tests.spec_data.runs import digests, options, run, save_target, start_cli, verify, write_corpus
+from tests.spec_data.runs import digests, fork_cli, options, run, save_target, verify, write_corpus
 from tests.spec_data.shards import codec_tools
 from tests.spec_data.shards.codec_tools import MIXED
 from tests.tolerance import close, network
@@ -52,7 +52,7 @@ def test_estimate_is_exact_but_for_escaped_tokens(target, corpus, tmp_path, give
 def test_killed_runs_end_in_the_same_bytes(mixed, target, corpus, tmp_path, share):
     out = tmp_path / "data"
     units = len(HiddenStatesDataset(mixed).manifest.shards)
-    process = start_cli(options(target, corpus, out, **MIXED))
+    process = fork_cli(options(target, corpus, out, **MIXED))
     while process.poll() is None:
         done = len(list((out / ".generate").glob("unit-*.json"))) if out.exists() else 0
         if done >= share * units and (out / "codec.safetensors").exists():
@@ -60,9 +60,9 @@ def test_killed_runs_end_in_the_same_bytes(mixed, target, corpus, tmp_path, shar
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    process = start_cli(options(target, corpus, out, **MIXED))
+    process = fork_cli(options(target, corpus, out, **MIXED))
     _, errors = process.communicate()
-    assert process.returncode == 0, errors.decode()
+    assert process.returncode == 0, errors
     assert digests(out) == digests(mixed)
 
 

@@ -29,10 +29,10 @@ from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import TEACHERS
 from tests.spec_data.runs import (
     digests,
+    fork_cli,
     options,
     run,
     save_target,
-    start_cli,
     with_teacher,
     write_corpus,
 )
@@ -140,7 +140,7 @@ def test_killed_runs_end_in_the_same_bytes(reference, target, corpus, tmp_path, 
     out = tmp_path / "data"
     units = len(HiddenStatesDataset(reference).manifest.shards)
     for share in kills:
-        process = start_cli(options(target, corpus, out))
+        process = fork_cli(options(target, corpus, out))
         while process.poll() is None:
             done = len(list((out / ".generate").glob("unit-*.json"))) if out.exists() else 0
             if done >= share * units:
@@ -151,9 +151,9 @@ def test_killed_runs_end_in_the_same_bytes(reference, target, corpus, tmp_path, 
         if not (out / "manifest.json").exists():
             with pytest.raises(MissingError, match="not sealed"):
                 HiddenStatesDataset(out)
-    process = start_cli(options(target, corpus, out))
+    process = fork_cli(options(target, corpus, out))
     _, errors = process.communicate()
-    assert process.returncode == 0, errors.decode()
+    assert process.returncode == 0, errors
     assert digests(out) == digests(reference)
 
 

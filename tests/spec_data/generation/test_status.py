@@ -15,7 +15,7 @@ from spec_data.generation import metrics_file, status
 from spec_data.generation.plan import load_plan
 from spec_data.generation.worker_facts import FactsWriter, WorkerFacts, read_facts
 from spec_data.shards.errors import ConfigError, MissingError, RunError
-from tests.spec_data.runs import digests, options, run, save_target, start_cli, write_corpus
+from tests.spec_data.runs import digests, fork_cli, options, run, save_target, write_corpus
 
 SMALL = {"max_shard_size": "30KB", "batch_tokens": 64}
 
@@ -37,7 +37,7 @@ def test_a_worker_is_seen_and_what_it_leaves_is_counted(source, whole, tmp_path,
     """One worker is done, one is in its third unit; then it is killed, and a third one fails."""
     out = tmp_path / "data"
     run(*source, out, workers="0/3", **SMALL)
-    process = start_cli(options(*source, out, workers="1/3", **SMALL), held=7)
+    process = fork_cli(options(*source, out, workers="1/3", **SMALL), held=7)
     try:
         while not any(f.unit == 7 and len(f.units) == 2 for f in read_facts(out)):
             assert process.poll() is None

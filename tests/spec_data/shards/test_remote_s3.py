@@ -32,10 +32,11 @@ def store(local):
         patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
         patch.setenv("AWS_ENDPOINT_URL", address)
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("AWS_MAX_ATTEMPTS", "1")  # tries of the libraries would hide ours
         patch.setattr(storage, "PAUSES", (0.01, 0.01, 0.01))
         system, _ = url_to_fs(URL, use_listings_cache=False)
         system.mkdir("bucket")
-        system.retries = 1  # the library's own tries would hide ours
+        system.retries = 1
         target = Storage(URL, write=True)
         for file in local.rglob("*"):
             if file.is_file():
@@ -74,7 +75,6 @@ def test_failures_that_pass(faults, local, fault):
     read_all(dataset, local)
 
 
-@pytest.mark.long  # it waits for the libraries' own tries, within each of ours
 def test_failures_that_stay(faults):
     faults.choose = lambda method, path: "500"
     with pytest.raises(RunError, match=r"s3://bucket/data/manifest.json: 4 tries failed"):

@@ -4,8 +4,6 @@ Test modules take the fixtures by assignment: an import would look unused, and s
 """
 
 import contextlib
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,8 +15,8 @@ from spec_data.generation.run import generate
 from spec_train.draft_options import Eagle3Options
 from spec_train.options import FitConfig
 from spec_train.training.setup import fit
-from tests.spec_data.runs import options, save_target, write_corpus
-from tests.spec_train.training.tools import environment
+from tests.forked import Forked, fork_program
+from tests.spec_data.runs import flags, options, save_target, write_corpus
 
 OPTIONS = Eagle3Options(ttt_steps=2, draft_vocab_size=40)
 
@@ -98,19 +96,12 @@ sys.exit(main(["generate", *sys.argv[3:]]))
 """
 
 
-def start_generate(given: dict, gate: Path) -> subprocess.Popen:
+def start_generate(given: dict, gate: Path) -> Forked:
     """A process that makes HELD units, and the others once the file `gate` is there."""
-    flags = [str(gate), str(HELD)]
-    for name, value in given.items():
-        values = value if isinstance(value, tuple) else (value,)
-        flags += ["--" + name.replace("_", "-"), *map(str, values)]
-    return subprocess.Popen(
-        [sys.executable, "-c", GENERATE, *flags],
-        env=environment(), stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    return fork_program(GENERATE, str(gate), str(HELD), *flags(given))
 
 
-def wait_until(there, process: subprocess.Popen | None = None) -> None:
+def wait_until(there, process: Forked | None = None) -> None:
     deadline = time.monotonic() + 120
     while not there():
         assert time.monotonic() < deadline and (process is None or process.poll() is None)

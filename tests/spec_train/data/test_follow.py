@@ -1,12 +1,11 @@
 """Laws of following: a run beside generation is, bit for bit, the run after it."""
 
-import dataclasses
+import functools
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -18,12 +17,14 @@ from spec_data.generation.run import generate
 from spec_data.shards.errors import DatasetError, MissingError, RunError
 from spec_data.shards.follow import LEFT_OUT, WORK, FollowedDataset
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.cli import main
 from spec_train.draft_options import Eagle3Options
 from spec_train.evaluation.report import run_eval
 from spec_train.options import EvalConfig
 from spec_train.training.setup import count_supervised_tokens, make_splits, open_data
 from spec_train.training.start_draft import with_shape_of_start
 from spec_train.training.trainer import Trainer
+from tests.forked import Forked
 from tests.spec_data.runs import digests
 from tests.spec_train.data import follow_tools
 from tests.spec_train.data.follow_tools import (
@@ -37,7 +38,7 @@ from tests.spec_train.data.follow_tools import (
     wait_until,
 )
 from tests.spec_train.training.test_trainer_resume import assert_same_run
-from tests.spec_train.training.tools import environment
+from tests.spec_train.training.tools import command
 
 source, sealed, reference = follow_tools.source, follow_tools.sealed, follow_tools.reference
 
@@ -75,19 +76,15 @@ def test_killed_and_resumed_beside_generation(source, reference, tmp_path):
     data, out = tmp_path / "data", tmp_path / "run"
     generator = start_generate(made(source, data), tmp_path / "gate")
     wait_until((data / WORK / "plan.json").is_file, generator)
-    command = [sys.executable, "-m", "spec_train.cli", "fit", "eagle3", "--ttt-steps", "2",
-               "--draft-vocab-size", "40", "--follow"]  # fmt: skip
-    for name, value in dataclasses.asdict(config_of(data, out, save_every=1)).items():
-        if value is not None and not isinstance(value, bool):
-            command += ["--" + name.replace("_", "-"), str(value)]
-    fitting = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
+    fit = functools.partial(main, command(config_of(data, out, save_every=1))[3:])
+    fitting = Forked(fit)
     wait_until((out / "last").exists, fitting)
     fitting.kill()
     fitting.wait()
     generator.kill()
     generator.communicate()
     assert not (data / "manifest.json").exists()
-    fitting = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
+    fitting = Forked(fit)
     (tmp_path / "gate").touch()
     generator = start_generate(made(source, data), tmp_path / "gate")
     _, error = fitting.communicate(timeout=200)
@@ -102,10 +99,23 @@ def test_sigterm_while_waiting_for_a_unit_saves_and_stops(source, sealed, refere
     config = config_of(data, tmp_path / "run", save_every=1000)
     planned = FollowedDataset(data)
     assert len(planned.planned.units) - 1 > 9
-    timer = threading.Timer(6.0, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
-    result = run(config)
-    timer.join()
+    original, last_step = Trainer._train_step, []
+
+    def spy(self, step):
+        original(self, step)
+        last_step[:] = [time.monotonic()]
+
+    def stop_when_waiting():
+        """The steps whose data exists take far less than a second."""
+        wait_until(lambda: last_step and time.monotonic() - last_step[0] > 1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stopping = threading.Thread(target=stop_when_waiting)
+    stopping.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", spy)
+        result = run(config)
+    stopping.join()
     assert result.stopped_by == signal.SIGTERM and result.step > 0
     assert (tmp_path / "run" / "last").resolve().name == f"checkpoint-{result.step:08d}"
     generate_units(source, data, 1000)

@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.order import BatchPlan
-from spec_train.data.stream import BufferOptions, _Buffer
+from spec_train.data.stream import BatchStream, BufferOptions, _Buffer
 from tests.factory import tiny_dataset
+from tests.forked import Forked
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts" / "bench"
 STATES = ("hidden.L1", "hidden.final", "target_argmax")
@@ -34,7 +35,7 @@ def plan_of(dataset: HiddenStatesDataset) -> BatchPlan:
 # -- column projection ----------------------------------------------------------------------------
 
 
-def read_with_poison(path: Path, poisoned: str, read: tuple[str, ...]) -> None:
+def read_with_poison(path: Path, poisoned: str, read: tuple[str, ...]) -> int:
     """Take every batch while the pages of one column are out of bounds: touching them kills."""
     dataset = HiddenStatesDataset(path)
     for row in range(len(dataset)):
@@ -48,24 +49,18 @@ def read_with_poison(path: Path, poisoned: str, read: tuple[str, ...]) -> None:
             assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start), end - start, none) == 0
             pages += (end - start) // page
     assert pages > 10
-    from spec_train.data.stream import BatchStream
-
     plan = plan_of(dataset)
     stream = BatchStream(dataset, plan, read, batch_size=2)
     assert sum(1 for _ in stream.take(len(plan.batches(0)))) > 4
+    return 0
 
 
 @pytest.mark.parametrize("poisoned", ["hidden.L0", "hidden.L2", "hidden.L1"])
 def test_the_pages_of_columns_that_are_not_read_are_never_touched(path, poisoned):
-    program = (
-        "import sys; from pathlib import Path\n"
-        "from tests.spec_train.data.test_stream_memory import read_with_poison\n"
-        f"read_with_poison(Path({str(path)!r}), {poisoned!r}, {STATES!r})\n"
-    )
-    root = Path(__file__).resolve().parents[3]
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True)
+    reading = Forked(lambda: read_with_poison(path, poisoned, STATES))
+    _, error = reading.communicate()
     expected = -signal.SIGSEGV if poisoned in STATES else 0
-    assert done.returncode == expected, done.stderr.decode()[-2000:]
+    assert reading.returncode == expected, error[-2000:]
 
 
 # -- memory ---------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def test_one_rank_is_told_to_stop_while_data_is_awaited(config, tmp_path, waitin
             if self.step == 3:
                 dry.set()
                 if rank == 1:
-                    threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+                    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
         def blocking(self, rows, stop):
             return wait_for(self, rows, stop) if not dry.is_set() else not stop.wait()

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,17 +14,18 @@ import torch
 
 from spec_data.config import from_dict
 from spec_data.shards.errors import ConfigError, DraftError
+from spec_train.cli import main
 from spec_train.drafts import load_draft
 from spec_train.drafts.eagle3.draft import Unroll
 from spec_train.options import fit_config, split_config
 from spec_train.training.trainer import Trainer
 from tests.factory import tiny_dataset
+from tests.forked import Forked
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.tools import (
     OPTIONS,
     change,
     command,
-    environment,
     make_noisy,
     masters,
     metrics,
@@ -125,10 +125,9 @@ def test_a_run_is_repeated_by_its_own_config_file(config, tmp_path):
 def test_kill_9_and_the_same_command_give_the_same_run(config, tmp_path):
     config = change(config, steps=80, save_every=5, eval_every=30, log_every=7)
     whole = change(config, out=str(tmp_path / "whole"))
-    subprocess.run(command(whole), env=environment(), check=True, capture_output=True)
-    process = subprocess.Popen(
-        command(config), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    first = Forked(lambda: main(command(whole)[3:]))
+    assert first.wait() == 0
+    process = Forked(lambda: main(command(config)[3:]))
     while process.poll() is None and not list(Path(config.out).glob("checkpoint-*[2-6]5")):
         time.sleep(0.002)
     assert process.poll() is None, "the run ended before it could be killed"
@@ -136,10 +135,9 @@ def test_kill_9_and_the_same_command_give_the_same_run(config, tmp_path):
     process.wait()
     reached = max(p.name for p in Path(config.out).glob("checkpoint-*"))
     assert "checkpoint-00000025" <= reached < "checkpoint-00000080"
-    again = subprocess.run(
-        command(config), env=environment(), check=True, capture_output=True, text=True
-    )
-    assert "resuming from" in again.stderr
+    again = Forked(lambda: main(command(config)[3:]))
+    _, error = again.communicate()
+    assert again.returncode == 0 and "resuming from" in error, error
     assert_same_run(whole.out, config.out)
 
 
