@@ -23,8 +23,8 @@ from spec_train.data.policy_masks import open_with_mask
 from spec_train.drafts import Draft
 from spec_train.drafts.teacher import LOGITS, TOPK
 from spec_train.evaluation.on_dataset import choose_documents, measured_mask, read_pack
-from spec_train.evaluation.walk import ServingSums, document_sums
 from spec_train.head import TargetHead
+from spec_train.simulation.walk import ServingSums, document_sums
 
 LEAST_DOCUMENTS = 12
 """With fewer, no permutation test of some twenty conventions can be clear."""

@@ -2,7 +2,7 @@
 
 Slot t knows token t + 1; its chain drafts token t + 2 + d at depth d, from 0. A draft counts while
 all tokens from t + 1 to the drafted one are supervised and all earlier drafts were accepted and
-equal the document (see evaluation/walk.py: afterwards the result is a miss, or unknown). A target
+equal the document (see simulation/walk.py: afterwards the result is a miss, or unknown). A target
 accepts few drafts in a row, so most chains end after one or two steps.
 
 B packs, T slots, A slots whose chains go on.

@@ -6,5 +6,6 @@ May import: spec_data.config, spec_data.corpus, spec_data.devices, spec_data.mod
 spec_data.paths, spec_data.progress, spec_data.shards, spec_train.benchmark_options,
 spec_train.compare_options, spec_train.data, spec_train.data_option, spec_train.decoding,
 spec_train.drafts, spec_train.formats, spec_train.head, spec_train.metrics,
-spec_train.options, spec_train.origin, spec_train.sampling, spec_train.training.
+spec_train.options, spec_train.origin, spec_train.sampling, spec_train.simulation,
+spec_train.training.
 """

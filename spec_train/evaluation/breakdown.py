@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from spec_train.evaluation.samples import document_sample
-from spec_train.evaluation.walk import ServingSums, Walk, round_sums
+from spec_train.simulation.walk import ServingSums, Walk, round_sums
 
 EDGES = (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 """First position of every range; the last range has no end."""

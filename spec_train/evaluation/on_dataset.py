@@ -1,8 +1,8 @@
 """Acceptance of a draft on a dataset, without its target: teacher-forced and serving-like.
 
 Teacher-forced metrics use the documents' own tokens at every depth, as training does. Serving-like
-metrics let the draft continue with its own tokens and states (see walk.py, also for documents that
-the target did not write). Documents are read completely, never cut.
+metrics let the draft continue with its own tokens and states (see simulation/walk.py, also for
+documents that the target did not write). Documents are read completely, never cut.
 
 Shapes: B packs, T tokens of a pack of documents, S draft depths, V vocabulary.
 """
@@ -32,10 +32,11 @@ from spec_train.drafts.teacher import TOPK, missing_mass
 from spec_train.evaluation.breakdown import Breakdown
 from spec_train.evaluation.sample_texts import token_texts
 from spec_train.evaluation.samples import spread, tokenizer_of
-from spec_train.evaluation.walk import ServingSums, document_sums, walk_document, walk_sums
 from spec_train.head import TargetHead
 from spec_train.metrics import add_sums, shown, summarise_parts
 from spec_train.origin import origin_warnings, require_same_embedding
+from spec_train.simulation.batch_walk import documents_of
+from spec_train.simulation.walk import ServingSums, walk_document, walk_sums
 
 log = logging.getLogger(__name__)
 
@@ -193,35 +194,6 @@ def read_pack(
     )
 
 
-def serving_sums(batch: DraftBatch, chains: Tensor) -> ServingSums:
-    """Sum over the documents of a batch, given the chains drafted at its slots.
-
-    `chains` are target ids, int64 [B, T, S], as from `Draft.chains`.
-    """
-    total = ServingSums.zero(chains.shape[-1])
-    for _, arrays in _documents_of(batch, chains):
-        total += document_sums(*arrays)
-    return total
-
-
-def _documents_of(
-    batch: DraftBatch, chains: Tensor
-) -> Iterator[tuple[int, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]]:
-    """Yield the number of each document of a batch, and its arrays for `walk.judge_chains`."""
-    ids, mask, best, documents = (
-        t.cpu().numpy()
-        for t in (batch.input_ids, batch.loss_mask, batch.target_argmax, batch.document_ids)
-    )
-    drafted = chains.cpu().numpy()
-    for b in range(len(ids)):
-        for document in range(documents[b].max() + 1):
-            own = documents[b] == document
-            yield (
-                batch.rows[b][document],
-                (drafted[b, own], ids[b, own], best[b, own], mask[b, own]),
-            )
-
-
 def _missing(batch: DraftBatch) -> Tensor:
     """Return the sum of the probability that K logits miss, and the number of slots, float64 [2].
 
@@ -280,7 +252,7 @@ def evaluate_data(
                 teacher_forced = add_sums([teacher_forced, forced])
             missing += _missing(batch)
             chains = draft.chains(batch, head, depth, counted_only=True)
-            for document, arrays in _documents_of(batch, chains):
+            for document, arrays in documents_of(batch, chains):
                 walk = walk_document(*arrays)
                 sums = walk_sums(walk, *arrays[1:])
                 breakdown.add(document, dataset.source_of(document), walk, sums, arrays)

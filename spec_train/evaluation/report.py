@@ -54,6 +54,7 @@ from spec_train.evaluation.trained_prompts import (
     prompt_warnings,
 )
 from spec_train.options import EvalConfig
+from spec_train.simulation.parting import parted, uncut_length
 from spec_train.training.stored import resolve_draft_dir
 
 log = logging.getLogger(__name__)
@@ -245,24 +246,14 @@ def _setting(draft: Draft, device: torch.device, depth: int) -> dict[str, Any]:
     }
 
 
-_PARTED = 0.15  # of the drafted tokens that are accepted on average
-_ENOUGH = 200  # rounds
-
-
 def _parted(report: dict[str, Any]) -> list[str]:
     """Return a warning if the length of training and that of serving differ clearly."""
     data = report.get("data")
-    if data is None or data["teacher_forced"] is None or data["walk"]["rounds"] < _ENOUGH:
+    if data is None or data["teacher_forced"] is None:
         return []
-    forced, walk = (data[name]["acceptance_length"] for name in ("teacher_forced", "walk"))
-    if forced - walk <= _PARTED * (forced - 1):
-        return []
-    return [
-        f"the acceptance length of training is {forced:.2f}, the serving-like one {walk:.2f}: the "
-        "draft does worse on its own tokens and states than on those of the documents. For EAGLE "
-        "drafts more depths in training help (--ttt-steps); for all, texts that the target wrote "
-        "itself (`spec-data regenerate`)"
-    ]
+    walk = data["walk"]
+    text = parted(data["teacher_forced"], uncut_length(walk["accept_rate"]), walk["rounds"])
+    return [text] if text else []
 
 
 def _unmeasured(report: dict[str, Any]) -> list[str]:

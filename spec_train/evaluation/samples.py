@@ -25,7 +25,7 @@ import numpy as np
 from spec_data.models.reading import load_tokenizer
 from spec_data.shards.errors import SpecDataError
 from spec_train.decoding.chains import Generation
-from spec_train.evaluation.walk import Walk
+from spec_train.simulation.walk import Walk
 
 log = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ from spec_data.pages.page_parts import Axis, Bars, Figures, Lines, Note, Part, S
 from spec_data.shards.errors import DraftError
 from spec_train.options import fit_config
 from spec_train.reports.stored_figures import Point, Run, number
+from spec_train.simulation.parting import parted
 
 MOST_POINTS = 600
 """Points of a curve that a page holds at most; a longer curve is thinned evenly."""
@@ -75,6 +76,7 @@ def _facts(run: Run) -> dict[str, tuple[Any, Any]]:
     return {
         "draft": (run.draft, "text"),
         "best acceptance length": (number(best, "acceptance_length"), "number"),
+        "serving-like": (number(best, "serving_like_length"), "number"),
         "at step": (number(best, "step"), "count"),
         "its held-out loss": (number(best, "loss"), "number"),
         "steps": (steps, "text"),
@@ -124,6 +126,9 @@ def _problems(run: Run) -> list[str]:
             f"{run.name}: no held-out answer is long enough for a chain of every depth, so there "
             "is no acceptance length; see the product-limit length."
         )
+    served, rounds = (number(best or {}, f"serving_like_{name}") for name in ("uncut", "rounds"))
+    if text := parted(best or {}, served, int(rounds or 0)):
+        found.append(f"{run.name}: {text}.")
     return found
 
 
@@ -170,6 +175,13 @@ def _learning(runs: Sequence[Run]) -> Section:
     length = Axis(title=_LENGTH, least=1)
     parts = [
         *_both(runs, "acceptance_length", "Acceptance length", length),
+        *_chart(
+            runs,
+            "Serving-like acceptance length, held out",
+            length,
+            lambda run: run.curve("serving_like_length", True),
+            "The draft continues its own tokens, round by round; the ends of answers cut rounds.",
+        ),
         *_both(runs, "loss", "Loss", Axis(title="loss"), _loss_note(runs)),
         *_chart(
             runs,
@@ -183,8 +195,9 @@ def _learning(runs: Sequence[Run]) -> Section:
         parts += _by_dataset(run, length)
     return Section(
         title="Learning",
-        text="Teacher-forced: the draft continues the documents' own tokens. Acceptance length is "
-        "the number of tokens per verification of the target, its own token included.",
+        text="Teacher-forced, but where a chart says serving-like: the draft continues the "
+        "documents' own tokens. Acceptance length is the number of tokens per verification of the "
+        "target, its own token included.",
         parts=parts,
     )
 

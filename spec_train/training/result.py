@@ -9,8 +9,15 @@ from typing import Any
 
 from spec_data.shards.errors import RunError
 from spec_train.metrics import shown
+from spec_train.simulation.parting import parted
 
 log = logging.getLogger(__name__)
+
+BEST_FIGURES = (
+    *("acceptance_length", "product_limit_length", "loss"),
+    *("serving_like_length", "serving_like_uncut", "serving_like_rounds"),
+)
+"""Figures of a validation that a run keeps of its best draft."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,8 @@ class FitResult:
         if self.best and self.best["acceptance_length"] is not None:
             length = self.best["acceptance_length"]
             text += f"; best draft: step {self.best['step']}, acceptance length {length:.3f}"
+            if self.best.get("serving_like_length") is not None:
+                text += f" ({self.best['serving_like_length']:.3f} serving-like)"
         elif self.best and self.best.get("loss") is not None:
             text += f"; best draft: step {self.best['step']}, loss {self.best['loss']:.4f}"
         return text
@@ -58,7 +67,11 @@ class FitResult:
 
 
 def log_result(result: FitResult) -> None:
-    """Log how a run ended; warn if no trained draft is better than the one it started with."""
+    """Log how a run ended.
+
+    Warn if no trained draft is better than the one it started with, or if the best one does worse
+    on its own tokens than in training.
+    """
     log.info("%s: %s", result.directory, result)
     if not result.finished:
         log.info("the same command resumes the run")
@@ -70,6 +83,12 @@ def log_result(result: FitResult) -> None:
             "longer, or check that the data are what the draft is for",
             result.step,
         )
+    elif text := _parted(result.best or {}):
+        log.warning("warning: %s", text)
+
+
+def _parted(best: dict[str, Any]) -> str | None:
+    return parted(best, best.get("serving_like_uncut"), best.get("serving_like_rounds") or 0)
 
 
 def better(figures: dict[str, Any], best: dict[str, Any]) -> bool:
@@ -89,8 +108,9 @@ def better(figures: dict[str, Any], best: dict[str, Any]) -> bool:
 def log_validation(step: int, figures: dict[str, Any], first: bool) -> None:
     """Log the results of a validation; the `first` one also warns of a missing length."""
     log.info(
-        "validation at step %d: loss %.4f, acceptance length %s",
+        "validation at step %d: loss %.4f, acceptance length %s, serving-like %s",
         *(step, figures["loss"], shown(figures["acceptance_length"])),
+        shown(figures["serving_like_length"]),
     )
     if first and figures["acceptance_length"] is None:
         log.warning(

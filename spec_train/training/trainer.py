@@ -39,7 +39,7 @@ from spec_train.data.splits import Splits
 from spec_train.data.stream import BatchStream, BufferOptions, Step
 from spec_train.drafts import Draft
 from spec_train.head import TargetHead
-from spec_train.metrics import Sums, add_sums, shown, summarise_parts
+from spec_train.metrics import Sums, add_sums, shown
 from spec_train.options import FitConfig
 from spec_train.training.checkpoint import RunDirectory
 from spec_train.training.failure import (
@@ -52,12 +52,13 @@ from spec_train.training.failure import (
 from spec_train.training.optimizer import Masters, learning_rate
 from spec_train.training.rank_loss import LossOnRanks
 from spec_train.training.ranks import Ranks
-from spec_train.training.result import FitResult, better, log_result, log_validation
+from spec_train.training.result import BEST_FIGURES, FitResult, better, log_result, log_validation
 from spec_train.training.saving import Saver
-from spec_train.training.seeds import place_seed
+from spec_train.training.seeds import seed_place
 from spec_train.training.signals import stop_signals
 from spec_train.training.stored import Saved
 from spec_train.training.tracking import Tracking
+from spec_train.training.validation import Validation, slot_counts
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,6 @@ class Trainer:
         """
         self.head, self.config, self.dataset = head, config, dataset
         self.ranks = ranks or Ranks(config.device)
-        self.validation_plan = splits.validation
         self.total, self.step, self.tokens = total, 0, 0
         self.best: dict[str, Any] | None = None
         self._release = KeepAll()
@@ -100,7 +100,16 @@ class Trainer:
         self._loss = self.ranks.prepare(LossOnRanks(self.draft))
         self.masters = Masters(self.draft, config)
         self.stream = self._make_stream(splits.train)
-        self._held_out = self._make_stream(splits.validation)
+        self._validation = Validation(
+            self.draft,
+            self._loss,
+            head,
+            self._make_stream(splits.validation),
+            splits.validation,
+            self.ranks,
+            seed=config.seed,
+            dtype=self.dtype,
+        )
         self._pending: Sums = {}  # sums since the last line of metrics
         self._pending_tokens = 0
         self._clock = time.perf_counter(), 0.0  # time of that line, and `stream.waited` then
@@ -187,7 +196,7 @@ class Trainer:
             raise
         if step is None:
             self.ranks.call_stop()
-        own = self._no_counts() if step is None else self._slot_counts("train", step)
+        own = self._no_counts() if step is None else self._slot_counts(step)
         self._counts, stopped = self.ranks.agree(
             own, stop=step is None, stopping=lambda: self._signals
         )
@@ -209,7 +218,7 @@ class Trainer:
         for i, host in enumerate(step.batches):
             batch = host.to(self.device, self.dtype, non_blocking=True)
             self._pending_tokens += host.tokens
-            self._seed("train", step, i)
+            seed_place(self.config.seed, "train", step.epoch, step.numbers[i])
             last = i == len(step.batches) - 1
             with self.ranks.gradients(self._loss, last):
                 earlier = losses if last and not self.ranks.alone else None
@@ -231,21 +240,8 @@ class Trainer:
         self.step += 1
         self._step_loss = sum(values) * self.ranks.world_size  # as this rank estimates it
 
-    def _seed(self, kind: str, step: Step, i: int) -> None:
-        """Seed torch for micro-batch i: the same numbers on any rank."""
-        torch.manual_seed(place_seed(self.config.seed, kind, step.epoch, step.numbers[i]))
-
-    def _slot_counts(self, kind: str, step: Step) -> Tensor:
-        """Return the loss denominators of this rank's micro-batches, float64 [S].
-
-        Seeded like the losses, so that a draft that samples slots counts the slots it will use.
-        """
-        parts = []
-        for i, batch in enumerate(step.batches):
-            self._seed(kind, step, i)
-            small = batch.without_hidden().to(self.device, non_blocking=True)
-            parts.append(self.draft.slot_counts(small))
-        return torch.stack(parts).sum(0)
+    def _slot_counts(self, step: Step) -> Tensor:
+        return slot_counts(self.draft, step, "train", self.config.seed, self.device)
 
     def _refuse_non_finite(self, step: Step, losses: list[float]) -> None:
         """Raise on all ranks: one non-finite loss makes the gradient norm non-finite on each."""
@@ -303,9 +299,8 @@ class Trainer:
     def validate(self) -> None:
         """Measure the held-out documents; save the draft as `best` if it is the best so far."""
         started = time.perf_counter()
-        figures: dict[str, Any] = {}
-        if len(self.validation_plan.rows):
-            figures = summarise_parts(self._held_out_sums(), self.draft.summarise)
+        figures = self._validation.figures()
+        if figures:
             self.saver.metrics(
                 {"step": self.step, "split": "validation", "tokens": self.tokens, **figures}
             )
@@ -313,33 +308,11 @@ class Trainer:
             self._validated = f"{figures['loss']:.3f} and {shown(figures['acceptance_length'], 2)}"
         # without held-out documents the newest draft counts as the best
         if self.best is None or not figures or better(figures, self.best):
-            kept = ("acceptance_length", "product_limit_length", "loss")
-            self.best = {"step": self.step} | {name: figures.get(name) for name in kept}
+            self.best = {"step": self.step} | {name: figures.get(name) for name in BEST_FIGURES}
             self._hold_weights()
             self.saver.best(self.step, figures)
         # the training speed excludes validation
         self._clock = self._clock[0] + time.perf_counter() - started, self._clock[1]
-
-    @torch.no_grad()
-    def _held_out_sums(self) -> dict[str, Sums]:
-        """Return sums by part of the validation split; batches and random numbers never vary."""
-        total: dict[str, Sums] = {}
-        plan = self.validation_plan
-        self._held_out.load_state_dict(plan.state(0, 0))
-        self.draft.eval()
-        steps = self._held_out.take(len(plan.batches(0)))
-        with contextlib.closing(steps), arithmetic(self.device, self.dtype):
-            for step in steps:
-                counts = self._slot_counts("validation", step)  # for the unused loss
-                part = plan.part_of(step.index)
-                for i, batch in enumerate(step.batches):
-                    self._seed("validation", step, i)
-                    there = batch.to(self.device, self.dtype, non_blocking=True)
-                    sums = self._loss(there, self.head, counts)[1]
-                    total[part] = add_sums([total.get(part, {}), sums])
-        self.ranks.release(self._loss)
-        self.draft.train()
-        return {part: self.ranks.sum_all(sums) for part, sums in total.items()}
 
     # -- state ------------------------------------------------------------------------------------
 

@@ -11,9 +11,9 @@ from spec_train.evaluation.breakdown import Breakdown, position_range
 from spec_train.evaluation.sample_texts import sample_ids, token_texts, with_characters
 from spec_train.evaluation.samples import document_sample, response_sample, spread
 from spec_train.evaluation.tally import Tally, figures
-from spec_train.evaluation.walk import ServingSums, document_sums, walk_document, walk_sums
+from spec_train.simulation.walk import ServingSums, document_sums, walk_document, walk_sums
 from tests.spec_data.corpus.templates import tokenizer
-from tests.spec_train.evaluation.test_walk import outcome, random_document
+from tests.spec_train.simulation.test_walk import outcome, random_document
 
 DEPTHS = 4
 

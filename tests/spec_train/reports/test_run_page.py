@@ -41,6 +41,10 @@ def test_the_curves_of_one_run_are_those_of_its_lines(tmp_path):
         ("Loss", "loss", "train", "training"),
         ("Loss", "loss", "validation", "held out"),
         ("Product-limit length, held out", "product_limit_length", "validation", "run"),
+        (
+            "Serving-like acceptance length, held out",
+            *("serving_like_length", "validation", "run"),
+        ),
         ("Learning rate", "lr", "train", "run"),
         ("Gradient norm", "grad_norm", "train", "run"),
         ("Waiting for data", "data_wait", "train", "run"),
@@ -136,6 +140,18 @@ def test_what_a_reader_must_know_is_said_first(tmp_path):
     notes = [p["text"] for p in read_page_data(write_report([place]))["sections"][0]["parts"][1:]]
     assert "no validation was better than the draft at step 0" in notes[0]
     assert "no held-out answer is long enough" in notes[1]
+
+
+def test_a_draft_that_serves_worse_than_it_trains_is_named(tmp_path):
+    place = tmp_path / "run"
+    lines = write_run(place)
+    for served, named in ((2.7, False), (2.0, True)):
+        for line in lines:
+            line |= {"product_limit_length": 3.0, "serving_like_uncut": served}
+        (place / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        parts = read_page_data(write_report([place]))["sections"][0]["parts"]
+        notes = [part["text"] for part in parts if part["kind"] == "note"]
+        assert any("serving-like rounds 2.00" in text for text in notes) == named
 
 
 def test_forecasts_are_a_curve_and_a_table(tmp_path):

@@ -139,7 +139,9 @@ def test_kill_9_at_random_moments_of_a_save_in_the_background(tmp_path):
     """A child trains and saves without a pause; what it leaves behind can be resumed."""
     rng = random.Random(1)
     seen = set()
-    for _ in range(12):
+    for kill in range(200):  # a busy machine saves little between two kills
+        if kill >= 12 and len(seen) > 3:
+            break
         child = os.fork()
         if child == 0:
             try:

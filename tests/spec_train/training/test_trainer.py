@@ -18,10 +18,11 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.options import FitConfig
 from spec_train.training import trainer as trainer_module
-from spec_train.training.result import better
+from spec_train.training.result import BEST_FIGURES, better
 from spec_train.training.setup import count_supervised_tokens, make_splits
 from spec_train.training.trainer import Trainer, learning_rate
-from tests.factory import random_documents, tiny_dataset, tiny_llama
+from spec_train.training.validation import Validation
+from tests.factory import tiny_dataset
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.tools import (
     OPTIONS,
@@ -30,30 +31,13 @@ from tests.spec_train.training.tools import (
     change,
     command,
     environment,
+    learnable_dataset,
     masters,
     metrics,
     run,
 )
 
 data, config = trainer_tools.data, trainer_tools.config
-
-
-def learnable_dataset(path: Path) -> Path:
-    """A dataset that can be learned: each token determines the next one."""
-    model = tiny_llama(vocab=24, hidden=32, seed=1)
-    documents = []
-    for ids, mask, turns in random_documents(80, 24, seed=2, shortest=20):
-        for t in range(1, len(ids)):
-            ids[t] = (5 * ids[t - 1] + 3) % 24
-        documents.append((ids, mask, turns))
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    with torch.enable_grad():
-        for step in range(160):
-            ids = torch.tensor(documents[step % 80][0])[None]
-            model(ids, labels=ids).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return tiny_dataset(path, model=model, documents=documents)
 
 
 def test_training_teaches(tmp_path):
@@ -69,8 +53,7 @@ def test_training_teaches(tmp_path):
     assert held_out[-1]["loss"] < 0.8 * held_out[0]["loss"]
     assert held_out[-1]["acceptance_length"] > held_out[0]["acceptance_length"] + 0.3
     best = max(held_out, key=lambda m: (m["product_limit_length"], -m["loss"]))
-    wanted = ("step", "acceptance_length", "product_limit_length", "loss")
-    assert result.best == {k: best[k] for k in wanted}
+    assert result.best == {k: best[k] for k in ("step", *BEST_FIGURES)}
     kept = json.loads((Path(config.out) / "best" / "validation.json").read_text())
     assert kept["acceptance_length"] == best["acceptance_length"]
 
@@ -273,14 +256,12 @@ def test_of_drafts_accepted_equally_far_the_one_with_the_lower_loss_is_best(
     config, monkeypatch, lengths
 ):
     """A longer acceptance wins over a lower loss."""
+    same = {"acceptance_length": 2.0, "serving_like_length": 1.9, "serving_like_rounds": 9}
     figures = iter(
-        {"acceptance_length": 2.0, "product_limit_length": length, "loss": loss}
+        same | {"product_limit_length": length, "loss": loss}
         for length, loss in zip(lengths, [3.0, 2.0, 1.0], strict=True)
     )
-    monkeypatch.setattr(Trainer, "_held_out_sums", lambda self: {})
-    scripted = staticmethod(lambda sums: next(figures))
-    monkeypatch.setattr(DRAFTS["eagle3"], "summarise", scripted)
-    monkeypatch.setattr(Trainer, "_log", lambda self, step: "")
+    monkeypatch.setattr(Validation, "figures", lambda self: next(figures))
     result = run(change(config, steps=2, eval_every=1))
     assert result.best["step"] == (2 if lengths[1] == 2.0 else 1)
 

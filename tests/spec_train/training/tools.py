@@ -18,7 +18,7 @@ from spec_train.draft_options import Eagle3Options
 from spec_train.drafts import DRAFTS
 from spec_train.options import FitConfig
 from spec_train.training.setup import fit
-from tests.factory import tiny_dataset
+from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.tolerance import close, close_weights, network
 
 OPTIONS = Eagle3Options(ttt_steps=2, draft_vocab_size=40)
@@ -45,6 +45,24 @@ def config(data, tmp_path):
         eval_every=4,
         save_every=5,
     )
+
+
+def learnable_dataset(path: Path) -> Path:
+    """A dataset that can be learned: each token determines the next one."""
+    model = tiny_llama(vocab=24, hidden=32, seed=1)
+    documents = []
+    for ids, mask, turns in random_documents(80, 24, seed=2, shortest=20):
+        for t in range(1, len(ids)):
+            ids[t] = (5 * ids[t - 1] + 3) % 24
+        documents.append((ids, mask, turns))
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    with torch.enable_grad():
+        for step in range(160):
+            ids = torch.tensor(documents[step % 80][0])[None]
+            model(ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return tiny_dataset(path, model=model, documents=documents)
 
 
 def change(config: FitConfig, **changes) -> FitConfig:
@@ -88,7 +106,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path}
 
 
-CHOSEN = ("acceptance_length", "product_limit_length", "accept_rate", "hit_rate")
+CHOSEN = (
+    *("acceptance_length", "product_limit_length", "accept_rate", "hit_rate"),
+    *("serving_like_length", "serving_like_uncut", "serving_like_rounds"),
+)
 
 
 def assert_close_runs(a: str | Path, b: str | Path) -> None:

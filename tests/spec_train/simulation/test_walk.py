@@ -1,9 +1,11 @@
 """Serving-like acceptance from drafted chains: outcomes, censoring, averages; by plain loops."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from spec_train.evaluation.walk import (
+from spec_train.simulation.walk import (
     ServingSums,
     document_sums,
     judge_chains,
@@ -125,3 +127,13 @@ def test_sums_add_and_nothing_has_no_length():
     assert total.spans == sum(len(supervised_spans(d[3])) for d in documents)
     unsupervised = document_sums(*documents[0][:3], np.zeros(30, dtype=bool))
     assert unsupervised.rounds == unsupervised.slots == unsupervised.tokens == 0
+
+
+def test_sums_pass_through_an_array():
+    sums = document_sums(*random_document(3, on_policy=0.8, hit=0.7))
+    counts = sums.as_array()
+    assert counts.shape == (5 * 4 + 7,)
+    for name, value in vars(ServingSums.from_array(counts.astype(float))).items():
+        np.testing.assert_array_equal(value, vars(sums)[name])
+    twice = ServingSums.from_array(counts + counts)
+    assert twice.walk_figures() == dataclasses.replace(sums.walk_figures(), rounds=2 * sums.rounds)

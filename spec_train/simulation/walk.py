@@ -84,6 +84,21 @@ class ServingSums:
             setattr(self, name, getattr(self, name) + value)
         return self
 
+    def as_array(self) -> np.ndarray:
+        """Return all counts, int64 [5 S + 7], to add those of several processes."""
+        return np.concatenate([np.atleast_1d(value) for value in vars(self).values()])
+
+    @classmethod
+    def from_array(cls, counts: np.ndarray) -> "ServingSums":
+        """Return the sums whose `as_array` has these counts."""
+        sums = cls.zero((len(counts) - len(cls.zero(0).as_array())) // 5)
+        start = 0
+        for name, value in vars(sums).items():
+            own = counts[start : start + np.size(value)]
+            setattr(sums, name, own.astype(np.int64) if np.ndim(value) else int(own[0]))
+            start += np.size(value)
+        return sums
+
     def slot_figures(self) -> Figures:
         """Average over all supervised slots."""
         risk = self.slot_risk

@@ -1,0 +1,92 @@
+"""The held-out figures of `fit`: those of serving are the ones that `eval` finds."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spec_train.data.batch import DraftBatch
+from spec_train.draft_options import DRAFT_OPTIONS
+from spec_train.drafts.eagle3.draft import Eagle3Draft
+from spec_train.evaluation.report import run_eval
+from spec_train.options import EvalConfig, FitConfig
+from spec_train.simulation.parting import ENOUGH
+from spec_train.training.result import FitResult, log_result
+from spec_train.training.setup import fit
+from tests.spec_train.drafts.any_draft import SMALL
+from tests.spec_train.training.tools import learnable_dataset, metrics
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return learnable_dataset(tmp_path_factory.mktemp("data") / "set")
+
+
+def config_of(data: Path, out: Path, **changes: Any) -> FitConfig:
+    config = FitConfig(
+        data=str(data), out=str(out), steps=40, batch_size=4, seq_len=80, lr=1e-2, validation=0.3,
+        eval_every=20, save_every=40,
+    )  # fmt: skip
+    return dataclasses.replace(config, **changes)
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_the_serving_like_length_is_that_of_eval(data, tmp_path, kind):
+    """Same held-out documents, same draft, and the same rounds."""
+    config = config_of(data, tmp_path / "run", dtype="fp32")
+    result = fit(kind, config, DRAFT_OPTIONS[kind](**SMALL[kind]))
+    lines = [line for line in metrics(config.out) if line["split"] == "validation"]
+    assert [line["step"] for line in lines] == [0, 20, 40]
+    measured = run_eval(EvalConfig(draft=config.out, data=str(data), device="cpu", dtype="fp32"))
+    walk = measured["data"]["walk"]
+    best = next(line for line in lines if line["step"] == result.best["step"])
+    assert best["serving_like_length"] == result.best["serving_like_length"]
+    assert best["serving_like_rounds"] == walk["rounds"] > 20
+    assert best["serving_like_length"] == pytest.approx(walk["acceptance_length"], abs=0.02)  # ties
+    assert best["serving_like_length"] > 1.2
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_it_is_measured_in_bf16_too(data, tmp_path, kind):
+    config = config_of(data, tmp_path / "run", dtype="bf16", steps=2)
+    fit(kind, config, DRAFT_OPTIONS[kind](**SMALL[kind]))
+    last = metrics(config.out)[-1]
+    assert last["serving_like_rounds"] > 20 and last["serving_like_length"] >= 1
+
+
+def test_a_draft_that_serves_worse_than_it_trains_is_called_out(caplog):
+    best = {"step": 4, "acceptance_length": 3.0, "product_limit_length": 3.0}
+    for served, rounds, warned in ((2.2, ENOUGH, 1), (2.2, ENOUGH - 1, 0), (2.9, ENOUGH, 0)):
+        caplog.clear()
+        figures = best | {"serving_like_uncut": served, "serving_like_rounds": rounds}
+        log_result(FitResult(Path("run"), 12, True, best=figures))
+        assert caplog.text.count("training counts 3.00 tokens per verification") == warned
+    caplog.clear()
+    log_result(FitResult(Path("run"), 12, True, best=best))
+    assert "warning" not in caplog.text  # the best draft of an older release
+    figures = best | {"serving_like_length": 2.2}
+    assert "length 3.000 (2.200 serving-like)" in str(
+        FitResult(Path("run"), 12, True, best=figures)
+    )
+
+
+def test_a_run_warns_of_a_draft_that_is_worse_on_its_own_states(
+    data, tmp_path, caplog, monkeypatch
+):
+    """Planted: chains that miss from the second depth on, as with too few unroll steps."""
+    original = Eagle3Draft.chains
+
+    def forgetful(self, batch: DraftBatch, *args: Any, **options: Any):
+        found = original(self, batch, *args, **options)
+        return torch.cat([found[..., :1], found[..., 1:] * 0 - 1], dim=-1)
+
+    config = config_of(data, tmp_path / "sound", steps=30)
+    options = DRAFT_OPTIONS["eagle3"](draft_vocab_size=0, ttt_steps=3)
+    monkeypatch.setattr("spec_train.simulation.parting.ENOUGH", 20)
+    fit("eagle3", config, options)
+    assert "serving-like rounds" not in caplog.text
+    monkeypatch.setattr(Eagle3Draft, "chains", forgetful)
+    fit("eagle3", dataclasses.replace(config, out=str(tmp_path / "worse")), options)
+    assert "does worse on its own tokens and states" in caplog.text
