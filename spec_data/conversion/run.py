@@ -50,6 +50,7 @@ from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.follow import WORK
 from spec_data.shards.reader import MANIFEST
 from spec_data.shards.schema import Manifest
+from spec_data.shards.whole import check_whole
 from spec_data.verification.findings import Findings
 from spec_data.verification.run import examine
 
@@ -114,7 +115,8 @@ def convert(config: ConvertConfig) -> Conversion:
 
     Raises:
         ConfigError: the directory holds data made with other settings, or the masks are shifted.
-        MissingError, DatasetError: the source is not what the tool writes.
+        MissingError, DatasetError: the source is not what the tool writes; or the dataset was
+            finished before, and is damaged now.
         CorpusError: too many samples are malformed.
         TargetError: the target cannot be loaded, or has not these layers.
         RunError: the states are not what the declared convention says, or the disk is full.
@@ -126,6 +128,7 @@ def convert(config: ConvertConfig) -> Conversion:
     if (out / MANIFEST).is_file():
         manifest = Manifest.read(out / MANIFEST)
         refuse_changes(_changes(config, layout, setup, manifest.raw["settings"]), out)
+        check_whole(out)
         logger.info("%s is complete already: nothing to do", out)
     else:
         announce_drafts(setup)

@@ -48,6 +48,7 @@ from spec_data.shards.reader import MANIFEST
 from spec_data.shards.reclaim import units_to_keep, wait_for_room
 from spec_data.shards.schema import Manifest
 from spec_data.shards.urls import scheme_of
+from spec_data.shards.whole import check_whole
 from spec_data.target.backend import TargetBackend
 from spec_data.target.tensor_parallel import leading
 
@@ -62,6 +63,7 @@ def generate(config: GenerateConfig) -> Manifest | None:
 
     Raises:
         ConfigError: the directory holds data made with other settings.
+        MissingError, DatasetError: the dataset was finished before, and is damaged now.
         CorpusError, TargetError, MissingError: bad input.
         RunError: a failed proof, broken states, not enough disk space, or another process that
             captures some of the same units.
@@ -86,14 +88,14 @@ def _run_or_resume(config: GenerateConfig) -> Manifest | None:
     out = Path(config.out)
     setup = set_up(config)
     if (out / MANIFEST).is_file():
-        return _complete_already(setup, out)
+        return _complete_already(setup, out, check=True)
     announce_drafts(setup)
     try:
         with metrics_written(config.metrics, out):
             return _generate(setup, out)
     except (SpecDataError, FileNotFoundError):
         if (out / MANIFEST).is_file():  # another worker has just sealed the directory
-            return _complete_already(setup, out)
+            return _complete_already(setup, out)  # its shards may be late here: not checked
         raise
 
 
@@ -104,7 +106,7 @@ def _run_or_resume_remote(config: GenerateConfig, remote: RemoteOut) -> Manifest
         remote.pull()
     setup = set_up(config)
     if manifest is not None:
-        return _unchanged(setup, manifest, remote.url)
+        return _unchanged(setup, manifest, remote.url, check=True)
     _refuse_other_plan(setup, remote)
     announce_drafts(setup)
     try:
@@ -134,21 +136,26 @@ def _find_shared_plan(setup: Setup, out: Path, remote: RemoteOut) -> Plan:
     return find_plan(setup, out)
 
 
-def _complete_already(setup: Setup, out: Path) -> Manifest:
+def _complete_already(setup: Setup, out: Path, check: bool = False) -> Manifest:
     """Return the manifest of a dataset that is sealed already and was made with these options."""
-    manifest = _unchanged(setup, Manifest.read(out / MANIFEST), str(out))
+    manifest = _unchanged(setup, Manifest.read(out / MANIFEST), str(out), check)
     shutil.rmtree(out / WORK, ignore_errors=True)  # left if killed after the manifest
     return manifest
 
 
-def _unchanged(setup: Setup, manifest: Manifest, where: str) -> Manifest:
-    """Return the manifest of a sealed dataset if these options made it."""
+def _unchanged(setup: Setup, manifest: Manifest, where: str, check: bool) -> Manifest:
+    """Return the manifest of a sealed dataset if these options made it.
+
+    `check` also compares its shards with the manifest (see `shards.whole`).
+    """
     if "view" in manifest.raw:
         raise ConfigError(
             f"{where} holds a dataset that `spec-data {manifest.raw['view']['command']}` made of "
             "others; choose another --out"
         )
     refuse_changes(changed_settings(setup, manifest.raw["settings"]), where)
+    if check:
+        check_whole(where)
     logger.info("%s is complete already: nothing to do", where)
     return manifest
 

@@ -37,6 +37,7 @@ from spec_data.shards.follow import WORK
 from spec_data.shards.reader import MANIFEST, checked_file
 from spec_data.shards.schema import Manifest, ShardRecord
 from spec_data.shards.seal import check_shard, file_records, seal
+from spec_data.shards.whole import check_whole
 from spec_data.shards.writer import write_shard
 from spec_data.views.stored_documents import StoredDocuments, unit_of
 from spec_data.views.view_units import Part, ViewUnit, reused, unit_bytes
@@ -153,10 +154,12 @@ def write_view(out: Path, view: View) -> Manifest:
 
     Raises:
         ConfigError: the directory holds another dataset or view.
-        DatasetError: an input is damaged. RunError: the disk is full, or another process writes.
+        MissingError, DatasetError: an input is damaged, or the complete view is.
+        RunError: the disk is full, or another process writes.
     """
     complete = _complete(out, view)
     if complete is not None:
+        check_whole(out)
         return complete
     (out / VIEW_WORK).mkdir(parents=True, exist_ok=True)
     (out / "shards").mkdir(exist_ok=True)

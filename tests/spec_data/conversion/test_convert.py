@@ -18,7 +18,13 @@ from spec_data.conversion.write_out import export_dataset
 from spec_data.conversion_options import ConvertConfig, ExportDataConfig
 from spec_data.options import VerifyConfig
 from spec_data.report import dataset_text
-from spec_data.shards.errors import ConfigError, CorpusError, DatasetError, RunError
+from spec_data.shards.errors import (
+    ConfigError,
+    CorpusError,
+    DatasetError,
+    MissingError,
+    RunError,
+)
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from tests.spec_data.conversion import layouts as write
@@ -133,6 +139,9 @@ def test_a_stopped_conversion_resumes_to_the_same_bytes(
     convert(options(target, source, out))  # complete already
     with pytest.raises(ConfigError, match="stored_layers"):
         convert(options(target, source, out, stored_layers="2,1,4"))
+    next(out.glob("shards/*")).unlink()
+    with pytest.raises(MissingError, match="was finished before, and is damaged now"):
+        convert(options(target, source, out))
 
 
 def test_malformed_samples_are_counted_listed_and_limited(tmp_path, target, samples, caplog):

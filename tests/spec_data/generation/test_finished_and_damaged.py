@@ -1,0 +1,74 @@
+"""A finished dataset that has lost something since is not "complete already"."""
+
+import os
+
+import pytest
+
+from spec_data.shards.errors import DatasetError, MissingError, SpecDataError
+from spec_data.view_options import SelectConfig
+from spec_data.views.select_view import plan_select
+from spec_data.views.write_view import write_view
+from tests.spec_data.runs import digests, run, save_target, write_corpus
+
+
+def truncate(file):
+    os.truncate(file, file.stat().st_size // 2)
+
+
+DAMAGE = {
+    "missing": (lambda out: sorted(out.glob("shards/*"))[1].unlink(), MissingError),
+    "truncated": (lambda out: truncate(sorted(out.glob("shards/*"))[0]), DatasetError),
+    "index": (lambda out: truncate(out / "index.arrow"), DatasetError),
+    "no-index": (lambda out: (out / "index.arrow").unlink(), SpecDataError),
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source")
+    return save_target(folder / "target"), write_corpus(folder / "chats.jsonl", 20)
+
+
+@pytest.fixture(scope="module")
+def data(source, tmp_path_factory):
+    out = tmp_path_factory.mktemp("data") / "data"
+    run(*source, out)
+    return out
+
+
+def copy(data, out):
+    for file in data.rglob("*"):
+        if file.is_file():
+            place = out / file.relative_to(data)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(file.read_bytes())
+    return out
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_generate_refuses_a_finished_dataset_that_is_damaged(source, data, tmp_path, damage):
+    out = copy(data, tmp_path / "data")
+    break_it, error = DAMAGE[damage]
+    break_it(out)
+    before = digests(out)
+    with pytest.raises(error, match="was finished before, and is damaged now"):
+        run(*source, out)
+    assert digests(out) == before
+
+
+def test_generate_and_select_accept_one_that_is_whole(source, data, tmp_path, caplog):
+    caplog.set_level("INFO")
+    out = copy(data, tmp_path / "data")
+    assert run(*source, out) is not None
+    assert "is complete already: nothing to do" in caplog.text
+    assert digests(out) == digests(data)
+
+
+def test_select_refuses_a_finished_view_that_is_damaged(data, tmp_path):
+    view = tmp_path / "view"
+    plan = plan_select(SelectConfig(data=str(data), out=str(view), sample="6"))
+    write_view(view, plan)
+    write_view(view, plan)  # whole
+    next(view.glob("shards/*")).unlink()
+    with pytest.raises(MissingError, match="was finished before, and is damaged now"):
+        write_view(view, plan)
