@@ -92,7 +92,7 @@ def test_help_says_what_every_preset_sets_and_promises(capsys):
         main(["fit", "eagle3", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     for preset in PRESETS.values():
-        assert preset.expect in text
+        assert preset.expect in text and f"time: {preset.time}" in text
         for option, value in preset.values.items():
             assert f"--{option.replace('_', '-')} {value}" in text
 
@@ -114,8 +114,8 @@ def test_fit_json_is_resolved_and_goes_on_without_the_preset(tmp_path, capsys):
 
 @pytest.mark.long
 def test_smoke_is_short_on_a_cpu(tmp_path):
-    """As a process, alone on one thread, with an eighth of the work that the preset's text names
-    for a minute: width 256, 16,000 tokens. The limit is for machines that are busy."""
+    """As a process, alone on one thread, with a small part of the work that the preset's text tells
+    the time of: width 256, 16,000 tokens. The limit is for machines that are busy."""
     model = tiny_llama(vocab=16000, layers=4, hidden=256)
     documents = random_documents(40, 16000, shortest=100, longest=400)
     data = tiny_dataset(tmp_path / "data", model=model, documents=documents)
