@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from spec_data.corpus.token_texts import Joiner, TokenTexts
 from spec_data.pages.page_parts import Viewer
+from spec_data.pages.token_texts import Joiner, TokenTexts
 
 
 @dataclass(frozen=True, kw_only=True)

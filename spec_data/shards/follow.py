@@ -189,6 +189,11 @@ class FollowedDataset(HiddenStatesDataset):
         """Return the name of the shard file that holds, or will hold, a document."""
         return _shard_name(self.unit_of(index))
 
+    def source_of(self, index: int) -> str:
+        """Return the source of a document; its unit must exist, as for its states."""
+        shard, row = self._locate(index)
+        return str(shard.texts(shard.place(row))["source"])
+
     # -- what exists so far -----------------------------------------------------------------------
 
     def wait_for(self, rows: Iterable[int], stop: threading.Event) -> bool:

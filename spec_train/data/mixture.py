@@ -62,6 +62,7 @@ class Documents(Protocol):
     def __len__(self) -> int: ...
     def target_config(self) -> dict[str, Any]: ...
     def shard_of(self, index: int) -> str: ...
+    def source_of(self, index: int) -> str: ...
     def wait_for(self, rows: Iterable[int], stop: threading.Event) -> bool: ...
     def fetch_ahead(self, index: int, columns: Iterable[str]) -> None: ...
     def read_into(
@@ -143,6 +144,11 @@ class Mixture:
         """Return the path of the shard file that holds a document."""
         dataset, row = self._locate(index)
         return f"{dataset.place}/{dataset.shard_of(row)}"
+
+    def source_of(self, index: int) -> str:
+        """Return the source of a document, in the words of its dataset."""
+        dataset, row = self._locate(index)
+        return dataset.source_of(row)
 
     def wait_for(self, rows: Iterable[int], stop: threading.Event) -> bool:
         """Return True at once: all datasets are sealed, so every document can be read."""

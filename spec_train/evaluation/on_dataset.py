@@ -9,7 +9,6 @@ Shapes: B packs, T tokens of a pack of documents, S draft depths, V vocabulary.
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,14 @@ from spec_train.data.policy_masks import open_with_mask
 from spec_train.data.splits import select
 from spec_train.drafts import Draft
 from spec_train.drafts.teacher import TOPK, missing_mass
-from spec_train.evaluation.breakdown import Breakdown
-from spec_train.evaluation.sample_texts import token_texts
-from spec_train.evaluation.samples import spread, tokenizer_of
 from spec_train.head import TargetHead
 from spec_train.metrics import add_sums, shown, summarise_parts
 from spec_train.origin import origin_warnings, require_same_embedding
 from spec_train.simulation.batch_walk import documents_of
-from spec_train.simulation.walk import ServingSums, walk_document, walk_sums
+from spec_train.simulation.breakdown import Breakdown
+from spec_train.simulation.sample_texts import token_texts
+from spec_train.simulation.samples import spread, tokenizer_of
+from spec_train.simulation.walk import ServingSums
 
 log = logging.getLogger(__name__)
 
@@ -253,10 +252,7 @@ def evaluate_data(
             missing += _missing(batch)
             chains = draft.chains(batch, head, depth, counted_only=True)
             for document, arrays in documents_of(batch, chains):
-                walk = walk_document(*arrays)
-                sums = walk_sums(walk, *arrays[1:])
-                breakdown.add(document, dataset.source_of(document), walk, sums, arrays)
-                serving += sums
+                serving += breakdown.add(document, dataset.source_of(document), arrays)
             bar.update(len(pack))
             length = shown(serving.walk_figures().acceptance_length)
             bar.set_postfix_str(f"acceptance {length}", refresh=False)
@@ -266,15 +262,10 @@ def evaluate_data(
         "path": dataset.place,
         "split": split,
         "mask": policy or dataset.manifest.raw.get("mask"),
-        "documents": len(documents),
-        "supervised_tokens": serving.tokens,
-        "on_policy": serving.on_policy / max(serving.tokens, 1),
         "teacher_forced": None
         if walk_only
         else summarise_parts({"": teacher_forced}, draft.summarise),
         "missing_mass": float(missing[0] / missing[1]) if missing[1] else None,
-        "slots": asdict(serving.slot_figures()),
-        "walk": asdict(serving.walk_figures()),
         **found,
         "texts": token_texts(found["samples"], tokenizer),
     }

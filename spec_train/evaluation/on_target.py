@@ -27,13 +27,13 @@ from spec_train.evaluation.both_ways import Bench
 from spec_train.evaluation.plain_responses import PlainResponses
 from spec_train.evaluation.prompt_batches import answer_in_batches
 from spec_train.evaluation.prompts import Prompts
-from spec_train.evaluation.sample_texts import token_texts
-from spec_train.evaluation.samples import spread
 from spec_train.evaluation.speed_model import with_model
 from spec_train.evaluation.tally import figures
 from spec_train.metrics import shown
 from spec_train.options import EvalConfig
 from spec_train.origin import embedding_warnings
+from spec_train.simulation.sample_texts import token_texts
+from spec_train.simulation.samples import spread
 
 
 def find_target(config: EvalConfig) -> tuple[Path, Any]:

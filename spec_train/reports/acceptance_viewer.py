@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.pages.page_parts import Viewer
-from spec_train.evaluation.sample_texts import with_characters
 from spec_train.reports.stored_figures import Measured
+from spec_train.simulation.sample_texts import with_characters
 
 _HERE = Path(__file__).parent
 
@@ -21,7 +21,7 @@ def acceptance_viewer(found: Sequence[Measured]) -> Viewer | None:
     Returns:
         Its data are `texts` (of token ids, by group) and `samples`, each with its `group` (an
         index), the `evaluation`, whether it is `real` decoding, and name, source and parts as in
-        `evaluation.samples`. A part may have `whole`: texts that differ from those of the tokens
+        `simulation.samples`. A part may have `whole`: texts that differ from those of the tokens
         alone, by list ("tokens", "drafted", "emitted", "choice") and position.
     """
     texts: list[dict[str, str]] = []

@@ -29,6 +29,7 @@ def report_page(runs: Sequence[Run], found: Sequence[Measured]) -> Page:
     Args:
         runs: in the order in which their curves are listed. found: evaluations.
     """
+    found = [*(run.held_out for run in runs if run.held_out is not None), *found]
     sections = run_sections(runs) if runs else []
     after_depths = min(3, len(sections))
     sections[after_depths:after_depths] = [

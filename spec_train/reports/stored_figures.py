@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.shards.errors import ConfigError, MissingError, RunError
-from spec_train.training.stored import read_run_json
+from spec_train.training.stored import HELD_OUT, read_run_json
 
 METRICS, OPTIONS = "metrics.jsonl", "fit.json"
 ON_DATASET = ", dataset"
@@ -71,6 +71,7 @@ class Run:
         name: as the page calls it. draft: the kind of draft. steps: all steps of the run.
         options: fit.json. training, validation: lines of metrics.jsonl, in order.
         damaged: lines that could not be read.
+        held_out: the walk of the best draft over the held-out documents, if there is one.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Run:
     training: list[dict[str, Any]]
     validation: list[dict[str, Any]]
     damaged: int = 0
+    held_out: Measured | None = None
 
     def curve(self, figure: str, held_out: bool = False) -> list[Point]:
         """Return (trained tokens, figure) of every line that has both."""
@@ -152,7 +154,19 @@ def read_run(place: Path, name: str) -> Run:
         training=[line for line in lines if line.get("split") == "train"],
         validation=[line for line in lines if line.get("split") == "validation"],
         damaged=damaged,
+        held_out=_held_out(place / HELD_OUT, name),
     )
+
+
+def _held_out(file: Path, name: str) -> Measured | None:
+    """Return what a run kept of its best validation; None: nothing was held out, or recorded."""
+    if not file.is_file():
+        return None
+    raw = _json(file)
+    try:
+        return _on_data(raw, f"{name}, step {raw['step']:,}")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RunError(f"{file}: damaged ({type(error).__name__}: {error}); remove it") from None
 
 
 def _metrics(file: Path) -> tuple[list[dict[str, Any]], int]:

@@ -2,13 +2,10 @@
 
 from collections.abc import Iterator
 
-import numpy as np
 from torch import Tensor
 
 from spec_train.data.batch import DraftBatch
-from spec_train.simulation.walk import ServingSums, document_sums
-
-Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+from spec_train.simulation.walk import Arrays, ServingSums, document_sums
 
 
 def documents_of(batch: DraftBatch, chains: Tensor) -> Iterator[tuple[int, Arrays]]:

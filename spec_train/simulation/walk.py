@@ -32,6 +32,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""Drafted chains, tokens, choices and loss mask of a document: the arguments of `judge_chains`."""
+
 
 @dataclass(frozen=True)
 class Outcomes:

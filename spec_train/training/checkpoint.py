@@ -40,6 +40,7 @@ from spec_data.shards.files import (
 )
 from spec_train.training.checked_json import dump_checked
 from spec_train.training.stored import (
+    HELD_OUT,
     OLD_FORMAT,
     STATE,
     STATE_FORMAT,
@@ -155,7 +156,8 @@ class RunDirectory:
 
     def begin(self) -> None:
         """Delete what an attempt without a checkpoint left behind."""
-        for stale in [self.path / "best", *self.path.glob("best-*"), self.path / "metrics.jsonl"]:
+        files = (self.path / name for name in ("best", "metrics.jsonl", HELD_OUT))
+        for stale in [*files, *self.path.glob("best-*")]:
             _remove(stale)
 
     def truncate_metrics(self, step: int) -> None:
@@ -233,9 +235,17 @@ class RunDirectory:
         return None
 
     def save_best(
-        self, step: int, save_draft: Callable[[Path], None], metrics: dict[str, Any]
+        self,
+        step: int,
+        save_draft: Callable[[Path], None],
+        metrics: dict[str, Any],
+        walk: dict[str, Any],
     ) -> Path:
-        """Replace `best` by the current draft; its metrics go to validation.json."""
+        """Replace `best` by the current draft; its metrics go to validation.json.
+
+        The walk goes to the run directory: its samples are texts of the dataset, which nobody
+        wants to publish with a draft.
+        """
 
         def write(folder: Path) -> None:
             save_draft(folder)
@@ -253,6 +263,8 @@ class RunDirectory:
         for old in self.path.glob("best-*"):
             if old.name != final.name:
                 _remove(old)
+        if walk:
+            write_atomically(self.path / HELD_OUT, dump_json({"step": step, **walk}))
         return final
 
     def save_failure(self, step: int, write: Callable[[Path], None]) -> Path:

@@ -113,10 +113,10 @@ class Saver:
 
         self._submit(write)
 
-    def best(self, step: int, figures: dict[str, Any]) -> None:
-        """Write the held weights as the best draft."""
+    def best(self, step: int, figures: dict[str, Any], walk: dict[str, Any]) -> None:
+        """Write the held weights as the best draft, with the results of `Validation.measure`."""
         if self.directory is not None:
-            self._submit(self.directory.save_best, step, self._save_draft, figures)
+            self._submit(self.directory.save_best, step, self._save_draft, figures, walk)
 
     def failure(self, step: int, write: Callable[[Path], None]) -> Path:
         """Write the directory of a failed step at once, without the thread; the run then ends."""

@@ -21,6 +21,8 @@ from spec_train.training.checked_json import is_intact
 
 STATE_TENSORS = "training_state.safetensors"
 STATE = "training_state.json"
+HELD_OUT = "held-out.json"
+"""The walk of the best draft over the held-out documents, as `eval --data` reports it."""
 STATE_FORMAT = 2
 OLD_FORMAT = 1
 """Format of older releases: training_state.json has no checksum of its own."""

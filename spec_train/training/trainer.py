@@ -101,12 +101,13 @@ class Trainer:
         self.masters = Masters(self.draft, config)
         self.stream = self._make_stream(splits.train)
         self._validation = Validation(
-            self.draft,
-            self._loss,
-            head,
-            self._make_stream(splits.validation),
-            splits.validation,
-            self.ranks,
+            draft=self.draft,
+            loss=self._loss,
+            head=head,
+            dataset=dataset,
+            stream=self._make_stream(splits.validation),
+            plan=splits.validation,
+            ranks=self.ranks,
             seed=config.seed,
             dtype=self.dtype,
         )
@@ -299,7 +300,7 @@ class Trainer:
     def validate(self) -> None:
         """Measure the held-out documents; save the draft as `best` if it is the best so far."""
         started = time.perf_counter()
-        figures = self._validation.figures()
+        figures, walk = self._validation.measure()
         if figures:
             self.saver.metrics(
                 {"step": self.step, "split": "validation", "tokens": self.tokens, **figures}
@@ -310,7 +311,7 @@ class Trainer:
         if self.best is None or not figures or better(figures, self.best):
             self.best = {"step": self.step} | {name: figures.get(name) for name in BEST_FIGURES}
             self._hold_weights()
-            self.saver.best(self.step, figures)
+            self.saver.best(self.step, figures, walk)
         # the training speed excludes validation
         self._clock = self._clock[0] + time.perf_counter() - started, self._clock[1]
 

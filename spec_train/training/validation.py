@@ -4,23 +4,31 @@ Batches and random numbers are the same in every validation. Every rank executes
 """
 
 import contextlib
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from spec_train.data.batch import DraftBatch
+from spec_train.data.mixture import Documents
 from spec_train.data.order import BatchPlan
 from spec_train.data.stream import BatchStream, Step
 from spec_train.drafts import Draft
 from spec_train.head import TargetHead
 from spec_train.metrics import Sums, add_sums, summarise_parts
-from spec_train.simulation.batch_walk import serving_sums
+from spec_train.simulation.batch_walk import documents_of
+from spec_train.simulation.breakdown import Breakdown
 from spec_train.simulation.parting import uncut_length
-from spec_train.simulation.walk import ServingSums
+from spec_train.simulation.sample_texts import token_texts
+from spec_train.simulation.samples import spread, tokenizer_of
 from spec_train.training.failure import arithmetic
 from spec_train.training.ranks import Ranks
 from spec_train.training.seeds import seed_place
+
+SAMPLES = 6
+"""Held-out documents whose drafted tokens are kept."""
 
 
 def slot_counts(draft: Draft, step: Step, kind: str, seed: int, device: torch.device) -> Tensor:
@@ -38,82 +46,84 @@ def slot_counts(draft: Draft, step: Step, kind: str, seed: int, device: torch.de
     return torch.stack(parts).sum(0)
 
 
+@dataclass(kw_only=True)
 class Validation:
-    """Measures the held-out documents of a run."""
+    """Measures the held-out documents of a run: `stream` and `plan` of `dataset`.
 
-    def __init__(
-        self,
-        draft: Draft,
-        loss: nn.Module,
-        head: TargetHead,
-        stream: BatchStream,
-        plan: BatchPlan,
-        ranks: Ranks,
-        *,
-        seed: int,
-        dtype: torch.dtype,
-    ) -> None:
-        """Keep what is measured with.
+    `loss` is `LossOnRanks` of the draft, as wrapped by `ranks`. `seed` is that of the run, `dtype`
+    that of the forward pass.
+    """
 
-        Args:
-            loss: `LossOnRanks` of the draft, as wrapped by `ranks`.
-            stream, plan: the held-out documents.
-            seed: of the run. dtype: of the forward pass.
-        """
-        self.draft, self.head, self.plan = draft, head, plan
-        self._loss, self._stream, self._ranks = loss, stream, ranks
-        self._seed, self._dtype = seed, dtype
+    draft: Draft
+    loss: nn.Module
+    head: TargetHead
+    dataset: Documents
+    stream: BatchStream
+    plan: BatchPlan
+    ranks: Ranks
+    seed: int
+    dtype: torch.dtype
 
-    def figures(self) -> dict[str, Any]:
-        """Return the figures of the draft as it is; empty if no document is held out.
+    def measure(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Measure the draft as it is; both results are empty if no document is held out.
 
-        Beside those of `metrics.summarise_parts`, of the walk: "serving_like_length", its
-        acceptance length, "serving_like_uncut", the same without the ends of answers (see
-        `uncut_length`), both None without a round, and "serving_like_rounds", their number.
+        Returns:
+            The line of metrics.jsonl: the figures of `metrics.summarise_parts` and, of the walk,
+            "serving_like_length", its acceptance length, "serving_like_uncut", the same without
+            the ends of answers (see `uncut_length`), both None without a round, and
+            "serving_like_rounds", their number.
+            The walk as `eval --data` measures it (see `Breakdown.figures`), with sampled documents.
         """
         if not len(self.plan.rows):
-            return {}
-        sums, walk = self._sums()
-        served = walk.walk_figures()
-        uncut = uncut_length(served.accept_rate) if served.rounds else None
-        return summarise_parts(sums, self.draft.summarise) | {
-            "serving_like_length": served.acceptance_length,
-            "serving_like_uncut": uncut,
-            "serving_like_rounds": served.rounds,
+            return {}, {}
+        sums, breakdown = self._sums()
+        found = breakdown.figures()
+        walk = found["walk"]
+        figures = summarise_parts(sums, self.draft.summarise) | {
+            "serving_like_length": walk["acceptance_length"],
+            "serving_like_uncut": uncut_length(walk["accept_rate"]) if walk["rounds"] else None,
+            "serving_like_rounds": walk["rounds"],
         }
+        texts = token_texts(found["samples"], self._tokenizer) if self.ranks.is_main else {}
+        place = {"path": self.dataset.place, "split": "validation"}
+        return figures, place | found | {"texts": texts}
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return tokenizer_of(self.dataset.target_dir)
 
     @torch.no_grad()
-    def _sums(self) -> tuple[dict[str, Sums], ServingSums]:
+    def _sums(self) -> tuple[dict[str, Sums], Breakdown]:
         """Return teacher-forced sums by dataset, and the walk of all, over all ranks."""
         total: dict[str, Sums] = {}
-        walk = ServingSums.zero(self.draft.depth)
-        device = self._ranks.device
-        self._stream.load_state_dict(self.plan.state(0, 0))
+        rows = self.plan.rows.tolist()
+        sampled = [rows[i] for i in spread(len(rows), SAMPLES)]
+        own, walk = (Breakdown(self.draft.depth, sampled) for _ in range(2))
+        device = self.ranks.device
+        self.stream.load_state_dict(self.plan.state(0, 0))
         self.draft.eval()
-        steps = self._stream.take(len(self.plan.batches(0)))
-        with contextlib.closing(steps), arithmetic(device, self._dtype):
+        steps = self.stream.take(len(self.plan.batches(0)))
+        with contextlib.closing(steps), arithmetic(device, self.dtype):
             for step in steps:
                 # for the unused loss
-                counts = slot_counts(self.draft, step, "validation", self._seed, device)
+                counts = slot_counts(self.draft, step, "validation", self.seed, device)
                 part = self.plan.part_of(step.index)
                 for i, batch in enumerate(step.batches):
-                    seed_place(self._seed, "validation", step.epoch, step.numbers[i])
-                    there = batch.to(device, self._dtype, non_blocking=True)
-                    sums = self._loss(there, self.head, counts)[1]
+                    seed_place(self.seed, "validation", step.epoch, step.numbers[i])
+                    there = batch.to(device, self.dtype, non_blocking=True)
+                    sums = self.loss(there, self.head, counts)[1]
                     total[part] = add_sums([total.get(part, {}), sums])
-                    walk += self._walked(there)
-        self._ranks.release(self._loss)
+                    self._walk(there, own)
+        self.ranks.release(self.loss)
         self.draft.train()
-        return {part: self._ranks.sum_all(sums) for part, sums in total.items()}, self._all(walk)
+        for other in self.ranks.gather(own.as_json()):
+            walk.add_all(other)
+        return {part: self.ranks.sum_all(sums) for part, sums in total.items()}, walk
 
-    def _walked(self, batch: DraftBatch) -> ServingSums:
+    def _walk(self, batch: DraftBatch, found: Breakdown) -> None:
         """Walk the documents of a batch, which the loss has just read: its weights are gathered."""
-        depth = self.draft.depth
         if not batch.tokens:  # of a rank without documents
-            return ServingSums.zero(depth)
-        return serving_sums(batch, self.draft.chains(batch, self.head, depth, counted_only=True))
-
-    def _all(self, walk: ServingSums) -> ServingSums:
-        """Return the sum over the ranks."""
-        counts = torch.from_numpy(walk.as_array()).double()
-        return ServingSums.from_array(self._ranks.sum(counts).numpy())
+            return
+        chains = self.draft.chains(batch, self.head, self.draft.depth, counted_only=True)
+        for document, arrays in documents_of(batch, chains):
+            found.add(document, self.dataset.source_of(document), arrays)

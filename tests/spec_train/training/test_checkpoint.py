@@ -80,7 +80,7 @@ def boom(*args, **kwargs):
 @pytest.mark.parametrize("where", ["save_file", "sha256_file", "fsync", "rename", "replace"])
 def test_a_kill_while_saving_leaves_the_previous_state(run, where, monkeypatch):
     save(run, 1)
-    run.save_best(1, save_draft_of(1), {"acceptance_length": 2.0})
+    run.save_best(1, save_draft_of(1), {"acceptance_length": 2.0}, {})
     with monkeypatch.context() as patch, pytest.raises(Killed):
         if where in ("rename", "replace"):
             patch.setattr(Path, where, boom)
@@ -89,7 +89,7 @@ def test_a_kill_while_saving_leaves_the_previous_state(run, where, monkeypatch):
         save(run, 2)
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(Path, "replace" if where == "replace" else "rename", boom)
-        run.save_best(2, save_draft_of(2), {"acceptance_length": 3.0})
+        run.save_best(2, save_draft_of(2), {"acceptance_length": 3.0}, {})
     draft = resolve_draft_dir(run.path)
     assert json.loads((draft / "validation.json").read_text())["step"] == 1
     again = reopen(run)
@@ -115,7 +115,7 @@ def test_kill_9_at_random_moments(tmp_path):
                 while True:
                     step += 1
                     save(run, step)
-                    run.save_best(step, save_draft_of(step), {"acceptance_length": 1.0 * step})
+                    run.save_best(step, save_draft_of(step), {"acceptance_length": 1.0 * step}, {})
             finally:
                 os._exit(1)
         time.sleep(rng.uniform(0.05, 0.2))
@@ -265,7 +265,7 @@ def test_a_run_json_of_an_older_release_is_read_and_gets_a_checksum(run):
 def test_no_whole_checkpoint_is_an_error_not_a_fresh_start(run):
     """Repeated attempts also keep the metrics and checkpoints."""
     run.append_metrics({"step": 1})
-    run.save_best(1, save_draft_of(1), {"acceptance_length": 2.0})
+    run.save_best(1, save_draft_of(1), {"acceptance_length": 2.0}, {})
     DAMAGE["truncated"](save(run, 1))
     for _ in range(3):
         with pytest.raises(RunError, match=r"all checkpoints are damaged.*checkpoint-00000001"):
@@ -287,7 +287,7 @@ def test_a_full_disk_is_said_in_words_and_leaves_nothing_behind(run, monkeypatch
     names = sorted(p.name for p in run.path.iterdir())
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save_file", full_disk)
-        for attempt in (lambda: save(run, 2), lambda: run.save_best(2, save_draft_of(2), {})):
+        for attempt in (lambda: save(run, 2), lambda: run.save_best(2, save_draft_of(2), {}, {})):
             with pytest.raises(RunError, match=r"cannot be written.*No space left.*Free some"):
                 attempt()
     with monkeypatch.context() as patch:
@@ -310,7 +310,7 @@ def test_files_of_a_checkpoint_have_the_mode_of_the_umask(run):
 
 def test_best_can_be_replaced_again_and_again_even_by_the_same_step(run):
     for step in (10, 20, 20, 20, 10):
-        run.save_best(step, save_draft_of(step), {"acceptance_length": 1.5})
+        run.save_best(step, save_draft_of(step), {"acceptance_length": 1.5}, {})
         assert len(list(run.path.glob("best-*"))) == 1
         assert json.loads((run.path / "best" / "validation.json").read_text())["step"] == step
 
@@ -322,7 +322,7 @@ def test_resolve_draft_dir(run):
         resolve_draft_dir(run.path / "nowhere")
     first, second = save(run, 1), save(run, 2)
     assert resolve_draft_dir(run.path).resolve() == second.resolve()
-    run.save_best(1, save_draft_of(1), {})
+    run.save_best(1, save_draft_of(1), {}, {})
     assert resolve_draft_dir(run.path) == run.path / "best"
     assert resolve_draft_dir(first) == first
     assert resolve_draft_dir(run.path / "last") == run.path / "last"
@@ -343,7 +343,7 @@ def test_settings_may_change_until_something_was_learned(run):
     """For example after a first attempt with a mistyped option."""
     run.note(total_steps=12)
     run.append_metrics({"step": 0})
-    run.save_best(0, save_draft_of(0), {})
+    run.save_best(0, save_draft_of(0), {}, {})
     again = reopen(run)
     assert again.record({"lr": 0.2}, {"lr": 0.2}) == {}
     again.begin()

@@ -54,7 +54,7 @@ def save(saver: Saver, draft: Draft, step: int, best: bool = False) -> None:
         draft.w.fill_(step)
     held = saver.hold([("master.w", draft.w), ("optimizer.m.w", draft.w * 2)])
     if best:
-        saver.best(step, {"acceptance_length": 1.0 * step})
+        saver.best(step, {"acceptance_length": 1.0 * step}, {})
     saver.checkpoint(step, held, {"best": None})
     with torch.no_grad():
         draft.w.fill_(-1)
@@ -186,7 +186,7 @@ def test_a_rank_without_a_directory_goes_through_all_and_writes_nothing():
 
     assert saver.hold(tensors()) == {} and taken == [0, 1, 2]
     saver.checkpoint(1, {}, {})
-    saver.best(1, {})
+    saver.best(1, {}, {})
     saver.metrics({})
     saver.close()
 

@@ -18,6 +18,7 @@ from spec_train.cli import main
 from spec_train.drafts import load_draft
 from spec_train.drafts.eagle3.draft import Unroll
 from spec_train.options import fit_config, split_config
+from spec_train.training.stored import HELD_OUT
 from spec_train.training.trainer import Trainer
 from tests.factory import tiny_dataset
 from tests.forked import Forked
@@ -36,7 +37,7 @@ data, config = trainer_tools.data, trainer_tools.config
 
 
 def assert_same_run(a: str | Path, b: str | Path) -> None:
-    """Return every byte of the last checkpoint and the best draft, and all metrics."""
+    """Every byte of the last checkpoint and the best draft, all metrics, and the walk."""
     for part in ("last", "best"):
         names = sorted(p.name for p in (Path(a) / part).iterdir())
         assert names == sorted(p.name for p in (Path(b) / part).iterdir())
@@ -45,6 +46,8 @@ def assert_same_run(a: str | Path, b: str | Path) -> None:
                 f"{part}/{name} differs"
             )
     assert metrics(a) == metrics(b)
+    walks = [json.loads((Path(run) / HELD_OUT).read_text()) for run in (a, b)]
+    assert all(walk.pop("path") for walk in walks) and walks[0] == walks[1] and walks[0]["samples"]
 
 
 @pytest.mark.parametrize("stop_at", [1, 7])

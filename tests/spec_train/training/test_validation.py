@@ -1,21 +1,27 @@
 """The held-out figures of `fit`: those of serving are the ones that `eval` finds."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from spec_data.pages.html_page import read_page_data
 from spec_train.data.batch import DraftBatch
 from spec_train.draft_options import DRAFT_OPTIONS
 from spec_train.drafts.eagle3.draft import Eagle3Draft
 from spec_train.evaluation.report import run_eval
 from spec_train.options import EvalConfig, FitConfig
+from spec_train.reports.run_page import write_report
 from spec_train.simulation.parting import ENOUGH
 from spec_train.training.result import FitResult, log_result
 from spec_train.training.setup import fit
+from spec_train.training.stored import HELD_OUT
+from spec_train.training.validation import SAMPLES
 from tests.spec_train.drafts.any_draft import SMALL
+from tests.spec_train.training.ranks_tools import fit_well
 from tests.spec_train.training.tools import learnable_dataset, metrics
 
 
@@ -46,6 +52,31 @@ def test_the_serving_like_length_is_that_of_eval(data, tmp_path, kind):
     assert best["serving_like_rounds"] == walk["rounds"] > 20
     assert best["serving_like_length"] == pytest.approx(walk["acceptance_length"], abs=0.02)  # ties
     assert best["serving_like_length"] > 1.2
+    kept = json.loads((Path(config.out) / HELD_OUT).read_text())
+    assert kept["step"] == result.best["step"] and len(kept["samples"]) == SAMPLES
+    same = ("path", "split", "documents", "supervised_tokens", "on_policy")
+    assert [kept[name] for name in same] == [measured["data"][name] for name in same]
+    for name in ("by_source", "by_position"):
+        assert [line["rounds"] for line in kept[name]] == [
+            line["rounds"] for line in measured["data"][name]
+        ]
+    page = write_report([config.out])
+    titles = [section["title"] for section in read_page_data(page)["sections"]]
+    assert "Where drafts are accepted" in titles and "Drafted tokens" in titles
+
+
+def test_ranks_measure_together(data, tmp_path):
+    """Each rank walks its own documents; rank 0 keeps the samples of all."""
+    config = config_of(data, tmp_path / "one", steps=2, batch_size=2, dtype="fp32")
+    fit_well(config, 1)
+    alone = json.loads((Path(config.out) / HELD_OUT).read_text())
+    config = dataclasses.replace(config, out=str(tmp_path / "two"), batch_size=1)
+    fit_well(config, 2)
+    together = json.loads((Path(config.out) / HELD_OUT).read_text())
+    assert together["walk"]["rounds"] == pytest.approx(alone["walk"]["rounds"], abs=2)  # ties
+    names = [[sample["name"] for sample in kept["samples"]] for kept in (alone, together)]
+    assert sorted(names[0]) == sorted(names[1]) and len(names[0]) == SAMPLES
+    assert together["supervised_tokens"] == alone["supervised_tokens"]
 
 
 @pytest.mark.parametrize("kind", SMALL)

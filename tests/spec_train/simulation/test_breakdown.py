@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from spec_train.decoding.chains import Generation, Round
-from spec_train.evaluation import breakdown, samples
-from spec_train.evaluation.breakdown import Breakdown, position_range
-from spec_train.evaluation.sample_texts import sample_ids, token_texts, with_characters
-from spec_train.evaluation.samples import document_sample, response_sample, spread
+from spec_train.evaluation.response_sample import response_sample
 from spec_train.evaluation.tally import Tally, figures
-from spec_train.simulation.walk import ServingSums, document_sums, walk_document, walk_sums
+from spec_train.simulation import breakdown, samples
+from spec_train.simulation.breakdown import Breakdown, position_range
+from spec_train.simulation.sample_texts import sample_ids, token_texts, with_characters
+from spec_train.simulation.samples import document_sample, spread
+from spec_train.simulation.walk import ServingSums, document_sums, walk_document
 from tests.spec_data.corpus.templates import tokenizer
 from tests.spec_train.simulation.test_walk import outcome, random_document
 
@@ -22,8 +23,7 @@ def added(documents, sources, sampled=()):
     """The breakdown of some documents."""
     found = Breakdown(DEPTHS, sampled)
     for number, (arrays, source) in enumerate(zip(documents, sources, strict=True)):
-        walk = walk_document(*arrays)
-        found.add(number, source, walk, walk_sums(walk, *arrays[1:]), arrays)
+        found.add(number, source, arrays)
     return found.figures()
 
 

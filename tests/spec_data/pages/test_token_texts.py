@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from spec_data.corpus.token_texts import Joiner, TokenTexts, marked
+from spec_data.pages.token_texts import Joiner, TokenTexts, marked
 from tests.spec_data.corpus.templates import tokenizer
 
 TEXTS = [

@@ -7,7 +7,7 @@ together is found from these texts when a page is written (`with_characters`).
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from spec_data.corpus.token_texts import Joiner, TokenTexts
+from spec_data.pages.token_texts import Joiner, TokenTexts
 
 
 def sample_ids(samples: Iterable[dict[str, Any]]) -> list[int]:
@@ -25,10 +25,10 @@ def sample_ids(samples: Iterable[dict[str, Any]]) -> list[int]:
 def token_texts(samples: Sequence[dict[str, Any]], tokenizer: Any) -> dict[str, str]:
     """Return the text of every token of some samples, by its id as text.
 
-    Bytes that are no character by themselves are marks, such as ⟨E2 82⟩ (`corpus.token_texts`).
+    Bytes that are no character by themselves are marks, such as ⟨E2 82⟩ (`pages.token_texts`).
 
     Args:
-        samples: as in `evaluation.samples`. tokenizer: of the target; None: without texts.
+        samples: as in `simulation.samples`. tokenizer: of the target; None: without texts.
     """
     if tokenizer is None:
         return {}

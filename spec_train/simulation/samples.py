@@ -15,7 +15,6 @@ tokens, which may differ from an accepted draft (the last one) or from the choic
 """
 
 import logging
-from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ import numpy as np
 
 from spec_data.models.reading import load_tokenizer
 from spec_data.shards.errors import SpecDataError
-from spec_train.decoding.chains import Generation
 from spec_train.simulation.walk import Walk
 
 log = logging.getLogger(__name__)
@@ -69,7 +67,7 @@ def document_sample(
         if shown >= RESPONSE_TOKENS:
             break
         if start > done:
-            parts.append(_context(ids[done:start]))
+            parts.append(context_part(ids[done:start]))
         done = min(max(start + 1, 2), end)  # the first round knows this many tokens
         parts.append({"kind": "first", "tokens": ids[start:done]})
         while upcoming is not None and upcoming[0] < end and shown < RESPONSE_TOKENS:
@@ -93,33 +91,8 @@ def document_sample(
     return {"name": name, "source": source, "parts": parts}
 
 
-def response_sample(name: str, prompt: Sequence[int], generation: Generation) -> dict[str, Any]:
-    """Return the sample of a response of real decoding.
-
-    Args:
-        name: of the prompt. prompt: its token ids. generation: the response with its rounds.
-    """
-    tokens = generation.tokens
-    parts: list[dict[str, Any]] = [_context(list(prompt)), {"kind": "first", "tokens": tokens[:1]}]
-    done = 1
-    for one in generation.rounds:
-        if done >= RESPONSE_TOKENS:
-            break
-        emitted = tokens[done : done + one.emitted]
-        parts.append(
-            {
-                "kind": "round",
-                "drafted": list(one.tokens),
-                "accepted": one.accepted,
-                "emitted": emitted,
-                "choice": emitted[one.accepted] if one.accepted < len(emitted) else None,
-            }
-        )
-        done += one.emitted
-    return {"name": name, "source": "", "parts": parts}
-
-
-def _context(tokens: list[int]) -> dict[str, Any]:
+def context_part(tokens: list[int]) -> dict[str, Any]:
+    """Return the part of tokens that are not drafted: the last CONTEXT_TOKENS of them."""
     left_out = max(0, len(tokens) - CONTEXT_TOKENS)
     return {"kind": "context", "tokens": tokens[left_out:], "left_out": left_out}
 
@@ -133,5 +106,5 @@ def tokenizer_of(directory: Path) -> Any:
     try:
         return load_tokenizer(directory)
     except (SpecDataError, OSError) as error:
-        log.info("samples have token ids instead of texts: %s", error)
+        log.info("samples have token ids instead of texts: %s", str(error).splitlines()[0])
         return None

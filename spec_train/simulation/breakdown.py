@@ -7,12 +7,20 @@ lengths.
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from spec_train.evaluation.samples import document_sample
-from spec_train.simulation.walk import ServingSums, Walk, round_sums
+from spec_train.simulation.samples import document_sample
+from spec_train.simulation.walk import (
+    Arrays,
+    ServingSums,
+    Walk,
+    round_sums,
+    walk_document,
+    walk_sums,
+)
 
 EDGES = (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 """First position of every range; the last range has no end."""
@@ -67,21 +75,15 @@ class Breakdown:
         self._ranges: dict[int, ServingSums] = {}
         self._samples: dict[int, dict[str, Any]] = {}
 
-    def add(
-        self,
-        document: int,
-        source: str,
-        walk: Walk,
-        sums: ServingSums,
-        arrays: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
-    ) -> None:
-        """Count a document.
+    def add(self, document: int, source: str, arrays: Arrays) -> ServingSums:
+        """Walk a document and count it; return its sums.
 
         Args:
             document, source: its number and its source.
-            walk, sums: of the document, as from `walk_document` and `walk_sums`.
             arrays: drafted, input_ids, target_argmax, loss_mask, as for `walk.judge_chains`.
         """
+        walk = walk_document(*arrays)
+        sums = walk_sums(walk, *arrays[1:])
         count, total = self._sources.get(source, (0, ServingSums.zero(self._depth)))
         total += sums
         self._sources[source] = count + 1, total
@@ -92,9 +94,49 @@ class Breakdown:
         if document in self._sampled:
             name = f"document {document}"
             self._samples[document] = document_sample(name, source, walk, *arrays[:3])
+        return sums
+
+    def add_all(self, other: Mapping[str, Any]) -> None:
+        """Count the documents of another process: its `as_json`."""
+        for source, documents, counts in other["sources"]:
+            count, total = self._sources.get(source, (0, ServingSums.zero(self._depth)))
+            total += ServingSums.from_array(np.array(counts))
+            self._sources[source] = count + documents, total
+        for number, counts in other["ranges"]:
+            own = self._ranges.setdefault(number, ServingSums.zero(self._depth))
+            own += ServingSums.from_array(np.array(counts))
+        self._samples |= {number: sample for number, sample in other["samples"]}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything that was counted, as plain JSON for `add_all`."""
+        return {
+            "sources": [
+                [name, count, sums.as_array().tolist()]
+                for name, (count, sums) in self._sources.items()
+            ],
+            "ranges": [[n, sums.as_array().tolist()] for n, sums in self._ranges.items()],
+            "samples": [[number, sample] for number, sample in self._samples.items()],
+        }
 
     def figures(self) -> dict[str, Any]:
-        """Return `by_source`, `by_position` and `samples` as in the file of --json."""
+        """Return what `eval --json` has of all documents.
+
+        `documents`, `supervised_tokens`, `on_policy`, `slots` and `walk` (each a `walk.Figures`),
+        `by_source`, `by_position` and `samples`.
+        """
+        total = ServingSums.zero(self._depth)
+        for _, sums in self._sources.values():
+            total += sums
+        return {
+            "documents": sum(count for count, _ in self._sources.values()),
+            "supervised_tokens": total.tokens,
+            "on_policy": total.on_policy / max(total.tokens, 1),
+            "slots": asdict(total.slot_figures()),
+            "walk": asdict(total.walk_figures()),
+            **self._parts(),
+        }
+
+    def _parts(self) -> dict[str, Any]:
         ranked = sorted(self._sources.items(), key=lambda item: (-item[1][1].tokens, item[0]))
         lines = [_source_json(name, *found) for name, found in ranked[:MOST_SOURCES]]
         if len(ranked) > MOST_SOURCES:
