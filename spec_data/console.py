@@ -99,7 +99,14 @@ class Terminated(KeyboardInterrupt):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that suggests the nearest flag or choice and prints its own usage line."""
+    """An ArgumentParser that suggests the nearest flag or choice and prints its own usage line.
+
+    Options are written out: a shortened one (`--ttt-step`) would mean another option, or none, as
+    soon as a release adds an option with the same beginning.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False} | kwargs)
 
     def parse_known_args(self, args=None, namespace=None):
         """Parse; what is left over is an error here, where the usage line is the right one."""

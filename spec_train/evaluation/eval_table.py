@@ -9,6 +9,7 @@ from spec_train.metrics import shown
 
 Line = tuple[str, str, str]
 
+_GIVEN = ", each if those before it were"
 _ROWS = 8  # sets and contexts are lines of their own up to so many; --json has all
 
 
@@ -69,7 +70,7 @@ def _decoding_lines(report: dict[str, Any]) -> list[Line]:
             f"tokens per target verification, {_drafted(report)}",
         ),
         *_interval_lines(report),
-        ("  accepted by depth", "", _rates(report["accept_rate"])),
+        ("  accepted by depth", "", _rates(report["accept_rate"]) + _GIVEN),
         (
             "  rounds",
             f"{report['rounds']:,}",
@@ -165,7 +166,7 @@ def _sweep_lines(report: dict[str, Any]) -> list[Line]:
         modelled = line["modelled"]["speedup"]
         expected = "unknown" if modelled is None else f"{modelled:.2f}x"
         measured = "unknown" if line["speedup"] is None else f"{line['speedup']:.2f}x"
-        best = "  <- fastest" if line["draft_tokens"] == report["best_draft_tokens"] else ""
+        best = _best(line, report["best_draft_tokens"])
         lines.append(
             (
                 f"  {line['draft_tokens']}",
@@ -174,6 +175,14 @@ def _sweep_lines(report: dict[str, Any]) -> list[Line]:
             )
         )
     return lines
+
+
+def _best(line: dict[str, Any], best: int | None) -> str:
+    """Mark the fastest number of drafted tokens, and say if plain decoding is no slower."""
+    if line["draft_tokens"] != best:
+        return ""
+    faster = line["modelled"]["speedup"] > 1
+    return "  <- fastest" + ("" if faster else ", but no faster than the target alone")
 
 
 def _gap_lines(report: dict[str, Any]) -> list[Line]:
@@ -211,7 +220,7 @@ def _data_lines(data: dict[str, Any]) -> list[Line]:
             f"the draft's own tokens and states, {walk['rounds']:,} rounds: predicts real greedy "
             "decoding",
         ),
-        ("  accepted by depth", "", _rates(walk["accept_rate"])),
+        ("  accepted by depth", "", _rates(walk["accept_rate"]) + _GIVEN),
         (
             "  over all slots",
             shown(slots["acceptance_length"]),
@@ -240,7 +249,7 @@ def _forced_lines(forced: dict[str, Any]) -> list[Line]:
             shown(forced["acceptance_length"]),
             "the documents' tokens at every depth, as in training",
         ),
-        ("  accepted by depth", "", _rates([forced[name] for name in known])),
+        ("  accepted by depth", "", _rates([forced[name] for name in known]) + _GIVEN),
     ]
 
 

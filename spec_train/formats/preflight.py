@@ -157,10 +157,11 @@ def _embedding(notes: Notes, subject: Subject) -> None:
             "embed_tokens is not the target's: the draft was fitted to another target",
             EMBEDDING,
         )
+        exact = torch.promote_types(own.dtype, other.dtype) == own.dtype
         notes.warn(
             own.dtype != other.dtype,
-            f"embed_tokens is the target's, rounded from {other.dtype} to {own.dtype}; engines "
-            "keep a second copy instead of sharing",
+            f"embed_tokens is the target's, {'stored' if exact else 'rounded'} as {own.dtype} "
+            f"instead of {other.dtype}; engines keep a second copy instead of sharing",
         )
 
 

@@ -34,6 +34,8 @@ def servings(
 ) -> list[Serving]:
     """Return how the engines that read an export and do not refuse its draft serve it.
 
+    The engine that the form is named after is the first.
+
     Args:
         subject: the draft, its target and the form that was written.
         found: the findings of the preflight.
@@ -42,7 +44,8 @@ def servings(
     """
     target = subject.target.name or TARGET
     result = []
-    for engine, make in _ENGINES.items():
+    for engine in sorted(_ENGINES, key=lambda name: name != subject.form):  # the form's own first
+        make = _ENGINES[engine]
         if engine != "transformers" and subject.form in ("hf", "deepspec", "transformers"):
             continue  # not written for serving
         refused = any(finding.level == REFUSE for finding in found.get(engine, ()))

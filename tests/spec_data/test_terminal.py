@@ -201,6 +201,10 @@ def test_colour_only_where_it_is_wanted(monkeypatch, variables, terminal, choice
     [
         ("data", "generate --layrs 1", "unknown option --layrs; did you mean --layers?",
          "usage: spec-data generate --target MODEL"),
+        ("data", "generate --layer 1", "unknown option --layer; did you mean --layers?",
+         "usage: spec-data generate"),
+        ("train", "fit eagle3 --ttt-step 3", "unknown option --ttt-step; did you mean --ttt-steps?",
+         "usage: spec-train fit eagle3"),
         ("data", "generate --model x", "did you mean --target?", "usage: spec-data generate"),
         ("data", "estimate --batch-size=4", "unknown option --batch-size; did you mean "
          "--batch-tokens?", "usage: spec-data estimate"),

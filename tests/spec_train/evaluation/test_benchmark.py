@@ -13,10 +13,10 @@ from spec_data.shards.errors import ConfigError, CorpusError, MissingError
 from spec_train.benchmark_options import draft_depths
 from spec_train.decoding import chains, stopwatch
 from spec_train.decoding.chains import Generation, Request, Round, decode_speculative
-from spec_train.evaluation.eval_table import table
+from spec_train.evaluation.eval_table import _sweep_lines, table
 from spec_train.evaluation.prompts import read_prompts
 from spec_train.evaluation.report import _parted, run_eval
-from spec_train.evaluation.speed_model import Times, modelled_speedup
+from spec_train.evaluation.speed_model import Times, fastest, modelled_speedup
 from spec_train.evaluation.tally import Tally, figures
 from spec_train.sampling import Greedy
 from tests.spec_train.evaluation import test_prompts, tools
@@ -320,6 +320,26 @@ def test_a_sweep_has_the_figures_of_every_length(workplace, tmp_path, monkeypatc
     assert report["best_draft_tokens"] == best["draft_tokens"]
     shown = table(report)
     assert shown.count("<- fastest") == 1 and "drafted tokens" in shown
+    assert "each if those before it were" in shown
+
+
+@pytest.mark.parametrize(
+    ("speedups", "mark"),
+    [((0.8, 0.7), "<- fastest, but no faster than the target alone"), ((0.8, 1.2), "<- fastest")],
+)
+def test_the_fastest_length_is_not_recommended_if_plain_decoding_is_faster(speedups, mark):
+    lines = [
+        {
+            "draft_tokens": count,
+            "acceptance_length": 1.2,
+            "speedup": None,
+            "modelled": {"speedup": speedup, "cost_ratio": 0.2, "verification_ratio": 1.5},
+        }
+        for count, speedup in enumerate(speedups, 1)
+    ]
+    report = {"sweep": lines, "best_draft_tokens": fastest(lines), "modelled": lines[0]["modelled"]}
+    found = [text for _, _, text in _sweep_lines(report) if "<-" in text]
+    assert len(found) == 1 and found[0].endswith(mark)
 
 
 def test_every_set_has_its_figures(workplace, tmp_path, monkeypatch):

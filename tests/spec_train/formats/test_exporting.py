@@ -114,15 +114,35 @@ def test_the_embedding_must_be_the_targets_bit_for_bit(own: Path, target: Path) 
         export(own, "vllm", own.parent / "out", target)
 
 
-def test_rounding_to_the_drafts_own_type_is_said(
-    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, target: Path
+@pytest.mark.parametrize(
+    ("own", "targets", "said"),
+    [
+        (torch.bfloat16, torch.float32, "rounded as torch.bfloat16 instead of torch.float32"),
+        (torch.float32, torch.bfloat16, "stored as torch.float32 instead of torch.bfloat16"),
+    ],
+)
+def test_another_type_of_the_embedding_is_said(
+    dataset: HiddenStatesDataset,
+    head: TargetHead,
+    tmp_path: Path,
+    target: Path,
+    own: torch.dtype,
+    targets: torch.dtype,
+    said: str,
 ) -> None:
-    build(dataset, head).save_pretrained(tmp_path, torch.bfloat16)
-    found = findings(tmp_path, target=str(target))["spec-train"]
-    assert any(
-        level == "warn" and "rounded from torch.float32 to torch.bfloat16" in text
-        for level, text in found
-    )
+    other = shutil.copytree(target, tmp_path / "target")
+    file = other / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "embed_tokens" in name)
+    draft = build(dataset, head)
+    if targets == torch.bfloat16:  # a draft of such a target has values that it can hold
+        rounded = tensors[name].to(targets)
+        save_file(tensors | {name: rounded}, file)
+        with torch.no_grad():
+            draft.embed_tokens.weight.copy_(rounded.float())
+    draft.save_pretrained(tmp_path / "draft", own)
+    found = findings(tmp_path / "draft", target=str(other))["spec-train"]
+    assert any(level == "warn" and said in text for level, text in found), found
 
 
 def test_weights_that_are_not_finite_are_refused(own: Path) -> None:

@@ -138,6 +138,16 @@ def test_llama_cpp_with_eagle3() -> None:
     assert after(words, "--spec-draft-n-max") == "5"
 
 
+@pytest.mark.parametrize("form", ["vllm", "sglang"])
+def test_the_engine_of_the_form_is_the_first(
+    drafts: dict[str, Path], target: Path, form: str
+) -> None:
+    """The first one is also the next command that `export` names."""
+    found = checked(drafts["dspark"], form, target)
+    assert len(found.servings) > 1
+    assert found.servings[0].engine.lower().startswith(form)
+
+
 def test_what_cannot_be_served_has_no_command(drafts: dict[str, Path], target: Path) -> None:
     found = checked(drafts["peagle"], "vllm", target)
     assert {one.engine.split()[0] for one in found.servings} == {"vLLM"}
