@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,9 @@ FIXES = {
     "carried-norm": "set the flag in the draft's config to the value that fits, or train again",
     "rope": "write the rope settings that fit into the draft's config, or train again",
     "slot-layout": "set sample_from_anchor in the draft's config to the value that fits",
+    "mask-token": "set the mask token in the draft's config (mask_token_id, and ptd_token_id, "
+    "pard_token or dspark_noise_token_id where it has them) to the id that its trainer masked "
+    "with. Of the usual ids, this one fits best",
     "vocabulary-map": "replace d2t by the map that fits (offsets: token = row + d2t[row])",
     "embedding": "export the draft with the target's embedding: `spec-train export --target`",
     "head": "replace the draft's lm_head by the one that it was trained with; the target's fits "
@@ -80,13 +83,15 @@ class Setting:
     target_config: dict[str, Any]
     chosen: Tensor | None = None
     """The draft vocabulary that `fit` would choose on the dataset, int64 [Vd] ascending."""
+    mask_tokens: dict[int, str] = field(default_factory=dict)
+    """Ids that may be the mask token, and why (see `mask_tokens`)."""
 
 
 def neighbours_of(setting: Setting) -> list[Neighbour]:
     """Return every neighbouring convention of a draft."""
     parts = (
         *(_layer_ids, _layer_order, _shifts, _final_norm, _carried_norm, _rope),
-        *(_slot_layout, _vocabulary_map, _target_weights, _input_order),
+        *(_slot_layout, _mask_token, _vocabulary_map, _target_weights, _input_order),
     )
     return [neighbour for part in parts for neighbour in part(setting)]
 
@@ -202,7 +207,11 @@ def _rope(setting: Setting) -> Iterator[Neighbour]:
     own = dict(draft.config.rope_parameters)
     found: dict[str, dict[str, Any]] = {}
     with suppress(SpecDataError, KeyError, TypeError):  # its settings cannot be a draft's
-        found["the rope of the target"] = rope_parameters(setting.target_config)
+        targets = rope_parameters(setting.target_config)
+        values = ", ".join(f"{name} = {value}" for name, value in targets.items())
+        found[f"the rope of the target, {values}"] = targets
+        theta = targets["rope_theta"]
+        found[f"rope_theta = {theta:,.0f}, the target's"] = own | {"rope_theta": theta}
     for theta in _THETAS:
         found[f"rope_theta = {theta:,.0f}"] = own | {"rope_theta": theta}
     if own.get("partial_rotary_factor", 1.0) != 1.0:
@@ -242,6 +251,18 @@ def _slot_layout(setting: Setting) -> Iterator[Neighbour]:
         _changed(draft, {"sample_from_anchor": anchor}),
         depth,
     )
+
+
+def _mask_token(setting: Setting) -> Iterator[Neighbour]:
+    for token, why in setting.mask_tokens.items():
+        declared = setting.draft.config.mask_token_id
+        if token != declared:  # it was taken over in an earlier round
+            yield Neighbour(
+                "mask-token",
+                f"mask_token_id = {token} instead of {declared}: {why}",
+                setting.reading,
+                _changed(setting.draft, {"mask_token_id": token}),
+            )
 
 
 def _vocabulary_map(setting: Setting) -> Iterator[Neighbour]:

@@ -6,9 +6,9 @@ In: the options. Out: a `Diagnosis`. The order is files, target, dataset, conven
 import dataclasses
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from spec_data.devices import compute_dtype, usable_device
 from spec_data.models.resolve import cached_model, local_directory
@@ -27,6 +27,7 @@ from spec_train.diagnosis.file_checks import (
     read_checked,
     subject_of,
 )
+from spec_train.diagnosis.mask_tokens import mask_tokens_to_try, reads_mask_token
 from spec_train.diagnosis.outcome import Check, Diagnosis, finding, undecided
 from spec_train.diagnosis.sample import LEAST_DOCUMENTS, Reading, read_sample
 from spec_train.diagnosis.target_checks import target_checks
@@ -39,7 +40,7 @@ from spec_train.evaluation.on_dataset import check_sizes
 from spec_train.evaluation.run_record import read_run
 from spec_train.exporting import find_target
 from spec_train.formats.target_facts import TargetFacts
-from spec_train.head import choose_draft_vocabulary
+from spec_train.head import TargetHead, choose_draft_vocabulary
 from spec_train.training.stored import resolve_draft_dir
 
 log = logging.getLogger(__name__)
@@ -150,7 +151,7 @@ def _tried(
             reading=Reading(tuple(draft.state_columns)),
             sample=sample,
             target_config=dataset.target_config(),
-            chosen=_chosen(dataset, draft),
+            **_counted(dataset, draft, sample.head),
         )
         trials = run_trials(setting, config.seed)
     except SpecDataError as error:
@@ -171,13 +172,17 @@ def _directory(target: str) -> Path | None:
     return local_directory(target) or cached_model(target)
 
 
-def _chosen(dataset: HiddenStatesDataset, draft: Draft) -> Tensor | None:
-    """Return the draft vocabulary that `fit` would choose on the dataset, int64 [Vd] ascending.
+def _counted(dataset: HiddenStatesDataset, draft: Draft, head: TargetHead) -> dict[str, Any]:
+    """Return what the setting of a draft has from the token counts of a dataset: see `Setting`.
 
-    None: the draft has the full vocabulary.
+    Nothing is counted for a draft with the full vocabulary and without a mask token.
     """
-    if draft.full_vocabulary:
-        return None
+    if draft.full_vocabulary and not reads_mask_token(draft):
+        return {}
     counts = torch.from_numpy(count_dataset(dataset))
-    special = special_ids(dataset.target_config())
-    return choose_draft_vocabulary(counts, draft.config.draft_vocab_size, special)
+    found: dict[str, Any] = {"mask_tokens": mask_tokens_to_try(draft, dataset, head, counts)}
+    if not draft.full_vocabulary:
+        special = special_ids(dataset.target_config())
+        size = draft.config.draft_vocab_size
+        found["chosen"] = choose_draft_vocabulary(counts, size, special)
+    return found

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 from spec_train.diagnosis.conventions import FIXES
+from spec_train.diagnosis.mask_tokens import reads_mask_token
 from spec_train.diagnosis.outcome import FINDING, Check, Tried, finding, ok, undecided
 from spec_train.diagnosis.sample import LEAST_DOCUMENTS
-from spec_train.diagnosis.trials import Trials, untouched
+from spec_train.diagnosis.trials import Trials, fitting_as_well, untouched
 
 _AGREES = {
     "layer-ids": "the declared layers fit best",
@@ -15,6 +16,7 @@ _AGREES = {
     "carried-norm": "the declared norms fit best",
     "rope": "the declared rope fits best",
     "slot-layout": "the declared slots draft first",
+    "mask-token": "the declared mask token fits best",
     "vocabulary-map": "the declared map fits best",
     "head": "the draft's own LM head fits best",
     "input-order": "token and state enter in the declared order",
@@ -29,17 +31,19 @@ def trial_checks(trials: Trials) -> Iterator[Check]:
     if learned.state == FINDING:  # then a better neighbour is better by luck
         yield learned
         return
-    for name, text in _AGREES.items():
+    for name in _AGREES:
         tried = [t for t in trials.tried if t.check == name]
         lacks = trials.missing.get(name, [])
         if name in found:
             yield _found(found[name], trials)
         elif tried and not lacks:
-            yield ok(name, text, _closest(tried))
+            yield _agreed(name, tried)
         elif tried:
-            yield ok(name, text, _closest(tried), _untried(lacks))
+            yield _agreed(name, tried, _untried(lacks))
         elif lacks:
             yield undecided(name, _untried(lacks))
+        elif name == "mask-token" and (why := _any_mask_token(trials)):
+            yield ok(name, why)
     yield learned
 
 
@@ -56,6 +60,7 @@ def _found(best: Tried, trials: Trials) -> Check:
         losses = [
             f"teacher-forced loss {best.loss:.3f}, {best.loss_before:.3f} {against} (p = {p:.2g})"
         ]
+    others = [f"fits about as well: {other.text}" for other in fitting_as_well(trials, best)]
     return finding(
         best.check,
         f"not as declared; what fits is: {best.text}",
@@ -63,13 +68,33 @@ def _found(best: Tried, trials: Trials) -> Check:
         f"{best.length - best.before:+.2f}, 95 % interval {low:+.2f} to {high:+.2f}, p = "
         f"{best.p_value:.2g})",
         *losses,
+        *others,
         fix=FIXES[best.check],
     )
 
 
-def _closest(tried: list[Tried]) -> str:
-    best = max(tried, key=lambda t: t.rank)
-    return f"nearest: {best.text}, acceptance length {best.length:.2f} for {best.before:.2f}"
+def _agreed(name: str, tried: list[Tried], *more: str) -> Check:
+    """Compare the best of the others with the convention that was found to fit."""
+    last = max(t.round for t in tried)
+    best = max((t for t in tried if t.round == last), key=lambda t: t.rank)
+    line = (
+        f"best of the others: {best.text}, acceptance length {best.length:.3f} instead of "
+        f"{best.before:.3f}"
+    )
+    if best.loss is not None and best.loss_before is not None:
+        line += f", loss {best.loss:.3f} instead of {best.loss_before:.3f}"
+    text = _AGREES[name] if best.rank <= (0, 0) else "no other one fits clearly better"
+    return ok(name, text, line, *more)
+
+
+def _any_mask_token(trials: Trials) -> str | None:
+    """Return why no other mask token was tried; None: the draft has none, or nothing was tried."""
+    draft = trials.setting.draft
+    if trials.declared is None or getattr(draft.config, "mask_token_id", None) is None:
+        return None
+    if not reads_mask_token(draft):
+        return "no mask token is read: the draft proposes one token, from the known one"
+    return "the usual mask tokens have the embedding of the declared one"
 
 
 def _untried(lacks: list[str]) -> str:

@@ -29,7 +29,11 @@ _ROUNDS = 3
 _LEAST_GAIN, _GAIN = 0.01, 0.02  # in accepted tokens per slot, and as a share of them
 _LEVEL = 0.05
 LONGEST = 3  # drafted tokens of a chain
-_SAME_LOSS = ("layer-ids", "layer-order", "state-shift", "final-norm", "carried-norm", "rope")
+_SAME_LOSS = (
+    *("layer-ids", "layer-order", "state-shift", "final-norm", "carried-norm", "rope"),
+    "mask-token",
+)
+_OF_STATES = ("layer-ids", "layer-order", "state-shift", "final-norm", "carried-norm")
 _USED, _USED_WELL = 0.1, 0.42  # share of tokens that a token's own states must add
 
 
@@ -54,15 +58,16 @@ class Trials:
     def uses_states(self) -> bool:
         """Whether the draft is accepted clearly longer than with the states of other tokens.
 
-        A draft of other states is accepted longer under some neighbour by luck. So more is asked
-        where a neighbour was taken over.
+        A draft of other states is accepted longer by luck when they are read in some other way. So
+        more is asked where such a neighbour was taken over.
         """
         found = self.control
         if found is None or found.interval[0] <= 0:
             return False
         if len(self.found) == _ROUNDS:  # one change after the other helps: none is the mistake
             return False
-        share = _USED_WELL if self.found else _USED
+        lucky = any(tried.check in _OF_STATES for tried in self.found)
+        share = _USED_WELL if lucky else _USED
         return found.difference >= max(_LEAST_GAIN, share * (found.lengths[0] - 1))
 
 
@@ -126,12 +131,44 @@ def _one_round(trials: Trials, number: int, seed: int) -> bool:
         tried = _try(setting, other, neighbour, base, number, len(possible), seed)
         results.append((tried, other))
     trials.tried += [tried for tried, _ in results]
-    better = [result for result in results if result[0].better]
-    if not better:
+    best = _best([tried for tried, _ in results if tried.better])
+    if best is None:
         return False
-    tried, trials.setting = max(better, key=lambda result: result[0].rank)
-    trials.found.append(tried)
+    trials.setting = next(other for tried, other in results if tried is best)
+    trials.found.append(best)
     return True
+
+
+def _best(better: list[Tried]) -> Tried | None:
+    """Return the best of the better neighbours; None: there is none.
+
+    The acceptance length decides. Of those of one check that are accepted about as long, the lower
+    loss decides, because it changes with every probability.
+    """
+    if not better:
+        return None
+    best = max(better, key=lambda tried: tried.rank)
+    close = [t for t in better if t.check == best.check and _as_long(t, best)]
+    if any(tried.loss is None for tried in close):
+        return best
+    return min(close, key=lambda tried: tried.loss or 0.0)
+
+
+def fitting_as_well(trials: Trials, best: Tried) -> list[Tried]:
+    """Return the neighbours of the same check and round that cannot be told from the best one."""
+    return [
+        tried
+        for tried in trials.tried
+        if tried.better
+        and (tried.round, tried.check) == (best.round, best.check)
+        and tried is not best
+        and _as_long(tried, best)
+        and (tried.loss or 0) <= (1 + _GAIN) * (best.loss or 0)
+    ]
+
+
+def _as_long(tried: Tried, best: Tried) -> bool:
+    return best.length - tried.length < max(_LEAST_GAIN, _GAIN * (best.length - 1))
 
 
 @dataclass(frozen=True)

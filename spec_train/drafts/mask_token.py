@@ -1,7 +1,8 @@
 """Choosing the mask token: the token id that marks tokens which are not known yet.
 
 P-EAGLE's elements deeper than 0 and the slots of a block after its anchor hold it. In: the target's
-tokenizer.json, special ids and embedding, and counts of supervised tokens. Out: one token id.
+tokenizer.json, special ids and embedding, and counts of supervised tokens. Out: one token id, or
+those that trainers choose.
 
 The embedding is the target's and frozen, so the mask token must have a nonzero embedding: with a
 zero one, the slots of a block could not be told apart. Otherwise any token is good that the text
@@ -27,6 +28,7 @@ from spec_train.drafts.base import DatasetFacts
 log = logging.getLogger(__name__)
 
 _RESERVED = re.compile(r"reserved|unused|mask|fim_pad|extra_id", re.IGNORECASE)
+_SPECIAL = ("mask", "pad", "eos", "bos", "unk")
 
 
 def settle_mask_token(wanted: int, facts: DatasetFacts) -> int:
@@ -58,8 +60,22 @@ def choose_mask_token(
     Raises:
         DraftError: every embedding is zero.
     """
-    usable = (embedding.abs().amax(-1) > 0).tolist()
     names = _token_names(folder / "tokenizer.json")
+    for why, found in _preferred(names, token_ids, embedding, counts):
+        if found:
+            log.info("mask token %d %s: %s", found[0], names.get(found[0], ""), why)
+            return found[0]
+    raise DraftError(
+        f"every embedding of the target is zero: {folder / 'head.safetensors'} is damaged; "
+        "generate the dataset again"
+    )
+
+
+def _preferred(
+    names: dict[int, str], token_ids: dict[str, Any], embedding: Tensor, counts: Tensor | None
+) -> list[tuple[str, list[int]]]:
+    """Return kinds of tokens and their ids, the best kind first (see `choose_mask_token`)."""
+    usable = (embedding.abs().amax(-1) > 0).tolist()
     vocab = len(usable)
     seen = [0] * vocab if counts is None else counts.tolist()
     ends = {i for key in ("bos_token_id", "eos_token_id") for i in _ids(token_ids.get(key))}
@@ -74,14 +90,39 @@ def choose_mask_token(
     kinds.append(("no answer contains it", free[::-1]))
     rest = sorted((i for i in range(vocab) if usable[i] and i not in ends), key=seen.__getitem__)
     kinds.append(("the rarest token of the answers", rest))
-    for why, found in kinds:
-        if found:
-            log.info("mask token %d %s: %s", found[0], names.get(found[0], ""), why)
-            return found[0]
-    raise DraftError(
-        f"every embedding of the target is zero: {folder / 'head.safetensors'} is damaged; "
-        "generate the dataset again"
-    )
+    return kinds
+
+
+def usual_mask_tokens(
+    folder: Path, token_ids: dict[str, Any], embedding: Tensor, counts: Tensor | None
+) -> dict[int, str]:
+    """Return the ids that trainers and programs take as mask token, and why; likeliest first.
+
+    They are the choice of `choose_mask_token`, the first id that the tokenizer leaves unused, its
+    mask, pad, eos, bos and unk tokens, its first and last reserved ones, and the first and the last
+    id. (SpecForge takes the mask token, else the unused id, else pad, eos or unk.)
+
+    The arguments are those of `choose_mask_token`.
+    """
+    vocab, names = len(embedding), _token_names(folder / "tokenizer.json")
+    special = _special_names(folder / "tokenizer_config.json")
+    kinds = _preferred(names, token_ids, embedding, counts)
+    found = [(ids[0], "the choice of spec-train") for _, ids in kinds if ids][:1]
+    if names:
+        unused = next((i for i in range(vocab) if i not in names), vocab)
+        found.append((unused, "the first id that the tokenizer leaves unused"))
+    for kind in _SPECIAL:
+        ids = _ids(token_ids.get(f"{kind}_token_id"))
+        ids += [i for i, text in names.items() if text == special.get(kind)]
+        found += [(i, f"the {kind} token") for i in ids]
+    reserved = [i for i, text in sorted(names.items()) if _RESERVED.search(text)]
+    found += [(i, "a reserved token") for i in (*reserved[:1], *reserved[-1:])]
+    found += [(0, "the first id of the vocabulary"), (vocab - 1, "the last id of the vocabulary")]
+    usual: dict[int, str] = {}
+    for token, why in found:
+        if 0 <= token < vocab:
+            usual.setdefault(token, why)
+    return usual
 
 
 def require_in_vocabulary(token: int, vocab_size: int) -> None:
@@ -107,6 +148,16 @@ def _ids(value: Any) -> list[int]:
     """Return the integers of a list, or of a single value."""
     values = value if isinstance(value, list) else [value]
     return [i for i in values if isinstance(i, int)]
+
+
+def _special_names(path: Path) -> dict[str, str]:
+    """Return the texts of the special tokens of a tokenizer_config.json, by `_SPECIAL`."""
+    if not path.is_file():
+        return {}
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    found = {kind: raw.get(f"{kind}_token") for kind in _SPECIAL}
+    texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in found.items()}
+    return {kind: text for kind, text in texts.items() if isinstance(text, str)}
 
 
 def _token_names(path: Path) -> dict[int, str]:

@@ -1,16 +1,20 @@
 """Sound drafts of every kind have no finding, and each planted convention is found by its name."""
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.data.token_counts import count_dataset
 from spec_train.diagnosis.outcome import FINDING, OK, UNDECIDED, Diagnosis
 from spec_train.doctor_api import doctor
 from spec_train.draft_options import DRAFT_OPTIONS
-from tests.spec_train.diagnosis.trained import VOCAB, make_data, train_draft
+from spec_train.drafts.layers import RMSNorm
+from tests.spec_train.diagnosis.trained import MASK, VOCAB, make_data, train_draft
 
 
 def examine(draft: Path, **options: Any) -> Diagnosis:
@@ -96,21 +100,135 @@ def test_states_of_a_neighbouring_token(sound_dir, target, tmp_path, step, word)
 # --- what the draft computes ---
 
 
-@pytest.mark.parametrize("flag", ["norm_output", "norm_before_residual"])
+def with_norm(draft: Any, flag: str) -> None:
+    """Set a flag, with the module of ones that a draft with it has."""
+    config = draft.config
+    widths, eps = [config.target_hidden_size] * len(getattr(config, "layers", ())), 1e-6
+    if flag == "norm_before_fc":
+        draft.input_norm = RMSNorm(sum(widths), eps)
+    elif flag == "fc_norm":
+        draft.fc_norm = torch.nn.ModuleList(RMSNorm(width, eps) for width in widths)
+    elif flag == "use_last_layernorm":
+        draft.norm = RMSNorm(config.hidden_size, eps)
+    elif flag == "use_input_layernorm_in_first_layer":
+        draft.layers[0].input_layernorm = RMSNorm(config.hidden_size, eps)
+    draft.update_config(**{flag: True})
+
+
+@pytest.mark.parametrize(
+    "flag", ["norm_output", "norm_before_residual", "norm_before_fc", "fc_norm"]
+)
 def test_a_norm_that_was_not_trained_with(sound, data, tmp_path, flag):
-    draft = planted(sound("eagle3"), tmp_path, lambda d: d.update_config(**{flag: True}))
+    draft = planted(sound("eagle3"), tmp_path, lambda d: with_norm(d, flag))
     diagnosis = examine(draft, data=data)
+    check = diagnosis.named("carried-norm")
     assert found(diagnosis) == {"carried-norm"}, str(diagnosis)
-    assert f"{flag} = false" in diagnosis.named("carried-norm").text
+    assert f"{flag} = false" in check.text and "set the flag" in check.fix
 
 
-def test_partial_rotary_that_was_not_trained_with(sound, data, tmp_path):
-    def partial(draft):
-        rope = draft.config.rope_parameters | {"partial_rotary_factor": 0.5}
-        draft.update_config(rope_parameters=rope)
+def test_a_norm_that_the_file_lost(sound, data, tmp_path):
+    """The draft expects states of length 1, as the norm before `fc` made them."""
 
-    diagnosis = examine(planted(sound("eagle3"), tmp_path, partial), data=data)
+    def normed(draft):
+        draft.fc.weight *= 5  # about the length of the states
+
+    diagnosis = examine(planted(sound("eagle3"), tmp_path, normed), data=data)
+    check = diagnosis.named("carried-norm")
+    assert found(diagnosis) == {"carried-norm"}, str(diagnosis)
+    said = " ".join((check.text, *check.evidence))
+    assert "norm_before_fc = true" in said and "fits about as well" in said
+
+
+def small_stream(draft: Any, factor: float = 0.1) -> None:
+    """Scale everything that the layer adds, as if a norm after it were to undo that."""
+    layer = draft.layers[0]
+    for module in (draft.fc, layer.self_attn.o_proj, layer.mlp.down_proj):
+        module.weight *= factor
+    for name in ("q_proj", "k_proj", "v_proj"):  # they read the stream as it is
+        getattr(layer.self_attn, name).weight /= factor
+
+
+def test_norms_of_an_eagle_draft(sound, data, tmp_path):
+    def lost(draft):
+        small_stream(draft)
+
+    def sound_with_norm(draft):
+        small_stream(draft)
+        with_norm(draft, "use_last_layernorm")
+
+    def too_many(draft):
+        sound_with_norm(draft)
+        with_norm(draft, "use_input_layernorm_in_first_layer")
+
+    assert not found(examine(planted(sound("eagle"), tmp_path / "a", sound_with_norm), data=data))
+    for change, text in (
+        (lost, "use_last_layernorm = true"),
+        (too_many, "use_input_layernorm_in_first_layer = false"),
+    ):
+        diagnosis = examine(planted(sound("eagle"), tmp_path / text, change), data=data)
+        assert found(diagnosis) == {"carried-norm"}, str(diagnosis)
+        assert text in diagnosis.named("carried-norm").text
+
+
+def with_rope(**changes: Any) -> Any:
+    def change(draft):
+        draft.update_config(rope_parameters=draft.config.rope_parameters | changes)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "kind, changes, fits",
+    [
+        ("dspark", {"rope_theta": 1e6}, "the rope of the target"),
+        ("eagle3", {"partial_rotary_factor": 0.5}, "the rope of the target"),
+        ("peagle", {"rope_theta": 1e6}, "rope_theta = 100, the target's"),
+        ("peagle", {"rope_type": "linear", "factor": 4.0}, "no rope scaling"),
+        ("peagle", {"partial_rotary_factor": 1.0}, "partial_rotary_factor = 0.5"),
+    ],
+    ids=["theta", "factor", "theta-beside-a-factor", "scaling", "lost-factor"],
+)
+def test_rope_that_was_not_trained_with(sound, data, tmp_path, kind, changes, fits):
+    diagnosis = examine(planted(sound(kind), tmp_path, with_rope(**changes)), data=data)
+    check = diagnosis.named("rope")
     assert found(diagnosis) == {"rope"}, str(diagnosis)
+    assert fits in check.text and "rope settings" in check.fix
+
+
+@pytest.mark.parametrize("kind", sorted(MASK))
+def test_another_mask_token(sound, data, tmp_path, kind):
+    draft = planted(sound(kind), tmp_path, lambda d: d.update_config(mask_token_id=2))
+    diagnosis = examine(draft, data=data)
+    check = diagnosis.named("mask-token")
+    assert found(diagnosis) == {"mask-token"}, str(diagnosis)
+    assert "mask_token_id = 0 instead of 2" in check.text and "mask_token_id" in check.fix
+
+
+def test_the_mask_token_of_a_trained_embedding(sound, data, tmp_path):
+    """Its row is no longer the target's, and tells which token training masked with."""
+    dataset = HiddenStatesDataset(data)
+    counts = count_dataset(dataset)
+    unseen = [token for token in range(3, VOCAB - 1) if not counts[token]]
+
+    def moved(draft):
+        rows = draft.embed_tokens.weight.detach().clone()
+        rows[unseen[0]], rows[0] = 3 * rows[0], rows[5]  # the layer norms the length away
+        draft.embed_tokens = torch.nn.Embedding.from_pretrained(rows, freeze=False)
+        draft.update_config(train_embeddings=True, mask_token_id=2)
+
+    diagnosis = examine(planted(sound("peagle"), tmp_path, moved), data=data)
+    assert found(diagnosis) == {"mask-token"}, str(diagnosis)
+    wanted = f"mask_token_id = {unseen[0]} instead of 2: of the tokens"
+    assert wanted in diagnosis.named("mask-token").text
+
+
+def test_a_mask_token_that_is_not_read(sound, data, tmp_path):
+    def shallow(draft):
+        draft.use_options(dataclasses.replace(draft.options, depths=1))
+
+    diagnosis = examine(planted(sound("peagle"), tmp_path, shallow), data=data)
+    assert not diagnosis.findings, str(diagnosis)
+    assert "no mask token is read" in diagnosis.named("mask-token").text
 
 
 def test_two_mistakes_are_found_one_after_the_other(sound, data, tmp_path):
@@ -209,7 +327,7 @@ def test_the_other_slot_drafts_first(sound, data, tmp_path, kind):
     assert "drafts first" in diagnosis.named("slot-layout").text
 
 
-def test_a_norm_of_an_eagle_draft(sound, data, tmp_path):
+def test_token_and_state_of_an_eagle_draft_in_the_other_order(sound, data, tmp_path):
     def exchange(draft):
         draft.fc.weight.copy_(draft.fc.weight.roll(draft.fc.weight.shape[1] // 2, dims=1))
 

@@ -58,7 +58,7 @@ def published(draft: Path, folder: Path) -> Path:
     copy_of = copied(draft, folder)
     raw = read_json(copy_of)
     raw.pop("spec_train")
-    raw.pop("eagle_config")
+    raw.pop("eagle_config", None)
     (copy_of / "config.json").write_text(json.dumps(raw))
     tensors = load_file(copy_of / "model.safetensors")
     save_file(tensors, copy_of / "model.safetensors", metadata={"format": "pt"})
@@ -108,6 +108,15 @@ def test_layers_in_an_order_that_engines_do_not_keep(sound_dir, data, tmp_path):
     diagnosis = examine(edited(published(sound_dir("eagle3"), tmp_path), turn), data=data)
     check = diagnosis.named("layer-order")
     assert check.state == FINDING and "not ascending" in check.text
+
+
+def test_what_the_files_leave_open_is_said(sound_dir, tmp_path):
+    draft = edited(
+        published(sound_dir("eagle3"), tmp_path), lambda raw: raw.update(norm_output=True)
+    )
+    check = doctor(draft, device="cpu").named("ambiguous-keys")
+    assert check.state == OK and check.text == "read with assumptions"
+    assert any("norm_output = true is read as engines serve it" in line for line in check.evidence)
 
 
 def test_a_length_that_is_that_of_the_training(sound, data, tmp_path):
@@ -171,6 +180,18 @@ def test_another_target_is_named_by_the_fact(place, target_of_place, change, nam
     change(target_of_place)
     diagnosis = doctor(place / "run", target=target_of_place, device="cpu")
     assert found(diagnosis) == {name}, str(diagnosis)
+
+
+def test_another_target_for_a_draft_of_another_trainer(place, target_of_place, tmp_path):
+    """The draft records nothing, so the target of the dataset is compared."""
+    draft = published(place / "run" / "best", tmp_path)
+    fitted.fine_tune(target_of_place)
+    alone = doctor(draft, target=target_of_place, device="cpu")
+    assert alone.named("target").state == UNDECIDED and "--data" in alone.named("target").text
+    options = {"target": target_of_place, "device": "cpu", "documents": 4}
+    diagnosis = doctor(draft, data=place / "data", **options)
+    assert "target" in found(diagnosis), str(diagnosis)
+    assert "the dataset was captured with" in diagnosis.named("target").text
 
 
 def test_a_draft_for_another_size_of_target(sound_dir, place):

@@ -4,6 +4,7 @@ The text is a Markov chain of second order: the next token follows from the last
 before it. So a draft needs the states of the right token, and its attention needs positions.
 """
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dflash": {"layers": LAYERS, "num_draft_layers": 2, "block_size": 3},
 }
 MASK = {"peagle", "dspark", "dflash"}
+ROPE = {"rope_type": "default", "rope_theta": 100.0}
+"""Of the target. With so small a theta, the documents are long enough for it to matter."""
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "peagle": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
+}
+"""What a kind is trained with instead of the target's config: a rope that only it has."""
 
 
 def texts(count: int, length: int, seed: int) -> torch.Tensor:
@@ -44,7 +51,7 @@ def texts(count: int, length: int, seed: int) -> torch.Tensor:
 
 def train_target(steps: int = 160) -> PreTrainedModel:
     """A Llama of six blocks that has learned the chain."""
-    model = factory.tiny_llama(VOCAB, layers=6)
+    model = factory.tiny_llama(VOCAB, layers=6, rope_parameters=dict(ROPE))
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.0)
     for step in range(steps):
@@ -58,6 +65,7 @@ def train_target(steps: int = 160) -> PreTrainedModel:
     return model.eval()
 
 
+@functools.cache
 @torch.no_grad()
 def own_documents(model: PreTrainedModel, count: int, seed: int = 5) -> list:
     """Documents whose second part is what the target itself says, greedily."""
@@ -116,7 +124,7 @@ def train_draft(kind: str, data: Path, steps: int | None = None) -> Draft:
     )
     draft: Any = DRAFTS[kind].build(
         options,
-        target_config=dataset.target_config(),
+        target_config=dataset.target_config() | OTHERWISE.get(kind, {}),
         manifest=dataset.manifest,
         head=head,
         token_counts=counts,

@@ -15,7 +15,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.draft_options import DFlashOptions, DSparkOptions
 from spec_train.drafts import load_draft
 from spec_train.drafts.dspark.draft import DFlashDraft, DSparkConfig, DSparkDraft
-from spec_train.drafts.mask_token import choose_mask_token
+from spec_train.drafts.mask_token import choose_mask_token, usual_mask_tokens
 from spec_train.head import TargetHead
 from tests.draft_tools import unseal
 from tests.factory import tiny_dataset, tiny_llama
@@ -312,6 +312,29 @@ def test_the_mask_token_is_unused_then_reserved_then_padding_then_unseen(tmp_pat
     assert choose_mask_token(tmp_path, {}, torch.ones(8, 4), counts + 5 * (counts == 0)) == 3
     with pytest.raises(DraftError, match="every embedding"):
         choose_mask_token(tmp_path, {}, torch.zeros(8, 4), counts)
+
+
+def test_the_usual_mask_tokens_are_those_of_other_trainers_too(tmp_path: Path) -> None:
+    special = {"<pad>": 3, "[MASK]": 4, "<|reserved_0|>": 5, "<|reserved_1|>": 6}
+    write_tokenizer(tmp_path, {f"w{i}": i for i in range(3)}, special)
+    named = {"mask_token": "[MASK]", "pad_token": {"content": "<pad>"}, "unk_token": "<unknown>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    counts = torch.tensor([5, 5, 5, 5, 5, 5, 5, 5, 0, 5])
+    found = usual_mask_tokens(tmp_path, {"eos_token_id": [2, 99]}, torch.ones(10, 4), counts)
+    assert found == {
+        8: "the choice of spec-train",
+        7: "the first id that the tokenizer leaves unused",
+        4: "the mask token",
+        3: "the pad token",
+        2: "the eos token",
+        6: "a reserved token",  # the first one that is named so is [MASK]
+        0: "the first id of the vocabulary",
+        9: "the last id of the vocabulary",
+    }
+    assert list(found)[:3] == [8, 7, 4], "the likeliest first"
+    (tmp_path / "tokenizer.json").unlink()
+    zero = usual_mask_tokens(tmp_path, {"bos_token_id": 1}, torch.zeros(3, 4), None)
+    assert set(zero) == {0, 1, 2}, "a target whose embedding is zero is another check's finding"
 
 
 def test_a_mask_token_of_no_use_is_refused(dataset: HiddenStatesDataset, head: TargetHead) -> None:
