@@ -76,7 +76,8 @@ def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
     hints = typing.get_type_hints(cls)
     own = getattr(cls, "option_group", "")  # of fields that name no group
     groups: dict[str, argparse._ArgumentGroup | argparse.ArgumentParser] = {"": parser}
-    for name in dict.fromkeys(f.metadata["group"] or own for f in dataclasses.fields(cls)):
+    names = dict.fromkeys(f.metadata["group"] or own for f in dataclasses.fields(cls))
+    for name in sorted(names, key=lambda name: name != "required"):  # those come first
         groups.setdefault(name, parser.add_argument_group(name))
     parser.add_argument(
         "--config",

@@ -88,8 +88,10 @@ def check_file_to_write(flag: str, path: str | Path) -> None:
         ConfigError: it cannot.
     """
     check_value(flag, str(path))
-    if not Path(path).parent.is_dir() or Path(path).is_dir():
-        raise ConfigError(f"{flag} {path}: pass a file name in an existing directory")
+    folder, file = Path(path).parent, Path(path)
+    if not folder.is_dir() or file.is_dir():
+        why = "this is a directory" if file.is_dir() else f"there is no directory {folder}"
+        raise ConfigError(f"{flag} {path}: pass a file name in an existing directory ({why})")
     check_directory_to_write(flag, Path(path).parent)
 
 

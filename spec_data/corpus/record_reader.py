@@ -146,6 +146,22 @@ class CorpusReader:
         self._bad = BadRows("")  # of the source that is being read
         for note in self.notes:
             logger.warning("%s", note)
+        self._warn_of_equal_names()
+
+    def _warn_of_equal_names(self) -> None:
+        """Warn if sources that were given one by one have one name, which is all that is stored."""
+        places: dict[str, list[str]] = {}
+        for source, given in zip(self.sources, self._given, strict=True):
+            if given[1] not in places.setdefault(source.name, []):
+                places[source.name].append(given[1])
+        for name, given_names in places.items():
+            if len(given_names) > 1:
+                logger.warning(
+                    "warning: %s have one name, %s: their figures are counted together, and "
+                    "--source cannot tell them apart. Rename the files, or give the directory "
+                    "above them",
+                    *(" and ".join(map(printable, given_names)), name),
+                )
 
     def __iter__(self) -> Iterator[Record]:
         parse = functools.partial(parsed_row, parse=self._parse)

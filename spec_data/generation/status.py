@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.generation.plan import read_units
-from spec_data.generation.worker_facts import CAPTURING, DONE, FAILED, WorkerFacts, read_facts
+from spec_data.generation.worker_facts import (
+    CAPTURING,
+    DONE,
+    FAILED,
+    STOPPED,
+    WorkerFacts,
+    read_facts,
+)
 from spec_data.generation.worker_locks import running_workers
 from spec_data.progress import size
 from spec_data.shards.errors import MissingError
@@ -23,6 +30,7 @@ from spec_data.shards.follow import WORK
 from spec_data.shards.reader import MANIFEST
 from spec_data.shards.schema import Manifest
 
+_ENDED = (DONE, FAILED, STOPPED)
 SILENCE = 60.0
 """Seconds after which a worker of another machine is taken for dead, if its lock is not held."""
 
@@ -31,7 +39,8 @@ SILENCE = 60.0
 class WorkerStatus:
     """One worker: its newest process, and the units of all its processes.
 
-    `state` is "loading", "capturing", "done", "failed", or "lost" if the process was killed.
+    `state` is "loading", "capturing", "done", "failed", "stopped" (by Ctrl-C or SIGTERM), or "lost"
+    if the process was killed.
     `unit` is the unit in work, `silent_seconds` the time since the process last wrote.
     """
 
@@ -162,7 +171,7 @@ def _alive(process: WorkerFacts, processes: list[WorkerFacts], running: list[str
     Some file systems hide the locks of other machines; a process there runs if it wrote lately.
     """
     newest = [p for p in processes if p.worker == process.worker][-1]
-    if newest is not process or process.phase in (DONE, FAILED):
+    if newest is not process or process.phase in _ENDED:
         return False
     if process.host != socket.gethostname():
         return process.lock in running or time.time() - process.updated < SILENCE
@@ -188,7 +197,7 @@ def _workers(processes: list[WorkerFacts], alive: list[WorkerFacts]) -> list[Wor
     found = []
     for name, process in sorted(newest.items()):
         runs = process in alive
-        ended = process.phase in (DONE, FAILED)
+        ended = process.phase in _ENDED
         found.append(
             WorkerStatus(
                 worker=name,
@@ -212,7 +221,7 @@ def _failures(processes: list[WorkerFacts], alive: list[WorkerFacts]) -> list[st
         unit = "" if process.unit is None else f" in unit {process.unit}"
         if process.phase == FAILED:
             found.append(f"{where} failed{unit}: {process.error}")
-        elif process.phase != DONE and process not in alive:
+        elif process.phase not in _ENDED and process not in alive:
             found.append(f"{where} was killed or lost{unit}")
     return found
 

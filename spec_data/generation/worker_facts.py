@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 WORKERS = "workers"
 LOADING, CAPTURING, DONE, FAILED = "loading", "capturing", "done", "failed"
+STOPPED = "stopped"  # by Ctrl-C or SIGTERM
 _EVERY = 5.0  # seconds between two writes about one unit
 
 
@@ -35,7 +36,7 @@ class WorkerFacts:
     Attributes:
         worker: its name, such as "0/4" or "ray-1"; lock: the "i/n" whose lock is held for it.
         host, pid: the process; started, updated: Unix times.
-        phase: "loading", "capturing", "done" or "failed".
+        phase: "loading", "capturing", "done", "failed" or "stopped".
         plan_units, plan_tokens: of the whole plan.
         unit: the unit in work; unit_tokens, unit_done: its tokens, and those captured.
         units: tokens of each unit that this process finished.
@@ -117,10 +118,11 @@ class FactsWriter:
             self._write()
 
     def end(self, error: BaseException | None = None) -> None:
-        """The process captures nothing more: it is done, or it failed with `error`."""
+        """The process captures nothing more: it is done, was stopped, or failed with `error`."""
+        stopped = isinstance(error, KeyboardInterrupt)
         with self._guard:
-            self.facts.phase = FAILED if error else DONE
-            if error is not None:
+            self.facts.phase = STOPPED if stopped else FAILED if error else DONE
+            if error is not None and not stopped:
                 self.facts.error = " ".join(str(error).split()) or type(error).__name__
             self._write()
 

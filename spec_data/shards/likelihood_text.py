@@ -103,7 +103,8 @@ def above_random_text(vocab_size: int) -> str:
     """Say what an NLL above ln V means."""
     return (
         f"A random model has an NLL of about ln V = {math.log(vocab_size):.2f}. A higher one means "
-        "that these token ids are not this tokenizer's"
+        "that these token ids are not this tokenizer's, or that the target never learned such text "
+        "(another language)"
     )
 
 

@@ -317,3 +317,17 @@ def test_reading_twice_gives_the_same(tmp_path):
     first, first_reports = list(reader), reader.reports
     assert list(reader) == first
     assert reader.reports == first_reports
+
+
+@pytest.mark.parametrize("above", [False, True])
+def test_sources_of_one_name_are_named(tmp_path, caplog, above):
+    """Only the file's name is stored; below one directory, the folders are a part of it."""
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "chats.jsonl").write_text('{"text": "x"}\n')
+    files = [str(tmp_path / folder / "chats.jsonl") for folder in ("a", "b")]
+    reader = CorpusReader([str(tmp_path)] if above else files)
+    names = [source.name for source in reader.sources]
+    assert names == (["a/chats.jsonl", "b/chats.jsonl"] if above else ["chats.jsonl"] * 2)
+    told = "cannot tell them apart" in caplog.text
+    assert told is not above and all((file in caplog.text) is not above for file in files)

@@ -75,6 +75,12 @@ def test_a_worker_is_seen_and_what_it_leaves_is_counted(source, whole, tmp_path,
     failed = spec_data.status(out)
     assert failed.workers[2].state == "failed" and len(failed.failures) == 2
     assert "failed in unit" in failed.failures[1] and "No space left" in failed.failures[1]
+    monkey.setattr("spec_data.generation.unit_records.write_shard", _interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(*source, out, workers="2/3", **SMALL)
+    monkey.undo()
+    stopped = spec_data.status(out)
+    assert stopped.workers[2].state == "stopped" and stopped.failures == found.failures
     run(*source, out, **SMALL)
     assert digests(out) == digests(whole)  # no trace of all this
 
@@ -89,6 +95,10 @@ def test_a_worker_of_another_machine_is_alive_while_it_writes(source, tmp_path, 
     assert [w.state for w in spec_data.status(out).workers] == ["capturing"]
     monkeypatch.setattr(status, "SILENCE", 0.0)
     assert [w.state for w in spec_data.status(out).workers] == ["lost"]
+
+
+def _interrupted(*_, **__):
+    raise KeyboardInterrupt
 
 
 def _full(*_):
