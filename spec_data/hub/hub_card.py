@@ -1,5 +1,6 @@
 """The card of a dataset on the Hub: what is in it, in words; and where its viewer finds rows."""
 
+import re
 from typing import Any
 
 from spec_data.progress import size
@@ -8,10 +9,11 @@ from spec_data.shards.layer_ids import recorded_layers
 from spec_data.shards.likelihood_text import agreement_rows, suspicions
 from spec_data.shards.quantisation_text import quantisation_text
 from spec_data.shards.schema import Manifest
+from spec_data.shards.sides import sides_of
 
 _SIZES = ("1K", "10K", "100K", "1M", "10M", "100M", "1B")
 DOCUMENTS, STATES = "documents", "states"
-"""The two configurations of `load_dataset`."""
+"""Configurations of `load_dataset`; the states of added layers are "states-side1" and so on."""
 
 
 def size_category(documents: int) -> str:
@@ -41,8 +43,7 @@ configs:
 - config_name: {DOCUMENTS}
   default: true
   data_files: {DOCUMENTS}/*.arrow
-- config_name: {STATES}
-  data_files: shards/*.arrow
+{_state_configs(manifest)}
 ---
 # Hidden states of {name}
 
@@ -84,6 +85,21 @@ documents = load_dataset("{repo}", "{DOCUMENTS}", split="train")
 columns are codes, which `spec_data` decodes. `manifest.json` records everything that decided these
 bytes.
 """
+
+
+def _state_configs(manifest: Manifest) -> str:
+    """Return the configurations of the shards, and of the files of each side: other columns.
+
+    Names are given as patterns, with "?" for every digit: there may be thousands of shards.
+    """
+    files = {STATES: manifest.shards}
+    files |= {f"{STATES}-side{i}": s.shards for i, s in enumerate(sides_of(manifest), 1)}
+    lines = []
+    for name, records in files.items():
+        lines += [f"- config_name: {name}", "  data_files:"]
+        patterns = {re.sub("[0-9]", "?", record.file) for record in records}
+        lines += [f"  - {pattern}" for pattern in sorted(patterns)]
+    return "\n".join(lines)
 
 
 def _drafts(raw: dict[str, Any]) -> str:
