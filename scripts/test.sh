@@ -29,4 +29,4 @@ cd "$ROOT"
 "$PY" -m ruff check .
 "$PY" -m ruff format --check .
 "$PY" -m mypy
-"$PY" -m pytest -n "${TEST_WORKERS:-2}" "$@"
+"$PY" -m pytest -n "${TEST_WORKERS:-2}" --dist worksteal "$@"

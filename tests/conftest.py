@@ -6,8 +6,11 @@ number of threads decides the order of sums: where a test compares bytes, both s
 the same number.
 """
 
+import gc
 import os
+import sys
 import tempfile
+from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -16,8 +19,51 @@ os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 # inherited by the processes that tests start
 os.environ["OMP_NUM_THREADS"] = os.environ.get("SPEC_TEST_THREADS", "1")
 
+import pytest
 import torch
 
 _cache = tempfile.TemporaryDirectory(prefix="spec-data-cache-")  # never the user's
 os.environ["SPEC_DATA_CACHE"] = _cache.name
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules with long tests come first, so that no worker ends with one while others idle."""
+    long = {item.path for item in items if item.get_closest_marker("long")}
+    items.sort(key=lambda item: item.path not in long)
+
+
+def pytest_collection_finish() -> None:
+    """Modules and collected tests live to the end: the garbage collector need not visit them."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def without_waiting_for_the_disk() -> Iterator[None]:
+    """Tests kill processes, never the machine: what is written needs no way to the disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)  # which refuses a wrong descriptor as well
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def probed_once() -> Iterator[None]:
+    """Probe a tokenizer once per process: hundreds of tests open the same few."""
+    tokens = sys.modules.get("spec_data.corpus.tokens")
+    if tokens is None:  # no collected test opens one
+        yield
+        return
+    probed, known = tokens.Tokens._probed, {}
+
+    def once(self) -> bool:
+        if not self.cut_tokens:  # nothing to probe; some such tokenizers cannot be serialised
+            return probed(self)
+        key = (self._backend.to_str(), *self.cut_tokens.items())
+        if key not in known:
+            known[key] = probed(self)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokens.Tokens, "_probed", once)
+        yield

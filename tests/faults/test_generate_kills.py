@@ -19,9 +19,11 @@ import torch
 from spec_data.cli import main as generate
 from spec_data.generation.sealing import seal_directory
 from spec_train.cli import main as fit
+from tests import forked
 from tests.faults.tools import report, trials
 from tests.spec_data.runs import options, run, save_target, write_corpus
 
+one_thread = forked.one_thread
 TAKES = [0.0]  # seconds of a whole generation, on this machine and under its load
 LONGEST = 240.0  # seconds: a command that takes longer hangs
 

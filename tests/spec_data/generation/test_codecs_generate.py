@@ -24,11 +24,13 @@ from spec_data.report import dataset_text
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.lossy import LOSSY
 from spec_data.shards.reader import HiddenStatesDataset
+from tests import forked
 from tests.spec_data.runs import digests, fork_cli, options, run, save_target, verify, write_corpus
 from tests.spec_data.shards import codec_tools
 from tests.spec_data.shards.codec_tools import MIXED
 from tests.tolerance import close, network
 
+one_thread = forked.one_thread
 target, corpus, mixed = codec_tools.target, codec_tools.corpus, codec_tools.mixed
 
 

@@ -27,6 +27,7 @@ from spec_data.shards.errors import (
 )
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import TEACHERS
+from tests import forked
 from tests.spec_data.runs import (
     digests,
     fork_cli,
@@ -38,6 +39,7 @@ from tests.spec_data.runs import (
 )
 from tests.tolerance import close, network, same_choice
 
+one_thread = forked.one_thread
 FORWARD = {"terms": network(6), "dtype": torch.float32}  # the six layers of the tiny targets
 
 

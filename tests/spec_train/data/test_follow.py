@@ -24,6 +24,7 @@ from spec_train.options import EvalConfig
 from spec_train.training.setup import count_supervised_tokens, make_splits, open_data
 from spec_train.training.start_draft import with_shape_of_start
 from spec_train.training.trainer import Trainer
+from tests import forked
 from tests.forked import Forked
 from tests.spec_data.runs import digests
 from tests.spec_train.data import follow_tools
@@ -40,6 +41,7 @@ from tests.spec_train.data.follow_tools import (
 from tests.spec_train.training.test_trainer_resume import assert_same_run
 from tests.spec_train.training.tools import command
 
+one_thread = forked.one_thread
 source, sealed, reference = follow_tools.source, follow_tools.sealed, follow_tools.reference
 
 

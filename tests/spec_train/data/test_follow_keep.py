@@ -18,6 +18,7 @@ from spec_train.options import ReplayConfig
 from spec_train.replay import replay
 from spec_train.training.setup import make_splits
 from spec_train.training.trainer import Trainer
+from tests import forked
 from tests.spec_data.runs import digests
 from tests.spec_train.data import follow_tools
 from tests.spec_train.data.follow_tools import (
@@ -32,6 +33,7 @@ from tests.spec_train.data.follow_tools import (
 from tests.spec_train.training.test_trainer_resume import assert_same_run
 from tests.spec_train.training.tools import metrics
 
+one_thread = forked.one_thread
 source, sealed, reference = follow_tools.source, follow_tools.sealed, follow_tools.reference
 
 

@@ -213,6 +213,7 @@ def _attention(
         for kind in "qkv"
         for e in elements
     }
+    rotated = {e: [_rope(key, sum(e), config) for key in projected["k", e]] for e in elements}
     for t, d in elements:
         seen = [(j, 0) for j in range(t + 1)] + [(t, e) for e in range(1, d + 1)]
         assert all(e in inputs for e in seen), "an anchor's depths have no gaps"
@@ -222,8 +223,7 @@ def _attention(
         for h in range(config.heads):
             group = h * config.kv_heads // config.heads
             query = _rope(projected["q", (t, d)][h], t + d, config)
-            keys = [_rope(projected["k", e][group], sum(e), config) for e in seen]
-            scores = torch.stack([query @ key for key in keys]) / math.sqrt(size)
+            scores = torch.stack([query @ rotated[e][group] for e in seen]) / math.sqrt(size)
             weights = torch.softmax(scores, 0)
             values = [projected["v", e][group] for e in seen]
             heads.append(sum(w * v for w, v in zip(weights, values, strict=True)))
