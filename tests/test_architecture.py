@@ -6,6 +6,7 @@ paragraph is the rule: these tests read it.
 """
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -55,6 +56,7 @@ SAME_PART = {
 }
 
 
+@functools.cache
 def imports_of(file: Path) -> set[str]:
     """Every module that a file imports, anywhere in it, also for annotations alone."""
     found = set()

@@ -1,8 +1,6 @@
 """Laws of presets: they set what they say, flags replace them, and fit.json needs none of it."""
 
 import json
-import subprocess
-import sys
 import time
 
 import pytest
@@ -13,7 +11,7 @@ from spec_train.draft_options import DRAFT_OPTIONS
 from spec_train.options import FitConfig, fit_config, resolve_fit
 from spec_train.presets import PRESETS
 from tests.factory import random_documents, tiny_dataset, tiny_llama
-from tests.spec_train.training.tools import environment
+from tests.forked import Forked
 
 
 def resolved(*flags: str):
@@ -114,16 +112,15 @@ def test_fit_json_is_resolved_and_goes_on_without_the_preset(tmp_path, capsys):
 
 @pytest.mark.long
 def test_smoke_is_short_on_a_cpu(tmp_path):
-    """As a process, alone on one thread, with a small part of the work that the preset's text tells
+    """In a fork, alone on one thread, with a small part of the work that the preset's text tells
     the time of: width 256, 16,000 tokens. The limit is for machines that are busy."""
     model = tiny_llama(vocab=16000, layers=4, hidden=256)
     documents = random_documents(40, 16000, shortest=100, longest=400)
     data = tiny_dataset(tmp_path / "data", model=model, documents=documents)
-    command = [sys.executable, "-m", "spec_train.cli", "fit", "eagle3", "--preset", "smoke"]
+    command = ["fit", "eagle3", "--preset", "smoke", "--data", str(data), "--device", "cpu"]
     started = time.perf_counter()
-    subprocess.run(
-        [*command, "--data", str(data), "--out", str(tmp_path / "run"), "--device", "cpu"],
-        env=environment(), check=True, capture_output=True, timeout=300,
-    )  # fmt: skip
+    fitting = Forked(lambda: main([*command, "--out", str(tmp_path / "run")]))
+    _, error = fitting.communicate(timeout=300)
+    assert fitting.returncode == 0, error
     print(f"{time.perf_counter() - started:.1f} s")
     assert (tmp_path / "run" / "best" / "model.safetensors").is_file()
