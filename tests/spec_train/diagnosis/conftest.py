@@ -28,6 +28,12 @@ def data(target, folder) -> Path:
 
 
 @pytest.fixture(scope="session")
+def narrow(target, folder) -> Path:
+    """The same data with the layers of the drafts alone."""
+    return make_data(target, folder / "narrow", layers=(1, 3))
+
+
+@pytest.fixture(scope="session")
 def target_dir(target, folder) -> Path:
     target.save_pretrained(folder / "target")
     return folder / "target"

@@ -58,9 +58,8 @@ def test_layer_ids_that_are_off_by_one(sound, data, tmp_path, layers, fits):
 
 
 def test_layers_that_the_dataset_lacks_are_compared_with_a_control(
-    sound, target, target_dir, tmp_path
+    sound, narrow, target_dir, tmp_path
 ):
-    narrow = make_data(target, tmp_path / "narrow", layers=(1, 3))
     draft = planted(sound("eagle3"), tmp_path, lambda d: d.update_config(layers=(2, 4)))
     alone = examine(draft, data=narrow)
     assert found(alone) == {"layer-ids"}
@@ -71,8 +70,7 @@ def test_layers_that_the_dataset_lacks_are_compared_with_a_control(
     assert "as declared" in whole.named("layer-ids").evidence[0]
 
 
-def test_neighbours_that_the_dataset_lacks_are_named(sound_dir, target, tmp_path):
-    narrow = make_data(target, tmp_path / "narrow", layers=(1, 3))
+def test_neighbours_that_the_dataset_lacks_are_named(sound_dir, narrow):
     diagnosis = examine(sound_dir("eagle3"), data=narrow)
     assert not diagnosis.findings
     check = diagnosis.named("layer-ids")
@@ -338,7 +336,7 @@ def test_token_and_state_of_an_eagle_draft_in_the_other_order(sound, data, tmp_p
 def test_final_states_on_the_other_side_of_the_norm(sound_dir, target, target_dir, tmp_path):
     """The draft was trained with normed states; this dataset holds those before the norm."""
     unnormed = make_data(target, tmp_path / "unnormed", final_before_norm=True)
-    diagnosis = examine(sound_dir("eagle"), data=unnormed)
+    diagnosis = examine(sound_dir("eagle"), data=unnormed, documents=4)
     assert "data" in found(diagnosis), "the head gives other logits than the stored ones"
     both = make_data(target, tmp_path / "both", final_before_norm=True, layers=(1, 3, 5))
     diagnosis = examine(sound_dir("eagle"), data=both)  # layer 5 of the factory is normed

@@ -96,7 +96,7 @@ def test_a_map_that_was_never_filled(sound_dir, data, tmp_path):
     tensors["d2t"] = torch.zeros_like(tensors["d2t"])
     del tensors["t2d"]
     save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
-    diagnosis = examine(draft, data=data)
+    diagnosis = examine(draft, data=data, documents=4)
     assert "vocabulary-map" in found(diagnosis), str(diagnosis)
 
 
@@ -105,7 +105,9 @@ def test_layers_in_an_order_that_engines_do_not_keep(sound_dir, data, tmp_path):
         key = "eagle_aux_hidden_state_layer_ids"
         raw[key] = raw[key][::-1]
 
-    diagnosis = examine(edited(published(sound_dir("eagle3"), tmp_path), turn), data=data)
+    diagnosis = examine(
+        edited(published(sound_dir("eagle3"), tmp_path), turn), data=data, documents=4
+    )
     check = diagnosis.named("layer-order")
     assert check.state == FINDING and "not ascending" in check.text
 
