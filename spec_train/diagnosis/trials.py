@@ -11,6 +11,7 @@ after the other.
 
 import logging
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -39,9 +40,9 @@ _USED, _USED_WELL = 0.1, 0.42  # share of tokens that a token's own states must 
 
 @dataclass
 class Trials:
-    """What was tried and found; `setting` is that of the convention that fits best."""
+    """What was tried and found; `current` is the convention that fits best."""
 
-    setting: Setting
+    current: "_Measured"
     tried: list[Tried] = field(default_factory=list)
     found: list[Tried] = field(default_factory=list)
     """The better conventions, one per round."""
@@ -53,6 +54,11 @@ class Trials:
     """That of the convention that fits best."""
     control: Comparison | None = None
     """The convention that fits best, compared with states of other tokens."""
+
+    @property
+    def setting(self) -> Setting:
+        """The setting of the convention that fits best."""
+        return self.current.setting
 
     @property
     def uses_states(self) -> bool:
@@ -76,13 +82,12 @@ def run_trials(setting: Setting, seed: int) -> Trials:
 
     Nothing is tried with a draft that was never trained.
     """
-    trials = Trials(setting)
+    trials = Trials(_Measured(setting))
     for number in range(1, _ROUNDS + 1):
         if untouched(setting.draft) or not _one_round(trials, number, seed):
             break
-    current = trials.setting
-    if not set(current.reading.columns) - current.sample.columns:
-        trials.control = _against_control(current, seed)
+    if trials.current.readable:
+        trials.control = _against_control(trials.current, seed)
         trials.reached = trials.control.lengths[1]
     return trials
 
@@ -108,33 +113,31 @@ def untouched(draft: Draft) -> bool:
 
 def _one_round(trials: Trials, number: int, seed: int) -> bool:
     """Try the neighbours of the current setting; take the best one over if it is clearly better."""
-    setting = trials.setting
-    readable = not set(setting.reading.columns) - setting.sample.columns
+    base, setting = trials.current, trials.setting
     neighbours = neighbours_of(setting)
-    if not readable:  # only another choice of layers can be measured
+    if not base.readable:  # only another choice of layers can be measured
         neighbours = [n for n in neighbours if n.check == "layer-ids"]
     possible = [n for n in neighbours if not n.missing(setting.sample)]
     if number == 1:
         for neighbour in neighbours:
             if lacks := neighbour.missing(setting.sample):
                 trials.missing.setdefault(neighbour.check, []).extend(lacks)
-    base = None
-    if readable:
-        base = _Base.of(setting)
-        if number == 1:
-            trials.declared = base.length
-    results: list[tuple[Tried, Setting]] = []
+    if base.readable and number == 1:
+        trials.declared = base.length
+    better: list[tuple[Tried, _Measured]] = []  # of the others, no copy of a draft is kept
     for neighbour in progress(possible, desc="conventions", unit="tried", leave=False):
-        other = _applied(setting, neighbour)
-        if other is None:
+        applied = _applied(setting, neighbour)
+        if applied is None:
             continue
-        tried = _try(setting, other, neighbour, base, number, len(possible), seed)
-        results.append((tried, other))
-    trials.tried += [tried for tried, _ in results]
-    best = _best([tried for tried, _ in results if tried.better])
+        other = _Measured(applied)
+        tried = _try(base, other, neighbour, number, len(possible), seed)
+        trials.tried.append(tried)
+        if tried.better:
+            better.append((tried, other))
+    best = _best([tried for tried, _ in better])
     if best is None:
         return False
-    trials.setting = next(other for tried, other in results if tried is best)
+    trials.current = next(other for tried, other in better if tried is best)
     trials.found.append(best)
     return True
 
@@ -171,27 +174,45 @@ def _as_long(tried: Tried, best: Tried) -> bool:
     return best.length - tried.length < max(_LEAST_GAIN, _GAIN * (best.length - 1))
 
 
-@dataclass(frozen=True)
-class _Base:
-    """What the current setting drafts, and its losses by document."""
+@dataclass
+class _Measured:
+    """What a setting drafts, and its losses by document: each measured once, when it is asked for.
 
-    chains: list[np.ndarray]
-    counts: np.ndarray
-    losses: np.ndarray | None
+    A neighbour that is taken over is the base of the next round, and of the control.
+    """
 
-    @classmethod
-    def of(cls, setting: Setting) -> "_Base":
-        """Measure a setting."""
-        depth = chain_length(setting.draft)
-        chains = drafted_chains(setting.draft, setting.sample, setting.reading, depth)
-        counts = slot_counts(setting.sample, chains, depth)
-        losses = document_losses(setting.draft, setting.sample, setting.reading, counts[:, 0])
-        return cls(chains, counts, losses)
+    setting: Setting
+
+    @property
+    def readable(self) -> bool:
+        """Whether the sample has every state that the setting reads."""
+        return not set(self.setting.reading.columns) - self.setting.sample.columns
+
+    @cached_property
+    def chains(self) -> list[np.ndarray]:
+        """The chains of every slot (see `drafted_chains`), as long as `chain_length`."""
+        setting, depth = self.setting, chain_length(self.setting.draft)
+        return drafted_chains(setting.draft, setting.sample, setting.reading, depth)
+
+    def counts(self, depth: int) -> np.ndarray:
+        """Return the counts of chains of at most `depth` tokens (see `slot_counts`)."""
+        return slot_counts(self.setting.sample, self.chains, depth)
+
+    @cached_property
+    def own_counts(self) -> np.ndarray:
+        """The counts of whole chains."""
+        return self.counts(chain_length(self.setting.draft))
+
+    @cached_property
+    def losses(self) -> np.ndarray | None:
+        """The losses by document (see `document_losses`)."""
+        setting, slots = self.setting, self.own_counts[:, 0]
+        return document_losses(setting.draft, setting.sample, setting.reading, slots)
 
     @property
     def length(self) -> float:
         """Acceptance length over all slots."""
-        return float(self.counts[:, 1].sum() / max(self.counts[:, 0].sum(), 1))
+        return float(self.own_counts[:, 1].sum() / max(self.own_counts[:, 0].sum(), 1))
 
 
 def _applied(setting: Setting, neighbour: Neighbour) -> Setting | None:
@@ -205,26 +226,18 @@ def _applied(setting: Setting, neighbour: Neighbour) -> Setting | None:
 
 
 def _try(
-    setting: Setting,
-    other: Setting,
-    neighbour: Neighbour,
-    base: _Base | None,
-    number: int,
-    tries: int,
-    seed: int,
+    base: _Measured, other: _Measured, neighbour: Neighbour, number: int, tries: int, seed: int
 ) -> Tried:
-    """Measure a neighbour against the setting, or where that cannot be read against a control."""
-    depth = chain_length(setting.draft)
+    """Measure a neighbour against the base, or where that cannot be read against a control."""
+    depth = chain_length(base.setting.draft)
     depth = min(depth, neighbour.depth or depth)
-    chains = drafted_chains(other.draft, other.sample, other.reading, depth)
-    theirs = slot_counts(other.sample, chains, depth)
     losses = None
-    if base is None:
-        found = _against_control(other, seed, theirs)
-    else:
-        found = compare(slot_counts(setting.sample, base.chains, depth), theirs, seed)
+    if base.readable:
+        found = compare(base.counts(depth), other.counts(depth), seed)
         if not _clearly_shorter(found):
             losses = _compared_losses(base, other, neighbour, seed)
+    else:
+        found = _against_control(other, seed)
     longer = _clearly_longer(found, tries) and (losses is None or losses.difference <= 0)
     lower = losses is not None and found.difference >= 0 and _clearly_lower(losses, tries)
     return Tried(
@@ -243,13 +256,12 @@ def _try(
 
 
 def _compared_losses(
-    base: _Base, other: Setting, neighbour: Neighbour, seed: int
+    base: _Measured, other: _Measured, neighbour: Neighbour, seed: int
 ) -> Comparison | None:
     """Compare the losses, where the neighbour has the same slots and the same vocabulary."""
-    if base.losses is None or neighbour.check not in _SAME_LOSS:
+    if neighbour.check not in _SAME_LOSS or base.losses is None or other.losses is None:
         return None
-    losses = document_losses(other.draft, other.sample, other.reading, base.counts[:, 0])
-    return None if losses is None else compare(base.losses, losses, seed)
+    return compare(base.losses, other.losses, seed)
 
 
 def _clearly_longer(found: Comparison, tries: int) -> bool:
@@ -268,12 +280,8 @@ def _clearly_lower(found: Comparison, tries: int) -> bool:
     return significant and -found.difference >= _GAIN * found.lengths[0]
 
 
-def _against_control(setting: Setting, seed: int, counts: np.ndarray | None = None) -> Comparison:
+def _against_control(measured: _Measured, seed: int) -> Comparison:
     """Compare a setting with itself on the states of other tokens."""
-    depth = chain_length(setting.draft)
-    if counts is None:
-        chains = drafted_chains(setting.draft, setting.sample, setting.reading, depth)
-        counts = slot_counts(setting.sample, chains, depth)
-    shuffled = setting.sample.shuffled(seed)
-    control = drafted_chains(setting.draft, shuffled, setting.reading, depth)
-    return compare(slot_counts(shuffled, control, depth), counts, seed)
+    setting = measured.setting
+    control = _Measured(replace(setting, sample=setting.sample.shuffled(seed)))
+    return compare(control.own_counts, measured.own_counts, seed)

@@ -50,7 +50,7 @@ def test_what_fits_as_well_is_listed():
         tried("of another round", 3.0, 0.5, round=2),
         tried("not better", 3.0, 0.5, better=False),
     ]
-    found = fitting_as_well(Trials(setting=None, tried=lists), best)  # type: ignore[arg-type]
+    found = fitting_as_well(Trials(current=None, tried=lists), best)  # type: ignore[arg-type]
     assert [one.text for one in found] == ["equal"]
 
 
@@ -66,7 +66,7 @@ def test_only_another_reading_of_the_states_is_luck(check, uses):
         p_value=0.001,
     )
     found = [tried("a", 2.95, check=check)]
-    trials = Trials(setting=None, found=found, control=control)  # type: ignore[arg-type]
+    trials = Trials(current=None, found=found, control=control)  # type: ignore[arg-type]
     assert trials.uses_states == uses
 
 
