@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_data import __version__
-from spec_data.config import add_options, as_flags, join_values, read_config_file, resolve
+from spec_data.config import add_options, join_values, read_config_file, resolve
 from spec_data.console import (
     Parser,
     add_common_options,
@@ -30,7 +30,7 @@ from spec_train.options import (
     resolve_fit,
     split_config,
 )
-from spec_train.presets import preset_help
+from spec_train.presets import as_flags_over_preset, preset_help
 from spec_train.report_options import ReportConfig
 
 _RAW = argparse.RawDescriptionHelpFormatter
@@ -279,7 +279,7 @@ def _fit(arguments: argparse.Namespace) -> int:
 
     if arguments.dry_run:
         print(dry_run(arguments.draft, config, options))
-        say_next("spec-train", "fit", arguments.draft, *as_flags(joined))
+        say_next("spec-train", "fit", arguments.draft, *as_flags_over_preset(joined))
         return 0
     result = fit(arguments.draft, config, options)
     if os.environ.get("RANK", "0") == "0":

@@ -36,9 +36,10 @@ Validation and checkpoints follow from the length of the run. This module must n
 
 import textwrap
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from spec_data.config import as_flags, flag_of
 from spec_train.vocabulary_options import CHOICES
 
 EXCLUSIVE = (frozenset({"steps", "epochs"}), frozenset(CHOICES))
@@ -118,6 +119,31 @@ PRESETS: dict[str, Preset] = {
         "that run the target (Kimi-K2.5)",
     ),
 }
+
+
+def as_flags_over_preset(config: Any) -> list[str]:
+    """Write a config as command-line words, from which `apply_preset` makes the same config.
+
+    Values of the preset that it names are left out. Defaults that replace one are not, although
+    `as_flags` leaves out defaults.
+    """
+    values = PRESETS[config.preset].values if config.preset in PRESETS else {}
+    of_preset, typed = {}, []
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name not in values or value is None:
+            continue
+        if value == values[field.name]:
+            of_preset[field.name] = field.default
+        elif value == field.default and not _replaced(config, field.name):
+            typed += [flag_of(field), str(value)]
+    return as_flags(replace(config, **of_preset)) + typed
+
+
+def _replaced(config: Any, name: str) -> bool:
+    """Whether another option of the group of EXCLUSIVE that `name` is in was set instead of it."""
+    others = {other for group in EXCLUSIVE if name in group for other in group - {name}}
+    return any(getattr(config, other, None) is not None for other in others)
 
 
 def apply_preset(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from spec_data.models.families import TARGETS
 from spec_data.shards.errors import DraftError
 from spec_train.formats import dspark, eagle, eagle3, peagle, read_blocks, speculators
 from spec_train.formats.draft_files import DraftFiles
@@ -178,6 +179,11 @@ def _kind_of(files: DraftFiles) -> str:
                 f"{files.config_path}: a {name} has {OTHER_CLASSES[name]}; drafts of spec-train do "
                 "not, so this one cannot be read"
             )
+    if shared := sorted(set(names) & set(TARGETS)):
+        raise DraftError(
+            f"{files.config_path}: {shared[0]} is a target, and no draft; give the directory of a "
+            "draft, such as the --out of `spec-train fit`"
+        )
     raise DraftError(
         f"{files.config_path}: architectures {names} are not a known draft; known: "
         f"{', '.join(name for known in _KINDS.values() for name in known)}"

@@ -9,7 +9,7 @@ from spec_data.generate_options import GenerateConfig
 from spec_train.cli import _resolve_fit, build_parser, main
 from spec_train.draft_options import DRAFT_OPTIONS
 from spec_train.options import FitConfig, fit_config, resolve_fit
-from spec_train.presets import PRESETS
+from spec_train.presets import PRESETS, as_flags_over_preset
 from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.forked import Forked
 
@@ -124,3 +124,29 @@ def test_smoke_is_short_on_a_cpu(tmp_path):
     assert fitting.returncode == 0, error
     print(f"{time.perf_counter() - started:.1f} s")
     assert (tmp_path / "run" / "best" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--preset 5k",
+        "--preset 5k --batch-size 8",
+        "--preset 5k --accumulation 1 --validation 0.02",
+        "--preset 5k --steps 100",
+        "--preset smoke --epochs 2",
+        "--preset smoke --draft-vocab-coverage 0.9",
+        "--preset smoke --draft-vocab-size 32000",
+        "--epochs 2",
+    ],
+)
+def test_the_command_after_a_dry_run_is_the_run_that_was_measured(line):
+    """--accumulation 1 is the default of fit, but it replaces the preset's 4."""
+
+    def resolved(words):
+        return _resolve_fit(build_parser().parse_args(["fit", "eagle3", *words]))
+
+    typed = ["--data", "D", "--out", "O", *line.split()]
+    config = resolved(typed)
+    words = as_flags_over_preset(config)
+    assert resolved(words) == config
+    assert sorted(words) == sorted(typed)

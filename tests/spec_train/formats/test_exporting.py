@@ -262,3 +262,10 @@ def test_fit_starts_from_a_published_draft(
     assert torch.equal(after.fc.weight, tensors["fc.weight"])
     with pytest.raises(DraftError, match="another shape or target"):
         fitted(dataset, tmp_path / "other", start, layers="0,2")
+
+
+def test_a_target_given_as_a_draft_is_called_a_target(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+    save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "model.safetensors")
+    with pytest.raises(DraftError, match="Qwen3ForCausalLM is a target, and no draft"):
+        load_draft(tmp_path)
