@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +124,17 @@ def _seal(out: Path, work: Path, checked: set[int] | None) -> Manifest:
     check_counts(manifest)
     for leftover in temporary_files(out):  # of runs that were killed while writing
         leftover.unlink()
-    shutil.rmtree(work)
+    _delete(work)
     return manifest
+
+
+def _delete(work: Path) -> None:
+    """Delete .generate, also while a reader of worker locks creates one of them again."""
+    until = time.monotonic() + PATIENCE
+    while work.exists() and time.monotonic() < until:
+        shutil.rmtree(work, ignore_errors=True)
+    if work.exists():
+        shutil.rmtree(work)
 
 
 def record_agreement(plan: Plan, units: dict[int, FinishedUnit], draft: dict[str, Any]) -> None:

@@ -1,6 +1,8 @@
 """The worker that finishes last seals the directory: at once, once, and under no running worker."""
 
+import os
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +33,23 @@ def captured(source, out):
         assert run(*source, out) is None
     assert not (out / "manifest.json").exists()
     return out
+
+
+def test_a_lock_file_that_a_reader_makes_again_does_not_stop_sealing(
+    source, whole, tmp_path, monkeypatch
+):
+    """`status` opens the locks of workers; the directory is then not empty when it is removed."""
+    rmdir, left = os.rmdir, [2]
+
+    def meanwhile(path, **options):
+        if Path(path).name == ".generate" and left[0]:
+            left[0] -= 1
+            (Path(path) / "worker-0-of-1.lock").touch()
+        rmdir(path, **options)
+
+    monkeypatch.setattr(os, "rmdir", meanwhile)
+    run(*source, tmp_path / "data")
+    assert not left[0] and digests(tmp_path / "data") == whole
 
 
 def test_two_that_finish_together_seal_once(source, whole, tmp_path):
