@@ -25,7 +25,7 @@ from spec_train.attention import unrolled_backends
 from spec_train.attention.unrolled_backends import default_backend
 from spec_train.draft_options import DRAFT_OPTIONS
 from spec_train.options import FitConfig
-from spec_train.training import setup, trainer
+from spec_train.training import setup, trainer, validation
 from tests.gpu.fake_cuda import FakeCuda, Syncs, counting, cuda_autocast, upload
 from tests.spec_train.drafts.any_draft import SMALL
 
@@ -127,7 +127,8 @@ def install(patch: pytest.MonkeyPatch, done: Trained) -> None:
             parameter.grad = upload(torch.full(parameter.shape, 1e-3))
 
     patch.setattr(setup, "Trainer", watched(done))
-    patch.setattr(trainer, "arithmetic", lambda device, dtype: cuda_autocast(dtype))
+    for module in (trainer, validation):
+        patch.setattr(module, "arithmetic", lambda device, dtype: cuda_autocast(dtype))
     patch.setattr(FakeCuda, "backward", staticmethod(backward))
 
 
