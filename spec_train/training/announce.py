@@ -4,6 +4,8 @@ import logging
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from spec_data.shards.quantisation_text import quantisation_text
 from spec_train.data.mixed_order import MixedPlan
 from spec_train.data.mixture import Documents, Mixture
@@ -18,6 +20,9 @@ log = logging.getLogger(__name__)
 
 CLEARLY_BELOW = 0.01
 """Warn where the draft vocabulary misses this share of supervised tokens without need."""
+
+FEWEST_HELD_OUT, FEWEST_TOKENS = 8, 500
+"""Fewer held-out documents, or supervised tokens in them, choose the best draft by luck."""
 
 FIRST_STEPS = 64
 """Batches used to estimate an epoch; packing the whole epoch would delay the first step."""
@@ -42,6 +47,7 @@ def announce(trainer: Trainer, splits: Splits, total: int | None = None) -> None
         *(f"{splits.selection.cut:,}", config.seq_len),
         "left out: " + "; ".join(reasons) if reasons else "none left out",
     )
+    _warn_of_few_held_out(dataset, splits.validation.rows)
     batches = plan.iter_batches(trainer.stream.epoch)
     some = [p for batch in islice(batches, FIRST_STEPS) for p in batch]
     filled = sum(int(plan.lengths[pack].sum()) for pack in some)
@@ -64,6 +70,17 @@ def announce(trainer: Trainer, splits: Splits, total: int | None = None) -> None
         "" if ranks.alone else f" in {ranks.world_size} processes ({config.sharding})",
         config.out,
     )
+
+
+def _warn_of_few_held_out(dataset: Documents, rows: np.ndarray) -> None:
+    """Warn if documents `rows`, int64 [n], are too few to tell drafts apart."""
+    tokens = int(dataset.supervised[rows].sum())
+    if len(rows) and (len(rows) < FEWEST_HELD_OUT or tokens < FEWEST_TOKENS):
+        log.warning(
+            "warning: %d held-out documents with %s supervised tokens choose the best draft: their "
+            "figures say little. In a new run, raise --validation",
+            *(len(rows), f"{tokens:,}"),
+        )
 
 
 def _announce_dataset(dataset: Documents, columns: tuple[str, ...]) -> None:

@@ -52,10 +52,7 @@ class FitResult:
     def __str__(self) -> str:
         text = f"{'finished' if self.finished else 'stopped and saved'} at step {self.step}"
         if self.best and self.best["acceptance_length"] is not None:
-            length = self.best["acceptance_length"]
-            text += f"; best draft: step {self.best['step']}, acceptance length {length:.3f}"
-            if self.best.get("serving_like_length") is not None:
-                text += f" ({self.best['serving_like_length']:.3f} serving-like)"
+            text += f"; best draft: step {self.best['step']}, {lengths_text(self.best)}"
         elif self.best and self.best.get("loss") is not None:
             text += f"; best draft: step {self.best['step']}, loss {self.best['loss']:.4f}"
         return text
@@ -105,13 +102,17 @@ def better(figures: dict[str, Any], best: dict[str, Any]) -> bool:
     return rank(figures) > rank(best)
 
 
+def lengths_text(figures: dict[str, Any]) -> str:
+    """Return the acceptance length of a validation, with the one that chooses the best draft."""
+    text = f"acceptance length {shown(figures['acceptance_length'])}"
+    others = (("product-limit", "product_limit_length"), ("serving-like", "serving_like_length"))
+    more = [f"{name} {shown(figures[key])}" for name, key in others if figures.get(key)]
+    return f"{text} ({', '.join(more)})" if more else text
+
+
 def log_validation(step: int, figures: dict[str, Any], first: bool) -> None:
     """Log the results of a validation; the `first` one also warns of a missing length."""
-    log.info(
-        "validation at step %d: loss %.4f, acceptance length %s, serving-like %s",
-        *(step, figures["loss"], shown(figures["acceptance_length"])),
-        shown(figures["serving_like_length"]),
-    )
+    log.info("validation at step %d: loss %.4f, %s", step, figures["loss"], lengths_text(figures))
     if first and figures["acceptance_length"] is None:
         log.warning(
             "warning: no held-out answer is long enough for a chain of every depth, so there is "

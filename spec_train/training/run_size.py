@@ -32,9 +32,9 @@ def sized(
 ) -> FitConfig:
     """Return the config with its batch size and its epochs, if --steps does not decide them.
 
-    Options that the user gave stay as they are; the values of a preset are those of a dataset that
-    has enough tokens. `started` is the identity of the run to resume, None for a new run: it keeps
-    its size.
+    Options that the user gave stay as they are, but for those that equal the preset's: the values
+    of a preset are those of a dataset that has enough tokens. `started` is the identity of the run
+    to resume, None for a new run: it keeps its size.
 
     Raises:
         ConfigError: the run to resume has a number of packs per step that these processes and

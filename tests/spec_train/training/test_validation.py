@@ -98,7 +98,7 @@ def test_a_draft_that_serves_worse_than_it_trains_is_called_out(caplog):
     log_result(FitResult(Path("run"), 12, True, best=best))
     assert "warning" not in caplog.text  # the best draft of an older release
     figures = best | {"serving_like_length": 2.2}
-    assert "length 3.000 (2.200 serving-like)" in str(
+    assert "length 3.000 (product-limit 3.000, serving-like 2.200)" in str(
         FitResult(Path("run"), 12, True, best=figures)
     )
 
@@ -121,3 +121,16 @@ def test_a_run_warns_of_a_draft_that_is_worse_on_its_own_states(
     monkeypatch.setattr(Eagle3Draft, "chains", forgetful)
     fit("eagle3", dataclasses.replace(config, out=str(tmp_path / "worse")), options)
     assert "does worse on its own tokens and states" in caplog.text
+
+
+def test_few_held_out_documents_are_named(data, tmp_path, caplog):
+    options = DRAFT_OPTIONS["eagle3"](**SMALL["eagle3"])
+    for name, changes, named in (
+        ("some", {"validation": 0.8, "validation_documents": 0}, False),
+        ("few", {"validation_documents": 3}, True),
+        ("none", {"validation": 0.0}, False),
+    ):
+        caplog.clear()
+        fit("eagle3", config_of(data, tmp_path / name, steps=1, **changes), options)
+        said = "held-out documents with" in caplog.text
+        assert said == named, name
