@@ -27,6 +27,9 @@ _WHAT = {
     "target": "weights, config and rope are those of the training",
 }
 
+_ROUNDED = "no other quantisation; states are rounded when served, as those of every target are"
+"""Said of a capture in float32 of a target that is served in bf16: no failure by itself."""
+
 
 def _named(fact: str) -> str:
     """Return the check that a fact belongs to."""
@@ -56,11 +59,13 @@ def target_checks(
     ]
     possible = [pair for pair in pairs if pair[0] and pair[1]]
     lines: dict[str, list[str]] = {name: [] for name in _WHAT}
+    notes: dict[str, list[str]] = {name: [] for name in _WHAT}
     unknown: list[str] = []
     for recorded, found, ours, theirs in possible:
         compared = compare(recorded, found, of_recorded=ours, of_found=theirs)
         for difference in compared.differences:
-            lines[_named(difference.name)].append(difference.text)
+            into = notes if difference.name == "dtype" else lines
+            into[_named(difference.name)].append(difference.text)
         if compared.not_compared:
             unknown.append(f"not compared, because only one side tells it: {compared.not_compared}")
     if target is not None:
@@ -71,7 +76,9 @@ def target_checks(
         elif not possible:
             yield undecided(name, _needed(origin, dataset, target))
         else:
-            yield ok(name, _WHAT[name], *(dict.fromkeys(unknown) if name == "target" else ()))
+            text = _ROUNDED if notes[name] else _WHAT[name]
+            more = unknown if name == "target" else notes[name]
+            yield ok(name, text, *dict.fromkeys(more))
 
 
 def _needed(

@@ -184,6 +184,15 @@ def test_another_target_is_named_by_the_fact(place, target_of_place, change, nam
     assert found(diagnosis) == {name}, str(diagnosis)
 
 
+def test_a_capture_in_float32_of_a_target_in_bf16_is_no_failure(place, target_of_place):
+    """Serving rounds the states; the check says so."""
+    fitted.edit(target_of_place / "config.json", dtype="bfloat16")
+    diagnosis = doctor(place / "run", target=target_of_place, device="cpu")
+    check = diagnosis.named("quantised")
+    assert check.state == OK and "rounded when served" in check.text, str(diagnosis)
+    assert any("bfloat16" in line and "coarsely" in line for line in check.evidence)
+
+
 def test_another_target_for_a_draft_of_another_trainer(place, target_of_place, tmp_path):
     """The draft records nothing, so the target of the dataset is compared."""
     draft = published(place / "run" / "best", tmp_path)
