@@ -11,14 +11,14 @@ from typing import Any
 from spec_data.conversion.run import convert as run_conversion
 from spec_data.conversion.write_out import ExportedStates
 from spec_data.conversion.write_out import export_dataset as run_export
-from spec_data.conversion_options import ConvertConfig, ExportDataConfig
 from spec_data.estimation import estimate_size, estimate_text
-from spec_data.generate_options import EstimateConfig, GenerateConfig
 from spec_data.generation.run import generate as run_generation
 from spec_data.generation.status import Status, read_status
 from spec_data.keywords import from_keywords, takes_options
-from spec_data.options import VerifyConfig
-from spec_data.regenerate_options import RegenerateConfig
+from spec_data.options.conversion_options import ConvertConfig, ExportDataConfig
+from spec_data.options.dataset_options import VerifyConfig
+from spec_data.options.generate_options import EstimateConfig, GenerateConfig
+from spec_data.options.regenerate_options import RegenerateConfig
 from spec_data.regeneration.run import regenerate as run_regeneration
 from spec_data.regeneration.summary import summary_text
 from spec_data.report import dataset_text

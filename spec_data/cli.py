@@ -26,13 +26,13 @@ from spec_data.conversion_commands import (
     run_convert,
     run_export,
 )
-from spec_data.conversion_options import ConvertConfig, ExportDataConfig
 from spec_data.dataset_page_commands import PAGE_COMMANDS, PAGE_FUNCTIONS
-from spec_data.generate_options import EstimateConfig, GenerateConfig
 from spec_data.hub_commands import HUB_COMMANDS, HUB_FUNCTIONS, add_bare_words, take_bare_words
-from spec_data.options import InspectConfig, SealConfig, StatusConfig, VerifyConfig
+from spec_data.options.conversion_options import ConvertConfig, ExportDataConfig
+from spec_data.options.dataset_options import InspectConfig, SealConfig, StatusConfig, VerifyConfig
+from spec_data.options.generate_options import EstimateConfig, GenerateConfig
+from spec_data.options.regenerate_options import RegenerateConfig
 from spec_data.paths import check_file_to_write
-from spec_data.regenerate_options import RegenerateConfig
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.urls import scheme_of
 from spec_data.view_commands import VIEW_COMMANDS, VIEW_FUNCTIONS

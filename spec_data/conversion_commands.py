@@ -7,7 +7,7 @@ from typing import Any
 
 from spec_data.config import as_flags, resolve
 from spec_data.console import say_next
-from spec_data.conversion_options import ConvertConfig, ExportDataConfig
+from spec_data.options.conversion_options import ConvertConfig, ExportDataConfig
 
 _CONVERT = """\
 Read the hidden states that another trainer stored, and write a dataset. What the states are

@@ -4,7 +4,7 @@ import argparse
 
 from spec_data.config import resolve
 from spec_data.console import say_next
-from spec_data.dataset_page_options import PreviewConfig, ReportConfig, named_place
+from spec_data.options.dataset_page_options import PreviewConfig, ReportConfig, named_place
 from spec_data.paths import check_file_to_write
 from spec_data.shards.urls import scheme_of
 

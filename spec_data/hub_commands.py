@@ -4,7 +4,7 @@ import argparse
 
 from spec_data.config import resolve
 from spec_data.console import say_next
-from spec_data.hub_options import PullConfig, PushConfig
+from spec_data.options.hub_options import PullConfig, PushConfig
 
 _PUSH = """\
 Upload a sealed dataset to the Hugging Face Hub, with a card, and with the documents without

@@ -5,7 +5,7 @@ import dataclasses
 
 from spec_data.config import as_flags, resolve
 from spec_data.console import say_next
-from spec_data.layer_options import AddLayersConfig
+from spec_data.options.layer_options import AddLayersConfig
 
 _ADD = """\
 Capture further layers of a dataset's target, and keep what is stored: the new layers become one

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from spec_data.config import resolve
 from spec_data.console import say_next
 from spec_data.layer_commands import LAYER_COMMANDS, LAYER_FUNCTIONS
-from spec_data.view_options import (
+from spec_data.options.view_options import (
     AppendConfig,
     DropColumnsConfig,
     GcConfig,

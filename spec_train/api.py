@@ -14,7 +14,6 @@ from spec_data.devices import DTYPES, usable_device
 from spec_data.keywords import from_keywords, plain_values, takes_options
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.compare_options import CompareConfig
 from spec_train.drafts import Draft
 from spec_train.drafts import load_draft as read_draft
 from spec_train.evaluation.compare import run_compare
@@ -23,7 +22,7 @@ from spec_train.evaluation.intervals import Comparison
 from spec_train.evaluation.on_dataset import check_fit, evaluate_data
 from spec_train.evaluation.report import measure, require_sound
 from spec_train.exporting import check_draft, export_draft, report
-from spec_train.options import (
+from spec_train.options.command_options import (
     EvalConfig,
     ExportConfig,
     FitConfig,
@@ -31,6 +30,7 @@ from spec_train.options import (
     resolve_fit,
     split_config,
 )
+from spec_train.options.compare_options import CompareConfig
 from spec_train.reports import page_after_eval, page_after_fit
 from spec_train.results import (
     AcceptanceResult,
@@ -47,9 +47,7 @@ from spec_train.training.stored import resolve_draft_dir
 AnyPath = str | Path
 
 
-@takes_options(
-    FitConfig, more="    Further options are those of the draft: see spec_train.draft_options."
-)
+@takes_options(FitConfig, more="    Further options are those of the draft.")
 def fit(
     draft: str,
     data: AnyPath | Sequence[AnyPath],
@@ -102,7 +100,7 @@ def fit(
 @takes_options(
     FitConfig,
     without=("out", "follow", "follow_timeout", "follow_keep"),
-    more="    Further options are those of the draft: see spec_train.draft_options.",
+    more="    Further options are those of the draft.",
 )
 def dry_run(
     draft: str,

@@ -17,11 +17,7 @@ from spec_data.console import (
     run_cli,
     say_next,
 )
-from spec_train.compare_options import CompareConfig
-from spec_train.data_option import parse_sources
-from spec_train.doctor_options import DoctorConfig
-from spec_train.draft_options import DRAFT_OPTIONS
-from spec_train.options import (
+from spec_train.options.command_options import (
     EvalConfig,
     ExportConfig,
     FitConfig,
@@ -30,8 +26,12 @@ from spec_train.options import (
     resolve_fit,
     split_config,
 )
-from spec_train.presets import as_flags_over_preset, preset_help
-from spec_train.report_options import ReportConfig
+from spec_train.options.compare_options import CompareConfig
+from spec_train.options.data_option import parse_sources
+from spec_train.options.doctor_options import DoctorConfig
+from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.presets import as_flags_over_preset, preset_help
+from spec_train.options.report_options import ReportConfig
 
 _RAW = argparse.RawDescriptionHelpFormatter
 _DESCRIPTION = "Fit speculative-decoding drafts on stored hidden states, without the target."

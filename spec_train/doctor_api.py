@@ -6,7 +6,7 @@ from typing import Any
 from spec_data.keywords import from_keywords, takes_options
 from spec_train.diagnosis.examination import examine_draft
 from spec_train.diagnosis.outcome import Diagnosis
-from spec_train.doctor_options import DoctorConfig
+from spec_train.options.doctor_options import DoctorConfig
 
 
 @takes_options(DoctorConfig)

@@ -29,10 +29,10 @@ from spec_train.formats.preflight import READERS, preflight, refusals
 from spec_train.formats.preflight_notes import NOTE, Finding, Subject
 from spec_train.formats.serve_commands import Serving, servings
 from spec_train.formats.target_facts import TargetFacts, read_target
-from spec_train.options import ExportConfig
+from spec_train.options.command_options import ExportConfig
+from spec_train.options.vocabulary_options import CHOICES
 from spec_train.pruning import PruningCost, pruned
 from spec_train.training.stored import resolve_draft_dir
-from spec_train.vocabulary_options import CHOICES
 
 log = logging.getLogger(__name__)
 

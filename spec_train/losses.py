@@ -36,7 +36,7 @@ from torch import Tensor
 
 from spec_data.shards.errors import DraftError
 from spec_data.shards.head_spec import HeadSpec, apply_head
-from spec_train.loss_options import KINDS, OLD_NAMES
+from spec_train.options.loss_options import KINDS, OLD_NAMES
 from spec_train.teacher_rows import SomeRows, TeacherRows
 from spec_train.tiles import dot, product, softmax_sums, tiles
 

@@ -29,7 +29,7 @@ from spec_train.evaluation.run_record import read_run
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.head import TargetHead
 from spec_train.metrics import shown
-from spec_train.options import ExportConfig
+from spec_train.options.command_options import ExportConfig
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from spec_data.shards.schema import Manifest
 from spec_train.data.batch import PLAIN, DraftBatch
 from spec_train.drafts import DRAFTS, Draft, draft_class
 from spec_train.head import TargetHead
-from spec_train.options import ReplayConfig
+from spec_train.options.command_options import ReplayConfig
 from spec_train.training.failure import (
     BATCH,
     FAILURE,

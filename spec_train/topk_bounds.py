@@ -28,8 +28,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from spec_train.loss_options import MIXED
 from spec_train.losses import LossKind
+from spec_train.options.loss_options import MIXED
 
 
 @dataclass(frozen=True)

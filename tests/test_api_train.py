@@ -16,9 +16,9 @@ import spec_train
 import spec_train.api
 from spec_data.shards.errors import ConfigError, DraftError, MissingError, RunError
 from spec_train.cli import main as train_main
-from spec_train.draft_options import DRAFT_OPTIONS, Eagle3Options, PeagleOptions
-from spec_train.options import FitConfig, resolve_fit, split_config
-from spec_train.presets import PRESETS
+from spec_train.options.command_options import FitConfig, resolve_fit, split_config
+from spec_train.options.draft_options import DRAFT_OPTIONS, Eagle3Options, PeagleOptions
+from spec_train.options.presets import PRESETS
 from spec_train.training.setup import fit as run_fit
 from tests.api_workspace import FIT, make_workspace
 

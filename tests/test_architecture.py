@@ -49,7 +49,6 @@ SAME_PART = {
     "serving": "one kind of draft as an engine runs it",
     "__main__": "one program, started by python -m",
     "cli": "the command line of one program",
-    "options": "the option classes of one program",
     "report": "what a program prints of its results",
     "run": "one command of spec-data",
     "setup": "what is resolved before a run starts",

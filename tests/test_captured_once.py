@@ -12,12 +12,12 @@ from fsspec.core import url_to_fs
 import spec_data
 import spec_train
 from spec_data.added_layers.run import layer_sizes
-from spec_data.generate_options import GenerateConfig
 from spec_data.generation.planning import make_plan
 from spec_data.generation.setup import set_up
-from spec_data.layer_options import AddLayersConfig
+from spec_data.options.generate_options import GenerateConfig
+from spec_data.options.layer_options import AddLayersConfig
+from spec_data.options.view_options import AppendConfig, MergeConfig, RecodeConfig
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.view_options import AppendConfig, MergeConfig, RecodeConfig
 from spec_data.views.appending import append_sizes, plan_append
 from spec_data.views.joining import plan_merge
 from spec_data.views.recoding import plan_recode

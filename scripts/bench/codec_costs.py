@@ -26,8 +26,8 @@ from pathlib import Path
 import torch
 
 import spec_data
-from spec_data.generate_options import GenerateConfig
 from spec_data.generation.run import generate
+from spec_data.options.generate_options import GenerateConfig
 from spec_data.report import table
 from spec_data.shards.codec_tables import make_tables
 from spec_data.shards.codecs import CODECS

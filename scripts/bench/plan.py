@@ -58,9 +58,9 @@ def one_case(target: str, corpus: str, processes: int) -> dict:
     from plan_reference import one_by_one, slow_renderer
 
     from spec_data.corpus.record_reader import CorpusReader
-    from spec_data.generate_options import GenerateConfig
     from spec_data.generation.planning import end_token_ids, make_plan
     from spec_data.generation.setup import set_up
+    from spec_data.options.generate_options import GenerateConfig
 
     out = Path(corpus).parent / "out"
     config = GenerateConfig(

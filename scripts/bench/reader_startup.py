@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.order import BatchPlan
 from spec_train.data.stream import BatchStream
-from spec_train.options import FitConfig
+from spec_train.options.command_options import FitConfig
 from spec_train.training.setup import make_splits
 
 SEQ_LEN, PACKS = 2048, 4

@@ -18,8 +18,8 @@ from spec_train.attention.unrolled_backends import default_backend, unrolled_cas
 from spec_train.data.mixture import open_documents
 from spec_train.data.splits import make_splits
 from spec_train.data.stream import BatchStream, BufferOptions
-from spec_train.data_option import parse_sources
-from spec_train.options import FitConfig
+from spec_train.options.command_options import FitConfig
+from spec_train.options.data_option import parse_sources
 from spec_train.training.run_identity import rules_of
 
 

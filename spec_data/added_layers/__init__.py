@@ -5,7 +5,7 @@
 compares them: the proof that target, tokens and masks are those of the dataset. `run` writes one
 file per shard (a side, see `shards.sides`); nothing that is stored is written again.
 
-May import: spec_data.shards, spec_data.generation, spec_data.models, spec_data.target,
-spec_data.verification, spec_data.views, spec_data.layer_options, spec_data.paths,
-spec_data.progress, spec_data.devices, spec_data.config.
+May import: spec_data.config, spec_data.devices, spec_data.generation, spec_data.models,
+spec_data.options, spec_data.paths, spec_data.progress, spec_data.shards, spec_data.target,
+spec_data.verification, spec_data.views.
 """

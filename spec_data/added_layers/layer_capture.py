@@ -32,7 +32,7 @@ from spec_data.generation.encoding import encode_columns, store
 from spec_data.generation.plan import Plan
 from spec_data.generation.running import running_facts
 from spec_data.generation.transfers import PlainTransfers
-from spec_data.layer_options import AddLayersConfig
+from spec_data.options.layer_options import AddLayersConfig
 from spec_data.shards.codec_tables import TABLES, error_text, make_tables, save_tables
 from spec_data.shards.errors import RunError
 from spec_data.shards.lossy import Tables

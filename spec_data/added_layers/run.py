@@ -25,7 +25,7 @@ from spec_data.devices import check_devices
 from spec_data.generation.explained_failures import explained_failures
 from spec_data.generation.plan import Plan
 from spec_data.generation.running import running_facts
-from spec_data.layer_options import AddLayersConfig
+from spec_data.options.layer_options import AddLayersConfig
 from spec_data.paths import check_directory_to_write
 from spec_data.progress import progress, size
 from spec_data.shards.codec_tables import TABLES, load_tables

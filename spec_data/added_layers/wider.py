@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.generation.given_tables import GivenTables, read_given_tables
-from spec_data.layer_options import AddLayersConfig
 from spec_data.models.reading import load_config, text_config
 from spec_data.models.resolve import local_directory, resolve_model
+from spec_data.options.layer_options import AddLayersConfig
 from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.identity import identity_of
 from spec_data.shards.layer_ids import choose_layers

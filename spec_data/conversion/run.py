@@ -24,7 +24,6 @@ from spec_data.conversion.sample_plan import (
 from spec_data.conversion.stored_backend import Head, StoredBackend
 from spec_data.conversion.stored_samples import Layout
 from spec_data.conversion.tool_setup import opened, to_generate
-from spec_data.conversion_options import ConvertConfig
 from spec_data.corpus.record_reader import SourceReport
 from spec_data.devices import check_devices, usable_device
 from spec_data.generation.disk_bytes import other_files
@@ -42,7 +41,8 @@ from spec_data.generation.setup import (
 )
 from spec_data.generation.unit_records import finished_unit
 from spec_data.generation.worker_locks import worker_lock
-from spec_data.options import VerifyConfig
+from spec_data.options.conversion_options import ConvertConfig
+from spec_data.options.dataset_options import VerifyConfig
 from spec_data.paths import make_directory
 from spec_data.progress import size
 from spec_data.shards.errors import DatasetError

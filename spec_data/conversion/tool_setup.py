@@ -6,11 +6,11 @@ from pathlib import Path
 
 from spec_data.conversion.layouts import open_layout
 from spec_data.conversion.stored_samples import Layout, TargetSizes
-from spec_data.conversion_options import ConvertConfig
-from spec_data.generate_options import GenerateConfig
 from spec_data.generation.setup import context_length
 from spec_data.models.reading import load_config, text_config
 from spec_data.models.resolve import resolve_model
+from spec_data.options.conversion_options import ConvertConfig
+from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from spec_data.config import differing_fields
 from spec_data.conversion.to_specforge import SpecForgeWriter
 from spec_data.conversion.to_speculators import SpeculatorsWriter
-from spec_data.conversion_options import ExportDataConfig
 from spec_data.generation.explained_failures import explained_failures
+from spec_data.options.conversion_options import ExportDataConfig
 from spec_data.paths import make_directory
 from spec_data.progress import progress, size
 from spec_data.shards.errors import ConfigError, DatasetError, RunError

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.corpus.sampling_record import read_record
-from spec_data.generate_options import GenerateConfig
+from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.files import sha256_file
 

@@ -21,7 +21,6 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from spec_data.generate_options import GenerateConfig
 from spec_data.generation.capture import CapturedUnit
 from spec_data.generation.disk_bytes import other_files
 from spec_data.generation.explained_failures import explained_failures
@@ -39,6 +38,7 @@ from spec_data.generation.unit_records import SHARDS, finished_unit
 from spec_data.generation.worker_facts import FactsWriter
 from spec_data.generation.worker_locks import worker_lock
 from spec_data.generation.worker_place import placed
+from spec_data.options.generate_options import GenerateConfig
 from spec_data.progress import progress, size
 from spec_data.shards.cache_directory import CACHE_VARIABLE
 from spec_data.shards.errors import ConfigError, RunError, SpecDataError

@@ -22,7 +22,6 @@ from spec_data.config import differing_fields
 from spec_data.corpus.record_reader import CorpusReader, SourceReport
 from spec_data.corpus.sources import corpus_directory
 from spec_data.devices import device_type
-from spec_data.generate_options import GenerateConfig
 from spec_data.generation.given_tables import GivenTables, read_given_tables
 from spec_data.generation.recorded_sampling import with_recorded_sampling
 from spec_data.generation.unit_size import AUTO
@@ -31,7 +30,8 @@ from spec_data.models.quantisation import check_quantisation
 from spec_data.models.reading import load_config, load_tokenizer, text_config
 from spec_data.models.resolve import resolve_model
 from spec_data.models.rope_factors import check_choice
-from spec_data.option_values import parse_size
+from spec_data.options.generate_options import GenerateConfig
+from spec_data.options.option_values import parse_size
 from spec_data.paths import check_directory_to_write
 from spec_data.progress import progress
 from spec_data.shards.errors import ConfigError

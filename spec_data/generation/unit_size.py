@@ -10,7 +10,7 @@ training run beside generation sees data. "auto" keeps it below each of:
                         at least one batch of the target, below which the target is used badly
 """
 
-from spec_data.option_values import parse_size
+from spec_data.options.option_values import parse_size
 
 AUTO = "auto"
 BATCH_TOKENS = 8192

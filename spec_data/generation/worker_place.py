@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from spec_data.generate_options import GenerateConfig
+from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError
 
 logger = logging.getLogger(__name__)

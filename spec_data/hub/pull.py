@@ -13,7 +13,7 @@ from typing import Any
 
 from spec_data.hub.hub_calls import SEALED_CARD, hub, hub_errors
 from spec_data.hub.hub_card import DOCUMENTS
-from spec_data.hub_options import PullConfig
+from spec_data.options.hub_options import PullConfig
 from spec_data.paths import check_directory_to_write, make_directory
 from spec_data.progress import progress, size
 from spec_data.shards.errors import ConfigError, DatasetError, RunError

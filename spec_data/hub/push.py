@@ -19,7 +19,7 @@ from huggingface_hub import HfApi
 from spec_data.hub.hub_calls import SEALED_CARD, hub, hub_errors, upload
 from spec_data.hub.hub_card import DOCUMENTS, hub_card
 from spec_data.hub.viewer_rows import write_viewer_rows
-from spec_data.hub_options import PushConfig
+from spec_data.options.hub_options import PushConfig
 from spec_data.paths import make_directory
 from spec_data.progress import progress, size
 from spec_data.shards.codec_tables import TABLES

@@ -3,5 +3,5 @@
 `spec-data generate` and `verify` and `spec-train eval` and `export` find a target through this
 room, so all of them hash and load the same files. `spec-train fit` never uses it.
 
-May import: spec_data.shards, spec_data.devices, spec_data.placement_options.
+May import: spec_data.devices, spec_data.options, spec_data.shards.
 """

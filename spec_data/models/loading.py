@@ -27,7 +27,7 @@ from spec_data.models.resolve import resolve_model
 from spec_data.models.slow_dtypes import slow_model
 from spec_data.models.tied_places import asks_to_tie, check_tied_places
 from spec_data.models.weight_files import weight_files
-from spec_data.placement_options import Spread
+from spec_data.options.placement_options import Spread
 from spec_data.shards.errors import TargetError
 
 log = logging.getLogger(__name__)

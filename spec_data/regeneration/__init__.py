@@ -5,7 +5,6 @@ every answer in a journal at once, and writes the conversations in corpus order 
 they were sampled. An answer belongs to a turn; a turn of a conversation is answered after the turns
 before it. No states are captured here.
 
-May import: spec_data.config, spec_data.corpus, spec_data.devices,
-spec_data.generation, spec_data.models, spec_data.option_values, spec_data.paths,
-spec_data.progress, spec_data.regenerate_options, spec_data.shards.
+May import: spec_data.config, spec_data.corpus, spec_data.devices, spec_data.generation,
+spec_data.models, spec_data.options, spec_data.paths, spec_data.progress, spec_data.shards.
 """

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from spec_data.regenerate_options import RegenerateConfig
+from spec_data.options.regenerate_options import RegenerateConfig
 from spec_data.regeneration.conversations import Conversation
 from spec_data.regeneration.journal import Journal
 from spec_data.regeneration.ledger import Ledger

@@ -17,8 +17,8 @@ from spec_data.corpus.prompt_rows import parse_prompt
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.records import Record, parse_row, recognise
 from spec_data.corpus.template import render_error
-from spec_data.option_values import parse_size
-from spec_data.regenerate_options import RegenerateConfig
+from spec_data.options.option_values import parse_size
+from spec_data.options.regenerate_options import RegenerateConfig
 
 Message = dict[str, Any]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from spec_data.devices import usable_device
 from spec_data.models.loading import load_model
-from spec_data.regenerate_options import RegenerateConfig
+from spec_data.options.regenerate_options import RegenerateConfig
 from spec_data.regeneration.continuous_batches import ContinuousBatches, ContinuousBatchingError
 from spec_data.regeneration.conversations import Reading
 from spec_data.regeneration.journal import Journal

@@ -18,7 +18,7 @@ from spec_data.generation.setup import context_length
 from spec_data.models.identify import identify, target_table, tokenizer_table
 from spec_data.models.reading import load_config, load_tokenizer, text_config
 from spec_data.models.resolve import resolve_model
-from spec_data.regenerate_options import RegenerateConfig
+from spec_data.options.regenerate_options import RegenerateConfig
 from spec_data.regeneration.conversations import TRUNCATED, Answer, Conversation
 from spec_data.regeneration.journal import Journal
 from spec_data.regeneration.ledger import Ledger

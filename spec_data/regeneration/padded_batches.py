@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from spec_data.regenerate_options import RegenerateConfig
+from spec_data.options.regenerate_options import RegenerateConfig
 from spec_data.regeneration.conversations import Conversation
 from spec_data.regeneration.journal import Journal
 from spec_data.regeneration.ledger import Ledger

@@ -19,10 +19,10 @@ from filelock import FileLock, Timeout
 
 from spec_data.corpus.row_counts import expected_rows
 from spec_data.corpus.sampling_record import read_record, record_path
-from spec_data.option_values import parse_size
+from spec_data.options.option_values import parse_size
+from spec_data.options.regenerate_options import RegenerateConfig
 from spec_data.paths import check_file_to_write
 from spec_data.progress import progress
-from spec_data.regenerate_options import RegenerateConfig
 from spec_data.regeneration.assembly import assemble
 from spec_data.regeneration.conversations import Reading
 from spec_data.regeneration.journal import Journal, journal_path, refuse_other_settings

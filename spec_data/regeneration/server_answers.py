@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from spec_data.regenerate_options import RegenerateConfig
+from spec_data.options.regenerate_options import RegenerateConfig
 from spec_data.regeneration.conversations import Answer, Conversation, Reading
 from spec_data.regeneration.event_loop import run_to_end
 from spec_data.regeneration.journal import Journal

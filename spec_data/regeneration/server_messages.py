@@ -7,7 +7,7 @@ from typing import Any
 
 from spec_data.corpus.json_values import is_text
 from spec_data.corpus.records import REASONING
-from spec_data.regenerate_options import RegenerateConfig
+from spec_data.options.regenerate_options import RegenerateConfig
 from spec_data.regeneration.conversations import Answer, Conversation, Message
 from spec_data.regeneration.local_target import EMPTY
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.config import DOCUMENT_LENGTH
-from spec_data.regenerate_options import RegenerateConfig
+from spec_data.options.regenerate_options import RegenerateConfig
 from spec_data.regeneration.conversations import TRUNCATED
 
 _SHOWN = 5  # failed conversations

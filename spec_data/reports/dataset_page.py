@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 import spec_data
-from spec_data.dataset_page_options import ReportConfig, named_place
 from spec_data.models.reading import load_tokenizer
+from spec_data.options.dataset_page_options import ReportConfig, named_place
 from spec_data.pages.page_parts import Axis, Bars, Figures, Note, Page, Part, Section, Table
 from spec_data.progress import progress
 from spec_data.report import column_payload, dataset_lines

@@ -15,8 +15,6 @@ from transformers import PreTrainedTokenizerBase
 
 import spec_data
 from spec_data.corpus.record_reader import SourceReport
-from spec_data.dataset_page_options import PreviewConfig
-from spec_data.generate_options import GenerateConfig
 from spec_data.generation.plan import Plan, planned
 from spec_data.generation.plan_builder import PlanBuilder
 from spec_data.generation.planning import (
@@ -29,6 +27,8 @@ from spec_data.generation.prepared import Preparing
 from spec_data.generation.setup import corpus_reader, within_context
 from spec_data.models.reading import load_config, load_tokenizer, text_config
 from spec_data.models.resolve import resolve_model
+from spec_data.options.dataset_page_options import PreviewConfig
+from spec_data.options.generate_options import GenerateConfig
 from spec_data.pages.page_parts import Figures, Note, Page, Part, Section, Table
 from spec_data.reports.corpus_sections import counts_section, documents_section
 from spec_data.reports.even_sample import sample_text, shown_documents

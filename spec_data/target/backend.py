@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from spec_data.placement_options import Spread
+from spec_data.options.placement_options import Spread
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.head_spec import HeadSpec
 from spec_data.shards.position_data import Positions

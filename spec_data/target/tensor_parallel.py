@@ -24,7 +24,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 
-from spec_data.placement_options import Spread, processes
+from spec_data.options.placement_options import Spread, processes
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.position_data import Positions
 from spec_data.target.backend import BackendOptions

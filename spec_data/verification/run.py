@@ -25,7 +25,7 @@ from torch import Tensor
 
 from spec_data.devices import check_devices, usable_device
 from spec_data.models.resolve import local_directory, resolve_model
-from spec_data.options import VerifyConfig
+from spec_data.options.dataset_options import VerifyConfig
 from spec_data.progress import progress
 from spec_data.shards.codec_tables import TABLES, error_text
 from spec_data.shards.errors import DatasetError

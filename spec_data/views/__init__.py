@@ -6,7 +6,6 @@ make a shard of the view, `stored_documents` copies them, `write_view` writes an
 directory, and can be killed at any time. The bytes of a view depend on its options and its inputs
 alone.
 
-May import: spec_data.shards, spec_data.corpus, spec_data.generation, spec_data.option_values,
- spec_data.models, spec_data.view_options,
-spec_data.config, spec_data.paths, spec_data.progress.
+May import: spec_data.config, spec_data.corpus, spec_data.generation, spec_data.models,
+spec_data.options, spec_data.paths, spec_data.progress, spec_data.shards.
 """

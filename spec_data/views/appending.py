@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from spec_data.options.view_options import AppendConfig
 from spec_data.paths import check_directory_to_write
 from spec_data.shards.codec_tables import TABLES
 from spec_data.shards.errors import ConfigError
@@ -25,7 +26,6 @@ from spec_data.shards.schema import WITH_SIDES, Column, Manifest, ShardRecord
 from spec_data.shards.seal import CARD, check_shard, seal
 from spec_data.shards.sides import shard_columns, side_file, sides_of
 from spec_data.shards.writer import write_shard
-from spec_data.view_options import AppendConfig
 from spec_data.views.joining import joined_draft, joined_parts, lineage
 from spec_data.views.stored_documents import StoredDocuments, unit_of
 from spec_data.views.view_units import Part, unit_bytes, view_units

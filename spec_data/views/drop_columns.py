@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
+from spec_data.options.view_options import DropColumnsConfig
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.layer_ids import chosen_layers, recorded_layers
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import FINAL, SUPERVISED, TEACHERS, Column, Manifest, layer_column
-from spec_data.view_options import DropColumnsConfig
 from spec_data.views.stored_documents import Change, StoredDocuments
 from spec_data.views.view_manifest import derived_draft, view_record
 from spec_data.views.view_units import Part, view_units

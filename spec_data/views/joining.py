@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from spec_data.options.view_options import MergeConfig
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.identity import identity_of, joined, own_facts
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Column, Manifest
-from spec_data.view_options import MergeConfig
 from spec_data.views.same_states import check_same_tables, check_same_target, common_columns
 from spec_data.views.stored_documents import Change, StoredDocuments
 from spec_data.views.view_manifest import derived_draft, joined_total, view_record

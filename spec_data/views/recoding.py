@@ -4,12 +4,12 @@ from pathlib import Path
 
 import numpy as np
 
-from spec_data.option_values import parse_codecs
+from spec_data.options.option_values import parse_codecs
+from spec_data.options.view_options import RecodeConfig
 from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.lossy import Tables
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import FINAL, Column, Manifest, layer_column, token_columns
-from spec_data.view_options import RecodeConfig
 from spec_data.views.same_states import check_same_target
 from spec_data.views.stored_documents import Change, StoredDocuments
 from spec_data.views.table_sample import MadeTables, make_and_measure

@@ -30,7 +30,7 @@ from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import ALL, SUPERVISED, Column, Manifest, fingerprint
 from spec_train.data.mixed_order import Share
 from spec_train.data.policy_masks import open_with_mask
-from spec_train.data_option import Source
+from spec_train.options.data_option import Source
 from spec_train.origin import differing_rows
 
 log = logging.getLogger(__name__)

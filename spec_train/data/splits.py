@@ -24,7 +24,7 @@ from spec_train.data.mixed_order import MixedPlan, PartsPlan
 from spec_train.data.mixture import Documents, Mixture
 from spec_train.data.order import BatchPlan, below_border, split_border
 from spec_train.data.selection import ReadMask, Selection, select_documents
-from spec_train.options import FitConfig
+from spec_train.options.command_options import FitConfig
 
 SPLIT_SEED = 0
 """What --split-seed is where it is not given."""

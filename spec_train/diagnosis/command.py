@@ -7,7 +7,7 @@ from spec_data.paths import check_file_to_write
 from spec_data.shards.files import write_atomically
 from spec_train.diagnosis.examination import examine_draft
 from spec_train.diagnosis.outcome import UNDECIDED, Diagnosis
-from spec_train.doctor_options import DoctorConfig
+from spec_train.options.doctor_options import DoctorConfig
 
 
 def run_doctor(config: DoctorConfig) -> tuple[Diagnosis, list[str]]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from spec_data.options import VerifyConfig
+from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.errors import SpecDataError
 from spec_data.shards.likelihood import total_agreement
 from spec_data.shards.likelihood_text import figures_text, suspicions

@@ -33,7 +33,6 @@ from spec_train.diagnosis.sample import LEAST_DOCUMENTS, Reading, read_sample
 from spec_train.diagnosis.target_checks import target_checks
 from spec_train.diagnosis.trial_checks import too_few, trial_checks
 from spec_train.diagnosis.trials import LONGEST, Trials, run_trials
-from spec_train.doctor_options import DoctorConfig
 from spec_train.drafts import Draft
 from spec_train.drafts.targets import special_ids
 from spec_train.evaluation.on_dataset import check_sizes
@@ -41,6 +40,7 @@ from spec_train.evaluation.run_record import read_run
 from spec_train.exporting import find_target
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.head import TargetHead, choose_draft_vocabulary
+from spec_train.options.doctor_options import DoctorConfig
 from spec_train.training.stored import resolve_draft_dir
 
 log = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ line here.
 
 May import: spec_data.config, spec_data.console, spec_data.models, spec_data.shards,
 spec_train.attention, spec_train.data, spec_train.formats, spec_train.head, spec_train.losses,
-spec_train.origin, spec_train.sampling, spec_train.shape_options, spec_train.teacher_rows,
-spec_train.tiles, spec_train.vocabulary_options.
+spec_train.options, spec_train.origin, spec_train.sampling, spec_train.teacher_rows,
+spec_train.tiles.
 """
 
 import importlib

@@ -19,8 +19,8 @@ from spec_train.drafts.layers import LayerShape
 from spec_train.drafts.shape_checks import check_shape
 from spec_train.drafts.targets import target_dtype, token_ids
 from spec_train.formats.draft_seal import SECTION
-from spec_train.shape_options import FULL, LayerOptions
-from spec_train.vocabulary_options import PATHS
+from spec_train.options.shape_options import FULL, LayerOptions
+from spec_train.options.vocabulary_options import PATHS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from transformers.activations import ACT2FN
 
 from spec_data.console import nearest
 from spec_data.shards.errors import DraftError
-from spec_train.shape_options import FULL, SLIDING
+from spec_train.options.shape_options import FULL, SLIDING
 
 
 def check_shape(config: Any) -> None:

@@ -15,7 +15,7 @@ from spec_data.shards.errors import DraftError
 from spec_train.formats.vocabulary_files import read_vocabulary
 from spec_train.formats.vocabulary_maps import ROWS
 from spec_train.head import choose_draft_vocabulary, smallest_vocabulary
-from spec_train.vocabulary_options import VocabularyChoice
+from spec_train.options.vocabulary_options import VocabularyChoice
 
 log = logging.getLogger(__name__)
 

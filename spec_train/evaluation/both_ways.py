@@ -26,7 +26,7 @@ from spec_train.evaluation.plain_responses import PlainResponses
 from spec_train.evaluation.prompts import Message, Prompt, Prompts
 from spec_train.evaluation.tally import Tally
 from spec_train.head import TargetHead
-from spec_train.options import EvalConfig
+from spec_train.options.command_options import EvalConfig
 from spec_train.sampling import make_sampler
 
 log = logging.getLogger(__name__)

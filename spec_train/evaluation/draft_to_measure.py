@@ -12,7 +12,7 @@ from spec_train.drafts import Draft, load_draft
 from spec_train.formats.draft_files import read_config
 from spec_train.formats.forms import is_own_form
 from spec_train.formats.target_facts import TargetFacts, read_target
-from spec_train.options import EvalConfig
+from spec_train.options.command_options import EvalConfig
 
 
 def draft_to_measure(config: EvalConfig, folder: Path) -> Draft:

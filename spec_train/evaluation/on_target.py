@@ -30,7 +30,7 @@ from spec_train.evaluation.prompts import Prompts
 from spec_train.evaluation.speed_model import with_model
 from spec_train.evaluation.tally import figures
 from spec_train.metrics import shown
-from spec_train.options import EvalConfig
+from spec_train.options.command_options import EvalConfig
 from spec_train.origin import embedding_warnings
 from spec_train.simulation.sample_texts import token_texts
 from spec_train.simulation.samples import spread

@@ -20,7 +20,7 @@ from spec_train.decoding.chains import Generation, decoder_config
 from spec_train.evaluation import both_ways
 from spec_train.evaluation.both_ways import Bench
 from spec_train.evaluation.prompts import Message, Prompt, Prompts
-from spec_train.options import EvalConfig
+from spec_train.options.command_options import EvalConfig
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,6 @@ from spec_data.paths import check_file_to_write
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.benchmark_options import draft_depths
 from spec_train.drafts import Draft
 from spec_train.evaluation.both_ways import stop_ids
 from spec_train.evaluation.draft_to_measure import draft_to_measure
@@ -53,7 +52,8 @@ from spec_train.evaluation.trained_prompts import (
     prompt_facts,
     prompt_warnings,
 )
-from spec_train.options import EvalConfig
+from spec_train.options.benchmark_options import draft_depths
+from spec_train.options.command_options import EvalConfig
 from spec_train.simulation.parting import parted, uncut_length
 from spec_train.training.stored import resolve_draft_dir
 

@@ -13,7 +13,7 @@ from spec_data.shards.mirror import open_mirror
 from spec_data.shards.schema import Manifest
 from spec_data.shards.urls import normal_url, scheme_of
 from spec_train.data.splits import Rules
-from spec_train.data_option import parse_sources
+from spec_train.options.data_option import parse_sources
 from spec_train.training.stored import read_run_json
 
 log = logging.getLogger(__name__)

@@ -3,6 +3,5 @@
 The code here handles plain dictionaries and tensors and imports no draft class. `spec_train.drafts`
 reads files through this room, `spec_train.exporting` writes them. One module per kind of draft.
 
-May import: spec_data.config, spec_data.models, spec_data.shards, spec_train.draft_options,
-spec_train.shape_options.
+May import: spec_data.config, spec_data.models, spec_data.shards, spec_train.options.
 """

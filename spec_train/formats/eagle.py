@@ -8,7 +8,6 @@ import torch
 
 from spec_data.config import to_dict
 from spec_data.shards.errors import DraftError
-from spec_train.draft_options import EagleOptions
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.eagle_parts import (
     eagle_tensors,
@@ -30,6 +29,7 @@ from spec_train.formats.foreign import AUTOMODEL_EAGLE, draft_keys
 from spec_train.formats.known_keys import refuse_arithmetic
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.formats.windows import windows_of
+from spec_train.options.draft_options import EagleOptions
 
 OWN, SGLANG = "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"
 SHARED = "LlamaForCausalLM"

@@ -15,7 +15,6 @@ from torch import Tensor
 from spec_data.config import to_dict
 from spec_data.shards.errors import DraftError
 from spec_data.shards.layer_ids import as_block_inputs
-from spec_train.draft_options import Eagle3Options
 from spec_train.formats import speculators
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.eagle_parts import (
@@ -44,6 +43,7 @@ from spec_train.formats.layer_order import sort_states
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.formats.vocabulary_maps import own_vocabulary
 from spec_train.formats.windows import windows_of
+from spec_train.options.draft_options import Eagle3Options
 
 OWN = "LlamaForCausalLMEagle3"
 ARCHITECTURES = (

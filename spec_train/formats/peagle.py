@@ -9,7 +9,6 @@ tokens, is an input of `fc`.
 from spec_data.config import to_dict
 from spec_data.shards.errors import DraftError
 from spec_data.shards.layer_ids import as_block_inputs
-from spec_train.draft_options import PeagleOptions
 from spec_train.formats import speculators
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.eagle3 import named_class
@@ -32,6 +31,7 @@ from spec_train.formats.layer_order import sort_states
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.formats.vocabulary_maps import own_vocabulary
 from spec_train.formats.windows import windows_of
+from spec_train.options.draft_options import PeagleOptions
 
 OWN = "Eagle3LlamaForCausalLM"
 ARCHITECTURES = (

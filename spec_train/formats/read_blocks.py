@@ -14,7 +14,6 @@ import torch
 from spec_data.config import to_dict
 from spec_data.shards.errors import DraftError
 from spec_data.shards.layer_ids import from_block_inputs, published_dflash_layers
-from spec_train.draft_options import DFlashOptions, DSparkOptions
 from spec_train.formats.block_names import block_names
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION
@@ -43,6 +42,7 @@ from spec_train.formats.layer_order import sort_states
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.formats.vocabulary_maps import own_vocabulary
 from spec_train.formats.windows import SLIDING, Windows, slides_non_causal, windows_of
+from spec_train.options.draft_options import DFlashOptions, DSparkOptions
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ Read in the sources of vLLM 0.33.0, SGLang 0.5.23, llama.cpp 0.5.0 and speculato
 
 from spec_train.formats.dspark import DFLASH
 from spec_train.formats.preflight_notes import Notes, Subject
-from spec_train.shape_options import FULL, SLIDING
+from spec_train.options.shape_options import FULL, SLIDING
 
 
 def _types(subject: Subject) -> set[str]:

@@ -4,5 +4,5 @@
 page, `run_page` puts the page together, and `page_after_*` write it after `fit` and `eval`.
 
 May import: spec_data.pages, spec_data.paths, spec_data.shards, spec_train.evaluation,
-spec_train.options, spec_train.report_options, spec_train.simulation, spec_train.training.
+spec_train.options, spec_train.simulation, spec_train.training.
 """

@@ -7,8 +7,8 @@ from typing import Any
 from spec_data.pages.html_page import write_page
 from spec_data.paths import check_file_to_write
 from spec_train.evaluation.report import measure
-from spec_train.options import EvalConfig
-from spec_train.report_options import AUTO, NONE
+from spec_train.options.command_options import EvalConfig
+from spec_train.options.report_options import AUTO, NONE
 from spec_train.reports.names import short_names
 from spec_train.reports.page_after_fit import warn_of_page
 from spec_train.reports.run_page import report_page

@@ -7,7 +7,7 @@ import logging
 import os
 from typing import Any
 
-from spec_train.options import FitConfig
+from spec_train.options.command_options import FitConfig
 from spec_train.reports.run_page import PAGE, write_report
 from spec_train.training import setup
 from spec_train.training.result import FitResult

@@ -10,7 +10,7 @@ from typing import Any
 
 from spec_data.pages.page_parts import Axis, Bars, Figures, Lines, Note, Part, Section, Table
 from spec_data.shards.errors import DraftError
-from spec_train.options import fit_config
+from spec_train.options.command_options import fit_config
 from spec_train.reports.stored_figures import Point, Run, number
 from spec_train.simulation.parting import parted
 

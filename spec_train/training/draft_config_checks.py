@@ -6,9 +6,9 @@ from typing import Any
 from spec_data.console import nearest
 from spec_data.models.rope_settings import rope_parameters
 from spec_data.shards.errors import ConfigError
-from spec_train.draft_config_file import OPTION_KEYS, read_draft_config
 from spec_train.formats.known_keys import HARMLESS, KNOWN
-from spec_train.options import FitConfig
+from spec_train.options.command_options import FitConfig
+from spec_train.options.draft_config_file import OPTION_KEYS, read_draft_config
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from spec_train.data.order import Pack
 from spec_train.data.stream import BatchStream
 from spec_train.drafts import Draft
 from spec_train.head import TargetHead
-from spec_train.options import FitConfig
+from spec_train.options.command_options import FitConfig
 from spec_train.training.saving import Saver
 from spec_train.training.seeds import place_seed
 

@@ -17,7 +17,7 @@ from spec_data.shards.files import write_atomically
 from spec_train.data.mixture import Documents, Mixture
 from spec_train.data.order import BatchPlan
 from spec_train.data.splits import Splits
-from spec_train.options import FitConfig
+from spec_train.options.command_options import FitConfig
 from spec_train.training.checked_json import dump_checked
 from spec_train.training.checkpoint import RunDirectory
 from spec_train.training.stored import Saved, read_run_json

@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from spec_data.shards.errors import ConfigError
 from spec_train.drafts import Draft
-from spec_train.options import FitConfig
+from spec_train.options.command_options import FitConfig
 
 STATE_KEYS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
 NOT_HIDDEN = ("embed_tokens", "lm_head", "markov_w1", "markov_w2", "confidence_head", "mask_hidden")

@@ -17,7 +17,7 @@ import torch
 
 from spec_data.progress import quiet_progress, size
 from spec_train.data.release import KeepAll
-from spec_train.options import FitConfig
+from spec_train.options.command_options import FitConfig
 from spec_train.training.trainer import Trainer
 
 STEPS = 6

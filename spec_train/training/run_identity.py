@@ -13,7 +13,7 @@ from spec_train.data.fill import FILL
 from spec_train.data.mixture import Documents, Mixture
 from spec_train.data.order import SPLIT_RULE
 from spec_train.data.splits import SPLIT_SEED, Rules
-from spec_train.options import FitConfig
+from spec_train.options.command_options import FitConfig
 
 TIMES, INTERVAL = 5, 500
 """By default a run validates and saves TIMES times, or after every INTERVAL steps if more often."""

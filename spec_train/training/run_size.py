@@ -16,8 +16,8 @@ import numpy as np
 
 from spec_data.shards.errors import ConfigError
 from spec_train.data.mixture import Documents, Mixture
-from spec_train.options import FitConfig
-from spec_train.presets import PRESETS
+from spec_train.options.command_options import FitConfig
+from spec_train.options.presets import PRESETS
 
 log = logging.getLogger(__name__)
 

@@ -28,12 +28,12 @@ from spec_train.data.order import BatchPlan, rank_slice
 from spec_train.data.release import KeepAll, UnitRelease
 from spec_train.data.splits import Rules, Splits, make_splits
 from spec_train.data.token_counts import count_tokens, counts_from
-from spec_train.data_option import parse_sources
-from spec_train.draft_options import draft_options
 from spec_train.drafts import Draft, draft_class
 from spec_train.drafts.targets import special_ids, target_architectures
 from spec_train.head import TargetHead, vocabulary_coverage
-from spec_train.options import FitConfig, default_lr
+from spec_train.options.command_options import FitConfig, default_lr
+from spec_train.options.data_option import parse_sources
+from spec_train.options.draft_options import draft_options
 from spec_train.training.announce import announce, log_vocabulary
 from spec_train.training.bandwidth import log_bandwidth
 from spec_train.training.checkpoint import RunDirectory
@@ -71,7 +71,7 @@ def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
     if type(options) is not expected:
         raise ConfigError(
             f"{draft_name} takes {expected.__name__}, not {type(options).__name__}: its options "
-            "come from spec_train.draft_options"
+            "come from spec_train.options.draft_options"
         )
     check_directory_to_write("--out", config.out)
     check_keys(config)

@@ -18,9 +18,9 @@ from spec_train.data.mixture import Documents
 from spec_train.drafts import Draft, load_draft
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.head import TargetHead
-from spec_train.options import FitConfig
+from spec_train.options.command_options import FitConfig
+from spec_train.options.vocabulary_options import CHOICES, PATHS
 from spec_train.training.stored import resolve_draft_dir
-from spec_train.vocabulary_options import CHOICES, PATHS
 
 log = logging.getLogger(__name__)
 

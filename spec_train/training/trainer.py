@@ -40,7 +40,7 @@ from spec_train.data.stream import BatchStream, BufferOptions, Step
 from spec_train.drafts import Draft
 from spec_train.head import TargetHead
 from spec_train.metrics import Sums, add_sums, shown
-from spec_train.options import FitConfig
+from spec_train.options.command_options import FitConfig
 from spec_train.training.checkpoint import RunDirectory
 from spec_train.training.failure import (
     FailedStep,

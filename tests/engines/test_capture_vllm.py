@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from spec_data import open_dataset
-from spec_data.generate_options import GenerateConfig
 from spec_data.generation.run import generate
-from spec_data.options import VerifyConfig
+from spec_data.options.dataset_options import VerifyConfig
+from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, RunError, SpecDataError
 from spec_data.target import vllm_engine, vllm_worker
 from spec_data.target.backend import BackendOptions, open_backend
@@ -305,7 +305,7 @@ def test_two_workers_that_share_each_layer_capture_the_same_states(
 
 _GENERATE = """
 import json, sys
-from spec_data.generate_options import GenerateConfig
+from spec_data.options.generate_options import GenerateConfig
 from spec_data.generation.run import generate
 if __name__ == "__main__":
     options = json.loads(sys.argv[1]) | {"backend": "vllm", "vllm_tensor_parallel": 2}

@@ -8,7 +8,7 @@ import torch
 
 from spec_data.conversion.run import convert
 from spec_data.conversion.write_out import export_dataset
-from spec_data.conversion_options import ConvertConfig, ExportDataConfig
+from spec_data.options.conversion_options import ConvertConfig, ExportDataConfig
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from tests.spec_data.conversion import layouts
 

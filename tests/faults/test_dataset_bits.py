@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spec_data.options import VerifyConfig
+from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.errors import SpecDataError
 from spec_data.verification.run import examine
-from spec_train.draft_options import Eagle3Options
-from spec_train.options import FitConfig
+from spec_train.options.command_options import FitConfig
+from spec_train.options.draft_options import Eagle3Options
 from spec_train.training.setup import fit
 from tests.factory import tiny_dataset, tiny_llama
 from tests.faults.tools import report, trials

@@ -20,14 +20,14 @@ import torch
 from spec_data.shards.errors import DraftError, RunError, SpecDataError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.cli import main
-from spec_train.draft_options import DRAFT_OPTIONS
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.evaluation.report import read_run
 from spec_train.formats.draft_files import read_files
 from spec_train.formats.draft_seal import same_value
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.head import TargetHead
-from spec_train.options import FitConfig
+from spec_train.options.command_options import FitConfig
+from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.training.stored import read_checkpoint, read_run_json
 from tests.factory import tiny_dataset, tiny_llama
 from tests.faults.tools import count, report, trials

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spec_train.options import FitConfig
+from spec_train.options.command_options import FitConfig
 from spec_train.training import checkpoint
 from spec_train.training.checkpoint import RunDirectory
 from spec_train.training.trainer import Trainer

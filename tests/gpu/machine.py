@@ -23,8 +23,8 @@ from spec_data.target import model
 from spec_data.target.hf_backend import HFBackend
 from spec_train.attention import unrolled_backends
 from spec_train.attention.unrolled_backends import default_backend
-from spec_train.draft_options import DRAFT_OPTIONS
-from spec_train.options import FitConfig
+from spec_train.options.command_options import FitConfig
+from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.training import setup, trainer, validation
 from tests.gpu.fake_cuda import FakeCuda, Syncs, counting, cuda_autocast, upload
 from tests.spec_train.drafts.any_draft import SMALL

@@ -10,8 +10,8 @@ import yaml
 
 from spec_data.cli import build_parser
 from spec_data.config import resolve
-from spec_data.generate_options import GenerateConfig
 from spec_data.generation.worker_place import find_place
+from spec_data.options.generate_options import GenerateConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 SCRIPTS = sorted((DOCS / "examples").glob("*.sh"))

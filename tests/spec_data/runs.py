@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from spec_data.generate_options import GenerateConfig
 from spec_data.generation.run import generate
-from spec_data.options import VerifyConfig
+from spec_data.options.dataset_options import VerifyConfig
+from spec_data.options.generate_options import GenerateConfig
 from spec_data.verification.run import examine
 from tests.families import tiny_model
 from tests.forked import Forked, fork_program

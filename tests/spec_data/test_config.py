@@ -15,9 +15,9 @@ from spec_data.config import (
     resolve,
     to_dict,
 )
-from spec_data.generate_options import GenerateConfig
-from spec_data.option_values import parse_size
-from spec_data.options import InspectConfig, VerifyConfig
+from spec_data.options.dataset_options import InspectConfig, VerifyConfig
+from spec_data.options.generate_options import GenerateConfig
+from spec_data.options.option_values import parse_size
 from spec_data.shards.errors import ConfigError, MissingError
 
 

@@ -295,7 +295,7 @@ def test_flags_change_only_on_purpose(program):
 
 
 def test_every_option_has_a_group_and_says_its_default():
-    from spec_train.draft_options import DRAFT_OPTIONS
+    from spec_train.options.draft_options import DRAFT_OPTIONS
 
     for parser in (cli.build_parser(), train_cli.build_parser()):
         for name, text in help_texts(parser):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from spec_train.draft_options import Eagle3Options
-from spec_train.options import FitConfig
+from spec_train.options.command_options import FitConfig
+from spec_train.options.draft_options import Eagle3Options
 from spec_train.training.setup import fit
 from tests.spec_data.runs import run, save_target, write_corpus
 

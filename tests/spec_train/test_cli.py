@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from spec_train.cli import _say_after_fit, build_parser, main
-from spec_train.draft_options import DRAFT_OPTIONS
-from spec_train.options import FitConfig, default_lr, fit_config
+from spec_train.options.command_options import FitConfig, default_lr, fit_config
+from spec_train.options.draft_options import DRAFT_OPTIONS
 from tests.factory import tiny_dataset
 from tests.forked import Forked
 
@@ -268,7 +268,7 @@ def test_the_command_after_an_export_serves_the_draft():
 
     from spec_train.exporting import command_after
     from spec_train.formats.serve_commands import Serving
-    from spec_train.options import ExportConfig
+    from spec_train.options.command_options import ExportConfig
 
     config = ExportConfig(draft="R", format="vllm", out="O", target="T")
     serving = Serving("E", ("convert T", 'serve T --config \'{"model": "O"}\''))

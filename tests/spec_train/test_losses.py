@@ -7,7 +7,6 @@ from torch.nn import functional as F
 
 from spec_data.shards.errors import DraftError
 from spec_data.shards.head_spec import HeadSpec, apply_head
-from spec_train.loss_options import KINDS
 from spec_train.losses import (
     LossKind,
     TeacherRows,
@@ -16,6 +15,7 @@ from spec_train.losses import (
     head_loss,
     rows_per_chunk,
 )
+from spec_train.options.loss_options import KINDS
 from tests.tolerance import LAYER, close, close_in_norm
 
 

@@ -12,10 +12,10 @@ from spec_data.shards.errors import DraftError
 from spec_data.shards.identity import identity_of
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
-from spec_train.draft_options import Eagle3Options
 from spec_train.drafts import load_draft
 from spec_train.evaluation.report import run_eval
-from spec_train.options import EvalConfig, FitConfig
+from spec_train.options.command_options import EvalConfig, FitConfig
+from spec_train.options.draft_options import Eagle3Options
 from spec_train.origin import differing_rows, origin_warnings, require_same_embedding
 from spec_train.training.setup import fit
 from tests.draft_tools import read_json, unseal, write_json

@@ -14,7 +14,6 @@ from spec_data.config import from_dict
 from spec_data.shards.errors import DraftError
 from spec_data.shards.position_data import Positions
 from spec_train.attention.masks import BlockWindow
-from spec_train.draft_options import BlockOptions, DFlashOptions, DSparkOptions
 from spec_train.drafts.config import LayeredConfig
 from spec_train.drafts.mask_token import require_in_vocabulary
 from spec_train.drafts.targets import (
@@ -24,7 +23,8 @@ from spec_train.drafts.targets import (
 )
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.dspark import DFLASH, DSPARK
-from spec_train.shape_options import FULL, SLIDING
+from spec_train.options.draft_options import BlockOptions, DFlashOptions, DSparkOptions
+from spec_train.options.shape_options import FULL, SLIDING
 
 OPTIONS: dict[str, type[BlockOptions]] = {"dspark": DSparkOptions, "dflash": DFlashOptions}
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from spec_data.shards.packing import shift_left
 from spec_train.data.batch import DraftBatch
-from spec_train.draft_options import DFlashOptions, DSparkOptions
 from spec_train.drafts.base import DatasetFacts
 from spec_train.drafts.counted import CountedDrafts
 from spec_train.drafts.dspark.block_frame import batch_block_frame
@@ -25,6 +24,7 @@ from spec_train.drafts.dspark.trained_rows import draft_weights, learnable
 from spec_train.drafts.mask_token import settle_mask_token
 from spec_train.drafts.protocol import DraftLoss
 from spec_train.head import TargetHead
+from spec_train.options.draft_options import DFlashOptions, DSparkOptions
 
 log = logging.getLogger(__name__)
 

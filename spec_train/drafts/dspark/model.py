@@ -26,12 +26,12 @@ from torch import Tensor, nn
 
 from spec_data.shards.errors import DraftError
 from spec_train.attention.masks import BlockWindow
-from spec_train.draft_options import BlockOptions, DSparkOptions
 from spec_train.drafts.dspark.config import DSparkConfig
 from spec_train.drafts.dspark.heads import ConfidenceHead, MarkovHead
 from spec_train.drafts.layered_draft import LayeredDraft
 from spec_train.drafts.layers import DecoderLayer, RMSNorm, Rotary, make_embedding, run_layer
 from spec_train.head import TargetHead
+from spec_train.options.draft_options import BlockOptions, DSparkOptions
 
 Context = Sequence[tuple[Tensor, Tensor]]
 """Keys and values [B, g, T, d] of verified positions, one pair per layer."""

@@ -24,11 +24,11 @@ from typing import Any, ClassVar
 
 from spec_data.config import from_dict
 from spec_data.shards.position_data import Positions
-from spec_train.draft_options import EagleOptions
 from spec_train.drafts.config import BaseConfig
 from spec_train.drafts.targets import resolve_eagle1_draft_spec, target_shape
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.eagle import OWN as ARCHITECTURE
+from spec_train.options.draft_options import EagleOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,6 @@ from spec_data.shards.draft_needs import data_problem
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.schema import FINAL, Manifest
 from spec_train.data.batch import DraftBatch
-from spec_train.draft_options import EagleOptions
 from spec_train.drafts.base import DatasetFacts
 from spec_train.drafts.counted import CountedDrafts
 from spec_train.drafts.draft_caches import LayerCaches
@@ -32,6 +31,7 @@ from spec_train.drafts.slots import check_teachers
 from spec_train.head import TargetHead
 from spec_train.losses import LossKind
 from spec_train.metrics import summarise
+from spec_train.options.draft_options import EagleOptions
 from spec_train.origin import origin_of
 
 __all__ = ["EagleConfig", "EagleDraft", "EagleOptions", "eagle_loss", "serving_chains"]

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spec_train.draft_options import EagleOptions
 from spec_train.drafts.base import BaseDraft
 from spec_train.drafts.draft_caches import LayerCaches
 from spec_train.drafts.eagle.config import EagleConfig
 from spec_train.drafts.layers import DecoderLayer, RMSNorm, Rotary, make_embedding
 from spec_train.head import TargetHead
+from spec_train.options.draft_options import EagleOptions
 
 
 class EagleModel(BaseDraft):

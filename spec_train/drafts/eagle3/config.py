@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Self
 from spec_data.config import from_dict
 from spec_data.shards.layer_ids import as_block_inputs
 from spec_data.shards.position_data import Positions
-from spec_train.draft_options import Eagle3Options
 from spec_train.drafts.config import AuxConfig
 from spec_train.drafts.targets import (
     resolve_eagle3_draft_spec,
@@ -21,6 +20,7 @@ from spec_train.drafts.targets import (
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.eagle3 import OWN as ARCHITECTURE
 from spec_train.formats.eagle3 import WITH_QK_NORM, named_class
+from spec_train.options.draft_options import Eagle3Options
 
 
 @dataclass(frozen=True, kw_only=True)

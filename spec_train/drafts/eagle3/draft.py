@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from spec_train.data.batch import DraftBatch
-from spec_train.draft_options import Eagle3Options
 from spec_train.drafts.counted import CountedDrafts
 from spec_train.drafts.drafting import ChainDrafter
 from spec_train.drafts.eagle3.config import Eagle3Config
@@ -19,6 +18,7 @@ from spec_train.drafts.protocol import DraftLoss
 from spec_train.head import TargetHead
 from spec_train.losses import LossKind
 from spec_train.metrics import summarise
+from spec_train.options.draft_options import Eagle3Options
 
 __all__ = [
     "Eagle3Config",

@@ -17,11 +17,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from spec_train.draft_options import Eagle3Options
 from spec_train.drafts.aux_draft import AuxDraft
 from spec_train.drafts.draft_caches import LayerCaches
 from spec_train.drafts.eagle3.config import Eagle3Config
 from spec_train.drafts.layers import Attend, Attention, DecoderLayer, GatedMLP, RMSNorm
+from spec_train.options.draft_options import Eagle3Options
 
 
 class Eagle3Layer(nn.Module):

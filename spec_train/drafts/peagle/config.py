@@ -14,9 +14,9 @@ token are written: vLLM reads the first that it finds, older releases know only 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from spec_train.draft_options import PeagleOptions
 from spec_train.drafts.eagle3.config import Eagle3Config
 from spec_train.formats.peagle import OWN as ARCHITECTURE
+from spec_train.options.draft_options import PeagleOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from spec_train.data.batch import DraftBatch
-from spec_train.draft_options import PeagleOptions
 from spec_train.drafts.base import DatasetFacts
 from spec_train.drafts.counted import CountedDrafts
 from spec_train.drafts.frames import batch_frame, slot_mask_of, slots_of
@@ -26,6 +25,7 @@ from spec_train.drafts.slots import document_offsets
 from spec_train.head import TargetHead
 from spec_train.losses import LossKind
 from spec_train.metrics import summarise
+from spec_train.options.draft_options import PeagleOptions
 
 __all__ = ["PeagleConfig", "PeagleDraft", "PeagleOptions", "cod_sample", "peagle_loss"]
 

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from spec_train.attention.masked import Attending
 from spec_train.attention.masks import AttentionMask
-from spec_train.draft_options import PeagleOptions
 from spec_train.drafts.aux_draft import AuxDraft
 from spec_train.drafts.draft_caches import DraftCache
 from spec_train.drafts.eagle3.config import Eagle3Config
 from spec_train.drafts.eagle3.model import Eagle3Layer
 from spec_train.drafts.layers import Attend, DecoderLayer, run_layer
 from spec_train.drafts.peagle.config import PeagleConfig
+from spec_train.options.draft_options import PeagleOptions
 
 
 class PeagleModel(AuxDraft):

@@ -3,7 +3,7 @@
 import pytest
 
 from spec_data.added_layers.run import add_layers
-from spec_data.layer_options import AddLayersConfig
+from spec_data.options.layer_options import AddLayersConfig
 from tests.spec_data.runs import run, save_target, write_corpus
 
 

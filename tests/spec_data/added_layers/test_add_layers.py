@@ -13,8 +13,8 @@ from spec_data import cli
 from spec_data.added_layers import layer_capture
 from spec_data.added_layers import run as running
 from spec_data.added_layers.run import add_layers, layer_sizes
-from spec_data.layer_options import AddLayersConfig
-from spec_data.options import VerifyConfig
+from spec_data.options.dataset_options import VerifyConfig
+from spec_data.options.layer_options import AddLayersConfig
 from spec_data.shards.errors import ConfigError, DatasetError, RunError, TargetError
 from spec_data.shards.files import dump_json
 from spec_data.shards.lossy import LOSSY, Bound

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from spec_data.options import VerifyConfig
+from spec_data.options.dataset_options import VerifyConfig
+from spec_data.options.view_options import (
+    AppendConfig,
+    DropColumnsConfig,
+    MergeConfig,
+    SelectConfig,
+)
 from spec_data.shards import schema
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError
 from spec_data.shards.files import dump_json
@@ -18,7 +24,6 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest, fingerprint
 from spec_data.shards.sides import stored_records
 from spec_data.verification.run import examine
-from spec_data.view_options import AppendConfig, DropColumnsConfig, MergeConfig, SelectConfig
 from spec_data.views import appending
 from spec_data.views.appending import plan_append
 from spec_data.views.drop_columns import plan_drop_columns

@@ -15,8 +15,8 @@ from spec_data.conversion import run as conversion
 from spec_data.conversion.run import convert, plan_conversion
 from spec_data.conversion.to_specforge import SpecForgeWriter
 from spec_data.conversion.write_out import export_dataset
-from spec_data.conversion_options import ConvertConfig, ExportDataConfig
-from spec_data.options import VerifyConfig
+from spec_data.options.conversion_options import ConvertConfig, ExportDataConfig
+from spec_data.options.dataset_options import VerifyConfig
 from spec_data.report import dataset_text
 from spec_data.shards.errors import (
     ConfigError,

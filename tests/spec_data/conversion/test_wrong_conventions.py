@@ -19,8 +19,8 @@ from spec_data.conversion.proof import prove_samples
 from spec_data.conversion.stored_samples import AFTER, BEFORE, Conventions, SampleStates
 from spec_data.conversion.target_walk import OwnStates
 from spec_data.conversion.tool_setup import opened, to_generate
-from spec_data.conversion_options import ConvertConfig
 from spec_data.generation.setup import set_up
+from spec_data.options.conversion_options import ConvertConfig
 from spec_data.shards.errors import ConfigError, CorpusError, RunError
 from tests.spec_data.conversion import layouts as write
 from tests.spec_data.conversion.layouts import Sample

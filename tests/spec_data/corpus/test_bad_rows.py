@@ -6,7 +6,7 @@ import pytest
 
 from spec_data.config import from_dict
 from spec_data.corpus.bad_rows import AUTO, BadRows, parse_limit, printable
-from spec_data.generate_options import GenerateConfig
+from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, CorpusError
 from tests.spec_data.corpus.reading import read, rows, write_jsonl
 

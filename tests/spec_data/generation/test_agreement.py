@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import spec_data
 from spec_data.cli import main
-from spec_data.options import VerifyConfig
+from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.errors import ConfigError, CorpusError
 from spec_data.shards.files import dump_json
 from spec_data.shards.likelihood import Agreement, DocumentFigures, read_agreement

@@ -14,12 +14,12 @@ import torch
 
 import spec_data.generation.early as early_module
 import spec_data.generation.replica as replica_module
-from spec_data.generate_options import GenerateConfig
 from spec_data.generation.batch_size import SAFE, choose_batch_tokens, largest_batch
 from spec_data.generation.loaded_target import load_target
 from spec_data.generation.planning import make_plan
 from spec_data.generation.run import generate
 from spec_data.generation.setup import set_up
+from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 import spec_data.generation.calibrate as calibrate_module
 import spec_data.generation.early as early_module
 from spec_data.estimation import Estimate, estimate_text
-from spec_data.generate_options import GenerateConfig
 from spec_data.generation.calibrate import sample_documents
 from spec_data.generation.fitting import fitting
 from spec_data.generation.planning import make_plan
 from spec_data.generation.setup import set_up
-from spec_data.options import VerifyConfig
+from spec_data.options.dataset_options import VerifyConfig
+from spec_data.options.generate_options import GenerateConfig
 from spec_data.report import dataset_text
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.lossy import LOSSY

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from spec_data.corpus.record_reader import CorpusReader
-from spec_data.generate_options import GenerateConfig
 from spec_data.generation import find_plan as find_plan_module
 from spec_data.generation.find_plan import find_plan
 from spec_data.generation.planning import make_plan
 from spec_data.generation.setup import changed_settings, refuse_changes, set_up
+from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, CorpusError
 from tests.spec_data.runs import digests, options, run, save_target, write_corpus
 

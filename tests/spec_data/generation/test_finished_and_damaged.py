@@ -4,8 +4,8 @@ import os
 
 import pytest
 
+from spec_data.options.view_options import SelectConfig
 from spec_data.shards.errors import DatasetError, MissingError, SpecDataError
-from spec_data.view_options import SelectConfig
 from spec_data.views.select_view import plan_select
 from spec_data.views.write_view import write_view
 from tests.spec_data.runs import digests, run, save_target, write_corpus

@@ -10,8 +10,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spec_data.cli import main
 from spec_data.estimation import estimate_size, estimate_text
-from spec_data.generate_options import EstimateConfig
 from spec_data.models import families
+from spec_data.options.generate_options import EstimateConfig
 from spec_data.shards.draft_needs import data_problem
 from spec_data.shards.errors import TargetError
 from spec_data.shards.layer_ids import RECIPES

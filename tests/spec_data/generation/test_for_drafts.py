@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import spec_data
 import spec_train
 from spec_data.cli import main
-from spec_data.generate_options import GenerateConfig
 from spec_data.generation.sealing import seal_directory
-from spec_data.options import VerifyConfig
+from spec_data.options.dataset_options import VerifyConfig
+from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError, TargetError
 from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.schema import Manifest, fingerprint

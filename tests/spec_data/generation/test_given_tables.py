@@ -8,15 +8,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from spec_data.generate_options import GenerateConfig
 from spec_data.generation.setup import set_up
-from spec_data.options import VerifyConfig
+from spec_data.options.dataset_options import VerifyConfig
+from spec_data.options.generate_options import GenerateConfig
+from spec_data.options.view_options import MergeConfig
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.lossy import LOSSY
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import fingerprint
 from spec_data.verification.run import examine
-from spec_data.view_options import MergeConfig
 from spec_data.views.joining import plan_merge
 from spec_data.views.write_view import write_view
 from tests.spec_data.runs import digests, options, run, save_target, write_corpus

@@ -7,12 +7,12 @@ import threading
 import pytest
 from filelock import FileLock
 
-from spec_data.generate_options import GenerateConfig
 from spec_data.generation.find_plan import find_plan
 from spec_data.generation.replan import check_still_planned, discard_unused_plan
 from spec_data.generation.sealing import seal_directory
 from spec_data.generation.setup import set_up
 from spec_data.generation.worker_locks import running_workers, worker_lock
+from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from tests.spec_data.runs import digests, options, run, save_target, write_corpus

@@ -11,11 +11,11 @@ from dataclasses import replace
 import pytest
 
 from spec_data.estimation import estimate_size
-from spec_data.generate_options import EstimateConfig, GenerateConfig
 from spec_data.generation import plan_cache, planning
 from spec_data.generation.plan_cache import cache_limit, open_cache
 from spec_data.generation.planning import make_plan
 from spec_data.generation.setup import set_up
+from spec_data.options.generate_options import EstimateConfig, GenerateConfig
 from spec_data.shards.cache_directory import cache_directory
 from spec_data.shards.errors import ConfigError
 from tests.spec_data.runs import digests, options, run, save_target, write_corpus

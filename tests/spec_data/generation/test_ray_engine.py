@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from spec_data.generate_options import GenerateConfig
 from spec_data.generation import metrics_file, ray_engine
 from spec_data.generation.ray_replica import RayReplica
 from spec_data.generation.worker_locks import worker_lock
+from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, RunError
 from tests.spec_data.runs import digests, options, run, save_target, write_corpus
 

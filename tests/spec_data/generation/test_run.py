@@ -12,11 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import spec_data.generation.sealing as sealing_module
 import spec_data.generation.unit_records as unit_records
-from spec_data.generate_options import GenerateConfig
 from spec_data.generation.planning import make_plan
 from spec_data.generation.run import check_free_space
 from spec_data.generation.sealing import seal_directory
 from spec_data.generation.setup import set_up
+from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import (
     ConfigError,
     CorpusError,

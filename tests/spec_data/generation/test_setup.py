@@ -9,13 +9,13 @@ import pytest
 
 import spec_data.generation.replica as replica_module
 from spec_data.estimation import Estimate, estimate_text
-from spec_data.generate_options import GenerateConfig
 from spec_data.generation.find_plan import find_plan
 from spec_data.generation.fitting import fitting
 from spec_data.generation.planning import make_plan
 from spec_data.generation.replan import check_still_planned, discard_unused_plan, half_discarded
 from spec_data.generation.setup import set_up
 from spec_data.generation.worker_locks import worker_lock
+from spec_data.options.generate_options import GenerateConfig
 from spec_data.report import counts_text
 from spec_data.shards.errors import ConfigError, CorpusError, RunError
 from spec_data.shards.reader import HiddenStatesDataset

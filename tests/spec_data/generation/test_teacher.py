@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from spec_data.options import VerifyConfig
+from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import TEACHERS
 from tests.spec_data.runs import (

@@ -2,8 +2,8 @@
 
 import pytest
 
-from spec_data.generate_options import GenerateConfig
 from spec_data.generation.worker_place import Place, device_of, find_place, placed
+from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError
 
 RUN = {"RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "1"}

@@ -15,8 +15,8 @@ from spec_data.hub import hub_calls
 from spec_data.hub.hub_card import hub_card, size_category
 from spec_data.hub.pull import pull
 from spec_data.hub.push import push, staged_folder
-from spec_data.hub_options import PullConfig, PushConfig
-from spec_data.options import VerifyConfig
+from spec_data.options.dataset_options import VerifyConfig
+from spec_data.options.hub_options import PullConfig, PushConfig
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from tests.spec_data.hub.hub_server import HubServer

@@ -8,9 +8,9 @@ import yaml
 from spec_data.added_layers.run import add_layers
 from spec_data.hub.pull import pull
 from spec_data.hub.push import push
-from spec_data.hub_options import PullConfig, PushConfig
-from spec_data.layer_options import AddLayersConfig
-from spec_data.options import VerifyConfig
+from spec_data.options.dataset_options import VerifyConfig
+from spec_data.options.hub_options import PullConfig, PushConfig
+from spec_data.options.layer_options import AddLayersConfig
 from spec_data.shards.reader import HiddenStatesDataset
 from tests.spec_data.hub import test_read_from_hub
 from tests.spec_data.runs import digests, run, save_target, verify, write_corpus

@@ -12,7 +12,7 @@ from huggingface_hub import HfApi, HfFileSystem, constants
 from spec_data.cli import main
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.hub.pull import pull
-from spec_data.hub_options import PullConfig
+from spec_data.options.hub_options import PullConfig
 from spec_data.shards.errors import ConfigError, CorpusError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset
 from tests.factory import tiny_dataset

@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 import spec_train
-from spec_data.generate_options import GenerateConfig
 from spec_data.generation import find_plan
 from spec_data.generation.run import generate
 from spec_data.models.loading import load_model
 from spec_data.models.quantisation import check_head, quantisation_of
-from spec_data.options import VerifyConfig
+from spec_data.options.dataset_options import VerifyConfig
+from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import TargetError
 from spec_data.shards.quantisation_text import quantisation_text
 from spec_data.shards.reader import HiddenStatesDataset

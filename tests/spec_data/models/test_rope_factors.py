@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from spec_data.options import VerifyConfig
+from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.verification.run import examine

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spec_data.regenerate_options import RegenerateConfig
+from spec_data.options.regenerate_options import RegenerateConfig
 from spec_data.regeneration.run import regenerate
 
 

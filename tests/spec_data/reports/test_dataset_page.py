@@ -10,8 +10,8 @@ import spec_data
 from spec_data.cli import main
 from spec_data.dataset_page_api import write_report
 from spec_data.dataset_page_commands import report_file
-from spec_data.dataset_page_options import ReportConfig
 from spec_data.models.reading import load_tokenizer
+from spec_data.options.dataset_page_options import ReportConfig
 from spec_data.pages.html_page import page_bytes, read_page_data
 from spec_data.reports import dataset_page as dataset_page_module
 from spec_data.reports.dataset_page import dataset_page

@@ -12,7 +12,7 @@ import pytest
 import torch
 import xxhash
 
-from spec_data.options import VerifyConfig
+from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.errors import DatasetError, MissingError, SpecDataError
 from spec_data.shards.reader import HiddenStatesDataset
 from tests.factory import tiny_dataset

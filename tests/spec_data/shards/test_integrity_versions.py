@@ -5,7 +5,7 @@ import json
 import pyarrow as pa
 import pytest
 
-from spec_data.options import VerifyConfig
+from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.reader import HiddenStatesDataset
 from tests.spec_data.runs import verify

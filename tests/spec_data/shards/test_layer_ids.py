@@ -2,10 +2,10 @@
 
 import pytest
 
-from spec_data.option_values import parse_drafts
+from spec_data.options.option_values import parse_drafts
 from spec_data.shards.errors import ConfigError, DraftError, TargetError
 from spec_data.shards.layer_ids import RECIPES, choose_layers, chosen_layers
-from spec_train.draft_options import DRAFT_OPTIONS
+from spec_train.options.draft_options import DRAFT_OPTIONS
 
 
 def test_every_draft_has_a_recipe():

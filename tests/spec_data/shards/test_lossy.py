@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from spec_data.option_values import HIDDEN_CODECS
+from spec_data.options.option_values import HIDDEN_CODECS
 from spec_data.shards.codec_tables import (
     channel_error,
     gaussian_levels,

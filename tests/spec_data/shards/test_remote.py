@@ -14,7 +14,7 @@ import torch
 
 import spec_data
 from spec_data.cli import main
-from spec_data.options import VerifyConfig
+from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards import block_cache, hollow, storage
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors

@@ -16,13 +16,13 @@ import spec_data.generation.find_plan as find_plan_module
 import spec_data.generation.run as run_module
 from spec_data.devices import usable_device
 from spec_data.estimation import estimate_size
-from spec_data.generate_options import EstimateConfig, GenerateConfig
 from spec_data.models import loading
 from spec_data.models.placement import device_of, shares_weight, whole
 from spec_data.models.reading import load_config
 from spec_data.models.tied_places import check_tied_places
-from spec_data.options import VerifyConfig
-from spec_data.placement_options import Spread
+from spec_data.options.dataset_options import VerifyConfig
+from spec_data.options.generate_options import EstimateConfig, GenerateConfig
+from spec_data.options.placement_options import Spread
 from spec_data.shards.errors import ConfigError, SpecDataError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.target.model import Target

@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 
-from spec_data.generate_options import GenerateConfig
-from spec_data.options import VerifyConfig
+from spec_data.options.dataset_options import VerifyConfig
+from spec_data.options.generate_options import GenerateConfig
 from spec_data.target.backend import BACKENDS, BackendOptions, open_backend
 from spec_data.target.hf_backend import HFBackend
 from spec_data.target.mask_forms import SINGLE

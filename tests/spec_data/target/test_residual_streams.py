@@ -8,9 +8,9 @@ from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from spec_data.estimation import estimate_size
-from spec_data.generate_options import EstimateConfig, GenerateConfig
 from spec_data.generation.run import generate
 from spec_data.models.reading import residual_streams
+from spec_data.options.generate_options import EstimateConfig, GenerateConfig
 from spec_data.shards.errors import TargetError
 from spec_data.target.model import Target
 from spec_data.target.proofs import prove_head

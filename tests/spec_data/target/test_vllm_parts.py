@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from spec_data.generate_options import GenerateConfig
 from spec_data.generation.plan import unit_batches
+from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, MissingError, RunError, TargetError
 from spec_data.target.backend import BackendOptions, open_backend
 from spec_data.target.mask_forms import REQUESTS

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_data.options import VerifyConfig
+from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.errors import DatasetError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spec_data.options import VerifyConfig
+from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.errors import TargetError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.verification.run import examine

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from spec_data.cli import main
-from spec_data.options import VerifyConfig
+from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.checksums import CHECKSUMS, chunk_checksums, row_checksums
 from spec_data.shards.files import sha256_file, unit_name
 from spec_data.shards.seal import file_records

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spec_data.view_options import DropColumnsConfig
+from spec_data.options.view_options import DropColumnsConfig
 from spec_data.views.drop_columns import plan_drop_columns
 from spec_data.views.write_view import write_view
 from tests.factory import tiny_dataset

@@ -7,11 +7,16 @@ import pytest
 from filelock import FileLock
 
 from spec_data import cli
+from spec_data.options.view_options import (
+    AppendConfig,
+    DropColumnsConfig,
+    MergeConfig,
+    SelectConfig,
+)
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from spec_data.shards.seal import seal
-from spec_data.view_options import AppendConfig, DropColumnsConfig, MergeConfig, SelectConfig
 from spec_data.views import appending
 from spec_data.views.appending import append, append_sizes, plan_append
 from spec_data.views.drop_columns import plan_drop_columns

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from spec_data.options.view_options import MergeConfig, RecodeConfig, SelectConfig
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.lossy import LOSSY, Bound
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
-from spec_data.view_options import MergeConfig, RecodeConfig, SelectConfig
 from spec_data.views.joining import plan_merge
 from spec_data.views.recoding import plan_recode
 from spec_data.views.select_view import plan_select

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from spec_data.options.view_options import DropColumnsConfig, SelectConfig
 from spec_data.shards import seal as sealing
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError, RunError
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import Manifest
 from spec_data.shards.turn_masks import supervised_spans
-from spec_data.view_options import DropColumnsConfig, SelectConfig
 from spec_data.views import write_view as writing
 from spec_data.views.benchmarks import read_benchmark
 from spec_data.views.choosing import sample_size

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from spec_data.options import VerifyConfig
+from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.verification.run import examine
 

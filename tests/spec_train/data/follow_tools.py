@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from spec_data.generate_options import GenerateConfig
 from spec_data.generation import replica as replica_module
 from spec_data.generation.run import generate
-from spec_train.draft_options import Eagle3Options
-from spec_train.options import FitConfig
+from spec_data.options.generate_options import GenerateConfig
+from spec_train.options.command_options import FitConfig
+from spec_train.options.draft_options import Eagle3Options
 from spec_train.training.setup import fit
 from tests.forked import Forked, fork_program
 from tests.spec_data.runs import flags, options, save_target, write_corpus

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from spec_data.generate_options import GenerateConfig
 from spec_data.generation import replica as replica_module
 from spec_data.generation.run import generate
+from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import DatasetError, MissingError, RunError
 from spec_data.shards.follow import LEFT_OUT, WORK, FollowedDataset
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.cli import main
-from spec_train.draft_options import Eagle3Options
 from spec_train.evaluation.report import run_eval
-from spec_train.options import EvalConfig
+from spec_train.options.command_options import EvalConfig
+from spec_train.options.draft_options import Eagle3Options
 from spec_train.training.setup import count_supervised_tokens, make_splits, open_data
 from spec_train.training.start_draft import with_shape_of_start
 from spec_train.training.trainer import Trainer

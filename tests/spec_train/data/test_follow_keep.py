@@ -7,14 +7,14 @@ import threading
 
 import pytest
 
-from spec_data.generate_options import GenerateConfig
 from spec_data.generation.run import generate
 from spec_data.generation.sealing import seal_directory
+from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.follow import WORK, FollowedDataset
 from spec_data.shards.reclaim import allow_deletion, delete_unit, units_used
 from spec_train.drafts import DRAFTS
-from spec_train.options import ReplayConfig
+from spec_train.options.command_options import ReplayConfig
 from spec_train.replay import replay
 from spec_train.training.setup import make_splits
 from spec_train.training.trainer import Trainer

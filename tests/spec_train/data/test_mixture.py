@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from spec_data.generate_options import GenerateConfig
 from spec_data.generation.run import generate
+from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.reader import HiddenStatesDataset
@@ -18,11 +18,11 @@ from spec_data.shards.schema import fingerprint
 from spec_train.cli import main
 from spec_train.data.mixture import Mixture, open_documents, unique_names
 from spec_train.data.splits import Rules, even_shares
-from spec_train.data_option import Source, parse_source, parse_sources
 from spec_train.drafts import load_draft
 from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.evaluation.report import run_eval
-from spec_train.options import EvalConfig, FitConfig
+from spec_train.options.command_options import EvalConfig, FitConfig
+from spec_train.options.data_option import Source, parse_source, parse_sources
 from spec_train.training.setup import count_supervised_tokens, make_splits
 from spec_train.training.trainer import Trainer
 from tests.factory import random_documents, tiny_dataset, tiny_llama

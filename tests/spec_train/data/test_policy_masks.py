@@ -24,10 +24,10 @@ from spec_train.data.mixture import open_documents
 from spec_train.data.policy_masks import PolicyDataset, open_with_mask
 from spec_train.data.selection import has_slot
 from spec_train.data.splits import Rules, make_splits, select
-from spec_train.data_option import parse_sources
 from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.evaluation.run_record import read_run
-from spec_train.options import EvalConfig, FitConfig
+from spec_train.options.command_options import EvalConfig, FitConfig
+from spec_train.options.data_option import parse_sources
 from spec_train.training.setup import count_supervised_tokens
 from tests.spec_data.corpus.chat_cases import CASES
 from tests.spec_data.corpus.templates import tokenizer

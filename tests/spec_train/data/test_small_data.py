@@ -8,12 +8,12 @@ import torch
 
 from spec_data.shards.errors import DatasetError, DraftError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.draft_options import Eagle3Options
 from spec_train.drafts.eagle3.draft import Eagle3Draft
 from spec_train.evaluation.on_dataset import check_fit, read_pack
 from spec_train.evaluation.report import run_eval
 from spec_train.head import TargetHead
-from spec_train.options import EvalConfig, FitConfig
+from spec_train.options.command_options import EvalConfig, FitConfig
+from spec_train.options.draft_options import Eagle3Options
 from spec_train.training.setup import fit
 from tests.spec_data.runs import run, save_target
 from tests.tolerance import close, close_in_norm, network

@@ -9,8 +9,8 @@ from spec_data.shards.lossy import LOSSY
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.order import BatchPlan
 from spec_train.data.stream import BatchStream, BufferOptions
-from spec_train.draft_options import Eagle3Options
-from spec_train.options import FitConfig
+from spec_train.options.command_options import FitConfig
+from spec_train.options.draft_options import Eagle3Options
 from spec_train.training import trainer as trainer_module
 from spec_train.training.setup import fit
 from tests.spec_data.runs import run

@@ -14,7 +14,7 @@ from spec_train.decoding.tree_masks import TreeMasks
 from spec_train.decoding.trees import decode_tree
 from spec_train.evaluation.report import run_eval
 from spec_train.head import TargetHead
-from spec_train.options import EvalConfig
+from spec_train.options.command_options import EvalConfig
 from spec_train.sampling import Greedy, make_sampler
 from tests.families import FAMILIES, VOCAB, WINDOW, tiny_model
 from tests.spec_train.decoding.test_chains import COLUMNS, FORWARD, prompt_of, states

@@ -12,8 +12,8 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.token_counts import count_dataset
 from spec_train.diagnosis.outcome import FINDING, OK, UNDECIDED, Diagnosis
 from spec_train.doctor_api import doctor
-from spec_train.draft_options import DRAFT_OPTIONS
 from spec_train.drafts.layers import RMSNorm
+from spec_train.options.draft_options import DRAFT_OPTIONS
 from tests.spec_train.diagnosis.trained import MASK, VOCAB, make_data, train_draft
 
 

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.batch import DraftBatch
-from spec_train.draft_options import DRAFT_OPTIONS
 from spec_train.drafts import DRAFTS, Draft
 from spec_train.evaluation.on_dataset import read_pack
 from spec_train.head import TargetHead
+from spec_train.options.draft_options import DRAFT_OPTIONS
 from tests import factory
 
 VOCAB, STATES, LAYERS, CAPTURED = 40, 2, "1,3", (0, 1, 2, 3, 4)

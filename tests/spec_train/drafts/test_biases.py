@@ -12,8 +12,8 @@ from spec_train.exporting import check_draft
 from spec_train.formats.preflight_notes import REFUSE
 from spec_train.formats.rules import DEEPSPEC, LLAMA_CPP, SGLANG, SPECULATORS, VLLM
 from spec_train.formats.rules_bias import BIASES, LOADED
-from spec_train.options import ExportConfig, fit_config, split_config
-from spec_train.shape_options import LayerOptions
+from spec_train.options.command_options import ExportConfig, fit_config, split_config
+from spec_train.options.shape_options import LayerOptions
 from spec_train.training import setup
 from spec_train.training.setup import fit
 from tests.current_families import current_config

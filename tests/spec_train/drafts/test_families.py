@@ -14,7 +14,7 @@ from spec_data.shards.errors import TargetError
 from spec_train.drafts import DRAFTS
 from spec_train.drafts.layers import RopeSettings, Rotary
 from spec_train.evaluation.report import run_eval
-from spec_train.options import EvalConfig, fit_config, split_config
+from spec_train.options.command_options import EvalConfig, fit_config, split_config
 from spec_train.training.setup import fit
 from tests.current_families import (
     CURRENT,

@@ -6,9 +6,9 @@ from torch import nn
 
 from spec_data.shards.errors import DraftError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.draft_options import DRAFT_OPTIONS
 from spec_train.drafts import DRAFTS
 from spec_train.head import TargetHead
+from spec_train.options.draft_options import DRAFT_OPTIONS
 from tests.factory import tiny_dataset, tiny_llama
 
 SMALL = {

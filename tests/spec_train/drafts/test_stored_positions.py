@@ -11,7 +11,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spec_data.models import families
-from spec_data.options import VerifyConfig
+from spec_data.options.dataset_options import VerifyConfig
 from spec_data.report import dataset_text
 from spec_data.shards.errors import DatasetError, DraftError, MissingError
 from spec_data.shards.files import dump_json
@@ -19,7 +19,7 @@ from spec_data.shards.position_data import POSITIONS, load_positions
 from spec_data.shards.schema import Manifest, fingerprint
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.exporting import run_export
-from spec_train.options import ExportConfig, fit_config, split_config
+from spec_train.options.command_options import ExportConfig, fit_config, split_config
 from spec_train.training.setup import fit
 from tests.spec_data.runs import run, save_target, verify, write_corpus
 

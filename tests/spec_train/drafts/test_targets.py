@@ -20,7 +20,7 @@ from spec_train.drafts.targets import (
 )
 from spec_train.evaluation.report import run_eval
 from spec_train.formats.target_facts import read_target
-from spec_train.options import EvalConfig, fit_config, split_config
+from spec_train.options.command_options import EvalConfig, fit_config, split_config
 from spec_train.training.setup import fit
 from tests.families import FAMILIES, LAYERS, MORE_FAMILIES, tiny_model
 from tests.spec_data.runs import run, save_target, write_corpus

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from spec_train.decoding.tree_growth import TreeDrafter, TreeShape
-from spec_train.draft_options import (
+from spec_train.drafts import DRAFTS
+from spec_train.drafts.dspark.config import DSparkConfig
+from spec_train.drafts.eagle.config import EagleConfig
+from spec_train.drafts.eagle3.config import Eagle3Config
+from spec_train.drafts.peagle.config import PeagleConfig
+from spec_train.options.draft_options import (
     DFlashOptions,
     DSparkOptions,
     Eagle3Options,
     EagleOptions,
     PeagleOptions,
 )
-from spec_train.drafts import DRAFTS
-from spec_train.drafts.dspark.config import DSparkConfig
-from spec_train.drafts.eagle.config import EagleConfig
-from spec_train.drafts.eagle3.config import Eagle3Config
-from spec_train.drafts.peagle.config import PeagleConfig
 from spec_train.sampling import Greedy
 from tests.spec_train.evaluation import tools
 from tests.spec_train.evaluation.tools import LAYERS, VOCAB, batch_of, head_of

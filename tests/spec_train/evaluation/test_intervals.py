@@ -133,8 +133,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture, caplog) -> N
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
-    from spec_train.compare_options import CompareConfig
     from spec_train.evaluation.compare import run_compare
+    from spec_train.options.compare_options import CompareConfig
 
     table = counts(3, 2.0, seed=9)
     one = write(tmp_path / "one.json", table, ["a", "b", "c"])
@@ -159,8 +159,8 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
 
 def test_prompts_without_a_verification_are_said(tmp_path: Path, caplog) -> None:
     """They are in both files, so that they are not among those of one file only."""
-    from spec_train.compare_options import CompareConfig
     from spec_train.evaluation.compare import run_compare
+    from spec_train.options.compare_options import CompareConfig
 
     table, names = counts(4, 2.0, seed=9), ["a", "b", "c", "d"]
     one = write(tmp_path / "one.json", table, names, options=None)

@@ -10,7 +10,7 @@ from spec_data.shards.errors import DraftError, MissingError, RunError
 from spec_train.evaluation import both_ways
 from spec_train.evaluation import on_target as evaluate_target
 from spec_train.evaluation.report import run_eval
-from spec_train.options import EvalConfig
+from spec_train.options.command_options import EvalConfig
 from tests.factory import tiny_dataset, tiny_llama
 from tests.spec_train.evaluation import tools as evaluate_tools
 from tests.spec_train.evaluation.tools import STEPS, STOP, VOCAB, config_of, make_draft, respond

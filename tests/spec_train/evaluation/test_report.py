@@ -16,7 +16,7 @@ from spec_train.drafts.eagle3.draft import serving_chains
 from spec_train.evaluation import on_dataset as evaluate_data
 from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.evaluation.report import run_eval
-from spec_train.options import EvalConfig
+from spec_train.options.command_options import EvalConfig
 from spec_train.sampling import Greedy, make_sampler
 from spec_train.simulation.batch_walk import serving_sums
 from spec_train.simulation.walk import judge_chains, supervised_spans, walk_rounds

@@ -9,7 +9,7 @@ import torch
 from spec_train.api import export, fit
 from spec_train.evaluation import report
 from spec_train.evaluation.report import run_eval
-from spec_train.options import EvalConfig
+from spec_train.options.command_options import EvalConfig
 from tests.spec_data.runs import run, save_target, write_corpus
 
 LIMIT = 128

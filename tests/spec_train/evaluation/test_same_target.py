@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from spec_data.shards.errors import MissingError, TargetError
 from spec_train.evaluation.report import run_eval
-from spec_train.options import EvalConfig
+from spec_train.options.command_options import EvalConfig
 from tests.draft_tools import read_json, unseal, write_json
 from tests.spec_train import fitted
 from tests.spec_train.fitted import (

@@ -19,7 +19,7 @@ from spec_train.formats.preflight_notes import Subject
 from spec_train.formats.serve_commands import servings
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.head import TargetHead
-from spec_train.options import ExportConfig
+from spec_train.options.command_options import ExportConfig
 from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
 from tests.spec_train.formats import test_others
 

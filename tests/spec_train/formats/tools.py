@@ -12,7 +12,7 @@ import torch
 
 from spec_train.drafts import load_draft
 from spec_train.exporting import run_export
-from spec_train.options import ExportConfig
+from spec_train.options.command_options import ExportConfig
 
 
 def vllm_states(config: dict[str, Any], blocks: int) -> list[int]:

@@ -106,7 +106,7 @@ def test_eval_with_a_target_shows_its_responses(run, place):
 
 
 def test_which_page_is_meant(tmp_path):
-    from spec_train.options import EvalConfig
+    from spec_train.options.command_options import EvalConfig
 
     assert page_of(EvalConfig(draft="d", data="x")) is None
     assert page_of(EvalConfig(draft="d", data="x", json="a.json")) == Path("a.html")

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from spec_data.options.view_options import AppendConfig, MergeConfig
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.view_options import AppendConfig, MergeConfig
 from spec_data.views.appending import append, plan_append
 from spec_data.views.joining import plan_merge
 from spec_data.views.write_view import write_view
-from spec_train.options import FitConfig
+from spec_train.options.command_options import FitConfig
 from spec_train.training.checked_json import dump_checked
 from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.spec_train.training.test_trainer_resume import assert_same_run, stop_after

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from spec_data.shards.errors import ConfigError
-from spec_train.draft_options import DRAFT_OPTIONS
 from spec_train.drafts import DRAFTS
-from spec_train.options import FitConfig
+from spec_train.options.command_options import FitConfig
+from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.training.optimizer import Masters, learning_rate
 from spec_train.training.setup import fit
 from spec_train.training.trainer import Trainer

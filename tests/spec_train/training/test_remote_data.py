@@ -12,10 +12,10 @@ from spec_data.shards.storage import Storage
 from spec_train.cli import main
 from spec_train.data.fetch_ahead import FetchAhead, is_remote
 from spec_train.data.mixture import open_documents
-from spec_train.data_option import parse_source, parse_sources
 from spec_train.evaluation.report import measure
 from spec_train.evaluation.run_record import read_run
-from spec_train.options import EvalConfig
+from spec_train.options.command_options import EvalConfig
+from spec_train.options.data_option import parse_source, parse_sources
 from spec_train.training.bandwidth import log_bandwidth
 from tests.remote_tools import forget_memory, put_in_memory
 from tests.spec_train.training.tools import change, config, data, metrics, run

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from spec_data.shards.errors import ConfigError
-from spec_train.options import resolve_fit
-from spec_train.presets import PRESETS
+from spec_train.options.command_options import resolve_fit
+from spec_train.options.presets import PRESETS
 from spec_train.training import run_size
 from spec_train.training.run_size import sized
 from tests.spec_train.training import tools as trainer_tools

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from spec_data.shards.errors import DraftError
-from spec_train.draft_options import DRAFT_OPTIONS
 from spec_train.drafts import load_draft
 from spec_train.formats.draft_files import DraftFiles, read_files, write_files
 from spec_train.formats.draft_seal import SECTION
-from spec_train.options import resolve_fit, split_config
+from spec_train.options.command_options import resolve_fit, split_config
+from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.training.setup import fit
 from tests.factory import tiny_dataset
 

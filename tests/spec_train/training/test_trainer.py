@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from spec_data.shards.errors import DatasetError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS, load_draft
-from spec_train.options import FitConfig
+from spec_train.options.command_options import FitConfig
 from spec_train.training import trainer as trainer_module
 from spec_train.training.result import BEST_FIGURES, better
 from spec_train.training.setup import count_supervised_tokens, make_splits

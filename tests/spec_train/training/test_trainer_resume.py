@@ -17,7 +17,7 @@ from spec_data.shards.errors import ConfigError, DraftError
 from spec_train.cli import main
 from spec_train.drafts import load_draft
 from spec_train.drafts.eagle3.draft import Unroll
-from spec_train.options import fit_config, split_config
+from spec_train.options.command_options import fit_config, split_config
 from spec_train.training.stored import HELD_OUT
 from spec_train.training.trainer import Trainer
 from tests.factory import tiny_dataset

@@ -10,10 +10,10 @@ import torch
 
 from spec_data.pages.html_page import read_page_data
 from spec_train.data.batch import DraftBatch
-from spec_train.draft_options import DRAFT_OPTIONS
 from spec_train.drafts.eagle3.draft import Eagle3Draft
 from spec_train.evaluation.report import run_eval
-from spec_train.options import EvalConfig, FitConfig
+from spec_train.options.command_options import EvalConfig, FitConfig
+from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.reports.run_page import write_report
 from spec_train.simulation.parting import ENOUGH
 from spec_train.training.result import FitResult, log_result

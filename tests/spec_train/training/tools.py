@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from spec_data.config import as_flags
-from spec_train.draft_options import Eagle3Options
 from spec_train.drafts import DRAFTS
-from spec_train.options import FitConfig
+from spec_train.options.command_options import FitConfig
+from spec_train.options.draft_options import Eagle3Options
 from spec_train.training.setup import fit
 from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.tolerance import close, close_weights, network

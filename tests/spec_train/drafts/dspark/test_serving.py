@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from spec_train.decoding.chains import Request, decode_plain, decode_speculative
-from spec_train.draft_options import DFlashOptions, DSparkOptions
 from spec_train.drafts import DRAFTS
 from spec_train.drafts.counted import NOT_DRAFTED
 from spec_train.drafts.dspark.draft import DSparkConfig, DSparkDraft
 from spec_train.drafts.dspark.serving import BlockDrafter
+from spec_train.options.draft_options import DFlashOptions, DSparkOptions
 from spec_train.sampling import Greedy, Sampled, make_sampler
 from spec_train.simulation.batch_walk import serving_sums
 from spec_train.simulation.walk import ServingSums

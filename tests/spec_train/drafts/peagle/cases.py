@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from spec_train.draft_options import PeagleOptions
 from spec_train.drafts.peagle.draft import PeagleConfig, PeagleDraft
+from spec_train.options.draft_options import PeagleOptions
 from tests.spec_train.drafts.eagle3.cases import DRAFT_IDS, LAYERS, VOCAB, WIDTH, lay_out
 from tests.spec_train.drafts.eagle3.reference import Document
 from tests.spec_train.drafts.peagle.reference import (

@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.cli import main
-from spec_train.draft_options import PeagleOptions
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.drafts.peagle.draft import PeagleDraft
 from spec_train.evaluation.report import run_eval
 from spec_train.head import TargetHead
-from spec_train.options import EvalConfig
+from spec_train.options.command_options import EvalConfig
+from spec_train.options.draft_options import PeagleOptions
 from spec_train.training.setup import fit
 from spec_train.training.trainer import Trainer
 from tests.draft_tools import unseal, write_json

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.draft_options import PeagleOptions
 from spec_train.drafts.peagle.draft import PeagleConfig, PeagleDraft
 from spec_train.head import TargetHead
+from spec_train.options.draft_options import PeagleOptions
 from tests.spec_train.evaluation.tools import LAYERS, VOCAB, head_of
 
 

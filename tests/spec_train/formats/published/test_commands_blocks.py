@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from spec_data.shards.errors import DraftError
-from spec_train.draft_options import DRAFT_OPTIONS
 from spec_train.drafts import load_draft
 from spec_train.evaluation.report import run_eval
 from spec_train.exporting import find_target, run_export
-from spec_train.options import EvalConfig, ExportConfig, FitConfig
+from spec_train.options.command_options import EvalConfig, ExportConfig, FitConfig
+from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.training.setup import fit
 from tests.factory import tiny_dataset, tiny_llama
 from tests.spec_train.formats.published import tiny

@@ -12,7 +12,7 @@ from spec_train.drafts import load_draft
 from spec_train.exporting import run_export
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.known_keys import HARMLESS, READ, unread_keys
-from spec_train.options import ExportConfig
+from spec_train.options.command_options import ExportConfig
 from tests.spec_train.formats.published import (
     test_automodel,
     test_deepspec,

@@ -8,9 +8,14 @@ from spec_data.config import option
 from spec_data.console import nearest
 from spec_data.shards.errors import DraftError
 from spec_data.shards.layer_ids import chosen_layers
-from spec_train.loss_options import BlockLossOptions, LossOptions, PositionOptions, loss_option
-from spec_train.shape_options import SHAPE, LayerOptions, NormOptions, qk_norm_option
-from spec_train.vocabulary_options import VocabularyOptions
+from spec_train.options.loss_options import (
+    BlockLossOptions,
+    LossOptions,
+    PositionOptions,
+    loss_option,
+)
+from spec_train.options.shape_options import SHAPE, LayerOptions, NormOptions, qk_norm_option
+from spec_train.options.vocabulary_options import VocabularyOptions
 
 
 def slots_option() -> Any:

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 from spec_data.config import option
-from spec_data.option_values import (
+from spec_data.options.option_values import (
     CAPTURE,
     REQUIRED,
     RUNNING,
     parse_batch_tokens,
     parse_drafts,
 )
-from spec_data.placement_options import (
+from spec_data.options.placement_options import (
     Spread,
     device_map_option,
     max_memory_option,
@@ -18,8 +18,8 @@ from spec_data.placement_options import (
     spread_of,
     tp_plan_option,
 )
+from spec_data.options.view_options import dry_run_option
 from spec_data.shards.errors import ConfigError
-from spec_data.view_options import dry_run_option
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from spec_data.config import option
-from spec_data.option_values import CHECKS, REQUIRED, RUNNING, at_least
-from spec_data.placement_options import (
+from spec_data.options.option_values import CHECKS, REQUIRED, RUNNING, at_least
+from spec_data.options.placement_options import (
     Spread,
     backend_option,
     device_map_option,

@@ -12,7 +12,7 @@ from typing import Any
 
 from spec_data.config import option
 from spec_data.shards.errors import DraftError
-from spec_train.initial_options import InitialOptions
+from spec_train.options.initial_options import InitialOptions
 
 SHAPE = "shape of the draft"
 FULL, SLIDING = "full_attention", "sliding_attention"

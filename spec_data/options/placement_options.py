@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spec_data.config import option
-from spec_data.option_values import RUNNING, parse_object
+from spec_data.options.option_values import RUNNING, parse_object
 from spec_data.shards.errors import ConfigError
 
 _POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")

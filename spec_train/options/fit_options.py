@@ -9,10 +9,10 @@ from spec_data.config import DOCUMENT_LENGTH, option
 from spec_data.shards.checking import CHECK_HELP, CHECKS, FIRST
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.turn_masks import check_policy
-from spec_train.data_option import parse_sources
-from spec_train.loss_options import LEARNING, OptimizerOptions
-from spec_train.presets import PRESETS
-from spec_train.shape_options import SHAPE
+from spec_train.options.data_option import parse_sources
+from spec_train.options.loss_options import LEARNING, OptimizerOptions
+from spec_train.options.presets import PRESETS
+from spec_train.options.shape_options import SHAPE
 
 REQUIRED = "required"
 LENGTH = "how long, how large"

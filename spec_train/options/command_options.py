@@ -15,16 +15,16 @@ from spec_data.config import checked_values, from_dict, option
 from spec_data.shards.checking import CHECK_HELP, CHECKS, FIRST
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.turn_masks import check_policy
-from spec_train.batch_options import batch_prompts_option, check_batch_prompts
-from spec_train.benchmark_options import (
+from spec_train.options.batch_options import batch_prompts_option, check_batch_prompts
+from spec_train.options.benchmark_options import (
     check_benchmark,
     cost_ratio_option,
     draft_tokens_option,
     prompts_option,
 )
-from spec_train.draft_config_file import options_of
-from spec_train.draft_options import draft_options
-from spec_train.fit_options import (
+from spec_train.options.draft_config_file import options_of
+from spec_train.options.draft_options import draft_options
+from spec_train.options.fit_options import (
     DATA,
     FILES,
     REQUIRED,
@@ -34,9 +34,9 @@ from spec_train.fit_options import (
     at_least,
     share,
 )
-from spec_train.presets import apply_preset
-from spec_train.report_options import markdown_option, report_option, samples_option
-from spec_train.vocabulary_options import (
+from spec_train.options.presets import apply_preset
+from spec_train.options.report_options import markdown_option, report_option, samples_option
+from spec_train.options.vocabulary_options import (
     CHOICES,
     check_choice,
     coverage_option,

@@ -9,8 +9,8 @@ import torch
 
 from spec_data.shards.errors import DraftError
 from spec_train.cli import main
-from spec_train.draft_options import DRAFT_OPTIONS, draft_options
 from spec_train.losses import LossKind
+from spec_train.options.draft_options import DRAFT_OPTIONS, draft_options
 from spec_train.training.checked_json import dump_checked
 from tests.factory import tiny_dataset
 from tests.spec_train.training import tools as trainer_tools

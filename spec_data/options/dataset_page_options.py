@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.config import option
-from spec_data.generate_options import GenerateConfig
-from spec_data.option_values import REQUIRED, at_least
+from spec_data.options.generate_options import GenerateConfig
+from spec_data.options.option_values import REQUIRED, at_least
 
 SHOWN = "what is shown"
 

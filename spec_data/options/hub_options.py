@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from spec_data.config import option
-from spec_data.option_values import REQUIRED, RUNNING
+from spec_data.options.option_values import REQUIRED, RUNNING
+from spec_data.options.view_options import DropColumnsConfig
 from spec_data.shards.errors import ConfigError
-from spec_data.view_options import DropColumnsConfig
 
 _COLUMNS = "Columns"
 

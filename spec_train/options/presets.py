@@ -40,7 +40,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from spec_data.config import as_flags, flag_of
-from spec_train.vocabulary_options import CHOICES
+from spec_train.options.vocabulary_options import CHOICES
 
 EXCLUSIVE = (frozenset({"steps", "epochs"}), frozenset(CHOICES))
 """Groups of options that exclude each other: setting one of a group overrides all of it."""

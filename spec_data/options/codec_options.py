@@ -3,7 +3,7 @@
 from typing import Any
 
 from spec_data.config import option
-from spec_data.option_values import CAPTURE
+from spec_data.options.option_values import CAPTURE
 
 
 def tables_of_option() -> Any:

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from spec_data.config import option
 from spec_data.corpus.bad_rows import BadRowLimit, parse_limit
-from spec_data.option_values import (
+from spec_data.options.option_values import (
     DOCUMENTS,
     REQUIRED,
     RUNNING,

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from spec_data.config import option
-from spec_data.option_values import SHARDS, at_least
+from spec_data.options.option_values import SHARDS, at_least
 from spec_data.paths import check_file_to_write
 from spec_data.shards.errors import ConfigError
 

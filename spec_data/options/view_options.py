@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from spec_data.config import option
-from spec_data.option_values import REQUIRED, at_least
+from spec_data.options.option_values import REQUIRED, at_least
 from spec_data.shards.errors import ConfigError
 
 DOCUMENTS = "which documents"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from spec_data.config import option
-from spec_train.fit_options import at_least
+from spec_train.options.fit_options import at_least
 
 
 @dataclass(frozen=True, kw_only=True)

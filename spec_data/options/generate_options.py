@@ -4,10 +4,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from spec_data.codec_options import tables_of_option
 from spec_data.config import DOCUMENT_LENGTH, option
 from spec_data.corpus.bad_rows import BadRowLimit, parse_limit
-from spec_data.option_values import (
+from spec_data.options.codec_options import tables_of_option
+from spec_data.options.option_values import (
     CAPTURE,
     DOCUMENTS,
     REQUIRED,
@@ -21,7 +21,7 @@ from spec_data.option_values import (
     parse_object,
     parse_size,
 )
-from spec_data.placement_options import (
+from spec_data.options.placement_options import (
     Spread,
     backend_option,
     device_map_option,
@@ -32,8 +32,7 @@ from spec_data.placement_options import (
     vllm_memory_option,
     vllm_tensor_parallel_option,
 )
-from spec_data.shards.errors import ConfigError
-from spec_data.worker_options import (
+from spec_data.options.worker_options import (
     check_workers,
     engine_option,
     gpus_per_replica_option,
@@ -45,6 +44,7 @@ from spec_data.worker_options import (
     retries_option,
     workers_option,
 )
+from spec_data.shards.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

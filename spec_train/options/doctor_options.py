@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from spec_data.config import option
-from spec_train.fit_options import FILES, REQUIRED, RUNNING, at_least
+from spec_train.options.fit_options import FILES, REQUIRED, RUNNING, at_least
 
 ENGINES = ("vllm", "sglang", "llama.cpp")
 """The engines whose rules the doctor can apply."""

@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from spec_data.generate_options import GenerateConfig
+from spec_data.options.generate_options import GenerateConfig
 from spec_train.cli import _resolve_fit, build_parser, main
-from spec_train.draft_options import DRAFT_OPTIONS
-from spec_train.options import FitConfig, fit_config, resolve_fit
-from spec_train.presets import PRESETS, as_flags_over_preset
+from spec_train.options.command_options import FitConfig, fit_config, resolve_fit
+from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.presets import PRESETS, as_flags_over_preset
 from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.forked import Forked
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from spec_data.config import option
-from spec_data.option_values import (
+from spec_data.options.option_values import (
     CAPTURE,
     CHECKS,
     DOCUMENTS,
