@@ -35,12 +35,12 @@ from spec_data.shards.reader import INDEX, MANIFEST, checked_file
 from spec_data.shards.schema import Manifest, ShardRecord
 from spec_data.shards.seal import check_shard, file_records, seal
 from spec_data.shards.sides import side_file, stored_records
+from spec_data.shards.whole import VIEW_WORK
 from spec_data.shards.writer import write_shard
 from spec_data.target.tensor_parallel import leading
 from spec_data.views.appending import finish_append, stage
 from spec_data.views.stored_documents import StoredDocuments
 from spec_data.views.write_view import (
-    VIEW_WORK,
     check_out,
     claim,
     copy_target,

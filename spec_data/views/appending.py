@@ -25,12 +25,12 @@ from spec_data.shards.reader import INDEX, MANIFEST, HiddenStatesDataset
 from spec_data.shards.schema import WITH_SIDES, Column, Manifest, ShardRecord
 from spec_data.shards.seal import CARD, check_shard, seal
 from spec_data.shards.sides import shard_columns, side_file, sides_of
+from spec_data.shards.whole import NEXT, VIEW_WORK
 from spec_data.shards.writer import write_shard
 from spec_data.views.joining import joined_draft, joined_parts, lineage
 from spec_data.views.stored_documents import StoredDocuments, unit_of
 from spec_data.views.view_units import Part, unit_bytes, view_units
 from spec_data.views.write_view import (
-    VIEW_WORK,
     View,
     ViewSizes,
     begin_view,
@@ -44,7 +44,6 @@ from spec_data.views.write_view import (
 )
 
 logger = logging.getLogger(__name__)
-_NEXT = "next"
 _MOVED = (TABLES, INDEX, CARD, "state.json", "dataset_info.json", MANIFEST)  # in this order
 
 
@@ -205,7 +204,7 @@ def stage(
     if tables is not None:
         write_atomically(staged / TABLES, tables)
     sync_directory(staged)
-    staged.rename(path / VIEW_WORK / _NEXT)
+    staged.rename(path / VIEW_WORK / NEXT)
     sync_directory(path / VIEW_WORK)
 
 
@@ -219,7 +218,7 @@ def _forget_finished(path: Path, view: View) -> None:
 
 def finish_append(path: Path) -> Manifest | None:
     """Move the files of a finished append into place; None: there is none to finish."""
-    ready = path / VIEW_WORK / _NEXT
+    ready = path / VIEW_WORK / NEXT
     if not ready.is_dir():
         return None
     with view_lock(path / VIEW_WORK):

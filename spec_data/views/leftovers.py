@@ -22,7 +22,7 @@ from spec_data.shards.follow import WORK
 from spec_data.shards.reader import MANIFEST
 from spec_data.shards.schema import Manifest
 from spec_data.shards.sides import stored_records
-from spec_data.views.write_view import VIEW_WORK
+from spec_data.shards.whole import VIEW_WORK
 
 _LOCKS = (f"{WORK}/*.lock", f"{VIEW_WORK}/lock")
 _SHARD = re.compile(r"unit-\d{5,}(-side\d+)?\.arrow")

@@ -37,12 +37,11 @@ from spec_data.shards.follow import WORK
 from spec_data.shards.reader import MANIFEST, checked_file
 from spec_data.shards.schema import Manifest, ShardRecord
 from spec_data.shards.seal import check_shard, file_records, seal
-from spec_data.shards.whole import check_whole
+from spec_data.shards.whole import VIEW_WORK, check_whole
 from spec_data.shards.writer import write_shard
 from spec_data.views.stored_documents import StoredDocuments, unit_of
 from spec_data.views.view_units import Part, ViewUnit, reused, unit_bytes
 
-VIEW_WORK = ".view"
 _BEGUN = "view.json"  # in VIEW_WORK
 _HEAD = "target/head.safetensors"
 _PATIENCE = 0.5  # seconds that another process may hold the lock

@@ -44,12 +44,17 @@ def resolve_draft_dir(path: str | Path) -> Path:
     """Return the draft directory for `path`: `path` itself, or the best draft of a run directory.
 
     A run without a best draft falls back to its last checkpoint. A best draft that lacks a file
-    does not: another draft would be used without a word.
+    does not: another draft would be used without a word. A checkpoint may be named without leading
+    zeros, RUN/checkpoint-150.
 
     Raises:
         MissingError: `path` does not exist, is neither a draft nor a run, or lacks a file.
     """
     path = Path(path)
+    step = re.fullmatch(r"checkpoint-(\d+)", path.name)
+    if step and not path.exists():
+        padded = path.with_name(f"checkpoint-{int(step[1]):08d}")
+        path = padded if padded.exists() else path
     if _has_draft(path):
         return path
     for link in (path / "best", path / "last"):

@@ -209,7 +209,9 @@ def test_append_resumes_wherever_it_is_killed(data, other, tmp_path, monkeypatch
     assert digests(grown) == digests(data)
 
 
-def test_a_view_written_again_leaves_the_append_to_it_alone(data, other, tmp_path, monkeypatch):
+def test_a_view_written_again_leaves_the_append_to_it_alone(
+    data, other, tmp_path, monkeypatch, caplog
+):
     view = part(data, tmp_path / "view", sample="9")
     whole = tmp_path / "whole"
     shutil.copytree(view, whole)
@@ -220,6 +222,7 @@ def test_a_view_written_again_leaves_the_append_to_it_alone(data, other, tmp_pat
     with pytest.raises(KeyboardInterrupt):
         grow(view, other)
     part(data, view, sample="9")  # its manifest is still that of the view
+    assert "`append` was interrupted; run it again" in caplog.text
     move.left = 99
     grow(view, other)
     assert digests(view) == digests(whole)

@@ -326,6 +326,9 @@ def test_resolve_draft_dir(run):
     assert resolve_draft_dir(run.path) == run.path / "best"
     assert resolve_draft_dir(first) == first
     assert resolve_draft_dir(run.path / "last") == run.path / "last"
+    assert resolve_draft_dir(first.with_name("checkpoint-1")) == first  # without leading zeros
+    with pytest.raises(MissingError, match="checkpoint-7: no such draft"):
+        resolve_draft_dir(first.with_name("checkpoint-7"))
     shutil.copytree(run.path, run.path.parent / "moved", symlinks=True)
     assert resolve_draft_dir(run.path.parent / "moved").name == "best"
 
