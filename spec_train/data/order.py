@@ -99,10 +99,12 @@ def split_border(
     fraction: float,
     seed: int,
     among: np.ndarray | None = None,
+    least: int = 0,
 ) -> int:
     """Return the border of `split_documents`: documents whose hashed id is below it are held out.
 
-    Arguments as there. The border of a whole dataset can be applied to any part of it.
+    Arguments as there. The border of a whole dataset can be applied to any part of it. With `least`
+    the border is raised until so many documents are held out, or a tenth of all if that is less.
     """
     hashes = _hashes(doc_ids, seed, among) if fraction > 0 else np.zeros(0, np.uint64)
     if not len(hashes):
@@ -113,6 +115,9 @@ def split_border(
         border = low + 1
     if low != high and border > high:
         border = high
+    wanted = min(least, len(hashes) // 10)
+    if np.count_nonzero(hashes < np.uint64(border)) < wanted:
+        border = int(np.partition(hashes, wanted)[wanted])
     return border
 
 

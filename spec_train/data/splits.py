@@ -28,6 +28,8 @@ from spec_train.options.command_options import FitConfig
 
 SPLIT_SEED = 0
 """What --split-seed is where it is not given."""
+LEAST_HELD_OUT = 8
+"""Fewer documents would choose the best draft by luck."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,10 @@ class Rules:
     """Version of the order (see `fill`)."""
     slots: str = "serving"
     """--slots of the draft, which decides the documents without a slot (see `selection`)."""
+    border: int | None = None
+    """Documents whose hashed id is below it are held out; None: --validation decides."""
+    least: int = LEAST_HELD_OUT
+    """Documents that are held out at least, whatever --validation says (see `split_border`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +72,9 @@ def make_splits(
     selection = select(dataset, config.seq_len, rules)
     usable = np.flatnonzero(selection.usable)
     ids, seed = dataset.id_array, SPLIT_SEED if config.split_seed is None else config.split_seed
-    border = split_border(ids, config.validation, seed, among=usable)
+    border = rules.border
+    if border is None:
+        border = split_border(ids, config.validation, seed, among=usable, least=rules.least)
     side = below_border(ids, border, seed, among=usable)
     if side.all():
         reasons = [f"{count} with {reason}" for reason, count in selection.left_out.items()]

@@ -154,8 +154,8 @@ class FitConfig(OptimizerOptions):
     )
     validation: float = option(
         0.02,
-        help="share of the documents held out for validation, chosen by a hash of the document id. "
-        "Raise it for small datasets",
+        help="share of the documents held out for validation, chosen by a hash of the document id; "
+        "8 documents at least, or a tenth if that is less. 0: none",
         group=DATA,
     )
     validation_documents: int = option(

@@ -61,7 +61,9 @@ def rules_of(
                 f"release, in which --seed ({seed}) decided the held-out documents; resume it "
                 "without --split-seed, or start in another --out"
             )
-    return dataclasses.replace(config, split_seed=seed), Rules(order=order, slots=slots)
+    border = started.get("split_border")
+    rules = Rules(order=order, slots=slots, border=border, least=0)  # older runs had no least
+    return dataclasses.replace(config, split_seed=seed), rules
 
 
 def run_identity(
@@ -70,13 +72,14 @@ def run_identity(
     config: FitConfig,
     options: Any,
     rules: Rules,
+    border: int,
     world_size: int,
     started: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return what may not change when a run resumes.
 
-    `started` is the identity of the run to resume; facts that older releases did not record are
-    left out where it has none of them.
+    `border` is that of the held-out documents. `started` is the identity of the run to resume;
+    facts that older releases did not record are left out where it has none of them.
     """
     table = {**to_dict(config), **to_dict(options)}
     known = {
@@ -86,9 +89,12 @@ def run_identity(
         "packs_per_step": config.packs_per_step(world_size),
         "split_rule": SPLIT_RULE,
         "order": rules.order,
+        "split_border": border,
         **{name: value for name, value in table.items() if name not in MAY_CHANGE},
     }
     if started is not None:
+        if "split_border" not in started:  # it follows from --validation
+            del known["split_border"]
         formerly = {
             **_defaults(options),
             "order": rules.order,

@@ -153,7 +153,9 @@ def _fit(
     config, options, rules, splits = _settled(draft_name, config, options, dataset, world, started)
     total, saved = 0, None
     if run is not None:
-        identity = run_identity(draft_name, dataset, config, options, rules, world, started)
+        identity = run_identity(
+            draft_name, dataset, config, options, rules, splits.border, world, started
+        )
         accept_growth(run, started, identity, config, dataset, splits)
         total = _record(run, identity, config, options, splits)
         saved = run.load_newest()

@@ -14,7 +14,9 @@ from spec_train.data.order import (
     SPLIT_RULE,
     STRETCHES_PER_WINDOW,
     BatchPlan,
+    below_border,
     rank_slice,
+    split_border,
     split_documents,
 )
 
@@ -212,6 +214,20 @@ def test_a_larger_fraction_only_adds_documents():
 def test_neither_side_is_empty_once_there_are_two_documents(fraction, count):
     mask = split_documents(IDS[:count], fraction, seed=0)
     assert 0 < mask.sum() < count
+
+
+@pytest.mark.parametrize("count, fraction, expected", [(300, 0.02, 8), (50, 0.02, 5), (9, 0.02, 1)])
+def test_a_least_number_of_documents_is_held_out(count, fraction, expected):
+    """Those with the smallest hashes, so that the larger share holds out the smaller one's."""
+    ids = [f"document {i}" for i in range(count)]
+    seed = next(s for s in range(99) if split_documents(ids, fraction, s).sum() <= expected)
+    border = split_border(ids, fraction, seed, least=8)
+    side = below_border(ids, border, seed)
+    assert side.sum() == expected
+    assert not (split_documents(ids, fraction, seed) & ~side).any()
+    assert not (side & ~split_documents(ids, 0.4, seed)).any()
+    assert split_border(ids, 0.4, seed, least=8) == split_border(ids, 0.4, seed)
+    assert split_border(ids, 0.0, seed, least=8) == 0
 
 
 def test_copies_of_a_document_are_on_one_side():

@@ -20,15 +20,16 @@ data, config = trainer_tools.data, trainer_tools.config
 
 
 def as_older_releases(patch) -> None:
-    """Start runs with the first order and the split of --seed, and do not record them."""
+    """Start runs with the first order and the split of --seed alone, and do not record them."""
     original = setup.run_identity
 
     def rules_of(config, options, started):
-        return change(config, split_seed=config.seed), Rules(order=1)
+        return change(config, split_seed=config.seed), Rules(order=1, least=0)
 
     def run_identity(*arguments):
         known = original(*arguments)
-        return {name: v for name, v in known.items() if name not in ("order", "split_seed")}
+        newer = ("order", "split_seed", "split_border")
+        return {name: v for name, v in known.items() if name not in newer}
 
     patch.setattr(setup, "rules_of", rules_of)
     patch.setattr(setup, "run_identity", run_identity)
@@ -54,6 +55,26 @@ def test_a_run_of_an_older_release_resumes_as_it_began(config, tmp_path, monkeyp
     assert json.loads((Path(config.out) / "fit.json").read_text())["split_seed"] == 3
     again = run(config)  # also once it is finished
     assert again.finished and again.step == config.steps
+
+
+def test_an_older_run_keeps_its_few_held_out_documents(config, tmp_path, monkeypatch):
+    """It held out what --validation said, and a new run holds out a tenth of a small dataset."""
+    config = change(config, validation=0.001)
+    with monkeypatch.context() as patch:
+        as_older_releases(patch)
+        run(change(config, out=str(tmp_path / "whole")))
+        stop_after(5, patch)
+        assert not run(config).finished
+    before = held_out(config.out)
+    assert run(config).finished
+    assert held_out(config.out) == before == 1
+    assert_same_run(tmp_path / "whole", config.out)
+    run(change(config, out=str(tmp_path / "new")))
+    assert held_out(str(tmp_path / "new")) == 5
+
+
+def held_out(out: str) -> int:
+    return json.loads((Path(out) / "held-out.json").read_text())["documents"]
 
 
 def test_an_older_run_takes_no_other_split(config, monkeypatch):
