@@ -13,6 +13,7 @@ from spec_data.options.option_values import (
     at_least,
     parse_codecs,
 )
+from spec_data.options.row_options import max_bad_rows_option, on_bad_row_option
 from spec_data.shards.errors import ConfigError
 
 TOOLS = ("speculators", "specforge", "deepspec", "automodel", "modelopt", "torchspec")
@@ -79,21 +80,8 @@ class ConvertConfig:
     limit: int = option(
         0, help="convert at most this many samples; 0: all", group=DOCUMENTS, metavar="N"
     )
-    on_bad_row: str = option(
-        "skip",
-        help="what a malformed sample does: skip counts it and leaves it out, up to "
-        "--max-bad-rows; fail stops the run at the first",
-        group=DOCUMENTS,
-        choices=("skip", "fail"),
-    )
-    max_bad_rows: str = option(
-        "auto",
-        help="stop if more samples are malformed: a count such as 5, or a share such as 1% or "
-        "0.01. auto is 1 %; below 1,000 samples it is 10, but not more than 10 %",
-        group=DOCUMENTS,
-        metavar="N|SHARE",
-        numbers=True,
-    )
+    on_bad_row: str = on_bad_row_option("malformed sample")
+    max_bad_rows: str = max_bad_rows_option("samples are malformed", "samples")
     keep_tails: bool = option(
         False, help="keep the tokens after a document's last supervised token", group=DOCUMENTS
     )

@@ -15,6 +15,7 @@ from spec_data.options.placement_options import (
     vllm_memory_option,
     vllm_tensor_parallel_option,
 )
+from spec_data.options.row_options import read_data_option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +46,7 @@ class StatusConfig:
 class InspectConfig:
     """Options of `inspect`."""
 
-    data: str = option(
-        help="the dataset: a directory, or a URL such as s3://bucket/data (docs/remote.md); may be "
-        "given without --data",
-        group=REQUIRED,
-        metavar="DIR",
-        dataset="read",
-    )
+    data: str = read_data_option()
     doc: int | None = option(
         None,
         help="print the text of this document with its supervised tokens marked; counted from 0",
@@ -74,13 +69,7 @@ class InspectConfig:
 class VerifyConfig:
     """Options of `verify`."""
 
-    data: str = option(
-        help="the dataset: a directory, or a URL such as s3://bucket/data (docs/remote.md); may be "
-        "given without --data",
-        group=REQUIRED,
-        metavar="DIR",
-        dataset="read",
-    )
+    data: str = read_data_option()
     target: str | None = option(
         None,
         help="also run this target on the sampled documents and compare every stored column: the "

@@ -8,6 +8,7 @@ from typing import Any
 from spec_data.config import option
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.options.option_values import REQUIRED, at_least
+from spec_data.options.row_options import read_data_option
 
 SHOWN = "what is shown"
 
@@ -40,13 +41,7 @@ def _documents() -> Any:
 class ReportConfig:
     """Options of `report`."""
 
-    data: str = option(
-        help="the dataset: a directory, or a URL such as s3://bucket/data (docs/remote.md); may be "
-        "given without --data",
-        group=REQUIRED,
-        metavar="DIR",
-        dataset="read",
-    )
+    data: str = read_data_option()
     out: str | None = option(
         None,
         help="the HTML file to write; not given: DIR.html beside the dataset, or NAME.html here "

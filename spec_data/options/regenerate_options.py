@@ -14,6 +14,7 @@ from spec_data.options.option_values import (
     parse_object,
     parse_size,
 )
+from spec_data.options.row_options import max_bad_rows_option, on_bad_row_option
 from spec_data.shards.errors import ConfigError
 
 SAMPLING = "how answers are sampled"
@@ -98,21 +99,8 @@ class RegenerateConfig:
         group=DOCUMENTS,
         metavar="N",
     )
-    on_bad_row: str = option(
-        "skip",
-        help="what a corpus row that cannot be read does: skip counts it and leaves it out, up to "
-        "--max-bad-rows; fail stops the run at the first",
-        group=DOCUMENTS,
-        choices=("skip", "fail"),
-    )
-    max_bad_rows: str = option(
-        "auto",
-        help="stop if more rows of a --corpus are bad: a count such as 5, or a share such as 1% or "
-        "0.01. auto is 1 %; below 1,000 rows it is 10 rows, but not more than 10 %",
-        group=DOCUMENTS,
-        metavar="N|SHARE",
-        numbers=True,
-    )
+    on_bad_row: str = on_bad_row_option()
+    max_bad_rows: str = max_bad_rows_option()
     max_row_bytes: str = option(
         "8MB",
         help="a corpus row of more bytes is a bad row, skipped without being held in memory",

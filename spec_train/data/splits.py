@@ -43,7 +43,7 @@ class Rules:
     border: int | None = None
     """Documents whose hashed id is below it are held out; None: --validation decides."""
     least: int = LEAST_HELD_OUT
-    """Documents that are held out at least, whatever --validation says (see `split_border`)."""
+    """The least number of documents that are held out (see `split_border`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

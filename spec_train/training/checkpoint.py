@@ -243,8 +243,8 @@ class RunDirectory:
     ) -> Path:
         """Replace `best` by the current draft; its metrics go to validation.json.
 
-        The walk goes to the run directory: its samples are texts of the dataset, which nobody
-        wants to publish with a draft.
+        The walk goes to the run directory, not into `best`: its samples are texts of the dataset,
+        and `best` may be published.
         """
 
         def write(folder: Path) -> None:

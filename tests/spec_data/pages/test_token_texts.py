@@ -1,4 +1,4 @@
-"""The texts of single tokens: together they are the document, whatever the tokenizer."""
+"""The texts of single tokens: together they are the document, for every tokenizer."""
 
 import random
 import re

@@ -1,0 +1,42 @@
+"""Options that several commands have alike: what a bad row does, and which dataset is read."""
+
+from typing import Any
+
+from spec_data.config import option
+from spec_data.options.option_values import DOCUMENTS, REQUIRED
+
+
+def on_bad_row_option(what: str = "corpus row that cannot be read") -> Any:
+    """The option --on-bad-row; `what` a bad row is."""
+    return option(
+        "skip",
+        help=f"what a {what} does: skip counts it and leaves it out, up to --max-bad-rows; fail "
+        "stops the run at the first",
+        group=DOCUMENTS,
+        choices=("skip", "fail"),
+    )
+
+
+def max_bad_rows_option(
+    more: str = "rows of a --corpus are bad", unit: str = "rows", group: str = DOCUMENTS
+) -> Any:
+    """The option --max-bad-rows: `more` than how many stop the run; `unit` is what is counted."""
+    return option(
+        "auto",
+        help=f"stop if more {more}: a count such as 5, or a share such as 1% or 0.01. auto is 1 %; "
+        f"below 1,000 {unit} it is 10 {unit}, but not more than 10 %",
+        group=group,
+        metavar="N|SHARE",
+        numbers=True,
+    )
+
+
+def read_data_option() -> Any:
+    """The option --data of commands that read a dataset, here or on remote storage."""
+    return option(
+        help="the dataset: a directory, or a URL such as s3://bucket/data (docs/remote.md); may be "
+        "given without --data",
+        group=REQUIRED,
+        metavar="DIR",
+        dataset="read",
+    )
