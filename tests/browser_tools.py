@@ -6,6 +6,7 @@ the reason, where either is absent.
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,14 @@ def open_browser() -> Iterator[Any]:
             yield browser
         finally:
             browser.close()
+
+
+def wait_until(tab: Any, expression: str, seconds: float = 20.0) -> None:
+    """Wait until an expression is true. (The page's policy forbids `wait_for_function`'s eval.)"""
+    until = time.monotonic() + seconds
+    while not tab.evaluate(expression):
+        assert time.monotonic() < until, expression
+        time.sleep(0.05)
 
 
 @contextmanager

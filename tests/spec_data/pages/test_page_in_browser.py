@@ -3,7 +3,14 @@
 import pytest
 
 from spec_data.pages.html_page import write_page
-from tests.browser_tools import DESKTOP, PHONE, open_browser, open_page, scrolls_sideways
+from tests.browser_tools import (
+    DESKTOP,
+    PHONE,
+    open_browser,
+    open_page,
+    scrolls_sideways,
+    wait_until,
+)
 from tests.spec_data.pages.samples import ATTACK, sample_page
 
 
@@ -39,15 +46,17 @@ def test_charts_have_their_data_as_a_table_and_follow_the_colours_of_the_system(
         colour = "page.charts[0].data.datasets[0].borderColor"
         before = tab.evaluate(colour)
         tab.emulate_media(color_scheme="dark")
-        tab.wait_for_function(f"{colour} !== {before!r}")
+        wait_until(tab, f"{colour} !== {before!r}")
         summary = tab.locator("summary").nth(0)
         summary.focus()
         tab.keyboard.press("Enter")
         rows = tab.locator("details").nth(0).locator("tbody tr")
+        rows.nth(39).wait_for()  # the table is made when it is opened
         assert rows.count() == 40
         assert rows.nth(1).locator("td").all_inner_texts() == ["1", "1", "1.2"]
         tab.locator("summary").nth(1).click()
         bars = tab.locator("details").nth(1).locator("tbody tr")
+        bars.nth(0).wait_for()
         assert bars.nth(0).locator("td").all_inner_texts() == ["0–49", "3"]
 
 

@@ -67,7 +67,9 @@ def test_a_document_is_shown_with_turns_special_tokens_and_white_space(browser, 
         assert tab.locator(".turn:not(.learned) .tok.sup").count() == 0
         assert tab.locator(".tok.special").all_inner_texts()[0] == "<|im_start|>"
         whole = tab.evaluate("document.querySelector('.turn.learned .text').textContent")
-        assert whole == "Paris.\n\n\tIt is  Paris 😀<|im_end|>"
+        # the tokenizer has a token per byte: the last one has the character
+        assert whole == "Paris.\n\n\tIt is  Paris ⟨F0⟩⟨9F⟩⟨98⟩😀<|im_end|>"
+        assert tab.locator(".turn.learned .esc").count() == 3
         assert tab.locator(".turn.learned .nl").count() == 2
         assert tab.locator(".turn.learned .tab").count() == 1
         assert "46.7\u00a0% the target's first choice" in tab.locator(".head").inner_text()
@@ -166,7 +168,8 @@ def test_texts_of_documents_stay_texts(browser, file):
         tab.get_by_role("button", name="Next").click()
         assert tab.locator("img").count() == 0 and tab.locator(".tokens b").count() == 0
         assert ATTACK in "".join(tab.locator(".tokens .text").all_text_contents())
-        assert tab.locator(".esc").all_inner_texts() == ["\\u202e", "\\u200b"]
+        hidden = ["⟨E2⟩", "⟨80⟩", "\\u202e", "⟨E2⟩", "⟨80⟩", "\\u200b"]
+        assert tab.locator(".esc").all_inner_texts() == hidden
         tab.locator(".turn.learned .tok").last.hover()
         assert tab.locator(".detail img").count() == 0
 
