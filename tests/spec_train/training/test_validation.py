@@ -24,6 +24,8 @@ from tests.spec_train.drafts.any_draft import SMALL
 from tests.spec_train.training.ranks_tools import fit_well
 from tests.spec_train.training.tools import learnable_dataset, metrics
 
+TIES = 2  # rounds
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
@@ -40,7 +42,7 @@ def config_of(data: Path, out: Path, **changes: Any) -> FitConfig:
 
 @pytest.mark.parametrize("kind", SMALL)
 def test_the_serving_like_length_is_that_of_eval(data, tmp_path, kind):
-    """Same held-out documents, same draft, and the same rounds."""
+    """Same held-out documents, same draft, same rounds but for ties."""
     config = config_of(data, tmp_path / "run", dtype="fp32")
     result = fit(kind, config, DRAFT_OPTIONS[kind](**SMALL[kind]))
     lines = [line for line in metrics(config.out) if line["split"] == "validation"]
@@ -49,17 +51,18 @@ def test_the_serving_like_length_is_that_of_eval(data, tmp_path, kind):
     walk = measured["data"]["walk"]
     best = next(line for line in lines if line["step"] == result.best["step"])
     assert best["serving_like_length"] == result.best["serving_like_length"]
-    assert best["serving_like_rounds"] == walk["rounds"] > 20
-    assert best["serving_like_length"] == pytest.approx(walk["acceptance_length"], abs=0.02)  # ties
+    # other batches round otherwise, so that a draft may differ by a tie
+    assert best["serving_like_rounds"] == pytest.approx(walk["rounds"], abs=TIES)
+    assert best["serving_like_length"] == pytest.approx(walk["acceptance_length"], abs=0.05)
+    assert walk["rounds"] > 20
     assert best["serving_like_length"] > 1.2
     kept = json.loads((Path(config.out) / HELD_OUT).read_text())
     assert kept["step"] == result.best["step"] and len(kept["samples"]) == SAMPLES
     same = ("path", "split", "documents", "supervised_tokens", "on_policy")
     assert [kept[name] for name in same] == [measured["data"][name] for name in same]
     for name in ("by_source", "by_position"):
-        assert [line["rounds"] for line in kept[name]] == [
-            line["rounds"] for line in measured["data"][name]
-        ]
+        rounds = [[line["rounds"] for line in of[name]] for of in (kept, measured["data"])]
+        assert rounds[0] == pytest.approx(rounds[1], abs=TIES)
     page = write_report([config.out])
     titles = [section["title"] for section in read_page_data(page)["sections"]]
     assert "Where drafts are accepted" in titles and "Drafted tokens" in titles
@@ -73,7 +76,7 @@ def test_ranks_measure_together(data, tmp_path):
     config = dataclasses.replace(config, out=str(tmp_path / "two"), batch_size=1)
     fit_well(config, 2)
     together = json.loads((Path(config.out) / HELD_OUT).read_text())
-    assert together["walk"]["rounds"] == pytest.approx(alone["walk"]["rounds"], abs=2)  # ties
+    assert together["walk"]["rounds"] == pytest.approx(alone["walk"]["rounds"], abs=TIES)
     names = [[sample["name"] for sample in kept["samples"]] for kept in (alone, together)]
     assert sorted(names[0]) == sorted(names[1]) and len(names[0]) == SAMPLES
     assert together["supervised_tokens"] == alone["supervised_tokens"]
