@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-import spec_data.generation.sealing as sealing_module
-import spec_data.generation.unit_records as unit_records
+from spec_data.generation import sealing, unit_records
 from spec_data.generation.planning import make_plan
 from spec_data.generation.run import check_free_space
 from spec_data.generation.sealing import seal_directory
@@ -167,7 +166,7 @@ def test_a_crash_while_sealing_is_finished_by_the_same_command(
     def crash(*_):
         raise OSError("no power")
 
-    monkeypatch.setattr(sealing_module, "check_counts", crash)
+    monkeypatch.setattr(sealing, "check_counts", crash)
     with pytest.raises(OSError, match="no power"):
         run(target, corpus, out)
     monkeypatch.undo()
