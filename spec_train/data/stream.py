@@ -244,7 +244,8 @@ class BatchStream:
             raise DatasetError(f"{self.dataset.path}: no document to train on in this split")
         self._make_buffers()
         free: queue.SimpleQueue[_Buffer | None] = queue.SimpleQueue()
-        ready: queue.SimpleQueue[Step | BaseException | None] = queue.SimpleQueue()
+        # no SimpleQueue: a signal near the end of its `get(timeout)` can make it wait for ever
+        ready: queue.Queue[Step | BaseException | None] = queue.Queue()
         for buffer in self._buffers:
             free.put(buffer)
         stop = threading.Event()
@@ -286,7 +287,7 @@ class BatchStream:
             )
 
     def _next(
-        self, ready: "queue.SimpleQueue", stopping: Callable[[], bool]
+        self, ready: "queue.Queue", stopping: Callable[[], bool]
     ) -> Step | BaseException | None:
         start = time.perf_counter()
         try:
@@ -343,7 +344,7 @@ class BatchStream:
         position: tuple[int, int],
         count: int,
         free: "queue.SimpleQueue[_Buffer | None]",
-        ready: "queue.SimpleQueue[Step | BaseException | None]",
+        ready: "queue.Queue[Step | BaseException | None]",
         stop: threading.Event,
     ) -> None:
         """Run the reading thread: put filled steps on `ready`, then None or an exception."""

@@ -1,6 +1,8 @@
 """The stream hands out exactly the plan's batches, in bounded memory, from any position."""
 
 import contextlib
+import os
+import signal
 import threading
 import time
 
@@ -371,3 +373,34 @@ def test_damage_stops_the_stream_and_is_named(tmp_path):
     with pytest.raises(DatasetError, match=r"unit-00001\.arrow: row 3 .*column input_ids: damaged"):
         for _ in stream.take(len(stream.plan.batches(0))):
             pass
+
+
+def test_a_signal_whose_handling_takes_long_stops_a_waiting_stream(dataset, monkeypatch):
+    """Longer than one poll: `SimpleQueue.get` would then wait for the data, not for the time."""
+    released, caught = threading.Event(), []
+
+    def never(rows, stop):
+        while not stop.wait(0.01):
+            if released.is_set():
+                raise DatasetError("the stream waited for data")
+        return False
+
+    def handle(number, frame):
+        time.sleep(0.3)
+        caught.append(number)
+
+    monkeypatch.setattr(dataset, "wait_for", never)
+    before = signal.signal(signal.SIGTERM, handle)
+    timers = [
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)),
+        threading.Timer(20, released.set),
+    ]
+    try:
+        for timer in timers:
+            timer.start()
+        steps = make_stream(dataset).take(1, lambda: bool(caught))
+        assert list(steps) == [] and caught == [signal.SIGTERM]
+    finally:
+        for timer in timers:
+            timer.cancel()
+        signal.signal(signal.SIGTERM, before)
