@@ -23,7 +23,7 @@ from spec_train.drafts import Draft, load_draft, own_files, read_draft
 from spec_train.formats.draft_card import CARD, draft_card
 from spec_train.formats.draft_files import DraftFiles, write_files
 from spec_train.formats.draft_seal import SECTION
-from spec_train.formats.forms import changed_keys, write_form
+from spec_train.formats.forms import changed_keys, with_facts_in, write_form
 from spec_train.formats.known_keys import unread_keys
 from spec_train.formats.preflight import READERS, preflight, refusals
 from spec_train.formats.preflight_notes import NOTE, Finding, Subject
@@ -96,7 +96,7 @@ def check_draft(config: ExportConfig) -> CheckedDraft:
             )
     changed = () if cost else keys_changed(files, own)
     unread = tuple(unread_keys(files))
-    subject = Subject(own, target, name, config.format or "vllm", changed, unread)
+    subject = Subject(own, with_facts_in(files, target), config.format or "vllm", changed, unread)
     found = preflight(subject, formed=config.format is not None)
     serve = servings(subject, found, config.out or name, draft.depth)
     return CheckedDraft(

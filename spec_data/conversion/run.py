@@ -97,7 +97,7 @@ def plan_conversion(config: ConvertConfig) -> PlannedConversion:
     """
     layout, blocks = opened(config)
     setup = set_up(to_generate(config, layout))
-    announce_drafts(setup)
+    announce_drafts(setup, captures=False)
     evidence = prove_samples(config, layout, setup, blocks)
     plan, _ = make_sample_plan(layout, setup, config.data, config.mask_frame)
     shards = sum(plan.unit_bytes(u, setup.columns) for u in range(len(plan.units)))
@@ -131,7 +131,7 @@ def convert(config: ConvertConfig) -> Conversion:
         check_whole(out)
         logger.info("%s is complete already: nothing to do", out)
     else:
-        announce_drafts(setup)
+        announce_drafts(setup, captures=False)
         manifest = _convert(config, layout, setup, blocks)
     return Conversion(manifest=manifest, findings=_verified(config))
 

@@ -7,6 +7,7 @@ loaded target.
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +16,12 @@ import torch
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup
 from spec_data.generation.target_files import config_json
+from spec_data.models.engine_targets import engine_warnings
 from spec_data.models.families import derived_spec, find_spec
 from spec_data.models.fitted_shape import fitted_shape, sizes_of
 from spec_data.shards.draft_needs import data_problem
 from spec_data.shards.errors import DraftError, TargetError
-from spec_data.shards.layer_ids import RECIPES
+from spec_data.shards.layer_ids import RECIPES, recipe_layers
 from spec_data.shards.position_data import ROPE, Positions
 from spec_data.target.backend import TargetBackend
 
@@ -82,8 +84,10 @@ def fitting(setup: Setup) -> Fitting:
     return Fitting(family, problems)
 
 
-def announce_drafts(setup: Setup) -> Fitting:
+def announce_drafts(setup: Setup, *, captures: bool = True) -> Fitting:
     """Log which drafts can be fitted on a dataset; refuse a capture that no draft can use.
+
+    With `captures`, say also which layers are chosen, and what those of all drafts would cost.
 
     Raises:
         TargetError: there is none, and --states-only is not given.
@@ -97,7 +101,41 @@ def announce_drafts(setup: Setup) -> Fitting:
             f"no draft of spec-train can be fitted on this dataset ({found.family}):\n  {reasons}\n"
             f"{_ANYWAY}"
         )
+    if captures:
+        log.info("layers: %s", layers_text(setup))
+    chosen = setup.config.drafts or ("eagle3",)
+    for line in engine_warnings(chosen, setup.target["architectures"]):
+        log.warning("warning: %s", line)
     return found
+
+
+def layers_text(setup: Setup) -> str:
+    """Say which layers are captured, for which drafts, and what `--for all` would cost instead."""
+    count = setup.target["num_layers"]
+    recipes = {draft: recipe_layers(draft, count) for draft in RECIPES}
+    own = [
+        d for d, layers in recipes.items() if layers is not None and {*layers} <= {*setup.layers}
+    ]
+    every = sorted({k for layers in recipes.values() for k in layers or ()})
+    text = f"{_listed(setup.layers)} ({_bytes(setup, setup.layers)}), the recipe of "
+    text += ", ".join(own) or "no draft"
+    others = [draft for draft, layers in recipes.items() if layers is not None and draft not in own]
+    if not others:
+        return text
+    return (
+        f"{text}. {', '.join(others)} read others by their recipes; --for all captures "
+        f"{_listed(every)} ({_bytes(setup, every)})"
+    )
+
+
+def _listed(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers)) or "none"
+
+
+def _bytes(setup: Setup, layers: Sequence[int]) -> str:
+    """Return the bytes per token of a capture of these layers; some columns have fewer tokens."""
+    total = sum(c.bytes_per_token for c in setup.columns_for(layers))
+    return f"up to {total:,.0f} bytes per token"
 
 
 def find_positions(setup: Setup, plan: Plan, target: TargetBackend) -> Positions:

@@ -8,7 +8,7 @@ share a directory; otherwise every field that differs is named in the error.
 import json
 import logging
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -75,6 +75,10 @@ class Setup:
         """Payload bytes of a stored token."""
         return sum(c.bytes_per_token for c in self.columns)
 
+    def columns_for(self, layers: Sequence[int]) -> tuple[Column, ...]:
+        """Return the columns of a capture of other layers with the same options."""
+        return _columns(self.config, layers, self.target["hidden_size"], self.vocab_size)
+
 
 def set_up(config: GenerateConfig, weights: bool = True) -> Setup:
     """Resolve a target and tokenizer without loading any weights.
@@ -111,16 +115,7 @@ def set_up(config: GenerateConfig, weights: bool = True) -> Setup:
     _check_supervision(config.supervision, vocab_size)
     check_choice(config.rope_factors, model_config)
     config = with_recorded_sampling(within_context(config, model_config), identity)
-    columns = token_columns(
-        layers,
-        target["hidden_size"],
-        config.supervision,
-        vocab_size,
-        aux_codec=config.codecs["aux"],
-        final_codec=config.codecs["final"],
-        final_tokens=config.final,
-        teacher_tokens=config.teacher,
-    )
+    columns = _columns(config, layers, target["hidden_size"], vocab_size)
     return Setup(
         config=config,
         model_dir=model_dir,
@@ -134,6 +129,21 @@ def set_up(config: GenerateConfig, weights: bool = True) -> Setup:
         columns=columns,
         vocab_size=vocab_size,
         given=read_given_tables(config.tables_of, columns, identity) if config.tables_of else None,
+    )
+
+
+def _columns(
+    config: GenerateConfig, layers: Sequence[int], hidden_size: int, vocab_size: int
+) -> tuple[Column, ...]:
+    return token_columns(
+        tuple(layers),
+        hidden_size,
+        config.supervision,
+        vocab_size,
+        aux_codec=config.codecs["aux"],
+        final_codec=config.codecs["final"],
+        final_tokens=config.final,
+        teacher_tokens=config.teacher,
     )
 
 

@@ -82,10 +82,10 @@ class GenerateConfig:
     for_drafts: str | None = option(
         None,
         flag="for",
-        help="drafts to capture for, such as eagle3,dspark, instead of --layers: the layers that "
-        "any of their recipes reads. eagle3 and peagle read 1, L/2-1, L-4; dspark and dflash 5 "
-        "evenly spaced blocks from 1 to L-2; eagle only hidden.final. `spec-train fit` then takes "
-        "those of its draft",
+        help="drafts to capture for, such as eagle3,dspark or all, instead of --layers: the layers "
+        "that any of their recipes reads. eagle3 and peagle read 1, L/2-1, L-4; dspark and "
+        "dflash 5 evenly spaced blocks from 1 to L-2; eagle only hidden.final. `spec-train fit` "
+        "then takes those of its draft",
         group=CAPTURE,
         metavar="DRAFTS",
     )

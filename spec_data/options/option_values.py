@@ -70,11 +70,13 @@ def parse_codecs(text: str, supervision: str) -> dict[str, str]:
 
 
 def parse_drafts(text: str) -> tuple[str, ...]:
-    """Return the names of drafts in `text`, separated by commas, each once.
+    """Return the names of drafts in `text`, separated by commas, each once; "all" is every draft.
 
     Raises:
         ConfigError: a name that is no draft.
     """
+    if text.strip() == "all":
+        return tuple(RECIPES)
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in RECIPES:

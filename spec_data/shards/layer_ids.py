@@ -106,6 +106,14 @@ RECIPES: dict[str, Callable[[int, str], tuple[int, ...]]] = {
 """The layers that each draft reads by its recipe, of the number of blocks and an option's name."""
 
 
+def recipe_layers(draft: str, num_layers: int) -> tuple[int, ...] | None:
+    """Return the layers that a draft reads by its recipe; None if the target has too few blocks."""
+    try:
+        return RECIPES[draft](num_layers, f"--for {draft}")
+    except TargetError:
+        return None
+
+
 def choose_layers(
     layers: Sequence[int] | str, drafts: Sequence[str], num_layers: int
 ) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:

@@ -14,8 +14,16 @@ from spec_train.diagnosis.outcome import OK, Check, finding, ok, undecided
 from spec_train.drafts import Draft, own_files, read_draft
 from spec_train.exporting import keys_changed
 from spec_train.formats.draft_files import DraftFiles, read_files
+from spec_train.formats.forms import with_facts_in
 from spec_train.formats.known_keys import unread_keys
-from spec_train.formats.preflight import EMBEDDING, MAX_POSITIONS, WEIGHTS, general, preflight
+from spec_train.formats.preflight import (
+    EMBEDDING,
+    MAX_POSITIONS,
+    TARGET,
+    WEIGHTS,
+    general,
+    preflight,
+)
 from spec_train.formats.preflight_notes import NOTE, REFUSE, WARN, Finding, Subject
 from spec_train.formats.target_facts import TargetFacts
 
@@ -126,7 +134,7 @@ def subject_of(read: ReadDraft, facts: TargetFacts, folder: Path) -> Subject:
     own = own_files(read.draft, str(folder))
     changed = keys_changed(read.files, own)
     unread = tuple(unread_keys(read.files))
-    return Subject(own, facts, folder.resolve().name, "vllm", changed, unread)
+    return Subject(own, with_facts_in(read.files, facts), "vllm", changed, unread)
 
 
 def general_checks(subject: Subject) -> Iterator[Check]:
@@ -179,6 +187,8 @@ def engine_check(subject: Subject, engine: str | None) -> Check:
             *rest,
             fix="`spec-train export --check` lists every engine; export for one that serves it",
         )
+    if unknown := [f.text for f in found if f.rule == TARGET]:
+        return undecided("engine", f"{name}: {unknown[0]}", *rest)
     return ok("engine", f"{name} loads it and computes what was trained", *rest)
 
 

@@ -1,6 +1,7 @@
 """The tables of forms: which kind of draft can be written in which form, and how it is read."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from spec_data.models.families import TARGETS
@@ -150,13 +151,24 @@ def refuse_changed_keys(files: DraftFiles, own: DraftFiles) -> None:
         )
 
 
+def with_facts_in(files: DraftFiles, target: TargetFacts) -> TargetFacts:
+    """Return a target's facts; its class and number of blocks, if unknown, as the files say."""
+    found = _facts_in(files)
+    return replace(
+        target,
+        architectures=target.architectures or found.architectures,
+        num_layers=target.num_layers or found.num_layers,
+    )
+
+
 def _facts_in(files: DraftFiles) -> TargetFacts:
     """Return the facts of the target that the files themselves contain."""
-    config = files.config.get("speculators_config") or {}
-    verifier = config.get("verifier") or {}
+    raw = files.config
+    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
     return TargetFacts(
         name=verifier.get("name_or_path", ""),
         architectures=tuple(verifier.get("architectures") or ()),
+        num_layers=raw.get("target_num_hidden_layers") or raw.get("num_target_layers"),
         head=files.tensors.get("lm_head.weight"),
     )
 

@@ -8,12 +8,13 @@ from collections.abc import Callable
 
 import torch
 
+from spec_data.models.engine_targets import served
 from spec_data.models.families import find_spec
 from spec_data.shards.identity import compare
 from spec_train.formats import rules_block, rules_eagle
 from spec_train.formats.draft_seal import SECTION, some_of
 from spec_train.formats.known_keys import unread_text
-from spec_train.formats.preflight_notes import REFUSE, Finding, Notes, Subject
+from spec_train.formats.preflight_notes import NOTE, OK, REFUSE, WARN, Finding, Notes, Subject
 from spec_train.formats.read_forms import unread_form
 from spec_train.formats.rules import (
     DEEPSPEC,
@@ -30,6 +31,8 @@ from spec_train.formats.rules_bias import refused_biases
 
 MAX_POSITIONS, WEIGHTS, EMBEDDING = "max-positions", "weights", "embedding"
 """The rules of `general` that have a name (see `Finding.rule`)."""
+TARGET = "target"
+"""The rule whether an engine serves the target of a draft: a refusal, or a warning if unknown."""
 
 
 def general(subject: Subject) -> Notes:
@@ -228,13 +231,30 @@ def preflight(subject: Subject, *, formed: bool = False) -> dict[str, list[Findi
     for engine, name in _NAMES.items():
         if engine in checks:
             biases = refused_biases(subject.kind, subject.config, name)
-            found[engine] = [*_unknown_to(subject, name), *biases, *checks[engine](subject)]
+            own = [*_unknown_to(subject, name), *biases, *checks[engine](subject)]
+            found[engine] = [*own, *_target(subject, engine, name)]
             if formed and (problem := unread_form(engine, subject)):
                 found[engine] = [Finding(name, REFUSE, problem)]
         else:
             text = f"does not support {subject.kind} drafts"
             found[engine] = [Finding(name, REFUSE, text)]
+    for engine, findings in found.items():
+        if all(finding.level == NOTE for finding in findings):
+            name = _NAMES.get(engine, SPEC_TRAIN)
+            found[engine] = [Finding(name, OK, "loads and computes what was trained"), *findings]
     return found
+
+
+def _target(subject: Subject, engine: str, name: str) -> list[Finding]:
+    """Say whether an engine's release can serve the target with this draft: see the table."""
+    kind = subject.kind
+    if kind == "dflash" and subject.config["sample_from_anchor"]:
+        kind = "dspark"  # as which engines serve it
+    found = served(engine, kind, subject.architectures)
+    if found.answer:
+        return []
+    level = WARN if found.answer is None else REFUSE
+    return [Finding(name, level, found.text([kind]), TARGET)]
 
 
 def refusals(found: dict[str, list[Finding]], form: str) -> list[Finding]:

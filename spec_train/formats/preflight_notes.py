@@ -26,7 +26,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Subject:
-    """A draft in our own form, its target, and the name and form of its output directory.
+    """A draft in our own form, its target, and the form of its output.
 
     `changed` are keys for engines that the files have, as they are, otherwise than an export;
     `unread` are keys of another trainer's files of which it is unknown what they change.
@@ -34,7 +34,6 @@ class Subject:
 
     own: DraftFiles
     target: TargetFacts
-    name: str
     form: str
     changed: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
@@ -57,7 +56,13 @@ class Subject:
     @property
     def num_layers(self) -> int | None:
         """Decoder blocks of the target; None if neither the target nor the config has them."""
-        return self.target.num_layers or self.config.get("num_target_layers")
+        config = self.config.get("num_target_layers")
+        return self.target.num_layers or config or self.origin.get("config.num_hidden_layers")
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Names of the target's class; empty if neither the target nor the draft says them."""
+        return self.target.architectures or tuple(self.origin.get("architectures") or ())
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -104,7 +109,5 @@ class Notes:
             self._found.append(Finding(self._engine, level, text, rule))
 
     def __iter__(self) -> Iterator[Finding]:
-        """Yield the findings; without a refusal or a warning, first one of level OK."""
-        if all(finding.level == NOTE for finding in self._found):
-            yield Finding(self._engine, OK, "loads and computes what was trained")
+        """Yield the findings; there may be none, and none is of level OK: see `preflight`."""
         yield from self._found

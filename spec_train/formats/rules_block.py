@@ -14,7 +14,6 @@ from spec_train.formats.rules import (
     VLLM,
     uses_last,
     vllm_cpu,
-    vllm_name,
 )
 from spec_train.formats.rules_windows import (
     ignored_windows,
@@ -52,7 +51,6 @@ def vllm_block(subject: Subject) -> Notes:
         "some earlier releases ignored sample_from_anchor and drafted from the anchor's slot",
     )
     vllm_block_windows(notes, subject)
-    vllm_name(notes, subject, "dflash" if dflash else "dspark")
     return notes
 
 

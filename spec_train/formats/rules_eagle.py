@@ -12,7 +12,6 @@ from spec_train.formats.rules import (
     SPECULATORS,
     VLLM,
     uses_last,
-    vllm_name,
 )
 from spec_train.formats.rules_windows import (
     ignored_windows,
@@ -30,12 +29,6 @@ def vllm_eagle(subject: Subject) -> Notes:
     rules_shape.vllm_llama(notes, subject, qk_norm=False)
     _refuse_norms(notes, subject)
     vllm_eagle_windows(notes, subject)
-    named = "eagle-" in subject.name.lower() and "eagle3" not in subject.name.lower()
-    notes.warn(
-        subject.form == "vllm" and not named,
-        f'vLLM cannot detect the method from the directory name "{subject.name}": pass '
-        '"method": "eagle" in --speculative-config',
-    )
     return notes
 
 
@@ -71,7 +64,6 @@ def vllm_eagle3(subject: Subject) -> Notes:
         "layer -1 (the embedding's output) has the id 0 there, which few drafts use; not tested",
     )
     vllm_eagle3_windows(notes, subject)
-    vllm_name(notes, subject, "eagle3")
     return notes
 
 
@@ -82,11 +74,6 @@ def vllm_peagle(subject: Subject) -> Notes:
     notes.refuse(uses_last(subject), LAST_VLLM)
     notes.refuse(not subject.has("mask_hidden"), "a draft without mask_hidden does not load")
     vllm_eagle3_windows(notes, subject)
-    notes.warn(
-        subject.form == "vllm",
-        'pass "method": "eagle3" and "parallel_drafting": true in --speculative-config, with any '
-        "directory name",
-    )
     return notes
 
 

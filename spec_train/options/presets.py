@@ -121,13 +121,23 @@ PRESETS: dict[str, Preset] = {
 }
 
 
+def preset_values(name: str | None, names: Collection[str]) -> dict[str, Any]:
+    """Return the values of a preset that a draft with the options `names` takes; {} without one.
+
+    A block draft keeps the target's vocabulary: engines serve its reduced one in part only.
+    """
+    whole = {"draft_vocab_size"} if "block_size" in names else set()
+    found = PRESETS[name].values if name in PRESETS else {}
+    return {k: value for k, value in found.items() if k in names and k not in whole}
+
+
 def as_flags_over_preset(config: Any) -> list[str]:
     """Write a config as command-line words, from which `apply_preset` makes the same config.
 
     Values of the preset that it names are left out. Defaults that replace one are not, although
     `as_flags` leaves out defaults.
     """
-    values = PRESETS[config.preset].values if config.preset in PRESETS else {}
+    values = preset_values(config.preset, [field.name for field in fields(config)])
     of_preset, typed = {}, []
     for field in fields(config):
         value = getattr(config, field.name)
@@ -156,8 +166,7 @@ def apply_preset(
     of a group of EXCLUSIVE removes the group from the sources that it overrides; None sets nothing.
     """
     preset = flags.get("preset", table.get("preset"))
-    found = PRESETS[preset].values if preset in PRESETS else {}
-    values = {name: value for name, value in found.items() if name in names}
+    values = preset_values(preset, names)
     layers = [table, values] if "preset" in flags else [values, table]
     merged: dict[str, Any] = {}
     for source in (*layers, flags):
@@ -178,8 +187,7 @@ def preset_help(names: Collection[str]) -> str:
     for name, preset in PRESETS.items():
         flags = " ".join(
             f"--{option.replace('_', '-')} {value}"
-            for option, value in preset.values.items()
-            if option in names
+            for option, value in preset_values(name, names).items()
         )
         for text in (flags, preset.expect, f"time: {preset.time}"):
             start = f"  {name:<6} " if text is flags else " " * 9

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from spec_data.models.engine_targets import engine_warnings
+from spec_data.shards.layer_ids import recipe_layers, recorded_layers
 from spec_data.shards.quantisation_text import quantisation_text
 from spec_train.data.mixed_order import MixedPlan
 from spec_train.data.mixture import Documents, Mixture
@@ -13,6 +15,7 @@ from spec_train.data.policy_masks import PolicyDataset
 from spec_train.data.splits import Splits
 from spec_train.drafts.layered_draft import LayeredDraft
 from spec_train.drafts.protocol import DraftConfig
+from spec_train.drafts.targets import target_architectures
 from spec_train.formats.rules_bias import not_served
 from spec_train.training.trainer import Trainer
 
@@ -38,6 +41,10 @@ def announce(trainer: Trainer, splits: Splits, total: int | None = None) -> None
         _announce_dataset(part, trainer.stream.columns)
     _announce_layers(trainer)
     warn_of_biases(trainer.draft.name, vars(trainer.draft.config))
+    for line in engine_warnings(
+        [trainer.draft.name], target_architectures(trainer.dataset.target_config())
+    ):
+        log.warning("warning: %s", line)
     if isinstance(plan, MixedPlan):
         _announce_shares(plan)
     reasons = [f"{count:,} with {reason}" for reason, count in splits.selection.left_out.items()]
@@ -110,15 +117,23 @@ def _announce_layers(trainer: Trainer) -> None:
     draft: Any = trainer.draft
     if not isinstance(draft, LayeredDraft):
         return
+    manifest, layers = trainer.dataset.manifest, tuple(draft.config.layers)
     if trainer.config.init_from is not None:
         why = "those of the draft of --init-from"
     else:
-        why = draft.why_layers(draft.options, trainer.dataset.manifest)
+        why = draft.why_layers(draft.options, manifest)
     log.info(
-        "layers     %s (outputs of these blocks, from 0): %s",
-        ", ".join(map(str, draft.config.layers)),
-        why,
+        "layers     %s (outputs of these blocks, from 0): %s", ", ".join(map(str, layers)), why
     )
+    recipe = recipe_layers(draft.name, manifest.target["num_layers"])
+    chosen = trainer.config.init_from is not None or draft.options.layers != "auto"
+    if recipe not in (None, layers) and not chosen:
+        log.warning(
+            "warning: the recipe of %s reads layers %s, and the dataset was not captured for it. "
+            "To train on those, capture them: spec-data generate ... --for %s",
+            *(draft.name, ", ".join(map(str, recipe or ()))),
+            ",".join(dict.fromkeys([*(recorded_layers(manifest.raw) or ["eagle3"]), draft.name])),
+        )
 
 
 def warn_of_biases(kind: str, config: dict[str, Any]) -> None:

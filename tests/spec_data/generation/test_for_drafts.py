@@ -23,7 +23,7 @@ from spec_data.target.model import Target
 from spec_train.data.mixture import common_manifest
 from tests.families import _COMMON
 from tests.spec_data.corpus.templates import tokenizer
-from tests.spec_data.runs import options, run, verify, write_corpus
+from tests.spec_data.runs import options, run, save_target, verify, write_corpus
 
 BLOCKS = 10
 EAGLE3, BLOCK = (1, 4, 6), (1, 3, 4, 6, 8)
@@ -102,6 +102,10 @@ def test_fit_reads_the_layers_of_its_recipe_and_says_why(
         config.get("target_layer_ids") or config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     )
     assert tuple(found) == layers
+    warned = re.search(rf"warning: the recipe of {draft} reads layers (.*?), and .*--for (.*)", log)
+    assert bool(warned) == (data == "old")
+    if warned:
+        assert warned.groups() == (", ".join(map(str, EAGLE3)), "eagle3")
     [line] = [line for line in log.splitlines() if line.startswith("layers ")]
     assert line.startswith(f"layers     {', '.join(map(str, layers))} (outputs of these blocks")
     assert re.search(why, line), line
@@ -111,6 +115,38 @@ def test_layers_of_the_command_line_override_the_recipe(place, tmp_path, caplog)
     config, log = fitted(place, tmp_path, "eagle3", "both", caplog, layers=[3, 8])
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [3, 8]
     assert "as --layers says" in log
+
+
+def test_what_all_drafts_would_cost_is_said_beside_what_is_captured(place, tmp_path, caplog):
+    given = {"codec": "bf16", "teacher": "all"}
+    with caplog.at_level(logging.INFO):
+        spec_data.estimate(place / "target", place / "c.jsonl", tmp_path / "out", **given)
+        spec_data.estimate(
+            place / "target", place / "c.jsonl", tmp_path / "out", for_drafts=["all"], **given
+        )
+    said = [line for line in caplog.messages if line.startswith("layers: ")]
+    assert said[0].startswith("layers: 1, 4, 6 (up to 269 bytes per token), the recipe of eagle, ")
+    assert "dspark, dflash read others" in said[0]
+    assert said[0].endswith("--for all captures 1, 3, 4, 6, 8 (up to 397 bytes per token)")
+    assert said[1].startswith("layers: 1, 3, 4, 6, 8 (up to 397 bytes per token)")
+    assert "--for all" not in said[1]
+
+
+def test_targets_that_engines_cannot_serve_are_named_before_the_run(tmp_path, caplog):
+    """SGLang cannot serve OLMo-2, llama.cpp's graph of it has no layer inputs; vLLM can."""
+    write_corpus(tmp_path / "c.jsonl", 12)
+    save_target(tmp_path / "olmo2", "olmo2")
+    with caplog.at_level(logging.INFO):
+        run(tmp_path / "olmo2", tmp_path / "c.jsonl", tmp_path / "data", layers="0,1")
+    warned = [line for line in caplog.messages if "Olmo2ForCausalLM" in line and "serve" in line]
+    assert [line.split()[1] for line in warned] == ["SGLang", "llama.cpp"]
+    caplog.clear()
+    spec_train.fit(
+        "eagle3", tmp_path / "data", tmp_path / "run", steps=1, seq_len=64, device="cpu",
+        validation=0.2, ttt_steps=1,
+    )  # fmt: skip
+    warned = [line for line in caplog.messages if "Olmo2ForCausalLM" in line and "serve" in line]
+    assert [line.split()[1] for line in warned] == ["SGLang", "llama.cpp"]
 
 
 def test_estimate_prints_the_bytes_of_each_draft(place, tmp_path, capsys):

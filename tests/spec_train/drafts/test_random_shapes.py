@@ -109,7 +109,7 @@ def test_files_of_every_form_are_the_same_draft_to_a_reader_of_public_keys(
     with torch.no_grad():
         wanted = draft.chains(batch, head, 2)
     for form in (form for kind, form in WRITERS if kind == name):
-        if refusals(preflight(Subject(own, facts, "x-eagle3", form)), form):
+        if refusals(preflight(Subject(own, facts, form)), form):
             continue
         files = write_form(own, form, facts)
         public = {key: value for key, value in files.config.items() if key != SECTION}

@@ -46,14 +46,11 @@ def edit(folder: Path, **changes: Any) -> None:
 
 def test_a_plain_draft_is_fine_everywhere_but_in_deepspec(own: Path, target: Path) -> None:
     found = findings(own, target=str(target))
-    assert found["vllm"][0][0] == "warn"  # the directory is called "own"
-    for engine in ("sglang", "llama.cpp", "speculators"):
+    for engine in ("vllm", "sglang", "llama.cpp", "speculators"):
         assert found[engine] == [("ok", "loads and computes what was trained")]
     (level, text), *_ = found["vllm-cpu"]
     assert level == "refuse" and text.startswith("head_dim 8;")
     assert found["deepspec"][0][0] == "refuse"
-    shutil.copytree(own, own.parent / "my-eagle3")
-    assert findings(own.parent / "my-eagle3", target=str(target))["vllm"][0][0] == "ok"
 
 
 @pytest.mark.parametrize(
@@ -97,7 +94,10 @@ def test_the_targets_last_layer_is_refused(
     draft.save_pretrained(tmp_path / "beyond")
     found = findings(tmp_path / "beyond", target=str(target))
     assert any("a target with 4 decoder blocks" in text for _, text in found["spec-train"])
-    unknown = findings(tmp_path / "own")["spec-train"]
+    beyond = tmp_path / "beyond" / "config.json"
+    unseal(beyond.parent)
+    edit(beyond.parent, spec_train={"origin": None})
+    unknown = findings(beyond.parent)["spec-train"]
     assert any(level == "warn" and "pass --target" in text for level, text in unknown)
 
 

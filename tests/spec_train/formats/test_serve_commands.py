@@ -131,7 +131,7 @@ def test_llama_cpp(drafts: dict[str, Path], target: Path, name: str, kind: str) 
 def test_llama_cpp_with_eagle3() -> None:
     """By itself: it reads exactly three states, which the drafts above do not."""
     own = DraftFiles({"spec_train": {"draft": "eagle3"}}, {}, "here")
-    subject = Subject(own, TargetFacts(name="T"), "d", "vllm")
+    subject = Subject(own, TargetFacts(name="T"), "vllm")
     (found,) = servings(subject, {"llama.cpp": []}, "d", 5)
     words = shlex.split(found.lines[-1])
     assert after(words, "--spec-type") == "draft-eagle3"

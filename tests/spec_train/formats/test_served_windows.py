@@ -118,7 +118,7 @@ def load_files(files: DraftFiles) -> Any:
 
 def findings(folder: Path, form: str) -> dict[str, list[Any]]:
     own = read_files(folder)
-    return preflight(Subject(own, TargetFacts(name="the-target"), folder.name, form))
+    return preflight(Subject(own, TargetFacts(name="the-target"), form))
 
 
 WINDOWS: dict[str, dict[str, Any]] = {

@@ -180,10 +180,8 @@ def test_the_preflight_knows_who_serves_a_shape(
 ) -> None:
     """Compared with a draft of the default shape: exactly these engines refuse it as well."""
     target = find_target(None)
-    plain = preflight(Subject(own_files(name, dataset, head), target, "x-eagle3", "vllm"))
-    found = preflight(
-        Subject(own_files(name, dataset, head, **options), target, "x-eagle3", "vllm")
-    )
+    plain = preflight(Subject(own_files(name, dataset, head), target, "vllm"))
+    found = preflight(Subject(own_files(name, dataset, head, **options), target, "vllm"))
     new = {
         engine: " ".join(f.text for f in findings if f.level == REFUSE and f not in plain[engine])
         for engine, findings in found.items()
@@ -199,7 +197,7 @@ def test_several_layers_need_the_form_of_sglang(
 ) -> None:
     own, target = own_files("eagle3", dataset, head, num_layers=2), find_target(None)
     for form, needed in (("vllm", True), ("sglang", False)):
-        found = preflight(Subject(own, target, "x-eagle3", form))["sglang"]
+        found = preflight(Subject(own, target, form))["sglang"]
         assert needed == any("needs --format sglang" in f.text for f in found if f.level == WARN)
 
 
@@ -209,8 +207,8 @@ def test_a_trained_embedding_is_not_taken_for_one_of_another_target(
     target = dataclasses.replace(find_target(None), embedding=head.embed_weight)
     own = own_files("eagle3", dataset, head, train_embeddings=True)
     assert not torch.equal(own.tensors["embed_tokens.weight"], head.embed_weight)
-    found = preflight(Subject(own, target, "x-eagle3", "vllm"))["spec-train"]
+    found = preflight(Subject(own, target, "vllm"))["spec-train"]
     assert not [f for f in found if f.level == REFUSE]
     frozen = dataclasses.replace(own, config={**own.config, "train_embeddings": False})
-    found = preflight(Subject(frozen, target, "x-eagle3", "vllm"))["spec-train"]
+    found = preflight(Subject(frozen, target, "vllm"))["spec-train"]
     assert any("embed_tokens is not the target's" in f.text for f in found if f.level == REFUSE)

@@ -9,7 +9,7 @@ from spec_data.options.generate_options import GenerateConfig
 from spec_train.cli import _resolve_fit, build_parser, main
 from spec_train.options.command_options import FitConfig, fit_config, resolve_fit
 from spec_train.options.draft_options import DRAFT_OPTIONS
-from spec_train.options.presets import PRESETS, as_flags_over_preset
+from spec_train.options.presets import PRESETS, as_flags_over_preset, preset_help
 from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.forked import Forked
 
@@ -28,6 +28,17 @@ def test_a_preset_sets_what_it_says_and_nothing_else(name):
             expected = PRESETS[name].values.get("steps")
         assert getattr(config, option) == (name if option == "preset" else expected), option
     assert (config.steps is None) != (config.epochs is None)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("draft", ["dspark", "dflash"])
+def test_block_drafts_keep_the_whole_vocabulary(name, draft):
+    """SGLang serves no reduced one: the README's way to a block draft ended in a refusal."""
+    given = {"data": "d", "out": "o", "preset": name}
+    config = resolve_fit(draft, given)
+    assert config.draft_vocab_size == fit_config(draft)(data=("d",), out="o").draft_vocab_size
+    assert resolve_fit(draft, given | {"draft_vocab_size": 50}).draft_vocab_size == 50
+    assert "--draft-vocab-size" not in preset_help(list(fit_config(draft).__dataclass_fields__))
 
 
 @pytest.mark.parametrize("name", PRESETS)

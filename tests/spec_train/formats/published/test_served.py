@@ -99,7 +99,7 @@ def test_the_engines_of_a_row_are_those_that_the_check_finds(tmp_path: Path, sta
     serving = [
         name
         for name, (engine, form) in ENGINES.items()
-        if REFUSE not in [f.level for f in preflight(Subject(own, FACTS, "d", form))[engine]]
+        if REFUSE not in [f.level for f in preflight(Subject(own, FACTS, form))[engine]]
     ]
     listed = [name for name in ENGINES if name in row_of(start)[2]]
     assert serving == listed
