@@ -256,4 +256,5 @@ def _log_export(checked: CheckedDraft, config: ExportConfig, written: DraftFiles
         *(config.out, checked.draft.name, config.format, len(written.tensors), size / 1e6),
     )
     for serving in checked.servings:
-        log.info("\nserve with %s:\n  %s", serving.engine, "\n  ".join(serving.lines))
+        note = [f"({serving.note})"] if serving.note else []
+        log.info("\nserve with %s:\n  %s", serving.engine, "\n  ".join([*serving.lines, *note]))

@@ -16,10 +16,12 @@ from typing import Any
 from spec_data.models.families import TARGETS
 
 PATH = Path(__file__).with_suffix(".json")
-_LAYERS = dict.fromkeys(("eagle3", "peagle", "dspark", "dflash"), ("aux",))
+_LAYERS: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("eagle3", "peagle", "dspark", "dflash"), ("aux",)
+)
 _NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
-    "vllm": {"eagle": ()} | _LAYERS,
-    "vllm-cpu": {"eagle": ()} | _LAYERS,
+    "vllm": _LAYERS | {"eagle": ()},
+    "vllm-cpu": _LAYERS | {"eagle": ()},
     "sglang": {
         "eagle": ("head",),
         "eagle3": ("aux", "head"),

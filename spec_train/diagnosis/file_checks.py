@@ -19,12 +19,11 @@ from spec_train.formats.known_keys import unread_keys
 from spec_train.formats.preflight import (
     EMBEDDING,
     MAX_POSITIONS,
-    TARGET,
     WEIGHTS,
     general,
     preflight,
 )
-from spec_train.formats.preflight_notes import NOTE, REFUSE, WARN, Finding, Subject
+from spec_train.formats.preflight_notes import NOTE, OF_TARGET, REFUSE, WARN, Finding, Subject
 from spec_train.formats.target_facts import TargetFacts
 
 _MAPS, _ORDER = "spec_train.formats.vocabulary_maps", "spec_train.formats.layer_order"
@@ -187,7 +186,7 @@ def engine_check(subject: Subject, engine: str | None) -> Check:
             *rest,
             fix="`spec-train export --check` lists every engine; export for one that serves it",
         )
-    if unknown := [f.text for f in found if f.rule == TARGET]:
+    if unknown := [f.text for f in found if f.rule == OF_TARGET]:
         return undecided("engine", f"{name}: {unknown[0]}", *rest)
     return ok("engine", f"{name} loads it and computes what was trained", *rest)
 

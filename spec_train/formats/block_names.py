@@ -57,7 +57,7 @@ def block_names(files: DraftFiles) -> DraftFiles:
     if odd := sorted(nested.keys() - KNOWN):
         raise DraftError(
             f"{files.config_path}: {NESTED} has {', '.join(odd)}, which spec-train does not know; "
-            "such a key can change what the draft computes. Remove it if it does not"
+            "such a key can change what the draft computes, so the draft is not read"
         )
     for name, value in nested.items():
         _put(raw, name, value, files)

@@ -142,6 +142,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
     except FileNotFoundError:
+        if (folder / "adapter_config.json").is_file():
+            raise DraftError(
+                f"{folder}: holds a LoRA adapter, as UNO's drafts do, which works inside its "
+                "target; drafts of spec-train are models of their own, so it cannot be read"
+            ) from None
         raise MissingError(f"{path}: no such file; pass the directory of a draft") from None
     except (ValueError, RecursionError) as error:  # ValueError: of JSON and of UTF-8
         raise DraftError(f"{path}: not valid JSON ({error}); copy the draft again") from None

@@ -10,7 +10,7 @@ from spec_train.formats import dspark, eagle, eagle3, peagle, read_blocks, specu
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION, differing_leaves, some_of
 from spec_train.formats.flat import FORM
-from spec_train.formats.other_classes import OTHER_CLASSES
+from spec_train.formats.other_classes import other_draft
 from spec_train.formats.target_facts import TargetFacts
 
 Writer = Callable[[DraftFiles, TargetFacts], DraftFiles]
@@ -105,6 +105,12 @@ def own_form(files: DraftFiles, target: TargetFacts) -> DraftFiles:
     """
     if is_own_form(files.config):
         return files
+    if found := other_draft(files):
+        shown, what = found
+        raise DraftError(
+            f"{files.config_path}: {shown}: the draft has {what}. Drafts of spec-train do not, and "
+            "without it the draft would be another one, so it cannot be read"
+        )
     if speculators.TYPE in files.config:
         kind, flat, depth = speculators.unwrap(files)
         if kind not in SPECULATORS_READERS:
@@ -185,12 +191,6 @@ def _kind_of(files: DraftFiles) -> str:
     for kind, known in _KINDS.items():
         if set(names) & set(known):
             return kind
-    for name in names:
-        if name in OTHER_CLASSES:
-            raise DraftError(
-                f"{files.config_path}: a {name} has {OTHER_CLASSES[name]}; drafts of spec-train do "
-                "not, so this one cannot be read"
-            )
     if shared := sorted(set(names) & set(TARGETS)):
         raise DraftError(
             f"{files.config_path}: {shared[0]} is a target, and no draft; give the directory of a "

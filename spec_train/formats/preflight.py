@@ -14,7 +14,16 @@ from spec_data.shards.identity import compare
 from spec_train.formats import rules_block, rules_eagle
 from spec_train.formats.draft_seal import SECTION, some_of
 from spec_train.formats.known_keys import unread_text
-from spec_train.formats.preflight_notes import NOTE, OK, REFUSE, WARN, Finding, Notes, Subject
+from spec_train.formats.preflight_notes import (
+    NOTE,
+    OF_TARGET,
+    OK,
+    REFUSE,
+    WARN,
+    Finding,
+    Notes,
+    Subject,
+)
 from spec_train.formats.read_forms import unread_form
 from spec_train.formats.rules import (
     DEEPSPEC,
@@ -31,8 +40,6 @@ from spec_train.formats.rules_bias import refused_biases
 
 MAX_POSITIONS, WEIGHTS, EMBEDDING = "max-positions", "weights", "embedding"
 """The rules of `general` that have a name (see `Finding.rule`)."""
-TARGET = "target"
-"""The rule whether an engine serves the target of a draft: a refusal, or a warning if unknown."""
 
 
 def general(subject: Subject) -> Notes:
@@ -254,7 +261,7 @@ def _target(subject: Subject, engine: str, name: str) -> list[Finding]:
     if found.answer:
         return []
     level = WARN if found.answer is None else REFUSE
-    return [Finding(name, level, found.text([kind]), TARGET)]
+    return [Finding(name, level, found.text([kind]), OF_TARGET)]
 
 
 def refusals(found: dict[str, list[Finding]], form: str) -> list[Finding]:

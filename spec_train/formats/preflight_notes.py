@@ -9,6 +9,8 @@ from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.target_facts import TargetFacts
 
 REFUSE, WARN, NOTE, OK = "refuse", "warn", "note", "ok"
+OF_TARGET = "target"
+"""The rule whether an engine serves the target of a draft: a refusal, or a warning if unknown."""
 
 
 @dataclass(frozen=True)

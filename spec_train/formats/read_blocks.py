@@ -82,6 +82,13 @@ def from_speculators(flat: DraftFiles, depth: int | None, target: TargetFacts) -
             "reads it as false, vLLM as true. Add the value that it was trained with"
         )
     raw = defaults | raw
+    if not dflash and not raw[ANCHOR] and raw["markov_rank"] and raw["markov_head_type"] == "rnn":
+        raise DraftError(
+            f"{flat.config_path}: markov_head_type = rnn with {ANCHOR} = false: the speculators "
+            "library advances the head's state over the anchor's slot before the first draft, "
+            "while drafts here and SGLang start at the first draft, so other tokens would be "
+            f"drafted than in training. Train it with {ANCHOR} = true, or another Markov head"
+        )
     raw["target_layer_ids"] = from_block_inputs(raw.pop(INPUT_KEY))
     raw["architectures"] = [DFLASH if dflash else DSPARK]
     return from_flat(DraftFiles(raw, flat.tensors, flat.where), depth, target, collected=True)

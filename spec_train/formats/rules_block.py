@@ -109,6 +109,10 @@ def speculators_block(subject: Subject) -> Notes:
         subject.config["target_hidden_size"] != subject.config["hidden_size"],
         "its fc needs target states of the draft's hidden size",
     )
+    notes.refuse(
+        _markov(subject) == "rnn" and not subject.config["sample_from_anchor"],
+        "rnn Markov head in the layout mask: it advances the state over the anchor's slot, too",
+    )
     speculators_block_windows(notes, subject)
     return notes
 

@@ -8,10 +8,10 @@ flags of SGLang follow its documentation and sources.
 import json
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from spec_train.formats.preflight_notes import REFUSE, Finding, Subject
+from spec_train.formats.preflight_notes import OF_TARGET, REFUSE, Finding, Subject
 from spec_train.formats.read_forms import unread_form
 from spec_train.formats.rules import LLAMA_CPP, SGLANG, TRANSFORMERS, VLLM
 
@@ -50,7 +50,10 @@ def servings(
             continue  # not written for serving
         refused = any(finding.level == REFUSE for finding in found.get(engine, ()))
         if engine in found and not refused and unread_form(engine, subject) is None:
-            result.append(make(subject, target, folder, drafted))
+            serving = make(subject, target, folder, drafted)
+            doubts = [finding.text for finding in found[engine] if finding.rule == OF_TARGET]
+            notes = [serving.note, *(f"Not certain: {text}." for text in doubts)]
+            result.append(replace(serving, note=" ".join(filter(None, notes))))
     return result
 
 

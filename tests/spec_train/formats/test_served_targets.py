@@ -9,10 +9,11 @@ from spec_data.models.engine_targets import served
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS
 from spec_train.exporting import check_draft
+from spec_train.formats.draft_card import draft_card
 from spec_train.formats.draft_files import DraftFiles, write_files
 from spec_train.formats.forms import with_facts_in, write_form
-from spec_train.formats.preflight import CHECKS, TARGET, preflight
-from spec_train.formats.preflight_notes import OK, REFUSE, WARN, Subject
+from spec_train.formats.preflight import CHECKS, preflight
+from spec_train.formats.preflight_notes import OF_TARGET, OK, REFUSE, WARN, Subject
 from spec_train.formats.serve_commands import servings
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.head import TargetHead
@@ -51,11 +52,16 @@ def test_every_pair_of_engine_and_draft(
             if engine not in dict(CHECKS[kind]):
                 continue
             known = served(engine, as_served, subject.architectures).answer
-            said = [finding.level for finding in findings if finding.rule == TARGET]
+            said = [finding.level for finding in findings if finding.rule == OF_TARGET]
             assert said == {True: [], False: [REFUSE], None: [WARN]}[known], (engine, names)
-        commands = {serving.engine for serving in servings(subject, found, "out", 3)}
+        printed = servings(subject, found, "out", 3)
         refused = {f.engine for some in found.values() for f in some if f.level == REFUSE}
-        assert not commands & refused
+        assert not {serving.engine for serving in printed} & refused
+        card = draft_card(subject, printed, 3, {})
+        doubted = "NobodysForCausalLM" in names
+        assert card.count("Not certain: it is unknown whether it serves") == doubted * len(
+            [s for s in printed if not s.engine.startswith("transformers")]
+        )
 
 
 def test_what_the_files_say_of_their_target_is_known(

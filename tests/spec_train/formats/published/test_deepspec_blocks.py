@@ -3,10 +3,12 @@
 Its class is `Qwen3DSparkModel` for both; a DFlash of its recipe is one without the two heads.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from spec_data.shards.errors import DraftError
 from tests.spec_train.formats.published import blocks, tiny
@@ -74,7 +76,11 @@ def test_a_head_that_is_not_the_targets_is_refused(tmp_path: Path) -> None:
         ("Gemma4DSparkModel", "Gemma 4's layers"),
         ("DeepseekV4DSparkModel", "latent attention"),
         ("DFlash2DraftModel", "candidate selector"),
-        ("DominoDraftModel", "recurrent head"),
+        ("DominoDraftModel", "Domino's recurrent head"),
+        ("LiLiCorrDraftModel", "LiLiCorr's correlator"),
+        ("Qwen3XPressModel", "XPress's refining head"),
+        ("Qwen3NextMTP", "MTP"),
+        ("DeepSeekMTPModel", "MTP"),
     ],
 )
 def test_other_classes_are_refused_with_the_reason(tmp_path: Path, name: str, reason: str) -> None:
@@ -83,3 +89,38 @@ def test_other_classes_are_refused_with_the_reason(tmp_path: Path, name: str, re
     )
     with pytest.raises(DraftError, match=f"{name}.*{reason}"):
         blocks.read_block(folder, blocks.target())
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (
+            {"dflash_config": {"lilicorr_hidden_size": 8}},
+            r"dflash_config\.lilicorr_hidden_size.*Li",
+        ),
+        ({"lilicorr_enabled": True}, "lilicorr_enabled.*LiLiCorr"),
+        ({"xpress_rank": 4}, "xpress_rank.*XPress"),
+        ({"speculators_model_type": "xpress"}, "speculators_model_type = xpress.*XPress"),
+        ({"speculators_model_type": "mtp"}, "speculators_model_type = mtp.*MTP"),
+        ({"speculators_model_type": "dflash2"}, "DFlash 2"),
+        ({"dflash_config": {"nobodys_key": 1}}, "nobodys_key"),
+    ],
+)
+def test_parts_of_other_drafts_are_named_and_never_advised_away(
+    tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    """Without its key, a LiLiCorr is a DFlash that drafts other tokens than were trained."""
+    folder = tiny.write(tmp_path / "draft", CONFIG | changes, blocks.block_tensors())
+    with pytest.raises(DraftError, match=named) as caught:
+        blocks.read_block(folder, blocks.target())
+    assert not re.search("remove|delete|leave .* out|correct", str(caught.value), re.IGNORECASE)
+
+
+def test_weights_and_adapters_of_other_drafts_are_named(tmp_path: Path) -> None:
+    tensors = blocks.block_tensors() | {"lilicorr.slot_embedding": torch.zeros(2)}
+    with pytest.raises(DraftError, match=r"lilicorr\.slot_embedding.*LiLiCorr"):
+        blocks.read_block(tiny.write(tmp_path / "weights", CONFIG, tensors), blocks.target())
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(DraftError, match="UNO"):
+        blocks.read_block(tmp_path / "adapter", blocks.target())

@@ -109,7 +109,12 @@ def test_dspark_drafts_as_defined(
         confidence_head_with_markov=with_markov,
         sample_from_anchor=anchor,
     )
-    draft = blocks.read_block(tiny.write(tmp_path, raw, tensors), facts)
+    folder = tiny.write(tmp_path, raw, tensors)
+    if markov == "rnn" and not anchor:  # its state has seen the anchor's slot before slot 1
+        with pytest.raises(DraftError, match="advances the head's state over the anchor's slot"):
+            blocks.read_block(folder, facts)
+        return
+    draft = blocks.read_block(folder, facts)
     assert draft.name == "dspark" and draft.config.sample_from_anchor == anchor
     assert facts.embedding is not None and facts.head is not None
     it = Reading(tensors, facts.embedding, facts.head, anchor=anchor, markov=markov)
