@@ -92,12 +92,6 @@ def llama_cpp_block(subject: Subject) -> Notes:
     )
     notes.refuse(uses_last(subject), LAST + "the process aborts")
     llama_cpp_block_windows(notes, subject)
-    count = subject.config["block_size"] - (not subject.config["sample_from_anchor"])
-    notes.warn(
-        True,
-        f"pass --spec-draft-n-max {count} (its default is 3): with fewer drafts it "
-        "shortens the block that the draft attends to",
-    )
     return notes
 
 

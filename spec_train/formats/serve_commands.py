@@ -97,7 +97,8 @@ def _llama_cpp(subject: Subject, target: str, folder: str, drafted: int) -> Serv
         [*convert, folder, "--target-model-dir", target, "--outfile", "draft.gguf"],
         [*serve, "--spec-draft-n-max", str(drafted)],
     )
-    note = "The converter needs the target as a directory. Without --spec-draft-n-max it drafts 3."
+    note = "The converter needs the target as a directory. Without --spec-draft-n-max it drafts 3, "
+    note += "and a block that is shorter than in training drafts other tokens."
     return Serving(LLAMA_CPP, tuple(shlex.join(line) for line in lines), note=note)
 
 

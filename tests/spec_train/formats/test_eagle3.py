@@ -262,8 +262,8 @@ def test_speculators_drafts_without_a_norm_are_read_as_vllm_serves_them(
     path.write_text(json.dumps(raw | {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}))
     with pytest.raises(DraftError, match=r"\[0, 1, 3\] by eagle_aux.*\[0, 1, 2\] by spec_train"):
         load_draft(out)
-    path.write_text(json.dumps(raw | {"speculators_model_type": "mtp"}))
-    with pytest.raises(DraftError, match="type mtp are unknown"):
+    path.write_text(json.dumps(raw | {"speculators_model_type": "medusa"}))
+    with pytest.raises(DraftError, match="type medusa are unknown"):
         load_draft(out)
 
 
