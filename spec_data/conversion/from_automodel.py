@@ -1,9 +1,11 @@
 """NVIDIA AutoModel: `manifest.json` and `shard-*.safetensors` of its DSpark cache, version 1.
 
-A shard has samples padded to one length S: `input_ids`, `attention_mask` and `loss_mask` [B, S],
+A shard has samples padded to one length S: `input_ids` and `loss_mask` [B, S],
 `target_hidden_states` [B, S, n * H] and `target_last_hidden_states` [B, S, H], after the final
-norm. `target_layer_ids` are outputs of blocks, -1 the embedding. The cache of its EAGLE-3 recipe
-holds probabilities over a draft vocabulary and no final state: it cannot be converted.
+norm. `target_layer_ids` are outputs of blocks. Lengths are not stored: padding is the last run of
+one token id that is not supervised. What a tokenizer pads on the left stays, because the target
+attended to it. The cache of its EAGLE-3 recipe holds probabilities over a draft vocabulary and no
+final state: it cannot be converted.
 """
 
 import json
@@ -79,29 +81,27 @@ class AutoModelCache:
 
     def tokens(self, number: int) -> SampleTokens:
         """Read ids and mask of a sample without its padding, and check the shapes of its states."""
-        first, last = self._span(number)
-        ids = self._row(number, "input_ids")[first:last]
-        self._states(number, first, last, header=True)
-        return sample_tokens(ids, self._row(number, "loss_mask")[first:last])
+        found = self._tokens(number)
+        self._states(number, len(found.ids), header=True)
+        return found
 
     def states(self, number: int) -> SampleStates:
         """Read the states of a sample without its padding."""
-        return self._states(number, *self._span(number))
+        return self._states(number, len(self._tokens(number).ids))
 
-    def _span(self, number: int) -> tuple[int, int]:
-        """Return the tokens [first, last) of a sample that are no padding."""
-        real = self._row(number, "attention_mask").bool().nonzero().flatten().tolist()
-        if not real:
-            raise BadRow("the attention mask is zero everywhere")
-        if real[-1] - real[0] + 1 != len(real):
-            raise BadRow("the attention mask has a gap")
-        return real[0], real[-1] + 1
+    def _tokens(self, number: int) -> SampleTokens:
+        padded = sample_tokens(self._row(number, "input_ids"), self._row(number, "loss_mask"))
+        kept = (padded.ids != padded.ids[-1]) | padded.mask.bool()  # type: ignore[union-attr]
+        length = int(kept.nonzero().max()) + 1 if kept.any() else 0
+        if not length:
+            raise BadRow("it has nothing but padding")
+        return SampleTokens(ids=padded.ids[:length], mask=padded.mask[:length])  # type: ignore[index]
 
-    def _states(self, number: int, first: int, last: int, header: bool = False) -> SampleStates:
+    def _states(self, number: int, length: int, header: bool = False) -> SampleStates:
         names = ("target_hidden_states", "target_last_hidden_states")
-        aux, end = (self._row(number, name, header)[first:last] for name in names)
+        aux, end = (self._row(number, name, header)[:length] for name in names)
         layers = len(self.conventions.stored_layers)
-        return joined_states(aux, end, last - first, layers, self._sizes.hidden_size)
+        return joined_states(aux, end, length, layers, self._sizes.hidden_size)
 
     def _shard(self, number: int) -> Path:
         return self._shards[number // self._per_shard]
@@ -133,13 +133,18 @@ def _manifest(file: Path) -> dict[str, Any]:
             )
         found: dict[str, Any] = {k: int(about[k]) for k in ("num_samples", "shard_size")}
         found["target_layer_ids"] = [int(k) for k in about["target_layer_ids"]]
-        version = about["format_version"]
+        version, complete = about["format_version"], about.get("complete", True)
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, DatasetError):
             raise
         raise DatasetError(f"{file}: not the manifest of a DSpark cache ({error!r})") from None
     if version != _VERSION:
         raise DatasetError(f"{file}: format version {version} is not read")
+    if complete is not True:
+        raise DatasetError(
+            f"{file}: marked as not complete: AutoModel was stopped, or is still writing. Run its "
+            "precompute to the end first"
+        )
     empty = [k for k, v in found.items() if not v or (isinstance(v, int) and v < 0)]
     if empty:
         raise DatasetError(f"{file}: {empty[0]} is {found[empty[0]]}, so there is nothing to read")

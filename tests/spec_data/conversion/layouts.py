@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from spec_data.target.hooks import decoder_layers
 from tests.spec_data.runs import save_target
 
+PAD = 0  # the id that rows are filled with
+
 
 @dataclass
 class Sample:
@@ -187,30 +189,34 @@ def deepspec(root: Path, samples, layers=(1, 2, 4), dtype="bfloat16", per_shard=
     return root
 
 
-def automodel(root: Path, samples, layers=(1, 2, 4), per_shard=5, left=False) -> Path:
-    """Shards of samples that are padded to one length."""
-    root.mkdir()
-    width = max(len(s.ids) for s in samples) + 3
+def automodel(root: Path, samples, layers=(1, 2, 4), per_shard=5, left=0) -> Path:
+    """Shards of samples that are padded to one length, as its `precompute_dspark.py` writes them.
 
-    def padded(value: Tensor) -> Tensor:
-        out = value.new_zeros(width, *value.shape[1:])
-        out[width - len(value) :] = value if left else out[width - len(value) :]
-        if not left:
-            out[: len(value)] = value
+    There is no attention mask, and the states of the padding are what the target computed there.
+    `left` tokens of padding come first, as from a tokenizer that pads on the left.
+    """
+    root.mkdir()
+    width = max(len(s.ids) for s in samples) + 3 + left
+    torch.manual_seed(0)
+
+    def padded(value: Tensor, fill: Tensor) -> Tensor:
+        out = fill.to(value.dtype).expand(width, *value.shape[1:]).clone()
+        out[left : left + len(value)] = value
         return out
 
     for number, first in enumerate(range(0, len(samples), per_shard)):
         rows = [
             {
-                "input_ids": s.ids,
-                "attention_mask": torch.ones_like(s.ids),
-                "loss_mask": s.mask,
-                "target_hidden_states": s.aux(layers),
-                "target_last_hidden_states": s.final,
+                "input_ids": padded(s.ids, torch.tensor(PAD)),
+                "loss_mask": padded(s.mask, torch.tensor(0)),
+                "target_hidden_states": padded(
+                    s.aux(layers), torch.randn(width, s.aux(layers).shape[1])
+                ),
+                "target_last_hidden_states": padded(s.final, torch.randn(width, s.final.shape[1])),
             }
             for s in samples[first : first + per_shard]
         ]
-        table = {name: torch.stack([padded(row[name]) for row in rows]) for name in rows[0]}
+        table = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         save_file(table, root / f"shard-{number:06d}.safetensors")
     about = {
         "format_version": 1,
@@ -218,6 +224,7 @@ def automodel(root: Path, samples, layers=(1, 2, 4), per_shard=5, left=False) ->
         "shard_size": per_shard,
         "target_layer_ids": list(layers),
         "dtype": "bf16",
+        "complete": True,
     }
     (root / "manifest.json").write_text(json.dumps(about))
     return root

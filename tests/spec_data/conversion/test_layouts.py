@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import datasets
 import pytest
@@ -30,11 +31,6 @@ FORMS = {
     ),
     "deepspec": ("deepspec", None, write.deepspec, True),
     "automodel": ("automodel", None, write.automodel, True),
-    "automodel, padded on the left": (
-        *("automodel", None),
-        lambda root, s: write.automodel(root, s, left=True),
-        True,
-    ),
     "modelopt": (
         *("modelopt", (1, 2, 4)),
         lambda root, s: write.modelopt(root, s, layers=LAYERS),
@@ -71,6 +67,33 @@ def test_a_layout_is_read_bit_for_bit(form, tmp_path, samples):
         assert torch.equal(states.aux.flatten(1), sample.aux(LAYERS))
         assert torch.equal(states.last, sample.final if after else sample.layers[5])
     assert all(file.is_file() for file in found.files())
+
+
+def test_only_trailing_unsupervised_tokens_of_one_id_are_the_padding_of_automodel(
+    tmp_path, samples
+):
+    few = [replace(s, ids=s.ids.clone(), mask=s.mask.clone()) for s in samples[:5]]
+    longest = max(range(5), key=lambda i: len(few[i].ids))
+    few[0].ids[-1] = write.PAD  # an answer that ends in the token that rows are filled with
+    root = write.automodel(tmp_path / "src", few, left=2)
+    shard = root / "shard-000000.safetensors"
+    table = load_file(shard)
+    table["loss_mask"][longest, -1] = 1  # nothing was filled up
+    table["input_ids"][1], table["loss_mask"][1] = write.PAD, 0
+    save_file(table, shard)
+    found = open_layout("automodel", root, None, SIZES)
+    tokens = found.tokens(0)
+    assert tokens.ids.tolist() == [write.PAD] * 2 + few[0].ids.tolist()
+    assert tokens.mask.tolist() == [0, 0, *few[0].mask.tolist()]
+    assert torch.equal(
+        found.states(0).last, table["target_last_hidden_states"][0, : len(tokens.ids)]
+    )
+    assert len(found.tokens(longest).ids) == table["input_ids"].shape[1]
+    with pytest.raises(BadRow, match="nothing but padding"):
+        found.tokens(1)
+    change(root / "manifest.json", complete=False)
+    with pytest.raises(DatasetError, match="not complete"):
+        open_layout("automodel", root, None, SIZES)
 
 
 def test_eight_bit_states_are_decoded(tmp_path, samples):
