@@ -5,16 +5,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "failures.md"
+HEADER = ["failure", "outcome", "tests"]
 KNOWN = 43  # numbered failures: those that the field has met
 _TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 
 
 def rows() -> list[list[str]]:
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
-    cells = [
-        [c.strip() for c in line.strip("|").split("|")] for line in lines if line.startswith("|")
-    ]
-    return [row for row in cells if row[0] != "failure" and not set(row[0]) <= {"-", " "}]
+    """The cells of every row of a table: lines that follow a header and its line of dashes."""
+    found = []
+    for block in re.split(r"\n(?!\|)", PAGE.read_text(encoding="utf-8")):
+        lines = [line for line in block.splitlines() if line.startswith("|")]
+        cells = [[c.strip() for c in line.strip("|").split("|")] for line in lines]
+        if cells:
+            assert cells[:2] == [HEADER, ["---"] * len(HEADER)], f"no table's header: {lines[0]}"
+        found += cells[2:]
+    return found
 
 
 def test_every_row_has_an_outcome_and_a_test_that_exists():
