@@ -13,6 +13,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+from spec_data.corpus.bad_rows import printable
+from spec_data.corpus.json_values import is_text
 from spec_data.options.regenerate_options import RegenerateConfig
 from spec_data.regeneration.conversations import Answer, Conversation, Reading
 from spec_data.regeneration.event_loop import run_to_end
@@ -138,8 +140,9 @@ class ServerAnswers:
                 ledger.skip(conversation, error.kind, str(error))
             except (GaveUp, RefusedAnswer) as error:
                 kind = "refused" if isinstance(error, RefusedAnswer) else "no-answer"
-                ledger.fail(conversation, kind, str(error))
-                self._count_failure(str(error))
+                reason = printable(str(error))
+                ledger.fail(conversation, kind, reason)
+                self._count_failure(reason)
 
     def _count_failure(self, reason: str) -> None:
         self._given_up += 1
@@ -199,7 +202,7 @@ class ServerAnswers:
             return read_answer(response.content)
         except openai.APIStatusError as error:
             code = error.status_code
-            text = f"HTTP {code}: {' '.join(str(error.message).split())[:300]}"
+            text = printable(f"HTTP {code}: {' '.join(str(error.message).split())[:300]}")
             if code in _AGAIN or code >= 500:
                 raise _TryAgain(text, asked_wait(error.response.headers)) from None
             if code in _STOPS:
@@ -232,7 +235,8 @@ async def _models(server: Server) -> list[str]:
 
     try:
         listed = await server.client.with_options(timeout=30.0).models.list()
-        return [str(model.id) for model in listed.data]
+        names = [model.id for model in listed.data]
+        return [name for name in names if isinstance(name, str) and is_text(name)]
     except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
         raise ConfigError(
             f"--server {server.url} refuses the key (HTTP {error.status_code}); set OPENAI_API_KEY"
@@ -241,7 +245,7 @@ async def _models(server: Server) -> list[str]:
         raise GaveUp(str(error.__cause__ or error) or type(error).__name__) from None
     except openai.InternalServerError as error:
         raise GaveUp(f"HTTP {error.status_code}") from None
-    except (openai.APIError, ValueError, TypeError, AttributeError):
+    except (openai.APIError, ValueError, TypeError, AttributeError, RecursionError):
         return []  # it responds, but has no such list
 
 

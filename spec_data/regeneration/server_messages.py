@@ -5,14 +5,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spec_data.corpus.json_values import is_text
-from spec_data.corpus.records import REASONING
+from spec_data.corpus.bad_rows import BadRow
+from spec_data.corpus.json_values import parse_json
+from spec_data.corpus.records import REASONING, parse_row
 from spec_data.options.regenerate_options import RegenerateConfig
 from spec_data.regeneration.conversations import Answer, Conversation, Message
 from spec_data.regeneration.local_target import EMPTY
 
 _SENT = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING)
 _ENDED = ("stop", "length", "tool_calls", "function_call")
+_MOST_TOKENS = 1 << 31  # of one answer or prompt that a server can mean
 
 
 class MalformedBody(ValueError):
@@ -77,13 +79,15 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
 def read_answer(body: bytes) -> Answer:
     """Return the answer in the body of a chat completion.
 
+    Whatever a server sends ends here: an answer is what a row of a corpus may hold, as JSON.
+
     Raises:
         MalformedBody: the body is not JSON, or not the completion of an answer.
         RefusedAnswer: the server stopped the answer, such as its content filter.
     """
     try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
+        found = parse_json(body)
+    except BadRow:
         raise MalformedBody(f"no JSON: {_start(body)}") from None
     choices = found.get("choices") if isinstance(found, dict) else None
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
@@ -111,22 +115,26 @@ def _holds(value: Any) -> bool:
 def _message(message: Mapping[str, Any]) -> Message:
     """Return what a corpus row holds of a message of a server."""
     own: Message = {"content": message.get("content") or ""}
-    own |= {name: message[name] for name in REASONING if message.get(name)}
-    if message.get("tool_calls"):
-        own["tool_calls"] = message["tool_calls"]
-    texts = [value for name, value in own.items() if name != "tool_calls"]
-    if not all(isinstance(text, str) and is_text(text) for text in texts):
+    own |= {n: message[n] for n in (*REASONING, "tool_calls") if message.get(n)}
+    if not all(isinstance(value, str) for name, value in own.items() if name != "tool_calls"):
         raise MalformedBody("its content is no text")
-    calls = own.get("tool_calls", [])
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise MalformedBody("its tool calls are no list of objects")
+    asked, answered = {"role": "user", "content": ""}, {"role": "assistant", **own}
+    try:
+        parse_row({"messages": [asked, answered]}, source="", where="")
+        json.dumps(own, allow_nan=False)
+    except ValueError as error:  # a BadRow, or NaN
+        raise MalformedBody(f"its message is no row of a corpus: {error}") from None
     return own
 
 
 def _count(usage: Any, name: str) -> int:
     """Return a number of tokens; 0 if the server does not tell."""
     found = usage.get(name) if isinstance(usage, dict) else None
-    return found if isinstance(found, int) and found >= 0 else 0
+    if found is None:
+        return 0
+    if not isinstance(found, (int, float)) or not 0 <= found < _MOST_TOKENS:
+        raise MalformedBody(f"its {name} is no number of tokens")
+    return int(found)
 
 
 def _start(body: bytes) -> str:

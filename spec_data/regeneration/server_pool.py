@@ -111,6 +111,9 @@ def asked_wait(headers: Mapping[str, str]) -> float | None:
     try:
         seconds = float(value)
     except ValueError:
-        date = email.utils.parsedate_tz(value)
-        seconds = email.utils.mktime_tz(date) - time.time() if date else -1.0
+        try:
+            date = email.utils.parsedate_tz(value)
+            seconds = email.utils.mktime_tz(date) - time.time() if date else -1.0
+        except (ValueError, OverflowError):  # no such day or year
+            return None
     return seconds if 0 <= seconds < float("inf") else None

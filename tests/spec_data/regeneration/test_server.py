@@ -1,9 +1,11 @@
 """OpenAI-compatible servers write the answers: every fault of theirs, and what is sent to them."""
 
 import asyncio
+import copy
 import json
 import multiprocessing as mp
 import os
+import random
 import socket
 import time
 
@@ -11,7 +13,10 @@ import pytest
 
 from spec_data.cli import main
 from spec_data.config import as_flags
+from spec_data.corpus.json_values import parse_json
+from spec_data.corpus.records import parse_row
 from spec_data.regeneration.journal import journal_path
+from spec_data.regeneration.server_messages import MalformedBody, RefusedAnswer, read_answer
 from spec_data.regeneration.server_pool import ServerPool, asked_wait, base_url
 from spec_data.shards.errors import ConfigError, RunError
 from tests.spec_data.regeneration.chat_server import (
@@ -166,6 +171,97 @@ def test_a_request_that_is_refused_concerns_its_conversation_alone(corpus, tmp_p
         record = answered(corpus, out, server=(server.url,), **FAST)
     check(out, corpus, record)
     assert len(server.requests) - before == 2  # the two turns of that conversation
+
+
+def calling(arguments: bytes) -> bytes:
+    return b'{"tool_calls": [{"function": {"name": "w", "arguments": ' + arguments + b"}}]}"
+
+
+def chat(message: bytes = b'{"content": "hi"}', tokens: bytes = b"3") -> bytes:
+    choice = b'{"message": ' + message + b', "finish_reason": "stop"}'
+    return b'{"choices": [' + choice + b'], "usage": {"completion_tokens": ' + tokens + b"}}"
+
+
+def nested(depth: int) -> bytes:
+    return b"[" * depth + b"]" * depth
+
+
+HOSTILE = {
+    "half a character in the arguments of a call": (200, chat(calling(b'"\\ud800"'))),
+    "deep tool calls": (200, chat(b'{"content": "", "tool_calls": [{"a": ' + nested(900) + b"}]}")),
+    "deep arguments": (200, chat(calling(nested(150)))),
+    "NaN in the arguments": (200, chat(calling(b"NaN"))),
+    "1e400 tokens": (200, chat(tokens=b"1e400")),
+    "10**400 tokens": (200, chat(tokens=b"1" + b"0" * 400)),
+    "10**9999 tokens": (200, chat(tokens=b"1" + b"0" * 9999)),
+    "tokens that are text": (200, chat(tokens=b'"3"')),
+    "a list": (200, b"[]"),
+    "deep nesting": (200, nested(100_000)),
+    "a deep refusal": (400, nested(900)),
+    "a refusal with half a character": (400, b'{"error": {"message": "\\ud800"}}'),
+    "a date without end": (429, b"", {"Retry-After": "Fri, 31 Dec 9999999 23:59:59 GMT"}),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_answer_of_a_server_ends_the_run(corpus, tmp_path, name):
+    out = tmp_path / "a.jsonl"
+
+    def hostile(handler, request):
+        if request["messages"][0]["content"] != "question 3":
+            return False
+        handler.send(*HOSTILE[name])
+        return True
+
+    with ChatServer(hostile) as server:
+        record = answered(corpus, out, server=(server.url,), **FAST, retries=1)
+    assert (record["counts"]["written"], record["counts"]["failed"]) == (ROWS - 1, 1)
+    assert json.loads((tmp_path / "a.jsonl.sampling").read_text()) == record
+    with ChatServer() as server:
+        check(out, corpus, answered(corpus, out, server=(server.url,), **FAST))
+
+
+def mutated(value, rng):
+    """Return a JSON value with one part replaced by a value that may not belong there."""
+    strange = [
+        *(None, True, -1, 0.5, 1e308, float("nan"), float("inf"), 10**400, "", "\ud800", [], {}),
+        *([[]], {"\udfff": 1}, json.loads(nested(rng.choice((50, 99, 101, 900))))),
+    ]
+    if not value or not isinstance(value, (dict, list)) or rng.random() < 0.2:
+        return rng.choice(strange)
+    keys = list(value) if isinstance(value, dict) else range(len(value))
+    key, found = rng.choice(keys), copy.copy(value)
+    found[key] = mutated(value[key], rng)
+    return found
+
+
+def test_a_body_is_an_answer_that_a_corpus_can_hold_or_it_is_malformed():
+    rng, kept = random.Random(0), 0
+    call = {"id": "1", "type": "function", "function": {"name": "w", "arguments": '{"a": 1}'}}
+    sound = completion([], message={"reasoning_content": "hm", "tool_calls": [call]})
+    for _ in range(3000):
+        found = mutated(sound, rng)
+        for _ in range(rng.randrange(3)):
+            found = mutated(found, rng)
+        data = json.dumps(found).encode()
+        if rng.random() < 0.1:
+            data = data[: rng.randrange(len(data))]
+        try:
+            answer = read_answer(data)
+        except (MalformedBody, RefusedAnswer):
+            continue
+        kept += 1
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", **answer.message}]
+        line = json.dumps({"messages": messages}, allow_nan=False, ensure_ascii=False).encode()
+        parse_row(parse_json(line), source="", where="")
+        assert 0 <= answer.tokens < 2**31 and 0 <= answer.prompt_tokens < 2**31
+    assert 300 < kept < 2700
+
+
+def test_a_list_of_models_that_is_none(corpus, tmp_path):
+    with ChatServer(models=("\ud800", 5, None, "tiny")) as server:
+        record = answered(corpus, tmp_path / "a.jsonl", server=(server.url,), **FAST)
+    assert record["settings"]["server_model"] == "tiny"
 
 
 def test_no_server_answers_any_more(corpus, tmp_path):
