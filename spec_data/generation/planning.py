@@ -31,7 +31,8 @@ from spec_data.generation.prepared import Prepared, Preparing
 from spec_data.generation.setup import Setup, corpus_reader, settings
 from spec_data.generation.unit_size import BATCH_TOKENS, unit_tokens
 from spec_data.progress import progress
-from spec_data.shards.files import sha256_file, sha256_json
+from spec_data.shards.errors import TargetError
+from spec_data.shards.files import read_object, sha256_file, sha256_json
 
 _DECIDING = (
     *("mask", "max_length", "keep_tails", "limit", "max_row_bytes", "on_bad_row", "max_bad_rows"),
@@ -256,11 +257,7 @@ def end_token_ids(directory: Path) -> list[int]:
     """Return the token ids that end generation, from generation_config.json or config.json."""
     for name in ("generation_config.json", "config.json"):
         file = directory / name
-        ids = (
-            json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-            if file.is_file()
-            else None
-        )
+        ids = read_object(file, TargetError).get("eos_token_id") if file.is_file() else None
         if ids is not None:
             return [ids] if isinstance(ids, int) else list(ids)
     return []

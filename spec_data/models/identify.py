@@ -11,7 +11,7 @@ from typing import Any
 from spec_data.models.reading import load_config, load_tokenizer, text_config
 from spec_data.models.weight_files import weights_hash
 from spec_data.shards.errors import SpecDataError, TargetError
-from spec_data.shards.files import sha256_json
+from spec_data.shards.files import read_object, sha256_json
 
 _VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 _VOLATILE_TOKENIZER = {"version", "truncation", "padding"}
@@ -120,10 +120,7 @@ def tokenizer_table(tokenizer: Any, facts: dict[str, Any]) -> dict[str, Any]:
 
 def config_hash(directory: Path) -> str:
     """Return the hash of config.json without the fields that change when a model is saved again."""
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TargetError(f"{directory / 'config.json'}: not valid JSON: {error}") from None
+    config = read_object(directory / "config.json", TargetError)
     return sha256_json({k: v for k, v in config.items() if k not in _VOLATILE})
 
 

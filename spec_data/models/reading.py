@@ -6,6 +6,7 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from spec_data.shards.errors import TargetError
+from spec_data.shards.files import read_object
 
 
 def text_config(config: Any) -> Any:
@@ -51,6 +52,9 @@ def load_config(directory: Path, trust: bool = False) -> Any:
         TargetError: transformers does not know the family, it is not a decoder-only text model, or
             its blocks output no state [B, T, H].
     """
+    file = directory / "config.json"
+    if file.is_file():
+        read_object(file, TargetError)  # transformers has no words for other values
     try:
         config = AutoConfig.from_pretrained(str(directory), trust_remote_code=trust)
     except Exception as error:  # a config that does not validate raises an error of its own

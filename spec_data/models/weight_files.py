@@ -12,6 +12,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from spec_data.shards.errors import MissingError, TargetError
+from spec_data.shards.manifest_rules import safe_path
 
 _ADAPTER = "adapter_config.json"
 _INDEX = "model.safetensors.index.json"
@@ -52,7 +53,10 @@ def _indexed(directory: Path) -> set[str]:
     if not index.is_file():
         return set()
     try:
-        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        if not all(map(safe_path, names)):
+            raise ValueError("it names files outside its directory, or ones that cannot be")
+        return names
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TargetError(
             f"{index}: damaged ({type(error).__name__}: {error}); copy the model again"

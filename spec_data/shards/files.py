@@ -13,6 +13,8 @@ from typing import Any
 
 from xxhash import xxh3_64
 
+from spec_data.shards.errors import DatasetError, SpecDataError
+
 MANIFEST = "manifest.json"
 """Name of the file that makes a directory a dataset."""
 _READ_AT_ONCE = 1 << 20  # bytes
@@ -98,6 +100,22 @@ def write_once(path: Path, data: bytes | str) -> None:
         temporary.replace(path)
     temporary.unlink(missing_ok=True)
     sync_directory(path.parent)
+
+
+def read_object(file: Path, error: type[SpecDataError] = DatasetError) -> dict[str, Any]:
+    """Return the JSON object that a file holds.
+
+    Raises:
+        FileNotFoundError: there is no such file. An `error`: it holds something else.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as problem:  # ValueError: of JSON and of UTF-8
+        raise error(f"{file}: not valid JSON ({problem}); copy it again") from None
+    if not isinstance(found, dict):
+        what = "null" if found is None else f"a {type(found).__name__}"
+        raise error(f"{file}: expected a JSON object, found {what}; copy it again")
+    return found
 
 
 def dump_json(value: Any) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from spec_data.shards.checksums import numbers
+from spec_data.shards.checksums import batches_of, numbers
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.schema import Manifest
 
@@ -45,10 +45,9 @@ def read_index(data: pa.Buffer, manifest: Manifest, file: Path) -> pa.Table:
     if not manifest.has_checksums:
         schema = schema.remove(schema.get_field_index(_CHECKSUM))
     try:
-        stream = pa.ipc.open_stream(data)
-        if not stream.schema.equals(schema, check_metadata=True):
+        found, batches, _ = batches_of(pa.BufferReader(data))
+        if not found.equals(schema, check_metadata=True):
             raise DatasetError(f"{file}: its columns are not those of an index; copy it again")
-        batches = list(stream)
         for batch in batches:
             batch.validate(full=True)
         table = pa.Table.from_batches(batches, schema).combine_chunks()

@@ -16,6 +16,7 @@ from spec_data.shards.errors import DatasetError
 from spec_data.shards.side_rules import side_problems
 
 _LARGEST_SIZE, _LARGEST_COUNT = 2**31 - 1, 2**63 - 1
+_LONGEST_NAME = 255  # bytes of a file's name on usual file systems
 _LETTERS, _NAMED = 60, 3  # letters of a wrong value, and problems, that a message shows
 
 
@@ -54,7 +55,9 @@ def safe_path(name: Any) -> bool:
     """Return whether `name` is a path that stays inside its directory, as manifests write it."""
     if not isinstance(name, str) or not name or "\\" in name or "\0" in name or ":" in name:
         return False
-    return not any(part in ("", ".", "..") for part in name.split("/"))
+    return name.isprintable() and not any(
+        part in ("", ".", "..") or len(part.encode()) > _LONGEST_NAME for part in name.split("/")
+    )
 
 
 def _is_int(value: Any, least: int, most: int) -> bool:
@@ -97,7 +100,7 @@ FOUND = Kind(
 )
 SHA256 = Kind("64 hex digits", lambda value: _is_hex(value, 64))
 XXH3 = Kind("16 hex digits", lambda value: _is_hex(value, 16))
-PATH = Kind("a path inside the dataset, without `..`", safe_path)
+PATH = Kind("a path inside the dataset, without `..`, its names up to 255 bytes", safe_path)
 TOKENS = Kind('"all" or "supervised"', lambda value: value in ("all", "supervised"))
 SUPERVISION = Kind('"final-hidden", "logits" or "topk:K"', _supervision)
 

@@ -9,6 +9,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from spec_data.shards.checksums import read_batches
 from spec_data.shards.errors import DatasetError
 
 
@@ -80,7 +81,8 @@ class PlanTokens:
 def _whole_table(file: Path) -> pa.Table:
     """Read a table of planned documents, and check all that reading its values relies on."""
     try:
-        table = pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
+        schema, batches, _ = read_batches(file)
+        table = pa.Table.from_batches(batches, schema)
         table.validate(full=True)
         kinds = {f.name: f.type for f in table.schema}
         known = {"doc_id": pa.string(), "input_ids": pa.int32(), "loss_mask": pa.uint8()}

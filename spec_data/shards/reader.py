@@ -5,7 +5,6 @@ at first use. All returned tensors are copies: mapped memory is read-only withou
 and one in-place operation on it would kill the process.
 """
 
-import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -27,7 +26,7 @@ from spec_data.shards.codecs import tensor_of
 from spec_data.shards.coded import CodedRows, decode_rows, runs
 from spec_data.shards.document_access import DocumentAccess
 from spec_data.shards.errors import DatasetError, MissingError
-from spec_data.shards.files import MANIFEST
+from spec_data.shards.files import MANIFEST, read_object
 from spec_data.shards.index import index_numbers, read_index
 from spec_data.shards.lossy import Tables
 from spec_data.shards.mirror import Mirror, open_mirror, wrong_size
@@ -165,8 +164,7 @@ class HiddenStatesDataset(DocumentAccess):
             MissingError, DatasetError: the file is missing, or not the one that was sealed.
         """
         file = checked_file(self.path, "target/config.json", self.manifest)
-        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return config
+        return read_object(file)
 
     @cached_property
     def _index(self) -> pa.Table:

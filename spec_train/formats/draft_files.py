@@ -25,6 +25,7 @@ from spec_data.shards.files import (
     use_default_mode,
     write_atomically,
 )
+from spec_data.shards.manifest_rules import safe_path
 from spec_train.formats.draft_seal import (
     MARK,
     SECTION,
@@ -194,7 +195,7 @@ def _parts_of(index: Path) -> list[str]:
     """Return the files that an index names, which all lie beside it."""
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        if not names or any(Path(name).name != name for name in names):
+        if not names or any("/" in name or not safe_path(name) for name in names):
             raise ValueError("it must name files in its own directory")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DraftError(f"{index}: not an index of weights ({error}); copy it again") from None

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from spec_data.models.shapes import block_count, text_table
 from spec_data.shards.errors import MissingError, TargetError
+from spec_data.shards.files import read_object
 
 _INDEX = "model.safetensors.index.json"
 _EMBEDDING = ("embed_tokens.weight", "wte.weight")
@@ -50,13 +51,9 @@ def read_target(folder: Path, name: str | None = None) -> TargetFacts:
     """
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError(f"a {type(config).__name__} instead of an object")
+        config = read_object(path, TargetError)
     except FileNotFoundError:
         raise MissingError(f"{path}: no such file; --target takes a model directory") from None
-    except ValueError as error:
-        raise TargetError(f"{path}: not valid JSON ({error}); copy the model again") from None
     embedding = _find(folder, _EMBEDDING)
     return TargetFacts(
         name=name or str(folder),

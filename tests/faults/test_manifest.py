@@ -141,6 +141,7 @@ def test_every_wrong_value_is_refused_in_words_or_harmless(data):
         (("supervision",), "topk:-1", "supervision is 'topk:-1', expected"),
         (("final",), "some", 'final is \'some\', expected "all" or "supervised"'),
         (("files",), [], "files is a list, expected an object"),
+        (("shards", 0, "file"), "shards/" + "é" * 128, "shards[0].file is 'shards/"),
         (("files", "index.arrow"), 3, "files['index.arrow'] is 3, expected an object"),
         (
             ("documents", "dropped"),

@@ -104,6 +104,11 @@ def test_a_damaged_part_of_several_is_named_and_an_absent_one_too(tmp_path):
     parts[1].write_bytes(whole)
     load(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
+    table = json.loads(index.read_text())
+    for name in ("é" * 128, "../x", "\ud800", 5):  # 256 bytes are too long for any name
+        table["weight_map"]["model.norm.weight"] = name
+        index.write_text(json.dumps(table))
+        assert f"{index}: damaged" in refusal(tmp_path)
     index.write_text(index.read_text()[:-20])
     assert f"{index}: damaged" in refusal(tmp_path)
 

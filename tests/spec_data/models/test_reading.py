@@ -4,10 +4,12 @@ import json
 
 import pytest
 
-from spec_data.models.identify import identify_files
+from spec_data.generation.planning import end_token_ids
+from spec_data.models.identify import config_hash, identify_files
 from spec_data.models.loading import load_model
 from spec_data.models.reading import load_config, load_tokenizer
 from spec_data.shards.errors import TargetError
+from spec_train.formats.target_facts import read_target
 from tests.spec_data.runs import save_target
 from tests.spec_train.fitted import edit
 
@@ -35,6 +37,22 @@ def test_a_config_that_does_not_validate_is_an_error_in_words(target):
     for read in (load_config, lambda folder: load_model(str(folder), device="cpu")):
         with pytest.raises(TargetError, match=r"config\.json: transformers cannot load it: Valid"):
             read(target)
+
+
+@pytest.mark.parametrize("text", ["null", "[1]", "5", "[" * 5000 + "]" * 5000, '"\\ud800"'])
+def test_a_config_that_is_no_object_is_an_error_in_words(target, text):
+    file = target / "config.json"
+    whole = file.read_text()
+    (target / "generation_config.json").write_text(text)
+    said = r"config\.json: (expected a JSON object|not valid JSON)"
+    with pytest.raises(TargetError, match=f"generation_{said}"):
+        end_token_ids(target)
+    file.write_text(text)
+    for read in (load_config, config_hash, read_target):
+        with pytest.raises(TargetError, match=said):
+            read(target)
+    file.write_text(whole)
+    load_config(target)
 
 
 def test_an_encoder_decoder_model_is_refused_before_its_weights_are_read(target):
