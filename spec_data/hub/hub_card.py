@@ -1,9 +1,11 @@
 """The card of a dataset on the Hub: what is in it, in words; and where its viewer finds rows."""
 
 import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from spec_data.progress import size
+from spec_data.shards.card_text import code, front_matter, licence_fields, plain, table
 from spec_data.shards.codec_tables import error_text
 from spec_data.shards.layer_ids import recorded_layers
 from spec_data.shards.likelihood_text import agreement_rows, suspicions
@@ -27,34 +29,27 @@ def size_category(documents: int) -> str:
 
 def hub_card(manifest: Manifest, repo: str) -> str:
     """Return the README.md of a dataset on the Hub, in `repo`."""
-    raw, totals, target = manifest.raw, manifest.raw["totals"], manifest.target
-    licences = sorted({s["licence"] for s in raw["corpus"] if s.get("licence")})
+    raw, target = manifest.raw, manifest.target
     name = target["name"].rstrip("/").rpartition("/")[2]
-    return f"""---
-pretty_name: Hidden states of {name}
-license: {licences[0] if len(licences) == 1 else "other"}
-tags:
-- speculative-decoding
-- hidden-states
-- spec-data
-size_categories:
-- {size_category(totals["documents"])}
-configs:
-- config_name: {DOCUMENTS}
-  default: true
-  data_files: {DOCUMENTS}/*.arrow
-{_state_configs(manifest)}
----
-# Hidden states of {name}
+    documents = {"config_name": DOCUMENTS, "default": True, "data_files": f"{DOCUMENTS}/*.arrow"}
+    header = front_matter(
+        {
+            "pretty_name": f"Hidden states of {name}",
+            **licence_fields(s.get("licence") for s in raw["corpus"]),
+            "tags": ["speculative-decoding", "hidden-states", "spec-data"],
+            "size_categories": [size_category(raw["totals"]["documents"])],
+            "configs": [documents, *_state_configs(manifest)],
+        }
+    )
+    columns = table(("column", "codec", "bytes per token", "error"), _columns(manifest))
+    return f"""{header}# Hidden states of {plain(name)}
 
 What speculative-decoding drafts learn from this target: captured once by spec-data, for
 {_drafts(raw)}. No target is needed to train on it.
 
 {_facts(manifest)}
 
-| column | codec | bytes per token | error |
-| --- | --- | --- | --- |
-{_columns(manifest)}
+{columns}
 
 {_agreement(raw)}
 ## Use
@@ -87,19 +82,20 @@ bytes.
 """
 
 
-def _state_configs(manifest: Manifest) -> str:
+def _state_configs(manifest: Manifest) -> list[dict[str, Any]]:
     """Return the configurations of the shards, and of the files of each side: other columns.
 
     Names are given as patterns, with "?" for every digit: there may be thousands of shards.
     """
     files = {STATES: manifest.shards}
     files |= {f"{STATES}-side{i}": s.shards for i, s in enumerate(sides_of(manifest), 1)}
-    lines = []
-    for name, records in files.items():
-        lines += [f"- config_name: {name}", "  data_files:"]
-        patterns = {re.sub("[0-9]", "?", record.file) for record in records}
-        lines += [f"  - {pattern}" for pattern in sorted(patterns)]
-    return "\n".join(lines)
+    return [
+        {
+            "config_name": name,
+            "data_files": sorted({re.sub("[0-9]", "?", record.file) for record in records}),
+        }
+        for name, records in files.items()
+    ]
 
 
 def _drafts(raw: dict[str, Any]) -> str:
@@ -126,32 +122,29 @@ def _facts(manifest: Manifest) -> str:
         "responses": raw["policy"],
         "supervision": f"{raw['supervision']}, final states at {raw.get('final', 'all')} tokens",
         **({"converted from": converted["tool"]} if converted else {}),
-        "fingerprint": f"`{manifest.fingerprint}`",
     }
-    return "\n".join(["| | |", "| --- | --- |", *(f"| {k} | {v} |" for k, v in lines.items())])
+    cells = [(k, plain(v)) for k, v in lines.items()]
+    return table(("", ""), [*cells, ("fingerprint", code(manifest.fingerprint))])
 
 
-def _columns(manifest: Manifest) -> str:
+def _columns(manifest: Manifest) -> Iterator[Sequence[str]]:
     errors = {c["name"]: c.get("error") for c in manifest.raw["columns"]}
-    return "\n".join(
-        f"| `{c.name}` | {c.codec} | {c.bytes_per_token:,} | "
-        f"{error_text(c.codec, errors[c.name]) if errors.get(c.name) else 'none'} |"
-        for c in manifest.columns
-    )
+    for c in manifest.columns:
+        error = error_text(c.codec, errors[c.name]) if errors.get(c.name) else "none"
+        yield code(c.name), c.codec, f"{c.bytes_per_token:,}", plain(error)
 
 
 def _agreement(raw: dict[str, Any]) -> str:
     if not raw.get("agreement"):
         return ""
     head, *rows = agreement_rows(raw)
-    lines = [head, ["---"] * len(head), *rows]
     return "\n".join(
         [
             "How often supervised tokens are the target's first choice, and their mean NLL in nats "
             "(own: of text that the target samples):",
             "",
-            *("| " + " | ".join(row) + " |" for row in lines),
-            *(f"\nWarning: {message}" for message in suspicions(raw)),
+            table(head, (list(map(plain, row)) for row in rows)),
+            *(f"\nWarning: {plain(message)}" for message in suspicions(raw)),
             "",
         ]
     )

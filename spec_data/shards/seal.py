@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from spec_data.shards.arrow_schema import arrow_schema, schema_of
+from spec_data.shards.card_text import code, front_matter, licence_fields, plain, table
 from spec_data.shards.checksums import row_checksums
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import (
@@ -199,10 +200,18 @@ def _side_rows(file: Path, columns: tuple[Column, ...], doc_ids: pa.Array) -> pa
 def dataset_card(manifest: Manifest) -> str:
     """Return the README.md of a dataset: YAML header of the Hub, then a description."""
     raw, totals = manifest.raw, manifest.raw["totals"]
-    licences = sorted({s["licence"] for s in raw["corpus"] if s.get("licence")})
-    rows = "\n".join(
-        f"| `{c.name}` | {c.codec} | {c.width or 1} | {c.bytes_per_token:,} |"
-        for c in manifest.columns
+    header = front_matter(
+        {
+            "tags": ["speculative-decoding", "hidden-states", "spec-data"],
+            **licence_fields(s.get("licence") for s in raw["corpus"]),
+        }
+    )
+    columns = table(
+        ("column", "codec", "values per token", "bytes per token"),
+        (
+            (code(c.name), c.codec, str(c.width or 1), f"{c.bytes_per_token:,}")
+            for c in manifest.columns
+        ),
     )
     cells = list(agreement_rows(raw)) if raw.get("agreement") else []
     agreement = "\n".join(
@@ -210,32 +219,23 @@ def dataset_card(manifest: Manifest) -> str:
             "",
             "Agreement of the responses with the target (NLL in nats; own: text that it samples):",
             "",
-            *("| " + " | ".join(row) + " |" for row in [*cells[:1], ["---"] * 6, *cells[1:]]),
-            *(f"\nWarning: {message}" for message in suspicions(raw)),
+            table(cells[0], (list(map(plain, row)) for row in cells[1:])),
+            *(f"\nWarning: {plain(message)}" for message in suspicions(raw)),
             "",
         ]
         if cells
         else []
     )
     dropped = ", ".join(f"{k} {v:,}" for k, v in raw["documents"]["dropped"].items()) or "none"
-    return f"""---
-tags:
-- speculative-decoding
-- hidden-states
-- spec-data
-license: {licences[0] if len(licences) == 1 else "other"}
----
-# Hidden states of {raw["target"]["name"]}
+    return f"""{header}# Hidden states of {plain(raw["target"]["name"])}
 
 Made by spec-data for training speculative-decoding drafts: {totals["documents"]:,} documents,
 {totals["tokens"]:,} tokens ({totals["supervised"]:,} supervised), {totals["bytes"]:,} bytes in
-{len(raw["shards"])} shards. {raw["layer_convention"].capitalize()}; captured: {raw["layers"]}.
-Corpus: {", ".join(s["source"] for s in raw["corpus"])}. Responses are
-{raw["policy"]}. Documents dropped: {dropped}.
+{len(raw["shards"])} shards. {plain(raw["layer_convention"].capitalize())};
+captured: {raw["layers"]}. Corpus: {plain(", ".join(s["source"] for s in raw["corpus"]))}.
+Responses are {plain(raw["policy"])}. Documents dropped: {plain(dropped)}.
 
-| column | codec | values per token | bytes per token |
-| --- | --- | --- | --- |
-{rows}
+{columns}
 {agreement}
 Open it with `spec_data.HiddenStatesDataset(dir)` or `datasets.load_from_disk(dir)`; check it with
 `spec-data verify dir`. `manifest.json` records everything that decided these bytes.

@@ -3,11 +3,12 @@
 In: what was written. Out: Markdown with the front matter of the Hugging Face Hub.
 """
 
-import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from spec_data.shards.card_text import code, code_block, front_matter, plain, table
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.preflight_notes import Subject
 from spec_train.formats.serve_commands import Serving
@@ -30,7 +31,10 @@ def draft_card(
         measured: the figures of its last validation, `validation.json`; empty if there is none.
     """
     kind, target = _NAMES[subject.kind], subject.target.name
-    front = {"library_name": "spec-train", "tags": ["speculative-decoding", subject.kind]}
+    front: dict[str, Any] = {
+        "library_name": "spec-train",
+        "tags": ["speculative-decoding", subject.kind],
+    }
     local = target is not None and Path(target).exists()
     if target and "/" in target and not local:
         front["base_model"] = target
@@ -41,23 +45,24 @@ def draft_card(
     layers = f"outputs of decoder blocks {_listed(subject.layers)}, from 0"
     rows = [
         ("draft", f"{kind}, form {subject.form}"),
-        ("target", f"`{name}`" if name else "not recorded"),
+        ("target", code(name) if name else "not recorded"),
         ("reads", layers if subject.layers else "the target's final hidden states"),
         ("tokens per round", str(drafted)),
         ("parameters", f"{count / 1e6:,.1f} M with embedding and head where it has its own"),
         ("vocabulary", "{:,} of {:,} tokens".format(*sizes)),
         *_training(subject, measured),
     ]
-    lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""]
-    lines += [f"# {kind} draft for {name or 'an unnamed target'}", ""]
+    lines = [front_matter(front)]
+    lines += [f"# {kind} draft for {plain(name or 'an unnamed target')}", ""]
     lines += ["A draft for speculative decoding: it proposes tokens that the target verifies.", ""]
-    lines += ["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows), ""]
+    lines += [table(("", ""), rows), ""]
     for serving in servings:
         lines += [f"## Serve with {serving.engine}", ""]
-        lines += [f"```{serving.language}", *serving.lines, "```", ""]
+        lines += [code_block(serving.language, serving.lines), ""]
         lines += [serving.note, ""] if serving.note else []
     lines += ["Acceptance depends on the text: measure it on your own prompts, for example with"]
-    lines += [f"`spec-train eval --draft DIR --target {target or 'TARGET'} --prompts FILE`.", ""]
+    words = ["spec-train", "eval", "--draft", "DIR", "--target", target or "TARGET"]
+    lines += [f"{code(shlex.join([*words, '--prompts', 'FILE']))}.", ""]
     return "\n".join(lines)
 
 
@@ -66,7 +71,7 @@ def _training(subject: Subject, measured: Mapping[str, Any]) -> list[tuple[str, 
     origin = subject.config[SECTION].get("origin") or {}
     rows = []
     if fingerprint := origin.get("dataset_fingerprint"):
-        rows.append(("dataset", f"fingerprint `{fingerprint[:16]}`"))
+        rows.append(("dataset", f"fingerprint {code(str(fingerprint)[:16])}"))
     if measured.keys() >= {"acceptance_length", "step"}:
         rows.append(
             (

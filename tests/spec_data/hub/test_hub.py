@@ -1,6 +1,8 @@
 """`push` and `pull` with the Hub's own client, against a small server on this machine."""
 
+import copy
 import json
+import re
 import shutil
 
 import datasets
@@ -19,6 +21,8 @@ from spec_data.options.dataset_options import VerifyConfig
 from spec_data.options.hub_options import PullConfig, PushConfig
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.schema import Manifest, fingerprint
+from spec_data.shards.seal import dataset_card
 from tests.spec_data.hub.hub_server import HubServer
 from tests.spec_data.runs import digests, run, save_target, verify, write_corpus
 
@@ -206,6 +210,32 @@ def test_size_categories(data):
     found = [size_category(n) for n in (1, 999, 1000, 10**6, 10**9, 10**10)]
     assert found == ["n<1K", "n<1K", "1K<n<10K", "1M<n<10M", "n>1B", "n>1B"]
     assert hub_card(HiddenStatesDataset(data).manifest, "a/b").count("---\n") == 2
+
+
+STRANGERS = (
+    "..\ngated: true",
+    "Custom: see X",
+    "a | b\n| c | d",
+    "![x](http://e) <img src=x>",
+    "`|`",
+)
+
+
+@pytest.mark.parametrize("text", STRANGERS)
+@pytest.mark.parametrize("card", [dataset_card, lambda m: hub_card(m, "a/b")])
+def test_a_strangers_names_and_licence_are_only_texts_in_the_cards(data, text, card):
+    raw = json.loads((data / "manifest.json").read_text())
+    plain = card(Manifest(copy.deepcopy(raw), "plain"))
+    raw["target"]["name"] = raw["policy"] = raw["layer_convention"] = text
+    raw["corpus"][0] |= {"source": text, "licence": text}
+    raw["fingerprint"] = fingerprint(raw)
+    found = card(Manifest(raw, "hostile"))
+    headers = [yaml.safe_load(c.split("---\n")[1]) for c in (plain, found)]
+    assert headers[1].pop("license_name") == " ".join(text.split())
+    assert headers[0].keys() == headers[1].keys() and headers[1]["license"] == "other"
+    bodies = [re.sub(r"\\.", "", c.split("---\n", 2)[2]) for c in (plain, found)]
+    for markup in ("\n", "|", "`", "<", "[", "*"):  # what is escaped is not counted
+        assert bodies[0].count(markup) == bodies[1].count(markup), markup
 
 
 def test_a_push_of_some_layers(server, data, tmp_path, capsys):

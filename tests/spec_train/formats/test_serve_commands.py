@@ -1,6 +1,7 @@
 """How an export is served: the commands of each engine, the card, and forms that are not read."""
 
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import yaml
 
 from spec_data.shards.errors import DraftError
 from spec_data.shards.reader import HiddenStatesDataset
@@ -218,7 +220,8 @@ def test_the_card(drafts: dict[str, Path], tmp_path: Path, target: Path, caplog:
         (folder / "validation.json").unlink()
     card = (tmp_path / "out" / "README.md").read_text()
     _, front, body = card.split("---\n", 2)
-    assert 'tags: ["speculative-decoding", "eagle3"]' in front and "base_model" not in front
+    header = yaml.safe_load(front)
+    assert header == {"library_name": "spec-train", "tags": ["speculative-decoding", "eagle3"]}
     assert f"# EAGLE-3 draft for {target.name}\n" in body  # no path of this machine
     assert "2.35 tokens per round" in body and "at step 90" in body
     for serving in found.servings:
@@ -226,7 +229,23 @@ def test_the_card(drafts: dict[str, Path], tmp_path: Path, target: Path, caplog:
         assert all(line in caplog.text for line in serving.lines)
     assert load_draft(tmp_path / "out").name == "eagle3"
     again = checked(drafts["eagle3"], "vllm", "org/some-model", tmp_path / "hub")
-    assert 'base_model: "org/some-model"' in again.card and "acceptance length" not in again.card
+    assert "base_model: org/some-model\n" in again.card and "acceptance length" not in again.card
+
+
+def test_a_strangers_name_of_the_target_is_only_a_name_in_the_card(
+    drafts: dict[str, Path], tmp_path: Path
+) -> None:
+    name = "org/x\nlicense: mit\n```\n---\n# a | b <img src=x> ![y](z)"
+    card = checked(drafts["eagle3"], "vllm", name, tmp_path / "out").card
+    _, front, body = card.split("---\n", 2)
+    assert yaml.safe_load(front).keys() == {"library_name", "tags", "base_model"}
+    assert yaml.safe_load(front)["base_model"] == " ".join(name.split())
+    title, *rows = re.sub(r"\\.", "", body.split("## Serve")[0]).strip().splitlines()
+    assert title.startswith("# EAGLE-3 draft for org/x license: mit ")
+    assert all(row.count("|") == 3 for row in rows if row.startswith("|"))
+    assert not any(row.startswith(("#", "`", "---")) for row in rows)
+    shown = re.sub(r"(?ms)^(`{3,})\w+\n.*?^\1$", "", body)  # without the blocks of code
+    assert shown.count("\n# ") == 1 and "\n```" not in shown and "\n---" not in shown
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"acceptance_length": 2.5}'])
