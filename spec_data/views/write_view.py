@@ -335,9 +335,16 @@ def _write_unit(out: Path, number: int, unit: ViewUnit, parts: Sequence[Part]) -
         stored = part.stored.find(document)
         _ = stored.turns, stored.mask(None)
     own = replace(record, file=f"shards/{path.name}")
-    link_or_copy(part.stored.dataset.path / record.file, path)
-    if path.stat().st_nlink == 1:  # a copy, which may have gone wrong
+    source = part.stored.dataset.path / record.file
+    link_or_copy(source, path)
+    try:
         check_shard(out, own)
+    except DatasetError:
+        path.unlink()
+        raise DatasetError(
+            f"{source}: damaged: its bytes are not those of the manifest; copy this shard again "
+            "(`spec-data verify` names the damage)"
+        ) from None
     return own
 
 

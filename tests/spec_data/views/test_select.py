@@ -3,11 +3,14 @@
 import json
 import math
 import shutil
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
+from spec_data.cli import main
 from spec_data.options.view_options import DropColumnsConfig, SelectConfig
 from spec_data.shards import seal as sealing
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError, RunError
@@ -342,6 +345,24 @@ def test_damage_is_no_part_of_a_view(data, tmp_path):
     with pytest.raises(DatasetError, match="unit-00001"):
         select(broken, tmp_path / "v", sample="12")
     assert not (tmp_path / "v" / MANIFEST).exists()
+
+
+@pytest.mark.parametrize("command", ["merge", "select"])
+def test_a_damaged_shard_is_not_linked(data, tmp_path, command, capsys):
+    """One bit of the states, which no view reads: every shard of these views is a link."""
+    broken = Path(shutil.copytree(data, tmp_path / "broken"))
+    record = json.loads((broken / MANIFEST).read_text())["shards"][1]
+    with (broken / record["file"]).open("r+b") as file:
+        content = pa.py_buffer((broken / record["file"]).read_bytes())
+        (batch, *_) = pa.ipc.open_stream(content)
+        place = batch.column("hidden.final").values.values.buffers()[1].address - content.address
+        file.seek(place)
+        file.write(bytes([content[place] ^ 1]))
+    out = tmp_path / "v"
+    more = ["--max-length", "9999"] if command == "select" else [str(data)]
+    assert main([command, str(broken), *more, "--out", str(out)]) == 2
+    assert f"{broken / record['file']}: damaged" in capsys.readouterr().err
+    assert not (out / MANIFEST).exists()
 
 
 def test_datasets_opens_a_view(data, tmp_path):
