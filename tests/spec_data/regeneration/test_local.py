@@ -4,8 +4,11 @@ import json
 
 import pytest
 import torch
+import transformers
 
 from spec_data.cli import main
+from spec_data.regeneration import padded_batches
+from spec_data.regeneration.journal import Journal
 from spec_data.regeneration.padded_batches import PaddedBatches
 from spec_data.shards.errors import ConfigError, CorpusError
 from spec_data.shards.likelihood import total_agreement
@@ -65,6 +68,72 @@ def test_greedy_answers_are_all_first_choices(trained, tmp_path, capsys):
     assert found is not None and found.first_choice == found.tokens > 200
     assert manifest.raw["policy"] == "on-policy"
     assert manifest.raw["settings"]["sampling_temperature"] == 0.0  # from the record
+
+
+def test_an_answer_is_kept_when_it_ends_and_not_when_its_batch_does(trained, tmp_path, monkeypatch):
+    corpus = trained.corpus("own-questions", trained.shuffled())
+    events: list[str] = []
+    generate, flush = transformers.GenerationMixin.generate, Journal.flush
+
+    def counted(self, *given, **named):
+        before = len(events)
+        found = generate(self, *given, **named)
+        events.append(f"batch of {len(found)}, {events[before:].count('flush')} flushed before")
+        return found
+
+    def flushed(self):
+        if self._waiting:
+            events.append("flush")
+        flush(self)
+
+    monkeypatch.setattr(transformers.GenerationMixin, "generate", counted)
+    monkeypatch.setattr(Journal, "flush", flushed)
+    monkeypatch.setattr(padded_batches, "_FLUSH_SECONDS", -1.0, raising=False)
+    given = {"target": str(trained.path), "max_new_tokens": 40, "batch_size": 24}
+    answered(corpus, tmp_path / "a.jsonl", **given)
+    assert "batch of 24, 24 flushed before" in events
+    assert [contents(r) for r in rows(tmp_path / "a.jsonl")] == [contents(r) for r in trained.rows]
+
+
+def test_a_run_that_is_stopped_holds_answers_of_every_kind(target, tmp_path, monkeypatch):
+    """Not the longest prompts first, and not the rows in the order of the corpus."""
+    few = [{"prompt": "word " * (1 + n // 2)} for n in range(80)]  # sorted, as by source
+    corpus, asked = write_rows(tmp_path / "c.jsonl", few), []
+    generate = PaddedBatches._generate
+
+    def stopped(self, batch, *rest):
+        asked.append([int(q.conversation.record.where.rpartition(":")[2]) - 1 for q in batch])
+        if len(asked) == 8:
+            raise KeyboardInterrupt
+        return generate(self, batch, *rest)
+
+    monkeypatch.setattr(PaddedBatches, "_generate", stopped)
+    given = {"target": str(target), "max_new_tokens": 1, "batch_size": 4}
+    with pytest.raises(KeyboardInterrupt):
+        answered(corpus, tmp_path / "a.jsonl", **given)
+    first = [number for batch in asked[:4] for number in batch]
+    assert min(first) < 27 and max(first) > 53 and any(27 <= n <= 53 for n in first)
+    spread = [max(batch) - min(batch) for batch in asked]  # of similar lengths, all the same
+    assert max(spread) < 40
+    again, asked[:] = list(asked), []
+    with pytest.raises(KeyboardInterrupt):
+        answered(corpus, tmp_path / "b.jsonl", **given)
+    assert asked == again
+
+
+def test_the_head_sees_contiguous_states(target, corpus, tmp_path, monkeypatch):
+    """Of a slice of the prompts' states, torch would copy the head's weight once per prompt."""
+    seen, linear = [], torch.nn.functional.linear
+
+    def watched(states, weight, bias=None):
+        if weight.shape[0] == vocabulary and states.shape[0] > 1:
+            seen.append(states.is_contiguous())
+        return linear(states, weight, bias)
+
+    vocabulary = json.loads((target / "config.json").read_text())["vocab_size"]
+    monkeypatch.setattr(torch.nn.functional, "linear", watched)
+    answered(corpus, tmp_path / "a.jsonl", target=str(target))
+    assert len(seen) > 5 and all(seen)
 
 
 def test_the_last_turn_only(target, corpus, tmp_path):
@@ -149,9 +218,9 @@ def test_a_target_whose_padding_leaks_gets_prompts_of_one_length(
         found = first(self, ids, mask)
         return found + (mask == 0).sum(-1, keepdim=True) * torch.randn(found.shape[-1])
 
-    def counted(self, batch):
+    def counted(self, batch, end):
         widths.append({len(q.prompt) for q in batch})
-        return generate(self, batch)
+        return generate(self, batch, end)
 
     monkeypatch.setattr(PaddedBatches, "_first_logits", leaking)
     monkeypatch.setattr(PaddedBatches, "_generate", counted)
