@@ -234,7 +234,7 @@ def _write_side(
             write_once(file, dump_json(made))
         proven = json.loads(file.read_text(encoding="utf-8"))
         _check_running(out, proven, running_facts(target, proven["batch_tokens"]))
-        lossy = {c.name: c.width or 1 for c in wider.columns if c.lossy}
+        lossy = [c for c in wider.columns if c.lossy]
         sha256 = proven["codec"].get("sha256")
         tables_of = load_tables(out / VIEW_WORK / TABLES, lossy, sha256) if lossy else {}
         with progress(total=plan.tokens, desc="capture", unit="tok") as bar:

@@ -3,14 +3,16 @@
 This happens once, before the first shard. Documents spread evenly over the plan are captured in the
 proven form; of a small plan all are, and these forwards are data (see `early`). Three of four make
 the tables; every fourth is held out and measures the error. A column whose error is above the
-declared bound of its codec stops the run, before any unit is captured. With the tables of another
-dataset (`--tables-of`), all documents of the sample measure their error.
+declared bound of its codec gets the next finer codec, bf16 at the end. With the tables of another
+dataset (`--tables-of`), all documents of the sample measure their error, and one above its bound
+stops the run, before any unit is captured.
 
 Shapes: N tokens of the sample, H width of a column, V vocabulary size.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,7 +36,7 @@ from spec_data.shards.coded import StoredRows, decode_rows
 from spec_data.shards.errors import RunError
 from spec_data.shards.files import sha256_file, write_once
 from spec_data.shards.head_spec import HeadSpec, apply_head
-from spec_data.shards.lossy import LossyCodec, Tables
+from spec_data.shards.lossy import LOSSY, LossyCodec, Tables
 from spec_data.shards.schema import FINAL, Column, layer_column, predicts_supervised
 from spec_data.target.backend import TargetBackend
 
@@ -71,8 +73,8 @@ def calibrate(
     batch_tokens: int,
     folder: Path,
     early: EarlyForwards | None = None,
-) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Make codec.safetensors in `folder` unless it exists, and measure its error.
+) -> tuple[tuple[Column, ...], dict[str, Any], dict[str, dict[str, Any]]]:
+    """Choose the codecs, make codec.safetensors in `folder` unless it exists, and measure.
 
     Args:
         setup, plan, target: what is captured.
@@ -82,15 +84,16 @@ def calibrate(
         early: the forwards of the whole plan, which are then the sample.
 
     Returns:
-        The manifest's `codec`, and the `error` of every lossy column by name. Both are empty if
-        there is no lossy column.
+        The columns, with codecs that keep their bounds; the manifest's `codec`, empty if no column
+        is lossy; and by name, what the manifest says of each measured column: its `error`, and as
+        `instead_of` the error of each codec that was asked for and lost too much.
 
     Raises:
-        RunError: there are no usable states, or the error of a column is above its bound.
+        RunError: there are no usable states, or the error of given tables is above its bound.
     """
     lossy = [c for c in setup.columns if c.lossy]
     if not lossy:
-        return {}, {}
+        return setup.columns, {}, {}
     given = setup.given
     if given is not None:
         given.check_loaded(setup.target | target.describe())
@@ -104,21 +107,32 @@ def calibrate(
     kept = {name: _usable(name, value) for name, value in states.items()}  # bool [N] each
     split = len(documents) > 3 and given is None
     held_out = numbers % 4 == 3 if split else np.ones(len(numbers), bool)  # [N]
+    used = ~held_out if split else held_out
+
+    def coded(column: Column) -> tuple[Tables, dict[str, Any]]:
+        """Return the tables of a column, and their error."""
+        name, value = column.name, states[column.name]
+        if given is not None:
+            table = given.tables[name]
+        else:
+            table = make_tables(_take(states, kept, column, used), column.codec)
+        error = measure(column, value, held_out & kept[name], {name: table}, target)
+        logger.info("codec: %s %s", name, error_text(column.codec, error))
+        return table, error
+
+    if given is not None:
+        made = {c.name: coded(c) for c in lossy}
+        check_bounds(lossy, {name: error for name, (_, error) in made.items()})
+        given.warn_of_errors({name: error for name, (_, error) in made.items()})
+        columns, measured = setup.columns, {n: {"error": error} for n, (_, error) in made.items()}
+        tables = {name: table for name, (table, _) in made.items()}
+    else:
+        columns, tables, measured = _settled(setup.columns, coded)
+    if not tables:
+        return columns, {}, measured
     file = folder / TABLES
-    if not file.is_file() and given is not None:
-        write_once(file, save_tables(given.tables))
-    elif not file.is_file():
-        used = ~held_out if split else held_out
-        made = {c.name: make_tables(_take(states, kept, c, used), c.codec) for c in lossy}
-        write_once(file, save_tables(made))
-    # Use the tables on disk: another worker may have written them first.
-    tables = load_tables(file, {c.name: c.width or 1 for c in lossy}, None)
-    errors = {}
-    for column in lossy:
-        measured = held_out & kept[column.name]
-        errors[column.name] = measure(column, states[column.name], measured, tables, target)
-        logger.info("codec: %s %s", column.name, error_text(column.codec, errors[column.name]))
-    check_bounds(lossy, errors)
+    write_once(file, save_tables(tables))
+    load_tables(file, [c for c in columns if c.lossy], None)  # perhaps another worker's
     about: dict[str, Any] = {
         "file": TABLES,
         "sha256": sha256_file(file),
@@ -126,10 +140,50 @@ def calibrate(
         "tokens": len(numbers),
         "held_out_tokens": int(held_out.sum()),
     }
-    if given is not None:
-        given.warn_of_errors(errors)
-        about["tables_of"] = given.about
-    return about, errors
+    return columns, about | ({"tables_of": given.about} if given is not None else {}), measured
+
+
+def _settled(
+    columns: tuple[Column, ...], coded: Callable[[Column], tuple[Tables, dict[str, Any]]]
+) -> tuple[tuple[Column, ...], dict[str, Tables], dict[str, dict[str, Any]]]:
+    """Give what loses too much the next finer codec, until all keep their bounds.
+
+    All layers have one codec, and `hidden.final` has its own. `coded` returns the tables of a lossy
+    column, and their error. Return what `calibrate` does, with the tables of the lossy columns.
+    """
+    settled = {c.name: c for c in columns}
+    tables: dict[str, Tables] = {}
+    measured: dict[str, dict[str, Any]] = {}
+    lossy = [c for c in columns if c.lossy]
+    for kind in ([c for c in lossy if c.name != FINAL], [c for c in lossy if c.name == FINAL]):
+        measured |= {c.name: {} for c in kind}
+        while kind and kind[0].lossy:
+            made = {c.name: coded(c) for c in kind}
+            worse = over_bounds(kind, {name: error for name, (_, error) in made.items()})
+            if not worse:
+                tables |= {name: table for name, (table, _) in made.items()}
+                for name, (_, error) in made.items():
+                    measured[name]["error"] = error
+                break
+            codec = _finer(kind[0])
+            logger.warning(
+                "warning: %s stored with %s, because %s would lose too much: %s",
+                ", ".join(c.name for c in kind) + (" is" if len(kind) == 1 else " are"),
+                *(codec, kind[0].codec, "; ".join(worse)),
+            )
+            for name, (_, error) in made.items():
+                measured[name].setdefault("instead_of", {})[kind[0].codec] = error
+            kind = [replace(c, codec=codec) for c in kind]
+            settled |= {c.name: c for c in kind}
+    return tuple(settled.values()), tables, measured
+
+
+def _finer(column: Column) -> str:
+    """Return the next finer codec that can store the width of a lossy column."""
+    codec = LOSSY[column.codec].stronger
+    while codec in LOSSY and (column.width or 1) % LOSSY[codec].multiple:
+        codec = LOSSY[codec].stronger
+    return codec
 
 
 def sample_documents(lengths: np.ndarray, budget: int) -> list[int]:
@@ -250,8 +304,6 @@ def measure(
         escape; `kl` (hidden.final only): see `teacher_kl`; `tokens`: tokens measured. Figures have
         three digits, so that they do not depend on the number of threads.
 
-    Raises:
-        RunError: every token escapes the codec.
     """
     chosen = chosen if chosen.any() else _usable(column.name, states)
     source = states[torch.from_numpy(chosen)]  # [n, H]
@@ -260,10 +312,10 @@ def measure(
         raise ValueError(f"{column.name} is not lossy")
     decoded, escaped = round_trip(codec, source.to(target.device), table)  # [n, H], bool [n]
     coded = ~escaped
-    if not coded.any():
-        raise RunError(f"column {column.name}: every held-out token escapes {codec.name}; use bf16")
-    error = channel_error(source[coded], decoded.cpu()[coded], table)  # [H]
-    error = error[~np.isnan(error)]
+    error = np.zeros(0)
+    if coded.any():
+        error = channel_error(source[coded], decoded.cpu()[coded], table)  # [H]
+        error = error[~np.isnan(error)]
     figures = {
         "mse_median": float(np.median(error)) if len(error) else 0.0,
         "mse_max": float(error.max()) if len(error) else 0.0,
@@ -308,13 +360,9 @@ def teacher_kl(target: HasHead, states: Tensor, decoded: Tensor) -> float:
     return max(0.0, total / len(states))
 
 
-def check_bounds(columns: Sequence[Column], errors: dict[str, dict[str, Any]]) -> None:
-    """Refuse codecs whose measured error is above their bound.
-
-    Raises:
-        RunError: with the columns, their errors and bounds, and the next codecs to try.
-    """
-    failed, advice = [], {}
+def over_bounds(columns: Sequence[Column], errors: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the lossy columns whose measured error is above the bound of their codec, in words."""
+    found = []
     for column in columns:
         codec, error = column.lossy, errors[column.name]
         if codec is None:
@@ -322,9 +370,25 @@ def check_bounds(columns: Sequence[Column], errors: dict[str, dict[str, Any]]) -
         bound = codec.bound
         limits = {"mse_median": bound.median, "mse_max": bound.worst, "kl": bound.kl}
         worse = [f"{k} {error[k]:.2g} > {v:g}" for k, v in limits.items() if error.get(k, 0) > v]
+        if error["escaped"] >= 1:
+            worse.append("every token escapes it")
         if worse:
-            failed.append(f"{column.name} ({codec.name}): {', '.join(worse)}")
-            advice["final" if column.name == FINAL else "aux"] = codec.stronger
+            found.append(f"{column.name} ({codec.name}): {', '.join(worse)}")
+    return found
+
+
+def check_bounds(columns: Sequence[Column], errors: dict[str, dict[str, Any]]) -> None:
+    """Refuse codecs, or tables, that were asked for and whose measured error is above its bound.
+
+    Raises:
+        RunError: with the columns, their errors and bounds, and the next codecs to try.
+    """
+    failed, advice = [], {}
+    for column in columns:
+        worse = over_bounds([column], errors)
+        if column.lossy and worse:
+            failed += worse
+            advice["final" if column.name == FINAL else "aux"] = _finer(column)
     if failed:
         suggestion = ",".join(f"{kind}={name}" for kind, name in sorted(advice.items()))
         raise RunError(

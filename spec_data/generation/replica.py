@@ -36,6 +36,7 @@ from spec_data.shards.codec_tables import TABLES, load_tables
 from spec_data.shards.errors import RunError
 from spec_data.shards.files import dump_json, write_once
 from spec_data.shards.follow import WORK
+from spec_data.shards.schema import declared_columns
 from spec_data.shards.seal import file_records, target_file_names
 from spec_data.target.backend import TargetBackend
 
@@ -73,8 +74,9 @@ class Replica:
         except BaseException:
             self.close()
             raise
-        widths = {c.name: c.width or 1 for c in setup.columns if c.lossy}
-        tables = load_tables(out / TABLES, widths, draft["codec"]["sha256"]) if widths else {}
+        self.setup = setup = replace(setup, columns=declared_columns(draft))
+        lossy = [c for c in setup.columns if c.lossy]
+        tables = load_tables(out / TABLES, lossy, draft["codec"]["sha256"]) if lossy else {}
         self.settings = CaptureSettings(
             columns=setup.columns,
             form=draft["packing"]["form"],
@@ -168,15 +170,15 @@ def prove_target(
     out: Path,
     kept: dict[ForwardKey, Forwarded] | None = None,
 ) -> dict[str, Any]:
-    """Prove head and packing, check a sample of the corpus, make the codec tables, and save the
-    files of the target, once.
+    """Prove head and packing, check a sample of the corpus, choose codecs, make their tables, and
+    save the files of the target, once.
 
     The result, a manifest without shards, is stored in target.json, so that every worker and every
     resumed run captures in the same way. `kept` receives the forwards of a small plan, for
     `CaptureSettings`.
 
     Raises:
-        TargetError, RunError: a proof fails, or the error of a codec is above its bound.
+        TargetError, RunError: a proof fails, or the error of given tables is above its bound.
         CorpusError, ConfigError: the target could not have written the corpus.
     """
     file = out / WORK / "target.json"
@@ -195,11 +197,12 @@ def prove_target(
     early = capture_early(setup, plan, target, proof.form, batch_tokens)
     check_agreement(setup, plan, target, proof.form, batch_tokens, chosen, early)
     save_target_files(setup, target, positions, out / "target")
-    codec, errors = calibrate(setup, plan, target, proof.form, batch_tokens, out, early)
+    columns, codec, measured = calibrate(setup, plan, target, proof.form, batch_tokens, out, early)
+    setup = replace(setup, columns=columns)
     if kept is not None and early is not None:
         kept |= early.kept
     Witness(out, documents, proof.form, plan.pack_length).save(target, batch_tokens)
-    draft = manifest_draft(setup, plan, target, proof, head_error, positions, codec, errors)
+    draft = manifest_draft(setup, plan, target, proof, head_error, positions, codec, measured)
     draft["captured_with"] = running_facts(target, batch_tokens)
     draft["files"] = file_records(out, target_file_names(out))
     write_once(file, dump_json(draft))

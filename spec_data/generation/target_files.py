@@ -72,7 +72,7 @@ def manifest_draft(
     head_error: float | None,
     positions: Positions,
     codec: dict[str, Any],
-    errors: dict[str, dict[str, Any]],
+    measured: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
     """Return the manifest without shards and totals.
 
@@ -82,7 +82,7 @@ def manifest_draft(
         head_error: the largest relative error of the head as data; None with full logits.
         positions: of the target.
         codec: the manifest's `codec`.
-        errors: the measured error of each lossy column, by name.
+        measured: what `calibrate` measured of each column, by name.
     """
     counts = asdict(plan.counts)
     counts["read"] = counts.pop("rows")
@@ -114,7 +114,7 @@ def manifest_draft(
                 "bytes_per_token": c.bytes_per_token,
                 "exact": not c.lossy and (c.codec != "bf16" or target.dtype == torch.bfloat16),
             }
-            | ({"error": errors[c.name]} if c.name in errors else {})
+            | measured.get(c.name, {})
             for c in setup.columns
         ],
         "head": head_to_json(target.head),

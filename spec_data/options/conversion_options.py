@@ -6,6 +6,7 @@ from spec_data.config import option
 from spec_data.options.option_values import (
     CAPTURE,
     CHECKS,
+    DEFAULT_CODEC,
     DOCUMENTS,
     REQUIRED,
     RUNNING,
@@ -96,7 +97,7 @@ class ConvertConfig:
         group=DOCUMENTS,
     )
     codec: str = option(
-        "lm4c",
+        DEFAULT_CODEC,
         help="how states are stored, as by generate: bf16, int8c, fp8, lm6c or lm4c; or per kind, "
         "such as aux=lm4c,final=int8c",
         group=CAPTURE,

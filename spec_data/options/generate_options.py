@@ -9,6 +9,7 @@ from spec_data.corpus.bad_rows import BadRowLimit, parse_limit
 from spec_data.options.codec_options import tables_of_option
 from spec_data.options.option_values import (
     CAPTURE,
+    DEFAULT_CODEC,
     DOCUMENTS,
     REQUIRED,
     RUNNING,
@@ -126,7 +127,7 @@ class GenerateConfig:
         metavar="KIND",
     )
     codec: str = option(
-        "lm4c",
+        DEFAULT_CODEC,
         help="how states are stored: bf16 (exact), int8c or fp8 (half of its bytes), lm6c (0.38), "
         "lm4c (0.25); or per kind, such as aux=lm4c,final=int8c. The error is measured before the "
         "first shard, and an error above the codec's bound stops the run: take int8c then",

@@ -9,6 +9,7 @@ from spec_data.shards.errors import ConfigError
 from spec_data.shards.layer_ids import RECIPES
 
 HIDDEN_CODECS = ("bf16", "int8c", "lm6c", "lm4c", "fp8")
+DEFAULT_CODEC = "lm4c"
 
 _SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -49,7 +50,7 @@ def at_least(least: int, **values: int) -> None:
 def parse_codecs(text: str, supervision: str) -> dict[str, str]:
     """Return the codecs of the aux states and of hidden.final: one name, or aux=NAME,final=NAME.
 
-    What is not named is bf16, and so is hidden.final where `supervision` stores none.
+    What is not named keeps the default; hidden.final is bf16 where `supervision` stores none.
 
     Raises:
         ConfigError: an unknown codec or kind, or a codec of hidden.final where there is none.
@@ -66,7 +67,8 @@ def parse_codecs(text: str, supervision: str) -> dict[str, str]:
         raise ConfigError(
             f"--codec {text!r}: expected one of {', '.join(HIDDEN_CODECS)}, or aux=NAME,final=NAME"
         )
-    return {"aux": "bf16", "final": "bf16"} | named
+    final = DEFAULT_CODEC if supervision == "final-hidden" else "bf16"
+    return {"aux": DEFAULT_CODEC, "final": final} | named
 
 
 def parse_drafts(text: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ Shapes: N sampled tokens, H channels.
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ from torch import Tensor
 
 from spec_data.shards.errors import DatasetError, MissingError
 from spec_data.shards.lossy import ESCAPE_FACTOR, LOSSY, LossyCodec, Tables
+from spec_data.shards.schema import Column
 
 TABLES = "codec.safetensors"
 _CHANNELS = 256  # channels processed together: bounds memory at any sample size
 _MOST_OUTLIERS = 0.25  # at most this share of tokens is excluded from the statistics
-_LEVEL_COUNTS = (16, 64, 256)  # of codes of 4, 6 and 8 bits
 _SHARES = (0, 0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.16, 0.2, 0.25, 0.3)
 """Shares of the sample that may be stored in bf16; the smallest one that suffices is used."""
 _MARGIN = 0.6  # of the bound of a codec, which is checked later on other documents
@@ -172,14 +172,14 @@ def save_tables(tables: Mapping[str, Tables]) -> bytes:
     return save({name: t.contiguous() for name, t in tensors.items()})
 
 
-def load_tables(file: Path, widths: Mapping[str, int], sha256: str | None) -> dict[str, Tables]:
-    """Read the tables of the lossy columns `widths` (name -> H) from codec.safetensors.
+def load_tables(file: Path, columns: Sequence[Column], sha256: str | None) -> dict[str, Tables]:
+    """Read the tables of lossy `columns` from codec.safetensors, by name.
 
     `sha256` is the file's hash as the manifest has it; None: do not compare.
 
     Raises:
         MissingError: no such file.
-        DatasetError: the file has another hash, or lacks tables of the expected shape.
+        DatasetError: the file has another hash, or lacks tables that a column can be decoded with.
     """
     if not file.is_file():
         raise MissingError(f"{file}: missing, so lossy columns cannot be decoded; copy it again")
@@ -195,20 +195,42 @@ def load_tables(file: Path, widths: Mapping[str, int], sha256: str | None) -> di
     except SafetensorError as error:
         raise DatasetError(f"{file}: damaged ({error}); copy it again") from None
     tables = {}
-    for name, width in widths.items():
-        mean, std, limit = (tensors.get(f"{name}.{part}") for part in ("mean", "std", "limit"))
-        if mean is None or std is None or limit is None or not mean.shape == std.shape == (width,):
-            raise DatasetError(f"{file}: no tables of {width} channels for column {name}")
-        levels, worst = tensors.get(f"{name}.levels"), tensors.get(f"{name}.worst")
-        parts = [part for part in (mean, std, limit, levels, worst) if part is not None]
-        numbers = [part.numel() for part in (limit, worst) if part is not None]
-        if any(part.dtype != torch.float32 for part in parts) or set(numbers) != {1}:
-            raise DatasetError(f"{file}: the tables of column {name} are not float32 numbers")
-        if levels is not None and (levels.ndim != 1 or len(levels) not in _LEVEL_COUNTS):
-            raise DatasetError(f"{file}: column {name} has {tuple(levels.shape)} levels")
+    for column in columns:
+        parts = {name: tensors.get(f"{column.name}.{name}") for name in _PARTS}
+        for wrong in _impossible(column, parts):
+            raise DatasetError(
+                f"{file}: no tables that decode column {column.name} ({column.codec}): {wrong}; "
+                "copy the file again, or generate the dataset again"
+            )
+        mean, std, limit, levels, worst = parts.values()
+        assert mean is not None and std is not None and limit is not None
         most = math.inf if worst is None else float(worst.item())
-        tables[name] = Tables(mean, std, float(limit.item()), levels, most)
+        tables[column.name] = Tables(mean, std, float(limit.item()), levels, most)
     return tables
+
+
+_PARTS = ("mean", "std", "limit", "levels", "worst")
+
+
+def _impossible(column: Column, parts: Mapping[str, Tensor | None]) -> Iterator[str]:
+    """Yield what is wrong with the parts of a column's tables: no codec makes such ones."""
+    width, codec = column.width or 1, LOSSY[column.codec]
+    shapes = dict.fromkeys(_PARTS, (1,)) | dict.fromkeys(("mean", "std"), (width,))
+    shapes["levels"] = (1 << codec.bits,)
+    optional = {"worst"} | ({"levels"} if codec.name == "int8c" else set())
+    for name, part in parts.items():
+        if part is None:
+            if name not in optional:
+                yield f"{name} is missing"
+        elif part.dtype != torch.float32 or part.shape != shapes[name]:
+            found = f"{str(part.dtype).removeprefix('torch.')} {list(part.shape)}"
+            yield f"{name} is {found} instead of float32 {list(shapes[name])}"
+        elif codec.name == "fp8" and name == "levels":
+            continue  # has codes that are no number
+        elif not bool(part.isfinite().all()):
+            yield f"{name} is not finite"
+        elif name in ("std", "limit", "worst") and bool((part < 0).any()):
+            yield f"{name} is below 0"
 
 
 def error_text(codec: str, error: dict[str, Any]) -> str:

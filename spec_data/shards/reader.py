@@ -122,11 +122,11 @@ class HiddenStatesDataset(DocumentAccess):
     @cached_property
     def tables(self) -> dict[str, Tables]:
         """Decoding tables of the lossy columns."""
-        widths = {c.name: c.width or 1 for c in self.manifest.columns if c.lossy}
-        if widths and self.mirror:
+        lossy = [c for c in self.manifest.columns if c.lossy]
+        if lossy and self.mirror:
             self.mirror.ensure(TABLES)
         file = self.path / TABLES
-        return load_tables(file, widths, self.manifest.codec.get("sha256", "")) if widths else {}
+        return load_tables(file, lossy, self.manifest.codec.get("sha256", "")) if lossy else {}
 
     @property
     def target_dir(self) -> Path:

@@ -179,6 +179,14 @@ def token_columns(
     return tuple(replace(c, tokens=teacher_tokens) if c.name in TEACHERS else c for c in columns)
 
 
+def declared_columns(raw: dict[str, Any]) -> tuple[Column, ...]:
+    """Return the token columns that a manifest declares, in file order."""
+    return tuple(
+        Column(name=c["name"], codec=c["codec"], width=c["width"], tokens=c.get("tokens", ALL))
+        for c in raw["columns"]
+    )
+
+
 def format_version(columns: Iterable[Column]) -> str:
     """Return the oldest format version that describes these token columns."""
     sparse = any(c.sparse and c.name in TEACHERS for c in columns)
@@ -324,10 +332,7 @@ class Manifest:
     @cached_property
     def columns(self) -> tuple[Column, ...]:
         """Token columns in file order."""
-        return tuple(
-            Column(name=c["name"], codec=c["codec"], width=c["width"], tokens=c.get("tokens", ALL))
-            for c in self.raw["columns"]
-        )
+        return declared_columns(self.raw)
 
     @cached_property
     def shards(self) -> tuple[ShardRecord, ...]:

@@ -16,6 +16,7 @@ def diagnosis_text(found: Diagnosis) -> str:
         lines[0] += (
             f", acceptance length {found.acceptance_length:.2f} over all slots of "
             f"{found.documents} documents"
+            + (f" ({found.which_documents})" if found.which_documents else "")
         )
     for state in (FINDING, OK, UNDECIDED):
         lines += _lines(check for check in found.checks if check.state == state)

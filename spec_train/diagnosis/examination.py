@@ -29,7 +29,7 @@ from spec_train.diagnosis.file_checks import (
 )
 from spec_train.diagnosis.mask_tokens import mask_tokens_to_try, reads_mask_token
 from spec_train.diagnosis.outcome import Check, Diagnosis, finding, undecided
-from spec_train.diagnosis.sample import LEAST_DOCUMENTS, Reading, read_sample
+from spec_train.diagnosis.sample import Reading, TooFewDocuments, read_sample
 from spec_train.diagnosis.target_checks import target_checks
 from spec_train.diagnosis.trial_checks import too_few, trial_checks
 from spec_train.diagnosis.trials import LONGEST, Trials, run_trials
@@ -89,6 +89,7 @@ def examine_draft(config: DoctorConfig) -> Diagnosis:
         checks=tuple(joined(checks)),
         tried=() if trials is None else tuple(trials.tried),
         documents=0 if trials is None else trials.setting.sample.documents,
+        which_documents="" if trials is None else trials.setting.sample.which,
         acceptance_length=None if trials is None else trials.declared,
     )
     return dataclasses.replace(found, text=diagnosis_text(found))
@@ -144,8 +145,6 @@ def _tried(
             target=place,
             trust=config.trust_remote_code,
         )
-        if sample.documents < LEAST_DOCUMENTS:
-            return [too_few(sample.documents)], None
         setting = Setting(
             draft=draft,
             reading=Reading(tuple(draft.state_columns)),
@@ -154,6 +153,8 @@ def _tried(
             **_counted(dataset, draft, sample.head),
         )
         trials = run_trials(setting, config.seed)
+    except TooFewDocuments as error:
+        return [too_few(error.count)], None
     except SpecDataError as error:
         if any(check.fix for check in data):  # the damage is named already
             return [undecided("conventions", f"the dataset cannot be read: {error}")], None

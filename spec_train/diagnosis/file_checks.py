@@ -27,8 +27,8 @@ from spec_train.formats.preflight_notes import NOTE, OF_TARGET, REFUSE, WARN, Fi
 from spec_train.formats.target_facts import TargetFacts
 
 _MAPS, _ORDER = "spec_train.formats.vocabulary_maps", "spec_train.formats.layer_order"
-_COPY = "copy or export the draft again; an edit on purpose is sealed by `spec-train export "
-_COPY += "--accept-edited`"
+_COPY = "copy or export the draft again; an edit on purpose gets a new seal by `spec-train export "
+_COPY += "--draft {} --out NEW --accept-edited`"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def read_checked(folder: Path, facts: TargetFacts) -> ReadDraft:
         with _warnings() as said:
             try:
                 draft, files = read_draft(folder, facts, accept_edited=True)
-                checks.append(finding("seal", str(error), fix=_COPY))
+                checks.append(finding("seal", str(error), fix=_COPY.format(folder)))
             except DraftError as problem:
                 return ReadDraft(None, None, (_unreadable(problem, folder, facts),))
     checks.append(ok("files", f"a draft of kind {draft.name}, its keys agree"))

@@ -69,6 +69,8 @@ class Diagnosis:
     tried: tuple[Tried, ...] = ()
     documents: int = 0
     """Documents that the conventions were tried on."""
+    which_documents: str = ""
+    """Which these are, if other ones were to be expected: such as those that it was trained on."""
     acceptance_length: float | None = None
     """Of the draft as its files declare it, over all supervised slots; None: not measured."""
     text: str = field(default="", repr=False)
@@ -94,6 +96,7 @@ class Diagnosis:
             "checks": [vars(check) for check in self.checks],
             "tried": [vars(tried) for tried in self.tried],
             "documents": self.documents,
+            "which_documents": self.which_documents,
             "acceptance_length": self.acceptance_length,
         }
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spec_data.conversion.target_walk import walk
 from spec_data.models.shapes import block_count
+from spec_data.shards.errors import SpecDataError
 from spec_data.shards.packing import PADDING, pack_documents, shift_left
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import FINAL, layer_column
@@ -24,13 +25,20 @@ from spec_train.drafts import Draft
 from spec_train.drafts.teacher import LOGITS, TOPK
 from spec_train.evaluation.on_dataset import choose_documents, measured_mask, read_pack
 from spec_train.head import TargetHead
+from spec_train.options.doctor_options import LEAST_DOCUMENTS
 from spec_train.simulation.walk import ServingSums, document_sums
 
-LEAST_DOCUMENTS = 12
-"""With fewer, no permutation test of some twenty conventions can be clear."""
 _PACK_TOKENS = 2048
 LOGSUMEXP = "target_logsumexp"
 _TOKEN_COLUMNS = ("input_ids", "loss_mask", "target_argmax")
+
+
+class TooFewDocuments(SpecDataError):
+    """A dataset, or its split, has so many documents that can be measured: too few."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(f"{count} documents")
+        self.count = count
 
 
 @dataclass(frozen=True)
@@ -51,13 +59,14 @@ class Sample:
     batches: tuple[DraftBatch, ...]
     head: TargetHead
     documents: int
-    split: str
     blocks: int | None
     """Decoder blocks of the target; None: not known."""
     columns: frozenset[str]
     """Columns of states that can be read."""
     teachers: tuple[str, ...] = ()
     """Columns of the batches that a loss reads beside the states; empty: none can be computed."""
+    which: str = ""
+    """Which documents these are, where the user might expect others."""
 
     def read(self, batch: DraftBatch, reading: Reading, draft: Draft) -> DraftBatch:
         """Return a batch whose states are those of `reading`, under the names of the draft."""
@@ -102,11 +111,10 @@ def read_sample(
 ) -> Sample:
     """Read documents with all captured states, on the device and in the dtype of the draft.
 
-    Layers that the dataset lacks are computed with the target, if its directory is given. If the
-    draft's run held out too few documents to conclude anything, all documents are read: a wrong
-    convention shows on those that it was trained on too.
+    Layers that the dataset lacks are computed with the target, if its directory is given.
 
     Raises:
+        TooFewDocuments: they can decide nothing; none was read.
         ConfigError, DatasetError: there is no such split, or nothing to measure.
         MissingError, TargetError: the target cannot be run.
     """
@@ -122,9 +130,9 @@ def read_sample(
     columns = [*_TOKEN_COLUMNS, *dict.fromkeys((*states, *teachers))]
     columns += [LOGSUMEXP] if LOGSUMEXP in needed else []
     opened = open_with_mask(dataset.path, policy, columns)
-    chosen, used = choose_documents(opened, split, run, documents)
-    if split == "auto" and used != "all" and len(chosen) < LEAST_DOCUMENTS:
-        chosen, used = choose_documents(opened, "all", run, documents)
+    chosen, which = _chosen(opened, split, run, documents)
+    if len(chosen) < LEAST_DOCUMENTS:
+        raise TooFewDocuments(len(chosen))
     weight = draft.embed_tokens.weight
     lengths = [int(opened.lengths[document]) for document in chosen]
     batches = []
@@ -138,10 +146,32 @@ def read_sample(
         batches=tuple(batches),
         head=TargetHead.from_dataset(dataset.path, weight.dtype, weight.device),
         documents=len(chosen),
-        split=used,
+        which=which,
         blocks=blocks,
         columns=frozenset(batches[0].hidden) - set(TOPK) - {LOGITS},
         teachers=teachers,
+    )
+
+
+def _chosen(
+    dataset: HiddenStatesDataset, split: str, run: dict[str, Any] | None, wanted: int
+) -> tuple[list[int], str]:
+    """Return at most `wanted` documents, and in words which these are, if that is not expected.
+
+    If the draft's run held out too few documents to conclude anything, those that it was trained on
+    are taken too: a wrong convention shows on them as well.
+    """
+    chosen, used = choose_documents(dataset, split, run)
+    if split != "auto" or used == "all" or len(chosen) >= wanted:
+        return chosen[:wanted], ""
+    if len(chosen) >= LEAST_DOCUMENTS:
+        return chosen, f"the run held out no more, {wanted} were asked for"
+    held_out, known = len(chosen), set(chosen)
+    others = [d for d in choose_documents(dataset, "all", run)[0] if d not in known]
+    trained = others[: wanted - held_out]
+    return sorted(chosen + trained), (
+        f"{held_out} that the run held out, which are too few, and {len(trained)} that it was "
+        "trained on"
     )
 
 

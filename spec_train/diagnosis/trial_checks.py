@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from spec_train.diagnosis.conventions import FIXES
 from spec_train.diagnosis.mask_tokens import reads_mask_token
 from spec_train.diagnosis.outcome import FINDING, Check, Tried, finding, ok, undecided
-from spec_train.diagnosis.sample import LEAST_DOCUMENTS
 from spec_train.diagnosis.trials import Trials, fitting_as_well, untouched
+from spec_train.options.doctor_options import LEAST_DOCUMENTS
 
 _AGREES = {
     "layer-ids": "the declared layers fit best",
@@ -136,6 +136,6 @@ def too_few(documents: int) -> Check:
     """Return the check of a dataset with too few documents for any trial."""
     return undecided(
         "conventions",
-        f"give at least {LEAST_DOCUMENTS} documents (--documents, or more data): {documents} can "
+        f"give a dataset of at least {LEAST_DOCUMENTS} documents, or --split all: {documents} can "
         "decide nothing",
     )

@@ -7,8 +7,9 @@ those that trainers choose.
 The embedding is the target's and frozen, so the mask token must have a nonzero embedding: with a
 zero one, the slots of a block could not be told apart. Otherwise any token is good that the text
 does not use. The order of preference: a token that the tokenizer leaves unused (as DeepSpec does
-for Qwen3), a reserved token, the padding token, a token that no answer contains. If answers contain
-every token, the rarest one is taken.
+for Qwen3), a reserved token, the padding token, another special one, a token that no answer
+contains. Reserved and special are only tokens that the tokenizer adds to its vocabulary: its words
+may be named "mask" or "unused" as well. If answers contain every token, the rarest one is taken.
 
 V target vocabulary, H hidden size.
 """
@@ -60,8 +61,8 @@ def choose_mask_token(
     Raises:
         DraftError: every embedding is zero.
     """
-    names = _token_names(folder / "tokenizer.json")
-    for why, found in _preferred(names, token_ids, embedding, counts):
+    names, added = _token_names(folder / "tokenizer.json")
+    for why, found in _preferred(names, added, token_ids, embedding, counts):
         if found:
             log.info("mask token %d %s: %s", found[0], names.get(found[0], ""), why)
             return found[0]
@@ -72,7 +73,11 @@ def choose_mask_token(
 
 
 def _preferred(
-    names: dict[int, str], token_ids: dict[str, Any], embedding: Tensor, counts: Tensor | None
+    names: dict[int, str],
+    added: dict[int, str],
+    token_ids: dict[str, Any],
+    embedding: Tensor,
+    counts: Tensor | None,
 ) -> list[tuple[str, list[int]]]:
     """Return kinds of tokens and their ids, the best kind first (see `choose_mask_token`)."""
     usable = (embedding.abs().amax(-1) > 0).tolist()
@@ -83,10 +88,11 @@ def _preferred(
     kinds: list[tuple[str, list[int]]] = []
     if names:
         kinds.append(("the tokenizer leaves it unused", [i for i in free if i not in names]))
-        reserved = [i for i in free if _RESERVED.search(names.get(i, ""))]
+        reserved = [i for i in free if _RESERVED.search(added.get(i, ""))]
         kinds.append(("a reserved token", reserved))
     padding = _ids(token_ids.get("pad_token_id"))
     kinds.append(("the padding token", [i for i in padding if i in set(free)]))
+    kinds.append(("a special token that no answer contains", [i for i in free if i in added]))
     kinds.append(("no answer contains it", free[::-1]))
     rest = sorted((i for i in range(vocab) if usable[i] and i not in ends), key=seen.__getitem__)
     kinds.append(("the rarest token of the answers", rest))
@@ -104,9 +110,9 @@ def usual_mask_tokens(
 
     The arguments are those of `choose_mask_token`.
     """
-    vocab, names = len(embedding), _token_names(folder / "tokenizer.json")
+    vocab, (names, added) = len(embedding), _token_names(folder / "tokenizer.json")
     special = _special_names(folder / "tokenizer_config.json")
-    kinds = _preferred(names, token_ids, embedding, counts)
+    kinds = _preferred(names, added, token_ids, embedding, counts)
     found = [(ids[0], "the choice of spec-train") for _, ids in kinds if ids][:1]
     if names:
         unused = next((i for i in range(vocab) if i not in names), vocab)
@@ -115,7 +121,7 @@ def usual_mask_tokens(
         ids = _ids(token_ids.get(f"{kind}_token_id"))
         ids += [i for i, text in names.items() if text == special.get(kind)]
         found += [(i, f"the {kind} token") for i in ids]
-    reserved = [i for i, text in sorted(names.items()) if _RESERVED.search(text)]
+    reserved = [i for i, text in sorted(added.items()) if _RESERVED.search(text)]
     found += [(i, "a reserved token") for i in (*reserved[:1], *reserved[-1:])]
     found += [(0, "the first id of the vocabulary"), (vocab - 1, "the last id of the vocabulary")]
     usual: dict[int, str] = {}
@@ -160,14 +166,18 @@ def _special_names(path: Path) -> dict[str, str]:
     return {kind: text for kind, text in texts.items() if isinstance(text, str)}
 
 
-def _token_names(path: Path) -> dict[int, str]:
-    """Return the text of every token of a tokenizer.json, by id; empty if there is no file."""
+def _token_names(path: Path) -> tuple[dict[int, str], dict[int, str]]:
+    """Return the texts of a tokenizer.json by id, and of those tokens that it adds to its model's.
+
+    Both are empty if there is no file.
+    """
     if not path.is_file():
-        return {}
+        return {}, {}
     raw = json.loads(path.read_text(encoding="utf-8"))
     vocab = raw.get("model", {}).get("vocab", {})
     if isinstance(vocab, list):  # Unigram: pairs of text and score
         names = {i: str(entry[0]) for i, entry in enumerate(vocab)}
     else:
         names = {int(i): text for text, i in vocab.items()}
-    return names | {int(t["id"]): str(t["content"]) for t in raw.get("added_tokens", [])}
+    added = {int(t["id"]): str(t["content"]) for t in raw.get("added_tokens", [])}
+    return names | added, added

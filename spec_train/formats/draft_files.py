@@ -86,8 +86,8 @@ def read_files(directory: str | Path, accept_edited: bool = False) -> DraftFiles
     if problems and not accept_edited:
         raise DraftError(
             f"{folder}: not as it was sealed ({some_of(problems)}), so it was edited or damaged. "
-            "Copy it again, or pass --accept-edited (accept_edited=True in Python) if this is "
-            "intended; an export then has a new seal"
+            "Copy it again, or if this is intended, pass --accept-edited to `spec-train export`, "
+            "`eval` or `fit` (accept_edited=True in Python); an export then has a new seal"
         )
     if problems:
         log.warning("warning: %s: accepted as edited (%s)", folder, some_of(problems))

@@ -8,6 +8,9 @@ from spec_train.options.fit_options import FILES, REQUIRED, RUNNING, at_least
 ENGINES = ("vllm", "sglang", "llama.cpp")
 """The engines whose rules the doctor can apply."""
 
+LEAST_DOCUMENTS = 12
+"""With fewer, no permutation test of some twenty conventions can be clear."""
+
 _EXAMINED = "what it is examined with"
 
 
@@ -45,8 +48,8 @@ class DoctorConfig:
     )
     documents: int = option(
         64,
-        help="documents of --data that the draft is tried on. More of them find smaller "
-        "differences; below 12 nothing is concluded",
+        help="documents of --data that the draft is tried on, 12 or more. More of them find "
+        "smaller differences",
         group=_EXAMINED,
         metavar="N",
     )
@@ -84,5 +87,5 @@ class DoctorConfig:
 
     def __post_init__(self) -> None:
         """Refuse counts that measure nothing."""
-        at_least(self, 1, "documents")
+        at_least(self, LEAST_DOCUMENTS, "documents")
         at_least(self, 0, "seed")

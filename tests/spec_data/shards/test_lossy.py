@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load
+from safetensors.torch import load, save
 
 from spec_data.options.option_values import HIDDEN_CODECS
 from spec_data.shards.codec_tables import (
@@ -20,7 +20,7 @@ from spec_data.shards.codecs import CODECS
 from spec_data.shards.coded import StoredRows, decode_rows, runs
 from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.lossy import LOSSY, bf16_tensor
-from spec_data.shards.schema import predicts_supervised, token_columns
+from spec_data.shards.schema import Column, predicts_supervised, token_columns
 from tests.tolerance import close
 
 H = 64
@@ -155,7 +155,7 @@ def test_the_limit_on_the_error_is_stored_only_where_it_is_needed(tmp_path):
     assert plain.worst == math.inf and "x.worst" not in load(save_tables({"x": plain}))
     needed = replace(plain, worst=2.5)
     (tmp_path / "codec.safetensors").write_bytes(save_tables({"x": needed}))
-    assert load_tables(tmp_path / "codec.safetensors", {"x": H}, None)["x"].worst == 2.5
+    assert load_tables(tmp_path / "codec.safetensors", [column()], None)["x"].worst == 2.5
 
 
 @pytest.mark.parametrize("codec", LOSSY)
@@ -298,23 +298,54 @@ def test_the_same_states_give_the_same_tables_in_any_thread_count(monkeypatch):
     close(tables.std, states[~massive].std(0, correction=0), terms=len(states))
 
 
+def column(name="x", codec="lm4c"):
+    return Column(name=name, codec=codec, width=H)
+
+
 def test_tables_are_checked_when_they_are_read(tmp_path):
     tables = make_tables(gaussian(100), "lm4c")
     file = tmp_path / "codec.safetensors"
     file.write_bytes(save_tables({"x": tables}))
-    back = load_tables(file, {"x": H}, None)["x"]
+    back = load_tables(file, [column()], None)["x"]
     assert torch.equal(back.mean, tables.mean) and torch.equal(back.std, tables.std)
     assert back.limit == tables.limit and torch.equal(back.levels, tables.levels)
     with pytest.raises(DatasetError, match="these are the tables of another dataset"):
-        load_tables(file, {"x": H}, "0" * 64)
-    with pytest.raises(DatasetError, match="no tables of 64 channels for column y"):
-        load_tables(file, {"y": H}, None)
+        load_tables(file, [column()], "0" * 64)
+    with pytest.raises(DatasetError, match=r"column y .*: mean is missing"):
+        load_tables(file, [column("y")], None)
     file.write_bytes(file.read_bytes()[:40])
     with pytest.raises(DatasetError, match="damaged"):
-        load_tables(file, {"x": H}, None)
+        load_tables(file, [column()], None)
     file.unlink()
     with pytest.raises(DatasetError.__mro__[1], match="missing"):
-        load_tables(file, {"x": H}, None)
+        load_tables(file, [column()], None)
+
+
+@pytest.mark.parametrize("codec", ["int8c", "lm4c", "fp8"])
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        *(("std", -1.0), ("std", math.inf), ("mean", math.nan)),
+        *(("limit", math.inf), ("limit", -1.0), ("worst", math.nan)),
+    ],
+)
+def test_tables_that_cannot_be_are_refused(tmp_path, codec, part, value):
+    file = tmp_path / "codec.safetensors"
+    tensors = load(save_tables({"x": make_tables(gaussian(100), codec)}))
+    file.write_bytes(save(tensors))
+    assert set(load_tables(file, [column(codec=codec)], None)) == {"x"}
+    other = tensors.get(f"x.{part}", torch.ones(1)).clone()
+    other[-1] = value
+    file.write_bytes(save(tensors | {f"x.{part}": other}))
+    with pytest.raises(DatasetError, match=f"column x .*: {part} is (not finite|below 0)"):
+        load_tables(file, [column(codec=codec)], None)
+
+
+def test_tables_of_another_codec_are_refused(tmp_path):
+    file = tmp_path / "codec.safetensors"
+    file.write_bytes(save_tables({"x": make_tables(gaussian(100), "lm4c")}))
+    with pytest.raises(DatasetError, match=r"levels is float32 \[16\] instead of float32 \[64\]"):
+        load_tables(file, [column(codec="lm6c")], None)
 
 
 def test_runs_and_kept_tokens():

@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.cli import main
 from spec_train.data.token_counts import count_dataset
 from spec_train.diagnosis.outcome import FINDING, OK, UNDECIDED, Diagnosis
 from spec_train.doctor_api import doctor
 from spec_train.drafts.layers import RMSNorm
-from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.command_options import FitConfig
+from spec_train.options.draft_options import DRAFT_OPTIONS, Eagle3Options
+from spec_train.training.setup import fit
 from tests.spec_train.diagnosis.trained import MASK, VOCAB, make_data, train_draft
 
 
@@ -295,11 +298,32 @@ def test_a_draft_of_other_states(sound, data, tmp_path):
     assert "another target" in diagnosis.named("trained").text
 
 
-def test_too_few_documents_decide_nothing(sound_dir, data):
-    diagnosis = examine(sound_dir("eagle3"), data=data, documents=11)
+def test_too_few_documents_decide_nothing(sound_dir, target, tmp_path, capsys):
+    few = make_data(target, tmp_path / "few", count=11)
+    diagnosis = examine(sound_dir("eagle3"), data=few)
     assert diagnosis.named("conventions").state == UNDECIDED
     assert not diagnosis.tried and not diagnosis.findings
     assert FINDING not in {check.state for check in diagnosis.checks}
+    nothing = ["doctor", "--draft", str(tmp_path / "none"), "--documents", "11"]
+    assert main(nothing) == 2, "before anything is opened"
+    assert "--documents 11" in capsys.readouterr().err
+
+
+def test_documents_that_a_run_was_trained_on_are_named(data, tmp_path):
+    def run(validation):
+        out = tmp_path / str(validation)
+        config = FitConfig(
+            data=str(data), out=str(out), steps=1, seq_len=64, device="cpu", validation=validation
+        )
+        fit("eagle3", config, Eagle3Options(ttt_steps=1, layers="1,3"))
+        return out
+
+    diagnosis = examine(run(0.05), data=data, documents=15)
+    held_out = int(diagnosis.which_documents.split()[0])
+    assert 0 < held_out < 12 and diagnosis.documents == 15
+    assert f"and {15 - held_out} that it was trained on" in str(diagnosis)
+    diagnosis = examine(run(0.5), data=data, documents=50)
+    assert 12 <= diagnosis.documents < 50 and "50 were asked for" in str(diagnosis)
 
 
 # --- the other kinds of draft ---
@@ -336,7 +360,7 @@ def test_token_and_state_of_an_eagle_draft_in_the_other_order(sound, data, tmp_p
 def test_final_states_on_the_other_side_of_the_norm(sound_dir, target, target_dir, tmp_path):
     """The draft was trained with normed states; this dataset holds those before the norm."""
     unnormed = make_data(target, tmp_path / "unnormed", final_before_norm=True)
-    diagnosis = examine(sound_dir("eagle"), data=unnormed, documents=4)
+    diagnosis = examine(sound_dir("eagle"), data=unnormed)
     assert "data" in found(diagnosis), "the head gives other logits than the stored ones"
     both = make_data(target, tmp_path / "both", final_before_norm=True, layers=(1, 3, 5))
     diagnosis = examine(sound_dir("eagle"), data=both)  # layer 5 of the factory is normed

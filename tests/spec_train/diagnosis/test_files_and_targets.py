@@ -96,7 +96,7 @@ def test_a_map_that_was_never_filled(sound_dir, data, tmp_path):
     tensors["d2t"] = torch.zeros_like(tensors["d2t"])
     del tensors["t2d"]
     save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
-    diagnosis = examine(draft, data=data, documents=4)
+    diagnosis = examine(draft, data=data)
     assert "vocabulary-map" in found(diagnosis), str(diagnosis)
 
 
@@ -105,9 +105,7 @@ def test_layers_in_an_order_that_engines_do_not_keep(sound_dir, data, tmp_path):
         key = "eagle_aux_hidden_state_layer_ids"
         raw[key] = raw[key][::-1]
 
-    diagnosis = examine(
-        edited(published(sound_dir("eagle3"), tmp_path), turn), data=data, documents=4
-    )
+    diagnosis = examine(edited(published(sound_dir("eagle3"), tmp_path), turn), data=data)
     check = diagnosis.named("layer-order")
     assert check.state == FINDING and "not ascending" in check.text
 
@@ -199,7 +197,7 @@ def test_another_target_for_a_draft_of_another_trainer(place, target_of_place, t
     fitted.fine_tune(target_of_place)
     alone = doctor(draft, target=target_of_place, device="cpu")
     assert alone.named("target").state == UNDECIDED and "--data" in alone.named("target").text
-    options = {"target": target_of_place, "device": "cpu", "documents": 4}
+    options = {"target": target_of_place, "device": "cpu"}
     diagnosis = doctor(draft, data=place / "data", **options)
     assert "target" in found(diagnosis), str(diagnosis)
     assert "the dataset was captured with" in diagnosis.named("target").text
@@ -216,7 +214,7 @@ def test_a_draft_for_another_size_of_target(sound_dir, place):
 
 def test_answers_that_are_not_the_targets(place):
     """The target is random, so the answers of the corpus are not its own."""
-    diagnosis = doctor(place / "run", data=place / "data", device="cpu", documents=4)
+    diagnosis = doctor(place / "run", data=place / "data", device="cpu")
     assert "on-policy" in found(diagnosis), str(diagnosis)
 
 

@@ -314,6 +314,19 @@ def test_the_mask_token_is_unused_then_reserved_then_padding_then_unseen(tmp_pat
         choose_mask_token(tmp_path, {}, torch.zeros(8, 4), counts)
 
 
+def test_an_ordinary_word_is_no_reserved_token(tmp_path: Path) -> None:
+    """A vocabulary of words has "mask", "unused" and "reserved" among them."""
+    words = {"a": 0, "Ġmask": 1, "unused": 2, "b": 3, "z": 5}
+    write_tokenizer(tmp_path, words, {"<repo_name>": 4})
+    counts = torch.tensor([5, 0, 0, 5, 0, 0])
+    assert choose_mask_token(tmp_path, {}, torch.ones(6, 4), counts) == 4
+    usual = usual_mask_tokens(tmp_path, {}, torch.ones(6, 4), counts)
+    assert "a reserved token" not in usual.values()
+    write_tokenizer(tmp_path, words, {"<mask>": 4})
+    assert "a reserved token" in usual_mask_tokens(tmp_path, {"pad_token_id": 1}, torch.ones(6, 4),
+                                                   counts + 1).values()  # fmt: skip
+
+
 def test_the_usual_mask_tokens_are_those_of_other_trainers_too(tmp_path: Path) -> None:
     special = {"<pad>": 3, "[MASK]": 4, "<|reserved_0|>": 5, "<|reserved_1|>": 6}
     write_tokenizer(tmp_path, {f"w{i}": i for i in range(3)}, special)
