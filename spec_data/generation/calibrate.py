@@ -35,7 +35,7 @@ from spec_data.shards.codec_tables import (
 from spec_data.shards.coded import StoredRows, decode_rows
 from spec_data.shards.errors import RunError
 from spec_data.shards.files import sha256_file, write_once
-from spec_data.shards.head_spec import HeadSpec, apply_head
+from spec_data.shards.head_spec import HeadSpec, apply_head, logit_error
 from spec_data.shards.lossy import LOSSY, LossyCodec, Tables
 from spec_data.shards.schema import FINAL, Column, layer_column, predicts_supervised
 from spec_data.target.backend import TargetBackend
@@ -301,9 +301,8 @@ def measure(
     Returns:
         `mse_median` and `mse_max`: median and maximum over channels of (mean squared error /
         variance of the channel), for tokens that do not escape; `escaped`: share of tokens that
-        escape; `kl` (hidden.final only): see `teacher_kl`; `tokens`: tokens measured. Figures have
-        three digits, so that they do not depend on the number of threads.
-
+        escape; `kl` and `logit_*` (hidden.final only): see `head_errors`; `tokens`: tokens
+        measured. Figures have three digits, so that they do not depend on the number of threads.
     """
     chosen = chosen if chosen.any() else _usable(column.name, states)
     source = states[torch.from_numpy(chosen)]  # [n, H]
@@ -322,7 +321,7 @@ def measure(
         "escaped": float(escaped.numpy().mean()),
     }
     if column.name == FINAL:
-        figures["kl"] = teacher_kl(target, source.to(target.device), decoded)
+        figures |= head_errors(target, source.to(target.device), decoded)
     return {k: float(f"{v:.3g}") for k, v in figures.items()} | {"tokens": len(source)}
 
 
@@ -341,23 +340,32 @@ def round_trip(codec: LossyCodec, states: Tensor, tables: Tables) -> tuple[Tenso
     return out.to(states.device), escaped
 
 
-def teacher_kl(target: HasHead, states: Tensor, decoded: Tensor) -> float:
-    """Return the mean of KL(softmax(head(states)) || softmax(head(decoded))) in nats, in float32.
+def head_errors(target: HasHead, states: Tensor, decoded: Tensor) -> dict[str, float]:
+    """Return what a codec changes of the target's distribution, computed in float32.
 
     `states` and `decoded` are [N, H]; at most 2,048 tokens, spread evenly over N, are used.
+
+    Returns:
+        `kl`: mean of KL(softmax(head(states)) || softmax(head(decoded))), in nats; `logit_median`,
+        `logit_q99`, `logit_max`: median, 99th percentile and maximum of `logit_error`.
     """
     head = {k: v.float().to(states.device) for k, v in target.head_tensors().items()}
     weight, bias = head.get("lm_head", head["embed_tokens"]), head.get("lm_head_bias")
     step = max(1, -(-len(states) // _KL_TOKENS))
     states, decoded = states[::step], decoded[::step]
-    total = 0.0
+    total, errors = 0.0, []
     for part in target.logit_chunks(len(states)):
-        p, q = (  # float32 [n, V]
-            apply_head(f[part].float(), weight, bias, target.head).log_softmax(-1)
-            for f in (states, decoded)
+        true, other = (  # float32 [n, V]
+            apply_head(f[part].float(), weight, bias, target.head) for f in (states, decoded)
         )
+        errors.append(logit_error(other, true.argmax(-1), true.logsumexp(-1)).cpu())
+        p, q = true.log_softmax(-1), other.log_softmax(-1)
         total += float((p.exp() * (p - q)).sum(dtype=torch.float64))
-    return max(0.0, total / len(states))
+    middle, most, largest = np.quantile(torch.cat(errors).numpy(), [0.5, 0.99, 1.0]).tolist()
+    return {
+        "kl": max(0.0, total / len(states)),
+        **{"logit_median": middle, "logit_q99": most, "logit_max": largest},
+    }
 
 
 def over_bounds(columns: Sequence[Column], errors: dict[str, dict[str, Any]]) -> list[str]:

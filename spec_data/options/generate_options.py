@@ -129,8 +129,9 @@ class GenerateConfig:
     codec: str = option(
         DEFAULT_CODEC,
         help="how states are stored: bf16 (exact), int8c or fp8 (half of its bytes), lm6c (0.38), "
-        "lm4c (0.25); or per kind, such as aux=lm4c,final=int8c. The error is measured before the "
-        "first shard, and an error above the codec's bound stops the run: take int8c then",
+        "lm4c (0.25); or per kind, such as aux=lm4c,final=int8c. What is not named keeps the "
+        "default. The error is measured before the first shard; a codec that loses too much gives "
+        "way to the next finer one",
         group=CAPTURE,
         metavar="NAME",
     )

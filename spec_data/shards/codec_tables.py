@@ -29,6 +29,9 @@ _CHANNELS = 256  # channels processed together: bounds memory at any sample size
 _MOST_OUTLIERS = 0.25  # at most this share of tokens is excluded from the statistics
 _SHARES = (0, 0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.16, 0.2, 0.25, 0.3)
 """Shares of the sample that may be stored in bf16; the smallest one that suffices is used."""
+_RAW = (
+    100  # times the bound of a channel: a token with such an error is stored in bf16, however rare
+)
 _MARGIN = 0.6  # of the bound of a codec, which is checked later on other documents
 _IQR = 1.3489795003921634  # interquartile range of a standard Gaussian
 
@@ -56,14 +59,17 @@ def make_tables(states: Tensor, codec: str) -> Tables:
 def _worst_error(states: Tensor, tables: Tables, codec: LossyCodec) -> float:
     """Return the largest squared error that a token may have in a channel without escaping.
 
-    It is infinite if the sample [N, H] is well within the bound of the codec, or if no share of
-    escaped tokens brings it there (then the bound stops the run later).
+    It is infinite if the sample [N, H] is well within the bound of the codec and has no token far
+    above it, or if no share of escaped tokens brings it there (then the bound is missed later).
+    Documents have about as many tokens far above the bound (their first one) however long they are.
     """
     errors = codec.sample_errors(states, tables).numpy()  # float32 [n, H], of coded tokens
     if not len(errors):
         return math.inf
     worst = errors.max(axis=1)  # [n]
     order = np.argsort(-worst, kind="stable")
+    raw = _RAW * codec.bound.worst
+    most = raw if worst.max() > raw else math.inf
     for share in _SHARES:
         count = math.ceil(share * len(order))
         mean = errors[order[count:]].mean(axis=0, dtype=np.float64)  # [H]
@@ -72,7 +78,7 @@ def _worst_error(states: Tensor, tables: Tables, codec: LossyCodec) -> float:
             return math.inf
         within = mean.max() <= _MARGIN * codec.bound.worst
         if within and np.median(mean) <= _MARGIN * codec.bound.median:
-            return float(worst[order[count]]) if count else math.inf
+            return min(most, float(worst[order[count]]) if count else math.inf)
     return math.inf
 
 

@@ -40,3 +40,14 @@ def apply_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: HeadSp
     if spec.softcap is not None:
         logits = spec.softcap * torch.tanh(logits / spec.softcap)
     return logits
+
+
+def logit_error(logits: Tensor, argmax: Tensor, logsumexp: Tensor) -> Tensor:
+    """Return the error of argmax (int64 [T]) and logsumexp (float32 [T]) against logits [T, V].
+
+    It is float32 [T], relative to the largest |logit| of the token. `generate` measures it of what
+    a codec leaves of the final states, and `verify` compares it with that.
+    """
+    scale = logits.abs().amax(-1).clamp_min(1e-6)
+    gap = logits.amax(-1) - logits.gather(-1, argmax[:, None])[:, 0]
+    return torch.maximum(gap, (logits.logsumexp(-1) - logsumexp).abs()) / scale

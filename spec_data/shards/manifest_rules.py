@@ -112,10 +112,16 @@ SHARD = Table(
     },
     closed=True,
 )
+_ERROR = Table(
+    {
+        **dict.fromkeys(("mse_median", "mse_max", "escaped"), SHARE),
+        **dict.fromkeys(("kl?", "logit_median?", "logit_q99?", "logit_max?"), SHARE),
+    }
+)
 _COLUMN = {
     **{"name": TEXT, "codec": TEXT, "width": or_null(SIZE), "tokens?": TOKENS},
     **{"bytes_per_token?": COUNT, "exact?": FLAG},
-    "error?": Table({"mse_median": SHARE, "mse_max": SHARE, "escaped": SHARE, "kl?": NUMBER}),
+    **{"error?": _ERROR, "instead_of?": Named(_ERROR)},
 }
 _HEAD = {
     **{"vocab_size": SIZE, "hidden_size": SIZE, "tied": FLAG, "has_bias?": FLAG},

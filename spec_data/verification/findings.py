@@ -1,6 +1,5 @@
 """Collect what verify found, and read what a dataset declares about its columns."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,10 +91,6 @@ def stored_tokens(dataset: HiddenStatesDataset, name: str, row: dict[str, Any]) 
 
 
 def declared_error(dataset: HiddenStatesDataset, name: str, figure: str) -> float:
-    """Return the declared relative error of a column, 0 if it is exact.
-
-    It is the square root of `figure` ("mse_median" or "mse_max"): a mean squared error divided by
-    the variance of the channel.
-    """
+    """Return a figure of the error that generation measured of a column; 0 if it is exact."""
     entry = next(c for c in dataset.manifest.raw["columns"] if c["name"] == name)
-    return math.sqrt(entry.get("error", {}).get(figure, 0.0))
+    return float(entry.get("error", {}).get(figure, 0.0))

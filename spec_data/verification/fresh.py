@@ -3,6 +3,7 @@
 Shapes: T tokens of the document, H hidden size, K top logits, V vocabulary size.
 """
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -130,7 +131,7 @@ def compare_states(
     a, b = document[name][kept].float(), fresh[kept].float()  # [n, H]
     error = (a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-30)
     allowed = STATE_TOLERANCE.get(dataset.manifest.target["dtype"], 5e-2)
-    allowed += 1.5 * declared_error(dataset, name, "mse_max")
+    allowed += 1.5 * math.sqrt(declared_error(dataset, name, "mse_max"))
     mean = float(error.mean())
     far = error > 5 * allowed
     if not mean <= allowed:

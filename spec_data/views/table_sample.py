@@ -51,7 +51,7 @@ class MadeTables:
 
 
 class StoredHead:
-    """The head of a dataset, for `teacher_kl`."""
+    """The head of a dataset, for `head_errors`."""
 
     device = torch.device("cpu")
 

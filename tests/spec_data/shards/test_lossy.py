@@ -150,6 +150,24 @@ def test_a_limit_on_the_error_escapes_exactly_the_tokens_above_it(codec):
     assert not chosen.scale[list(set(chosen.escape_index))].any()
 
 
+@pytest.mark.parametrize("codec", ["lm6c", "lm4c"])
+def test_a_first_token_far_out_in_one_channel_is_stored_as_it_is_in_short_documents_too(codec):
+    """The tables are made from long documents; the shards also have short ones."""
+
+    def documents(length, seed):
+        states = gaussian(6000, seed=seed)
+        states[::length, 5] = 12.0
+        return states
+
+    tables = make_tables(documents(1000, 0), codec)
+    short = documents(40, 1)
+    rows = stored(codec, short, tables)
+    assert set(range(0, 6000, 40)) <= set(rows.escape_index.tolist())
+    out = torch.empty(short.shape, dtype=torch.bfloat16)
+    decode_rows(LOSSY[codec], rows, tables, out)
+    assert channel_error(short, out, tables).max() < LOSSY[codec].bound.worst
+
+
 def test_the_limit_on_the_error_is_stored_only_where_it_is_needed(tmp_path):
     plain = make_tables(gaussian(3000), "lm4c")
     assert plain.worst == math.inf and "x.worst" not in load(save_tables({"x": plain}))

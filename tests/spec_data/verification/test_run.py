@@ -2,11 +2,13 @@
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from spec_data.cli import main
@@ -136,6 +138,45 @@ def test_a_few_swapped_tokens_of_a_long_document_are_caught(data, target, capsys
     rewrite(data, 0, "hidden.L2", swap)
     out = failures(data, capsys, samples=100, target=str(target))
     assert "column hidden.L2" in out
+
+
+@pytest.fixture(scope="module")
+def rough(tmp_path_factory):
+    """Data whose logits are small differences of states, so that a codec changes some by much."""
+    folder = tmp_path_factory.mktemp("rough")
+    save_target(folder / "target")
+    model = AutoModelForCausalLM.from_pretrained(folder / "target")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                weight *= 0.02  # the states are those of the embedding
+        even = torch.randn(model.model.embed_tokens.weight[:, ::2].shape)
+        model.model.embed_tokens.weight[:, ::2] = even
+        model.model.embed_tokens.weight[:, 1::2] = 0.3 * torch.randn(even.shape) - even
+        rows = 0.1 * torch.randn(model.lm_head.weight[:, ::2].shape)
+        model.lm_head.weight[:, ::2] = rows
+        model.lm_head.weight[:, 1::2] = rows
+    model.save_pretrained(folder / "target")
+    corpus = write_corpus(folder / "chats.jsonl", 60)
+    run(folder / "target", corpus, folder / "data", codec="lm4c")
+    return folder / "data"
+
+
+def test_what_a_codec_loses_of_sound_data_is_no_fault(rough, capsys):
+    assert "FAIL" not in failures(rough, capsys, samples=1000)
+
+
+@pytest.mark.parametrize(
+    ("shift", "shards", "said"),
+    [(2.0, 1, "token"), (0.2, 1, "half of its"), (0.05, 9, "half of the")],
+)
+def test_a_fault_is_found_in_rough_data_too(rough, tmp_path, capsys, shift, shards, said):
+    """Of one token, of the documents of a shard, or small but everywhere."""
+    data = Path(shutil.copytree(rough, tmp_path / "data"))
+    for shard in range(min(shards, len(list((data / "shards").iterdir())))):
+        rewrite(data, shard, "target_logsumexp", lambda v, _: np.add(v, shift, out=v))
+    out = failures(data, capsys, samples=1000)
+    assert f"columns hidden.final / target_argmax / target_logsumexp: {said}" in out
 
 
 @pytest.mark.parametrize(
