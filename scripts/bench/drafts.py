@@ -26,7 +26,7 @@ OPTIONS = {
     "eagle3": "",
     "peagle": "--draft-layers 2 --depths 7",
     "dflash": f"{SMALL} --layout anchor --block-size 7",  # DSpark without its heads
-    "dspark": SMALL,
+    "dspark": f"{SMALL} --markov-rank 256",
 }
 """What each draft is trained with beyond the defaults: a small target gets drafts of two layers."""
 

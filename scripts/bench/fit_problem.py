@@ -79,7 +79,7 @@ def build(name: str, head: TargetHead, vocab: int) -> Any:
     fields = kind.options_class.__dataclass_fields__
     options = kind.options_class(
         **({"draft_vocab_size": vocab} if "draft_vocab_size" in fields else {})
-    )
+    ).sized(4096, 36)  # layers and rank as published
     counts = torch.arange(VOCAB, 0, -1)
     return kind.build(
         options, target_config=config, manifest=manifest, head=head, token_counts=counts

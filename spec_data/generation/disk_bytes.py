@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from spec_data.devices import DTYPES
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup
 from spec_data.generation.target_files import GENERATION_CONFIG, config_json
+from spec_data.models.parameter_counts import empty_model
 from spec_data.models.reading import text_config
 from spec_data.shards.files import dump_json
 from spec_data.target.head_form import head_parts
@@ -44,10 +44,7 @@ def head_bytes(setup: Setup) -> int:
     """Return the size of target/head.safetensors; no weights are read."""
     width = torch.empty(0, dtype=_dtype(setup)).element_size()
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                setup.model_config, trust_remote_code=setup.config.trust_remote_code
-            )
+        model = empty_model(setup.model_config, setup.config.trust_remote_code)
         tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
         sizes = [p.numel() for p in head_parts(model, tied).values()]
     except Exception:

@@ -10,6 +10,7 @@ from safetensors.torch import save
 
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup
+from spec_data.models.parameter_counts import parameter_counts
 from spec_data.models.rope_factors import chosen_factors
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.identity import own_facts
@@ -91,7 +92,9 @@ def manifest_draft(
         "format": FORMAT,
         "format_version": format_version(setup.columns),
         "settings": plan.settings,
-        "target": setup.target | target.describe(),
+        "target": setup.target
+        | target.describe()
+        | parameter_counts(setup.model_config, setup.config.trust_remote_code),
         "tokenizer": setup.tokenizer_id,
         "identity": own_facts(setup.identity)
         | ({} if kwargs_used is None else {"template_kwargs_used": kwargs_used}),

@@ -168,7 +168,8 @@ MANIFEST = Table(
                 **{"name": TEXT, "dtype": TEXT, "attn?": TEXT, "architectures?": Listed(TEXT)},
                 **dict.fromkeys(("revision?", "model_type?"), or_null(TEXT)),
                 **dict.fromkeys(("config_hash?", "weights_hash?"), or_null(TEXT)),
-                **{"num_layers?": SIZE, "hidden_size?": SIZE},
+                **dict.fromkeys(("num_layers?", "hidden_size?"), SIZE),
+                **dict.fromkeys(("parameters?", "active_parameters?"), SIZE),
             }
         ),
         "tokenizer": Table(

@@ -1,8 +1,9 @@
 """The options of the drafts: one frozen dataclass per draft. No torch here: `--help` is instant."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from spec_data.config import option
 from spec_data.console import nearest
@@ -16,6 +17,31 @@ from spec_train.options.loss_options import (
 )
 from spec_train.options.shape_options import SHAPE, LayerOptions, NormOptions, qk_norm_option
 from spec_train.options.vocabulary_options import VocabularyOptions
+
+_WIDTH, _BLOCKS = 2560, 36
+"""Hidden size and decoder blocks of Qwen3-4B, the smallest target of a published block draft."""
+
+
+def layers_option(published: int) -> Any:
+    """Return the option of drafts with several layers."""
+    return option(
+        None,
+        help="decoder layers of the draft; fewer are faster and accept less. Not given: "
+        f"{published} as published, or for a target narrower than {_WIDTH} channels the share of "
+        f"its layers that {published} are of {_BLOCKS}",
+        metavar="N",
+    )
+
+
+def scaled_layers(published: int, hidden: int, blocks: int) -> int:
+    """Return the layers of a draft for a target of `hidden` channels and `blocks` layers.
+
+    They are those of the `published` drafts. For a narrower target than any of these have, they
+    would be too large a part of it: there the draft has their share of the target's depth.
+    """
+    if hidden >= _WIDTH:
+        return published
+    return max(1, min(published, round(published * blocks / _BLOCKS)))
 
 
 def slots_option() -> Any:
@@ -157,9 +183,7 @@ class PeagleOptions(PositionOptions, AuxOptions, NormOptions):
     loss: str = loss_option("kl")
 
     depths: int = option(8, help="tokens drafted by one forward; time and memory grow with it")
-    draft_layers: int = option(
-        4, help="decoder layers of the draft; fewer are faster and accept less"
-    )
+    draft_layers: int | None = layers_option(4)
     cod_ratio: float = option(
         0.7,
         help="conditional drop sampling: depth d keeps a share cod_ratio ** d of the slots. Lower "
@@ -185,8 +209,9 @@ class PeagleOptions(PositionOptions, AuxOptions, NormOptions):
         """Reject values outside their range."""
         super().__post_init__()
         for name in ("depths", "draft_layers", "segments"):
-            if getattr(self, name) < 1:
-                raise DraftError(f"{name} = {getattr(self, name)}: at least 1")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise DraftError(f"{name} = {value}: at least 1")
         if self.mask_token_id < -1:
             raise DraftError(f"mask_token_id = {self.mask_token_id}: -1 or more")
         if not 0 < self.cod_ratio <= 1:
@@ -196,8 +221,13 @@ class PeagleOptions(PositionOptions, AuxOptions, NormOptions):
         self.check_loss()
         self.check_positions(self.depths)
 
+    def sized(self, hidden: int, blocks: int) -> Self:
+        """Return the options with a number of layers."""
+        layers = self.draft_layers or len(self.types) or scaled_layers(4, hidden, blocks)
+        return dataclasses.replace(self, draft_layers=layers)
+
     @property
-    def num_layers(self) -> int:
+    def num_layers(self) -> int | None:
         """Its layers, under EAGLE-3's name."""
         return self.draft_layers
 
@@ -221,9 +251,7 @@ class BlockOptions(BlockLossOptions, AuxOptions):
         "without it they see only earlier ones there, as engines serve such layers by default",
         group=SHAPE,
     )
-    num_draft_layers: int = option(
-        5, help="decoder layers of the draft; fewer are faster and accept less"
-    )
+    num_draft_layers: int | None = layers_option(5)
     block_size: int = option(7, help="slots of a block: the anchor token, then mask tokens")
     layout: str = option(
         "anchor",
@@ -262,11 +290,16 @@ class BlockOptions(BlockLossOptions, AuxOptions):
             ("ce_weight", self.ce_weight, 0),
             ("l1_weight", self.l1_weight, 0),
         ):
-            if not bound <= value < math.inf:
+            if value is not None and not bound <= value < math.inf:
                 raise DraftError(f"{name} = {value}: {bound} or more")
         self.check_mixture()
         self.check_positions(self.drafts_per_block)
         self.check_one_rule("loss_decay_gamma")
+
+    def sized(self, hidden: int, blocks: int) -> Self:
+        """Return the options with a number of layers."""
+        layers = self.num_draft_layers or len(self.types) or scaled_layers(5, hidden, blocks)
+        return dataclasses.replace(self, num_draft_layers=layers)
 
     @property
     def drafts_per_block(self) -> int:
@@ -281,8 +314,11 @@ class DSparkOptions(BlockOptions):
     confidence_weight: float = option(
         1.0, help="weight of the confidence head's loss; 0 leaves the head out"
     )
-    markov_rank: int = option(
-        256, help="rank of the Markov head, a bias by the previous token; 0 leaves it out"
+    markov_rank: int | None = option(
+        None,
+        help="rank of the Markov head, a bias by the previous token; 0 leaves it out. Not given: "
+        f"256, or for a target narrower than {_WIDTH} channels a tenth of its width",
+        metavar="N",
     )
     markov_head_type: str = option(
         "vanilla",
@@ -298,15 +334,23 @@ class DSparkOptions(BlockOptions):
     def __post_init__(self) -> None:
         """Reject values outside their range."""
         super().__post_init__()
-        if self.markov_rank < 0:
+        if self.markov_rank is not None and self.markov_rank < 0:
             raise DraftError(f"markov_rank = {self.markov_rank}: 0 (no Markov head) or more")
         if not 0 <= self.confidence_weight < math.inf:
             raise DraftError(f"confidence_weight = {self.confidence_weight}: 0 or more")
 
+    def sized(self, hidden: int, blocks: int) -> Self:
+        """Return the options with a number of layers, and a Markov rank of whole bytes."""
+        sized = super().sized(hidden, blocks)
+        if sized.markov_rank is not None:
+            return sized
+        rank = min(256, max(8, 8 * round(256 * hidden / _WIDTH / 8)))
+        return dataclasses.replace(sized, markov_rank=rank)
+
     @property
     def with_markov(self) -> bool:
         """Whether there is a confidence head, and it reads the Markov embedding."""
-        wanted = self.confidence_head_with_markov and self.markov_rank > 0
+        wanted = self.confidence_head_with_markov and self.markov_rank != 0
         return wanted and self.confidence_weight > 0
 
 

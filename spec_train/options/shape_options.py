@@ -8,7 +8,7 @@ here: `--help` is instant.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from spec_data.config import option
 from spec_data.shards.errors import DraftError
@@ -122,6 +122,13 @@ class LayerOptions(InitialOptions):
     def biases_of_target(self) -> list[str]:
         """The options of biases that are auto, so that a new draft follows its target."""
         return [name for name in ("attention_bias", "mlp_bias") if getattr(self, name) == AUTO]
+
+    def sized(self, hidden: int, blocks: int) -> Self:
+        """Return the options with a value for every size that is not given.
+
+        `hidden` and `blocks` are the hidden size and the decoder blocks of the target.
+        """
+        return self
 
     def layer_fields(self, target: dict[str, Any], count: int) -> dict[str, Any]:
         """Return the fields of a draft's configuration that these options decide.

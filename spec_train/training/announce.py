@@ -2,9 +2,10 @@
 
 import logging
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+from torch import nn
 
 from spec_data.models.engine_targets import engine_warnings
 from spec_data.shards.layer_ids import recipe_layers, recorded_layers
@@ -40,6 +41,7 @@ def announce(trainer: Trainer, splits: Splits, total: int | None = None) -> None
     for part in dataset.datasets if isinstance(dataset, Mixture) else (dataset,):
         _announce_dataset(part, trainer.stream.columns)
     _announce_layers(trainer)
+    _announce_share(trainer)
     warn_of_biases(trainer.draft.name, vars(trainer.draft.config))
     for line in engine_warnings(
         [trainer.draft.name], target_architectures(trainer.dataset.target_config())
@@ -134,6 +136,36 @@ def _announce_layers(trainer: Trainer) -> None:
             *(draft.name, ", ".join(map(str, recipe or ()))),
             ",".join(dict.fromkeys([*(recorded_layers(manifest.raw) or ["eagle3"]), draft.name])),
         )
+
+
+def _announce_share(trainer: Trainer) -> None:
+    """Log how large the draft is beside its target, as far as the dataset tells.
+
+    A token costs two operations per weight that multiplies it, and those of attention, which grow
+    with the context and are not counted on either side.
+    """
+    target = trainer.dataset.manifest.target
+    if "parameters" not in target:
+        return
+    draft = trainer.draft
+    own = sum(p.numel() for p in trainer.masters.params)
+    linear = [m.weight for m in cast(nn.Module, draft).modules() if isinstance(m, nn.Linear)]
+    multiplied = sum(weight.numel() for weight in linear)
+    if getattr(draft, "lm_head", None) is None:  # the target's
+        multiplied += draft.config.draft_vocab_size * draft.config.hidden_size
+    active = target.get("active_parameters")
+    log.info(
+        "share      %s trained parameters are %.1f %% of the target's %s; a drafted token costs %s "
+        "a token of the target, without attention over the context",
+        *(size_text(own), 100 * own / target["parameters"], size_text(target["parameters"])),
+        f"{100 * multiplied / active:.1f} % of the FLOPs of" if active else "an unknown share of",
+    )
+
+
+def size_text(count: int) -> str:
+    """Return a number of parameters for people, such as 33.1 M."""
+    value, unit = (count / 1e9, "B") if count >= 1e9 else (count / 1e6, "M")
+    return f"{value:.3g} {unit}"
 
 
 def warn_of_biases(kind: str, config: dict[str, Any]) -> None:

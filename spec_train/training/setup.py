@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spec_data.config import to_dict
 from spec_data.devices import compute_dtype, compute_dtype_name, usable_device
+from spec_data.models.shapes import block_count
 from spec_data.paths import check_directory_to_write
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.follow import FollowedDataset
@@ -134,6 +135,8 @@ def _settled(
 ) -> tuple[FitConfig, Any, Rules, Splits]:
     """Return the settings that depend on the dataset and on a started run, and the splits."""
     options = with_shape_of_start(draft_name, config, options, dataset, started)
+    raw = dataset.target_config()
+    options = options.sized(dataset.manifest.hidden_size, block_count(raw) or 0)
     config, rules = rules_of(config, options, started)
     config = sized(config, dataset, world_size, started)
     return config, options, rules, make_splits(dataset, config, world_size, rules)

@@ -87,6 +87,7 @@ class DSparkConfig(LayeredConfig):
         shape = target_shape(resolve_dspark_draft_spec, target_config, positions)
         warn_of_last_layer(layers, shape.num_hidden_layers)
         require_in_vocabulary(mask_token_id, vocab_size)
+        options = options.sized(shape.hidden_size, shape.num_hidden_layers)
         return cls(
             **cls.of_target(target_config, shape, options, options.num_draft_layers, dtype, origin),
             target_hidden_size=shape.hidden_size,

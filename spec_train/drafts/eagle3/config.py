@@ -57,6 +57,7 @@ class Eagle3Config(AuxConfig):
         """
         shape = target_shape(resolve_eagle3_draft_spec, target_config, positions)
         warn_of_last_layer(layers, shape.num_hidden_layers)
+        options = options.sized(shape.hidden_size, shape.num_hidden_layers)
         return cls(
             **cls.of_target(target_config, shape, options, options.num_layers, dtype, origin),
             num_hidden_layers=options.num_layers,

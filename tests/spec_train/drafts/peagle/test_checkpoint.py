@@ -123,7 +123,7 @@ def test_options_outside_their_range_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_the_defaults_are_the_papers() -> None:
-    options = PeagleOptions()
+    options = PeagleOptions().sized(2880, 24)
     assert (options.depths, options.draft_layers) == (8, 4)
     assert (options.cod_ratio, options.cod_floor) == (0.7, 0.2)
     assert DRAFTS["peagle"] is PeagleDraft
