@@ -191,7 +191,7 @@ def test_the_trainer_names_no_algorithm():
 @pytest.mark.parametrize("file", FILES, ids=module_of)
 def test_files_are_one_reading_and_explain_themselves(file):
     text = file.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 400
+    assert len(text.splitlines()) <= 700
     tree = ast.parse(text)
     assert ast.get_docstring(tree), "a module says what it is for"
     for node in tree.body:

@@ -28,7 +28,7 @@ DEVICES = [
 
 @pytest.fixture(scope="module", params=[*LOSSY, "mixed", "partly"])
 def lossy(request, target, corpus, tmp_path_factory):
-    given = {"mixed": MIXED, "partly": {"codec": "aux=lm4c", "final": "supervised"}}
+    given = {"mixed": MIXED, "partly": {"codec": "aux=lm4c,final=bf16", "final": "supervised"}}
     out = tmp_path_factory.mktemp("lossy") / "data"
     run(target, corpus, out, **given.get(request.param, {"codec": request.param}))
     return HiddenStatesDataset(out)
