@@ -29,9 +29,7 @@ _CHANNELS = 256  # channels processed together: bounds memory at any sample size
 _MOST_OUTLIERS = 0.25  # at most this share of tokens is excluded from the statistics
 _SHARES = (0, 0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.16, 0.2, 0.25, 0.3)
 """Shares of the sample that may be stored in bf16; the smallest one that suffices is used."""
-_RAW = (
-    100  # times the bound of a channel: a token with such an error is stored in bf16, however rare
-)
+_RAW = 100  # times a channel's bound: a token with such an error is stored in bf16, however rare
 _MARGIN = 0.6  # of the bound of a codec, which is checked later on other documents
 _IQR = 1.3489795003921634  # interquartile range of a standard Gaussian
 
