@@ -12,11 +12,15 @@ _WIDTH = max(map(len, _MARKS.values()))
 def diagnosis_text(found: Diagnosis) -> str:
     """Return the lines of a diagnosis."""
     lines = [f"{found.draft}: {found.kind or 'not readable as a draft'}"]
-    if found.acceptance_length is not None:
+    if found.documents:
+        where = f"{found.documents} documents"
+        if found.which_documents:
+            where += f" ({found.which_documents})"
+        length = found.acceptance_length
         lines[0] += (
-            f", acceptance length {found.acceptance_length:.2f} over all slots of "
-            f"{found.documents} documents"
-            + (f" ({found.which_documents})" if found.which_documents else "")
+            f", tried on {where}"
+            if length is None
+            else f", acceptance length {length:.2f} over all slots of {where}"
         )
     for state in (FINDING, OK, UNDECIDED):
         lines += _lines(check for check in found.checks if check.state == state)
