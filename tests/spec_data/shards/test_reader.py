@@ -86,7 +86,6 @@ def test_format_md_names_every_column_codec_and_manifest_key(path):
     import spec_data.shards as package
 
     text = (Path(package.__path__[0]) / "FORMAT.md").read_text()
-    assert len(text.splitlines()) < 130
     dataset = HiddenStatesDataset(path)
     for column in dataset.manifest.columns:
         assert re.sub(r"L\d+", "L<k>", column.name) in text
