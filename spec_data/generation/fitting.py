@@ -21,7 +21,7 @@ from spec_data.models.families import derived_spec, find_spec
 from spec_data.models.fitted_shape import fitted_shape, sizes_of
 from spec_data.shards.draft_needs import data_problem
 from spec_data.shards.errors import DraftError, TargetError
-from spec_data.shards.layer_ids import RECIPES, recipe_layers
+from spec_data.shards.layer_ids import AUTO_DRAFTS, RECIPES, recipe_layers
 from spec_data.shards.position_data import ROPE, Positions
 from spec_data.target.backend import TargetBackend
 
@@ -103,7 +103,7 @@ def announce_drafts(setup: Setup, *, captures: bool = True) -> Fitting:
         )
     if captures:
         log.info("layers: %s", layers_text(setup))
-    chosen = setup.config.drafts or ("eagle3",)
+    chosen = setup.config.drafts or AUTO_DRAFTS
     for line in engine_warnings(chosen, setup.target["architectures"]):
         log.warning("warning: %s", line)
     return found

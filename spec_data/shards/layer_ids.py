@@ -96,6 +96,9 @@ def _block_layers(num_layers: int, option: str) -> tuple[int, ...]:
     return tuple(capturable_layer_ids(num_layers, min(BLOCK_LAYERS, num_layers - 2)))
 
 
+AUTO_DRAFTS = ("eagle3",)
+"""The drafts whose recipe `--layers auto` captures."""
+
 RECIPES: dict[str, Callable[[int, str], tuple[int, ...]]] = {
     "eagle": lambda num_layers, option: (),  # it reads the final hidden states alone
     "eagle3": _checked_eagle3_layers,

@@ -8,7 +8,7 @@ import numpy as np
 from torch import nn
 
 from spec_data.models.engine_targets import engine_warnings
-from spec_data.shards.layer_ids import recipe_layers, recorded_layers
+from spec_data.shards.layer_ids import AUTO_DRAFTS, recipe_layers, recorded_layers
 from spec_data.shards.quantisation_text import quantisation_text
 from spec_train.data.mixed_order import MixedPlan
 from spec_train.data.mixture import Documents, Mixture
@@ -134,7 +134,7 @@ def _announce_layers(trainer: Trainer) -> None:
             "warning: the recipe of %s reads layers %s, and the dataset was not captured for it. "
             "To train on those, capture them: spec-data generate ... --for %s",
             *(draft.name, ", ".join(map(str, recipe or ()))),
-            ",".join(dict.fromkeys([*(recorded_layers(manifest.raw) or ["eagle3"]), draft.name])),
+            ",".join(dict.fromkeys([*(recorded_layers(manifest.raw) or AUTO_DRAFTS), draft.name])),
         )
 
 
