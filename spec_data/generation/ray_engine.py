@@ -49,7 +49,7 @@ def import_ray() -> Any:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
         import ray
     except ImportError:
-        raise ConfigError("--engine ray needs Ray: pip install 'spec-data[ray]'") from None
+        raise ConfigError("--engine ray needs Ray: pip install 'ray[default]'") from None
     return ray
 
 

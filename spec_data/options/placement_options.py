@@ -38,7 +38,7 @@ def backend_option() -> Any:
     return option(
         "hf",
         help="what runs the target: hf is transformers; vllm is vLLM in this process, for targets "
-        "that it serves (pip install 'spec-data[vllm]')",
+        "that it serves (pip install vllm)",
         group=RUNNING,
         choices=("hf", "vllm"),
     )

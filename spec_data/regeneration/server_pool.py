@@ -48,9 +48,7 @@ class ServerPool:
         try:
             import openai
         except ImportError:
-            raise ConfigError(
-                "--server needs the openai library: pip install 'spec-data[server]'"
-            ) from None
+            raise ConfigError("--server needs the openai library: pip install openai") from None
         self._backoff = backoff
         self.servers = [
             Server(

@@ -41,7 +41,7 @@ class Storage:
         if find_spec(scheme.module) is None:
             raise ConfigError(
                 f"{flag} {self.url}: {scheme.module} is not installed; run: pip install "
-                f"'spec-data[{scheme.extra}]'"
+                f"{scheme.module}"
             )
         from fsspec.core import url_to_fs  # here: local datasets do not need it
 

@@ -14,20 +14,19 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)")  # two letters at least
 
 
 class Scheme(NamedTuple):
-    """What a kind of storage needs, and what can be done there."""
+    """The library that a kind of storage needs, and what can be done there."""
 
     module: str  # what fsspec imports for it
-    extra: str  # of this package, which installs it; "": it is always installed
     writable: bool = True
 
 
 SCHEMES = {
-    "s3": Scheme("s3fs", "s3"),
-    "gs": Scheme("gcsfs", "gcs", writable=False),  # that it creates objects once was not tried
-    "hf": Scheme("huggingface_hub", "", writable=False),
-    "http": Scheme("aiohttp", "", writable=False),
-    "https": Scheme("aiohttp", "", writable=False),
-    "memory": Scheme("fsspec", ""),
+    "s3": Scheme("s3fs"),
+    "gs": Scheme("gcsfs", writable=False),  # that it creates objects once was not tried
+    "hf": Scheme("huggingface_hub", writable=False),
+    "http": Scheme("aiohttp", writable=False),
+    "https": Scheme("aiohttp", writable=False),
+    "memory": Scheme("fsspec"),
 }
 _ADVICE = {"file": "write the local path without it", "gcs": "write gs://"}
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from spec_data.shards.errors import ConfigError, MissingError, RunError, TargetError
 
 MISSING = (
-    "--backend vllm needs vLLM, which is not installed here: pip install 'spec-data[vllm]' in an "
+    "--backend vllm needs vLLM, which is not installed here: pip install vllm, in an "
     "environment of its own, because vLLM pins its releases of PyTorch and transformers"
 )
 _WORKER = "spec_data.target.vllm_worker.CaptureWorker"

@@ -11,7 +11,6 @@ from spec_data.shards.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-IN_EXTRA = ("tensorboard", "wandb")
 PROJECT = "spec-train"
 
 
@@ -34,8 +33,7 @@ class Tracking:
                 known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
                 raise ConfigError(f"--track {name}: unknown; known: {known}")
             if name not in available:
-                how = "'spec-data[track]'" if name in IN_EXTRA else name
-                raise ConfigError(f"--track {name}: not installed; `pip install {how}`")
+                raise ConfigError(f"--track {name}: not installed; run: pip install {name}")
         self._accelerator = Accelerator(
             cpu=cpu, mixed_precision="no", log_with=wanted, project_dir=str(folder)
         )

@@ -149,5 +149,5 @@ def test_options_without_ray_are_refused(source, tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match=message):
             GenerateConfig(**given | change)
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"pip install 'spec-data\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'ray\[default\]'"):
         run(*source, tmp_path / "data", engine="ray")

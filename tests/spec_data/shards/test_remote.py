@@ -293,7 +293,7 @@ def test_inspect_and_verify(system, local, capsys):
         ("https://host/data?token=1", "without user, password"),
         ("s3://", "expected s3://NAME/FOLDER"),
         ("s3://bucket/../x", "without . and"),
-        ("gs://bucket/data", r"gcsfs is not installed; run: pip install 'spec-data\[gcs\]'"),
+        ("gs://bucket/data", r"gcsfs is not installed; run: pip install gcsfs"),
     ],
 )
 def test_urls_that_are_refused(url, said, monkeypatch):
