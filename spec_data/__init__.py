@@ -13,7 +13,6 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
         estimate,
         export_dataset,
         generate,
-        open_dataset,
         regenerate,
         status,
         verify,
@@ -32,7 +31,7 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
         VerifyReport,
     )
     from spec_data.shards.errors import SpecDataError
-    from spec_data.shards.reader import HiddenStatesDataset
+    from spec_data.shards.reader import HiddenStatesDataset, open_dataset
     from spec_data.target.model import Target
     from spec_data.target.target_batch import TargetBatch
     from spec_data.view_api import ViewResult, append, drop_columns, gc, merge, recode, select
@@ -40,7 +39,7 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "open_dataset": "spec_data.api",
+    "open_dataset": "spec_data.shards.reader",
     "generate": "spec_data.api",
     "estimate": "spec_data.api",
     "status": "spec_data.api",

@@ -23,48 +23,13 @@ from spec_data.regeneration.run import regenerate as run_regeneration
 from spec_data.regeneration.summary import summary_text
 from spec_data.report import dataset_text
 from spec_data.results import EstimateResult, GenerateResult, RegenerateResult, VerifyReport
-from spec_data.shards.checking import FIRST
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.likelihood import read_agreement
 from spec_data.shards.likelihood_text import suspicions
-from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from spec_data.verification.run import examine
 
 AnyPath = str | Path
-
-
-def open_dataset(
-    path: AnyPath, columns: str | Sequence[str] | None = None, *, check: str = FIRST
-) -> HiddenStatesDataset:
-    """Open a dataset; documents are read only when they are asked for.
-
-    Args:
-        path: a sealed directory that `generate` wrote, or its URL (docs/remote.md).
-        columns: the token columns to read; None: all.
-        check: when data are compared with their checksums: "first" (before their first use in this
-            process, and 1 read in 64 afterwards), "always", "sample" (1 read in 16) or "never".
-
-    Returns:
-        The dataset. `ds[3]` is a document: a dict of fresh tensors, such as `input_ids` int64 [T]
-        and `hidden.L1` bfloat16 [T, H], and `doc_id`, `source` and `turns`. `ds[0:3]` is one dict
-        with a list per column.
-
-    Raises:
-        MissingError: no such directory, or it is not sealed yet.
-        DatasetError: a damaged or foreign manifest, a truncated shard, an unknown column.
-        ConfigError: an unknown `check`.
-
-    >>> ds = spec_data.open_dataset("data", columns=["input_ids", "hidden.L2"])
-    >>> len(ds), ds.column_names[-2:]
-    (12, ['input_ids', 'hidden.L2'])
-    >>> ds[0]["hidden.L2"].shape == (len(ds[0]["input_ids"]), ds.manifest.hidden_size)
-    True
-    >>> len(ds[0:3]["input_ids"])
-    3
-    """
-    chosen = [columns] if isinstance(columns, str) else columns
-    return HiddenStatesDataset(path, chosen, check)
 
 
 @takes_options(GenerateConfig, without=("dry_run",))

@@ -175,7 +175,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Run the command, after checking that the file of --json can be written where it is named."""
+    """Run the command, after checking that DIR is given and that --json FILE can be written.
+
+    Raises:
+        ConfigError: one of them is not so.
+    """
+    if hasattr(args, "positional") and not args.data and not args.config:
+        raise ConfigError(f"which directory? write it after the command: {args.command} DIR")
     file = getattr(args, "json", None)
     if file and file != "-":
         check_file_to_write("--json", file)

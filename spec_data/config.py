@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from spec_data.console import nearest
-from spec_data.paths import check_dataset_place, check_value
+from spec_data.paths import check_dataset_place, check_path, check_value
 from spec_data.shards.errors import ConfigError, MissingError
+from spec_data.shards.path_kinds import Kind
 
 T = TypeVar("T")
 
@@ -39,6 +40,7 @@ def option(
     flag: str = "",
     urls: bool = False,
     dataset: str = "",
+    holds: Kind | None = None,
 ):
     """A dataclass field that is also a command-line option.
 
@@ -47,10 +49,12 @@ def option(
     lets config files and Python write a text option as a number (`max-bad-rows: 5`). `flag` is the
     option's name on the command line and in config files where Python does not allow it as a name.
     `urls` accepts texts such as http://host, which every other option refuses. `dataset` ("read" or
-    "write") accepts the URL of a dataset on remote storage, see `shards.urls`.
+    "write") accepts the URL of a dataset on remote storage, see `shards.urls`. `holds` is what must
+    be at the path of the option: commands check it before any work, see `check_paths`.
     """
     metadata: dict[str, Any] = {"help": help, "group": group, "choices": choices, "urls": urls}
     metadata |= {"metavar": metavar, "numbers": numbers, "flag": flag, "dataset": dataset}
+    metadata["holds"] = holds
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -138,7 +142,25 @@ def resolve(cls: type[T], namespace: argparse.Namespace) -> T:
     values = read_config_file(Path(path)) if path else {}
     names = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     values.update({k: v for k, v in given.items() if k in names})
-    return from_dict(cls, values, where=path or "the command line")
+    config = from_dict(cls, values, where=path or "the command line")
+    check_paths(config, "data" if "positional" in vars(namespace) else "")
+    return config
+
+
+def check_paths(config: Any, bare: str = "") -> None:
+    """Check that every path of a command is what its option wants, before torch is imported.
+
+    `bare` is an option that is given without its flag, so errors do not name it.
+
+    Raises:
+        MissingError: one is of another kind, or nothing is there.
+    """
+    for field in dataclasses.fields(config):
+        value, wanted = getattr(config, field.name), field.metadata.get("holds")
+        if not wanted or not value:
+            continue
+        for text in [value] if isinstance(value, str) else value:
+            check_path("" if field.name == bare else flag_of(field), text, wanted)
 
 
 def read_config_file(path: Path) -> dict[str, Any]:

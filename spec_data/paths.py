@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.path_kinds import Kind, expect, like_a_path
 from spec_data.shards.urls import check_dataset_url, scheme_of
 
 _ADVICE = {
@@ -44,6 +45,26 @@ def check_dataset_place(flag: str, text: str, write: bool = False) -> None:
         check_dataset_url(flag, text, write)
     else:
         check_value(flag, text)
+
+
+def check_path(option: str, text: str, wanted: Kind) -> None:
+    """Check that a path is what an option wants; URLs and names on the Hub are left to their users.
+
+    Raises:
+        MissingError: it is something else, or nothing is there.
+    """
+    if scheme_of(text):
+        return
+    if wanted is Kind.TARGET and text.startswith("~"):
+        text = str(Path(text).expanduser())
+    path = Path(text)
+    if not path.exists():
+        padded = wanted is Kind.DRAFT and path.name.startswith("checkpoint-")  # or with more zeros
+        on_hub = wanted in (Kind.TARGET, Kind.CORPUS) and not like_a_path(text)
+        named = wanted is Kind.CORPUS and any(mark in text for mark in "@:")  # a split, a Hub file
+        if padded or on_hub or named:
+            return
+    expect(text, wanted, option)
 
 
 def check_directory_to_write(flag: str, path: str | Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_data import __version__
-from spec_data.config import add_options, join_values, read_config_file, resolve
+from spec_data.config import add_options, check_paths, join_values, read_config_file, resolve
 from spec_data.console import (
     Parser,
     add_common_options,
@@ -17,6 +17,8 @@ from spec_data.console import (
     run_cli,
     say_next,
 )
+from spec_data.paths import check_path
+from spec_data.shards.path_kinds import Kind, what_is
 from spec_train.options.command_options import (
     EvalConfig,
     ExportConfig,
@@ -268,7 +270,15 @@ def _resolve_fit(arguments: argparse.Namespace) -> Any:
     flags = {k: v for k, v in vars(arguments).items() if k in names and v is not None}
     table = read_config_file(Path(arguments.config)) if arguments.config else {}
     where = arguments.config or "the command line"
-    return resolve_fit(arguments.draft, flags, table, where)
+    config = resolve_fit(arguments.draft, flags, table, where)
+    check_paths(config)
+    for source in parse_sources(config.data):
+        if not (config.follow and what_is(source.place) in _BEFORE_FOLLOW):
+            check_path("--data", source.place, Kind.DATASET)
+    return config
+
+
+_BEFORE_FOLLOW = (Kind.NOTHING, Kind.EMPTY, Kind.UNFINISHED)
 
 
 def _fit(arguments: argparse.Namespace) -> int:

@@ -235,3 +235,32 @@ def test_help_imports_nothing_heavy(arguments):
     done = subprocess.run([sys.executable, "-c", program, *rest], capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
     assert b"--help" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "program", ["import spec_train.drafts", "import spec_data; spec_data.open_dataset"]
+)
+def test_drafts_and_datasets_are_used_without_transformers(program):
+    """transformers takes twice as long to import as torch; one activation once cost that."""
+    absent = (
+        "import sys; names = {m.partition('.')[0] for m in sys.modules}\n"
+        "assert not names & {'transformers', 'datasets'}, names\n"
+        "assert 'spec_data.conversion' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", f"{program}\n{absent}"], check=True)
+
+
+def test_nobody_is_told_to_install_a_name_that_is_not_ours():
+    """The project is on no index: whoever takes its name there would run code at its users.
+
+    What was said before stands in the changelog.
+    """
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    name = "spec[-_](data|train)"
+    told = re.compile(rf"pip3? install[^\n`]*{name}|{name}\[[a-z]")
+    found = []
+    for file in files.stdout.decode().split("\0"):
+        if file and file != "CHANGELOG.md" and (ROOT / file).is_file():
+            text = (ROOT / file).read_text(encoding="utf-8", errors="ignore")
+            found += [f"{file}: {match[0]}" for match in told.finditer(text)]
+    assert not found

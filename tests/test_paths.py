@@ -2,20 +2,29 @@
 
 import json
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import spec_data
 import spec_data.cli
 import spec_train.cli
+from spec_data.models.families import TARGETS
 from spec_data.paths import check_directory_to_write, check_value, make_directory
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.path_kinds import Kind, what_is
+from spec_train.formats.forms import _KINDS
+from spec_train.formats.other_classes import OTHER_CLASSES
 from spec_train.training.checkpoint import RunDirectory
 from tests.spec_data.runs import save_target, write_corpus
 
 REMOTE = "s3://bucket/data"
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -162,14 +171,16 @@ def test_directories_that_cannot_be_written_are_refused(tmp_path):
     assert not (tmp_path / "new").exists(), "a check creates nothing"
 
 
-def test_every_command_that_writes_refuses_them_before_any_work(tmp_path, capsys, target, corpus):
+def test_every_command_that_writes_refuses_them_before_any_work(
+    tmp_path, capsys, target, corpus, kinds
+):
     made = ["--target", target, "--corpus", corpus, "--out"]
     for path, _ in places(tmp_path)[:5]:
         for program, words in (
             (spec_data, ["generate", *made, path]),
             (spec_data, ["estimate", *made, path]),
-            (spec_train, ["fit", "eagle3", "--data", "no-data", "--out", path]),
-            (spec_train, ["export", "--draft", "no-draft", "--format", "vllm", "--out", path]),
+            (spec_train, ["fit", "eagle3", "--data", kinds["dataset"], "--out", path]),
+            (spec_train, ["export", "--draft", kinds["run"], "--format", "vllm", "--out", path]),
         ):
             said = refused(program, words, capsys)
             assert f"--out {path}: " in said and "pass a directory that can be written" in said
@@ -207,3 +218,94 @@ def test_a_complete_dataset_may_be_read_only(tmp_path, target, corpus, monkeypat
     assert again.sealed
     with pytest.raises(ConfigError, match="read-only for this user"):
         spec_data.generate(**options | {"out": str(tmp_path / "other")}, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory, target, corpus):
+    """A path of each kind; what tells them apart is in names and in config.json."""
+    root = tmp_path_factory.mktemp("kinds")
+    found = {"target": target, "corpus": corpus, "nothing": root / "nothing"}
+    for name, file, text in (
+        ("dataset", "manifest.json", "{}"),
+        ("unfinished", ".generate/plan.json", "{}"),
+        ("draft", "config.json", '{"spec_train": {}, "architectures": ["LlamaForCausalLM"]}'),
+        ("export", "config.json", '{"architectures": ["LlamaForCausalLMEagle3"]}'),
+        ("run", "fit.json", "{}"),
+        ("empty", "", ""),
+    ):
+        found[name] = root / name
+        (found[name] / file).parent.mkdir(parents=True, exist_ok=True)
+        found[name].mkdir(exist_ok=True)
+        if file:
+            (found[name] / file).write_text(text)
+    return found
+
+
+WRONG = [
+    (spec_train, "fit eagle3 --out o --data {corpus}", "a corpus", "spec-data generate"),
+    (spec_train, "fit eagle3 --out o --data {corpus}:2", "a corpus", "spec-data generate"),
+    (spec_train, "fit eagle3 --out o --data {target}", "a target", "spec-data generate"),
+    (spec_train, "fit eagle3 --out o --data {draft}", "a draft", "trained on"),
+    (spec_train, "fit eagle3 --out o --data {run}", "a run", "trained on"),
+    (spec_train, "fit eagle3 --out o --data {unfinished}", "not sealed", "spec-data generate"),
+    (spec_train, "fit eagle3 --out o --data {empty}", "an empty directory", "check the path"),
+    (spec_train, "fit eagle3 --out o --data {nothing}", "no such dataset", "check the path"),
+    (spec_train, "fit eagle3 --out o --follow --data {corpus}", "a corpus", "spec-data generate"),
+    (spec_train, "eval --draft {target} --data {dataset}", "a target", "spec-train fit"),
+    (spec_train, "eval --draft {run} --data {export}", "an exported draft", "trained on"),
+    (spec_train, "doctor --draft {target}", "a target", "spec-train fit"),
+    (spec_train, "doctor --draft {run} --target {draft}", "a draft", "trained for"),
+    (spec_train, "export --check --draft {dataset}", "a dataset", "check the path"),
+    (spec_data, "generate --out o --corpus {corpus} --target {draft}", "a draft", "trained for"),
+    (spec_data, "generate --out o --corpus {corpus} --target {run}", "a run", "trained for"),
+    (spec_data, "generate --out o --corpus {dataset} --target {target}", "a dataset", "made of"),
+    (spec_data, "generate --out o --corpus {nothing} --target {target}", "no such file", "check"),
+    (spec_data, "verify {run}", "a run", "trained on"),
+    (spec_data, "verify {unfinished}", "not sealed", "spec-data generate"),
+    (spec_data, "inspect {corpus}", "a corpus", "spec-data generate"),
+    (spec_data, "status {corpus}", "a corpus", "check the path"),
+]
+
+
+@pytest.mark.parametrize(("program", "words", "kind", "advice"), WRONG, ids=lambda v: str(v)[:60])
+def test_a_path_of_the_wrong_kind_is_named_for_what_it_is(
+    here, kinds, capsys, program, words, kind, advice
+):
+    said = refused(program, words.format_map(kinds).split(), capsys)
+    assert f"{kind}" in said and advice in said and "next:" not in said
+    assert not list(here.iterdir())
+
+
+def test_a_wrong_path_is_found_before_anything_heavy_is_imported(here, kinds):
+    """A mistyped path once cost six seconds of CPU, nearly all of them imports."""
+    rows = [(program.__name__, words.format_map(kinds)) for program, words, *_ in WRONG]
+    program = (
+        "import json, sys, spec_data.cli, spec_train.cli\n"
+        "for package, words in json.loads(sys.argv[1]):\n"
+        "    assert sys.modules[package + '.cli'].main(words.split()) == 2, words\n"
+        "    found = {'torch', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules)\n"
+        "    assert not found, (words, found)\n"
+    )
+    subprocess.run([sys.executable, "-c", program, json.dumps(rows)], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, Kind.EXPORT) for known in _KINDS.values() for name in known),
+        *((name, Kind.EXPORT) for name in OTHER_CLASSES),
+        *((name, Kind.TARGET) for name in TARGETS),
+        ("Eagle2_5_VLForConditionalGeneration", Kind.TARGET),
+    ],
+)
+def test_every_known_class_is_a_draft_or_a_target(tmp_path, name, kind):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
+    if kind is Kind.TARGET or name not in TARGETS:  # one name of EAGLE-1 is that of its target
+        assert what_is(tmp_path) is kind
+
+
+def test_an_eagle_1_with_the_class_of_its_target_is_known_by_its_weights(tmp_path):
+    config = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"fc.weight": torch.zeros(2, 4)}, tmp_path / "model.safetensors")
+    assert what_is(tmp_path) is Kind.EXPORT

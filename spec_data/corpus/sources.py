@@ -39,8 +39,9 @@ from spec_data.corpus.file_rows import (
     whole_text,
 )
 from spec_data.corpus.json_values import is_text
-from spec_data.shards.errors import CorpusError, MissingError
+from spec_data.shards.errors import CorpusError
 from spec_data.shards.files import sha256_file
+from spec_data.shards.path_kinds import Kind, expect, like_a_path, wrong_kind
 
 SUFFIXES = {
     ".jsonl": "jsonl",
@@ -108,6 +109,7 @@ def resolve(
     if path.is_file():
         return [_file_source(name, path, path.parent, max_row_bytes)]
     if (directory := corpus_directory(name)) is not None:
+        expect(directory, Kind.CORPUS, "corpus")
         split = split if directory == path else named_split
         if any((directory / n).is_file() for n in ("state.json", "dataset_dict.json")):
             return [_saved_dataset(name, directory, split, max_row_bytes)]
@@ -115,8 +117,8 @@ def resolve(
     hub, _, config = base.partition(":")
     if _HUB_NAME.fullmatch(hub) and _suffix(Path(config)) in SUFFIXES:
         return [_hub_file(name, hub, config, named_split, max_row_bytes)]
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or _suffix(path) in SUFFIXES:
-        raise MissingError(f"corpus {name}: no such file or directory")
+    if like_a_path(name) or _suffix(path) in SUFFIXES:
+        raise wrong_kind(name, Kind.CORPUS, "corpus")
     return [_hub_dataset(name, hub, config or None, named_split or split, max_row_bytes)]
 
 

@@ -6,6 +6,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from spec_data.shards.errors import ConfigError, MissingError
+from spec_data.shards.path_kinds import Kind, expect, like_a_path
 
 _WEIGHTS = "*.safetensors"
 _COPIES = ["consolidated*.safetensors", "original/*"]  # the same weights in another program's form
@@ -48,22 +49,15 @@ def local_directory(name: str) -> Path | None:
     """Return the model directory `name`, or None if the name can only be a Hub id.
 
     Raises:
-        MissingError: `name` is empty, is a path at which nothing is, or has no config.json.
+        MissingError: `name` is empty, or a path at which no target is.
     """
     if not name.strip():
         raise MissingError("--target is empty; pass a model directory or a Hub id")
     path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise MissingError(
-                f"--target {path}: no config.json in it, so this is not a model directory"
-            )
-        return path
-    if path.exists():
-        raise MissingError(f"--target {name}: this is a file; pass the model's directory")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise MissingError(f"--target {name}: no such directory")
-    return None
+    if not path.exists() and not like_a_path(name):
+        return None
+    expect(path if name.startswith("~") else name, Kind.TARGET, "--target")
+    return path
 
 
 def cached_model(name: str) -> Path | None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from spec_data.shards.errors import DraftError
 from spec_data.shards.position_data import LONG, SHORT, RopeTable
@@ -47,12 +46,19 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
         if limit is not None:
             found["original_max_position_embeddings"] = limit
         found.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
-    if found["rope_type"] not in ("default", *ROPE_INIT_FUNCTIONS):
+    if found["rope_type"] != "default" and found["rope_type"] not in (known := _initialisers()):
         raise DraftError(
             f"rope type {found['rope_type']!r} of the target is unknown; known: "
-            f"default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}"
+            f"default, {', '.join(sorted(known))}"
         )
     return found
+
+
+def _initialisers() -> dict[str, Any]:
+    """Return transformers' initialisers by rope type; "default" does without that import."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    return ROPE_INIT_FUNCTIONS
 
 
 @dataclass
@@ -86,7 +92,7 @@ def rope_frequencies(settings: RopeSettings, length: int | None = None) -> tuple
     """
     kind = settings.rope_parameters["rope_type"]
     if kind != "default":
-        initialise = ROPE_INIT_FUNCTIONS[kind]
+        initialise = _initialisers()[kind]
         inv_freq, factor = initialise(settings, torch.device("cpu"), seq_len=length)
         return inv_freq.float(), float(factor)
     size = int(settings.head_dim * settings.rope_parameters.get("partial_rotary_factor", 1.0))

@@ -16,6 +16,7 @@ from spec_data.options.option_values import (
 )
 from spec_data.options.row_options import max_bad_rows_option, on_bad_row_option
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.path_kinds import Kind
 
 TOOLS = ("speculators", "specforge", "deepspec", "automodel", "modelopt", "torchspec")
 """Tools whose stored states `convert` reads."""
@@ -43,6 +44,7 @@ class ConvertConfig:
         "weights are read once, one block at a time, to prove what the states are",
         group=REQUIRED,
         metavar="MODEL",
+        holds=Kind.TARGET,
     )
     out: str = option(
         help="the dataset directory to write; the same command resumes an interrupted run in it",
@@ -175,7 +177,10 @@ class ExportDataConfig:
     """Options of `export`."""
 
     data: str = option(
-        help="the dataset directory; may be given without --data", group=REQUIRED, metavar="DIR"
+        help="the dataset directory; may be given without --data",
+        group=REQUIRED,
+        metavar="DIR",
+        holds=Kind.DATASET,
     )
     to: str = option(help="the trainer that is to read it", group=REQUIRED, choices=EXPORTS)
     out: str = option(

@@ -16,6 +16,7 @@ from spec_data.options.placement_options import (
     vllm_tensor_parallel_option,
 )
 from spec_data.options.row_options import read_data_option
+from spec_data.shards.path_kinds import Kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,10 @@ class SealConfig:
     """Options of `seal`."""
 
     out: str = option(
-        help="the dataset directory whose workers are all done", group=REQUIRED, metavar="DIR"
+        help="the dataset directory whose workers are all done",
+        group=REQUIRED,
+        metavar="DIR",
+        holds=Kind.UNFINISHED,
     )
 
 
@@ -32,7 +36,10 @@ class StatusConfig:
     """Options of `status`."""
 
     data: str = option(
-        help="the dataset directory; may be given without --data", group=REQUIRED, metavar="DIR"
+        help="the dataset directory; may be given without --data",
+        group=REQUIRED,
+        metavar="DIR",
+        holds=Kind.UNFINISHED,
     )
     watch: bool = option(
         False,
@@ -76,6 +83,7 @@ class VerifyConfig:
         "strongest check, and the only one that loads a model",
         group=CHECKS,
         metavar="MODEL",
+        holds=Kind.TARGET,
     )
     samples: int = option(
         16,

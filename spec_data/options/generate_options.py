@@ -47,6 +47,7 @@ from spec_data.options.worker_options import (
     workers_option,
 )
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.path_kinds import Kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,7 @@ class GenerateConfig:
         help="the target model: a local directory or a Hugging Face Hub id",
         group=REQUIRED,
         metavar="MODEL",
+        holds=Kind.TARGET,
     )
     corpus: tuple[str, ...] = option(
         help="the conversations: a JSONL, JSON, Parquet or text file, a directory of such files, a "
@@ -64,6 +66,7 @@ class GenerateConfig:
         "are read in the order given",
         group=REQUIRED,
         metavar="SRC",
+        holds=Kind.CORPUS,
     )
     out: str = option(
         help="the dataset to write: a directory, or a URL such as s3://bucket/data "

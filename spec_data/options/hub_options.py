@@ -6,6 +6,7 @@ from spec_data.config import option
 from spec_data.options.option_values import REQUIRED, RUNNING
 from spec_data.options.view_options import DropColumnsConfig
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.path_kinds import Kind
 
 _COLUMNS = "Columns"
 
@@ -53,7 +54,10 @@ class PushConfig(KeptColumns):
     """Options of `push`."""
 
     data: str = option(
-        help="the dataset directory; may be given without --data", group=REQUIRED, metavar="DIR"
+        help="the dataset directory; may be given without --data",
+        group=REQUIRED,
+        metavar="DIR",
+        holds=Kind.DATASET,
     )
     repo: str = option(
         help="the dataset on the Hub, such as me/qwen3-8b-states; may be given without --repo",

@@ -20,6 +20,7 @@ from spec_data.options.placement_options import (
 )
 from spec_data.options.view_options import dry_run_option
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.path_kinds import Kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +28,17 @@ class AddLayersConfig:
     """Options of `add-layers`."""
 
     data: str = option(
-        help="the dataset directory; may be given without --data", group=REQUIRED, metavar="DIR"
+        help="the dataset directory; may be given without --data",
+        group=REQUIRED,
+        metavar="DIR",
+        holds=Kind.DATASET,
     )
     target: str = option(
         help="the target that the dataset was captured with: a local directory or a Hugging Face "
         "Hub id. Another one, also a fine-tuned or quantised one, is refused",
         group=REQUIRED,
         metavar="MODEL",
+        holds=Kind.TARGET,
     )
     layers: str | None = option(
         None,

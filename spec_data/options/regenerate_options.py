@@ -16,6 +16,7 @@ from spec_data.options.option_values import (
 )
 from spec_data.options.row_options import max_bad_rows_option, on_bad_row_option
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.path_kinds import Kind
 
 SAMPLING = "how answers are sampled"
 SERVERS = "servers"
@@ -30,6 +31,7 @@ class RegenerateConfig:
         "`turns` column, or messages that end with a question); several are read in order",
         group=REQUIRED,
         metavar="SRC",
+        holds=Kind.CORPUS,
     )
     out: str = option(
         help="the JSON-lines file to write, with its sampling record beside it (FILE.sampling); "
@@ -44,6 +46,7 @@ class RegenerateConfig:
         "those of its chat template",
         group=REQUIRED,
         metavar="MODEL",
+        holds=Kind.TARGET,
     )
     turns: str = option(
         "all",
@@ -155,7 +158,7 @@ class RegenerateConfig:
         (),
         help="OpenAI-compatible servers that answer instead of a local target, such as "
         "http://localhost:8000/v1; requests are spread over several. The key is that of "
-        "OPENAI_API_KEY. Needs: pip install 'spec-data[server]'",
+        "OPENAI_API_KEY. Needs: pip install openai",
         group=SERVERS,
         metavar="URL",
         urls=True,

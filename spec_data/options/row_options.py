@@ -4,6 +4,7 @@ from typing import Any
 
 from spec_data.config import option
 from spec_data.options.option_values import DOCUMENTS, REQUIRED
+from spec_data.shards.path_kinds import Kind
 
 
 def on_bad_row_option(what: str = "corpus row that cannot be read") -> Any:
@@ -39,4 +40,5 @@ def read_data_option() -> Any:
         group=REQUIRED,
         metavar="DIR",
         dataset="read",
+        holds=Kind.DATASET,
     )

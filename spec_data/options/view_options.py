@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from spec_data.config import option
 from spec_data.options.option_values import REQUIRED, at_least
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.path_kinds import Kind
 
 DOCUMENTS = "which documents"
 TOKENS = "which tokens and columns"
@@ -36,7 +37,7 @@ def dry_run_option(more: str = ""):
 class SelectConfig:
     """Options of `select`."""
 
-    data: str = option(help=_DATA_HELP, group=REQUIRED, metavar="DIR")
+    data: str = option(help=_DATA_HELP, group=REQUIRED, metavar="DIR", holds=Kind.DATASET)
     out: str = out_option()
     source: tuple[str, ...] = option(
         (), help="keep documents of these sources", group=DOCUMENTS, metavar="NAME"
@@ -139,6 +140,7 @@ class MergeConfig:
         help="the datasets, in the order of the result; may be given without --data",
         group=REQUIRED,
         metavar="DIR",
+        holds=Kind.DATASET,
     )
     out: str = out_option()
     dry_run: bool = dry_run_option()
@@ -152,6 +154,7 @@ class AppendConfig:
         help="the dataset that grows, then those that are added to it; may be given without --data",
         group=REQUIRED,
         metavar="DIR",
+        holds=Kind.DATASET,
     )
     dry_run: bool = dry_run_option()
 
@@ -160,7 +163,7 @@ class AppendConfig:
 class RecodeConfig:
     """Options of `recode`."""
 
-    data: str = option(help=_DATA_HELP, group=REQUIRED, metavar="DIR")
+    data: str = option(help=_DATA_HELP, group=REQUIRED, metavar="DIR", holds=Kind.DATASET)
     out: str = out_option()
     codec: str = option(
         help="how bf16 states are stored: int8c, fp8, lm6c, lm4c, or per kind, such as "
@@ -184,7 +187,7 @@ class RecodeConfig:
 class GcConfig:
     """Options of `gc`."""
 
-    data: str = option(help=_DATA_HELP, group=REQUIRED, metavar="DIR")
+    data: str = option(help=_DATA_HELP, group=REQUIRED, metavar="DIR", holds=Kind.UNFINISHED)
     yes: bool = option(False, help="delete what is found, instead of listing it", group=RUNNING)
 
 
@@ -198,6 +201,7 @@ class DropColumnsConfig:
         group=REQUIRED,
         metavar="DIR",
         dataset="read",
+        holds=Kind.DATASET,
     )
     out: str = out_option()
     layers: str | None = option(

@@ -31,6 +31,7 @@ from spec_data.shards.index import index_numbers, read_index
 from spec_data.shards.lossy import Tables
 from spec_data.shards.mirror import Mirror, open_mirror, wrong_size
 from spec_data.shards.opened import open_shard
+from spec_data.shards.path_kinds import Kind, wrong_kind
 from spec_data.shards.ranged_shard import RangedShard
 from spec_data.shards.schema import Column, Manifest, ShardRecord
 from spec_data.shards.shard import IndexRows, Place, Shard
@@ -39,6 +40,39 @@ from spec_data.shards.sides import stored_records
 INDEX = "index.arrow"
 _KEPT_BY = ("supervised", "first_supervised")  # columns that tell the rows of sparse columns
 _SHOWN = 20  # wrong shards that a message names
+
+
+def open_dataset(
+    path: str | Path, columns: str | Sequence[str] | None = None, *, check: str = FIRST
+) -> "HiddenStatesDataset":
+    """Open a dataset; documents are read only when they are asked for.
+
+    Args:
+        path: a sealed directory that `generate` wrote, or its URL (docs/remote.md).
+        columns: the token columns to read; None: all.
+        check: when data are compared with their checksums: "first" (before their first use in this
+            process, and 1 read in 64 afterwards), "always", "sample" (1 read in 16) or "never".
+
+    Returns:
+        The dataset. `ds[3]` is a document: a dict of fresh tensors, such as `input_ids` int64 [T]
+        and `hidden.L1` bfloat16 [T, H], and `doc_id`, `source` and `turns`. `ds[0:3]` is one dict
+        with a list per column.
+
+    Raises:
+        MissingError: no such directory, or it is not sealed yet.
+        DatasetError: a damaged or foreign manifest, a truncated shard, an unknown column.
+        ConfigError: an unknown `check`.
+
+    >>> ds = spec_data.open_dataset("data", columns=["input_ids", "hidden.L2"])
+    >>> len(ds), ds.column_names[-2:]
+    (12, ['input_ids', 'hidden.L2'])
+    >>> ds[0]["hidden.L2"].shape == (len(ds[0]["input_ids"]), ds.manifest.hidden_size)
+    True
+    >>> len(ds[0:3]["input_ids"])
+    3
+    """
+    chosen = [columns] if isinstance(columns, str) else columns
+    return HiddenStatesDataset(path, chosen, check)
 
 
 class HiddenStatesDataset(DocumentAccess):
@@ -78,15 +112,8 @@ class HiddenStatesDataset(DocumentAccess):
         self._check = known_policy(check)
         self.mirror = open_mirror(path)
         self.path = self.mirror.directory if self.mirror else Path(path)
-        if not self.path.is_dir():
-            raise MissingError(f"{self.path}: no such dataset directory")
         if not (self.path / MANIFEST).is_file():
-            if (self.path / ".generate").is_dir():
-                raise MissingError(
-                    f"{self.path}: not sealed yet; run the same `spec-data generate` again to "
-                    "finish it, or `spec-data seal` once all its workers are done"
-                )
-            raise MissingError(f"{self.path}: no {MANIFEST}, so this is not a spec-data dataset")
+            raise wrong_kind(self.path, Kind.DATASET)
         self.manifest = Manifest.read(self.path / MANIFEST)
         self._check_sizes()
         known = {c.name: c for c in self.manifest.columns}

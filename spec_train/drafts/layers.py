@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.activations import ACT2FN
 
 from spec_data.models.rope_settings import RopeSettings, rotary_table
 from spec_data.models.shapes import LayerSizes
@@ -146,6 +145,15 @@ class LayerShape(LayerSizes):
     hidden_act: str = "silu"  # a name of transformers' ACT2FN
 
 
+def _activation(name: str) -> nn.Module:
+    """Return an activation by its name in transformers, which is only imported for a rare one."""
+    if name == "silu":
+        return nn.SiLU()
+    from transformers.activations import ACT2FN
+
+    return ACT2FN[name]
+
+
 class GatedMLP(nn.Module):
     """down(act(gate x) * up x)."""
 
@@ -156,7 +164,7 @@ class GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(hidden, inside, bias=bias)
         self.up_proj = nn.Linear(hidden, inside, bias=bias)
         self.down_proj = nn.Linear(inside, hidden, bias=bias)
-        self.act = ACT2FN[shape.hidden_act]
+        self.act = _activation(shape.hidden_act)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., H] to [..., H]."""

@@ -5,8 +5,6 @@ In: the fields of a configuration. Out: a DraftError that names the field, or no
 
 from typing import Any
 
-from transformers.activations import ACT2FN
-
 from spec_data.console import nearest
 from spec_data.shards.errors import DraftError
 from spec_train.options.shape_options import FULL, SLIDING
@@ -44,6 +42,10 @@ def _check_factors(config: Any) -> None:
 
 
 def _check_activation(name: str) -> None:
+    if name == "silu":  # nearly all drafts: transformers takes seconds to import
+        return
+    from transformers.activations import ACT2FN
+
     if name not in ACT2FN:
         near = nearest(str(name), list(ACT2FN))
         advice = f"; did you mean {near}?" if near else ""

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from spec_data.config import checked_values, from_dict, option
 from spec_data.shards.checking import CHECK_HELP, CHECKS, FIRST
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.path_kinds import Kind
 from spec_data.shards.turn_masks import check_policy
 from spec_train.options.batch_options import batch_prompts_option, check_batch_prompts
 from spec_train.options.benchmark_options import (
@@ -131,6 +132,7 @@ class EvalConfig:
         help="the draft: a run (its best draft), a checkpoint or a draft directory",
         group=REQUIRED,
         metavar="DIR",
+        holds=Kind.DRAFT,
     )
     data: str | None = option(
         None,
@@ -139,6 +141,7 @@ class EvalConfig:
         group=_MEASURED,
         metavar="DIR",
         dataset="read",
+        holds=Kind.DATASET,
     )
     accept_edited: bool = accept_edited_option()
     split: str = option(
@@ -173,6 +176,7 @@ class EvalConfig:
         "figure to trust before serving",
         group=_MEASURED,
         metavar="MODEL",
+        holds=Kind.TARGET,
     )
     prompts: str | None = prompts_option(_MEASURED)
     max_bad_rows: str = option(
@@ -304,6 +308,7 @@ class ExportConfig:
         help="the draft: a run (its best draft), a checkpoint or a draft directory, in any form",
         group=REQUIRED,
         metavar="DIR",
+        holds=Kind.DRAFT,
     )
     accept_edited: bool = accept_edited_option()
     format: str | None = option(
@@ -323,6 +328,7 @@ class ExportConfig:
         "target of the training; its name is written where a form names the target",
         group="what is written",
         metavar="MODEL",
+        holds=Kind.TARGET,
     )
     draft_vocab_size: int | None = option(
         None,
@@ -341,6 +347,7 @@ class ExportConfig:
         group=_SMALLER,
         metavar="DIR",
         dataset="read",
+        holds=Kind.DATASET,
     )
     check: bool = option(
         False,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from spec_data.config import option
+from spec_data.shards.path_kinds import Kind
 from spec_train.options.fit_options import FILES, REQUIRED, RUNNING, at_least
 
 ENGINES = ("vllm", "sglang", "llama.cpp")
@@ -22,6 +23,7 @@ class DoctorConfig:
         help="the draft, of any trainer: a run (its best draft), a checkpoint or a draft directory",
         group=REQUIRED,
         metavar="DIR",
+        holds=Kind.DRAFT,
     )
     data: str | None = option(
         None,
@@ -30,6 +32,7 @@ class DoctorConfig:
         group=_EXAMINED,
         metavar="DIR",
         dataset="read",
+        holds=Kind.DATASET,
     )
     target: str | None = option(
         None,
@@ -38,6 +41,7 @@ class DoctorConfig:
         "that the dataset lacks for a few documents",
         group=_EXAMINED,
         metavar="MODEL",
+        holds=Kind.TARGET,
     )
     engine: str | None = option(
         None,

@@ -8,6 +8,7 @@ from typing import Any
 from spec_data.config import DOCUMENT_LENGTH, option
 from spec_data.shards.checking import CHECK_HELP, CHECKS, FIRST
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.path_kinds import Kind
 from spec_data.shards.turn_masks import check_policy
 from spec_train.options.data_option import parse_sources
 from spec_train.options.loss_options import LEARNING, OptimizerOptions
@@ -200,6 +201,7 @@ class FitConfig(OptimizerOptions):
         "target's where a draft says so",
         group=LEARNING,
         metavar="DIR",
+        holds=Kind.DRAFT,
     )
     draft_config: str | None = option(
         None,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from spec_data.shards.errors import DraftError, MissingError, RunError
 from spec_data.shards.files import sha256_file
+from spec_data.shards.path_kinds import Kind, expect
 from spec_train.formats.draft_files import CONFIG, WEIGHTS, find_weights
 from spec_train.training.checked_json import is_intact
 
@@ -56,6 +57,7 @@ def resolve_draft_dir(path: str | Path) -> Path:
         padded = path.with_name(f"checkpoint-{int(step[1]):08d}")
         path = padded if padded.exists() else path
     if _has_draft(path):
+        expect(path, Kind.DRAFT)
         return path
     for link in (path / "best", path / "last"):
         if _has_draft(link):
@@ -68,8 +70,7 @@ def resolve_draft_dir(path: str | Path) -> Path:
     for checkpoint in reversed(checkpoints_of(path)):
         if _has_draft(checkpoint):
             return checkpoint
-    if not path.exists():
-        raise MissingError(f"{path}: no such draft directory or run; check the path")
+    expect(path, Kind.DRAFT)
     raise MissingError(
         f"{path}: neither a draft (config.json and model.safetensors or pytorch_model.bin) nor a "
         "run with a checkpoint; pass the directory that `spec-train fit --out` wrote"

@@ -244,6 +244,9 @@ def test_manifests_that_cannot_be_trusted_are_refused(damaged):
 def test_directories_that_are_no_datasets(tmp_path):
     with pytest.raises(MissingError, match="no such dataset directory"):
         HiddenStatesDataset(tmp_path / "none")
+    with pytest.raises(MissingError, match="an empty directory, not a spec-data dataset"):
+        HiddenStatesDataset(tmp_path)
+    (tmp_path / "notes.md").touch()
     with pytest.raises(MissingError, match="not a spec-data dataset"):
         HiddenStatesDataset(tmp_path)
 

@@ -1,0 +1,175 @@
+"""What a path is: a corpus, a dataset, a target, a draft, a run, or something else.
+
+Every command takes several paths, and they are easily exchanged. `what_is` looks at names and
+small files alone and imports no library, so a wrong path is known before torch is loaded.
+"""
+
+import json
+import os
+import re
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from spec_data.shards.errors import MissingError
+from spec_data.shards.files import MANIFEST
+
+
+class Kind(Enum):
+    """What a path can be; the value says it in an error."""
+
+    NOTHING = "nothing is there"
+    EMPTY = "an empty directory"
+    CORPUS = "a corpus"
+    DATASET = "a dataset"
+    UNFINISHED = "a dataset that is not sealed yet"
+    TARGET = "a target model"
+    DRAFT = "a draft"
+    EXPORT = "an exported draft"
+    MODEL = "a model"  # a target or a draft: its files do not say which
+    RUN = "a run of `spec-train fit`"
+    FILE = "a file"
+    OTHER = "another kind of directory"
+
+
+ROWS = (".jsonl", ".ndjson", ".json", ".parquet", ".txt", ".csv", ".tsv", ".arrow")
+"""Suffixes of files that may hold the rows of a corpus; .gz may follow."""
+_WORK = (".generate", ".view")
+_SAVED = ("dataset_dict.json", "state.json", "dataset_info.json")  # of `datasets`
+_RUN = ("fit.json", "run.json", "metrics.jsonl", "best", "last")
+_DRAFT_KEYS = {
+    *("speculators_model_type", "speculators_config", "draft_vocab_size", "eagle_config"),
+    *("dflash_config", "dspark_config", "eagle_aux_hidden_state_layer_ids", "target_layer_ids"),
+    *("target_hidden_size", "num_target_layers"),
+}
+_DRAFT_NAME = re.compile(
+    r"(eagle|draft|assistant|dspark|dflash|speculator|medusa)(?!.*ConditionalGeneration)",
+    re.IGNORECASE,
+)  # NVIDIA's Eagle2.5-VL is a target
+
+DRAFTS = (Kind.DRAFT, Kind.EXPORT, Kind.MODEL, Kind.RUN)
+_WANTED = {
+    Kind.DATASET: ("a spec-data dataset", "dataset directory"),
+    Kind.UNFINISHED: ("a dataset", "directory"),
+    Kind.TARGET: ("a target model", "directory"),
+    Kind.DRAFT: ("a draft or a run", "draft directory or run"),
+    Kind.CORPUS: ("a corpus", "file or directory"),
+    Kind.RUN: ("a run", "file or run directory"),
+}
+"""What an option wants: in an error about something else, and after "no such"."""
+
+
+def what_is(path: str | Path) -> Kind:
+    """Return what a path is, by the names of its files and its config.json."""
+    path = Path(path)
+    try:
+        if not path.is_dir():
+            if not path.exists():
+                return Kind.NOTHING
+            name = path.name.removesuffix(".gz")
+            return Kind.CORPUS if name.endswith(ROWS) else Kind.FILE
+        names = {entry.name for entry in os.scandir(path)}
+    except OSError:  # unreadable: who opens it says why
+        return Kind.OTHER
+    if MANIFEST in names:
+        return Kind.DATASET
+    if names & set(_WORK):
+        return Kind.UNFINISHED
+    if "config.json" in names:
+        return _kind_of_model(path)
+    if names & set(_RUN) or any(name.startswith("checkpoint-") for name in names):
+        return Kind.RUN
+    if names & set(_SAVED) or any(name.removesuffix(".gz").endswith(ROWS) for name in names):
+        return Kind.CORPUS
+    return Kind.OTHER if names else Kind.EMPTY
+
+
+def _kind_of_model(path: Path) -> Kind:
+    """Tell a draft from a target: by keys, by the name of the class, then by the weights."""
+    try:
+        config = json.loads((path / "config.json").read_bytes())
+        section, layers = config.get("spec_train"), config.get("num_hidden_layers")
+        names = [str(n) for n in config.get("architectures") or [config.get("model_type")] if n]
+        if isinstance(section, dict):
+            return Kind.EXPORT if "form" in section else Kind.DRAFT
+        if config.keys() & _DRAFT_KEYS or any(map(_DRAFT_NAME.search, names)):
+            return Kind.EXPORT
+        weights = _weight_names(path)
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
+        return Kind.MODEL  # who reads it says what is wrong
+    if any(name.removeprefix("model.") == "fc.weight" for name in weights):
+        return Kind.EXPORT  # SafeAILab's EAGLE-1 has the class of its target
+    return Kind.MODEL if not names or (layers == 1 and not weights) else Kind.TARGET
+
+
+def _weight_names(path: Path) -> list[str]:
+    """Return the names of tensors in model.safetensors or its index; none where there is none."""
+    file, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if index.is_file():
+        return list(json.loads(index.read_bytes())["weight_map"])
+    if not file.is_file():
+        return []
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        return list(json.loads(stream.read(size))) if size < 1 << 26 else []
+
+
+_MARKS = {Kind.DATASET: MANIFEST, Kind.TARGET: "config.json"}
+
+
+def wrong_kind(path: str | Path, wanted: Kind, option: str = "") -> MissingError:
+    """Return the error about a path that is not what is wanted; `option` is how it was given."""
+    found, where = what_is(path), f"{option} {path}".strip()
+    need, absent = _WANTED[wanted]
+    if found is Kind.NOTHING:
+        return MissingError(f"{where}: no such {absent}; check the path")
+    if found is Kind.OTHER and wanted in _MARKS:
+        return MissingError(
+            f"{where}: no {_MARKS[wanted]} in it, so this is not {need}; check the path"
+        )
+    advice = _ADVICE.get((wanted, found), "check the path").format(path=path)
+    contrast = "" if found is Kind.UNFINISHED else f", not {need}"
+    return MissingError(f"{where}: this is {found.value}{contrast}; {advice}")
+
+
+_OF_TARGET = "the target is the model that the draft was trained for"
+_ADVICE: dict[Any, str] = {
+    (Kind.DATASET, Kind.CORPUS): (
+        "run `spec-data generate --target MODEL --corpus {path} --out DIR` first, and pass DIR"
+    ),
+    (Kind.DATASET, Kind.UNFINISHED): (
+        "run the same `spec-data generate` again to finish it, or `spec-data seal` once all its "
+        "workers are done"
+    ),
+    (Kind.DATASET, Kind.TARGET): (
+        "run `spec-data generate --target {path} --corpus FILE --out DIR` first, and pass DIR"
+    ),
+    **{(Kind.DATASET, kind): "pass the dataset that it was trained on" for kind in DRAFTS},
+    **{(Kind.TARGET, kind): _OF_TARGET for kind in DRAFTS},
+    (Kind.TARGET, Kind.DATASET): "pass the model that it was captured from",
+    (Kind.DRAFT, Kind.TARGET): "a draft is the --out of `spec-train fit`; this is its --target",
+    (Kind.CORPUS, Kind.DATASET): "pass the conversations that it was made of",
+}
+
+
+_ACCEPTED = {
+    Kind.UNFINISHED: (Kind.DATASET, Kind.UNFINISHED, Kind.EMPTY, Kind.OTHER),
+    Kind.TARGET: (Kind.TARGET, Kind.MODEL),
+    Kind.DRAFT: DRAFTS,
+    Kind.CORPUS: (Kind.CORPUS, Kind.OTHER, Kind.MODEL),  # rows further down, or beside a config
+}
+
+
+def expect(path: str | Path, wanted: Kind, option: str = "") -> None:
+    """Check that a local path is what an option wants.
+
+    Raises:
+        MissingError: it is something else, or nothing is there.
+    """
+    if what_is(path) not in _ACCEPTED.get(wanted, (wanted,)):
+        raise wrong_kind(path, wanted, option)
+
+
+def like_a_path(text: str) -> bool:
+    """Return whether a text can only be a path, and no name on the Hub."""
+    return text.startswith((".", "/", "~")) or text.count("/") > 1
