@@ -13,7 +13,7 @@ import sys
 import tomllib
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +23,8 @@ from spec_data.shards.errors import ConfigError, MissingError
 from spec_data.shards.path_kinds import Kind
 
 T = TypeVar("T")
+
+COMMAND_LINE = "the command line"
 
 DOCUMENT_LENGTH = 2048
 """Default of --max-length of `generate` and of --seq-len of `fit`: what one writes, the other reads
@@ -63,6 +65,31 @@ def option(
 def flag_of(field: dataclasses.Field) -> str:
     """Return the flag of an option."""
     return "--" + (field.metadata.get("flag") or field.name.replace("_", "-"))
+
+
+def given_as(field: dataclasses.Field, where: str) -> str:
+    """Return the name of an option as it was given: a flag, a keyword of Python, or a file's key.
+
+    `where` is "the command line", "--config FILE", or another place, which has the names of Python.
+    """
+    if where == COMMAND_LINE:
+        return flag_of(field)
+    return flag_of(field)[2:] if where.startswith("--config ") else field.name
+
+
+def in_words_of(message: str, cls: type, where: str, typed: Collection[str] = ()) -> str:
+    """Return a message in which the flags of `cls` are named as `given_as` does.
+
+    `typed` are options of the command line beside a file. Commands stay as they are: what is in
+    backticks, and the rest of a line after a program.
+    """
+    named = {flag_of(f): given_as(f, where) for f in dataclasses.fields(cls) if f.name not in typed}
+    parts = re.split(r"(`[^`]*`|\bspec-(?:data|train) .*)", message)
+    parts[::2] = [
+        re.sub(r"(?<![\w-])--[a-z][a-z-]*", lambda m: named.get(m[0], m[0]), part)
+        for part in parts[::2]
+    ]
+    return "".join(parts)
 
 
 def _scalar(annotation: Any) -> tuple[type, bool]:
@@ -141,8 +168,10 @@ def resolve(cls: type[T], namespace: argparse.Namespace) -> T:
     path = given.pop("config", None)
     values = read_config_file(Path(path)) if path else {}
     names = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    values.update({k: v for k, v in given.items() if k in names})
-    config = from_dict(cls, values, where=path or "the command line")
+    typed = {k: v for k, v in given.items() if k in names}
+    values |= checked_values(cls, typed, COMMAND_LINE)
+    where = f"--config {path}" if path else COMMAND_LINE
+    config = from_dict(cls, values, where, typed)
     check_paths(config, "data" if "positional" in vars(namespace) else "")
     return config
 
@@ -215,26 +244,37 @@ _PARSERS: dict[str, typing.Callable[[str], Any]] = {
 }
 
 
-def from_dict(cls: type[T], values: dict[str, Any], where: str = "config") -> T:
-    """Build the config `cls` from plain values; unknown keys and wrong types are errors."""
+def from_dict(
+    cls: type[T], values: dict[str, Any], where: str = "config", typed: Collection[str] = ()
+) -> T:
+    """Build the config `cls` from plain values; unknown keys and wrong types are errors.
+
+    `where` they are from, as errors name it, but for the options that were `typed` beside a file.
+    """
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     named = {f.metadata["flag"]: n for n, f in fields.items() if f.metadata.get("flag")}
     values = {named.get(key, key): value for key, value in values.items()}
     unknown = sorted(set(values) - set(fields))
     if unknown:
-        near = [f"did you mean {n}? " for n in [nearest(unknown[0], list(fields))] if n]
+        names = {given_as(field, where): name for name, field in fields.items()}
+        near = [f"did you mean {n}? " for n in [nearest(unknown[0], list(names))] if n]
         raise ConfigError(
             f"unknown option {', '.join(unknown)} in {where}; {''.join(near)}"
-            f"known: {', '.join(sorted(fields))}"
+            f"known: {', '.join(sorted(names))}"
         )
     missing = [
-        flag_of(f)
+        given_as(f, where)
         for n, f in fields.items()
         if f.default is dataclasses.MISSING and n not in values
     ]
     if missing:
-        raise ConfigError(f"missing option {', '.join(missing)} (see --help)")
-    return cls(**checked_values(cls, values, where))
+        help_ = " (see --help)" if where == COMMAND_LINE else f" in {where}"
+        raise ConfigError(f"missing option {', '.join(missing)}{help_}")
+    checked = checked_values(cls, values, where)
+    try:
+        return cls(**checked)
+    except ConfigError as error:
+        raise type(error)(in_words_of(str(error), cls, where, typed)) from None
 
 
 def checked_values(cls: type, values: dict[str, Any], where: str) -> dict[str, Any]:
@@ -244,11 +284,12 @@ def checked_values(cls: type, values: dict[str, Any], where: str) -> dict[str, A
         ConfigError: a value of another type; the message names `where`.
     """
     fields, hints = {f.name: f for f in dataclasses.fields(cls)}, typing.get_type_hints(cls)
-    return {k: _checked(k, v, hints[k], fields[k], where) for k, v in values.items()}
+    return {k: _checked(v, hints[k], fields[k], where) for k, v in values.items()}
 
 
-def _checked(name: str, value: Any, annotation: Any, field: dataclasses.Field, where: str) -> Any:
+def _checked(value: Any, annotation: Any, field: dataclasses.Field, where: str) -> Any:
     """Coerce one value to its field's type, or say what was expected."""
+    name = given_as(field, where)
     kind, many = _scalar(annotation)
     if value is None and isinstance(annotation, types.UnionType):  # T | None: may be unset
         return None
@@ -256,11 +297,12 @@ def _checked(name: str, value: Any, annotation: Any, field: dataclasses.Field, w
         raise ConfigError(f"{name} = null in {where}: expected {kind.__name__}")
     if many:
         items = value if isinstance(value, (list, tuple)) else [value]
-        return tuple(_one(name, item, kind, field, where) for item in items)
-    return _one(name, value, kind, field, where)
+        return tuple(_one(item, kind, field, where) for item in items)
+    return _one(value, kind, field, where)
 
 
-def _one(name: str, value: Any, kind: type, field: dataclasses.Field, where: str) -> Any:
+def _one(value: Any, kind: type, field: dataclasses.Field, where: str) -> Any:
+    name = given_as(field, where)
     exact = isinstance(value, bool) == (kind is bool)
     if kind is float and isinstance(value, int) and exact:
         value = float(value)
@@ -275,9 +317,9 @@ def _one(name: str, value: Any, kind: type, field: dataclasses.Field, where: str
         raise ConfigError(f"{name} = {found} in {where}: expected {wanted}")
     place = field.metadata.get("dataset")
     if isinstance(value, str) and place:
-        check_dataset_place(flag_of(field), value, place == "write")
+        check_dataset_place(name, value, place == "write")
     elif isinstance(value, str) and not field.metadata.get("urls"):
-        check_value(flag_of(field), value)
+        check_value(name, value)
     choices = field.metadata.get("choices")
     if choices and value not in choices:
         raise ConfigError(f"{name} = {value!r} in {where}: choose from {', '.join(choices)}")

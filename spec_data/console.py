@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import logging
 import os
+import re
 import shlex
 import signal
 import sys
@@ -107,9 +108,16 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False} | kwargs)
+        self.elsewhere: dict[str, str] = {}
+        """Options of other commands, and whose they are."""
 
     def parse_known_args(self, args=None, namespace=None):
         """Parse; what is left over is an error here, where the usage line is the right one."""
+        first = next(iter(args or ()), "")
+        inner = [a for a in self._actions if isinstance(a, argparse._SubParsersAction)]
+        if inner and first.startswith("--") and first not in self._option_string_actions:
+            name, known = inner[0].metavar, ", ".join(inner[0].choices)
+            self.error(f"{name} is missing; write it before the options: {known}")
         found, left = super().parse_known_args(args, namespace)
         if left:
             flags = [word for word in left if word.startswith("-")]
@@ -118,6 +126,8 @@ class Parser(argparse.ArgumentParser):
 
     def _unknown(self, word: str) -> str:
         flag = word.partition("=")[0]
+        if flag in self.elsewhere:
+            return f"unknown option {flag}; it is an option of {self.elsewhere[flag]}"
         known = [name for name in self._option_string_actions if name.startswith("--")]
         near = nearest(flag, known)
         return f"unknown option {flag}" + (f"; did you mean {near}?" if near else "")
@@ -144,8 +154,10 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
     for word in SYNONYMS.get(wanted, ()):
         if word in plain:
             return plain[word]
-    found = difflib.get_close_matches(wanted, plain, n=1, cutoff=0.6)
-    return plain[found[0]] if found else None
+    # one digit for another is the likeliest mistake: eagle4 means eagle3, not eagle
+    digitless = {re.sub(r"\d", "0", word): word for word in reversed(plain)}
+    found = difflib.get_close_matches(re.sub(r"\d", "0", wanted), digitless, n=1, cutoff=0.65)
+    return plain[digitless[found[0]]] if found else None
 
 
 def add_common_options(parser: argparse.ArgumentParser, top: bool = False) -> None:

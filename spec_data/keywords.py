@@ -6,6 +6,7 @@ and docstring, and builds the class with `from_keywords`.
 """
 
 import dataclasses
+import functools
 import inspect
 import json
 import os
@@ -13,9 +14,9 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
-from spec_data.config import from_dict
+from spec_data.config import from_dict, in_words_of
 from spec_data.console import nearest
-from spec_data.shards.errors import OptionError
+from spec_data.shards.errors import OptionError, SpecDataError
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -73,7 +74,8 @@ def _plain(value: Any, several: bool) -> Any:
 def takes_options(cls: type, without: Collection[str] = (), more: str = "") -> Callable[[F], F]:
     """Show the fields of `cls` in the signature and docstring of a function with `**options`.
 
-    `without` are fields that it does not take; `more` is a line after the list.
+    Its errors name options as Python does. `without` are fields that it does not take; `more` is a
+    line after the list.
     """
 
     def decorate(function: F) -> F:
@@ -94,10 +96,19 @@ def takes_options(cls: type, without: Collection[str] = (), more: str = "") -> C
             )
             text = f"{field.name}: {field.metadata['help']} (default: {field.default!r})"
             lines.append(f"    {text}")
+
+        @functools.wraps(function)
+        def called(*args: Any, **keywords: Any) -> Any:
+            try:
+                return function(*args, **keywords)
+            except SpecDataError as error:
+                error.args = (in_words_of(str(error), cls, f"{function.__name__}()"),)
+                raise
+
         shown = signature.replace(parameters=[*kept, *options])
-        function.__signature__ = shown  # type: ignore[attr-defined]
+        called.__signature__ = shown  # type: ignore[attr-defined]
         head = inspect.cleandoc(function.__doc__ or "")
-        function.__doc__ = "\n".join([head, "", "Options:", *lines, *([more] if more else []), ""])
-        return function
+        called.__doc__ = "\n".join([head, "", "Options:", *lines, *([more] if more else []), ""])
+        return called  # type: ignore[return-value]
 
     return decorate

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from spec_data import __version__
-from spec_data.config import add_options, check_paths, join_values, read_config_file, resolve
+from spec_data.config import (
+    COMMAND_LINE,
+    add_options,
+    check_paths,
+    flag_of,
+    join_values,
+    read_config_file,
+    resolve,
+)
 from spec_data.console import (
     Parser,
     add_common_options,
@@ -235,6 +243,13 @@ def _add_fit(drafts: Any, name: str, options: type) -> None:
         formatter_class=_RAW,
     )
     add_options(leaf, joined)
+    own = {field.name for field in dataclasses.fields(joined)}
+    for other, theirs in DRAFT_OPTIONS.items():
+        for field in dataclasses.fields(theirs):
+            if field.name not in own:
+                flag = flag_of(field)
+                also = f"{leaf.elsewhere[flag]}, {other}" if flag in leaf.elsewhere else other
+                leaf.elsewhere[flag] = also
     leaf.add_argument("--dry-run", action="store_true", help=_DRY_RUN)
     leaf.set_defaults(run=_fit)
     add_common_options(leaf)
@@ -269,13 +284,16 @@ def _resolve_fit(arguments: argparse.Namespace) -> Any:
     names = {field.name for field in dataclasses.fields(fit_config(arguments.draft))}
     flags = {k: v for k, v in vars(arguments).items() if k in names and v is not None}
     table = read_config_file(Path(arguments.config)) if arguments.config else {}
-    where = arguments.config or "the command line"
-    config = resolve_fit(arguments.draft, flags, table, where)
+    where = f"--config {arguments.config}" if arguments.config else COMMAND_LINE
+    return resolve_fit(arguments.draft, flags, table, where)
+
+
+def _check_fit_paths(config: Any) -> None:
+    """Check that --data and the other paths are what they should be, before torch is imported."""
     check_paths(config)
     for source in parse_sources(config.data):
         if not (config.follow and what_is(source.place) in _BEFORE_FOLLOW):
             check_path("--data", source.place, Kind.DATASET)
-    return config
 
 
 _BEFORE_FOLLOW = (Kind.NOTHING, Kind.EMPTY, Kind.UNFINISHED)
@@ -283,6 +301,7 @@ _BEFORE_FOLLOW = (Kind.NOTHING, Kind.EMPTY, Kind.UNFINISHED)
 
 def _fit(arguments: argparse.Namespace) -> int:
     joined = _resolve_fit(arguments)
+    _check_fit_paths(joined)
     config, options = split_config(arguments.draft, joined)
     from spec_train.reports.page_after_fit import fit
     from spec_train.training.setup import dry_run

@@ -108,7 +108,7 @@ def resolve_fit(
         shape = checked_values(cls, options_of(path, draft, own), f"--draft-config {path}")
         typed = {**(table or {}), **given}
         values |= {name: value for name, value in shape.items() if name not in typed}
-    return from_dict(cls, values, where=where)
+    return from_dict(cls, values, where, given if table else ())
 
 
 def default_lr(hidden_size: int) -> float:

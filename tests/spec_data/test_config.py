@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
+import spec_data
 from spec_data import cli
 from spec_data.config import (
     add_options,
@@ -60,7 +61,7 @@ def test_a_saved_config_is_the_same_config(tmp_path):
     ("values", "message"),
     [
         ({"name": "n", "typo": 1}, "unknown option typo"),
-        ({"count": 1}, "missing option --name"),
+        ({"count": 1}, "missing option name in here"),
         ({"name": "n", "count": "3"}, "count = '3' in here: expected int"),
         ({"name": "n", "flag": 1}, "expected bool"),
         ({"name": "n", "count": True}, "expected int"),
@@ -177,3 +178,22 @@ def test_counts_below_their_least_are_refused():
     ]:
         with pytest.raises(ConfigError, match=f"--{next(iter(change))} -?\\d: expected"):
             config(data="d", **change)
+
+
+def test_errors_name_an_option_as_it_was_given(tmp_path, capsys):
+    words = {"target": "t", "corpus": "c", "out": "o", "max_length": 0}
+    with pytest.raises(ConfigError) as caught:
+        spec_data.generate(**words)
+    assert "max_length 0" in str(caught.value) and "--" not in str(caught.value)
+    with pytest.raises(MissingError) as gone:  # of the work, after the options were read
+        spec_data.generate(**words | {"max_length": 9, "target": "/nowhere"})
+    assert "target /nowhere" in str(gone.value) and "--" not in str(gone.value)
+    file = tmp_path / "run.yaml"
+    file.write_text("max-length: 0\n")
+    typed = ["generate", "--config", str(file), "--target", "t", "--corpus", "c", "--out", "o"]
+    for more, named in (((), "max-length 0"), (("--max-length", "1"), "--max-length 1")):
+        assert cli.main([*typed, *more]) == 2
+        assert f"error: {named}" in capsys.readouterr().err
+    file.write_text("max-lenght: 0\n")
+    assert cli.main(typed) == 2
+    assert "did you mean max-length?" in capsys.readouterr().err

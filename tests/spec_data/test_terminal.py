@@ -217,6 +217,10 @@ def test_colour_only_where_it_is_wanted(monkeypatch, variables, terminal, choice
         ("train", "fit eagle3 --learning-rate 1 --max-steps 2",
          "unknown option --learning-rate; did you mean --lr?; unknown option --max-steps; did you "
          "mean --steps?", "usage: spec-train fit eagle3"),
+        ("train", "fit eagle4", "did you mean eagle3?", "usage: spec-train fit DRAFT"),
+        ("train", "fit --data d --out r", "DRAFT is missing", "usage: spec-train fit DRAFT"),
+        ("train", "fit eagle --ttt-steps 3", "--ttt-steps; it is an option of eagle3\n",
+         "usage: spec-train fit eagle --data"),
         ("train", "fit eagel", "did you mean eagle?", "usage: spec-train fit DRAFT"),
         ("train", "eval --model x", "did you mean --target?", "usage: spec-train eval"),
     ],
@@ -229,6 +233,19 @@ def test_unknown_words_are_answered_with_the_nearest(capsys, program, line, expe
     assert stop.value.code == 2
     assert expected in error and error.startswith(usage)
     assert re.search(r"^All options: spec-(data|train)( \w+)* --help$", error, re.MULTILINE)
+
+
+def test_what_has_no_likeness_gets_no_suggestion(capsys):
+    with pytest.raises(SystemExit):
+        train_cli.main(["doctor", "--draft", "run", "--engine", "trtllm"])
+    assert "did you mean" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect", "status", "select --out o"])
+def test_a_forgotten_directory_is_asked_for_as_it_is_written(capsys, command):
+    assert cli.main(command.split()) == 2
+    error = capsys.readouterr().err
+    assert f"{command.split()[0]} DIR" in error and "--data" not in error
 
 
 def test_synonyms_name_options_that_exist():
