@@ -22,9 +22,9 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     )
     from spec_train.diagnosis.outcome import Diagnosis
     from spec_train.doctor_api import doctor
-    from spec_train.evaluation.intervals import Comparison
     from spec_train.report_api import write_report
     from spec_train.results import AcceptanceResult, DecodingResult, EvalResult, ExportResult
+    from spec_train.simulation.intervals import Comparison
     from spec_train.training.result import FitResult
     from spec_train.training.run_cost import DryRun
 
@@ -39,7 +39,7 @@ _PUBLIC = {
     "doctor": "spec_train.doctor_api",
     "simulate_acceptance": "spec_train.api",
     "FitResult": "spec_train.training.result",
-    "Comparison": "spec_train.evaluation.intervals",
+    "Comparison": "spec_train.simulation.intervals",
     "Diagnosis": "spec_train.diagnosis.outcome",
     "DryRun": "spec_train.training.run_cost",
     "EvalResult": "spec_train.results",

@@ -18,7 +18,6 @@ from spec_train.drafts import Draft
 from spec_train.drafts import load_draft as read_draft
 from spec_train.evaluation.compare import run_compare
 from spec_train.evaluation.eval_table import table
-from spec_train.evaluation.intervals import Comparison
 from spec_train.evaluation.on_dataset import check_fit, evaluate_data
 from spec_train.evaluation.report import measure, require_sound
 from spec_train.exporting import check_draft, export_draft, report
@@ -39,6 +38,7 @@ from spec_train.results import (
     EvalResult,
     ExportResult,
 )
+from spec_train.simulation.intervals import Comparison
 from spec_train.training.result import FitResult
 from spec_train.training.run_cost import DryRun
 from spec_train.training.setup import dry_run as run_dry

@@ -22,7 +22,7 @@ from spec_train.diagnosis.conventions import Neighbour, Setting, neighbours_of
 from spec_train.diagnosis.outcome import Tried
 from spec_train.diagnosis.sample import document_losses, drafted_chains, slot_counts
 from spec_train.drafts import Draft
-from spec_train.evaluation.intervals import Comparison, compare
+from spec_train.simulation.intervals import Comparison, compare
 
 log = logging.getLogger(__name__)
 

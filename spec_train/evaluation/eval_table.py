@@ -1,11 +1,12 @@
 """The figures of an evaluation as a table for people: name, value, meaning."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spec_train.evaluation.intervals import LEVEL
 from spec_train.evaluation.trained_prompts import prompt_lines
 from spec_train.metrics import shown
+from spec_train.simulation.intervals import LEVEL
 
 Line = tuple[str, str, str]
 
@@ -51,25 +52,31 @@ def _cell(text: str) -> str:
 
 def _lines(report: dict[str, Any]) -> list[Line]:
     """Return the lines of the table."""
-    lines: list[Line] = []
+    lines: list[Line] = []  # the first one is the length to trust most
     if "target" in report:
         lines += _decoding_lines(report)
     if "data" in report:
-        lines += _data_lines(report["data"])
+        lines += _data_lines(report["data"], real="target" in report)
         lines += _gap_lines(report)
     return lines
 
 
 def _decoding_lines(report: dict[str, Any]) -> list[Line]:
     kind = "greedy" if report["temperature"] == 0 else f"temperature {report['temperature']:g}"
+    answered = sum(line["rounds"] > 0 for line in report["per_prompt"])
+    over = _between(report["interval"], f"{answered:,} prompts")
     lines = [
-        ("real decoding", "", f"{report['target']}, {kind}, {report['dtype']}, {report['device']}"),
         (
-            "  acceptance length",
+            "acceptance length",
             shown(report["acceptance_length"]),
-            f"tokens per target verification, {_drafted(report)}",
+            f"tokens per verification in real decoding{over}",
         ),
-        *_interval_lines(report),
+        (
+            "real decoding",
+            "",
+            f"{report['target']}, {kind}, {report['dtype']}, {report['device']}, "
+            f"{_drafted(report)}",
+        ),
         ("  accepted by depth", "", _rates(report["accept_rate"]) + _GIVEN),
         (
             "  rounds",
@@ -105,14 +112,12 @@ def _decoding_lines(report: dict[str, Any]) -> list[Line]:
     return lines + _set_lines(report["by_set"]) + _sweep_lines(report)
 
 
-def _interval_lines(report: dict[str, Any]) -> list[Line]:
-    """Say how far the length would move with other prompts of the same kind."""
-    if report["interval"] is None:
-        return []
-    low, high = report["interval"]
-    count = sum(line["rounds"] > 0 for line in report["per_prompt"])
-    meaning = f"{LEVEL:.0%} interval of the length, over {count:,} prompts (bootstrap)"
-    return [("  between", f"{low:.2f}-{high:.2f}", meaning)]
+def _between(interval: Sequence[float] | None, of: str) -> str:
+    """Say how far a length would move with other prompts or documents of the same kind."""
+    if interval is None:
+        return ""
+    low, high = interval
+    return f"; {LEVEL:.0%} interval {low:.2f} to {high:.2f} over {of}"
 
 
 def _cost_lines(report: dict[str, Any]) -> list[Line]:
@@ -209,22 +214,27 @@ def _drafted(report: dict[str, Any]) -> str:
     return f"trees of {nodes} drafted tokens, depth {depth}, top {report['tree_topk']} per node"
 
 
-def _data_lines(data: dict[str, Any]) -> list[Line]:
+def _data_lines(data: dict[str, Any], real: bool = False) -> list[Line]:
+    """Return the lines of a dataset; without real decoding, its length stands first."""
     walk, slots, forced = data["walk"], data["slots"], data["teacher_forced"]
-    where = f"{data['path']}, {data['split']}: {data['documents']:,} documents"
+    documents = f"{data['documents']:,} documents"
+    where = f"{data['path']}, {data['split']}: {documents}"
+    place = ("dataset", "", where + (f", mask {data['mask']}" if data["mask"] else ""))
+    length = (
+        ("  " if real else "") + "serving-like length",
+        shown(walk["acceptance_length"]),
+        "tokens per verification where the draft continues its own tokens on stored documents: "
+        f"predicts real greedy decoding{_between(walk.get('interval'), documents)}",
+    )
     lines = [
-        ("dataset", "", where + (f", mask {data['mask']}" if data["mask"] else "")),
-        (
-            "  serving-like length",
-            shown(walk["acceptance_length"]),
-            f"the draft's own tokens and states, {walk['rounds']:,} rounds: predicts real greedy "
-            "decoding",
-        ),
+        *([place, length] if real else [length, place]),
         ("  accepted by depth", "", _rates(walk["accept_rate"]) + _GIVEN),
+        ("  rounds", f"{walk['rounds']:,}", "verifications, from the start of each answer on"),
         (
             "  over all slots",
             shown(slots["acceptance_length"]),
-            f"the same, with a chain from every supervised token, {slots['rounds']:,} chains",
+            f"the same if a round began at every supervised token, {slots['rounds']:,} chains; "
+            "decoding meets hard tokens more often",
         ),
         *([] if forced is None else _forced_lines(forced)),
         (
@@ -247,7 +257,8 @@ def _forced_lines(forced: dict[str, Any]) -> list[Line]:
         (
             "  teacher-forced length",
             shown(forced["acceptance_length"]),
-            "the documents' tokens at every depth, as in training",
+            "the draft reads the documents' own tokens at every depth, as in training; serving "
+            "does not",
         ),
         ("  accepted by depth", "", _rates([forced[name] for name in known]) + _GIVEN),
     ]

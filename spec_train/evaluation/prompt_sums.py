@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from spec_train.decoding.chains import Round
-from spec_train.evaluation.intervals import length_interval
+from spec_train.simulation.intervals import length_interval
 
 
 @dataclass

@@ -8,11 +8,11 @@ import numpy as np
 from xxhash import xxh3_64_hexdigest
 
 from spec_train.decoding.chains import Generation
-from spec_train.evaluation.intervals import length_interval
 from spec_train.evaluation.prompt_sums import Counts, by_set
 from spec_train.evaluation.response_sample import response_sample
 from spec_train.evaluation.speed_model import Times
 from spec_train.simulation.breakdown import by_position, position_range, positions_of
+from spec_train.simulation.intervals import length_interval
 
 
 @dataclass

@@ -2,7 +2,18 @@
 
 from collections.abc import Sequence
 
-from spec_data.pages.page_parts import Axis, Bars, Lines, Note, Part, Section, Table, Value
+from spec_data.pages.page_parts import (
+    Axis,
+    Bars,
+    Figures,
+    Format,
+    Lines,
+    Note,
+    Part,
+    Section,
+    Table,
+    Value,
+)
 from spec_train.reports.acceptance_viewer import acceptance_viewer
 from spec_train.reports.speed_parts import speed_section
 from spec_train.reports.stored_figures import Measured, Run, number
@@ -12,23 +23,41 @@ FEWEST_ROUNDS = 10
 _LENGTH = Axis(title="tokens per verification", least=0)
 
 
-def acceptance_sections(found: Sequence[Measured]) -> list[Section]:
+def headline(found: Sequence[Measured]) -> Figures | None:
+    """Return the length to trust most: by real decoding if there is one, else as in serving."""
+    known = sorted((one for one in found if one.length is not None), key=lambda one: not one.real)
+    if not known:
+        return None
+    return Figures(items=length_items(known[0].length, known[0].interval, known[0].real))
+
+
+def length_items(
+    length: float | None, interval: Sequence[float] | None, real: bool
+) -> list[tuple[str, Value, Format]]:
+    """Return the tiles of an acceptance length and its interval."""
+    name = "acceptance length, real decoding" if real else "acceptance length, serving-like"
+    low, high = interval or (None, None)
+    between = None if low is None else f"{low:.2f} to {high:.2f}"
+    return [(name, length, "number"), ("its 95 % interval", between, "text")]
+
+
+def acceptance_sections(found: Sequence[Measured], alone: bool = True) -> list[Section]:
     """Return the sections about evaluations, without the empty ones.
 
     Args:
-        found: evaluations; none: no sections.
+        found: evaluations; none: no sections. alone: the page begins with them.
     """
     if not found:
         return []
-    sections = [_overview(found), _where(found), speed_section(found), _viewer(found)]
+    lead = headline(found) if alone else None
+    sections = [_overview(found, lead), _where(found), speed_section(found), _viewer(found)]
     return [section for section in sections if section.parts]
 
 
-def _overview(found: Sequence[Measured]) -> Section:
+def _overview(found: Sequence[Measured], lead: Figures | None) -> Section:
     rows: list[list[Value]] = []
     for one in found:
-        interval = one.figures.get("interval") if one.real else None
-        low, high = interval or (None, None)
+        low, high = one.interval or (None, None)
         figures = one.figures
         same = figures.get("identical") if one.real else None
         lossless = None if same is None else f"{same} of {figures['responses']}"
@@ -47,9 +76,11 @@ def _overview(found: Sequence[Measured]) -> Section:
         columns=[columns[i] for i in used],  # type: ignore[misc]
         rows=[[row[i] for i in used] for row in rows],
         note="Length: tokens per verification of the target, its own token included"
-        + ("; from and to: its 95 % interval over prompts." if 4 in used else "."),
+        + ("; from and to: its 95 % interval over prompts or documents." if 4 in used else ".")
+        + " Real decoding: the target decodes prompts with the draft. Simulated: the draft "
+        "continues its own tokens on stored documents, which predicts real greedy decoding.",
     )
-    parts: list[Part] = [table]
+    parts: list[Part] = [table] if lead is None else [lead, table]
     parts += [
         Note(text=f"{one.name}: {text}.", warning=True) for one in found for text in one.warnings
     ]

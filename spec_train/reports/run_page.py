@@ -29,11 +29,11 @@ def report_page(runs: Sequence[Run], found: Sequence[Measured]) -> Page:
     Args:
         runs: in the order in which their curves are listed. found: evaluations.
     """
+    sections = run_sections(runs, found) if runs else []
     found = [*(run.held_out for run in runs if run.held_out is not None), *found]
-    sections = run_sections(runs) if runs else []
     after_depths = min(3, len(sections))
     sections[after_depths:after_depths] = [
-        *acceptance_sections(found),
+        *acceptance_sections(found, alone=not runs),
         *forecast_section(runs, found),
     ]
     names = [run.name for run in runs] or list(

@@ -4,14 +4,27 @@ Curves are drawn over trained tokens, so that runs with other batch sizes can be
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from spec_data.pages.page_parts import Axis, Bars, Figures, Lines, Note, Part, Section, Table
+from spec_data.pages.page_parts import (
+    Axis,
+    Bars,
+    Figures,
+    Format,
+    Lines,
+    Note,
+    Part,
+    Section,
+    Table,
+    Value,
+)
 from spec_data.shards.errors import DraftError
 from spec_train.options.command_options import fit_config
-from spec_train.reports.stored_figures import Point, Run, number
+from spec_train.reports.acceptance_sections import length_items
+from spec_train.reports.stored_figures import Measured, Point, Run, number
 from spec_train.simulation.parting import parted
 
 MOST_POINTS = 600
@@ -29,22 +42,30 @@ def thinned(points: Sequence[Point]) -> list[Point]:
     return [points[i * (count - 1) // (MOST_POINTS - 1)] for i in range(MOST_POINTS)]
 
 
-def run_sections(runs: Sequence[Run]) -> list[Section]:
+def run_sections(runs: Sequence[Run], found: Sequence[Measured] = ()) -> list[Section]:
     """Return the sections about runs: overview, learning, depths, optimisation, settings.
 
     Args:
-        runs: at least one.
+        runs: at least one. found: evaluations, also of other drafts.
     """
-    sections = [_overview(runs), _learning(runs), _depths(runs), _loading(runs), _settings(runs)]
+    sections = [
+        _overview(runs, found),
+        _learning(runs),
+        _depths(runs),
+        _loading(runs),
+        _settings(runs),
+    ]
     return [section for section in sections if section.parts]
 
 
-def _overview(runs: Sequence[Run]) -> Section:
+def _overview(runs: Sequence[Run], found: Sequence[Measured]) -> Section:
     parts: list[Part] = []
+    real = {run.name: _decoded(run, found) for run in runs}
     if len(runs) == 1:
-        parts.append(_key_figures(runs[0]))
+        parts.append(Figures(items=_facts(runs[0], real[runs[0].name])))
     else:
-        parts.append(_run_table(runs))
+        parts.append(_run_table(runs, real))
+    parts += _lengths(runs, real)
     for run in runs:
         parts += [Note(text=text, warning=True) for text in _problems(run)]
     return Section(title="Overview", parts=parts)
@@ -69,41 +90,83 @@ def _middle(run: Run, figure: str) -> float | None:
     return median(values) if values else None
 
 
-def _facts(run: Run) -> dict[str, tuple[Any, Any]]:
-    """Return the figures of a run with their formats, in the order in which they are shown."""
+def _decoded(run: Run, found: Sequence[Measured]) -> Measured | None:
+    """Return the evaluation of a draft of the run by real decoding, if there is one."""
+    for one in found:
+        draft = Path(str(one.figures.get("draft"))).resolve() if one.real else None
+        if draft is not None and draft.is_relative_to(run.path.resolve()):
+            return one
+    return None
+
+
+def _facts(run: Run, real: Measured | None) -> list[tuple[str, Value, Format]]:
+    """Return the figures of a run with their formats, in the order in which they are shown.
+
+    The length by which a run is told comes first: by real decoding, else as in serving.
+    """
     best = run.best or {}
     steps = f"{_step(run):,}" + (f" of {run.steps:,}" if run.steps else "")
-    return {
-        "draft": (run.draft, "text"),
-        "best acceptance length": (number(best, "acceptance_length"), "number"),
-        "serving-like": (number(best, "serving_like_length"), "number"),
-        "at step": (number(best, "step"), "count"),
-        "its held-out loss": (number(best, "loss"), "number"),
-        "steps": (steps, "text"),
-        "trained tokens": (_tokens(run), "count"),
-        "tokens per second": (_middle(run, "tokens_per_second"), "count"),
-        "waiting for data": (_middle(run, "data_wait"), "share"),
-    }
-
-
-def _key_figures(run: Run) -> Figures:
-    return Figures(items=[(name, value, kind) for name, (value, kind) in _facts(run).items()])
-
-
-def _run_table(runs: Sequence[Run]) -> Table:
-    facts = [_facts(run) for run in runs]
-    columns = [("run", "text"), *((name, kind) for name, (_, kind) in facts[0].items())]
-    rows = [
-        [run.name, *(value for value, _ in own.values())]
-        for run, own in zip(runs, facts, strict=True)
+    if real is not None:
+        length = length_items(real.length, real.interval, True)
+    else:
+        served = number(best, "serving_like_length")
+        length = length_items(served, best.get("serving_like_interval"), False)
+    return [
+        *length,
+        ("draft", run.draft, "text"),
+        ("best at step", number(best, "step"), "count"),
+        ("its held-out loss", number(best, "loss"), "number"),
+        ("steps", steps, "text"),
+        ("trained tokens", _tokens(run), "count"),
+        ("tokens per second", _middle(run, "tokens_per_second"), "count"),
+        ("waiting for data", _middle(run, "data_wait"), "share"),
     ]
+
+
+def _run_table(runs: Sequence[Run], real: Mapping[str, Measured | None]) -> Table:
+    decoded = all(real.values())  # lengths of one column are measured in one way
+    facts = [_facts(run, real[run.name] if decoded else None) for run in runs]
     return Table(
         title="Runs",
-        columns=columns,
-        rows=rows,
+        columns=[("run", "text"), *((name, kind) for name, _, kind in facts[0])],
+        rows=[
+            [run.name, *(value for _, value, _ in own)]
+            for run, own in zip(runs, facts, strict=True)
+        ],
         note="The best draft is the one with the longest product-limit length on held-out "
         "documents. Tokens per second and waiting for data are medians.",
     )
+
+
+_LENGTHS = (
+    ("serving_like_length", "serving-like", "The draft continues its own tokens and states, round "
+     "by round, on held-out documents: predicts real greedy decoding."),
+    ("product_limit_length", "product-limit", "Teacher-forced, also from answers shorter than a "
+     "chain: chooses the best draft."),
+    ("acceptance_length", "teacher-forced", "The draft reads the documents' own tokens at every "
+     "depth, as in training; serving does not."),
+)  # fmt: skip
+
+
+def _lengths(runs: Sequence[Run], real: Mapping[str, Measured | None]) -> list[Part]:
+    """Return the table of all lengths of the best drafts, with what each of them is."""
+    best = [run.best or {} for run in runs]
+    rows: list[list[Value]] = [
+        [name, *(number(one, key) for one in best), what] for key, name, what in _LENGTHS
+    ]
+    decoded = [None if one is None else one.length for one in real.values()]
+    rows.insert(0, ["real decoding", *decoded, "The target decodes prompts with the draft."])
+    rows = [row for row in rows if any(value is not None for value in row[1:-1])]
+    if not rows:
+        return []
+    columns: list[tuple[str, Format]] = [(run.name, "number") for run in runs]
+    return [
+        Table(
+            title="Lengths of the best draft",
+            columns=[("tokens per verification", "text"), *columns, ("what it is", "text")],
+            rows=rows,
+        )
+    ]
 
 
 def _problems(run: Run) -> list[str]:
@@ -174,7 +237,6 @@ def _both(runs: Sequence[Run], figure: str, title: str, axis: Axis, note: str = 
 def _learning(runs: Sequence[Run]) -> Section:
     length = Axis(title=_LENGTH, least=1)
     parts = [
-        *_both(runs, "acceptance_length", "Acceptance length", length),
         *_chart(
             runs,
             "Serving-like acceptance length, held out",
@@ -183,6 +245,7 @@ def _learning(runs: Sequence[Run]) -> Section:
             "The draft continues its own tokens, round by round; the ends of answers cut rounds.",
         ),
         *_both(runs, "loss", "Loss", Axis(title="loss"), _loss_note(runs)),
+        *_both(runs, "acceptance_length", "Teacher-forced acceptance length", length),
         *_chart(
             runs,
             "Product-limit length, held out",

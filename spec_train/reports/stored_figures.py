@@ -43,6 +43,12 @@ class Measured:
         return self._walk.get("acceptance_length")
 
     @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % interval of the length: over prompts, or over documents."""
+        low, high = self._walk.get("interval") or (None, None)
+        return None if low is None or high is None else (float(low), float(high))
+
+    @property
     def rates(self) -> list[float | None]:
         """Acceptance by depth, given that all earlier depths were accepted."""
         return list(self._walk.get("accept_rate") or ())
@@ -268,7 +274,7 @@ def _sound(found: Measured) -> Measured:
         for line in found.figures.get(name) or ():
             check(line)
     dict((found.figures.get("speed") or {}).get("shares") or {})
-    for value in (found.length, *found.rates):
+    for value in (found.length, *(found.interval or ()), *found.rates):
         if value is not None:
             float(value)
     for bin_ in found.bins:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from spec_train.simulation.intervals import middle, resampled
 from spec_train.simulation.samples import document_sample
 from spec_train.simulation.walk import (
     Arrays,
@@ -19,6 +20,7 @@ from spec_train.simulation.walk import (
     Walk,
     round_sums,
     walk_document,
+    walk_lengths,
     walk_sums,
 )
 
@@ -27,6 +29,8 @@ EDGES = (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 MOST_SOURCES = 40
 """Sources beyond this number, by tokens, are reported together."""
 OTHERS = "other sources"
+MOST_GROUPS = 1000
+"""Documents are resampled by themselves up to so many, and in so many groups beyond."""
 
 
 def position_range(position: int) -> int:
@@ -73,6 +77,7 @@ class Breakdown:
         self._depth, self._sampled = depth, set(sampled)
         self._sources: dict[str, tuple[int, ServingSums]] = {}
         self._ranges: dict[int, ServingSums] = {}
+        self._groups: dict[int, ServingSums] = {}
         self._samples: dict[int, dict[str, Any]] = {}
 
     def add(self, document: int, source: str, arrays: Arrays) -> ServingSums:
@@ -87,6 +92,8 @@ class Breakdown:
         count, total = self._sources.get(source, (0, ServingSums.zero(self._depth)))
         total += sums
         self._sources[source] = count + 1, total
+        group = self._groups.setdefault(document % MOST_GROUPS, ServingSums.zero(self._depth))
+        group += sums
         mask = arrays[3]
         for number, rounds in _rounds_by_range(walk).items():
             own = self._ranges.setdefault(number, ServingSums.zero(self._depth))
@@ -102,9 +109,10 @@ class Breakdown:
             count, total = self._sources.get(source, (0, ServingSums.zero(self._depth)))
             total += ServingSums.from_array(np.array(counts))
             self._sources[source] = count + documents, total
-        for number, counts in other["ranges"]:
-            own = self._ranges.setdefault(number, ServingSums.zero(self._depth))
-            own += ServingSums.from_array(np.array(counts))
+        for name, known in (("ranges", self._ranges), ("groups", self._groups)):
+            for number, counts in other[name]:
+                own = known.setdefault(number, ServingSums.zero(self._depth))
+                own += ServingSums.from_array(np.array(counts))
         self._samples |= {number: sample for number, sample in other["samples"]}
 
     def as_json(self) -> dict[str, Any]:
@@ -115,14 +123,15 @@ class Breakdown:
                 for name, (count, sums) in self._sources.items()
             ],
             "ranges": [[n, sums.as_array().tolist()] for n, sums in self._ranges.items()],
+            "groups": [[n, sums.as_array().tolist()] for n, sums in self._groups.items()],
             "samples": [[number, sample] for number, sample in self._samples.items()],
         }
 
     def figures(self) -> dict[str, Any]:
         """Return what `eval --json` has of all documents.
 
-        `documents`, `supervised_tokens`, `on_policy`, `slots` and `walk` (each a `walk.Figures`),
-        `by_source`, `by_position` and `samples`.
+        `documents`, `supervised_tokens`, `on_policy`, `slots` and `walk` (each a `walk.Figures`;
+        `walk` with the `interval` of its length), `by_source`, `by_position` and `samples`.
         """
         total = ServingSums.zero(self._depth)
         for _, sums in self._sources.values():
@@ -132,9 +141,16 @@ class Breakdown:
             "supervised_tokens": total.tokens,
             "on_policy": total.on_policy / max(total.tokens, 1),
             "slots": asdict(total.slot_figures()),
-            "walk": asdict(total.walk_figures()),
+            "walk": asdict(total.walk_figures()) | {"interval": self._interval()},
             **self._parts(),
         }
+
+    def _interval(self) -> list[float] | None:
+        """Return the interval of the walk's length over documents; None for fewer than two."""
+        groups = [g.as_array() for _, g in sorted(self._groups.items()) if g.rounds]
+        if len(groups) < 2:
+            return None
+        return list(middle(walk_lengths(resampled(np.stack(groups)))))
 
     def _parts(self) -> dict[str, Any]:
         ranked = sorted(self._sources.items(), key=lambda item: (-item[1][1].tokens, item[0]))

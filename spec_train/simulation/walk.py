@@ -116,14 +116,32 @@ class ServingSums:
     def walk_figures(self) -> Figures:
         """Average over the rounds of the walk: tokens per target verification."""
         rates = _ratio(self.walk_hits, self.walk_risk)
-        expected_more = np.array([np.cumprod(rates[d:]).sum() for d in range(1, len(rates) + 1)])
-        tokens = self.emitted + float((self.walk_censored * expected_more).sum())
         return Figures(
-            acceptance_length=tokens / self.rounds if self.rounds else None,
+            acceptance_length=float(walk_lengths(self.as_array()[None])[0])
+            if self.rounds
+            else None,
             accept_rate=_known(rates, self.walk_risk),
             rounds=self.rounds,
             censored=int(self.walk_censored.sum()) / max(self.rounds, 1),
         )
+
+
+def walk_lengths(counts: np.ndarray) -> np.ndarray:
+    """Return the acceptance length of the walk [B] of sums as arrays [B, 5 S + 7], see `as_array`.
+
+    Not a number where there is no round.
+    """
+    depths = (counts.shape[1] - 7) // 5
+    _, _, risk, hits, censored = (counts[:, i * depths : (i + 1) * depths] for i in range(5))
+    rounds, emitted = counts[:, 5 * depths + 2], counts[:, 5 * depths + 3]
+    rates = _ratio(hits, risk)
+    more = np.zeros(len(counts))  # expected tokens after depth d, from the last one back
+    tokens = emitted.astype(np.float64)
+    for d in range(depths - 2, -1, -1):
+        more = rates[:, d + 1] * (1.0 + more)
+        tokens += censored[:, d] * more
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return tokens / rounds
 
 
 def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:

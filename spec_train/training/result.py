@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 BEST_FIGURES = (
     *("acceptance_length", "product_limit_length", "loss"),
-    *("serving_like_length", "serving_like_uncut", "serving_like_rounds"),
+    *("serving_like_length", "serving_like_interval", "serving_like_uncut", "serving_like_rounds"),
 )
 """Figures of a validation that a run keeps of its best draft."""
 
@@ -51,8 +51,8 @@ class FitResult:
 
     def __str__(self) -> str:
         text = f"{'finished' if self.finished else 'stopped and saved'} at step {self.step}"
-        if self.best and self.best["acceptance_length"] is not None:
-            text += f"; best draft: step {self.best['step']}, {lengths_text(self.best)}"
+        if self.best and _measured(self.best):
+            text += f"; best draft: step {self.best['step']}, {headline(self.best)}"
         elif self.best and self.best.get("loss") is not None:
             text += f"; best draft: step {self.best['step']}, loss {self.best['loss']:.4f}"
         return text
@@ -84,6 +84,11 @@ def log_result(result: FitResult) -> None:
         log.warning("warning: %s", text)
 
 
+def _measured(best: dict[str, Any]) -> bool:
+    names = ("acceptance_length", "product_limit_length", "serving_like_length")
+    return any(best.get(name) is not None for name in names)
+
+
 def _parted(best: dict[str, Any]) -> str | None:
     return parted(best, best.get("serving_like_uncut"), best.get("serving_like_rounds") or 0)
 
@@ -102,17 +107,23 @@ def better(figures: dict[str, Any], best: dict[str, Any]) -> bool:
     return rank(figures) > rank(best)
 
 
-def lengths_text(figures: dict[str, Any]) -> str:
-    """Return the acceptance length of a validation, with the one that chooses the best draft."""
-    text = f"acceptance length {shown(figures['acceptance_length'])}"
-    others = (("product-limit", "product_limit_length"), ("serving-like", "serving_like_length"))
-    more = [f"{name} {shown(figures[key])}" for name, key in others if figures.get(key)]
-    return f"{text} ({', '.join(more)})" if more else text
+def headline(figures: dict[str, Any]) -> str:
+    """Return the one length that a validation is told by: as in serving, with its interval.
+
+    Without a serving-like round it is the one that chooses the best draft. The other lengths are in
+    metrics.jsonl and on the page.
+    """
+    if figures.get("serving_like_length") is None:
+        name = "product_limit_length" if "product_limit_length" in figures else "acceptance_length"
+        return f"teacher-forced length {shown(figures[name])}"
+    text = f"serving-like length {shown(figures['serving_like_length'])}"
+    low, high = figures.get("serving_like_interval") or (None, None)
+    return text if low is None else f"{text} ({low:.2f} to {high:.2f})"
 
 
 def log_validation(step: int, figures: dict[str, Any], first: bool) -> None:
     """Log the results of a validation; the `first` one also warns of a missing length."""
-    log.info("validation at step %d: loss %.4f, %s", step, figures["loss"], lengths_text(figures))
+    log.info("validation at step %d: %s, loss %.4f", step, headline(figures), figures["loss"])
     if first and figures["acceptance_length"] is None:
         log.warning(
             "warning: no held-out answer is long enough for a chain of every depth, so there is "

@@ -306,7 +306,8 @@ class Trainer:
                 {"step": self.step, "split": "validation", "tokens": self.tokens, **figures}
             )
             log_validation(self.step, figures, first=self.best is None)
-            self._validated = f"{figures['loss']:.3f} and {shown(figures['acceptance_length'], 2)}"
+            length = figures["serving_like_length"]
+            self._validated = f"{figures['loss']:.3f} and {shown(length, 2)}"
         # without held-out documents the newest draft counts as the best
         if self.best is None or not figures or better(figures, self.best):
             self.best = {"step": self.step} | {name: figures.get(name) for name in BEST_FIGURES}

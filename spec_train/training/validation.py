@@ -69,7 +69,8 @@ class Validation:
 
         Returns:
             The line of metrics.jsonl: the figures of `metrics.summarise_parts` and, of the walk,
-            "serving_like_length", its acceptance length, "serving_like_uncut", the same without
+            "serving_like_length", its acceptance length, with its 95 % interval over documents,
+            "serving_like_interval" (None for fewer than two); "serving_like_uncut", it without
             the ends of answers (see `uncut_length`), both None without a round, and
             "serving_like_rounds", their number.
             The walk as `eval --data` measures it (see `Breakdown.figures`), with sampled documents.
@@ -81,6 +82,7 @@ class Validation:
         walk = found["walk"]
         figures = summarise_parts(sums, self.draft.summarise) | {
             "serving_like_length": walk["acceptance_length"],
+            "serving_like_interval": walk["interval"],
             "serving_like_uncut": uncut_length(walk["accept_rate"]) if walk["rounds"] else None,
             "serving_like_rounds": walk["rounds"],
         }

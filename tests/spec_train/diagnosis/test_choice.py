@@ -7,7 +7,7 @@ import pytest
 from spec_train.diagnosis.outcome import Tried
 from spec_train.diagnosis.trial_checks import _agreed
 from spec_train.diagnosis.trials import Trials, _best, fitting_as_well
-from spec_train.evaluation.intervals import Comparison
+from spec_train.simulation.intervals import Comparison
 
 
 def tried(text: str, length: float, loss: float | None = None, **others: Any) -> Tried:

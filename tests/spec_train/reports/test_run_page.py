@@ -36,8 +36,8 @@ def test_the_curves_of_one_run_are_those_of_its_lines(tmp_path):
     lines = write_run(tmp_path / "run", seed=1)
     parts = parts_of(write_report([tmp_path / "run"]))
     for title, figure, split, name in (
-        ("Acceptance length", "acceptance_length", "train", "training"),
-        ("Acceptance length", "acceptance_length", "validation", "held out"),
+        ("Teacher-forced acceptance length", "acceptance_length", "train", "training"),
+        ("Teacher-forced acceptance length", "acceptance_length", "validation", "held out"),
         ("Loss", "loss", "train", "training"),
         ("Loss", "loss", "validation", "held out"),
         ("Product-limit length, held out", "product_limit_length", "validation", "run"),
@@ -76,9 +76,34 @@ def test_the_best_draft_is_the_one_that_fit_keeps(tmp_path, seed):
     assert bars["values"] == [best[f"accept_rate/{d}"] for d in (1, 2, 3)]
     page = read_page_data(tmp_path / "run" / "report.html")
     items = {name: value for name, value, _ in page["sections"][0]["parts"][0]["items"]}
-    assert items["at step"] == best["step"] and items["steps"] == "40 of 40"
-    assert items["best acceptance length"] == best["acceptance_length"]
+    assert items["best at step"] == best["step"] and items["steps"] == "40 of 40"
     assert items["trained tokens"] == max(line["tokens"] for line in lines)
+
+
+def first_tiles(file):
+    """The names and values of the two largest figures at the top of a page."""
+    part = read_page_data(file)["sections"][0]["parts"][0]
+    return [(name, value) for name, value, _ in part["items"][:2]]
+
+
+def test_a_page_leads_with_real_decoding_else_with_the_length_as_in_serving(tmp_path):
+    """Of four lengths, the first tile once had the most flattering one, the teacher-forced."""
+    run, file = tmp_path / "run", tmp_path / "result.json"
+    best = read_run(run, "run").best if write_run(run) else {}
+    served = ("acceptance length, serving-like", best["serving_like_length"])
+    assert first_tiles(write_report([run])) == [served, ("its 95 % interval", "1.25 to 1.75")]
+    table = parts_of(run / "report.html")["Lengths of the best draft"]
+    assert [row[0] for row in table["rows"]] == ["serving-like", "product-limit", "teacher-forced"]
+    assert all(len(row[-1].split()) > 4 for row in table["rows"])  # each says what it is
+
+    real = [("acceptance length, real decoding", 2.5), ("its 95 % interval", "2.25 to 2.75")]
+    file.write_text(json.dumps(real_figures() | {"draft": str(run / "best")}))
+    assert first_tiles(write_report([run, file], tmp_path / "both.html")) == real
+    file.write_text(json.dumps(real_figures() | {"data": data_figures()}))
+    assert first_tiles(write_report([file])) == real
+    assert first_tiles(write_report([run, file], tmp_path / "other.html"))[0] == served
+    file.write_text(json.dumps({"draft": "run", "warnings": [], "data": data_figures()}))
+    assert first_tiles(write_report([file]))[0] == ("acceptance length, serving-like", 1.5)
 
 
 def test_several_runs_share_their_charts_and_their_settings_are_compared(tmp_path):
@@ -124,7 +149,8 @@ def test_a_run_that_trains_or_was_damaged_is_shown_as_far_as_it_goes(tmp_path):
     file.unlink()
     page = read_page_data(write_report([tmp_path / "run"]))
     assert [section["title"] for section in page["sections"]] == ["Overview", "Settings"]
-    assert "nothing was held out" in page["sections"][0]["parts"][1]["text"]
+    notes = [part["text"] for part in page["sections"][0]["parts"] if part["kind"] == "note"]
+    assert "nothing was held out" in notes[0]
     (tmp_path / "run" / "fit.json").write_text("{")
     with pytest.raises(RunError, match=r"fit\.json: damaged"):
         write_report([tmp_path / "run"])
@@ -137,7 +163,8 @@ def test_what_a_reader_must_know_is_said_first(tmp_path):
         line["product_limit_length"] = 2.0 if line["step"] == 0 else 1.0
         line["acceptance_length"] = None
     (place / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    notes = [p["text"] for p in read_page_data(write_report([place]))["sections"][0]["parts"][1:]]
+    parts = read_page_data(write_report([place]))["sections"][0]["parts"]
+    notes = [part["text"] for part in parts if part["kind"] == "note"]
     assert "no validation was better than the draft at step 0" in notes[0]
     assert "no held-out answer is long enough" in notes[1]
 

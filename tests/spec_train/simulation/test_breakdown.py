@@ -10,6 +10,7 @@ from spec_train.evaluation.response_sample import response_sample
 from spec_train.evaluation.tally import Tally, figures
 from spec_train.simulation import breakdown, samples
 from spec_train.simulation.breakdown import Breakdown, position_range
+from spec_train.simulation.intervals import _weights
 from spec_train.simulation.sample_texts import sample_ids, token_texts, with_characters
 from spec_train.simulation.samples import document_sample, spread
 from spec_train.simulation.walk import ServingSums, document_sums, walk_document
@@ -228,3 +229,38 @@ def test_drafts_and_the_target_may_end_a_character_differently():
     assert all("whole" not in part for part in with_characters(cut, texts))
     cut[1]["left_out"] = 0
     assert with_characters(cut, texts)[1]["whole"] == {"tokens": {0: "😀"}}
+
+
+def test_the_interval_of_the_walk_is_that_of_resampled_documents():
+    """Also in groups: a group is drawn as a whole."""
+    documents = [random_document(k, 0.8, 0.7, length=40) for k in range(9)]
+    found = added(documents, "abcabcabc")["walk"]
+    sums = [document_sums(*document) for document in documents]
+    lengths = []
+    for rows in _weights(9, seed=0):
+        for row in rows:
+            total = ServingSums.zero(DEPTHS)
+            for often, own in zip(row, sums, strict=True):
+                for _ in range(often):
+                    total += own
+            lengths.append(total.walk_figures().acceptance_length)
+        break  # one part of the resamples is slow enough in plain loops
+    low, high = np.quantile(lengths, [0.025, 0.975])
+    spread_of = high - low
+    assert found["interval"] == pytest.approx([low, high], abs=0.15 * spread_of)
+    assert low < found["acceptance_length"] < high
+    assert added(documents[:1], "a")["walk"]["interval"] is None
+
+
+def test_documents_beyond_the_most_groups_share_one(monkeypatch):
+    monkeypatch.setattr(breakdown, "MOST_GROUPS", 3)
+    documents = [random_document(k, 0.8, 0.7, length=40) for k in range(9)]
+    once = Breakdown(DEPTHS)
+    for number, document in enumerate(documents):
+        once.add(number, "a", document)
+    halves = [Breakdown(DEPTHS), Breakdown(DEPTHS)]  # of two ranks
+    for number, document in enumerate(documents):
+        halves[number % 2].add(number, "a", document)
+    halves[0].add_all(halves[1].as_json())
+    assert halves[0].figures()["walk"] == once.figures()["walk"]
+    assert len(once.as_json()["groups"]) == 3

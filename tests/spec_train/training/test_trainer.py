@@ -248,7 +248,7 @@ def test_on_short_answers_the_best_draft_is_a_trained_one(tmp_path, config, capl
     assert result.best["step"] == best["step"] > 0
     assert json.loads((Path(config.out) / "best" / "validation.json").read_text())["step"] > 0
     assert caplog.text.count("no held-out answer is long enough for a chain") == 1
-    assert f"best draft: step {best['step']}, loss {best['loss']:.4f}" in str(result)
+    assert f"best draft: step {best['step']}, serving-like length" in str(result)
 
 
 @pytest.mark.parametrize("lengths", [[2.0, 2.0, 2.0], [2.0, 2.5, 2.0]])

@@ -11,7 +11,7 @@ import pytest
 
 from spec_data.shards.errors import ConfigError, MissingError
 from spec_train.cli import main
-from spec_train.evaluation.intervals import compare, length_interval
+from spec_train.simulation.intervals import compare, length_interval
 
 
 def counts(prompts: int, mean: float, seed: int, spread: float = 0.5) -> np.ndarray:
@@ -169,12 +169,3 @@ def test_prompts_without_a_verification_are_said(tmp_path: Path, caplog) -> None
     assert found.prompts == 3
     assert "1 prompts have no verification with one of the drafts" in caplog.text
     assert "in one file only" not in caplog.text
-
-
-def test_the_report_says_over_how_many_prompts_the_interval_is() -> None:
-    """A response of one token has no verification, so it is not drawn."""
-    from spec_train.evaluation.eval_table import _interval_lines
-
-    lines = [{"rounds": rounds} for rounds in (3, 0, 2)]
-    (line,) = _interval_lines({"interval": [1.0, 2.0], "per_prompt": lines})
-    assert "over 2 prompts" in line[2]

@@ -28,8 +28,14 @@ def length_interval(counts: np.ndarray, seed: int = 0) -> Interval | None:
     counts = counts[counts[:, 0] > 0]
     if len(counts) < 2:
         return None
-    drawn = np.concatenate([weights @ counts for weights in _weights(len(counts), seed)])  # [B, 2]
-    return _middle(drawn[:, 1] / drawn[:, 0])
+    drawn = resampled(counts, seed)
+    return middle(drawn[:, 1] / drawn[:, 0])
+
+
+def resampled(counts: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Return the sums of B resamples of N rows of counts, float64 [B, C] of [N, C]."""
+    rows = counts.astype(np.float64)
+    return np.concatenate([weights @ rows for weights in _weights(len(rows), seed)])
 
 
 @dataclass(frozen=True)
@@ -69,9 +75,9 @@ def compare(a: np.ndarray, b: np.ndarray, seed: int = 0) -> Comparison:
     return Comparison(
         prompts=len(a),
         lengths=(_length(a), _length(b)),
-        intervals=(_middle(drawn_a), _middle(drawn_b)),
+        intervals=(middle(drawn_a), middle(drawn_b)),
         difference=_length(b) - _length(a),
-        interval=_middle(drawn_b - drawn_a),
+        interval=middle(drawn_b - drawn_a),
         p_value=_exchanged(a, b, seed),
     )
 
@@ -104,6 +110,7 @@ def _length(counts: np.ndarray) -> float:
     return float(counts[:, 1].sum() / counts[:, 0].sum())
 
 
-def _middle(values: np.ndarray) -> Interval:
+def middle(values: np.ndarray) -> Interval:
+    """Return the ends of the middle LEVEL of the values of resamples."""
     low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
