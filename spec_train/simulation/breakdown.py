@@ -29,6 +29,8 @@ EDGES = (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 MOST_SOURCES = 40
 """Sources beyond this number, by tokens, are reported together."""
 OTHERS = "other sources"
+FEWEST_DOCUMENTS = 8
+"""Resamples of fewer differ too little: two documents of one length would have no spread at all."""
 MOST_GROUPS = 1000
 """Documents are resampled by themselves up to so many, and in so many groups beyond."""
 
@@ -146,9 +148,9 @@ class Breakdown:
         }
 
     def _interval(self) -> list[float] | None:
-        """Return the interval of the walk's length over documents; None for fewer than two."""
+        """Return the interval of the walk's length over documents; None for too few of them."""
         groups = [g.as_array() for _, g in sorted(self._groups.items()) if g.rounds]
-        if len(groups) < 2:
+        if len(groups) < FEWEST_DOCUMENTS:
             return None
         return list(middle(walk_lengths(resampled(np.stack(groups)))))
 

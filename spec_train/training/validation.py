@@ -70,7 +70,7 @@ class Validation:
         Returns:
             The line of metrics.jsonl: the figures of `metrics.summarise_parts` and, of the walk,
             "serving_like_length", its acceptance length, with its 95 % interval over documents,
-            "serving_like_interval" (None for fewer than two); "serving_like_uncut", it without
+            "serving_like_interval" (None for fewer than eight); "serving_like_uncut", it without
             the ends of answers (see `uncut_length`), both None without a round, and
             "serving_like_rounds", their number.
             The walk as `eval --data` measures it (see `Breakdown.figures`), with sampled documents.

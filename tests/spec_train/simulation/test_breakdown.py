@@ -249,11 +249,12 @@ def test_the_interval_of_the_walk_is_that_of_resampled_documents():
     spread_of = high - low
     assert found["interval"] == pytest.approx([low, high], abs=0.15 * spread_of)
     assert low < found["acceptance_length"] < high
-    assert added(documents[:1], "a")["walk"]["interval"] is None
+    assert added(documents[:7], "aaaaaaa")["walk"]["interval"] is None
 
 
 def test_documents_beyond_the_most_groups_share_one(monkeypatch):
     monkeypatch.setattr(breakdown, "MOST_GROUPS", 3)
+    monkeypatch.setattr(breakdown, "FEWEST_DOCUMENTS", 3)
     documents = [random_document(k, 0.8, 0.7, length=40) for k in range(9)]
     once = Breakdown(DEPTHS)
     for number, document in enumerate(documents):
@@ -263,4 +264,4 @@ def test_documents_beyond_the_most_groups_share_one(monkeypatch):
         halves[number % 2].add(number, "a", document)
     halves[0].add_all(halves[1].as_json())
     assert halves[0].figures()["walk"] == once.figures()["walk"]
-    assert len(once.as_json()["groups"]) == 3
+    assert len(once.as_json()["groups"]) == 3 and once.figures()["walk"]["interval"]
