@@ -188,7 +188,9 @@ def check_paths(config: Any, bare: str = "") -> None:
         value, wanted = getattr(config, field.name), field.metadata.get("holds")
         if not wanted or not value:
             continue
-        for text in [value] if isinstance(value, str) else value:
+        if isinstance(value, str):  # --prompts has several in one text
+            value = value.split(",") if wanted is Kind.CORPUS else [value]
+        for text in value:
             check_path("" if field.name == bare else flag_of(field), text, wanted)
 
 

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from spec_data.shards.errors import ConfigError
-from spec_data.shards.path_kinds import Kind, expect, like_a_path
+from spec_data.shards.path_kinds import ROWS, Kind, expect, like_a_path
 from spec_data.shards.urls import check_dataset_url, scheme_of
 
 _ADVICE = {
@@ -61,6 +61,7 @@ def check_path(option: str, text: str, wanted: Kind) -> None:
     if not path.exists():
         padded = wanted is Kind.DRAFT and path.name.startswith("checkpoint-")  # or with more zeros
         on_hub = wanted in (Kind.TARGET, Kind.CORPUS) and not like_a_path(text)
+        on_hub = on_hub and not (wanted is Kind.CORPUS and text.endswith(ROWS))
         named = wanted is Kind.CORPUS and any(mark in text for mark in "@:")  # a split, a Hub file
         if padded or on_hub or named:
             return

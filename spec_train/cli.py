@@ -26,7 +26,7 @@ from spec_data.console import (
     say_next,
 )
 from spec_data.paths import check_path
-from spec_data.shards.path_kinds import Kind, what_is
+from spec_data.shards.path_kinds import Kind, what_is, wrong_kind
 from spec_train.options.command_options import (
     EvalConfig,
     ExportConfig,
@@ -369,8 +369,15 @@ def _compare(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_there(*places: str) -> None:
+    for place in places:
+        if what_is(place) is Kind.NOTHING:
+            raise wrong_kind(place, Kind.RUN)
+
+
 def _report(arguments: argparse.Namespace) -> int:
     config = resolve(ReportConfig, arguments)
+    _check_there(*arguments.places)
     from spec_train.reports.run_page import write_report
 
     print(write_report(arguments.places, config.out))
@@ -379,6 +386,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 def _replay(arguments: argparse.Namespace) -> int:
     config = resolve(ReplayConfig, arguments)
+    _check_there(arguments.failed)
     from spec_train.replay import replay
 
     report = replay(Path(arguments.failed), config)

@@ -2,6 +2,7 @@
 
 from spec_data.config import option
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.path_kinds import Kind
 
 
 def prompts_option(group: str) -> str | None:
@@ -15,6 +16,7 @@ def prompts_option(group: str) -> str | None:
         "`category` of a file has figures of its own",
         group=group,
         metavar="PATH[,PATH]",
+        holds=Kind.CORPUS,
     )
 
 
