@@ -271,6 +271,7 @@ WRONG = [
     (spec_data, "verify {run}", "a run", "trained on"),
     (spec_data, "verify {unfinished}", "not sealed", "spec-data generate"),
     (spec_data, "inspect {corpus}", "a corpus", "spec-data generate"),
+    (spec_data, "select {dataset} --out o --not-in {corpus}", "a corpus", "spec-data generate"),
     (spec_data, "status {corpus}", "a corpus", "check the path"),
 ]
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from spec_data.config import option
 from spec_data.options.option_values import CAPTURE
+from spec_data.shards.path_kinds import Kind
 
 
 def tables_of_option() -> Any:
@@ -16,4 +17,5 @@ def tables_of_option() -> Any:
         group=CAPTURE,
         metavar="DIR",
         dataset="read",
+        holds=Kind.DATASET,
     )

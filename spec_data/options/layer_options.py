@@ -62,6 +62,7 @@ class AddLayersConfig:
         group=CAPTURE,
         metavar="DIR",
         dataset="read",
+        holds=Kind.DATASET,
     )
     out: str | None = option(
         None,

@@ -85,6 +85,7 @@ class SelectConfig:
         help="drop documents that these datasets have too, by their ids",
         group=DOCUMENTS,
         metavar="DIR",
+        holds=Kind.DATASET,
     )
     decontaminate: tuple[str, ...] = option(
         (),
@@ -92,6 +93,7 @@ class SelectConfig:
         "benchmark: files as `spec-train eval --prompts` reads them",
         group=DOCUMENTS,
         metavar="FILE",
+        holds=Kind.CORPUS,
     )
     ngram: int = option(
         13,
@@ -177,6 +179,7 @@ class RecodeConfig:
         "be merged; not given: make them from a sample, as `generate` does",
         group=TOKENS,
         metavar="DIR",
+        holds=Kind.DATASET,
     )
     dry_run: bool = dry_run_option(
         ". Every token that escapes the codec adds 2 H + 4 bytes per column"
