@@ -131,7 +131,7 @@ def test_kills_and_workers_change_no_byte_of_the_measurement(trained, tmp_path):
 def test_ids_of_another_tokenizer_are_refused_early_and_a_flag_goes_on(trained, tmp_path, caplog):
     corpus = trained.corpus("foreign", trained.foreign())
     given = options(trained.path, corpus, tmp_path / "data", mask="all", **TRAINED)
-    with pytest.raises(CorpusError, match=r"not this tokenizer's.*--allow-high-nll") as refused:
+    with pytest.raises(CorpusError, match=r"not this tokenizer's.*allow_high_nll") as refused:
         spec_data.generate(**given)
     assert "ln V = 5.97" in str(refused.value)
     assert not list((tmp_path / "data").glob("shards/*.arrow"))

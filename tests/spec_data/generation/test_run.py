@@ -375,7 +375,7 @@ def test_missing_targets_and_layers_are_errors(target, corpus, tmp_path):
     with pytest.raises(MissingError, match="no such directory"):
         run(tmp_path / "nothing", corpus, tmp_path / "data")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(MissingError, match=r"config\.json"):
+    with pytest.raises(MissingError, match="an empty directory, not a target"):
         run(tmp_path / "empty", corpus, tmp_path / "data")
     with pytest.raises(TargetError, match="do not exist"):
         run(target, corpus, tmp_path / "data", layers="0,99")
