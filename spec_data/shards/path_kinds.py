@@ -147,7 +147,7 @@ _ADVICE: dict[Any, str] = {
     **{(Kind.DATASET, kind): "pass the dataset that it was trained on" for kind in DRAFTS},
     **{(Kind.TARGET, kind): _OF_TARGET for kind in DRAFTS},
     (Kind.TARGET, Kind.DATASET): "pass the model that it was captured from",
-    (Kind.DRAFT, Kind.TARGET): "a draft is the --out of `spec-train fit`; this is its --target",
+    (Kind.DRAFT, Kind.TARGET): "a draft is what `spec-train fit` wrote; it drafts for this",
     (Kind.CORPUS, Kind.DATASET): "pass the conversations that it was made of",
 }
 
