@@ -46,6 +46,7 @@ _DRAFT_NAME = re.compile(
     r"(eagle|draft|assistant|dspark|dflash|speculator|medusa)(?!.*ConditionalGeneration)",
     re.IGNORECASE,
 )  # NVIDIA's Eagle2.5-VL is a target
+_WHOLE_NAME = re.compile(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel)$")
 
 DRAFTS = (Kind.DRAFT, Kind.EXPORT, Kind.MODEL, Kind.RUN)
 _WANTED = {
@@ -89,7 +90,7 @@ def _kind_of_model(path: Path) -> Kind:
     try:
         config = json.loads((path / "config.json").read_bytes())
         section, layers = config.get("spec_train"), config.get("num_hidden_layers")
-        names = [str(n) for n in config.get("architectures") or [config.get("model_type")] if n]
+        names = [str(n) for n in config.get("architectures") or () if n]
         if isinstance(section, dict):
             return Kind.EXPORT if "form" in section else Kind.DRAFT
         if config.keys() & _DRAFT_KEYS or any(map(_DRAFT_NAME.search, names)):
@@ -99,7 +100,8 @@ def _kind_of_model(path: Path) -> Kind:
         return Kind.MODEL  # who reads it says what is wrong
     if any(name.removeprefix("model.") == "fc.weight" for name in weights):
         return Kind.EXPORT  # SafeAILab's EAGLE-1 has the class of its target
-    return Kind.MODEL if not names or (layers == 1 and not weights) else Kind.TARGET
+    whole = any(map(_WHOLE_NAME.search, names)) and not (layers == 1 and not weights)
+    return Kind.TARGET if whole else Kind.MODEL
 
 
 def _weight_names(path: Path) -> list[str]:
