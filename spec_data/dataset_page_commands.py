@@ -2,7 +2,7 @@
 
 import argparse
 
-from spec_data.config import resolve
+from spec_data.config import as_flags, resolve
 from spec_data.console import say_next
 from spec_data.options.dataset_page_options import PreviewConfig, ReportConfig, named_place
 from spec_data.paths import check_file_to_write
@@ -66,8 +66,7 @@ def _preview(args: argparse.Namespace) -> int:
     found = read_preview(config)
     print(counts_text(vars(found.plan.counts)))
     print(f"written: {write_page(config.out, preview_page(config, found))}")
-    corpus = [word for source in config.corpus for word in ("--corpus", source)]
-    say_next("spec-data", "estimate", "--target", config.target, *corpus, "--out", "DIR")
+    say_next("spec-data", "estimate", *as_flags(config.as_generate()))
     return 0
 
 

@@ -1,12 +1,15 @@
 """The page of a corpus: the documents, masks and counts that `generate` has, without weights."""
 
 import json
+import shlex
 import shutil
 
 import pytest
 
-from spec_data.cli import main
+from spec_data.cli import build_parser, main
+from spec_data.config import resolve
 from spec_data.dataset_page_api import write_preview
+from spec_data.options.generate_options import EstimateConfig
 from spec_data.pages.html_page import read_page_data
 from spec_data.reports import preview_page
 from spec_data.shards.errors import CorpusError, MissingError
@@ -100,17 +103,25 @@ def test_a_tokenizer_alone_is_enough_and_weights_are_not_read(target, corpus, tm
     assert note == ["Only the first 5 rows were read (--limit)."]
 
 
-def test_the_command_prints_the_counts_and_names_the_next_one(
-    target, corpus, tmp_path, capsys, caplog
-):
+def test_the_command_prints_the_counts(target, corpus, tmp_path, capsys):
     out = tmp_path / "page.html"
     words = ["--corpus", str(corpus), "--target", str(target), "--out", str(out)]
     assert main(["preview", *words, "--max-bad-rows", "5", "--documents", "3"]) == 0
     shown = capsys.readouterr().out
     assert "documents kept" in shown and f"written: {out}" in shown
-    assert f"spec-data estimate --target {target} --corpus {corpus}" in caplog.text
     viewer = part(read_page_data(out), "Tokens", "viewer")["data"]
     assert "This page holds 3 of 14 documents" in viewer["note"]
+
+
+def test_the_next_command_captures_what_the_page_shows(target, corpus, tmp_path, caplog):
+    words = ["--corpus", str(corpus), "--target", str(target), "--max-bad-rows", "5"]
+    words += ["--mask", "last-turn", "--max-length", "90", "--limit", "9", "--keep-tails"]
+    words += ["--max-row-bytes", "1MB"]
+    assert main(["preview", *words, "--out", str(tmp_path / "page.html")]) == 0
+    _, _, following = caplog.text.rpartition("next:  spec-data ")
+    args = build_parser().parse_args(shlex.split(following.splitlines()[0]))
+    shown = build_parser().parse_args(["estimate", *words, "--out", "DIR"])
+    assert resolve(EstimateConfig, args) == resolve(EstimateConfig, shown)
 
 
 def test_a_user_is_told_what_is_wrong(target, corpus, tmp_path, capsys):
