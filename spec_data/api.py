@@ -40,7 +40,7 @@ def generate(
 
     Args:
         target: a model directory or a Hub id.
-        corpus: JSONL, Parquet or text files, folders, `datasets` directories or Hub names.
+        corpus: JSONL, CSV, Parquet or text files, folders, `datasets` directories or Hub names.
         out: the dataset directory, or a URL such as s3://bucket/data (docs/remote.md).
         options: those of `spec-data generate`, listed below. `layers` may also be a list of ids,
             `for_drafts` (--for) a list of names, and `chat_template_kwargs` a dict.

@@ -49,7 +49,7 @@ def write_preview(
     """Write one HTML page of a corpus, as `generate` would render and mask it.
 
     Args:
-        corpus: JSONL, Parquet or text files, folders, `datasets` directories or Hub names.
+        corpus: JSONL, CSV, Parquet or text files, folders, `datasets` directories or Hub names.
         target: a model directory, a Hub id, or a directory with a tokenizer alone.
         out: the HTML file.
         options: those of `spec-data preview`, listed below.

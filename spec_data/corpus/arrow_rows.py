@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from spec_data.corpus.bad_rows import BadRow, too_long
 from spec_data.corpus.file_rows import Digest, Row
-from spec_data.corpus.records import COLUMNS
+from spec_data.corpus.records import COLUMNS, unknown_columns
 from spec_data.shards.errors import CorpusError
 from spec_data.shards.files import sha256_file
 
@@ -52,7 +52,7 @@ def _known_columns(names: Sequence[str], digest: Digest) -> list[str]:
 
 def _unknown(name: str, columns: Sequence[str], rows: int) -> Iterator[Row]:
     """Yield the bad rows of a table without a known column."""
-    reason = BadRow(f"no known columns (found: {', '.join(sorted(columns)) or 'none'})")
+    reason = unknown_columns(columns)
     for number in range(rows):
         yield f"{name} row {number}", reason
 

@@ -1,7 +1,7 @@
 """How many bad rows a run accepts (`--max-bad-rows`), and what is stored and logged of each.
 
 One `BadRows` counts the rows of one corpus source as the user named it: a file, a directory or a
-dataset. A directory is counted as a whole, because a directory of text files has one row per file.
+dataset. A directory is counted as a whole: a directory of text files has few rows per file.
 
     limit = parse_limit("1%")
     rows = BadRows("chats.jsonl", limit)
@@ -96,7 +96,7 @@ class BadRows:
         fail: stop at the first bad row (`--on-bad-row fail`).
         read: rows read so far, good and bad; the caller counts them.
         bad: bad rows so far.
-        examples: messages about the first few.
+        examples: the first few messages of different reasons, and how many rows have each.
     """
 
     source: str
@@ -104,7 +104,7 @@ class BadRows:
     fail: bool = False
     read: int = 0
     bad: int = 0
-    examples: list[str] = field(default_factory=list)
+    examples: dict[str, int] = field(default_factory=dict)
 
     def add(self, message: str) -> None:
         """Count one bad row; `message` has its place and the reason.
@@ -116,8 +116,9 @@ class BadRows:
         if self.fail:
             raise CorpusError(f"{message}\nfix the row, or skip bad rows with --on-bad-row skip")
         self.bad += 1
-        if len(self.examples) < EXAMPLES:
-            self.examples.append(message)
+        alike = next((m for m in self.examples if reason_of(m) == reason_of(message)), None)
+        if alike is not None or len(self.examples) < EXAMPLES:
+            self.examples[alike or message] = self.examples.get(alike or message, 0) + 1
         if self.bad > _EARLY and self.bad * 2 > self.read:
             self._check("100%", " so far, and reading stops here")
 
@@ -133,13 +134,26 @@ class BadRows:
         allowed = self.limit.allowed(self.read)
         if self.bad <= allowed:
             return
-        examples = "\n  ".join(self.examples)
+        examples = "\n  ".join(
+            f"{message} (and {rows - 1} rows more)" if rows > 1 else message
+            for message, rows in self.examples.items()
+        )
+        advice = (
+            "No row could be used: fix the rows, convert the file to a known format, or use a chat "
+            "template that accepts them"
+            if self.bad == self.read
+            else f"To go on without the bad rows, add --max-bad-rows {enough}. To use them, fix "
+            "the rows, convert the file to a known format, or use a chat template that accepts them"
+        )
         raise CorpusError(
             f"{printable(self.source)}: {self.bad} of {self.read} rows are bad{moment}; "
-            f"--max-bad-rows {self.limit.text} allows {allowed}:\n  {examples}\nTo go on without "
-            f"the bad rows, add --max-bad-rows {enough}. To use them, fix the rows, convert the "
-            "file to a known format, or use a chat template that accepts them"
+            f"--max-bad-rows {self.limit.text} allows {allowed}:\n  {examples}\n{advice}"
         )
+
+
+def reason_of(message: str) -> str:
+    """Return a message about a row without the place of the row."""
+    return message.partition(": ")[2]
 
 
 def printable(message: str) -> str:

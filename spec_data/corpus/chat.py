@@ -72,8 +72,8 @@ class Renderer(RenderCounts):
             them.
         eot_token_ids: the tokens that end generation: pass `generation_config.eos_token_id`. The
             tokenizer's and the template's end-of-turn tokens are added to them.
-        vocab_size: vocabulary size of the target; token ids of `input_ids` rows must be below it.
-            Default: the size of the tokenizer.
+        vocab_size: vocabulary size of the target; every token id must be below it. Default: the
+            size of the tokenizer.
         seconds: how long one render of the template may take.
 
     Attributes:
@@ -288,10 +288,6 @@ class Renderer(RenderCounts):
             )
         if set(mask) - {0, 1}:
             raise render_error(record, "bad-loss-mask", "the loss mask holds more than 0 and 1")
-        if not ids or min(ids) < 0 or max(ids) >= self.vocab_size:
-            raise render_error(
-                record, "bad-token-id", f"token ids must be in 0..{self.vocab_size - 1}"
-            )
         # Indices at which the mask changes, and both ends: runs are between two of them.
         edges = [i for i in range(len(mask) + 1) if mask[i - 1 : i] != mask[i : i + 1] or i == 0]
         spans = [(a, b) for a, b in pairwise(edges) if mask[a]]
@@ -307,6 +303,14 @@ class Renderer(RenderCounts):
         where: str,
         role: str = "assistant",
     ) -> Document:
+        # A tokenizer can have more tokens than the target has rows of its embedding and head.
+        wrong = next((i for i in (min(ids), max(ids)) if not 0 <= i < self.vocab_size), None)
+        if wrong is not None:
+            raise render_error(
+                record,
+                "bad-token-id",
+                f"token id {wrong} is not in 0..{self.vocab_size - 1}, the rows of the LM head",
+            )
         turns = tuple(Turn(role=role, start=start, end=end) for start, end in spans)
         mask = loss_mask_from_turns(len(ids), turns, self.mask)
         return Document(

@@ -1,9 +1,10 @@
-"""Stream the rows of JSONL, JSON and text files, plain or gzip, in bounded memory.
+"""Stream the rows of JSONL, JSON, CSV and text files, plain or gzip, in bounded memory.
 
 A row of more bytes than `limit` (--max-row-bytes) is never held: its end is searched for in chunks,
 and the row is a `BadRow`. The limit counts decompressed bytes. Every function yields (where, row).
 """
 
+import csv
 import gzip
 import hashlib
 import io
@@ -156,17 +157,86 @@ def json_list(name: str, path: Path, digest: Digest, limit: int) -> Generator[Ro
             raise CorpusError(f"{name}: not UTF-8: {error}") from None
 
 
-def whole_text(name: str, path: Path, digest: Digest, limit: int) -> Generator[Row]:
-    """Yield the whole file as one row."""
+def csv_rows(name: str, path: Path, digest: Digest, limit: int) -> Generator[Row]:
+    """Yield one row per record of a CSV file with a header; an empty cell is null.
+
+    `where` has the line on which the record ends.
+    """
+    csv.field_size_limit(max(limit, csv.field_size_limit()))
     with _opened(name, path, digest) as file:
-        content = file.read(limit + 1)
-        size = len(content)
-        while rest := file.read(_CHUNK):
-            size += len(rest)
-    if size > limit:
-        yield f"{name}:1", too_long(size, limit)
-        return
+        lines = _CsvLines(file, limit)
+        reader, header = csv.reader(lines), None
+        while True:
+            try:
+                cells = next(reader, None)
+                if cells is None:
+                    return
+                lines.size = 0
+            except (BadRow, csv.Error) as error:
+                if header is None:
+                    raise CorpusError(f"{name}:{lines.number}: not a CSV header: {error}") from None
+                yield f"{name}:{lines.number}", BadRow(str(error))
+                reader, lines.size = csv.reader(lines), 0  # the next line begins a record
+                continue
+            if header is None:
+                header = cells
+            elif len(cells) == len(header):
+                row = {n: cell for n, cell in zip(header, cells, strict=True) if cell}
+                yield f"{name}:{lines.number}", row
+            elif cells:
+                problem = f"{len(cells)} cells under a header of {len(header)}"
+                yield f"{name}:{lines.number}", BadRow(problem)
+
+
+class _CsvLines:
+    """The lines of a CSV file, as text; `size` bytes of them belong to the record being read."""
+
+    def __init__(self, file: IO[bytes], limit: int) -> None:
+        self._lines, self._limit = _lines(file, limit), limit
+        self.number = self.size = 0
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        self.number, line = next(self._lines)
+        if isinstance(line, BadRow):
+            raise line
+        self.size += len(line)
+        if self.size > self._limit:
+            raise BadRow(f"{too_long(self.size, self._limit)}, or a quote that nothing closes")
+        try:
+            return line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise BadRow(f"not UTF-8: {error}") from None
+
+
+def paragraphs(name: str, path: Path, digest: Digest, limit: int) -> Generator[Row]:
+    """Yield one row per paragraph of a text: blank lines stand between them."""
+    with _opened(name, path, digest) as file:
+        number = first = size = 0
+        parts: list[bytes] = []
+        whole_line = True  # the next piece begins a line
+        while True:
+            piece = file.readline(_CHUNK)
+            number += whole_line
+            if not piece or (whole_line and not piece.strip()):  # the end, or a blank line
+                if size:
+                    where = f"{name}:{first}"
+                    yield where, too_long(size, limit) if size > limit else _text(b"".join(parts))
+                parts, size = [], 0
+                if not piece:
+                    return
+            else:
+                first = first if size else number
+                size += len(piece)
+                if size <= limit:
+                    parts.append(piece)
+            whole_line = piece.endswith(b"\n")
+
+
+def _text(content: bytes) -> dict[str, str] | BadRow:
     try:
-        yield f"{name}:1", {"text": content.decode("utf-8-sig")}
+        return {"text": content.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")}
     except UnicodeDecodeError as error:
-        yield f"{name}:1", BadRow(f"not UTF-8: {error}")
+        return BadRow(f"not UTF-8: {error}")

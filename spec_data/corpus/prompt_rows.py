@@ -2,9 +2,9 @@
 
 `spec-train eval` reads its prompts here, with the code that reads a corpus: a prompt that is read
 in another way is rendered in another way, and acceptance falls without an error. Rows may hold a
-question alone: `prompt` (a string or messages), or `turns`, the user messages of MT-bench, which
-are sent one after the other, each after the answer to the one before. Messages of the user alone
-are such turns too: that is how SPEED-Bench is written by its own script.
+question alone: `prompt` or `question` (a string or messages), or `turns`, the user messages of
+MT-bench, which are sent one after the other, each after the answer to the one before. Messages of
+the user alone are such turns too: that is how SPEED-Bench is written by its own script.
 
 SPEED-Bench on the Hub has a notice in place of questions that it may not redistribute. Such a row
 is bad: the target would answer the notice.
@@ -19,7 +19,8 @@ from spec_data.corpus.records import Record, checked_row, foreseen, record_of
 _NOTICE = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"  # of SPEED-Bench
 
 PROMPT_FORMATS = (
-    *("messages", "conversations", "turns", "prompt", "instruction", "input_ids", "text"),
+    *("messages", "conversations", "turns", "prompt", "question", "instruction", "input_ids"),
+    "text",
 )
 
 
@@ -30,7 +31,7 @@ def parse_prompt(row: Any, *, source: str, where: str, arrow: bool = False) -> t
     Answers at the end of the messages are dropped. Several messages, all of the user, are turns:
     the first one is the prompt, the others follow its answer. Of `input_ids` the tokens before the
     first supervised one remain, or all if there is none before it. A row with a string as `prompt`
-    is of kind "prompt" and has one user message.
+    or `question` is of kind "prompt" and has one user message.
 
     Raises:
         BadRow: the row has no known format, is broken, asks nothing, or has SPEED-Bench's notice.
@@ -43,8 +44,8 @@ def parse_prompt(row: Any, *, source: str, where: str, arrow: bool = False) -> t
     if record.messages is not None:
         if kind in ("messages", "conversations"):
             record = _in_turns(record)
-        elif kind == "prompt" and not isinstance(row["prompt"], str):
-            kind = "messages"
+        elif kind in ("prompt", "question"):
+            kind = "prompt" if isinstance(row[kind], str) else "messages"
         record = replace(record, messages=_asked(record.messages or []), kind=str(kind))
         _refuse_notice(record)
     elif record.input_ids is not None:

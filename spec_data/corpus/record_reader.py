@@ -1,11 +1,11 @@
-"""Read records from JSONL, JSON, Parquet and text files, directories and HF datasets.
+"""Read records from JSONL, JSON, CSV, Parquet and text files, directories and HF datasets.
 
 `CorpusReader` yields one `Record` per good row in a fixed order: sources as given, the files of a
 directory sorted by path, rows as stored. It keeps one `SourceReport` per file or dataset, and
 rows == records + bad rows always holds. Files are streamed: memory holds one row (JSONL), one
 element (a JSON list) or one row group (Parquet), never a file, and no row of more than
-`max_row_bytes`. A `.txt` file is one row. Formats are recognised row by row (`records.py`); the
-report names the most frequent format and counts the others.
+`max_row_bytes`. A paragraph of a `.txt` file is one row. Formats are recognised row by row
+(`records.py`); the report names the most frequent format and counts the others.
 
 `results` is the same for work that is done elsewhere (`in_order.py`): it reads rows, passes them to
 the work, and counts what comes back, in the order of the rows. Rows that the work was ahead with
@@ -43,6 +43,7 @@ from spec_data.corpus.bad_rows import (
     BadRowLimit,
     BadRows,
     printable,
+    reason_of,
 )
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.file_rows import Digest
@@ -64,7 +65,7 @@ class SourceReport:
 
     source: str  # the name that the dataset stores
     path: str  # as the user wrote it
-    kind: str  # "jsonl", "json", "parquet", "text", "hf dataset directory", "hf dataset"
+    kind: str  # "jsonl", "json", "csv", "parquet", "text", "hf dataset directory", "hf dataset"
     format: str = "none"  # the format of most good rows
     formats: dict[str, int] = field(default_factory=dict)  # good rows by format
     rows: int = 0  # rows read, good and bad
@@ -234,11 +235,14 @@ class CorpusReader:
         report.sha256 = digest.finish()
         _add_names(report.unused_columns, digest.unread_columns)
         logger.info("%s", report)
-        if report.bad and not report.formats:
-            logger.warning("warning: %s: every row of this file is bad", report.path)
-        _name_what_is_not_used(report)
         if self._given[number] not in self._given[number + 1 : number + 2]:
             self._bad.check()
+        if report.bad and not report.formats:
+            logger.warning("warning: %s: every row of this file is bad", report.path)
+        for example in report.bad_examples:
+            shown = printable(report.path) + example.removeprefix(report.source)
+            logger.warning("bad row skipped: %s", shown)
+        _name_what_is_not_used(report)
 
     def _count(self, row: RawRow, result: RowResult) -> None:
         """Count one row."""
@@ -251,8 +255,6 @@ class CorpusReader:
                 self.unforeseen[result.unforeseen] += 1
                 logger.debug("%s\n%s", printable(row.where), result.trace)
             self._broken(report, f"{row.where}: {result.bad}")
-            if report.bad <= EXAMPLES:
-                logger.warning("bad row skipped: %s", printable(f"{row.where}: {result.bad}"))
             return
         report.formats[result.kind] = report.formats.get(result.kind, 0) + 1
         report.format = max(report.formats, key=lambda name: report.formats[name])
@@ -273,11 +275,9 @@ class CorpusReader:
         if error.broken:
             report.unrendered += 1
             self._broken(report, str(error))
-        if self.refused[error.reason] <= EXAMPLES:
-            examples = self.refused_examples.setdefault(error.reason, [])
-            examples.append(_portable(report, str(error)))
-            level = logging.WARNING if error.broken else logging.INFO
-            logger.log(level, "row left out (%s): %s", error.reason, printable(str(error)))
+        examples = self.refused_examples.setdefault(error.reason, [])
+        if _add_example(examples, _portable(report, str(error))) and not error.broken:
+            logger.info("row left out (%s): %s", error.reason, printable(str(error)))
 
     def count_left_out(self, parts: Mapping[str, int]) -> None:
         """Count what the template left out of the record that was yielded last, by kind."""
@@ -287,14 +287,21 @@ class CorpusReader:
 
     def _broken(self, report: SourceReport, message: str) -> None:
         """Count a bad row and store an example of it; raise if too many rows are bad."""
-        if len(report.bad_examples) < EXAMPLES:
-            report.bad_examples.append(_portable(report, message))
         self._bad.add(message)
+        _add_example(report.bad_examples, _portable(report, message))
 
 
 def _generator(results: Iterator[tuple[RawRow, RowResult]]) -> Generator:
     """Return an iterator as a generator, which can be closed."""
     yield from results
+
+
+def _add_example(examples: list[str], message: str) -> bool:
+    """Add a message of a new reason to a few of them; return whether it was added."""
+    new = all(reason_of(message) != reason_of(other) for other in examples)
+    if new := new and len(examples) < EXAMPLES:
+        examples.append(message)
+    return new
 
 
 def _add_names(known: list[str], names: Sequence[str]) -> None:

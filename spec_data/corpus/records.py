@@ -8,22 +8,26 @@ dropped: an image part or an unknown role makes the row bad, not shorter.
 
 Rows are normalised, so that the same template call renders every source in the same way:
 - ShareGPT speakers become OpenAI roles; content made of text parts is joined without a separator.
-- A string `prompt` / `completion` (and Alpaca's `instruction`, `input`, `output`) becomes a user
-  turn and an assistant turn, because a draft serves chats and not raw text. Alpaca's `input`
-  follows its instruction after a blank line; `history` pairs and a `system` column come first.
+- A string `prompt` / `completion` (or `response`; `question` / `answer`; Alpaca's `instruction`,
+  `input`, `output`) becomes a user turn and an assistant turn, because a draft serves chats and not
+  raw text. Alpaca's `input` follows its instruction after a blank line; `history` pairs and a
+  `system` column come first.
 - OpenAI tool calls have `arguments` as a JSON string; it is parsed, as vLLM and SGLang do before
   they apply the template. Null fields are left out (`apply_chat_template` does the same). In Arrow
   sources this is done at every depth, because an Arrow struct has every key that any row has.
 - Columnar files often store nested columns as JSON text: `messages`, `conversations`, `tools` and
   `chat_template_kwargs` are parsed if they are strings.
 - The `weight` of an assistant message is a number; answers of weight 0 are not supervised.
+- Logs of APIs have `finish_reason` (or `stop_reason`) beside the messages: it is that of the last
+  answer. What engines and providers write for "cut at a limit of tokens" becomes "length".
 - A `system` column is not used if the conversation has another system message. Such columns, and
   those that the format does not use, are in `Record.unused`; the reader names them per source.
 """
 
+import difflib
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,22 +40,39 @@ from spec_data.corpus.json_values import (
     parse_json,
 )
 
-FORMATS = ("messages", "conversations", "prompt+completion", "instruction", "input_ids", "text")
+FORMATS = (
+    *("messages", "conversations", "prompt+completion", "prompt+response", "question+answer"),
+    *("instruction", "input_ids", "text"),
+)
 _NEEDS = {name: tuple(name.split("+")) for name in FORMATS} | {
     "instruction": ("instruction", "output")
 }
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-_OPTIONAL = ("input", "history", "system", "loss_mask", "tools", "chat_template_kwargs", *_MEDIA)
+_FINISH = ("finish_reason", "stop_reason")
+_CUT = ("length", "max_tokens")  # in any case: OpenAI, vLLM, SGLang, TGI; Anthropic, Gemini
+_OPTIONAL = (
+    *(
+        "input",
+        "history",
+        "system",
+        "loss_mask",
+        "tools",
+        "chat_template_kwargs",
+        *_FINISH,
+        *_MEDIA,
+    ),
+)
 
 COLUMNS = (*dict.fromkeys([c for needs in _NEEDS.values() for c in needs]), "turns", *_OPTIONAL)
 """Every column that is used; readers of columnar files read only these."""
 
-_OF_CHATS = frozenset(("system", "tools", "chat_template_kwargs", *_MEDIA))
+_OF_CHATS = frozenset(("system", "tools", "chat_template_kwargs", *_FINISH, *_MEDIA))
 _OTHERS: dict[str, frozenset[str]] = {
     "input_ids": frozenset(("loss_mask",)),
     "text": frozenset(),
     "instruction": _OF_CHATS | {"input", "history"},
-    "prompt": _OF_CHATS | {"completion"},
+    "prompt": _OF_CHATS | {"completion", "response"},
+    "question": _OF_CHATS | {"answer"},
 }
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -150,14 +171,37 @@ def checked_row(row: Any, kind: str | None, known: Sequence[str], arrow: bool) -
     for column in COLUMNS:
         check_depth(row.get(column), column)
     if kind is None:
-        found = ", ".join(sorted(k for k, v in row.items() if v is not None)) or "none"
-        raise BadRow(f"no known columns (found: {found}; known formats: {', '.join(known)})")
+        raise unknown_columns((k for k, v in row.items() if v is not None), known)
     if arrow and kind not in ("text", "input_ids"):
         row = _without_none(row)
     for column in _MEDIA:
         if row.get(column):
             raise BadRow(f"the row has '{column}'; only text can be rendered")
     return row
+
+
+def unknown_columns(columns: Iterable[str], known: Sequence[str] = FORMATS) -> BadRow:
+    """Return the bad row of a row that has `columns` and no format of `known`."""
+    found = tuple(sorted(columns))
+    names = ", ".join(found) or "none"
+    nearest = _nearest_format(found, tuple(known))
+    advice = f"; nearest: {nearest}" if nearest else ""
+    return BadRow(f"no known columns (found: {names}{advice}; known formats: {', '.join(known)})")
+
+
+@functools.lru_cache
+def _nearest_format(found: tuple[str, ...], known: tuple[str, ...]) -> str:
+    """Return the format that lacks the least, and what it lacks; "" if no column is like one."""
+    best, nearest = 0.0, ""
+    for name in known:
+        needs = _NEEDS.get(name, (name,))
+        near = {n: difflib.get_close_matches(n, found, n=1, cutoff=0.75) for n in needs}
+        share = sum(n in found or 0.9 * bool(near[n]) for n in needs) / len(needs)
+        if share > best:
+            hints = {n: f" (rename {near[n][0]}?)" if near[n] else "" for n in needs}
+            lacks = ", ".join(n + hint for n, hint in hints.items() if n not in found)
+            best, nearest = share, f"{name}, which lacks {lacks}"
+    return nearest
 
 
 def record_of(kind: str, row: dict[str, Any], *, source: str, where: str) -> Record:
@@ -180,9 +224,10 @@ def record_of(kind: str, row: dict[str, Any], *, source: str, where: str) -> Rec
     system, first = row.get("system"), messages[0]
     if system and first["role"] in _SYSTEM and first.get("content") != system:
         unused.append("system")
+    finish = next((row[name] for name in _FINISH if isinstance(row.get(name), str)), None)
     record = replace(
         record,
-        messages=_with_system(messages, system),
+        messages=_with_system(_with_finish(messages, finish), system),
         tools=_tools(row.get("tools")),
         template_kwargs=_template_kwargs(row.get("chat_template_kwargs")),
         follow_ups=follow_ups,
@@ -197,9 +242,11 @@ def _conversation(kind: str, row: dict[str, Any]) -> tuple[list[dict[str, Any]],
     """Return the messages of a row, and the user messages after the first answer of `turns`."""
     if kind == "prompt":
         return _side(row["prompt"], "prompt", "user"), ()
-    if kind == "prompt+completion":
-        prompt, completion = row["prompt"], row["completion"]
-        return _side(prompt, "prompt", "user") + _side(completion, "completion", "assistant"), ()
+    if kind == "question":
+        return _side(row["question"], "question", "user"), ()
+    if "+" in kind:
+        asked, answered = kind.split("+")
+        return _side(row[asked], asked, "user") + _side(row[answered], answered, "assistant"), ()
     if kind == "instruction":
         return _alpaca(row), ()
     if kind == "turns":
@@ -216,7 +263,7 @@ def _turns(value: Any) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
 
 
 def _side(value: Any, column: str, role: str) -> list[dict[str, Any]]:
-    """Return the messages of one side of a prompt+completion row.
+    """Return the messages of one side of a row of two columns, such as prompt+completion.
 
     `value` is a string, one message or a list of messages.
     """
@@ -311,6 +358,22 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
         raise BadRow(f"tool call arguments: {json_problem(error)}") from None
     check_depth(parsed, "tool call arguments")
     return {**call, "arguments": parsed}
+
+
+def _with_finish(messages: list[dict[str, Any]], finish: str | None) -> list[dict[str, Any]]:
+    """Return messages whose cut answers have the finish reason "length".
+
+    `finish` is the reason of the row: that of its last answer, unless this has one of its own.
+    """
+    last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=None)
+    result = []
+    for i, message in enumerate(messages):
+        own = next((message[n] for n in _FINISH if isinstance(message.get(n), str)), None)
+        reason = finish if own is None and i == last else own
+        if message["role"] == "assistant" and reason is not None and reason.lower() in _CUT:
+            message = {**message, "finish_reason": "length"}
+        result.append(message)
+    return result
 
 
 def _with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:

@@ -28,8 +28,6 @@ def _rows(source: Source) -> int | None:
     try:
         if source.count is not None:
             return source.count()
-        if source.kind == "text":
-            return 1
         return _lines(Path(source.path)) if source.kind == "jsonl" else None
     except Exception:  # of any library: reading the rows says what is wrong
         return None

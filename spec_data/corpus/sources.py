@@ -33,10 +33,11 @@ from spec_data.corpus.bad_rows import BadRow, printable
 from spec_data.corpus.file_rows import (
     Digest,
     Row,
+    csv_rows,
     first_character,
     json_lines,
     json_list,
-    whole_text,
+    paragraphs,
 )
 from spec_data.corpus.json_values import is_text
 from spec_data.shards.errors import CorpusError
@@ -47,6 +48,7 @@ SUFFIXES = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "jsonl",
+    ".csv": "csv",
     ".parquet": "parquet",
     ".txt": "text",
 }
@@ -135,7 +137,8 @@ def _file_source(name: str, path: Path, root: Path, limit: int) -> Source:
         )
     if kind == "jsonl" and _suffix(path) == ".json" and first_character(path) == b"[":
         kind = "json"
-    reader = {"jsonl": json_lines, "json": json_list, "parquet": parquet, "text": whole_text}[kind]
+    readers = {"jsonl": json_lines, "json": json_list, "csv": csv_rows, "parquet": parquet}
+    reader = readers.get(kind, paragraphs)
     name = representable(name)
     return Source(
         name=representable(path.relative_to(root).as_posix()),

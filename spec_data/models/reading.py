@@ -80,9 +80,17 @@ def load_tokenizer(directory: Path, trust: bool = False) -> PreTrainedTokenizerB
     """Return the tokenizer of a model directory.
 
     Raises:
-        TargetError: transformers cannot load one from there.
+        TargetError: transformers cannot load one from there, or makes an empty one, as it does of a
+            directory without the files of a tokenizer.
     """
     try:
-        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust)
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust)
+        ids = tokenizer("some text", add_special_tokens=False)["input_ids"]
     except Exception as error:  # tokenizers raises a plain Exception for a file that it cannot read
         raise TargetError(f"{directory}: no usable tokenizer ({error})") from None
+    if not ids:
+        raise TargetError(
+            f"{directory}: no usable tokenizer: it makes no tokens of a text. Copy the model's "
+            "tokenizer.json (or tokenizer.model) and tokenizer_config.json there"
+        )
+    return tokenizer

@@ -61,7 +61,7 @@ class GenerateConfig:
         holds=Kind.TARGET,
     )
     corpus: tuple[str, ...] = option(
-        help="the conversations: a JSONL, JSON, Parquet or text file, a directory of such files, a "
+        help="the conversations: a JSONL, JSON, CSV, Parquet or text file, a directory of them, a "
         "directory saved by `datasets`, or a Hub dataset (NAME, NAME:CONFIG, NAME@SPLIT); several "
         "are read in the order given",
         group=REQUIRED,
@@ -237,7 +237,7 @@ class GenerateConfig:
     max_bad_rows: str = max_bad_rows_option()
     max_row_bytes: str = option(
         "8MB",
-        help="a corpus row of more bytes (a JSON line or element, a text file, a Parquet row; "
+        help="a corpus row of more bytes (a JSON line or element, a paragraph, a Parquet row; "
         "decompressed) is a bad row, skipped without being held in memory. Tokenising a row takes "
         "up to 250 times its bytes: raise it with care",
         group=DOCUMENTS,

@@ -24,7 +24,7 @@ Message = dict[str, Any]
 
 TRUNCATED = "length"
 """The finish reason of an answer that reached the limit of tokens."""
-_QUESTIONS = ("turns", "prompt", "instruction")  # columns of rows without an answer
+_QUESTIONS = ("turns", "prompt", "question", "instruction")  # columns of rows without an answer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import gzip
 import json
 import zlib
 from collections import Counter
+from itertools import groupby
 
 import datasets
 import numpy as np
@@ -56,6 +57,15 @@ def lines_of(whole: bytes) -> int:
     """Return the number of lines that are not blank."""
     lines = whole.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     return sum(bool(line.strip()) for line in lines)
+
+
+def good_texts(rows: list[bytes]) -> list[str] | None:
+    """Return the good ones of some paragraphs, None if one of them cannot be read."""
+    try:
+        texts = [row.decode("utf-8-sig").removesuffix("\r") for row in rows]
+    except UnicodeDecodeError:
+        return None
+    return [text for text in texts if "good-" in text]
 
 
 class Campaign:
@@ -179,8 +189,9 @@ def test_texts(tmp_path):
         text = broken_bytes(rng, odd_row(rng) * int(rng.integers(1, 4)))
         path = tmp_path / "a.txt"
         path.write_bytes(text)
-        good = [text.decode("utf-8-sig")] if b"good-" in text else None
-        campaign.read(path, rng, good, 1)
+        blocks = groupby(text.split(b"\n"), key=lambda line: bool(line.strip()))
+        rows = [b"\n".join(lines) for filled, lines in blocks if filled]
+        campaign.read(path, rng, good_texts(rows), len(rows))
     campaign.finish(tmp_path)
     assert campaign.counts["documents"] and campaign.counts["bad rows"]
 

@@ -382,6 +382,17 @@ def test_broken_input_ids_are_refused(ids, mask, reason):
     assert caught.value.reason == reason
 
 
+@pytest.mark.parametrize("record", [chat(*TWO), Record(source="f", where="f:1", text="hello")])
+def test_tokens_beyond_the_rows_of_the_head_are_refused(record):
+    tok = tokenizer("chatml")
+    (document,) = Renderer(tok).render(record)
+    most = max(document.input_ids)
+    assert Renderer(tok, vocab_size=most + 1).render(record) == [document]
+    with pytest.raises(RenderError, match=f"token id {most} is not in 0..{most - 1}") as caught:
+        Renderer(tok, vocab_size=most).render(record)
+    assert caught.value.reason == "bad-token-id" and caught.value.broken
+
+
 def test_cutting_keeps_the_head_and_clips_turns():
     (whole,) = Renderer(tokenizer("chatml")).render(chat(*TWO))
     first = whole.turns[0]

@@ -1,12 +1,16 @@
 """The corpus reader: rows read == records + bad rows, for every kind of source."""
 
 import gzip
+import io
 
 import datasets
+import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from spec_data.corpus import file_rows
+from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.shards.errors import ConfigError, CorpusError, MissingError
@@ -74,12 +78,58 @@ def test_nulls_that_arrow_adds_to_structs_are_removed(tmp_path):
     assert record.tools == tools
 
 
-def test_a_text_file_is_one_document(tmp_path):
+@pytest.mark.parametrize("chunk", [1 << 20, 5])
+def test_a_text_file_is_split_at_blank_lines(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(file_rows, "_CHUNK", chunk)
     path = tmp_path / "a.txt"
-    path.write_text("one\n\ntwo\n")
-    (record,), (report,) = read(path)
-    assert (record.text, record.where) == ("one\n\ntwo\n", f"{path}:1")
-    assert (report.kind, report.format, report.sha256) == ("text", "text", sha(path))
+    path.write_bytes(b"\n \none line\n  and\r\n\r\n\t\n" + b"x" * 99 + b"\n\n\xff\n\nlast\n")
+    limits = {"max_row_bytes": 50, "max_bad_rows": parse_limit("2")}
+    records, (report,) = read(path, **limits)
+    found = [(r.text, r.where) for r in records]
+    assert found == [("one line\n  and", f"{path}:3"), ("last", f"{path}:11")]
+    assert (report.rows, report.bad, report.sha256) == (4, 2, sha(path))
+    long, damaged = report.bad_examples
+    assert long.startswith("a.txt:7: 100 bytes") and damaged.startswith("a.txt:9: not UTF-8")
+
+
+CSV = b'''\xef\xbb\xbfquestion,answer,system,id
+"two
+lines","say ""yes""",,1
+q,a,s,2
+
+short,row
+\xff,a,,3
+q,"never closed,,4
+x,yyyyyyyyyyyyy,,5
+"""last""",z,,6
+'''
+
+
+def test_csv_rows_are_those_of_pandas_and_bad_ones_are_counted(tmp_path):
+    path = tmp_path / "a.csv.gz"
+    path.write_bytes(gzip.compress(CSV))
+    limits = {"max_row_bytes": 30, "max_bad_rows": parse_limit("4")}
+    records, (report,) = read(path, **limits)
+    found = [[m["content"] for m in r.messages] for r in records]
+    assert found == [["two\nlines", 'say "yes"'], ["s", "q", "a"], ['"last"', "z"]]
+    assert [r.where for r in records] == [f"{path}:{n}" for n in (3, 4, 10)]
+    assert (report.kind, report.format) == ("csv", "question+answer")
+    assert (report.rows, report.bad, report.unused_columns) == (6, 3, ["id"])
+    reasons = [example.partition(": ")[2] for example in report.bad_examples]
+    assert [r[:11] for r in reasons] == ["2 cells und", "not UTF-8: ", "38 bytes, m"]
+    table = pandas.read_csv(io.BytesIO(CSV[: CSV.index(b"short")]), dtype=str)
+    pandas_rows = table.where(table.notna(), None).to_dict("records")
+    assert [[r["question"], r["answer"]] for r in pandas_rows] == [f[-2:] for f in found[:2]]
+
+
+def test_a_csv_file_without_a_header_is_refused_in_words(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"\xff\n")
+    with pytest.raises(CorpusError, match=r"a\.csv:1: not a CSV header"):
+        read(path)
+    path.write_bytes(b"")
+    with pytest.raises(CorpusError, match="no usable row"):
+        read(path)
 
 
 def test_a_directory_is_read_sorted_and_without_other_splits(tmp_path):
@@ -167,9 +217,9 @@ def test_missing_sources_are_found_at_once(tmp_path, monkeypatch, name):
 
 
 def test_unknown_files_and_settings_are_refused(tmp_path):
-    (tmp_path / "a.csv").write_text("x")
+    (tmp_path / "a.xlsx").write_text("x")
     with pytest.raises(CorpusError, match="unknown kind of file"):
-        CorpusReader([str(tmp_path / "a.csv")])
+        CorpusReader([str(tmp_path / "a.xlsx")])
     with pytest.raises(CorpusError, match="no file of split"):
         CorpusReader([str(tmp_path)])
     with pytest.raises(ConfigError, match="no corpus"):
@@ -275,7 +325,8 @@ def test_rows_that_break_when_rendered_are_bad_rows(tmp_path, caplog):
     assert (report.bad, report.unrendered) == (1, 5)
     assert reader.refused == {"template-error": 5}
     assert reader.refused_examples["template-error"][0] == "a.jsonl:120: no"
-    assert f"row left out (template-error): {path}:120: no" in caplog.text
+    assert caplog.text.count(f"bad row skipped: {path}:") == 2  # one for each reason
+    assert f"bad row skipped: {path}:120: no" in caplog.text
     with pytest.raises(CorpusError, match=rf"11 of 601 rows are bad.*\n  {path}:60: no"):
         refused(path, "template-error", 60)
     with pytest.raises(CorpusError, match=r"101 of 101 rows are bad"):
@@ -291,7 +342,7 @@ def test_rows_without_anything_to_learn_are_counted_only(tmp_path, caplog, reaso
     caplog.set_level("INFO")
     reader = refused(path, reason, 1, on_bad_row="fail")
     assert reader.refused == {reason: 300} and reader.reports[0].unrendered == 0
-    assert len(reader.refused_examples[reason]) == caplog.text.count("row left out") == 5
+    assert len(reader.refused_examples[reason]) == caplog.text.count("row left out") == 1
 
 
 # --- order and limit ---

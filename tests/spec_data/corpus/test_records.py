@@ -32,6 +32,8 @@ FORMATS = [
     ("prompt+completion", {"prompt": "q", "completion": "a"}, QA),
     ("prompt+completion", {"prompt": QA[:1], "completion": QA[1:]}, QA),
     ("prompt+completion", {"prompt": QA[:1], "completion": "a"}, QA),
+    ("prompt+response", {"prompt": "q", "response": "a"}, QA),
+    ("question+answer", {"question": "q", "answer": "a"}, QA),
     ("instruction", {"instruction": "q", "input": "", "output": "a"}, QA),
     (
         "instruction",
@@ -51,6 +53,26 @@ FORMATS = [
 def test_conversation_formats(kind, row, messages):
     found, record = parse_row(row, source="f", where="f:3")
     assert (found, record) == (kind, Record(source="f", where="f:3", messages=messages))
+
+
+LOGS = [
+    {"messages": [*QA, *QA], "finish_reason": "length"},
+    {"messages": [*QA, *QA, QA[0]], "stop_reason": "max_tokens", "finish_reason": None},
+    {"messages": [*QA, QA[0], QA[1] | {"stop_reason": "MAX_TOKENS"}], "finish_reason": "stop"},
+]
+
+
+@pytest.mark.parametrize("row", LOGS)
+def test_the_finish_reason_beside_messages_is_that_of_the_last_answer(row):
+    _, record = parse_row(row, source="f", where="f:1")
+    cut = [m.get("finish_reason") == "length" for m in record.messages]
+    assert [i for i, one in enumerate(cut) if one] == [3] and record.unused == ()
+
+
+@pytest.mark.parametrize("reason", ["stop", "tool_calls", None, 3])
+def test_other_finish_reasons_end_no_answer(reason):
+    row = {"prompt": "q", "completion": "a", "finish_reason": reason}
+    assert parse_row(row, source="f", where="f:1")[1].messages == QA
 
 
 def test_text_and_token_rows():
@@ -91,7 +113,9 @@ def test_tools_thinking_and_kwargs_are_kept():
     ("row", "why"),
     [
         ([], "expected an object"),
-        ({"question": "q"}, "no known columns"),
+        ({"question": "q"}, r"nearest: question\+answer, which lacks answer; known formats"),
+        ({"message": QA}, r"nearest: messages, which lacks messages \(rename message\?\)"),
+        ({"body": "q"}, r"no known columns \(found: body; known formats"),
         ({"messages": []}, "messages is empty"),
         ({"messages": "q"}, "messages is a string but not JSON"),
         ({"messages": '"q"'}, "messages is a string, not a list of messages"),

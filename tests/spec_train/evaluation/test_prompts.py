@@ -274,7 +274,7 @@ def test_limit_counts_rows_and_blank_lines_are_no_rows(tmp_path, tokenizer):
     [
         ("{", "not valid JSON"),
         ("[1]", "expected an object with named columns, found a list"),
-        ({"question": "a"}, r"no known columns \(found: question; .*turns"),
+        ({"query": "a"}, r"no known columns \(found: query; .*turns"),
         ({"messages": []}, "messages is empty"),
         ({"messages": [{"content": "a"}]}, r"messages\[0\] has the unknown role None"),
         ({"messages": [say("assistant", "a")]}, "must be of a user or a tool, not nothing"),
