@@ -64,7 +64,7 @@ def _preview(args: argparse.Namespace) -> int:
     from spec_data.reports.preview_page import preview_page, read_preview
 
     found = read_preview(config)
-    print(counts_text(vars(found.plan.counts)))
+    print(counts_text(vars(found.plan.counts), found.plan.tokens))
     print(f"written: {write_page(config.out, preview_page(config, found))}")
     say_next("spec-data", "estimate", *as_flags(config.as_generate()))
     return 0

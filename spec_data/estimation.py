@@ -149,7 +149,7 @@ def estimate_text(found: Estimate) -> str:
         [
             "drafts that can be fitted\n  " + "\n  ".join(found.fitting.lines),
             "corpus\n" + sources,
-            counts_text(vars(plan.counts)),
+            counts_text(vars(plan.counts), plan.tokens),
             column_rows(setup.columns, plan.tokens, plan.predicting),
             *([draft_rows(found.drafts)] if found.drafts else []),
             facts(lines),

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from spec_data.corpus.renderings import WITH_SYSTEM, WITHOUT_SYSTEM
+from spec_data.generation.plan_builder import count_warnings
 from spec_data.generation.unit_records import finished_unit
 from spec_data.models.reading import load_tokenizer
 from spec_data.progress import size
@@ -121,11 +123,12 @@ def error_rows(manifest: Manifest) -> str:
     return f"{table(rows)}\n{note}" if len(rows) > 1 else ""
 
 
-def counts_text(counts: dict[str, Any]) -> str:
-    """Where every corpus row and document went, as text."""
+def counts_text(counts: dict[str, Any], tokens: int) -> str:
+    """Where every corpus row and document went, as text; `tokens` are those that are kept."""
     lines = [(name, f"{value:,}") for name, value in counts_rows(counts)]
     examples = counts.get("unrendered_examples", {})
     shown = [f"not rendered ({reason}): {found[0]}" for reason, found in examples.items()]
+    shown += [f"warning: {warning}" for warning in count_warnings(counts, tokens)]
     return "\n".join([table(lines), *shown])
 
 
@@ -136,13 +139,19 @@ def counts_rows(counts: dict[str, Any]) -> list[tuple[str, int]]:
         ("corpus rows read", read),
         ("  bad rows", counts["bad_rows"]),
         *((f"  not rendered: {k}", v) for k, v in counts["unrendered"].items()),
-        *((f"  {k}", v) for k, v in counts["rendering"].items()),
+        *((f"  {k}{_share(k, counts['rendering'])}", v) for k, v in counts["rendering"].items()),
         ("documents rendered", counts["rendered"]),
         *((f"  dropped: {k}", v) for k, v in counts["dropped"].items()),
         (f"  cut at the maximal length{_tokens_cut(counts)}", counts["cut"]),
         ("  tail tokens trimmed", counts.get("tail_tokens_trimmed", 0)),
         ("documents kept", counts["rendered"] - sum(counts["dropped"].values())),
     ]
+
+
+def _share(name: str, rendering: Mapping[str, int]) -> str:
+    """The share of conversations with a system message, behind their number."""
+    others = sum(n for k, n in rendering.items() if k.startswith(WITHOUT_SYSTEM))
+    return f" ({rendering[name] / (rendering[name] + others):.0%})" if name == WITH_SYSTEM else ""
 
 
 def _tokens_cut(counts: dict[str, Any]) -> str:
@@ -185,7 +194,7 @@ def dataset_text(manifest: Manifest) -> str:
     columns = column_rows(manifest.columns, totals["tokens"], totals["supervised"])
     parts = [part for part in (facts(lines), columns, error_rows(manifest)) if part]
     if "rendered" in raw["documents"]:
-        parts.append(counts_text(raw["documents"]))
+        parts.append(counts_text(raw["documents"], totals["tokens"]))
     parts.append(agreement_text(manifest))
     return "\n\n".join(parts)
 

@@ -60,7 +60,7 @@ def one_by_one(
     counts.bad_rows = sum(r.bad for r in reader.reports)
     counts.unrendered = dict(sorted(reader.refused.items()))
     counts.unrendered_examples = dict(sorted(reader.refused_examples.items()))
-    counts.rendering = dict(renderer.methods + renderer.counts)
+    counts.rendering = dict(renderer.methods + renderer.systems + renderer.counts)
     counts.kwargs_used = count_kwargs(renderer.kwargs_used)
     counts.rendered += sum(renderer.dropped.values())
     found.dropped.update(renderer.dropped)

@@ -18,10 +18,11 @@ is tokenised alone, as the target generates it, and the result must decode to th
 that does not continue its own prompt is never stored; it is an "unprovable-boundaries" error.
 
 Every choice below follows what serving generates:
-- A turn starts directly after the generation prompt; an empty think block in the prompt belongs to
-  the prompt. The turn ends with its end-of-turn token: the first token that ends generation, even
-  in the middle of the content, or else the first one in the run of end-of-turn and blank tokens
-  that closes through_k. What follows (a newline, Phi-3's end-of-text) is not supervised.
+- A turn starts directly after the generation prompt. An empty think block belongs to the prompt,
+  also where the template writes it only with the answer: serving never generates it. The turn ends
+  with its end-of-turn token: the first token that ends generation, even in the middle of the
+  content, or else the first one in the run of end-of-turn and blank tokens that closes through_k.
+  What follows (a newline, Phi-3's end-of-text) is not supervised.
 - Some templates close no turn (in GLM the next header ends it); then the next token of the whole is
   the end if it is among `eot_token_ids`. To the last turn of a document the token is appended that
   would follow if the user asked on, or else the first one of the generation config. Turns without
@@ -43,6 +44,7 @@ Every choice below follows what serving generates:
 - What the template leaves out of a conversation (`left_out.py`) is counted by kind.
 """
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -53,12 +55,24 @@ from spec_data.corpus.documents import Document, RenderError, Turn, loss_mask_fr
 from spec_data.corpus.end_tokens import EndTokens
 from spec_data.corpus.left_out import answer_of, reasoning_of
 from spec_data.corpus.records import Record
-from spec_data.corpus.renderings import RenderCounts, Rendering
-from spec_data.corpus.template import SECONDS, Chat, Template, render_error, text_ids
+from spec_data.corpus.renderings import (
+    CUT_ANSWERS,
+    EMPTY_THOUGHTS,
+    UNENDED,
+    WITH_SYSTEM,
+    WITHOUT_SYSTEM,
+    RenderCounts,
+    Rendering,
+)
+from spec_data.corpus.template import Chat, Template, render_error, text_ids
 from spec_data.shards.errors import CorpusError
 from spec_data.shards.identity import kwargs_text
 
 __all__ = ["Document", "RenderError", "Renderer", "Turn", "loss_mask_from_turns"]
+
+
+_EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
+_BLOCK = 16  # tokens of an empty think block at most, where its tags are no tokens of their own
 
 
 class Renderer(RenderCounts):
@@ -74,7 +88,6 @@ class Renderer(RenderCounts):
             tokenizer's and the template's end-of-turn tokens are added to them.
         vocab_size: vocabulary size of the target; every token id must be below it. Default: the
             size of the tokenizer.
-        seconds: how long one render of the template may take.
 
     Attributes:
         of `RenderCounts`: what `render` has counted so far.
@@ -91,17 +104,16 @@ class Renderer(RenderCounts):
         template_kwargs: dict[str, Any] | None = None,
         eot_token_ids: Sequence[int] = (),
         vocab_size: int | None = None,
-        seconds: float = SECONDS,
     ) -> None:
         super().__init__()
         loss_mask_from_turns(0, (), mask)
         self.tokenizer = tokenizer
         self.mask = mask
-        self.template = Template(tokenizer, template_kwargs, seconds)
-        self.template.warn_of_the_date()
+        self.template = Template(tokenizer, template_kwargs)
         self.vocab_size = vocab_size or len(tokenizer)
         self._ends = EndTokens(self.template, eot_token_ids)
         self.eot_token_ids = self._ends.all
+        self._first_texts: dict[int, str] = {}  # of the first tokens of turns
 
     def render(self, record: Record) -> list[Document]:
         """Return the documents of one record, one or one per assistant turn, and count them.
@@ -154,12 +166,13 @@ class Renderer(RenderCounts):
         answers = self._supervisable(record, answers, result)
         result.counts["trailing messages left out"] = len(messages) - 1 - answers[-1]
         whole = [answers[-1]]
-        spans = self._spans_of_whole(chat, answers)
+        spans = self._spans_of_whole(chat, answers, result)
         if spans is not None:
             ids = self._closed(chat, answers[-1], chat.through(answers[-1]).ids, spans, result)
             result.documents = [self._document(record, ids, spans, record.where)]
         else:
             result.method = "turn by turn"
+            result.counts[EMPTY_THOUGHTS] = 0  # of the turns above, which are rendered again
             whole = answers[-1:] if self.mask == "last-turn" else answers
             for k in whole:
                 self._single_turn(chat, k, result)
@@ -175,9 +188,17 @@ class Renderer(RenderCounts):
             raise render_error(record, "nothing-supervised", "no answer is in generation tags")
         ends = [d.input_ids[turn.end - 1] for d in result.documents for turn in d.turns]
         unended = sum(token not in self.eot_token_ids for token in ends)
-        result.counts["turns without an end-of-turn token"] = unended
+        result.counts[UNENDED] = unended
+        result.system = self._system(messages)
         result.left_out = chat.left_out(whole)
         return result
+
+    def _system(self, messages: Sequence[dict[str, Any]]) -> str:
+        """Return the name under which a conversation is counted by its system message."""
+        if any(message.get("role") in ("system", "developer") for message in messages):
+            return WITH_SYSTEM
+        added = self.template.added_system
+        return f'{WITHOUT_SYSTEM} (the template adds "{added}")' if added else WITHOUT_SYSTEM
 
     def _supervisable(self, record: Record, answers: list[int], result: Rendering) -> list[int]:
         """Return the answers (indices of messages) that are no mere context; count the others.
@@ -193,7 +214,7 @@ class Renderer(RenderCounts):
             w not in (0, 1) for w in weights.values()
         )
         result.counts["empty answers, not supervised"] = len(empty)
-        result.counts["answers cut at a limit of tokens, their end not supervised"] = sum(
+        result.counts[CUT_ANSWERS] = sum(
             messages[k].get("finish_reason") == "length"
             for k in answers
             if weights[k] and k not in empty
@@ -205,7 +226,9 @@ class Renderer(RenderCounts):
             )
         return found
 
-    def _spans_of_whole(self, chat: Chat, answers: list[int]) -> list["_Span"] | None:
+    def _spans_of_whole(
+        self, chat: Chat, answers: list[int], result: Rendering
+    ) -> list["_Span"] | None:
         """Return the supervised span of every answer in the whole, or None if a check fails.
 
         `answers` are the indices of the assistant messages. Spans index the tokens of the whole.
@@ -220,6 +243,7 @@ class Renderer(RenderCounts):
             end = self._ends.turn_end(ids, start)
             if end == start or whole.ids[:end] != ids[:end]:
                 return None
+            start = self._after_empty_thought(ids, start, end, result)
             if _is_truncated(chat, k):
                 end = self._before_end(ids, end)
                 if end > start:
@@ -244,6 +268,7 @@ class Renderer(RenderCounts):
         if end <= start:
             result.dropped["unprovable-boundaries"] += 1
             return
+        start = self._after_empty_thought(ids, start, end, result)
         if _is_truncated(chat, k):
             end = self._before_end(ids, end)
         where, spans = f"{chat.record.where} (message {k})", _tagged(tags, start, end)
@@ -268,6 +293,26 @@ class Renderer(RenderCounts):
         spans[-1] = (spans[-1][0], len(ids) + 1)
         result.counts["end-of-turn tokens appended"] += 1
         return [*ids, token]
+
+    def _after_empty_thought(self, ids: list[int], start: int, end: int, result: Rendering) -> int:
+        """Return the index after an empty think block at the start of a turn, and count it.
+
+        A template writes it before an answer without reasoning. Serving never generates it: with
+        thinking there is text in the block, and without it the block is in the prompt.
+        """
+        first = ids[start]
+        if first not in self._first_texts:
+            self._first_texts[first] = self.tokenizer.decode([first]).strip()
+        if not self._first_texts[first].startswith("<"):
+            return start
+        after = start
+        for stop in range(start + 1, min(end, start + _BLOCK) + 1):
+            if _EMPTY_THOUGHT.fullmatch(self.tokenizer.decode(ids[start:stop])):
+                after = stop
+            elif after > start:
+                break
+        result.counts[EMPTY_THOUGHTS] += after > start
+        return after if after < end else start
 
     def _before_end(self, ids: list[int], end: int) -> int:
         """Return the index of the end-of-turn token before `end`, or `end` if there is none."""

@@ -9,25 +9,33 @@ that does not end. `spec-train eval` renders its prompts through the same code.
 
 import logging
 import re
+import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from spec_data.corpus.bad_rows import printable
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.left_out import TOOL_LISTS, left_out
+from spec_data.corpus.limits import FORKS, MEMORY, Child, limited
 from spec_data.corpus.records import Record
-from spec_data.corpus.template_names import date_kwargs, names_read, prints_the_date, refused_kwargs
-from spec_data.corpus.time_limit import TimeIsUp, time_limit
-from spec_data.corpus.tokens import TokenisedText, Tokens
+from spec_data.corpus.template_names import (
+    date_kwargs,
+    fixed_date,
+    names_read,
+    on_date,
+    prints_the_date,
+    refused_kwargs,
+)
+from spec_data.corpus.tokens import TokenisedText, Tokens, common
 from spec_data.shards.errors import ConfigError, CorpusError
 
 logger = logging.getLogger(__name__)
 
-SECONDS = 30.0  # for one render; a template takes milliseconds, and a row is at most some megabytes
-_TIMEOUTS = 3  # renders in a row that do not end: the next rows would not end either
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -45,7 +53,8 @@ class Template:
     Args:
         tokenizer: the tokenizer of the target.
         kwargs: passed to the template; those of a record override them.
-        seconds: how long one render may take.
+        apart: render in a process of its own, with limits of time and memory; for processes that
+            are none of `limits.Child`.
 
     Attributes:
         names: the names that the template reads, None if not known.
@@ -59,21 +68,42 @@ class Template:
         self,
         tokenizer: PreTrainedTokenizerBase,
         kwargs: Mapping[str, Any] | None = None,
-        seconds: float = SECONDS,
+        apart: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.kwargs = dict(kwargs or {})
         self.names = names_read(tokenizer)
         self.tokens = Tokens(tokenizer)
-        self._seconds = seconds
-        self._timeouts = 0
+        self._apart = apart and FORKS
+        self._child: Child | None = None
+        self._lock = threading.Lock()  # of the child
         if reason := refused_kwargs(self.kwargs, self.names):
             raise ConfigError(f"chat template kwargs: {reason}")
+        try:
+            fixed_date(tokenizer, self.kwargs)
+        except ValueError as error:
+            raise ConfigError(f"chat template kwargs: {error}") from None
 
     @property
     def clock_dependent(self) -> bool:
         """Whether the template prints today's date, so that documents depend on the day."""
         return prints_the_date(self.tokenizer, self.names, self.kwargs)
+
+    @cached_property
+    def added_system(self) -> str:
+        """What the template writes where a chat has no system message; "" if nothing.
+
+        It is what a chat with a system message does not have in that place.
+        """
+        user = {"role": "user", "content": "Qzv8probe"}
+        chats = [user], [{"role": "system", "content": "Qzv9probe"}, user]
+        try:
+            alone, given = (self.apply(chat, None, self.kwargs, tokenize=False) for chat in chats)
+        except Exception:  # the template may need more, or know no system message
+            return ""
+        start = common(alone, given)
+        end = common(alone[start:][::-1], given[start:][::-1])
+        return printable(" ".join(alone[start : len(alone) - end].split()))[:80]
 
     def warn_of_the_date(self) -> None:
         """Log a warning if the template prints today's date."""
@@ -82,10 +112,8 @@ class Template:
         names = date_kwargs(self.names)
         logger.warning(
             "the chat template prints today's date, so documents rendered on another day differ; "
-            "%s",
-            f"set a fixed date with the template kwarg {' or '.join(names)}"
-            if names
-            else "it reads no template kwarg that sets a fixed one",
+            "set a fixed date with the template kwarg %s",
+            " or ".join(names),
         )
 
     def kwargs_of(self, record: Record) -> dict[str, Any]:
@@ -122,21 +150,44 @@ class Template:
             TimeoutError: the template did not finish in time.
             CorpusError: nor did it several times before.
         """
+        given = list(messages), list(tools) if tools else None, dict(kwargs), options
+        if not self._apart:
+            return _applied(self.tokenizer, given)
+        with self._lock:
+            if self._child is None:
+                self._child = Child(_caught, (self.tokenizer,))
+            results, error = self._child.map([given], lambda _, reason: TimeoutError(reason))
+        if error is not None:
+            raise error
+        if isinstance(results[0], TimeoutError):
+            raise results[0]
+        return results[0]
+
+
+_Given = tuple[list[dict[str, Any]], list[Any] | None, dict[str, Any], dict[str, Any]]
+
+
+def _applied(tokenizer: PreTrainedTokenizerBase, given: _Given) -> Any:
+    messages, tools, kwargs, options = given
+    fixed = fixed_date(tokenizer, kwargs)
+    with limited(), on_date(tokenizer.get_chat_template(None, tools), fixed):
+        return tokenizer.apply_chat_template(messages, tools=tools, **kwargs, **options)
+
+
+class _FailedError(Exception):
+    """What a template raised in another process, in words: not every exception can be sent."""
+
+
+def _caught(tokenizer: PreTrainedTokenizerBase) -> Callable[[_Given], Any]:
+    def render(given: _Given) -> Any:
         try:
-            with time_limit(self._seconds):
-                result = self.tokenizer.apply_chat_template(
-                    list(messages), tools=list(tools) if tools else None, **kwargs, **options
-                )
-        except TimeIsUp:
-            self._timeouts += 1
-            if self._timeouts == _TIMEOUTS:
-                raise CorpusError(
-                    f"the chat template did not finish in {self._seconds:g} s, {_TIMEOUTS} times "
-                    "in a row; correct the template of the target's tokenizer"
-                ) from None
-            raise TimeoutError(f"the template did not finish in {self._seconds:g} s") from None
-        self._timeouts = 0
-        return result
+            return _applied(tokenizer, given)
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise _FailedError(f"{type(error).__name__}: {error}") from None
+
+    return render
 
 
 class Chat:
@@ -179,8 +230,12 @@ class Chat:
             raise render_error(self.record, "template-timeout", str(error)) from None
         except CorpusError:
             raise
+        except MemoryError:
+            message = f"the chat template needs more than {MEMORY >> 30} GB of memory"
+            raise render_error(self.record, "template-memory", message) from None
         except Exception as error:  # templates are programs: they can raise anything
-            message = f"the chat template fails: {type(error).__name__}: {error}"
+            kind = "" if isinstance(error, _FailedError) else f"{type(error).__name__}: "
+            message = f"the chat template fails: {kind}{error}"
             raise render_error(self.record, "template-error", message) from error
 
     def prompt(self, k: int) -> list[int]:

@@ -114,7 +114,7 @@ class Tokens:
         if whole.text.startswith(text):
             limit = len(text)
         else:
-            limit = _common(whole.text, text) - self._longest
+            limit = common(whole.text, text) - self._longest
         cut = whole.cut_before(limit)
         if cut is None:
             return None
@@ -196,7 +196,7 @@ def _kinds(part: Any, inner: str) -> set[str]:
     return kinds
 
 
-def _common(a: Sequence[Any], b: Sequence[Any]) -> int:
+def common(a: Sequence[Any], b: Sequence[Any]) -> int:
     """Return the length of the common prefix of two texts, by bisection."""
     low, high = 0, min(len(a), len(b))
     while low < high:

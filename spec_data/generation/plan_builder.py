@@ -4,14 +4,17 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from spec_data.corpus.documents import Document
+from spec_data.corpus.renderings import CUT_ANSWERS, UNENDED
 from spec_data.generation.plan_file import PlannedDocuments, PlanWriter, Scratch
 from spec_data.generation.prepared import Prepared, Preparing
 from spec_data.generation.seen import Seen
 from spec_data.shards.errors import CorpusError
 from spec_data.shards.identity import count_kwargs
 
+_LITTLE = 0.01  # of the tokens: fewer that are cut off need no warning
 _COMPARED = 1024  # documents that are compared with the earlier ones at once
 
 
@@ -40,6 +43,29 @@ class DocumentCounts:
     tail_tokens_trimmed: int = 0
     rendering: dict[str, int] = field(default_factory=dict)
     kwargs_used: dict[str, int] | None = None  # of a plan of an older release
+
+
+def count_warnings(counts: Mapping[str, Any], tokens: int) -> list[str]:
+    """Return what in the counts of a corpus misleads a draft, in words.
+
+    Args:
+        counts: the fields of `DocumentCounts`, as a plan or a manifest has them.
+        tokens: those that are kept.
+    """
+    found = []
+    cut, rendering = counts.get("tokens_cut", 0), counts.get("rendering", {})
+    if cut > _LITTLE * (cut + tokens):
+        found.append(
+            f"{cut / (cut + tokens):.0%} of all tokens ({cut:,}) were cut off at the maximal "
+            f"length, of {counts['cut']:,} documents: raise --max-length, or split long documents"
+        )
+    if unended := rendering.get(UNENDED, 0) - rendering.get(CUT_ANSWERS, 0):
+        found.append(
+            f"{unended:,} turns have no end-of-turn token: the chat template writes none after "
+            "them, and the target's generation_config.json names none that can be appended "
+            "(eos_token_id). A draft never learns to stop there"
+        )
+    return found
 
 
 class PlanBuilder:

@@ -5,6 +5,7 @@ process in the order of the rows. So the plan is the same for any number of proc
 """
 
 import json
+import logging
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
@@ -22,10 +23,11 @@ from spec_data.corpus.records import parse_row
 from spec_data.corpus.renderings import RenderCounts, Rendering
 from spec_data.corpus.row_counts import expected_rows
 from spec_data.corpus.row_results import RawRow, RowResult, parsed_row
+from spec_data.corpus.template import Template
 from spec_data.corpus.template_names import names_read, prints_the_date
 from spec_data.corpus.tokens import is_plain
 from spec_data.generation.plan import Plan, planned
-from spec_data.generation.plan_builder import PlanBuilder
+from spec_data.generation.plan_builder import PlanBuilder, count_warnings
 from spec_data.generation.plan_cache import Rendered, open_cache
 from spec_data.generation.prepared import Prepared, Preparing
 from spec_data.generation.setup import Setup, corpus_reader, settings
@@ -33,6 +35,8 @@ from spec_data.generation.unit_size import BATCH_TOKENS, unit_tokens
 from spec_data.progress import progress
 from spec_data.shards.errors import TargetError
 from spec_data.shards.files import read_object, sha256_file, sha256_json
+
+logger = logging.getLogger(__name__)
 
 _DECIDING = (
     *("mask", "max_length", "keep_tails", "limit", "max_row_bytes", "on_bad_row", "max_bad_rows"),
@@ -112,6 +116,8 @@ def make_plan(setup: Setup, scratch: Path | None = None) -> Plan:
     config = setup.config
     found = _rendered(setup, scratch)
     tokens = int(found.documents.offsets[-1])
+    for warning in count_warnings(asdict(found.counts), tokens):
+        logger.warning("warning: %s", warning)
     batch_tokens = config.forward_tokens or BATCH_TOKENS
     size = config.max_shard_size, setup.bytes_per_token, tokens, batch_tokens
     return planned(
@@ -146,6 +152,7 @@ def _rendered(setup: Setup, scratch: Path | None) -> Rendered:
 
 def _render(setup: Setup, reader: CorpusReader, scratch: Path | None) -> Rendered:
     config = setup.config
+    Template(setup.tokenizer, config.template_kwargs).warn_of_the_date()
     builder = PlanBuilder(config.max_length, config.keep_tails, scratch)
     try:
         render_into(builder, reader, row_settings(setup), config.num_proc)
@@ -235,7 +242,7 @@ def render_into(
         bad_rows=sum(r.bad for r in reader.reports),
         unrendered=reader.refused,
         unrendered_examples=reader.refused_examples,
-        rendering=counts.methods + counts.counts,
+        rendering=counts.methods + counts.systems + counts.counts,
         kwargs_used=counts.kwargs_used,
         dropped=counts.dropped,
     )

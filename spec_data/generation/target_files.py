@@ -1,6 +1,7 @@
 """Write the files of the target into a dataset, and draft the manifest."""
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
+from spec_data.corpus.renderings import WITH_SYSTEM, WITHOUT_SYSTEM
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup
 from spec_data.models.parameter_counts import parameter_counts
@@ -97,7 +99,8 @@ def manifest_draft(
         | parameter_counts(setup.model_config, setup.config.trust_remote_code),
         "tokenizer": setup.tokenizer_id,
         "identity": own_facts(setup.identity)
-        | ({} if kwargs_used is None else {"template_kwargs_used": kwargs_used}),
+        | ({} if kwargs_used is None else {"template_kwargs_used": kwargs_used})
+        | _system_messages(counts["rendering"]),
         "corpus": plan.corpus,
         "mask": setup.config.mask,
         "layers": list(setup.layers),
@@ -128,3 +131,12 @@ def manifest_draft(
         "policy": "on-policy" if setup.config.on_policy else "off-policy",
         "documents": counts,
     }
+
+
+def _system_messages(rendering: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """Return the fact of the identity on system messages, if there are conversations."""
+    found = {
+        word: sum(n for name, n in rendering.items() if name.startswith(prefix))
+        for word, prefix in (("with", WITH_SYSTEM), ("without", WITHOUT_SYSTEM))
+    }
+    return {"system_messages": found} if any(found.values()) else {}

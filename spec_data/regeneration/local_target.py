@@ -74,7 +74,7 @@ class LocalTarget:
         self.directory, commit = resolve_model(name, config.revision, weights)
         model_config = load_config(self.directory, config.trust_remote_code)
         self.tokenizer = load_tokenizer(self.directory, config.trust_remote_code)
-        self.template = Template(self.tokenizer, config.template_kwargs)
+        self.template = Template(self.tokenizer, config.template_kwargs, apart=True)
         self.template.warn_of_the_date()
         ends = EndTokens(self.template, end_token_ids(self.directory))
         self.stops = tuple(sorted(ends.stops))

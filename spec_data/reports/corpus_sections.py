@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from spec_data.generation.plan_builder import count_warnings
 from spec_data.pages.binning import histogram
-from spec_data.pages.page_parts import Axis, Bars, Part, Section, Table
+from spec_data.pages.page_parts import Axis, Bars, Note, Part, Section, Table
 from spec_data.report import counts_rows
 from spec_data.shards.checksums import numbers
 
@@ -91,11 +92,12 @@ def _source_table(
     )
 
 
-def counts_section(counts: dict[str, Any]) -> Section:
+def counts_section(counts: dict[str, Any], tokens: int) -> Section:
     """Return the section on what became of every corpus row and document.
 
     Args:
         counts: of a plan or a manifest.
+        tokens: those that are kept.
 
     Returns:
         A chart of what was left out by reason, if anything was, the table of all counts, and an
@@ -105,7 +107,10 @@ def counts_section(counts: dict[str, Any]) -> Section:
     reasons |= {f"not rendered: {name}": n for name, n in counts["unrendered"].items()}
     reasons |= {f"dropped: {name}": n for name, n in counts["dropped"].items()}
     left = {name: n for name, n in reasons.items() if n}
-    parts: list[Part] = []
+    parts: list[Part] = [
+        Note(text=f"{text[0].upper()}{text[1:]}.", warning=True)
+        for text in count_warnings(counts, tokens)
+    ]
     if left:
         parts.append(
             Bars(
@@ -121,7 +126,7 @@ def counts_section(counts: dict[str, Any]) -> Section:
             title="From rows to documents",
             columns=[("", "text"), ("count", "count")],
             rows=[[name.strip(), value] for name, value in counts_rows(counts)],
-            note="" if left else "Nothing was left out.",
+            note="" if left or counts["cut"] else "Nothing was left out.",
         )
     )
     examples = {n: found[0] for n, found in counts.get("unrendered_examples", {}).items() if found}

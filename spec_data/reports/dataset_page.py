@@ -51,7 +51,7 @@ def dataset_page(config: ReportConfig) -> Page:
     ]
     counts = dataset.manifest.raw["documents"]
     if "rendered" in counts:
-        sections.append(counts_section(counts))
+        sections.append(counts_section(counts, dataset.manifest.raw["totals"]["tokens"]))
     if "converted" not in dataset.manifest.target:  # nothing was packed: the states were read
         sections.append(_capture(dataset.manifest))
     sections.append(_agreement(dataset.manifest))

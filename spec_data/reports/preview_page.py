@@ -121,7 +121,7 @@ def preview_page(config: PreviewConfig, found: Preview) -> Page:
     supervised = _supervised(plan)
     sections = [
         _overview(config, found),
-        counts_section(asdict(plan.counts)),
+        counts_section(asdict(plan.counts), plan.tokens),
         documents_section(plan.lengths, supervised, pa.array(list(plan.documents.sources))),
         _documents(config, found),
     ]

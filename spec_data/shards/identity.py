@@ -10,6 +10,7 @@ An identity is a flat table of named facts:
     chat_template_hash, chat_template_kwargs
     template_kwargs_used  the kwargs that documents were rendered with, those of their own rows
                           included: JSON text -> number of documents
+    system_messages       conversations "with" and "without" a system message
     dataset_fingerprint   only in drafts
 
 A fact without an entry is unknown: older releases recorded fewer. `compare` is the only comparison.
@@ -32,7 +33,7 @@ _STATES = (
     "rope_factors",
 )
 _COARSE = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}  # bits of a mantissa
-_PROMPTS = ("chat_template_kwargs", "template_kwargs_used")
+_PROMPTS = ("chat_template_kwargs", "template_kwargs_used", "system_messages")
 _OF_A_DRAFT = ("dataset_fingerprint", "head", "target_name")  # only in origins; never compared
 _NOT_OF_A_TARGET = {*_PROMPTS, *_OF_A_DRAFT, "dtype", "rope_factors"}
 _SPECIAL = ("tokenizer.bos_token", "tokenizer.eos_token")  # not in tokenizer.json
@@ -127,14 +128,16 @@ def count_kwargs(counts: Mapping[str, int]) -> dict[str, int]:
 
 
 def joined(identities: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the identity of several datasets as one: the first's, with the kwargs of all."""
+    """Return the identity of several datasets as one: the first's, with the counts of all."""
     found = dict(identities[0])
-    counts: Counter[str] = Counter()
-    for identity in identities:
-        counts.update(identity.get("template_kwargs_used") or {})
-    if all("template_kwargs_used" in identity for identity in identities):
-        return found | {"template_kwargs_used": count_kwargs(counts)}
-    found.pop("template_kwargs_used", None)
+    for name in ("template_kwargs_used", "system_messages"):
+        counts: Counter[str] = Counter()
+        for identity in identities:
+            counts.update(identity.get(name) or {})
+        if all(name in identity for identity in identities):
+            found[name] = count_kwargs(counts)
+        else:
+            found.pop(name, None)
     return found
 
 

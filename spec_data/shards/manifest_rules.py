@@ -213,7 +213,7 @@ MANIFEST = Table(
                     ("weights_hash?", "config_hash?", "tokenizer_hash?"), or_null(TEXT)
                 ),
                 **{"chat_template_hash?": or_null(TEXT), "chat_template_kwargs?": OBJECT},
-                "template_kwargs_used?": Named(COUNT),
+                **dict.fromkeys(("template_kwargs_used?", "system_messages?"), Named(COUNT)),
             }
         ),
     }

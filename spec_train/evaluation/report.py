@@ -44,6 +44,7 @@ from spec_train.evaluation.same_target import (
     identity_of,
     kwargs_for,
     prompt_kwargs,
+    system_warnings,
     trained_identity,
 )
 from spec_train.evaluation.speed_model import fastest, sweep_line
@@ -183,9 +184,10 @@ def _decode(
         None if given is None else parse_template_kwargs(given), prompt_kwargs(trained), tokenizer
     )
     _warn(warnings, about)
-    prompts = read_prompts(
-        str(config.prompts), Template(tokenizer, kwargs), config.limit, config.max_bad_rows
-    )
+    template = Template(tokenizer, kwargs, apart=True)
+    prompts = read_prompts(str(config.prompts), template, config.limit, config.max_bad_rows)
+    chats = [p.record.messages for p in prompts if p.record.messages is not None]
+    _warn(warnings, system_warnings(trained, chats))
     known = find_trained(
         [prompt.ids for prompt in prompts], run, Path(config.data) if config.data else None
     )

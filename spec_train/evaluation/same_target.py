@@ -6,7 +6,7 @@ is a warning that names the fact.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,30 @@ def kwargs_for(
         f"the training data was rendered with {name} = {usual[name]!r}, which this target's chat "
         "template does not read"
         for name in unread
+    ]
+
+
+def system_warnings(
+    trained: Mapping[str, Any], prompts: Iterable[Sequence[Mapping[str, Any]]]
+) -> list[str]:
+    """Return a warning if most prompts have a system message and most training rows none, or the
+    other way round.
+
+    Args:
+        trained: the identity that a draft was fitted to.
+        prompts: the messages of every prompt that is a chat.
+    """
+    known = trained.get("system_messages") or {}
+    rows = sum(known.values())
+    asked = [any(m["role"] in ("system", "developer") for m in messages) for messages in prompts]
+    if not rows or not asked:
+        return []
+    before, now = known.get("with", 0) / rows, sum(asked) / len(asked)
+    if (before < 0.5) == (now < 0.5):
+        return []
+    return [
+        f"{now:.0%} of the prompts and {before:.0%} of the conversations of the training data have "
+        "a system message; expect lower acceptance than with prompts like the training data"
     ]
 
 

@@ -153,8 +153,8 @@ def test_the_corpus_has_a_total_before_it_is_read(tmp_path, monkeypatch):
 
 def test_no_cut_is_no_minus_zero():
     counts = vars(DocumentCounts(rows=3, rendered=3))
-    assert "-0" not in counts_text(counts)
-    assert "(12 tokens less)" in counts_text(counts | {"cut": 1, "tokens_cut": 12})
+    assert "-0" not in counts_text(counts, 9)
+    assert "(12 tokens less)" in counts_text(counts | {"cut": 1, "tokens_cut": 12}, 9)
 
 
 def test_the_packing_proof_is_a_sentence():

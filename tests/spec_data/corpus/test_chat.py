@@ -169,10 +169,42 @@ def test_turns_that_only_the_next_header_ends():
 def test_template_kwargs_of_a_row_override_those_of_the_run(thinking):
     tok = tokenizer("qwen3")
     renderer = Renderer(tok, template_kwargs={"enable_thinking": not thinking})
-    record = chat(*TWO[:2], template_kwargs={"enable_thinking": thinking})
+    answered = THOUGHT if thinking else TWO[1]
+    record = chat(TWO[0], answered, template_kwargs={"enable_thinking": thinking})
     (document,) = renderer.render(record)
     start = document.turns[0].start
     assert document.input_ids[:start] == prompt_ids(tok, [TWO[0]], enable_thinking=thinking)
+
+
+def test_an_empty_think_block_that_only_the_template_writes_is_not_supervised():
+    """With thinking, serving never generates an empty one; without it, the block is prompt."""
+    tok = tokenizer("qwen3")
+    renderer = Renderer(tok)
+    (document,) = renderer.render(chat(*TWO[:2]))
+    assert supervised_texts(tok, document) == [TWO[1]["content"] + "<|im_end|>"]
+    start = document.turns[0].start
+    assert document.input_ids[:start] == prompt_ids(tok, [TWO[0]], enable_thinking=False)
+    assert renderer.counts["empty think blocks, not supervised"] == 1
+    (document,) = Renderer(tok).render(chat(TWO[0], THOUGHT))
+    assert supervised_texts(tok, document)[0].startswith("<think>")
+    _, document = renderer.render(chat(TWO[0], THOUGHT, *TWO[:2]))  # turn by turn
+    assert supervised_texts(tok, document) == [TWO[1]["content"] + "<|im_end|>"]
+    assert renderer.counts["empty think blocks, not supervised"] == 2
+
+
+def test_conversations_are_counted_by_their_system_message():
+    renderer = Renderer(tokenizer("qwen2.5"))
+    renderer.render(chat({"role": "system", "content": "Be brief."}, *TWO))
+    renderer.render(chat(*TWO))
+    added = "You are Qwen."
+    assert renderer.systems == {
+        "conversations with a system message": 1,
+        f'conversations without a system message (the template adds "{added}")': 1,
+    }
+    for family in ("chatml", "llama3", "mistral", "gemma3", "qwen3"):
+        plain = Renderer(tokenizer(family))
+        plain.render(chat(*TWO))
+        assert plain.systems == {"conversations without a system message": 1}, family
 
 
 def test_an_opening_assistant_message_is_context():

@@ -1,21 +1,23 @@
 """What a template may not do: leave parts out uncounted, ignore a kwarg, or never end."""
 
-import contextlib
 import json
 import logging
 import random
-import threading
-import time
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from spec_data.corpus import in_order, limits
+from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.chat import Renderer, RenderError
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.records import Record
 from spec_data.corpus.template import Template
-from spec_data.corpus.time_limit import TimeIsUp, time_limit
+from spec_data.generation.plan_builder import PlanBuilder
+from spec_data.generation.planning import RowSettings, render_into
+from spec_data.generation.prepared import Preparing
 from spec_data.shards.errors import ConfigError, CorpusError
 from tests.spec_data.corpus.chat_cases import (
     CALL,
@@ -31,7 +33,6 @@ from tests.spec_data.corpus.reading import write_jsonl
 from tests.spec_data.corpus.templates import CHATML, QWEN3, TEMPLATES, tokenizer
 
 DEAF = CHATML.replace("messages %}", "messages if message.role in ('user', 'assistant') %}")
-ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
 def chat(*messages, **more):
@@ -251,62 +252,114 @@ def test_named_templates_read_what_any_of_them_reads():
 
 
 def test_a_template_that_prints_the_date_causes_a_warning(caplog):
-    today = "{{- strftime_now('%Y') }}" + CHATML
+    today = "{{- strftime_now('%d.%m.%Y') }}" + CHATML
     fixed = "{% if not date_string %}{% set date_string = strftime_now('%Y') %}{% endif %}" + CHATML
     with caplog.at_level(logging.WARNING):
-        Renderer(template(today))
-        Renderer(template(fixed))
-    first, second = [r.getMessage() for r in caplog.records]
-    assert "today's date" in first and "reads no template kwarg" in first
-    assert "set a fixed date with the template kwarg date_string" in second
+        for text in (today, fixed):
+            Template(template(text)).warn_of_the_date()
+    assert ["date_string" in r.getMessage() for r in caplog.records] == [True, True]
     caplog.clear()
-    Renderer(template(fixed), template_kwargs={"date_string": "1 Jan"})
-    assert not caplog.records
-    with pytest.raises(ConfigError, match="does not read date_string"):  # it cannot silence it
-        Renderer(template(today), template_kwargs={"date_string": "1 Jan"})
+    Template(template(fixed), {"date_string": "1 Jan"}).warn_of_the_date()
+    given = Template(template(today), {"date_string": "2025-06-28"})
+    given.warn_of_the_date()
+    assert not caplog.records, "what the warning advises must silence it"
+    assert given.apply(TWO, None, given.kwargs, tokenize=False).startswith("28.06.2025<|im_start|>")
+    with pytest.raises(ConfigError, match="write the date as 2025-06-28"):
+        Template(template(today), {"date_string": "1 Jan"})
 
 
-# --- time -----------------------------------------------------------------------------------------
+# --- limits ---------------------------------------------------------------------------------------
+
+FORKED = pytest.mark.skipif(not limits.FORKS, reason="processes are not forked here")
+BOMBS = {
+    "time": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "numbers": "{% set n = [10] %}{% set big = n[0] ** 99999999 %}",
+    "memory": "{% set text = ['a'] %}{{ text[0] * 9999999999 }}",
+    "method": "{{ 'a'.ljust(3000000000) }}",
+    "filter": "{% set text = ['a\na'] %}{{ text[0] | indent(2900000000) }}",
+}
 
 
-def test_a_template_that_never_ends_is_stopped():
-    tok = template("{% if 'loop' in messages[0].content %}" + ENDLESS + "{% endif %}" + CHATML)
-    renderer = Renderer(tok, seconds=0.5)
-    for _ in range(3):  # a row that ends is no reason to go on: the count begins again
-        with pytest.raises(RenderError, match=r"s:1: the template did not finish in 0.5 s") as hit:
-            renderer.render(chat(user("loop"), answer("b")))
-        assert hit.value.reason == "template-timeout" and hit.value.broken
-        assert renderer.render(chat(*TWO))
+@pytest.fixture
+def short(monkeypatch):
+    monkeypatch.setattr(limits, "SECONDS", 0.3)
 
 
-def test_a_template_that_never_ends_for_any_row_ends_the_run(tmp_path):
-    renderer = Renderer(template(ENDLESS), seconds=0.15)  # its probe is the first time
-    with pytest.raises(RenderError, match="did not finish"):
-        renderer.render(chat(*TWO))
-    with pytest.raises(CorpusError, match="3 times in a row; correct the template") as caught:
-        renderer.render(chat(*TWO))
-    assert not isinstance(caught.value, RenderError), "no bad row, but the end"
+def rows_of(tmp_path, texts):
+    lines = [json.dumps({"messages": [user(text), answer("b")]}) for text in texts]
+    (tmp_path / "c.jsonl").write_text("\n".join(lines))
 
 
-def test_the_limit_works_outside_the_main_thread_and_leaves_nothing_behind():
-    found = []
+def rendered(tmp_path, tok, processes):
+    """Return the reader and the number of documents of a corpus that other processes render."""
+    given = RowSettings(
+        tokenizer=tok, mask="assistant", vocab_size=len(tok), preparing=Preparing(4096)
+    )
+    reader = CorpusReader([str(tmp_path / "c.jsonl")], max_bad_rows=parse_limit("50%"))
+    builder = PlanBuilder(4096)
+    try:
+        render_into(builder, reader, given, processes)
+        return reader, len(builder.finish().doc_ids)
+    finally:
+        builder.discard()
 
-    def endless():
-        try:
-            with time_limit(0.05):
-                while True:
-                    with contextlib.suppress(Exception):
-                        json.dumps([1])
-        except TimeIsUp:
-            found.append(threading.current_thread().name)
 
-    threads = [threading.Thread(target=endless, name=str(i)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert sorted(found) == ["0", "1", "2"]
-    with time_limit(0.05):
-        pass
-    for _ in range(40):  # nothing is raised after the block
-        time.sleep(0.005)
+@FORKED
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("bomb", sorted(BOMBS))
+def test_a_row_at_which_a_template_takes_everything_is_a_bad_row(
+    tmp_path, monkeypatch, short, bomb, processes
+):
+    before = set(psutil.Process().children())
+    monkeypatch.setattr(in_order, "_FEW", 3)
+    monkeypatch.setattr(in_order, "_ROWS", 5)
+    text = "{% if messages[0].content == 'bomb' %}" + BOMBS[bomb] + "{% endif %}" + CHATML
+    rows_of(tmp_path, [*(f"hello {i}" for i in range(8)), "bomb", "hello again"])
+    reader, documents = rendered(tmp_path, template(text), processes)
+    assert documents == 9
+    (report,) = reader.reports
+    (example,) = report.bad_examples
+    assert example.startswith("c.jsonl:9: the chat template ")
+    assert (report.bad + report.unrendered, report.rows) == (1, 10)
+    assert not set(psutil.Process().children()) - before
+
+
+@FORKED
+@pytest.mark.parametrize("bomb", ["time", "numbers"])
+def test_a_template_that_never_ends_ends_the_run_in_words(tmp_path, short, bomb):
+    rows_of(tmp_path, ["a"] * 20)
+    with pytest.raises(CorpusError, match=r"did not finish in 0\.3 s .*; correct the template"):
+        rendered(tmp_path, template(BOMBS[bomb] + CHATML), 1)
+    late = "{% if messages[0].content == 'a' %}" + BOMBS[bomb] + "{% endif %}" + CHATML
+    with pytest.raises(CorpusError, match="3 times in a row; correct the template"):
+        rendered(tmp_path, template(late), 1)
+
+
+@FORKED
+@pytest.mark.parametrize("constant", ["10 ** 99999999", "'a' * 9999999999"])
+def test_constants_of_a_template_are_not_computed_here(short, constant):
+    """Jinja computes them when it compiles the template, which finds the names that it reads."""
+    tok = template("{{ " + constant + " }}" + CHATML)
+    try:
+        assert "messages" in Template(tok).names
+    except CorpusError as error:
+        assert "did not finish" in str(error)
+
+
+@FORKED
+def test_prompts_are_rendered_apart_with_the_same_errors(short):
+    text = "{% if messages[0].content == 'bomb' %}" + BOMBS["numbers"] + "{% endif %}" + CHATML
+    record = chat(user("bomb"))
+    apart, here = (Template(template(text), apart=a) for a in (True, False))
+    with pytest.raises(RenderError, match=r"did not finish in 0\.3 s") as hit:
+        apart.chat(record, record.messages).prompt(1)
+    assert hit.value.reason == "template-timeout"
+    fine, wrong = chat(user("hi")), chat({"role": "user", "content": "hi", "tool_calls": 3})
+    assert apart.chat(fine, fine.messages).prompt(1) == here.chat(fine, fine.messages).prompt(1)
+    strict = template("{{ raise_exception('no tools') }}")
+    messages = []
+    for place in (True, False):
+        with pytest.raises(RenderError) as hit:
+            Template(strict, apart=place).chat(wrong, wrong.messages).prompt(1)
+        messages.append(str(hit.value))
+    assert messages[0] == messages[1]

@@ -124,6 +124,33 @@ def test_the_next_command_captures_what_the_page_shows(target, corpus, tmp_path,
     assert resolve(EstimateConfig, args) == resolve(EstimateConfig, shown)
 
 
+def test_what_misleads_a_draft_is_named_where_it_is_counted(tmp_path, capsys, caplog):
+    """Documents are cut, and the template closes no turn while no token is known that ends one."""
+    bare = save_target(tmp_path / "bare")
+    (bare / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    for name in ("generation_config.json", "config.json", "tokenizer_config.json"):
+        if (bare / name).is_file():
+            table = json.loads((bare / name).read_text())
+            (bare / name).write_text(json.dumps(table | {"eos_token_id": None, "eos_token": None}))
+    texts = ["so 1 2 " * 70, "so 1"]
+    talks = [
+        [{"role": "user", "content": "count"}, {"role": "assistant", "content": t}] for t in texts
+    ]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"messages": t}) + "\n" for t in talks))
+    words = ["--corpus", str(tmp_path / "c.jsonl"), "--target", str(bare), "--max-length", "40"]
+    page = tmp_path / "page.html"
+    assert main(["preview", *words, "--out", str(page)]) == 0
+    words += ["--layers", "0,1,2"]
+    assert main(["estimate", *words, "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    section = next(s for s in read_page_data(page)["sections"] if s["title"] == "What was left out")
+    notes = [p["text"] for p in section["parts"] if p["kind"] == "note" and p["warning"]]
+    for what in ("of all tokens", "2 turns have no end-of-turn token"):
+        assert any(what in note for note in notes) and printed.count(what) == 2
+        assert any(what in r.getMessage() for r in caplog.records if r.levelname == "WARNING")
+    assert not any(p.get("note") == "Nothing was left out." for p in section["parts"])
+
+
 def test_a_user_is_told_what_is_wrong(target, corpus, tmp_path, capsys):
     empty = tmp_path / "empty.jsonl"
     empty.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n")

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from spec_data.shards.errors import MissingError, TargetError
 from spec_train.evaluation.report import run_eval
+from spec_train.evaluation.same_target import system_warnings
 from spec_train.options.command_options import EvalConfig
 from tests.draft_tools import read_json, unseal, write_json
 from tests.spec_train import fitted
@@ -25,7 +26,8 @@ place, target = fitted.place, fitted.target
 
 def evaluated(place: Path, target: Path | str, **changes) -> dict:
     options = {"max_new_tokens": 2, "device": "cpu", "draft": str(place / "run")} | changes
-    return run_eval(EvalConfig(target=str(target), prompts=str(place / "p.jsonl"), **options))
+    options = {"prompts": str(place / "p.jsonl")} | options
+    return run_eval(EvalConfig(target=str(target), **options))
 
 
 def warned(place: Path, target: Path, **changes) -> list[str]:
@@ -45,6 +47,23 @@ def test_other_kwargs_than_those_of_the_rows_are_named(place, target):
         'chat_template_kwargs: the draft was fitted with {"enable_thinking": false}, this target '
         "has {}: prompts are rendered in another way"
     )
+
+
+def test_prompts_with_system_messages_that_the_training_data_lacks_are_named():
+    ask, told = {"role": "user", "content": "a"}, {"role": "system", "content": "b"}
+    few = {"system_messages": {"with": 1, "without": 4}}
+    (line,) = system_warnings(few, [[told, ask]] * 7)
+    assert line.startswith("100% of the prompts and 20% of the conversations of the training data")
+    (line,) = system_warnings({"system_messages": {"with": 4, "without": 1}}, [[ask]])
+    assert line.startswith("0% of the prompts and 80%")
+    assert system_warnings(few, [[ask]] * 7) == system_warnings({}, [[told, ask]]) == []
+
+
+def test_the_share_of_system_messages_reaches_eval(place, target, tmp_path):
+    messages = [{"role": role, "content": "w9"} for role in ("system", "user")]
+    (tmp_path / "p.jsonl").write_text(json.dumps({"messages": messages}))
+    lines = warned(place, target, prompts=str(tmp_path / "p.jsonl"))
+    assert any(line.startswith("100% of the prompts and 0% of the conv") for line in lines)
 
 
 def test_a_fine_tuned_target_is_named(place, target):
