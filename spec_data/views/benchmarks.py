@@ -1,16 +1,17 @@
-"""The prompts of a benchmark as n-grams of token ids; see `overlap`."""
+"""The prompts of a benchmark as n-grams of token ids; see `prompt_overlap`."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spec_data.corpus.prompt_overlap import LEAST_TOKENS, Grams, add_prompt
 from spec_data.corpus.prompt_rows import parse_prompt
 from spec_data.corpus.record_reader import CorpusReader
-from spec_data.corpus.records import Record
+from spec_data.corpus.template import Template
 from spec_data.models.reading import load_tokenizer
 from spec_data.shards.errors import CorpusError, MissingError
-from spec_data.views.overlap import LEAST_TOKENS, Grams
 
 logger = logging.getLogger(__name__)
 
@@ -29,24 +30,25 @@ class Benchmark:
     grams: Grams
 
 
-def read_benchmark(name: str, tokenizer_dir: Path, size: int) -> Benchmark:
+def read_benchmark(
+    name: str, tokenizer_dir: Path, size: int, kwargs: Mapping[str, Any] | None = None
+) -> Benchmark:
     """Read the prompts of a file, directory or dataset, tokenised as in a dataset.
 
-    Rows are read as `spec-train eval --prompts` reads them. `size` is n.
+    Rows are read as `spec-train eval --prompts` reads them. `size` is n, `kwargs` are the template
+    kwargs of the dataset.
 
     Raises:
         MissingError: no such file.
         CorpusError: it cannot be read, or nothing in it can be compared.
         TargetError: no usable tokenizer.
     """
-    tokenizer = load_tokenizer(tokenizer_dir)
+    template = Template(load_tokenizer(tokenizer_dir), kwargs, apart=True)
     grams = Grams(size)
     try:
         reader = CorpusReader([name], split="test", parse=parse_prompt)
         for record in reader:
-            given = [record.input_ids] if record.input_ids is not None else []
-            texts = [tokenizer(t, add_special_tokens=False)["input_ids"] for t in _asked(record)]
-            grams.add([*given, *texts])
+            add_prompt(grams, record, template)
     except (MissingError, CorpusError) as error:
         raise type(error)(f"--decontaminate {str(error).removeprefix('corpus ')}") from error
     if grams.short == grams.prompts:
@@ -61,11 +63,3 @@ def read_benchmark(name: str, tokenizer_dir: Path, size: int) -> Benchmark:
         )
     sources = tuple({"source": r.source, "sha256": r.sha256} for r in reader.reports)
     return Benchmark(name=name, sources=sources, grams=grams)
-
-
-def _asked(record: Record) -> list[str]:
-    """Return the texts of a prompt that are its own: user messages, or the text to continue."""
-    if record.text is not None:
-        return [record.text]
-    own = [m["content"] for m in record.messages or () if m["role"] == "user"]
-    return [text for text in (*own, *record.follow_ups) if isinstance(text, str)]

@@ -12,6 +12,7 @@ import numpy as np
 from spec_data.options.view_options import SelectConfig
 from spec_data.progress import progress
 from spec_data.shards.errors import ConfigError, DatasetError
+from spec_data.shards.identity import identity_of, usual_kwargs
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import SUPERVISED
 from spec_data.shards.turn_masks import check_policy
@@ -133,7 +134,8 @@ class _Chosen:
 
     def _overlap(self, name: str) -> Condition:
         tokenizer = self.stored.dataset.target_dir
-        benchmark = read_benchmark(name, tokenizer, self.config.ngram)
+        kwargs = usual_kwargs(identity_of(self.stored.manifest))
+        benchmark = read_benchmark(name, tokenizer, self.config.ngram, kwargs)
         self._benchmarks.append(benchmark)
 
         def wanted(documents: np.ndarray) -> np.ndarray:

@@ -18,6 +18,7 @@ import transformers
 
 from spec_data import __version__
 from spec_data.config import to_dict
+from spec_data.corpus.prompt_overlap import Grams, add_prompt
 from spec_data.corpus.template import Template
 from spec_data.devices import compute_dtype, usable_device
 from spec_data.paths import check_file_to_write
@@ -188,9 +189,10 @@ def _decode(
     prompts = read_prompts(str(config.prompts), template, config.limit, config.max_bad_rows)
     chats = [p.record.messages for p in prompts if p.record.messages is not None]
     _warn(warnings, system_warnings(trained, chats))
-    known = find_trained(
-        [prompt.ids for prompt in prompts], run, Path(config.data) if config.data else None
-    )
+    grams = Grams()
+    for prompt in prompts:
+        add_prompt(grams, prompt.record, template)
+    known = find_trained(grams, run, Path(config.data) if config.data else None)
     _warn(warnings, prompt_warnings(prompts, known))
     model = load_target(config, directory, device, trained.get("rope_factors"))
     _warn(warnings, check_draft(draft, model))

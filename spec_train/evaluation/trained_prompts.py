@@ -1,8 +1,8 @@
-"""Which prompts are the beginnings of training documents: a draft knows their answers.
+"""Which prompts are in training documents: a draft knows their answers.
 
 On such prompts more drafted tokens are accepted than on new ones, and nothing else shows it. The
-comparison is exact and reads only token ids: a prompt was trained on if a document of the training
-data begins with all of its tokens. Documents that the run held out do not count.
+comparison is that of `select --decontaminate` (`spec_data/corpus/prompt_overlap.py`). Documents
+that the run held out do not count.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from spec_data.corpus.prompt_overlap import NGRAM, Grams
 from spec_data.progress import progress
 from spec_data.shards.errors import ConfigError, SpecDataError
 from spec_data.shards.reader import HiddenStatesDataset
@@ -37,20 +38,18 @@ class TrainedPrompts:
     problem: str | None = None
 
 
-def find_trained(
-    prompts: Sequence[Sequence[int]], run: dict[str, Any] | None, data: Path | None
-) -> TrainedPrompts:
-    """Compare prompts (token ids) with the training documents of a draft.
+def find_trained(grams: Grams, run: dict[str, Any] | None, data: Path | None) -> TrainedPrompts:
+    """Compare prompts with the training documents of a draft.
 
     Args:
-        prompts: the token ids of each prompt.
+        grams: the n-grams of the prompts.
         run: the facts of the draft's run (see run_record.py), None without a run.
         data: the dataset of `--data`; of a draft without a run, it counts as the training data.
     """
     paths = [*(run["sources"] if run is not None else ()), *([] if data is None else [data])]
     if not paths:
         return TrainedPrompts(numbers=None, data=[], problem="the training data is not known")
-    prefixes = _Prefixes(prompts)
+    found: set[int] = set()
     compared, problem = [], None
     for path in dict.fromkeys(map(Path, paths)):
         try:
@@ -61,12 +60,12 @@ def find_trained(
                 continue
             if run is not None:
                 dataset = open_with_mask(path, run.get("mask"), _COLUMNS)
-            prefixes.compare(dataset, _training_documents(dataset, run))
+            found |= _compare(grams, dataset, _training_documents(dataset, run))
         except SpecDataError as error:
             problem = str(error)
             continue
         compared.append(str(path))
-    numbers = sorted(prefixes.found) if compared else None
+    numbers = sorted(found) if compared else None
     return TrainedPrompts(numbers=numbers, data=compared, problem=problem)
 
 
@@ -103,8 +102,9 @@ def prompt_warnings(prompts: Prompts, trained: TrainedPrompts) -> list[str]:
     if trained.numbers:
         first = prompts.found[trained.numbers[0]].where
         found.append(
-            f"{len(trained.numbers)} of {len(prompts)} prompts are training documents (the first: "
-            f"{first}): the draft knows their answers, and its acceptance on new prompts is lower"
+            f"{len(trained.numbers)} of {len(prompts)} prompts are in training documents (the "
+            f"first: {first}): {NGRAM} token ids in a row, or a whole shorter prompt. The draft "
+            "knows their answers, and its acceptance on new prompts is lower"
         )
     return found
 
@@ -119,38 +119,17 @@ def prompt_lines(report: dict[str, Any]) -> list[tuple[str, str, str]]:
         lines.append(("  trained on", "-", f"not checked: {problem}"))
     else:
         missing = f"; not all were compared: {problem}" if problem else ""
-        meaning = f"of {report['prompts']:,} prompts are training documents{missing}"
+        meaning = f"of {report['prompts']:,} prompts are in training documents{missing}"
         lines.append(("  trained on", f"{count:,}", meaning))
     return lines
 
 
-class _Prefixes:
-    """The prompts, to be compared with many documents."""
-
-    def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
-        self.found: set[int] = set()
-        whole = [np.asarray(prompt, np.int64).tobytes() for prompt in prompts]
-        self._lengths = sorted({len(prompt) for prompt in prompts if len(prompt)})
-        self._known: list[tuple[int, set[bytes], dict[bytes, list[int]]]] = []
-        for length in self._lengths:
-            size = 8 * length
-            ends: dict[bytes, list[int]] = {}
-            for number, prompt in enumerate(whole):
-                if len(prompt) == size:
-                    ends.setdefault(prompt, []).append(number)
-            self._known.append((size, {p[:size] for p in whole if len(p) >= size}, ends))
-
-    def compare(self, dataset: HiddenStatesDataset, documents: Sequence[int]) -> None:
-        """Add the prompts with which one of `documents` begins to `found`."""
-        if not self._lengths:
-            return
-        buffer = torch.zeros(self._lengths[-1], dtype=torch.int64)
-        names = progress(documents, unit="documents", desc="prompts in training data", leave=False)
-        for document in names:
-            count = dataset.read_into(document, {_IDS: buffer}, 0, len(buffer))
-            beginning = buffer[:count].numpy().tobytes()
-            for size, prefixes, ends in self._known:
-                part = beginning[:size]
-                if len(part) < size or part not in prefixes:
-                    break
-                self.found.update(ends.get(part, ()))
+def _compare(grams: Grams, dataset: HiddenStatesDataset, documents: Sequence[int]) -> set[int]:
+    """Return the prompts that some documents of a dataset overlap."""
+    found: set[int] = set()
+    buffer = torch.zeros(int(dataset.lengths.max()), dtype=torch.int64)
+    names = progress(documents, unit="documents", desc="prompts in training data", leave=False)
+    for document in names:
+        count = dataset.read_into(document, {_IDS: buffer}, 0, len(buffer))
+        found |= grams.matches(buffer[:count].numpy().astype(np.int32))
+    return found

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from spec_data.cli import main
+from spec_data.corpus.prompt_overlap import Grams
 from spec_data.options.view_options import DropColumnsConfig, SelectConfig
 from spec_data.shards import seal as sealing
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError, RunError
@@ -21,7 +22,6 @@ from spec_data.views import write_view as writing
 from spec_data.views.benchmarks import read_benchmark
 from spec_data.views.choosing import sample_size
 from spec_data.views.drop_columns import plan_drop_columns
-from spec_data.views.overlap import Grams
 from spec_data.views.scores import document_scores
 from spec_data.views.select_view import plan_select
 from spec_data.views.stored_documents import document_id
@@ -385,13 +385,16 @@ def test_prompts_are_compared_without_what_all_of_them_share(tmp_path):
     file = tmp_path / "bench.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = read_benchmark(str(file), tmp_path / "tokenizer", 10)
-    assert (found.grams.prompts, found.grams.short) == (2, 1)
+    assert (found.grams.prompts, found.grams.short) == (2, 0)
 
     def matches(text):
         return found.grams.matches(np.array(tok(text)["input_ids"], np.int32))
 
     assert matches(f"<|im_start|>user\n{asked}<|im_end|>") == {0}
     assert matches(f"<|im_start|>system\n{system}<|im_end|>") == set()
+    alone = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello"
+    assert matches(alone) == {1}, "a short prompt is compared as all that serving sends"
+    assert matches("<|im_start|>user\nhello" + alone) == set()
 
 
 def test_a_view_of_the_first_format_has_checksums(data, tmp_path):

@@ -4,8 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from spec_data.corpus.chat import Renderer
+from spec_data.corpus.prompt_overlap import Grams, add_prompt
+from spec_data.corpus.template import Template
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.order import SPLIT_RULE
@@ -17,6 +21,8 @@ from spec_train.evaluation.same_target import kwargs_for
 from spec_train.evaluation.trained_prompts import find_trained
 from tests.factory import tiny_dataset
 from tests.spec_data.corpus import templates
+from tests.spec_data.corpus.chat_cases import answer, user
+from tests.spec_data.corpus.test_template import chat
 from tests.spec_train.evaluation import tools as evaluate_tools
 from tests.spec_train.evaluation.tools import config_of, respond
 
@@ -54,19 +60,46 @@ def facts_of(run: Path) -> dict[str, Any]:
     return facts
 
 
+def grams_of(prompts) -> Grams:
+    """Return prompts as their template renders them: <user> ... <assistant>."""
+    grams = Grams()
+    for ids in prompts:
+        grams.add([ids[1:-1]], ids)
+    return grams
+
+
+@pytest.mark.parametrize(
+    "text", ["hi", "how many apples do seven children carry home in their bags"]
+)
+def test_blanks_around_a_prompt_hide_no_leak(text):
+    tok = templates.tokenizer("chatml")
+    (document,) = Renderer(tok).render(chat(user(text), answer("fine")))
+    (later,) = Renderer(tok).render(chat(user("so"), answer("well"), user(text), answer("fine")))
+    (other,) = Renderer(tok).render(chat(user(text[:-2] + "x"), answer("fine")))
+    for asked in (text, f"{text} ", f"\n{text}\n"):
+        grams = Grams()
+        add_prompt(grams, chat(user(asked)), Template(tok))
+        ids = [np.array(d.input_ids, np.int32) for d in (document, later, other)]
+        found = [grams.matches(one) for one in ids]
+        assert found[0] == {0} and (len(text) < 9 or found[1] == {0})
+        assert len(text) >= 9 or found[2] == set()
+
+
 def test_prompts_that_begin_training_documents_are_found_and_held_out_ones_are_not(run, prompts):
     facts = facts_of(run)
     data = facts["sources"][0]
     dataset = HiddenStatesDataset(data)
     learned = choose_documents(dataset, "train", facts)[0]
     assert 0 < len(learned) < 12, "no document is held out: the test shows nothing"
-    found = find_trained(prompts, facts, None)
+    found = find_trained(grams_of(prompts), facts, None)
     assert (found.numbers, found.data, found.problem) == (learned, [str(data)], None)
-    assert find_trained(prompts, None, data).numbers == list(range(12)), "no run: every document"
+    assert find_trained(grams_of(prompts), None, data).numbers == list(range(12)), (
+        "no run: every document"
+    )
     beginnings = [prompt[:-1] for prompt in prompts]  # a beginning too, but of no one's answer
-    assert find_trained(beginnings, facts, None).numbers == learned
-    others = [[*prompt[:-1], 63] for prompt in prompts]
-    assert find_trained([*others, [], [1] * 999], facts, None).numbers == []
+    assert find_trained(grams_of(beginnings), facts, None).numbers == learned
+    others = [[*prompt[:-2], 63, 2] for prompt in prompts]
+    assert find_trained(grams_of([*others, [], [1] * 999]), facts, None).numbers == []
 
 
 def test_masks_are_read_where_the_index_does_not_tell_what_was_trained(run, target, tmp_path):
@@ -83,26 +116,28 @@ def test_masks_are_read_where_the_index_does_not_tell_what_was_trained(run, targ
         "validation": 0.0,
     }
     prompts = [[1] * 4, [2] * 4]
-    found = find_trained(prompts, facts, None)
+    found = find_trained(grams_of(prompts), facts, None)
     assert (found.numbers, found.problem) == ([0], None)
     # trained with other masks, the second one was
-    assert find_trained(prompts, facts | {"mask": "assistant"}, None).numbers == [0, 1]
+    assert find_trained(grams_of(prompts), facts | {"mask": "assistant"}, None).numbers == [0, 1]
 
 
 def test_data_that_cannot_be_compared_is_named(run, prompts, tmp_path, target):
     facts = facts_of(run)
-    gone = find_trained(prompts, facts | {"sources": [tmp_path / "gone"]}, None)
+    gone = find_trained(grams_of(prompts), facts | {"sources": [tmp_path / "gone"]}, None)
     assert gone.numbers is None and "no such dataset directory" in str(gone.problem)
-    assert find_trained(prompts, None, None).problem == "the training data is not known"
+    assert find_trained(grams_of(prompts), None, None).problem == "the training data is not known"
     other = tiny_dataset(tmp_path / "other", n_docs=2, layers=(0, 1, 2), model=target)
-    moved = find_trained(prompts, facts | {"sources": [other]}, None)
+    moved = find_trained(grams_of(prompts), facts | {"sources": [other]}, None)
     assert moved.numbers is None and "is not the dataset that the draft was tr" in str(
         moved.problem
     )
-    both = find_trained(prompts, facts | {"sources": [tmp_path / "gone", *facts["sources"]]}, other)
+    both = find_trained(
+        grams_of(prompts), facts | {"sources": [tmp_path / "gone", *facts["sources"]]}, other
+    )
     assert both.numbers and both.data == [str(facts["sources"][0])] and both.problem
     data = facts["sources"][0]
-    found = find_trained(prompts, facts | {"sources": [tmp_path / "gone"]}, data)
+    found = find_trained(grams_of(prompts), facts | {"sources": [tmp_path / "gone"]}, data)
     assert found.numbers and found.data == [str(data)], "--data is the dataset of the run"
 
 
@@ -111,12 +146,12 @@ def test_eval_warns_of_training_documents(run, workplace, capsys):
     learned = choose_documents(HiddenStatesDataset(run.parent / "data"), "train", facts_of(run))[0]
     count = sum(number < 6 for number in learned)  # six of the prompts are the first six
     assert report["trained_prompts"] == count > 0
-    (warning,) = [w for w in report["warnings"] if "training documents" in w]
-    assert warning.startswith(f"{count} of 7 prompts are training documents (the first: ")
-    assert "of 7 prompts are training documents\n" in capsys.readouterr().out
+    (warning,) = [w for w in report["warnings"] if "in training documents" in w]
+    assert warning.startswith(f"{count} of 7 prompts are in training documents (the first: ")
+    assert "of 7 prompts are in training documents\n" in capsys.readouterr().out
     report = run_eval(config_of(workplace, max_new_tokens=2, limit=1))
     assert report["trained_prompts"] is None
-    assert not [w for w in report["warnings"] if "training documents" in w]
+    assert not [w for w in report["warnings"] if "in training documents" in w]
     assert "not checked: the training data is not known" in capsys.readouterr().out
 
 

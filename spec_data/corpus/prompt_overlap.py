@@ -1,0 +1,151 @@
+"""Whether a document contains parts of prompts: n-grams of token ids.
+
+`select --decontaminate` and `eval` have this rule in common. Prompts are tokenised with the
+dataset's own tokenizer, without the blanks around them. Only the texts of user messages count: what
+the chat template adds, and a system prompt, are in every document. A document overlaps if n token
+ids in a row are those of a prompt. A shorter text counts as a whole, if it has 8 tokens or more. If
+no text of a prompt has as many, the document must begin with all that serving sends for it.
+The comparison is exact: hashes find candidates, and then the ids are compared.
+
+Shapes: T tokens of a document, n tokens of an n-gram, K n-grams.
+"""
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from spec_data.corpus.documents import RenderError
+from spec_data.corpus.records import Record
+from spec_data.corpus.template import Template
+
+NGRAM = 13
+"""Token ids in a row that two texts share by chance only rarely."""
+LEAST_TOKENS = 8
+"""Shorter texts are too common to say anything."""
+_FACTOR = 0x9E3779B97F4A7C15  # odd, so that it has an inverse
+_BITS = 22
+
+
+@dataclass
+class Grams:
+    """The n-grams of the prompts of a benchmark or an evaluation.
+
+    Attributes:
+        size: n; shorter prompts are n-grams of their own length.
+        prompts: how many prompts were added; short: those that were too short to compare.
+    """
+
+    size: int = NGRAM
+    prompts: int = 0
+    short: int = 0
+    _owners: dict[bytes, set[int]] = field(default_factory=dict)
+    _beginnings: dict[bytes, set[int]] = field(default_factory=dict)
+    _known: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def add(self, texts: Iterable[Sequence[int]], whole: Sequence[int] = ()) -> None:
+        """Add a prompt: the token ids of each of its texts, and of all that serving sends.
+
+        The latter are compared with the beginnings of documents if every text is too short.
+        """
+        number, self.prompts = self.prompts, self.prompts + 1
+        added = False
+        for ids in texts:
+            own = np.asarray(ids, np.int32)
+            if len(own) < min(LEAST_TOKENS, self.size):
+                continue
+            added = True
+            for gram in windows(own, min(self.size, len(own))):
+                self._owners.setdefault(gram.tobytes(), set()).add(number)
+        if not added and len(whole):
+            added = True
+            self._beginnings.setdefault(np.asarray(whole, np.int32).tobytes(), set()).add(number)
+        self.short += not added
+        self._known = {}
+
+    def matches(self, ids: np.ndarray) -> set[int]:
+        """Return the numbers of the prompts that a document, int32 [T], overlaps."""
+        if not self._known:
+            self._known = self._tables()
+        found: set[int] = set()
+        for size in {len(beginning) // 4 for beginning in self._beginnings}:
+            found |= self._beginnings.get(ids[:size].tobytes(), set())
+        for size, known in self._known.items():
+            if len(ids) < size:
+                continue
+            grams = windows(ids, size)
+            for place in np.flatnonzero(known[_short_hashes(ids, size)]).tolist():
+                found |= self._owners.get(grams[place].tobytes(), set())
+        return found
+
+    def _tables(self) -> dict[int, np.ndarray]:
+        """Return which hashes the n-grams of each length have, bool [2 ** _BITS] each."""
+        tables: dict[int, np.ndarray] = {}
+        for gram in self._owners:
+            size = len(gram) // 4
+            table = tables.setdefault(size, np.zeros(1 << _BITS, bool))
+            table[_short_hashes(np.frombuffer(gram, np.int32), size)] = True
+        return tables
+
+
+def windows(ids: np.ndarray, size: int) -> np.ndarray:
+    """Return all runs of `size` token ids, int32 [T - size + 1, size]; a view of `ids` [T]."""
+    return np.lib.stride_tricks.sliding_window_view(ids, size)
+
+
+def _short_hashes(ids: np.ndarray, size: int) -> np.ndarray:
+    """Return a hash of each run of `size` ids of int32 [T], uint64 [T - size + 1] below 2 ** _BITS.
+
+    It is a polynomial of the ids modulo 2 ** 64: the difference of two sums, moved to power 0.
+    """
+    power, inverse = _powers(1 << max(len(ids) - 1, 1).bit_length())
+    sums = np.zeros(len(ids) + 1, np.uint64)
+    with np.errstate(over="ignore"):
+        np.cumsum((ids.astype(np.uint64) + np.uint64(1)) * power[: len(ids)], out=sums[1:])
+        runs = (sums[size:] - sums[:-size]) * inverse[: len(ids) - size + 1]
+    return runs >> np.uint64(64 - _BITS)
+
+
+@functools.lru_cache(maxsize=32)
+def _powers(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the powers 0 to `count` - 1 of a factor and of its inverse, uint64 [count] each."""
+    with np.errstate(over="ignore"):
+        power, inverse = (
+            np.cumprod(np.r_[np.uint64(1), np.full(count - 1, base, np.uint64)])
+            for base in (_FACTOR, pow(_FACTOR, -1, 1 << 64))
+        )
+    return power, inverse
+
+
+def add_prompt(grams: Grams, record: Record, template: Template) -> None:
+    """Add the prompt of a row: its user messages, or the tokens or the text to continue."""
+    if record.input_ids is not None:
+        grams.add([record.input_ids], record.input_ids)
+        return
+    messages = record.messages or []
+    own = [m["content"] for m in messages if m["role"] == "user"]
+    own = [record.text or ""] if record.messages is None else [*own, *record.follow_ups]
+    tokenizer = template.tokenizer
+    texts = [
+        list(tokenizer(text.strip(), add_special_tokens=False)["input_ids"])
+        for text in own
+        if isinstance(text, str)
+    ]
+    grams.add(
+        texts, _sent(record, template) if max(map(len, texts), default=0) < LEAST_TOKENS else ()
+    )
+
+
+def _sent(record: Record, template: Template) -> list[int]:
+    """Return what serving sends for a prompt without blanks around its messages; [] if unknown."""
+    messages = [
+        m | {"content": m["content"].strip()} if isinstance(m.get("content"), str) else m
+        for m in record.messages or ()
+    ]
+    try:
+        if record.messages is None:
+            return list(template.tokenizer((record.text or "").strip())["input_ids"])
+        return template.chat(record, messages).prompt(len(messages))
+    except RenderError:
+        return []
