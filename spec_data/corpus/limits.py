@@ -26,8 +26,8 @@ from typing import Any
 
 from spec_data.shards.errors import CorpusError, RunError
 
-SECONDS = 30.0  # of computing in one block; a template takes milliseconds
-MEMORY = 2 << 30  # bytes that a block may add
+SECONDS = 10.0  # of computing in one block; a template takes milliseconds
+MEMORY = 1 << 30  # bytes that a block may add
 FORKS = sys.platform == "linux"
 _TIMEOUTS = 3  # inputs in a row that do not end: the next ones would not end either
 _PARALLEL_TOKENS = "TOKENIZERS_PARALLELISM"
