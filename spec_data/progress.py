@@ -1,14 +1,17 @@
-"""Progress of long work: a bar on a terminal or in a notebook, one line every ten seconds in a log.
+"""Progress of long work: a bar on a terminal or in a notebook, lines in a log.
 
 Both programs make their bars with `progress`. On a terminal the bar is redrawn in place and always
 fits the width. Elsewhere no bar is drawn; what it would show is logged, so that a log file never
-holds carriage returns. The lines also reach the file of --log-file. No torch here.
+holds carriage returns. The first lines are ten seconds apart, later ones up to five minutes, so that
+a day of work fills a page or two. The lines also reach the file of --log-file. No torch here.
 """
 
 import contextlib
 import logging
 import math
+import os
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -18,7 +21,8 @@ from tqdm.auto import tqdm
 logger = logging.getLogger(__name__)
 
 LINE_SECONDS = 10.0
-"""Seconds between two lines about one bar in a log."""
+"""Seconds between the first two lines about one bar in a log."""
+_SLOWER, _MOST_SECONDS = 1.2, 300.0  # each pause is so many times the one before, up to this
 
 _REDRAW_SECONDS = 0.2
 _SCALED_UNITS = ("tok", "B")
@@ -78,9 +82,12 @@ class _Nowhere:
 class Bar(tqdm):
     """A tqdm bar that never exceeds the terminal's width and reports to the log as well."""
 
+    initial = 0  # tqdm sets it only on a bar that is drawn
+
     def __init__(self, *args: Any, **options: Any) -> None:
         logged = _lines_wanted or isinstance(options.get("file"), _Nowhere)
-        self._next_line = time.monotonic() + LINE_SECONDS if logged else math.inf
+        self._pause = LINE_SECONDS
+        self._next_line = time.monotonic() + self._pause if logged else math.inf
         self._logged = logged
         super().__init__(*args, **options)
 
@@ -100,11 +107,12 @@ class Bar(tqdm):
         return tqdm.format_meter(ncols=ncols, **options)
 
     def display(self, *args: Any, **options: Any) -> Any:
-        """Redraw the bar, and log a line where the last one is ten seconds old."""
+        """Redraw the bar, and log a line where one is due."""
         shown = super().display(*args, **options)
         now = time.monotonic()
         if now >= self._next_line:
-            self._next_line = now + LINE_SECONDS
+            self._pause = min(self._pause * _SLOWER, max(_MOST_SECONDS, LINE_SECONDS))
+            self._next_line = now + self._pause
             logger.info("%s", self.line())
         return shown
 
@@ -129,6 +137,20 @@ class Bar(tqdm):
         if total and rate > 0 and n < total:
             parts += [f"{tqdm.format_interval((total - n) / rate)} left"]
         return f"{facts['prefix']}: {', '.join([*parts, *filter(None, [facts['postfix']])])}"
+
+
+def _use_own_lock() -> None:
+    """Give bars a lock of this process alone.
+
+    tqdm's own lock is a semaphore that forked processes share: one that is killed while it holds
+    it stops every bar of its parent, for good.
+    """
+    Bar.set_lock(threading.RLock())
+
+
+_use_own_lock()
+if hasattr(os, "register_at_fork"):  # a thread of the parent may hold the lock at the fork
+    os.register_at_fork(after_in_child=_use_own_lock)
 
 
 def progress(
