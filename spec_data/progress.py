@@ -2,8 +2,8 @@
 
 Both programs make their bars with `progress`. On a terminal the bar is redrawn in place and always
 fits the width. Elsewhere no bar is drawn; what it would show is logged, so that a log file never
-holds carriage returns. The first lines are ten seconds apart, later ones up to five minutes, so that
-a day of work fills a page or two. The lines also reach the file of --log-file. No torch here.
+holds carriage returns. The first lines are ten seconds apart, later ones up to five minutes: a day
+of work is some three hundred lines. They also reach the file of --log-file. No torch here.
 """
 
 import contextlib

@@ -31,6 +31,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Modules with long tests come first, so that no worker ends with one while others idle."""
     long = {item.path for item in items if item.get_closest_marker("long")}
     items.sort(key=lambda item: item.path not in long)
+    for item in items:
+        if item.get_closest_marker("engines"):
+            item.add_marker(pytest.mark.timeout(1000))  # an engine starts in minutes
 
 
 def pytest_collection_finish() -> None:

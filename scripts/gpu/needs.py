@@ -16,7 +16,7 @@ NEEDED = {
     "multiprocess": "0.70",
     "pandas": "1",
     "fsspec": "2023.1",
-    "filelock": "3.16",
+    "filelock": "3.31",
     "tqdm": "4.66",
     "xxhash": "3.4",
     "jinja2": "3.1",
