@@ -195,15 +195,25 @@ class RunDirectory:
         if final.exists():  # it was damaged, or this step is saved a second time
             _remove(final)
         self._write_directory(final, write)
-        self._link("last", final)
+        self._settle(final)
+        return final
+
+    def _settle(self, newest: Path) -> None:
+        """Point `last` at the newest checkpoint; delete the oldest, and drafts that were best."""
+        if self._pointed("last") != newest.name:
+            self._link("last", newest)
         for old in checkpoints_of(self.path)[: -self.keep]:
             _remove(old)
-        return final
+        best = self._pointed("best")
+        for old in self.path.glob("best-*") if best else ():
+            if old.name != best:
+                _remove(old)
 
     def load_newest(self) -> Saved | None:
         """Return the newest intact checkpoint, or None if there is no checkpoint.
 
         A damaged checkpoint is logged and renamed to `damaged-...`; then the one before it is read.
+        What a kill after the rename of a checkpoint left undone is done: see `_settle`.
 
         Raises:
             RunError: there are checkpoints, and all are damaged.
@@ -218,6 +228,7 @@ class RunDirectory:
                         "overlooked",
                         checkpoint / STATE,
                     )
+                self._settle(checkpoint)
                 return saved
             except DraftError as error:
                 problems.append(str(error))

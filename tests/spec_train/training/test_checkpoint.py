@@ -100,6 +100,22 @@ def test_a_kill_while_saving_leaves_the_previous_state(run, where, monkeypatch):
     assert again.load_newest().step == 2
 
 
+def test_what_a_kill_after_the_rename_left_undone_is_done_when_it_resumes(run, monkeypatch):
+    for step in (1, 2):
+        save(run, step)
+        run.save_best(step, save_draft_of(step), {"acceptance_length": 2.0}, {})
+    for killed in (save, lambda run, step: run.save_best(step, save_draft_of(step), {}, {})):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(Path, "replace", boom)
+            killed(run, 3)
+    assert (run.path / "last").resolve().name == "checkpoint-00000002"
+    assert len(list(run.path.glob("best-*"))) == 2
+    assert reopen(run).load_newest().step == 3
+    assert (run.path / "last").resolve().name == "checkpoint-00000003"
+    assert len(list(run.path.glob("checkpoint-*"))) == run.keep
+    assert [p.name for p in run.path.glob("best-*")] == ["best-00000002"]
+
+
 def test_kill_9_at_random_moments(tmp_path):
     """A child saves without a pause; what it leaves behind is complete and can be resumed."""
     rng = random.Random(0)
