@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TextIO
 
 from spec_data.paths import check_value
-from spec_data.shards.errors import ConfigError, SpecDataError
+from spec_data.shards.errors import REFUSALS, ConfigError, SpecDataError, file_error
 
 log = logging.getLogger(__name__)
 
@@ -341,15 +341,21 @@ def _in_words(
     if isinstance(error, KeyboardInterrupt):
         code = 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
         return code, when_stopped() if when_stopped else "interrupted"
-    if isinstance(error, BrokenPipeError):
-        # the reader of stdout is gone; the interpreter must not complain at its last flush
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    refused = isinstance(error, OSError) and error.errno in REFUSALS
+    if isinstance(error, BrokenPipeError) or (refused and getattr(error, "filename", "") is None):
+        # of stdout: the interpreter must not complain at its last flush
+        with contextlib.suppress(OSError):  # a stdout of a Python caller
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):  # its reader is gone
         return 128 + signal.SIGPIPE, ""
     if isinstance(error, SpecDataError):
         return error.exit_code, f"error: {error}"
     hint = "run again with --debug for the traceback"
+    if isinstance(error, OSError) and refused:
+        return 1, f"error: {file_error(error)}"
     if isinstance(error, OSError):
-        return 1, f"error: {error} ({hint})"
+        place = "" if error.filename is None else f"{error.filename}: "
+        return 1, f"error: {place}{error.strerror or error} ({hint})"
     if isinstance(error, Exception):
         return 1, f"error: {type(error).__name__}: {error} ({hint})"
     raise error

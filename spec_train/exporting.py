@@ -7,7 +7,6 @@ files are made from what the class saves, never copied from the input directory.
 import dataclasses
 import json
 import logging
-import os
 import shlex
 import shutil
 from pathlib import Path
@@ -19,6 +18,7 @@ from spec_data.models.identify import identify_files
 from spec_data.models.resolve import cached_model, local_directory
 from spec_data.paths import check_directory_to_write, make_directory
 from spec_data.shards.errors import ConfigError, DraftError, RunError
+from spec_data.shards.files import remove_left_of, temporary_name, write_atomically
 from spec_train.drafts import Draft, load_draft, own_files, read_draft
 from spec_train.formats.draft_card import CARD, draft_card
 from spec_train.formats.draft_files import DraftFiles, write_files
@@ -199,11 +199,12 @@ def _write_once(written: DraftFiles, checked: CheckedDraft, out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out}: exists already; pass a new directory")
     make_directory("--out", out.parent)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    remove_left_of(out)
+    temporary = temporary_name(out)
     try:
         write_files(written, temporary)
         _verify(temporary, checked.own, checked.target)
-        (temporary / CARD).write_text(checked.card, encoding="utf-8")
+        write_atomically(temporary / CARD, checked.card)
         if out.exists():
             out.rmdir()
         temporary.rename(out)

@@ -12,7 +12,7 @@ from safetensors.torch import save
 from spec_data.conversion.from_speculators import FOLDER, IDS, STATES
 from spec_data.conversion.unnormed import Unnormed
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.files import write_atomically
+from spec_data.shards.files import write_atomically, writing
 from spec_data.shards.layer_ids import as_block_inputs
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import FINAL, layer_column
@@ -62,7 +62,8 @@ class SpeculatorsWriter:
             for first in range(0, count, _ROWS)
         ]
         rows = datasets.Dataset(pa.concat_tables(parts))
-        rows.with_format("torch").save_to_disk(str(self._out))  # the library expects tensors
+        with writing(self._out):
+            rows.with_format("torch").save_to_disk(str(self._out))  # the library expects tensors
         ids = " ".join(map(str, as_block_inputs(self._layers)))
         lines = [f"train with --target-layer-ids {ids} (inputs of blocks, as vLLM counts)"]
         if self._unnormed is not None:

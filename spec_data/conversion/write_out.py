@@ -19,7 +19,7 @@ from spec_data.options.conversion_options import ExportDataConfig
 from spec_data.paths import make_directory
 from spec_data.progress import progress, size
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
-from spec_data.shards.files import dump_json, write_atomically
+from spec_data.shards.files import dump_json, is_temporary, temporary_files, write_atomically
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import ALL, FINAL
 
@@ -96,6 +96,8 @@ def export_dataset(config: ExportDataConfig) -> ExportedStates:
         "target": dataset.manifest.target.get("name"),
     }
     _claim(out, record)
+    for unfinished in temporary_files(out):
+        unfinished.unlink()
     left = [n for n in range(count) if not writer.file(n).is_file()]
     _check_space(out, needed * len(left) // max(1, count))
     columns = list(dict.fromkeys(["input_ids", "loss_mask", *writer.columns]))
@@ -159,7 +161,7 @@ def _claim(out: Path, record: dict[str, Any]) -> None:
                 f"{out} holds another export:\n  " + "\n  ".join(changed) + "\nUse another --out"
             )
         return
-    if out.exists() and any(out.iterdir()):
+    if out.exists() and not all(map(is_temporary, out.iterdir())):
         raise DatasetError(f"{out} is not empty; choose another --out (nothing was changed)")
     make_directory("--out", out)
     write_atomically(file, dump_json(record))

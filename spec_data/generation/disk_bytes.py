@@ -17,7 +17,7 @@ from spec_data.generation.setup import Setup
 from spec_data.generation.target_files import GENERATION_CONFIG, config_json
 from spec_data.models.parameter_counts import empty_model
 from spec_data.models.reading import text_config
-from spec_data.shards.files import dump_json
+from spec_data.shards.files import dump_json, writing
 from spec_data.target.head_form import head_parts
 
 _INDEX_ROW = 4 + 4 + 5 * 4 + 8  # two text offsets, five int32, a checksum
@@ -75,5 +75,6 @@ def _target_files(setup: Setup) -> int:
     if generation.is_file():
         total += generation.stat().st_size
     with tempfile.TemporaryDirectory() as scratch:
-        setup.tokenizer.save_pretrained(scratch)
+        with writing(Path(scratch)):
+            setup.tokenizer.save_pretrained(scratch)
         return total + sum(p.stat().st_size for p in Path(scratch).rglob("*") if p.is_file())

@@ -29,6 +29,7 @@ from spec_data.shards.files import (
     sha256_json,
     temporary_name,
     write_atomically,
+    writing,
 )
 from spec_data.shards.packing import pack_documents
 from spec_data.shards.schema import Column
@@ -230,7 +231,7 @@ def link_or_copy(source: Path, file: Path) -> None:
         OSError: the disk is full; no file is left behind.
     """
     temporary = temporary_name(file)
-    try:
+    with writing(file, temporary):
         try:
             os.link(source, temporary)
         except OSError:  # another file system, or one without links
@@ -238,9 +239,6 @@ def link_or_copy(source: Path, file: Path) -> None:
             with temporary.open("rb+") as copy:
                 os.fsync(copy.fileno())
         replace_durably(temporary, file)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def read_settings(folder: Path) -> dict[str, Any] | None:

@@ -42,7 +42,7 @@ from spec_data.options.generate_options import GenerateConfig
 from spec_data.progress import progress, size
 from spec_data.shards.cache_directory import CACHE_VARIABLE
 from spec_data.shards.errors import ConfigError, RunError, SpecDataError
-from spec_data.shards.files import unit_name
+from spec_data.shards.files import remove_left_of, unit_name
 from spec_data.shards.follow import WORK
 from spec_data.shards.reader import MANIFEST
 from spec_data.shards.reclaim import units_to_keep, wait_for_room
@@ -277,5 +277,4 @@ def clear_leftovers(out: Path, units: Iterable[int]) -> None:
     """Make the folder of shards, and delete what killed processes left of `units` in it."""
     (out / SHARDS).mkdir(exist_ok=True)
     for unit in units:
-        for leftover in (out / SHARDS).glob(f".{unit_name(unit)}.arrow.*.tmp"):
-            leftover.unlink()
+        remove_left_of(out / SHARDS / f"{unit_name(unit)}.arrow")

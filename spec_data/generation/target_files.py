@@ -14,7 +14,7 @@ from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup
 from spec_data.models.parameter_counts import parameter_counts
 from spec_data.models.rope_factors import chosen_factors
-from spec_data.shards.files import dump_json, write_atomically
+from spec_data.shards.files import dump_json, write_atomically, writing
 from spec_data.shards.identity import own_facts
 from spec_data.shards.position_data import POSITIONS, Positions
 from spec_data.shards.schema import (
@@ -47,7 +47,8 @@ def save_target_files(
     if generation.is_file():
         write_atomically(folder / GENERATION_CONFIG, generation.read_bytes())
     with tempfile.TemporaryDirectory() as scratch:
-        setup.tokenizer.save_pretrained(scratch)
+        with writing(Path(scratch)):
+            setup.tokenizer.save_pretrained(scratch)
         for file in sorted(p for p in Path(scratch).rglob("*") if p.is_file()):
             place = folder / file.relative_to(scratch)
             place.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from spec_data.models.reading import load_tokenizer
 from spec_data.progress import progress
-from spec_data.shards.files import replace_durably, temporary_name
+from spec_data.shards.files import replace_durably, temporary_name, writing
 from spec_data.shards.reader import HiddenStatesDataset
 
 _PER_FILE, _PER_GROUP = 100_000, 1_000
@@ -42,6 +42,7 @@ def write_viewer_rows(dataset: HiddenStatesDataset, folder: Path) -> None:
                 continue
             temporary = temporary_name(file)
             with (
+                writing(file, temporary),
                 pa.OSFile(str(temporary), "wb") as sink,
                 pa.ipc.new_stream(sink, _SCHEMA) as writer,
             ):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.pages.page_parts import Bars, Lines, Page, Part, Viewer, plain
-from spec_data.shards.errors import ConfigError
+from spec_data.shards.errors import ConfigError, FileError
 from spec_data.shards.files import write_atomically
 
 CHART_FILE = "vendor/chart-4.6.1.umd.min.js"
@@ -106,6 +106,8 @@ def write_page(file: str | Path, page: Page) -> Path:
     path, data = Path(file), page_bytes(page)
     try:
         write_atomically(path, data)
+    except FileError:
+        raise
     except OSError as error:
         raise ConfigError(
             f"{path}: the page cannot be written: {error.strerror}; pass another file with --out"

@@ -22,7 +22,7 @@ import transformers
 import spec_data
 from spec_data.corpus.sampling_record import FAILURES, FORMAT, record_path
 from spec_data.regeneration.conversations import TRUNCATED, Answer, Conversation, Reading
-from spec_data.regeneration.journal import Journal, explained_full_disk
+from spec_data.regeneration.journal import Journal
 from spec_data.regeneration.ledger import Ledger
 from spec_data.shards.errors import CorpusError, RunError
 from spec_data.shards.files import (
@@ -30,6 +30,7 @@ from spec_data.shards.files import (
     replace_durably,
     temporary_name,
     write_atomically,
+    writing,
 )
 
 
@@ -105,20 +106,17 @@ def assemble(
     """
     sha256, temporary = hashlib.sha256(), temporary_name(out)
     drop = bool(settings["drop_truncated"])
-    try:
-        with explained_full_disk(out):
-            with temporary.open("wb") as file, _reading_quietly():
-                counts, lost = Counts(), Counter[str]()
-                for row in _rows(reading, journal, ledger, drop, counts, lost):
-                    line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
-                    sha256.update(line)
-                    file.write(line)
-                file.flush()
-                os.fsync(file.fileno())
-            _complete(counts, lost, reading, ledger)
-            replace_durably(temporary, out)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with writing(out, temporary):
+        with temporary.open("wb") as file, _reading_quietly():
+            counts, lost = Counts(), Counter[str]()
+            for row in _rows(reading, journal, ledger, drop, counts, lost):
+                line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
+                sha256.update(line)
+                file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+        _complete(counts, lost, reading, ledger)
+        replace_durably(temporary, out)
     record = dump_json(
         {
             "format": FORMAT,
@@ -130,8 +128,7 @@ def assemble(
             "versions": _versions(),
         }
     )
-    with explained_full_disk(out):
-        write_atomically(record_path(out), record)
+    write_atomically(record_path(out), record)
     return dict(json.loads(record))
 
 

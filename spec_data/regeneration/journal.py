@@ -8,19 +8,17 @@ Memory holds the place of each answer, not its text.
 The settings decide the answers, so a journal made with other settings is refused.
 """
 
-import errno
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from spec_data.config import differing_fields
 from spec_data.regeneration.conversations import Answer
-from spec_data.shards.errors import ConfigError, DatasetError, RunError
-from spec_data.shards.files import sync_directory
+from spec_data.shards.errors import ConfigError, DatasetError
+from spec_data.shards.files import sync_directory, writing
 
 _FORMAT = "spec-data answers 1"
 
@@ -117,7 +115,7 @@ class Journal:
         """
         self._write()
         if not self._synced:
-            with explained_full_disk(self.path):
+            with writing(self.path):
                 os.fsync(self._file.fileno())
             self._synced = True
 
@@ -127,7 +125,7 @@ class Journal:
         if not data:
             return
         self._synced = False
-        with explained_full_disk(self.path):
+        with writing(self.path):
             try:
                 left = data
                 while left:
@@ -216,17 +214,3 @@ def refuse_other_settings(old: Mapping[str, Any], new: Mapping[str, Any], where:
             + "\n  ".join(changed)
             + "\nUse the old settings, another --out, or delete the file."
         )
-
-
-@contextmanager
-def explained_full_disk(path: Path) -> Iterator[None]:
-    """Turn a full disk into a RunError with advice."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise RunError(
-            f"{path}: the disk is full; the answers so far are kept. Free some space and run the "
-            "same command again to resume"
-        ) from None

@@ -28,6 +28,7 @@ from spec_data.regeneration.conversations import Reading
 from spec_data.regeneration.journal import Journal, journal_path, refuse_other_settings
 from spec_data.regeneration.ledger import Ledger
 from spec_data.shards.errors import ConfigError, RunError
+from spec_data.shards.files import remove_left_of
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ def regenerate(config: RegenerateConfig) -> dict[str, Any]:
     answers = _answers(config)
     settings = _settings(config) | answers.settings()
     with _locked(out):
+        remove_left_of(out)
+        remove_left_of(record_path(out))
         done = _finished(out, settings, config)
         if done is not None:
             return done

@@ -3,17 +3,20 @@
 Every write goes to a temporary name, then fsync, rename, and fsync of the directory.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import secrets
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from xxhash import xxh3_64
 
-from spec_data.shards.errors import DatasetError, SpecDataError
+from spec_data.shards.errors import REFUSALS, DatasetError, SpecDataError, file_error
 
 MANIFEST = "manifest.json"
 """Name of the file that makes a directory a dataset."""
@@ -28,8 +31,17 @@ def unit_name(unit: int) -> str:
 
 
 def temporary_name(path: Path) -> Path:
-    """Return a unique name beside `path`; `temporary_files` finds those that are left."""
+    """Return a unique name beside `path`, for a file or directory that is not complete yet.
+
+    A kill leaves it. `temporary_files` finds all files below a directory, `remove_left_of` removes
+    those of one path.
+    """
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+
+
+def is_temporary(path: Path) -> bool:
+    """Return whether `temporary_name` made the name of a path."""
+    return _TEMPORARY.fullmatch(path.name) is not None
 
 
 def temporary_files(directory: Path) -> list[Path]:
@@ -39,7 +51,38 @@ def temporary_files(directory: Path) -> list[Path]:
     them.
     """
     found = directory.rglob(".*.tmp")
-    return sorted(path for path in found if _TEMPORARY.fullmatch(path.name) and path.is_file())
+    return sorted(path for path in found if is_temporary(path) and path.is_file())
+
+
+def remove_left_of(path: Path) -> None:
+    """Remove what killed processes left of a file or directory, where no process writes it."""
+    own = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{12}\.tmp")
+    for left in path.parent.glob(".*.tmp"):
+        if own.fullmatch(left.name):
+            shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def writing(path: Path, temporary: Path | None = None) -> Iterator[None]:
+    """Name `path` in the errors of writing it; remove `temporary` where it is not completed.
+
+    Raises:
+        FileError: a full disk, or another refusal of the system. Writing to an open file, and
+            libraries, name no path; safetensors has the number of the error in its text only.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        known = not isinstance(error, SpecDataError)
+        if known and isinstance(error, OSError) and error.errno in REFUSALS:
+            raise file_error(error, path) from error
+        number = re.search(r"\(os error (\d+)\)", str(error)) if known else None
+        if number:
+            raise file_error(OSError(int(number[1]), os.strerror(int(number[1]))), path) from error
+        raise
 
 
 def replace_durably(temporary: Path, final: Path) -> None:
@@ -76,7 +119,7 @@ def use_default_mode(path: Path) -> None:
 def _written(path: Path, data: bytes | str) -> Path:
     """Write `data` to a temporary file beside `path`, fsync it and return its name."""
     temporary = temporary_name(path)
-    with temporary.open("wb") as file:
+    with writing(path, temporary), temporary.open("wb") as file:
         file.write(data.encode() if isinstance(data, str) else data)
         file.flush()
         os.fsync(file.fileno())

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import pyarrow as pa
 
-from spec_data.shards.files import temporary_name
+from spec_data.shards.files import temporary_name, writing
 
 _MESSAGE = 64 << 10  # bytes that are read for a message's metadata; it has a few thousand
 _GAP = 256 << 10  # ranges that are nearer than this are read as one
@@ -40,8 +40,9 @@ def write_hollow_copy(file: Path, size: int, read: ReadRanges, whole: Sequence[s
             batches = _copy_metadata(target, temporary, size, read)
             ranges = merged(_without(values_of(temporary, batches, whole), size), _GAP)
             for (start, _), data in zip(ranges, read(ranges), strict=True):
-                target.seek(start)
-                target.write(data)
+                with writing(file):
+                    target.seek(start)
+                    target.write(data)
         temporary.replace(file)
     finally:
         temporary.unlink(missing_ok=True)

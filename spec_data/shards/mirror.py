@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 from spec_data.shards.block_cache import BLOCK, THREADS, BlockCache, remote_directory
 from spec_data.shards.errors import DatasetError, MissingError
-from spec_data.shards.files import MANIFEST, dump_json, temporary_name
+from spec_data.shards.files import MANIFEST, dump_json, temporary_name, writing
 from spec_data.shards.hollow import ReadRanges, write_hollow_copy
 from spec_data.shards.schema import ShardRecord
 from spec_data.shards.storage import Storage
@@ -191,8 +191,9 @@ class Mirror:
         if not file.is_file() or file.read_bytes() != data:
             file.parent.mkdir(parents=True, exist_ok=True)
             temporary = temporary_name(file)  # not made durable: it can be fetched again
-            temporary.write_bytes(data)
-            temporary.replace(file)
+            with writing(file, temporary):
+                temporary.write_bytes(data)
+                temporary.replace(file)
 
 
 def wrong_size(where: str, size: int, record: ShardRecord) -> str:

@@ -5,7 +5,6 @@ The manifest is written last: a dataset is sealed when its manifest exists.
 
 import hashlib
 import io
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,7 @@ from spec_data.shards.checksums import row_checksums
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import (
     dump_json,
-    replace_durably,
     sha256_file,
-    temporary_name,
     write_atomically,
     xxh3_file,
 )
@@ -145,12 +142,7 @@ def _write_index(directory: Path, manifest: Manifest) -> None:
     sink = io.BytesIO()
     with pa.ipc.new_stream(sink, schema) as stream:
         stream.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
-    temporary = temporary_name(directory / INDEX)
-    with temporary.open("wb") as file:
-        file.write(sink.getbuffer())
-        file.flush()
-        os.fsync(file.fileno())
-    replace_durably(temporary, directory / INDEX)
+    write_atomically(directory / INDEX, sink.getvalue())
 
 
 def _index_rows(file: Path, number: int, manifest: Manifest) -> dict[str, pa.Array]:

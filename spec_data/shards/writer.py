@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from spec_data.shards.arrow_schema import arrow_schema
 from spec_data.shards.checksums import CHECKSUMS, chunk_checksums, read_batches
-from spec_data.shards.files import replace_durably, temporary_name
+from spec_data.shards.files import replace_durably, temporary_name, writing
 from spec_data.shards.schema import Column, ShardRecord, predicts_supervised
 
 RECORD_BATCH_BYTES = 32 << 20
@@ -252,8 +252,9 @@ class ShardStream:
             OSError: the disk is full; no file is left behind.
         """
         try:
-            for batch in record_batches(unit, self._columns):
-                self._stream.write_batch(batch)
+            with writing(self._path):
+                for batch in record_batches(unit, self._columns):
+                    self._stream.write_batch(batch)
         except BaseException:
             self.discard()
             raise
@@ -268,9 +269,10 @@ class ShardStream:
             OSError: the disk is full; no file is left behind.
         """
         try:
-            self._stream.close()
-            self._sink.close()
-            self._file.close()
+            with writing(self._path):
+                self._stream.close()
+                self._sink.close()
+                self._file.close()
             outline = read_batches(self._temporary)[2]
             replace_durably(self._temporary, self._path)
         except BaseException:

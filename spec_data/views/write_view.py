@@ -32,6 +32,7 @@ from spec_data.shards.files import (
     temporary_name,
     unit_name,
     write_atomically,
+    writing,
 )
 from spec_data.shards.follow import WORK
 from spec_data.shards.reader import MANIFEST, checked_file
@@ -355,14 +356,15 @@ def link_or_copy(source: Path, path: Path) -> None:
         OSError: it cannot be copied either.
     """
     temporary = temporary_name(path)
-    try:
-        os.link(source, temporary)
-    except OSError:  # another file system, or one without hard links
-        with source.open("rb") as origin, temporary.open("wb") as copy:
-            shutil.copyfileobj(origin, copy, 1 << 20)
-            copy.flush()
-            os.fsync(copy.fileno())
-    replace_durably(temporary, path)
+    with writing(path, temporary):
+        try:
+            os.link(source, temporary)
+        except OSError:  # another file system, or one without hard links
+            with source.open("rb") as origin, temporary.open("wb") as copy:
+                shutil.copyfileobj(origin, copy, 1 << 20)
+                copy.flush()
+                os.fsync(copy.fileno())
+        replace_durably(temporary, path)
     temporary.unlink(missing_ok=True)  # renaming onto another name of the same file does nothing
 
 

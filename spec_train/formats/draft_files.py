@@ -22,8 +22,10 @@ from spec_data.shards.files import (
     canonical_json,
     dump_json,
     replace_durably,
+    temporary_name,
     use_default_mode,
     write_atomically,
+    writing,
 )
 from spec_data.shards.manifest_rules import safe_path
 from spec_train.formats.draft_seal import (
@@ -101,13 +103,14 @@ def write_files(files: DraftFiles, directory: str | Path) -> None:
     config, metadata = files.config, {"format": "pt"}
     if SECTION in config:
         config, metadata = sealed_config(config, files.tensors), metadata | MARK
-    temporary = folder / f".{WEIGHTS}.{os.getpid()}.tmp"
-    save_file(files.tensors, temporary, metadata=metadata)
-    _sort_metadata(temporary, metadata)
-    use_default_mode(temporary)  # safetensors writes files with mode 0600
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    replace_durably(temporary, folder / WEIGHTS)
+    temporary = temporary_name(folder / WEIGHTS)
+    with writing(folder / WEIGHTS, temporary):
+        save_file(files.tensors, temporary, metadata=metadata)
+        _sort_metadata(temporary, metadata)
+        use_default_mode(temporary)  # safetensors writes files with mode 0600
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        replace_durably(temporary, folder / WEIGHTS)
     write_atomically(folder / CONFIG, dump_json(config))
 
 

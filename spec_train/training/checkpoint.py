@@ -17,7 +17,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -30,13 +29,16 @@ from torch import Tensor
 
 from spec_data.config import differing_fields
 from spec_data.paths import check_directory_to_write, make_directory
-from spec_data.shards.errors import ConfigError, DraftError, RunError
+from spec_data.shards.errors import ConfigError, DraftError, FileError, RunError
 from spec_data.shards.files import (
     dump_json,
+    is_temporary,
     sha256_file,
     sync_directory,
+    temporary_name,
     use_default_mode,
     write_atomically,
+    writing,
 )
 from spec_train.training.checked_json import dump_checked
 from spec_train.training.stored import (
@@ -53,9 +55,7 @@ from spec_train.training.stored import (
 
 log = logging.getLogger(__name__)
 
-_TEMPORARY = ".tmp-"
 _LOCK = ".lock"
-_LEFTOVER = re.compile(r"\.tmp-|\..*\.tmp$")  # left by a killed write
 
 
 class RunDirectory:
@@ -71,8 +71,8 @@ class RunDirectory:
         self.path = Path(path)
         self.keep = keep
         check_directory_to_write("--out", self.path)
-        names = {p.name for p in self.path.iterdir()} if self.path.is_dir() else set()
-        names -= {name for name in names if name == _LOCK or _LEFTOVER.match(name)}
+        paths = list(self.path.iterdir()) if self.path.is_dir() else []
+        names = {p.name for p in paths if p.name != _LOCK and not is_temporary(p)}
         if names and "run.json" not in names:
             raise ConfigError(
                 f"--out {self.path}: not empty and not a run of spec-train; pass another directory"
@@ -86,7 +86,7 @@ class RunDirectory:
                 f"--out {self.path}: another spec-train fit is running here; wait until it ends, "
                 "or pass another directory"
             ) from None
-        for leftover in [*self.path.glob(_TEMPORARY + "*"), *self.path.glob(".*.tmp")]:
+        for leftover in filter(is_temporary, paths):
             _remove(leftover)
 
     def close(self) -> None:
@@ -151,7 +151,8 @@ class RunDirectory:
     def append_metrics(self, line: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl; non-finite numbers become null."""
         clean = {k: None if isinstance(v, float) and v - v != 0 else v for k, v in line.items()}
-        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        path = self.path / "metrics.jsonl"
+        with writing(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(clean, allow_nan=False) + "\n")
 
     def begin(self) -> None:
@@ -290,30 +291,28 @@ class RunDirectory:
         return link.readlink().name if link.is_symlink() else None
 
     def _write_directory(self, final: Path, write: Callable[[Path], None]) -> None:
-        folder = self.path / f"{_TEMPORARY}{final.name}"
+        folder = temporary_name(final)
         try:
-            _remove(folder)
-            folder.mkdir()
-            write(folder)
-            for file in list(folder.iterdir()):
-                use_default_mode(file)  # safetensors writes files with mode 0600
-                with file.open("rb") as handle:
-                    os.fsync(handle.fileno())
-            sync_directory(folder)
-            folder.rename(final)
-            sync_directory(self.path)
+            with writing(final):
+                folder.mkdir()
+                write(folder)
+                for file in list(folder.iterdir()):
+                    use_default_mode(file)  # safetensors writes files with mode 0600
+                    with file.open("rb") as handle:
+                        os.fsync(handle.fileno())
+                sync_directory(folder)
+                folder.rename(final)
+                sync_directory(self.path)
         except (OSError, SafetensorError) as error:
             with contextlib.suppress(OSError):
                 _remove(folder)
-            raise RunError(
-                f"{final}: cannot be written ({error}); earlier checkpoints are intact. Free "
-                "some space or repair the disk, then run the same command to resume"
-            ) from error
+            if isinstance(error, FileError):
+                raise
+            raise RunError(f"{final}: cannot be written ({error})") from error
 
     def _link(self, name: str, folder: Path) -> None:
         """Point the relative link `name` at `folder`; replace the old link atomically."""
-        temporary = self.path / f"{_TEMPORARY}link-{name}"
-        _remove(temporary)
+        temporary = temporary_name(self.path / name)
         temporary.symlink_to(folder.name, target_is_directory=True)
         temporary.replace(self.path / name)
         sync_directory(self.path)
@@ -325,6 +324,6 @@ def _remove(path: Path) -> None:
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.is_dir():
-        if not path.name.startswith(_TEMPORARY):
-            path = path.rename(path.with_name(f"{_TEMPORARY}old-{path.name}"))
+        if not is_temporary(path):
+            path = path.rename(temporary_name(path))
         shutil.rmtree(path)

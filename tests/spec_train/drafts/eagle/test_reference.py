@@ -115,6 +115,7 @@ def expectation(case: Case) -> tuple[list[Document], dict[str, Tensor], Referenc
     state = reference_state(make_draft(case))
     expected = reference_loss(state, reference_config(case, make_head(case)), documents)
     expected.loss.backward()
+    expected.loss = expected.loss.detach()  # kept for the session: without its graph
     return documents, state, expected
 
 

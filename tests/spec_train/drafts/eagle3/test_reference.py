@@ -139,6 +139,8 @@ def expectation(case: Case) -> tuple[list[Document], dict[str, Tensor], Referenc
     state = reference_state(draft)
     expected = reference_loss(state, reference_config(case, draft), documents)
     expected.loss.backward()
+    for part in (expected, *expected.steps):
+        part.loss = part.loss.detach()  # kept for the session: without its graph
     return documents, state, expected
 
 

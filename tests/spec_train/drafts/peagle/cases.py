@@ -187,4 +187,5 @@ def expectation(
     state = reference_state(draft)
     expected = reference_loss(state, reference_config(case), documents, samples)
     expected.loss.backward()
+    expected.loss = expected.loss.detach()  # kept for the session: without its graph
     return documents, samples, state, expected
