@@ -57,9 +57,9 @@ bytes: of the shards exactly, of all other files to within 1 % and 64 KB. It nee
 the tokenizer of the target, but not its weights, unless --probe is given. Exit code 1 where the
 disk is too small."""
 _GENERATE = """\
-Run the target over the corpus and write a dataset. Stop it whenever you like: Ctrl-C and SIGTERM
-lose at most the shard in work, and the same command resumes. A resumed run writes the same bytes
-as an uninterrupted one."""
+Run the target over the corpus and write a dataset. Stop it whenever you like: Ctrl-C, SIGTERM
+and a closed terminal lose at most the shard in work, and the same command resumes. A resumed run
+writes the same bytes as an uninterrupted one."""
 _GENERATE_EXAMPLES = """\
 examples:
   spec-data generate --target Qwen/Qwen3-8B --corpus chats.jsonl --out data/qwen3-8b

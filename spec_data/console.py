@@ -92,8 +92,18 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
 """Words that other programs use for an option, and what they may stand for here."""
 
 
+STOP_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
+"""What stops a command as Ctrl-C does: a scheduler, and a terminal that is closed."""
+
+
 class Terminated(KeyboardInterrupt):
-    """SIGTERM as an exception in the main thread: code that handles Ctrl-C handles it too."""
+    """A stop signal as an exception in the main thread: code that handles Ctrl-C handles it too."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
 
 
 # -- parsing ----------------------------------------------------------------------------------
@@ -308,12 +318,12 @@ def run_cli(
     """Run one command and return its exit code; report every error in one message.
 
     `options` has what `add_common_options` adds. `when_stopped` says what an interrupted command
-    keeps; with it, SIGTERM stops the command in the same way as Ctrl-C.
+    keeps.
     """
     try:
         with (
             console_logging(options.quiet, options.log_file, options.debug),
-            _raise_sigterm(when_stopped is not None),
+            _raise_stop_signals(),
         ):
             try:
                 code = main() or 0
@@ -339,7 +349,7 @@ def _in_words(
 ) -> tuple[int, str]:
     """Return the exit code and the message of an error; raise what is no error."""
     if isinstance(error, KeyboardInterrupt):
-        code = 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
+        code = 128 + (error.number if isinstance(error, Terminated) else signal.SIGINT)
         return code, when_stopped() if when_stopped else "interrupted"
     refused = isinstance(error, OSError) and error.errno in REFUSALS
     if isinstance(error, BrokenPipeError) or (refused and getattr(error, "filename", "") is None):
@@ -369,20 +379,29 @@ def _close_bars() -> None:
 
 
 @contextlib.contextmanager
-def _raise_sigterm(wanted: bool) -> Iterator[None]:
-    """Raise SIGTERM as an exception in the main thread while this is open."""
-    if not wanted:
+def _raise_stop_signals() -> Iterator[None]:
+    """Raise stop signals as exceptions in the main thread; `nohup` has them ignored."""
+
+    def stop(number: int, frame: Any) -> NoReturn:
+        raise Terminated(number)
+
+    with handled_signals(STOP_SIGNALS, stop):
         yield
-        return
 
-    def terminate(number: int, frame: Any) -> NoReturn:
-        raise Terminated
 
-    before = signal.signal(signal.SIGTERM, terminate)
+@contextlib.contextmanager
+def handled_signals(numbers: Sequence[int], handle: Callable[[int, Any], None]) -> Iterator[None]:
+    """Handle signals while this is open, unless they are ignored; in the main thread only."""
+    before: dict[int, Any] = {}
+    with contextlib.suppress(ValueError):  # another thread
+        for number in numbers:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                before[number] = signal.signal(number, handle)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: not of Python
 
 
 def say_next(*words: str, label: str = "next") -> None:

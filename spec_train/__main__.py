@@ -1,6 +1,12 @@
-"""`python -m spec_train`, and so `torchrun ... -m spec_train`."""
+"""The command spec-train, `python -m spec_train`, and so `torchrun ... -m spec_train`."""
 
-from spec_train.cli import main
+from spec_data.__main__ import start
+
+
+def main() -> int:
+    """Run `spec-train` and return its exit code."""
+    return start("spec_train.cli")
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -4,6 +4,7 @@ Each takes the options of its command as keyword arguments, with the command's d
 what the command does, without printing. Paths are `str` or `Path`. Errors are SpecDataErrors.
 """
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,9 @@ def fit(
 ) -> FitResult:
     """Fit a draft to a dataset; called again with the same arguments, resume the run.
 
+    Ctrl-C, "interrupt" in a notebook, and SIGTERM save before they act as they do elsewhere: Ctrl-C
+    raises KeyboardInterrupt.
+
     A bar shows loss, acceptance and the held-out figures; the logger `spec_train` has them at level
     INFO, and metrics.jsonl and report.html in `out` always.
 
@@ -94,7 +98,10 @@ def fit(
     given = {"data": data, "out": out, **options} | ({"preset": preset} if preset else {})
     values = plain_values(fit_config(draft), given, "fit")
     config = resolve_fit(draft, values, where="fit()")
-    return page_after_fit.fit(draft, *split_config(draft, config))
+    result = page_after_fit.fit(draft, *split_config(draft, config))
+    if result.stopped_by is not None:  # what follows this call is not for a draft of some steps
+        signal.raise_signal(result.stopped_by)
+    return result
 
 
 @takes_options(

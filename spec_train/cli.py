@@ -64,8 +64,9 @@ metrics.jsonl, checkpoint-<step>/ directories to resume from, and two links: `be
 the longest simulated acceptance length on held-out documents) and `last`. Both are Hugging Face
 directories that inference engines load. report.html shows the run's figures as a page.
 
-Stop it whenever you like: Ctrl-C and SIGTERM finish the step and save. After a crash, the newest
-whole checkpoint counts. The same command resumes, even in the middle of an epoch."""
+Stop it whenever you like: Ctrl-C, SIGTERM and a closed terminal finish the step and save. After a
+crash, the newest whole checkpoint counts. The same command resumes, even in the middle of an
+epoch."""
 
 FIT_EXAMPLES = """\
 examples:

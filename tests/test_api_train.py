@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from spec_train.options.command_options import FitConfig, resolve_fit, split_con
 from spec_train.options.draft_options import DRAFT_OPTIONS, Eagle3Options, PeagleOptions
 from spec_train.options.presets import PRESETS
 from spec_train.training.setup import fit as run_fit
+from spec_train.training.trainer import Trainer
 from tests.api_workspace import FIT, make_workspace
 
 
@@ -46,6 +48,22 @@ def test_fit_shows_its_validation_without_configured_logging(here, tmp_path):
     steps, shown = done.stdout.splitlines()[-2:]
     assert json.loads(steps) == [0, 2, 4]
     assert shown.startswith("finished at step 4; best draft: step ")
+
+
+def test_an_interrupted_fit_saves_and_stops_what_called_it(here, tmp_path, monkeypatch):
+    """In a notebook the next cell must not go on with a draft of two steps."""
+    original = Trainer._train_step
+
+    def interrupted(self, step):
+        if self.step == 1:
+            signal.raise_signal(signal.SIGINT)
+        original(self, step)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Trainer, "_train_step", interrupted)
+        spec_train.fit("eagle3", "data", tmp_path / "run", **FIT)
+    assert (tmp_path / "run" / "last").resolve().name == "checkpoint-00000002"
+    assert spec_train.fit("eagle3", "data", tmp_path / "run", **FIT).finished
 
 
 def test_fit_logs_its_validation_and_returns_it(here, tmp_path, caplog):

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C ask the run to finish the current step and save."""
+"""Ctrl-C, SIGTERM and SIGHUP ask the run to finish the current step and save."""
 
 import contextlib
 import logging
@@ -6,26 +6,21 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+from spec_data.console import STOP_SIGNALS, handled_signals
+
 log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Yield a list that receives SIGTERM and SIGINT; a second Ctrl-C interrupts at once."""
+    """Yield a list that receives these signals; a second Ctrl-C interrupts at once."""
     caught: list[int] = []
 
     def handle(number: int, frame: Any) -> None:
         if caught and number == signal.SIGINT:
             raise KeyboardInterrupt
         caught.append(number)
-        log.warning("signal %d: finishing this step, then saving", number)
+        log.warning("%s: finishing this step, then saving", signal.Signals(number).name)
 
-    old: dict[int, Any] = {}
-    with contextlib.suppress(ValueError):  # only the main thread may set handlers
-        for stop in (signal.SIGTERM, signal.SIGINT):
-            old[stop] = signal.signal(stop, handle)
-    try:
+    with handled_signals((*STOP_SIGNALS, signal.SIGINT), handle):
         yield caught
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)

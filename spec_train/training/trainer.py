@@ -138,7 +138,7 @@ class Trainer:
     # -- the loop ---------------------------------------------------------------------------------
 
     def run(self, release: KeepAll | None = None) -> FitResult:
-        """Train to the last step, or until any rank receives SIGTERM or Ctrl-C, and save.
+        """Train to the last step, or until any rank receives Ctrl-C, SIGTERM or SIGHUP, and save.
 
         `release` deletes units of a followed dataset once a checkpoint is beyond them.
         """

@@ -89,15 +89,17 @@ def test_logging_is_as_before_after_a_command(capsys):
     assert capsys.readouterr().err.count("error: ") == 1
 
 
-def test_ctrl_c_is_130_and_sigterm_143(capsys):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_ctrl_c_is_130_and_stop_signals_are_theirs(capsys, number):
     def stopped():
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         time.sleep(5)
 
-    before = signal.getsignal(signal.SIGTERM)
-    assert run_cli(stopped, Namespace(**PLAIN), lambda: "stopped: two units kept") == 143
+    before = signal.getsignal(number)
+    assert run_cli(stopped, Namespace(**PLAIN), lambda: "stopped: two units kept") == 128 + number
     assert "stopped: two units kept" in capsys.readouterr().err
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert run_cli(stopped, Namespace(**PLAIN)) == 128 + number  # every command clears up
+    assert signal.getsignal(number) is before
 
     def interrupted():
         raise KeyboardInterrupt

@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import sys
+import tomllib
 from argparse import Namespace
 from pathlib import Path
 
@@ -322,6 +323,33 @@ def test_versions_are_alike(capsys):
         with pytest.raises(SystemExit):
             main(["--version"])
         assert re.fullmatch(rf"{name} \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+INTERRUPTED = """
+import os, signal, sys
+
+def interrupt(event, arguments):
+    if event == "import" and arguments[0] == "spec_data.console":
+        os.kill(os.getpid(), signal.SIGINT)
+
+sys.addaudithook(interrupt)
+"""
+
+
+@pytest.mark.parametrize("program", ["spec-data", "spec-train"])
+def test_ctrl_c_while_a_program_starts_is_no_traceback(program, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTED)
+    root = Path(cli.__file__).parent.parent
+    scripts = tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"]
+    module, function = scripts[program].split(":")
+    call = f"import sys; from {module} import {function}; sys.exit({function}())"
+    variables = environment()
+    variables["PYTHONPATH"] += os.pathsep + str(tmp_path)
+    for words in (["-c", call], ["-m", program.replace("-", "_"), "--help"]):
+        done = subprocess.run(
+            [sys.executable, *words], env=variables, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
 def test_python_m_starts_both_programs():

@@ -50,29 +50,31 @@ def assert_same_run(a: str | Path, b: str | Path) -> None:
     assert all(walk.pop("path") for walk in walks) and walks[0] == walks[1] and walks[0]["samples"]
 
 
-@pytest.mark.parametrize("stop_at", [1, 7])
-def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(config, tmp_path, stop_at, monkeypatch):
-    """Stopped by SIGTERM in the middle of an epoch and between two lines of metrics, with a draft
-    that draws random numbers."""
+@pytest.mark.parametrize(("stop_at", "number"), [(1, signal.SIGTERM), (7, signal.SIGHUP)])
+def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(
+    config, tmp_path, stop_at, number, monkeypatch
+):
+    """Stopped in the middle of an epoch and between two lines of metrics, with a draft that draws
+    random numbers."""
     make_noisy(monkeypatch)
     run(change(config, out=str(tmp_path / "whole")))
     with monkeypatch.context() as patch:
-        stop_after(stop_at, patch)
+        stop_after(stop_at, patch, number)
         result = run(config)
-    assert (result.finished, result.step, result.stopped_by) == (False, stop_at, signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert (result.finished, result.step, result.stopped_by) == (False, stop_at, number)
+    assert signal.getsignal(number) == signal.SIG_DFL
     torch.rand(17)  # what else the process draws must not matter
     assert run(config).finished
     assert_same_run(tmp_path / "whole", config.out)
 
 
-def stop_after(steps: int, monkeypatch):
-    """Send SIGTERM in the last of these steps."""
+def stop_after(steps: int, monkeypatch, number: int = signal.SIGTERM):
+    """Send a signal in the last of these steps."""
     original = Trainer._train_step
 
     def signalled(self, step):
         if self.step == steps - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         original(self, step)
 
     monkeypatch.setattr(Trainer, "_train_step", signalled)
