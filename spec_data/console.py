@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TextIO
 
 from spec_data.paths import check_value
-from spec_data.shards.errors import REFUSALS, ConfigError, SpecDataError, file_error
+from spec_data.shards.errors import ConfigError, SpecDataError
+from spec_data.shards.files import REFUSALS, file_error
 
 log = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ ROOMS = sorted({f.parent for f in FILES} - {ROOT / package for package in PACKAG
 SHARED = (
     "spec_data.shards",
     "spec_data.config",
+    "spec_data.__main__",  # one way to start
     "spec_data.console",  # one behaviour on the terminal
     "spec_data.devices",
     "spec_data.models",  # one way to find, identify and load a target

@@ -194,11 +194,15 @@ def _end(process: Any, pipe: Connection) -> None:
 def _serve(
     pipe: Connection, done: Any, parent: int, make: Callable[..., Work], args: tuple[Any, ...]
 ) -> None:
-    """Map what comes through the pipe. Leave Ctrl-C to the parent, and end when it does."""
+    """Map what comes through the pipe. Leave signals to the parent, and end when it does.
+
+    A forked process has the handlers of its parent, which raise exceptions.
+    """
     global _active
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGPROF):
+    for number in (signal.SIGTERM, signal.SIGPROF):
         signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to the parent as well
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     logging.disable(logging.CRITICAL)  # the parent has said it all
     if _active := FORKS:

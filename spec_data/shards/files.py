@@ -4,6 +4,7 @@ Every write goes to a temporary name, then fsync, rename, and fsync of the direc
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -16,13 +17,14 @@ from typing import Any
 
 from xxhash import xxh3_64
 
-from spec_data.shards.errors import REFUSALS, DatasetError, SpecDataError, file_error
+from spec_data.shards.errors import DatasetError, FileError, SpecDataError
 
 MANIFEST = "manifest.json"
 """Name of the file that makes a directory a dataset."""
 _READ_AT_ONCE = 1 << 20  # bytes
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp", re.DOTALL)
+_TEMPORARY_PART = re.compile(r"(?<![^/])\.([^/]+)\.[0-9a-f]{12}\.tmp(?![^/])")  # of a path
 
 
 def unit_name(unit: int) -> str:
@@ -60,6 +62,40 @@ def remove_left_of(path: Path) -> None:
     for left in path.parent.glob(".*.tmp"):
         if own.fullmatch(left.name):
             shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+
+
+_INTACT = "Every file that was complete is intact"
+_ROOM = f"{_INTACT}; free some space and run the same command again"
+_RIGHTS = "Change that, or pass another path"
+REFUSALS = {
+    errno.ENOSPC: ("the disk is full", _ROOM),
+    errno.EDQUOT: ("the disk quota is used up", _ROOM),
+    errno.EFBIG: (
+        "the file would be larger than its file system or `ulimit -f` allows",
+        f"{_INTACT}; raise that limit, or write to another file system",
+    ),
+    errno.EIO: ("the disk reports an error", f"{_INTACT}; check the disk, then run this again"),
+    errno.EROFS: ("the file system is read-only", _RIGHTS),
+    errno.EACCES: ("this user has no permission", _RIGHTS),
+    errno.EPERM: ("this user has no permission", _RIGHTS),
+    errno.ENAMETOOLONG: ("a name is longer than the file system allows", "Choose a shorter one"),
+}
+"""What the system refuses, by errno: in words, and what is safe or to be done."""
+
+
+def file_error(error: OSError, where: object = None) -> FileError:
+    """Say in words what the system refused: where, what is safe, and what to do.
+
+    Args:
+        error: of the system.
+        where: the path, for an error that names none: those of writing to an open file.
+    """
+    named = error.filename if error.filename is not None else where or "the output"
+    place = _TEMPORARY_PART.sub(r"\1", str(named))
+    text, advice = REFUSALS.get(error.errno or 0, (error.strerror, ""))
+    found = FileError(f"{place}: {text}" + (f". {advice}" if advice else ""))
+    found.errno = error.errno
+    return found
 
 
 @contextlib.contextmanager

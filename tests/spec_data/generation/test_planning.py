@@ -168,27 +168,41 @@ def test_a_killed_process_ends_the_run_in_words(tmp_path, monkeypatch):
 
 ENDLESS = """
 import sys, time
+from argparse import Namespace
+from spec_data.console import run_cli
 from spec_data.corpus import in_order as pool
 from spec_data.corpus.row_results import RawRow, RowResult
 pool._FEW = 1
 def make():
     def work(row):
-        time.sleep(0.1)
+        time.sleep(0.01)
         return RowResult()
     return work
-for n, _ in enumerate(pool.in_order((RawRow(0, "", "", i) for i in range(10**9)), make, (), 2)):
-    if n == 150:
-        print("running", flush=True)
+def render():
+    rows = (RawRow(0, "", "", i) for i in range(10**9))
+    for n, _ in enumerate(pool.in_order(rows, make, (), 2)):
+        if n == 150:
+            print("running", flush=True)
+sys.exit(run_cli(render, Namespace(quiet=False, debug=False, log_file=None)))
 """
 
 
-def test_the_processes_end_when_their_parent_is_killed():
-    command = [sys.executable, "-c", ENDLESS]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_processes_end_when_their_parent_does(number):
+    """A terminal sends its signals to all of them: only the parent says something."""
+    command, pipe = [sys.executable, "-c", ENDLESS], subprocess.PIPE
+    with subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == "running\n"
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(children) == 2
-        process.kill()
+        if number == signal.SIGKILL:
+            process.kill()
+        else:
+            os.killpg(process.pid, number)
+        said = process.communicate(timeout=60)[1]
+    assert said == ("" if number == signal.SIGKILL else "interrupted\n")
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
 
