@@ -352,6 +352,8 @@ def _in_words(
     if isinstance(error, KeyboardInterrupt):
         code = 128 + (error.number if isinstance(error, Terminated) else signal.SIGINT)
         return code, when_stopped() if when_stopped else "interrupted"
+    if isinstance(error, SpecDataError):
+        return error.exit_code, f"error: {error}"
     refused = isinstance(error, OSError) and error.errno in REFUSALS
     if isinstance(error, BrokenPipeError) or (refused and getattr(error, "filename", "") is None):
         # of stdout: the interpreter must not complain at its last flush
@@ -359,14 +361,10 @@ def _in_words(
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):  # its reader is gone
         return 128 + signal.SIGPIPE, ""
-    if isinstance(error, SpecDataError):
-        return error.exit_code, f"error: {error}"
     hint = "run again with --debug for the traceback"
-    if isinstance(error, OSError) and refused:
-        return 1, f"error: {file_error(error)}"
     if isinstance(error, OSError):
-        place = "" if error.filename is None else f"{error.filename}: "
-        return 1, f"error: {place}{error.strerror or error} ({hint})"
+        words = file_error(error) if refused or error.filename is not None else error
+        return 1, f"error: {words}" + ("" if refused else f" ({hint})")
     if isinstance(error, Exception):
         return 1, f"error: {type(error).__name__}: {error} ({hint})"
     raise error
