@@ -8,6 +8,7 @@ the same number.
 
 import gc
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +26,9 @@ import torch
 _cache = tempfile.TemporaryDirectory(prefix="spec-data-cache-")  # never the user's
 os.environ["SPEC_DATA_CACHE"] = _cache.name
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+# nohup and shells that start jobs in the background leave these ignored, also in what tests start
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -76,6 +76,10 @@ def what_is(path: str | Path) -> Kind:
         return Kind.DATASET
     if names & set(_WORK):
         return Kind.UNFINISHED
+    if "shards" in names:
+        return (
+            Kind.OTHER
+        )  # a dataset that lost its manifest, which also lists what `datasets` saves
     if "config.json" in names:
         return _kind_of_model(path)
     if names & set(_RUN) or any(name.startswith("checkpoint-") for name in names):

@@ -74,7 +74,7 @@ def test_the_plan_counts_what_the_template_leaves_out(target, tmp_path, caplog):
     assert source["template_left_out"] == {"developer messages": 17}
     assert source["unused_columns"] == ["id"]
     assert plan.counts.rendering["left out by the template: developer messages"] == 17
-    (line,) = [x for x in counts_text(vars(plan.counts)).splitlines() if "developer" in x]
+    (line,) = [x for x in counts_text(vars(plan.counts), 1).splitlines() if "developer" in x]
     assert " ".join(line.split()) == "left out by the template: developer messages 17"
     kwargs = '{"enable_thinking": false}'
     with pytest.raises(ConfigError, match="does not read enable_thinking"):
@@ -110,12 +110,12 @@ def test_the_few_rows_that_a_template_refuses_are_kept_as_examples(target, tmp_p
     counts = plan.counts
     assert counts.unrendered == {"no-assistant-turn": 17, "template-error": 3}
     assert {k: len(v) for k, v in counts.unrendered_examples.items()} == {
-        "no-assistant-turn": 5,
-        "template-error": 3,
+        "no-assistant-turn": 1,  # rows of one message are one example
+        "template-error": 1,
     }
     assert counts.unrendered_examples["template-error"][0].startswith("c.jsonl:298: ")
-    assert f"row left out (template-error): {file}:298: " in caplog.text
-    assert "not rendered (template-error): c.jsonl:298: " in counts_text(vars(counts))
+    assert f"bad row skipped: {file}:298: " in caplog.text
+    assert "not rendered (template-error): c.jsonl:298: " in counts_text(vars(counts), 1)
     assert "0 bad, 3 that cannot be rendered" in estimate_text(
         Estimate(setup, plan, fitting(setup))
     )
