@@ -39,8 +39,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from spec_data.progress import progress
 from spec_data.shards.packing import block_causal_mask, pack_documents, row_layout, shift_left
+from spec_data.terminal.progress import progress
 
 Chat = list[dict[str, str]]
 

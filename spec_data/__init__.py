@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
         status,
         verify,
     )
+    from spec_data.capture.model import Target
+    from spec_data.capture.target_batch import TargetBatch
     from spec_data.conversion.write_out import ExportedStates
     from spec_data.dataset_page_api import write_preview, write_report
     from spec_data.generation.status import Status
@@ -32,8 +34,6 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     )
     from spec_data.shards.errors import SpecDataError
     from spec_data.shards.reader import HiddenStatesDataset, open_dataset
-    from spec_data.target.model import Target
-    from spec_data.target.target_batch import TargetBatch
     from spec_data.view_api import ViewResult, append, drop_columns, gc, merge, recode, select
 
 __version__ = "0.1.0"
@@ -56,8 +56,8 @@ _PUBLIC = {
     "Pulled": "spec_data.hub.pull",
     "Status": "spec_data.generation.status",
     "HiddenStatesDataset": "spec_data.shards.reader",
-    "Target": "spec_data.target.model",
-    "TargetBatch": "spec_data.target.target_batch",
+    "Target": "spec_data.capture.model",
+    "TargetBatch": "spec_data.capture.target_batch",
     "EstimateResult": "spec_data.results",
     "GenerateResult": "spec_data.results",
     "RegenerateResult": "spec_data.results",

@@ -14,7 +14,6 @@ from spec_data.conversion.write_out import export_dataset as run_export
 from spec_data.estimation import estimate_size, estimate_text
 from spec_data.generation.run import generate as run_generation
 from spec_data.generation.status import Status, read_status
-from spec_data.keywords import from_keywords, takes_options
 from spec_data.options.conversion_options import ConvertConfig, ExportDataConfig
 from spec_data.options.dataset_options import VerifyConfig
 from spec_data.options.generate_options import EstimateConfig, GenerateConfig
@@ -27,6 +26,7 @@ from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.likelihood import read_agreement
 from spec_data.shards.likelihood_text import suspicions
 from spec_data.shards.schema import Manifest
+from spec_data.terminal.keywords import from_keywords, takes_options
 from spec_data.verification.run import examine
 
 AnyPath = str | Path

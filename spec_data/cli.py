@@ -10,15 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import spec_data
-from spec_data.config import add_options, as_flags, join_values, resolve
-from spec_data.console import (
-    Parser,
-    add_common_options,
-    add_completion_option,
-    run_cli,
-    say_next,
-    use_colour,
-)
 from spec_data.conversion_commands import (
     CONVERT_TEXTS,
     EXPORT_TEXTS,
@@ -32,9 +23,18 @@ from spec_data.options.conversion_options import ConvertConfig, ExportDataConfig
 from spec_data.options.dataset_options import InspectConfig, SealConfig, StatusConfig, VerifyConfig
 from spec_data.options.generate_options import EstimateConfig, GenerateConfig
 from spec_data.options.regenerate_options import RegenerateConfig
-from spec_data.paths import check_file_to_write
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.urls import scheme_of
+from spec_data.terminal.config import add_options, as_flags, join_values, resolve
+from spec_data.terminal.console import (
+    Parser,
+    add_common_options,
+    add_completion_option,
+    run_cli,
+    say_next,
+    use_colour,
+)
+from spec_data.terminal.paths import check_file_to_write
 from spec_data.view_commands import VIEW_COMMANDS, VIEW_FUNCTIONS
 
 _RAW = argparse.RawDescriptionHelpFormatter
@@ -213,7 +213,7 @@ def _show(args: argparse.Namespace, text: str, facts: Callable[[], dict[str, Any
 def _estimate(args: argparse.Namespace) -> int:
     config = resolve(EstimateConfig, args)
     from spec_data.estimation import estimate_size, estimate_text
-    from spec_data.progress import size
+    from spec_data.terminal.progress import size
 
     found = estimate_size(config)
     _show(args, estimate_text(found), found.facts)

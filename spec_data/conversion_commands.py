@@ -5,9 +5,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from spec_data.config import as_flags, resolve
-from spec_data.console import say_next
 from spec_data.options.conversion_options import ConvertConfig, ExportDataConfig
+from spec_data.terminal.config import as_flags, resolve
+from spec_data.terminal.console import say_next
 
 _CONVERT = """\
 Read the hidden states that another trainer stored, and write a dataset. What the states are

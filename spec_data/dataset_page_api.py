@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.dataset_page_commands import report_file
-from spec_data.keywords import from_keywords, takes_options
 from spec_data.options.dataset_page_options import PreviewConfig, ReportConfig
 from spec_data.pages.html_page import write_page
-from spec_data.paths import check_file_to_write
 from spec_data.reports.dataset_page import dataset_page
 from spec_data.reports.preview_page import preview_page, read_preview
+from spec_data.terminal.keywords import from_keywords, takes_options
+from spec_data.terminal.paths import check_file_to_write
 
 AnyPath = str | Path
 

@@ -2,11 +2,11 @@
 
 import argparse
 
-from spec_data.config import as_flags, resolve
-from spec_data.console import say_next
 from spec_data.options.dataset_page_options import PreviewConfig, ReportConfig, named_place
-from spec_data.paths import check_file_to_write
 from spec_data.shards.urls import scheme_of
+from spec_data.terminal.config import as_flags, resolve
+from spec_data.terminal.console import say_next
+from spec_data.terminal.paths import check_file_to_write
 
 _REPORT = """\
 Write one HTML page of a dataset: bytes by column and their measured error, lengths, what was left

@@ -6,21 +6,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from spec_data.devices import check_devices
-from spec_data.generation.disk_bytes import other_files
+from spec_data.capture.tensor_parallel import leading
 from spec_data.generation.fitting import Fitting, announce_drafts
 from spec_data.generation.plan import Plan
 from spec_data.generation.planning import make_plan
 from spec_data.generation.probe import Probe, run_probe
 from spec_data.generation.setup import Setup, set_up
+from spec_data.generation.target_files import other_files
+from spec_data.models.devices import check_devices
 from spec_data.options.generate_options import EstimateConfig
 from spec_data.options.placement_options import Spread
-from spec_data.progress import size
 from spec_data.report import column_rows, counts_text, draft_facts, draft_rows, facts
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.schema import Column
 from spec_data.shards.urls import scheme_of
-from spec_data.target.tensor_parallel import leading
+from spec_data.terminal.progress import size
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from spec_data.hub.pull import Pulled
 from spec_data.hub.pull import pull as run_pull
 from spec_data.hub.push import Pushed
 from spec_data.hub.push import push as run_push
-from spec_data.keywords import from_keywords, takes_options
 from spec_data.options.hub_options import PullConfig, PushConfig
+from spec_data.terminal.keywords import from_keywords, takes_options
 
 AnyPath = str | Path
 

@@ -2,9 +2,9 @@
 
 import argparse
 
-from spec_data.config import resolve
-from spec_data.console import say_next
 from spec_data.options.hub_options import PullConfig, PushConfig
+from spec_data.terminal.config import resolve
+from spec_data.terminal.console import say_next
 
 _PUSH = """\
 Upload a sealed dataset to the Hugging Face Hub, with a card, and with the documents without

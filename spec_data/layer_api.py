@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.added_layers.run import add_layers as run_add_layers
-from spec_data.keywords import from_keywords, takes_options
 from spec_data.options.layer_options import AddLayersConfig
+from spec_data.terminal.keywords import from_keywords, takes_options
 from spec_data.view_api import AnyPath, ViewResult, view_result
 
 

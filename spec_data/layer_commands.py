@@ -3,9 +3,9 @@
 import argparse
 import dataclasses
 
-from spec_data.config import as_flags, resolve
-from spec_data.console import say_next
 from spec_data.options.layer_options import AddLayersConfig
+from spec_data.terminal.config import as_flags, resolve
+from spec_data.terminal.console import say_next
 
 _ADD = """\
 Capture further layers of a dataset's target, and keep what is stored: the new layers become one

@@ -5,11 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spec_data.corpus.renderings import WITH_SYSTEM, WITHOUT_SYSTEM
-from spec_data.generation.plan_builder import count_warnings
-from spec_data.generation.unit_records import finished_unit
+from spec_data.corpus.documents import WITH_SYSTEM, WITHOUT_SYSTEM
+from spec_data.generation.plan import count_warnings
+from spec_data.generation.sealing import finished_unit
 from spec_data.models.reading import load_tokenizer
-from spec_data.progress import size
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import MANIFEST
 from spec_data.shards.follow import WORK
@@ -19,6 +18,7 @@ from spec_data.shards.mirror import open_mirror
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import SUPERVISED, Column, Manifest, layer_column
 from spec_data.shards.urls import scheme_of
+from spec_data.terminal.progress import size
 
 _SUPERVISED, _PLAIN, _RESET = "\033[1;32m", "\033[2m", "\033[0m"
 

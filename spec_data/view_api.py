@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spec_data.keywords import from_keywords, takes_options
 from spec_data.options.view_options import (
     AppendConfig,
     DropColumnsConfig,
@@ -18,6 +17,7 @@ from spec_data.options.view_options import (
 )
 from spec_data.report import dataset_text
 from spec_data.shards.schema import Manifest
+from spec_data.terminal.keywords import from_keywords, takes_options
 from spec_data.views.appending import append as run_append
 from spec_data.views.appending import plan_append
 from spec_data.views.drop_columns import plan_drop_columns

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spec_data.config import resolve
-from spec_data.console import say_next
 from spec_data.layer_commands import LAYER_COMMANDS, LAYER_FUNCTIONS
 from spec_data.options.view_options import (
     AppendConfig,
@@ -19,6 +17,8 @@ from spec_data.options.view_options import (
     RecodeConfig,
     SelectConfig,
 )
+from spec_data.terminal.config import resolve
+from spec_data.terminal.console import say_next
 
 if TYPE_CHECKING:
     from spec_data.views.write_view import View

@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from spec_data.devices import DTYPES, usable_device
-from spec_data.keywords import from_keywords, plain_values, takes_options
+from spec_data.models.devices import DTYPES, usable_device
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.terminal.keywords import from_keywords, plain_values, takes_options
 from spec_train.drafts import Draft
 from spec_train.drafts import load_draft as read_draft
 from spec_train.evaluation.compare import run_compare
 from spec_train.evaluation.eval_table import table
+from spec_train.evaluation.exporting import check_draft, export_draft, report
 from spec_train.evaluation.on_dataset import check_fit, evaluate_data
 from spec_train.evaluation.report import measure, require_sound
-from spec_train.exporting import check_draft, export_draft, report
 from spec_train.options.command_options import (
     EvalConfig,
     ExportConfig,
@@ -31,7 +31,8 @@ from spec_train.options.command_options import (
     split_config,
 )
 from spec_train.options.compare_options import CompareConfig
-from spec_train.reports import page_after_eval, page_after_fit
+from spec_train.reports import run_page as page_after_eval
+from spec_train.reports import run_page as page_after_fit
 from spec_train.results import (
     AcceptanceResult,
     DecodingResult,

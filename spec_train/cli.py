@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from spec_data import __version__
-from spec_data.config import (
+from spec_data.shards.path_kinds import Kind, what_is, wrong_kind
+from spec_data.terminal.config import (
     COMMAND_LINE,
     add_options,
     check_paths,
@@ -18,15 +19,14 @@ from spec_data.config import (
     read_config_file,
     resolve,
 )
-from spec_data.console import (
+from spec_data.terminal.console import (
     Parser,
     add_common_options,
     add_completion_option,
     run_cli,
     say_next,
 )
-from spec_data.paths import check_path
-from spec_data.shards.path_kinds import Kind, what_is, wrong_kind
+from spec_data.terminal.paths import check_path
 from spec_train.options.command_options import (
     EvalConfig,
     ExportConfig,
@@ -304,7 +304,7 @@ def _fit(arguments: argparse.Namespace) -> int:
     joined = _resolve_fit(arguments)
     _check_fit_paths(joined)
     config, options = split_config(arguments.draft, joined)
-    from spec_train.reports.page_after_fit import fit
+    from spec_train.reports.run_page import fit
     from spec_train.training.setup import dry_run
 
     if arguments.dry_run:
@@ -337,7 +337,7 @@ def _say_after_fit(draft: str, config: FitConfig, stopped: bool) -> None:
 def _eval(arguments: argparse.Namespace) -> int:
     config = resolve(EvalConfig, arguments)
     from spec_train.evaluation.report import run_eval
-    from spec_train.reports.page_after_eval import evaluate
+    from spec_train.reports.run_page import evaluate
 
     run_eval(config, evaluate)
     target = ["--target", config.target] if config.target else []
@@ -347,7 +347,7 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 def _export(arguments: argparse.Namespace) -> int:
     config = resolve(ExportConfig, arguments)
-    from spec_train.exporting import command_after, run_export
+    from spec_train.evaluation.exporting import command_after, run_export
 
     say_next(*command_after(config, run_export(config)))
     return 0
@@ -355,7 +355,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     config = resolve(DoctorConfig, arguments)
-    from spec_train.diagnosis.command import run_doctor
+    from spec_train.diagnosis.examination import run_doctor
 
     found, following = run_doctor(config)
     say_next(*following)
@@ -388,7 +388,7 @@ def _report(arguments: argparse.Namespace) -> int:
 def _replay(arguments: argparse.Namespace) -> int:
     config = resolve(ReplayConfig, arguments)
     _check_there(arguments.failed)
-    from spec_train.replay import replay
+    from spec_train.training.replay import replay
 
     report = replay(Path(arguments.failed), config)
     if report["states"]:  # the stored data itself is broken

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from spec_data.keywords import from_keywords, takes_options
+from spec_data.terminal.keywords import from_keywords, takes_options
 from spec_train.diagnosis.examination import examine_draft
 from spec_train.diagnosis.outcome import Diagnosis
 from spec_train.options.doctor_options import DoctorConfig

@@ -101,7 +101,7 @@ class ExportResult:
     bytes: int
     """Bytes of the tensors."""
     pruning: dict[str, Any] | None
-    """What a smaller vocabulary costs (see `spec_train.pruning.PruningCost`); None: not pruned."""
+    """What a smaller vocabulary costs (see `evaluation.pruning.PruningCost`); None: not pruned."""
     serving: dict[str, str]
     """How engines that read the format serve it: engine and release -> commands."""
     text: str = field(repr=False)

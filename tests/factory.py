@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from spec_data.shards.head_spec import HeadSpec
 from spec_data.shards.schema import (
     FORMAT,
     LAYER_CONVENTION,
+    HeadSpec,
     format_version,
     head_to_json,
     layer_column,

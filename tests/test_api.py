@@ -17,13 +17,13 @@ import spec_data
 import spec_data.api
 import spec_train
 import spec_train.api
-from spec_data.keywords import from_keywords
 from spec_data.options.conversion_options import ConvertConfig, ExportDataConfig
 from spec_data.options.dataset_options import VerifyConfig
 from spec_data.options.dataset_page_options import PreviewConfig, ReportConfig
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.options.regenerate_options import RegenerateConfig
 from spec_data.shards.errors import ConfigError, MissingError, OptionError
+from spec_data.terminal.keywords import from_keywords
 from spec_train.options.command_options import EvalConfig, ExportConfig, FitConfig
 from spec_train.options.doctor_options import DoctorConfig
 from tests.api_workspace import make_workspace

@@ -15,11 +15,10 @@ import spec_data
 import spec_data.cli
 import spec_train.cli
 from spec_data.models.families import TARGETS
-from spec_data.paths import check_directory_to_write, check_value, make_directory
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.path_kinds import Kind, what_is
-from spec_train.formats.forms import _KINDS
-from spec_train.formats.other_classes import OTHER_CLASSES
+from spec_data.terminal.paths import check_directory_to_write, check_value, make_directory
+from spec_train.formats.forms import _KINDS, OTHER_CLASSES
 from spec_train.training.checkpoint import RunDirectory
 from tests.spec_data.runs import save_target, write_corpus
 

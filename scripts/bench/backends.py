@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
+from spec_data.capture.backend import BackendOptions, open_backend
 from spec_data.generation.capture import forward_batches
-from spec_data.target.backend import BackendOptions, open_backend
 
 BATCH_TOKENS, PACK, ROUNDS, PROVEN = 8192, 2048, 5, 16
 

@@ -6,11 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_data.shards.head_spec import HeadSpec
-from spec_data.shards.schema import FINAL, layer_column
+from spec_data.shards.schema import FINAL, HeadSpec, layer_column
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts import DRAFTS
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 256, 8, 4, 32, 32768
 LAYERS = (1, 4, 6)

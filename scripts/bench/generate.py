@@ -33,19 +33,18 @@ from typing import Any
 import torch
 
 import spec_data.generation.capture as capture_module
+from spec_data.capture.hf_backend import HFBackend
+from spec_data.capture.long_rows import attention_per_document
+from spec_data.capture.mask_forms import PER_DOCUMENT, ROWS, SINGLE, packed_mask
 from spec_data.generation.capture import CaptureSettings, capture_unit
-from spec_data.generation.loaded_target import backend_options
 from spec_data.generation.plan import Plan
 from spec_data.generation.planning import make_plan
-from spec_data.generation.replica import Replica
+from spec_data.generation.replica import Replica, backend_options
 from spec_data.generation.setup import Setup, set_up
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.files import unit_name
 from spec_data.shards.follow import WORK
 from spec_data.shards.writer import write_shard
-from spec_data.target.document_attention import attention_per_document
-from spec_data.target.hf_backend import HFBackend
-from spec_data.target.mask_forms import PER_DOCUMENT, ROWS, SINGLE, packed_mask
 
 ROWS_OF_A_BATCH = 16  # of the padded batches
 

@@ -50,15 +50,14 @@ def measure(target: Path, length: int, attn: str, codec: str) -> dict[str, float
     """Generate with one document of `length` tokens, and return what it cost."""
     import torch
 
+    from spec_data.capture.hf_backend import HFBackend
     from spec_data.generation.capture import CaptureSettings, capture_unit
-    from spec_data.generation.loaded_target import backend_options
+    from spec_data.generation.plan_file import BATCH_TOKENS
     from spec_data.generation.planning import make_plan
-    from spec_data.generation.replica import prove_target
+    from spec_data.generation.replica import backend_options, prove_target
     from spec_data.generation.setup import set_up
-    from spec_data.generation.unit_size import BATCH_TOKENS
     from spec_data.options.generate_options import GenerateConfig
     from spec_data.shards.writer import write_shard
-    from spec_data.target.hf_backend import HFBackend
 
     torch.set_num_threads(1)
     work = Path(tempfile.mkdtemp())

@@ -25,8 +25,7 @@ from spec_data.cli import main as spec_data
 from spec_data.report import table
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.cli import main as spec_train
-from spec_train.data.fill import FILL, ORDER
-from spec_train.data.order import BatchPlan
+from spec_train.data.order import FILL, ORDER, BatchPlan
 
 KINDS = ("chat", "code", "maths")
 PACKINGS = {"old": FILL[1], "new": FILL[ORDER]}

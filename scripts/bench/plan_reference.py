@@ -12,7 +12,7 @@ from typing import Any
 from spec_data.corpus.chat import Renderer, RenderError
 from spec_data.corpus.documents import Document, cut_document
 from spec_data.corpus.record_reader import CorpusReader
-from spec_data.generation.plan_builder import DocumentCounts
+from spec_data.generation.plan import DocumentCounts
 from spec_data.shards.identity import count_kwargs
 
 

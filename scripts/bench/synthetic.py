@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from spec_data.shards.head_spec import HeadSpec
 from spec_data.shards.schema import (
     FORMAT,
     LAYER_CONVENTION,
     Column,
+    HeadSpec,
     ShardRecord,
     format_version,
     head_to_json,

@@ -13,7 +13,7 @@ from gpu.bench import Bench
 from gpu.problem import LARGE, SMALL, TINY, Size, fresh_draft, random_batch
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts import DRAFTS
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from spec_train.training.failure import arithmetic, cast_draft
 
 try:

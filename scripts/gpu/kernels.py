@@ -9,12 +9,11 @@ import torch
 
 from gpu.bench import Bench
 from gpu.target import dataset_of
-from spec_data.shards.coded import CodedRows, StoredRows
 from spec_data.shards.lossy import LOSSY, Tables
 from spec_data.shards.schema import Column
-from spec_train.attention.flex import flex_works
-from spec_train.attention.trial import Case
-from spec_train.attention.unrolled_backends import default_backend, unrolled_case
+from spec_data.shards.shard import CodedRows, StoredRows
+from spec_train.attention.flex import Case, flex_works
+from spec_train.attention.unrolled import default_backend, unrolled_case
 from spec_train.data.mixture import open_documents
 from spec_train.data.splits import make_splits
 from spec_train.data.stream import BatchStream, BufferOptions

@@ -4,8 +4,4 @@
 `layer_capture` runs the target on them. Every capture also computes columns that are stored, and
 compares them: the proof that target, tokens and masks are those of the dataset. `run` writes one
 file per shard (a side, see `shards.sides`); nothing that is stored is written again.
-
-May import: spec_data.config, spec_data.devices, spec_data.generation, spec_data.models,
-spec_data.options, spec_data.paths, spec_data.progress, spec_data.shards, spec_data.target,
-spec_data.verification, spec_data.views.
 """

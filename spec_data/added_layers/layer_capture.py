@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from spec_data.added_layers.wider import Wider, refuse_findings
+from spec_data.capture.backend import BackendOptions, States, TargetBackend, open_backend
+from spec_data.capture.proofs import proof_documents, proof_length
 from spec_data.generation.batch_size import choose_batch_tokens
 from spec_data.generation.calibrate import (
     capture_sample,
@@ -28,18 +30,15 @@ from spec_data.generation.calibrate import (
     sample_documents,
 )
 from spec_data.generation.capture import unit_forwards
-from spec_data.generation.encoding import encode_columns, store
 from spec_data.generation.plan import Plan
 from spec_data.generation.running import running_facts
-from spec_data.generation.transfers import PlainTransfers
+from spec_data.generation.transfers import PlainTransfers, encode_columns, store
 from spec_data.options.layer_options import AddLayersConfig
 from spec_data.shards.codec_tables import TABLES, error_text, make_tables, save_tables
 from spec_data.shards.errors import RunError
 from spec_data.shards.lossy import Tables
 from spec_data.shards.schema import FINAL, layer_column
 from spec_data.shards.writer import UnitData
-from spec_data.target.backend import BackendOptions, States, TargetBackend, open_backend
-from spec_data.target.proofs import proof_documents, proof_length
 from spec_data.verification.findings import Findings
 from spec_data.verification.fresh import check_positions, compare_states
 

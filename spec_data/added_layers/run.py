@@ -20,24 +20,23 @@ from typing import Any
 from spec_data.added_layers.layer_capture import capture_side, open_target, prove
 from spec_data.added_layers.stored_plan import stored_plan
 from spec_data.added_layers.wider import Wider, plan_wider, wider_draft
-from spec_data.config import differing_fields
-from spec_data.devices import check_devices
+from spec_data.capture.tensor_parallel import leading
 from spec_data.generation.explained_failures import explained_failures
 from spec_data.generation.plan import Plan
 from spec_data.generation.running import running_facts
+from spec_data.models.devices import check_devices
 from spec_data.options.layer_options import AddLayersConfig
-from spec_data.paths import check_directory_to_write
-from spec_data.progress import progress, size
 from spec_data.shards.codec_tables import TABLES, load_tables
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.files import dump_json, sha256_json, write_atomically, write_once
-from spec_data.shards.reader import INDEX, MANIFEST, checked_file
+from spec_data.shards.reader import INDEX, MANIFEST, VIEW_WORK, checked_file
 from spec_data.shards.schema import Manifest, ShardRecord
 from spec_data.shards.seal import check_shard, file_records, seal
 from spec_data.shards.sides import side_file, stored_records
-from spec_data.shards.whole import VIEW_WORK
 from spec_data.shards.writer import write_shard
-from spec_data.target.tensor_parallel import leading
+from spec_data.terminal.config import differing_fields
+from spec_data.terminal.paths import check_directory_to_write
+from spec_data.terminal.progress import progress, size
 from spec_data.views.appending import finish_append, stage
 from spec_data.views.stored_documents import StoredDocuments
 from spec_data.views.write_view import (

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from spec_data.generation.plan import Plan, planned
-from spec_data.generation.plan_builder import DocumentCounts
-from spec_data.generation.plan_file import PlannedDocuments, PlanWriter, Scratch
-from spec_data.generation.prepared import Prepared
-from spec_data.progress import progress
+from spec_data.generation.plan import DocumentCounts, Plan, planned
+from spec_data.generation.plan_file import PlannedDocuments, PlanWriter, Prepared, Scratch
+from spec_data.terminal.progress import progress
 from spec_data.views.stored_documents import StoredDocuments
 
 

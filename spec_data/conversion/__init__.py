@@ -5,8 +5,4 @@ generation of datasets as if a target had just computed it. Before anything is w
 compares the states with those that the target itself computes, block by block (`target_walk`), so a
 wrong layer id, norm, shift or order is refused together with the one that fits. `to_*.py` write a
 dataset in the layout of another trainer.
-
-May import: spec_data.config, spec_data.corpus, spec_data.devices, spec_data.generation,
-spec_data.models, spec_data.options, spec_data.paths, spec_data.progress, spec_data.shards,
-spec_data.target, spec_data.verification.
 """

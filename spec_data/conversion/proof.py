@@ -19,20 +19,20 @@ from spec_data.conversion.evidence import (
     head_figures,
     head_warning,
     rounding_warning,
+    walk,
 )
-from spec_data.conversion.mask_frame import (
+from spec_data.conversion.sample_plan import (
     TOKEN,
     check_frame,
     generation_prompt,
     runs_by_offset,
+    tokens_of,
 )
-from spec_data.conversion.sample_plan import tokens_of
 from spec_data.conversion.stored_backend import Head
 from spec_data.conversion.stored_samples import AFTER, BEFORE, Layout, SampleStates
-from spec_data.conversion.target_walk import walk
 from spec_data.corpus.bad_rows import BadRow
-from spec_data.devices import usable_device
 from spec_data.generation.setup import Setup
+from spec_data.models.devices import usable_device
 from spec_data.options.conversion_options import ConvertConfig
 from spec_data.shards.errors import CorpusError
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spec_data.config import differing_fields
+from spec_data.conversion.layouts import opened, to_generate
 from spec_data.conversion.proof import prove_samples
 from spec_data.conversion.sample_plan import (
     listing_hash,
@@ -23,15 +23,12 @@ from spec_data.conversion.sample_plan import (
 )
 from spec_data.conversion.stored_backend import Head, StoredBackend
 from spec_data.conversion.stored_samples import Layout
-from spec_data.conversion.tool_setup import opened, to_generate
 from spec_data.corpus.record_reader import SourceReport
-from spec_data.devices import check_devices, usable_device
-from spec_data.generation.disk_bytes import other_files
 from spec_data.generation.explained_failures import explained_failures
 from spec_data.generation.fitting import announce_drafts
 from spec_data.generation.plan import Plan, load_plan, read_settings, save_plan
 from spec_data.generation.run import check_free_space, clear_leftovers, run_units
-from spec_data.generation.sealing import seal_directory
+from spec_data.generation.sealing import finished_unit, seal_directory
 from spec_data.generation.setup import (
     Setup,
     data_settings,
@@ -39,18 +36,19 @@ from spec_data.generation.setup import (
     set_up,
     settings,
 )
-from spec_data.generation.unit_records import finished_unit
+from spec_data.generation.target_files import other_files
 from spec_data.generation.worker_locks import worker_lock
+from spec_data.models.devices import check_devices, usable_device
 from spec_data.options.conversion_options import ConvertConfig
 from spec_data.options.dataset_options import VerifyConfig
-from spec_data.paths import make_directory
-from spec_data.progress import size
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.follow import WORK
-from spec_data.shards.reader import MANIFEST
+from spec_data.shards.reader import MANIFEST, check_whole
 from spec_data.shards.schema import Manifest
-from spec_data.shards.whole import check_whole
+from spec_data.terminal.config import differing_fields
+from spec_data.terminal.paths import make_directory
+from spec_data.terminal.progress import size
 from spec_data.verification.findings import Findings
 from spec_data.verification.run import examine
 

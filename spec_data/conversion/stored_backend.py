@@ -18,19 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spec_data.capture.backend import ForwardBatch, States
+from spec_data.capture.hf_backend import HFBackend, SkeletonFacts
+from spec_data.capture.mask_forms import REQUESTS
+from spec_data.capture.model import Target
+from spec_data.capture.proofs import FLOOR, IsolationProof
+from spec_data.capture.skeleton import load_skeleton, run_from
 from spec_data.conversion.stored_samples import BEFORE, Layout, SampleStates
 from spec_data.corpus.bad_rows import BadRow
 from spec_data.generation.plan import Plan
 from spec_data.shards.errors import DatasetError, RunError
 from spec_data.shards.position_data import Positions
-from spec_data.target.backend import States
-from spec_data.target.forward_batch import ForwardBatch
-from spec_data.target.hf_backend import HFBackend
-from spec_data.target.mask_forms import REQUESTS
-from spec_data.target.model import Target
-from spec_data.target.proofs import FLOOR, IsolationProof
-from spec_data.target.skeleton import load_skeleton, run_from
-from spec_data.target.skeleton_facts import SkeletonFacts
 
 _BEGINNING = 16  # tokens by which the document of a shorter one is looked for
 

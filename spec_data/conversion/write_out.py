@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from spec_data.config import differing_fields
-from spec_data.conversion.to_specforge import SpecForgeWriter
-from spec_data.conversion.to_speculators import SpeculatorsWriter
+from spec_data.conversion.speculators import SpeculatorsWriter
+from spec_data.conversion.table_layout import SpecForgeWriter
 from spec_data.generation.explained_failures import explained_failures
 from spec_data.options.conversion_options import ExportDataConfig
-from spec_data.paths import make_directory
-from spec_data.progress import progress, size
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.files import dump_json, is_temporary, temporary_files, write_atomically
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import ALL, FINAL
+from spec_data.terminal.config import differing_fields
+from spec_data.terminal.paths import make_directory
+from spec_data.terminal.progress import progress, size
 
 RECORD = "spec-data-export.json"
 

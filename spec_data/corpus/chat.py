@@ -51,20 +51,22 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from spec_data.corpus.documents import Document, RenderError, Turn, loss_mask_from_turns
-from spec_data.corpus.end_tokens import EndTokens
-from spec_data.corpus.left_out import answer_of, reasoning_of
-from spec_data.corpus.records import Record
-from spec_data.corpus.renderings import (
+from spec_data.corpus.documents import (
     CUT_ANSWERS,
     EMPTY_THOUGHTS,
     UNENDED,
     WITH_SYSTEM,
     WITHOUT_SYSTEM,
+    Document,
     RenderCounts,
+    RenderError,
     Rendering,
+    Turn,
+    loss_mask_from_turns,
 )
-from spec_data.corpus.template import Chat, Template, render_error, text_ids
+from spec_data.corpus.left_out import answer_of, reasoning_of
+from spec_data.corpus.records import Record
+from spec_data.corpus.template import Chat, EndTokens, Template, render_error, text_ids
 from spec_data.shards.errors import CorpusError
 from spec_data.shards.identity import kwargs_text
 

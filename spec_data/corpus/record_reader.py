@@ -46,9 +46,8 @@ from spec_data.corpus.bad_rows import (
     reason_of,
 )
 from spec_data.corpus.documents import RenderError
-from spec_data.corpus.file_rows import Digest
+from spec_data.corpus.file_rows import Digest, RawRow, RowResult, parsed_row
 from spec_data.corpus.records import Record, parse_row
-from spec_data.corpus.row_results import RawRow, RowResult, parsed_row
 from spec_data.corpus.sources import MAX_ROW_BYTES, Source, resolve
 from spec_data.shards.errors import ConfigError, CorpusError
 

@@ -7,32 +7,156 @@ strangers wrote: any exception it raises becomes a `RenderError` of the record, 
 that does not end. `spec-train eval` renders its prompts through the same code.
 """
 
+import contextlib
+import difflib
+import functools
 import logging
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import cached_property
 from typing import Any
 
+import jinja2.meta
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from spec_data.corpus.bad_rows import printable
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.left_out import TOOL_LISTS, left_out
-from spec_data.corpus.limits import FORKS, MEMORY, Child, limited
+from spec_data.corpus.limits import FORKS, MEMORY, Child, limited, limited_call
 from spec_data.corpus.records import Record
-from spec_data.corpus.template_names import (
-    date_kwargs,
-    fixed_date,
-    names_read,
-    on_date,
-    prints_the_date,
-    refused_kwargs,
-)
 from spec_data.corpus.tokens import TokenisedText, Tokens, common
 from spec_data.shards.errors import ConfigError, CorpusError
+
+# -- template names --------------------------------------------------------------------------------
+# Which names a chat template reads: a keyword argument that it does not read has no effect.
+#
+# A misspelt `enable_thinking` renders without an error, and every document is then another than
+# serving's. So template kwargs are compared with the names that the parsed template looks up.
+
+
+RESERVED = {  # arguments of apply_chat_template that rendering sets; users cannot set them
+    *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "tokenize"),
+    *("continue_final_message", "padding", "truncation", "max_length", "return_tensors"),
+    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens"),
+}
+_CLOCK, _DATE = "strftime_now", "date_string"
+_DATES = ("date", "today", "time")  # parts of the names of kwargs that fix a date
+
+
+def names_read(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | None:
+    """Return the names that the tokenizer's chat templates look up; None if that is not known.
+
+    With several named templates, return the names of all of them. The names are not known if a
+    template has a syntax error, or if the tokenizer renders in Python code of its own. A template
+    that prints the date (`strftime_now`) reads `date_string` at least through `fixed_date`.
+    """
+    own = type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
+    templates = tokenizer.chat_template or {}
+    if own:
+        return None
+    texts = tuple(templates.values()) if isinstance(templates, dict) else (templates,)
+    return _names_of(texts)
+
+
+@functools.lru_cache(maxsize=64)
+def _names_of(texts: tuple[str, ...]) -> frozenset[str] | None:
+    """Return the names that templates look up; None if one has a syntax error.
+
+    Jinja computes constants such as `10**10**9` even here, so this is done under limits.
+    """
+    found: frozenset[str] | None = limited_call(_undeclared, texts)
+    return found
+
+
+def _undeclared(texts: Iterable[str]) -> frozenset[str] | None:
+    found: set[str] = set()
+    for text in texts:
+        try:
+            environment = _compile_jinja_template(text).environment
+            found |= jinja2.meta.find_undeclared_variables(environment.parse(text))
+        except jinja2.TemplateError:
+            return None  # rendering a record reports the error
+    return frozenset(found | ({_DATE} if _CLOCK in str(texts) else set()))
+
+
+def fixed_date(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> date | None:
+    """Return the date of `date_string` (2025-06-28) in kwargs, for a template that reads the clock
+    alone, as gpt-oss's does; None if it reads `date_string` itself, or there is none.
+
+    Raises:
+        ValueError: it is no date of this form.
+    """
+    template = str(tokenizer.chat_template)
+    if _DATE not in kwargs or _DATE in template or _CLOCK not in template:
+        return None
+    try:
+        return date.fromisoformat(kwargs[_DATE])
+    except (ValueError, TypeError):
+        raise ValueError(
+            f"{_DATE} = {kwargs[_DATE]!r}: this template prints the date in a form of its own; "
+            "write the date as 2025-06-28"
+        ) from None
+
+
+@contextlib.contextmanager
+def on_date(template: str, fixed: date | None) -> Iterator[None]:
+    """Let a template render as on a date; None: today."""
+    if fixed is None:
+        yield
+        return
+    names = _compile_jinja_template(template).globals
+    clock = names[_CLOCK]
+    names[_CLOCK] = fixed.strftime
+    try:
+        yield
+    finally:
+        names[_CLOCK] = clock
+
+
+def refused_kwargs(kwargs: Iterable[str], read: frozenset[str] | None) -> str | None:
+    """Return why template kwargs cannot be used, or None if they can.
+
+    `kwargs` are their names, `read` the result of `names_read`.
+    """
+    given = set(kwargs)
+    if reserved := sorted(RESERVED & given):
+        return f"{', '.join(reserved)} cannot be set here"
+    unread = sorted(given - read) if read is not None else []
+    if read is None or not unread:
+        return None
+    settable = sorted(read - RESERVED)
+    known = f"it reads {', '.join(settable)}" if settable else "it reads none"
+    near = [n for name in unread for n in difflib.get_close_matches(name, settable, n=1)]
+    near = list(dict.fromkeys(near))
+    advice = f"did you mean {' or '.join(near)}?" if near else "remove it where it is set"
+    return f"the chat template does not read {', '.join(unread)} ({known}); {advice}"
+
+
+def prints_the_date(
+    tokenizer: PreTrainedTokenizerBase, read: frozenset[str] | None, kwargs: Mapping[str, Any]
+) -> bool:
+    """Return whether the template prints today's date.
+
+    It does not where `kwargs` has a date that the template reads.
+    """
+    fixed = [name for name in date_kwargs(read) if name in kwargs]
+    return _CLOCK in str(tokenizer.chat_template) and not fixed
+
+
+def date_kwargs(read: frozenset[str] | None) -> list[str]:
+    """Return the names of template kwargs that fix the date (Llama's `date_string`)."""
+    if read is None:
+        return [_DATE]
+    return sorted(n for n in read if any(d in n.lower() for d in _DATES))
+
+
+# -- template --------------------------------------------------------------------------------------
+
 
 logger = logging.getLogger(__name__)
 
@@ -354,3 +478,75 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, record: Record, text: str) -> l
 def render_error(record: Record, reason: str, message: str) -> RenderError:
     """Return a RenderError whose message names the record."""
     return RenderError(reason, f"{record.where}: {message}")
+
+
+# -- end tokens ------------------------------------------------------------------------------------
+# Which tokens end a turn: those that stop generation, and those that a template writes there.
+
+
+_KNOWN = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "</s>"),
+    *("<|return|>", "<|call|>", "<|eot|>", "<|END_OF_TURN_TOKEN|>", "<|endoftext|>"),
+    "<|end_of_text|>",
+)
+_PROBE = "Qzv7probe"  # an answer that no template contains
+
+
+class EndTokens:
+    """The end-of-turn tokens of a target.
+
+    Args:
+        template: the chat template, with its tokenizer.
+        generation: the ids that end generation (`generation_config.eos_token_id`), in their order.
+
+    Attributes:
+        generation: see above.
+        stops: the ids at which serving stops: `generation` and the tokenizer's eos.
+        all: `stops`, known end-of-turn tokens, and the one that this template writes. A template
+            may write them inside a turn too (gpt-oss ends each channel with <|end|>).
+    """
+
+    def __init__(self, template: Template, generation: Sequence[int]) -> None:
+        tokenizer = template.tokenizer
+        own = tokenizer.eos_token_id
+        self.generation = tuple(generation)
+        self.stops = frozenset([*generation, *([] if own is None else [own])])
+        added = {str(t): i for i, t in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+        known = {added[name] for name in _KNOWN if name in added}
+        self.all = self.stops | known | set(_probed(template, set(added.values())))
+        self._tokenizer = tokenizer
+        self._blank: dict[int, bool] = {}
+
+    def turn_end(self, ids: Sequence[int], start: int) -> int:
+        """Return the index after the end-of-turn token of the last turn of `ids`.
+
+        That turn begins at `start`. Without an end-of-turn token, return the length of `ids`.
+        """
+        end = at = len(ids)
+        while at > start and (ids[at - 1] in self.all or self._is_blank(ids[at - 1])):
+            at -= 1
+            if ids[at] in self.all:
+                end = at + 1
+        # A stop that the content quotes: the target would end there.
+        return next((i + 1 for i in range(start, end) if ids[i] in self.stops), end)
+
+    def _is_blank(self, token: int) -> bool:
+        if token not in self._blank:
+            self._blank[token] = not self._tokenizer.decode([token]).strip()
+        return self._blank[token]
+
+
+def _probed(template: Template, added: set[int]) -> list[int]:
+    """Return the special token that the template writes after an answer, as a list."""
+    tokenizer: PreTrainedTokenizerBase = template.tokenizer
+    if not tokenizer.chat_template:
+        return []
+    probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
+    try:
+        text = template.apply(probe, None, template.kwargs, tokenize=False)
+    except Exception:  # the template may need more; the error of a real record names it
+        return []
+    if text.count(_PROBE) != 1:
+        return []
+    tail = tokenizer(text.partition(_PROBE)[2], add_special_tokens=False)["input_ids"]
+    return [token for token in tail if token in added][:1]

@@ -6,7 +6,4 @@ unit after unit with a `replica` of the target, `unit_records` says which units 
 
 "Plan" means one thing here: every document, tokenised, in order, cut into units (class `Plan`,
 files plan.json and plan.arrow). A pack is a row of the target's batch with several documents.
-
-May import: spec_data.config, spec_data.corpus, spec_data.devices, spec_data.models,
-spec_data.options, spec_data.paths, spec_data.progress, spec_data.shards, spec_data.target.
 """

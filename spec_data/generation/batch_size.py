@@ -10,14 +10,13 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from spec_data.capture.backend import ForwardBatch, TargetBackend
+from spec_data.capture.mask_forms import ROWS, SINGLE
 from spec_data.generation.capture import forward_batches, forward_columns
 from spec_data.generation.plan import Plan
-from spec_data.generation.unit_size import BATCH_TOKENS
+from spec_data.generation.plan_file import BATCH_TOKENS
 from spec_data.shards.errors import RunError
 from spec_data.shards.schema import Column
-from spec_data.target.backend import TargetBackend
-from spec_data.target.forward_batch import ForwardBatch
-from spec_data.target.mask_forms import ROWS, SINGLE
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spec_data.capture.backend import TargetBackend
 from spec_data.generation.capture import forward_batches
 from spec_data.generation.early import EarlyForwards
 from spec_data.generation.plan import Plan
@@ -32,13 +33,19 @@ from spec_data.shards.codec_tables import (
     make_tables,
     save_tables,
 )
-from spec_data.shards.coded import StoredRows, decode_rows
 from spec_data.shards.errors import RunError
 from spec_data.shards.files import sha256_file, write_once
-from spec_data.shards.head_spec import HeadSpec, apply_head, logit_error
 from spec_data.shards.lossy import LOSSY, LossyCodec, Tables
-from spec_data.shards.schema import FINAL, Column, layer_column, predicts_supervised
-from spec_data.target.backend import TargetBackend
+from spec_data.shards.schema import (
+    FINAL,
+    Column,
+    HeadSpec,
+    apply_head,
+    layer_column,
+    logit_error,
+    predicts_supervised,
+)
+from spec_data.shards.shard import StoredRows, decode_rows
 
 logger = logging.getLogger(__name__)
 

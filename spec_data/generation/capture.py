@@ -16,20 +16,172 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_data.devices import sent
-from spec_data.generation.encoding import encode_columns, store
-from spec_data.generation.logit_columns import logit_columns
-from spec_data.generation.measure import supervised_next
+from spec_data.capture.backend import ForwardBatch, TargetBackend
 from spec_data.generation.plan import Plan, unit_batches
-from spec_data.generation.transfers import Arrival, PlainTransfers, Transfers
+from spec_data.generation.transfers import Arrival, PlainTransfers, Transfers, encode_columns, store
+from spec_data.models.devices import sent
 from spec_data.shards.errors import RunError
 from spec_data.shards.likelihood import DocumentFigures
 from spec_data.shards.lossy import Tables
 from spec_data.shards.packing import row_layout
 from spec_data.shards.schema import FINAL, TEACHERS, Column, layer_column, predicts_supervised
 from spec_data.shards.writer import UnitData
-from spec_data.target.backend import TargetBackend
-from spec_data.target.forward_batch import ForwardBatch
+
+# -- measure ---------------------------------------------------------------------------------------
+# Measure what the target thinks of the supervised tokens, from logits that exist anyway.
+#
+# Shapes: N tokens, m tokens with a supervised next token, V vocabulary size.
+
+
+NOT_SUPERVISED = -1
+# Nats. A target that masks part of its vocabulary assigns a token no probability at all.
+_LARGEST_NLL = 1e4
+
+
+def supervised_next(ids: np.ndarray, predicting: np.ndarray) -> np.ndarray:
+    """Return the next token of each token where it is supervised, else -1: int64 [N].
+
+    Args:
+        ids: token ids of documents one after another, integers [N].
+        predicting: which tokens have a supervised next token in their document, bool [N].
+    """
+    following = np.full(len(ids), NOT_SUPERVISED, np.int64)
+    following[:-1] = ids[1:]
+    following[~predicting] = NOT_SUPERVISED
+    return following
+
+
+def log_sum_exp(logits: Tensor, argmax: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-sum-exp of logits, float32 [m], and exp(logits - largest), float32 [m, V].
+
+    The exponentials cost more than all other steps together, so they are computed once, for both.
+    `argmax` is that of the logits float32 [m, V], int64 [m]. The result is not finite if the
+    largest logit is not.
+    """
+    largest = logits.gather(-1, argmax[:, None])  # [m, 1]
+    own = (logits - largest).exp_()
+    return own.sum(-1).log_() + largest[:, 0], own
+
+
+def token_figures(
+    logits: Tensor,
+    own: Tensor,
+    logsumexp: Tensor,
+    argmax: Tensor,
+    following: Tensor,
+    temperature: float,
+) -> Tensor:
+    """Return the `FIGURES` of tokens with a supervised next token, float32 [m, 4].
+
+    Args:
+        logits: float32 [m, V].
+        own: as `log_sum_exp` returns it, float32 [m, V].
+        logsumexp: of the logits, float32 [m].
+        argmax: of the logits, int64 [m].
+        following: the next token, int64 [m].
+        temperature: the one of the target's own samples; 0 is greedy.
+    """
+    chosen = logits.gather(-1, following[:, None])[:, 0]  # [m]
+    largest = logits.gather(-1, argmax[:, None])[:, 0]  # [m]
+    if temperature == 0:
+        own_logit, own_first = largest, torch.ones_like(largest)
+    elif temperature == 1:
+        own_first = (largest - logsumexp).exp()
+        # Probabilities of the own samples, [m, V], but for a factor.
+        own_logit = _expectation(own, logits) * own_first
+    else:
+        own = torch.softmax(logits / temperature, -1)
+        own_first = own.gather(-1, argmax[:, None])[:, 0]
+        own_logit = _expectation(own, logits)
+    nll = (logsumexp - chosen).clamp(max=_LARGEST_NLL)
+    first = (argmax == following).float()
+    return torch.stack([first, nll, logsumexp - own_logit, own_first], -1)
+
+
+def _expectation(probabilities: Tensor, logits: Tensor) -> Tensor:
+    """Return the sum of p * z over the vocabulary, [m]; a logit of -inf has no share in it.
+
+    `probabilities` [m, V] may lack a common factor.
+    """
+    if logits.device.type == "cpu":  # elsewhere, this question would wait for the device
+        total = torch.einsum("mv,mv->m", probabilities, logits)
+        if bool(total.isfinite().all()):
+            return total
+    return (probabilities * logits.clamp_min(-_LARGEST_NLL)).sum(-1)
+
+
+# -- logit columns ---------------------------------------------------------------------------------
+# What a draft learns from, out of final states or logits: argmax, logsumexp, top-k, and figures.
+#
+# The head is the widest matrix of a target, so it runs only on the tokens that are asked for, some
+# at
+# a time: no logits [N, V] exist unless the target returned them.
+#
+# Shapes: n tokens, m of them with a supervised next token, H hidden size, V vocabulary size.
+
+
+def logit_columns(
+    target: TargetBackend,
+    final: Tensor,
+    logits: Tensor | None,
+    names: Mapping[str, Column],
+    following: np.ndarray,
+    temperature: float,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return argmax, logsumexp and, if `names` has them, top-k or full logits; and the figures.
+
+    Args:
+        target: has the head.
+        final: final states [n, H].
+        logits: the target's own logits [n, V]; None: computed from `final`, in blocks of tokens.
+        names: the columns of the dataset, by name.
+        following: the next token of each token, -1 where it is not supervised, int64 [n]. It is on
+            the host, so that nothing waits for the device.
+        temperature: see `token_figures`.
+
+    Returns:
+        The columns [n] or [n, W], and float32 [m, 4].
+    """
+    parts: list[dict[str, Tensor]] = []
+    figures = [torch.zeros(0, 4, device=final.device)]
+    for part in target.logit_chunks(len(final)):
+        block = logits[part] if logits is not None else target.logits_of(final[part])  # [k, V]
+        wide = block.float()
+        argmax = block.argmax(-1)
+        logsumexp, own = log_sum_exp(wide, argmax)
+        found = {"target_argmax": argmax, "target_logsumexp": logsumexp}
+        if "topk_ids" in names:
+            top = wide.topk(names["topk_ids"].width or 1, dim=-1)
+            found |= {"topk_ids": top.indices, "topk_logits": top.values}
+        parts.append(found)
+        asked = np.flatnonzero(following[part] >= 0)
+        if len(asked) == 0:
+            continue
+        chosen = sent(torch.from_numpy(following[part][asked]), final.device)
+        if len(asked) < len(wide):
+            rows = sent(torch.from_numpy(asked), final.device)
+            wide, own, logsumexp, argmax = wide[rows], own[rows], logsumexp[rows], argmax[rows]
+        figures.append(token_figures(wide, own, logsumexp, argmax, chosen, temperature))
+    out = {name: torch.cat([part[name] for part in parts]) for name in (parts or [{}])[0]}
+    if not parts:
+        out = _nothing(names, final)
+    if logits is not None:
+        out["logits"] = logits
+    return out, torch.cat(figures)
+
+
+def _nothing(names: Mapping[str, Column], final: Tensor) -> dict[str, Tensor]:
+    """Return the columns of no token."""
+    ids, values = final.new_zeros(0, dtype=torch.long), final.new_zeros(0, dtype=torch.float32)
+    out = {"target_argmax": ids, "target_logsumexp": values}
+    if "topk_ids" in names:
+        width = names["topk_ids"].width or 1
+        out |= {"topk_ids": ids.view(0, width), "topk_logits": values.view(0, width)}
+    return out
+
+
+# -- capture ---------------------------------------------------------------------------------------
+
 
 _FIGURES = "figures"  # moved to the host with the columns
 Forwarded = tuple[dict[str, Tensor], Tensor]

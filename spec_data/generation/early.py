@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spec_data.capture.backend import TargetBackend
 from spec_data.generation.capture import (
     Forwarded,
     ForwardKey,
@@ -23,10 +24,9 @@ from spec_data.generation.capture import (
 )
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup
-from spec_data.progress import progress
 from spec_data.shards.likelihood import DocumentFigures
 from spec_data.shards.schema import Column
-from spec_data.target.backend import TargetBackend
+from spec_data.terminal.progress import progress
 
 _TOKENS = 32768  # of the largest plan that is captured early
 _BYTES = 512 << 20  # of its columns, which are in memory together

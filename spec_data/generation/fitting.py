@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
+from spec_data.capture.backend import TargetBackend
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup
 from spec_data.generation.target_files import config_json
 from spec_data.models.engine_targets import engine_warnings
 from spec_data.models.families import derived_spec, find_spec
 from spec_data.models.fitted_shape import fitted_shape, sizes_of
-from spec_data.shards.draft_needs import data_problem
 from spec_data.shards.errors import DraftError, TargetError
 from spec_data.shards.layer_ids import AUTO_DRAFTS, RECIPES, recipe_layers
 from spec_data.shards.position_data import ROPE, Positions
-from spec_data.target.backend import TargetBackend
+from spec_data.shards.schema import data_problem
 
 log = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spec_data.config import differing_fields
 from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.identity import compare, identity_of
 from spec_data.shards.lossy import Tables
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Column, Manifest
+from spec_data.terminal.config import differing_fields
 
 logger = logging.getLogger(__name__)
 

@@ -26,12 +26,17 @@ import pyarrow as pa
 from filelock import FileLock, Timeout
 
 from spec_data.corpus.record_reader import SourceReport
-from spec_data.generation.plan import link_or_copy
-from spec_data.generation.plan_builder import DocumentCounts
+from spec_data.generation.plan import DocumentCounts, link_or_copy
 from spec_data.generation.plan_file import PlannedDocuments, Scratch, remove_scratch
 from spec_data.options.option_values import parse_size
-from spec_data.shards.cache_directory import CACHE_VARIABLE, cache_directory
-from spec_data.shards.files import dump_json, sha256_file, sha256_json, write_atomically
+from spec_data.shards.files import (
+    CACHE_VARIABLE,
+    cache_directory,
+    dump_json,
+    sha256_file,
+    sha256_json,
+    write_atomically,
+)
 
 logger = logging.getLogger(__name__)
 

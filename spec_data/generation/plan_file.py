@@ -7,27 +7,142 @@ map must not be written to.
 Shapes: D documents, N tokens of all documents.
 """
 
+import hashlib
 import math
 import os
 import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from spec_data.generation.prepared import Prepared
+from spec_data.corpus.documents import Document
+from spec_data.options.option_values import parse_size
 from spec_data.shards.checksums import list_views, read_batches
 from spec_data.shards.schema import Column, ShardRecord, predicts_supervised
 from spec_data.shards.writer import ShardStream, UnitData
 
+# -- prepared --------------------------------------------------------------------------------------
+# From a rendered document to the one that a plan stores: cut, trimmed, packed into bytes.
+#
+# It is done where the document was rendered, in any process, because it costs as much as writing.
+
+
+StoredTurn = tuple[str, int, int]
+
+
+class Prepared(NamedTuple):
+    """A document as a plan stores it, or the reason why it stores none.
+
+    Attributes:
+        source: the name of its source.
+        dropped: the reason; None for a document that is stored.
+        cut: tokens lost by the maximum length; tail: tokens removed after the last supervised one.
+        digest: 16 bytes, the beginning of a SHA-256 over ids and mask; its doc_id in hex.
+        ids, mask: int32 and uint8 per token, as bytes.
+        turns: (role, start, end) of each.
+    """
+
+    source: str
+    dropped: str | None = None
+    cut: int = 0
+    tail: int = 0
+    digest: bytes = b""
+    ids: bytes = b""
+    mask: bytes = b""
+    turns: tuple[StoredTurn, ...] = ()
+
+
+@dataclass(frozen=True)
+class Preparing:
+    """How documents are prepared.
+
+    No draft learns from the tokens after the last supervised one: the target is causal, nothing is
+    drafted there, and the teacher of the last supervised token is the state before that token.
+
+    Attributes:
+        max_length: documents are cut at this many tokens; serving sees such beginnings, too.
+        keep_tails: keep the tokens after the last supervised token.
+    """
+
+    max_length: int
+    keep_tails: bool = False
+
+    def __call__(self, document: Document) -> Prepared:
+        """Return the prepared document."""
+        mask = np.asarray(document.loss_mask, np.uint8)
+        if not mask[1:].any():
+            return Prepared(document.source, "nothing-supervised")
+        length = self._trimmed(mask)
+        tail, cut = len(mask) - length, max(0, length - self.max_length)
+        if cut:
+            mask = mask[: self.max_length]
+            if not mask[1:].any():
+                reason = "nothing-supervised-within-max-length"
+                return Prepared(document.source, reason, cut, tail)
+            length = self._trimmed(mask)
+            tail += len(mask) - length
+        mask = mask[:length]
+        ids = np.asarray(document.input_ids[:length], np.int32)
+        turns = ((t.role, t.start, min(t.end, length)) for t in document.turns if t.start < length)
+        parts = ids.tobytes(), mask.tobytes()
+        digest = hashlib.sha256(parts[0] + parts[1]).digest()[:16]
+        return Prepared(document.source, None, cut, tail, digest, *parts, tuple(turns))
+
+    def _trimmed(self, mask: np.ndarray) -> int:
+        """Return how many tokens are left without the tail."""
+        return len(mask) if self.keep_tails else int(np.flatnonzero(mask)[-1]) + 1
+
+
+# -- unit size -------------------------------------------------------------------------------------
+# How many tokens a unit has: as many as --max-shard-size allows, or what "auto" chooses.
+#
+# A unit is what a killed worker captures again, what workers share out, and the step in which a
+# training run beside generation sees data. "auto" keeps it below each of:
+#
+#     500 MB of shard     lm4c stores 8 KB per token of an 8B target (hidden size 4,096, 3 layers
+#     and
+#                         hidden.final): 61,000 tokens, 6 s at 10,000 tokens/s
+#     262,144 tokens      for small targets, and for slow ones: 4.4 minutes at 1,000 tokens/s
+#     1/16 of the corpus  so that a small corpus, too, has units to share out and to resume from;
+#     but
+#                         at least one batch of the target, below which the target is used badly
+
+
+AUTO = "auto"
+BATCH_TOKENS = 8192
+"""Tokens per forward of the target where its memory is not measured."""
+_BYTES, _TOKENS, _UNITS = 500_000_000, 262_144, 16
+
+
+def unit_tokens(size: str, bytes_per_token: int, tokens: int, batch_tokens: int) -> int:
+    """Return the most tokens of a unit, at least 1; a longer document has a unit of its own.
+
+    Args:
+        size: --max-shard-size, such as "500MB", or "auto".
+        bytes_per_token: payload bytes of a stored token.
+        tokens: tokens of all documents.
+        batch_tokens: tokens per forward of the target.
+    """
+    if size != AUTO:
+        return max(1, parse_size(size) // bytes_per_token)
+    most = min(_BYTES // bytes_per_token, _TOKENS)
+    share = max(-(-tokens // _UNITS), batch_tokens)  # rounded up
+    return max(1, min(most, share))
+
+
+# -- plan file -------------------------------------------------------------------------------------
+
+
 PLAN_COLUMNS = (Column(name="input_ids", codec="int32"), Column(name="loss_mask", codec="bool8"))
-_ROWS, _BYTES = 16_384, 32 << 20  # of a record batch
+_ROWS, _BATCH_BYTES = 16_384, 32 << 20  # of a record batch
 _SCRATCH = ".rendering-"
 
 
@@ -77,7 +192,7 @@ class PlanWriter:
         """
         self._waiting.append(document)
         self._bytes += len(document.ids) + len(document.mask)
-        if len(self._waiting) == _ROWS or self._bytes >= _BYTES:
+        if len(self._waiting) == _ROWS or self._bytes >= _BATCH_BYTES:
             self._write()
 
     def finish(self) -> ShardRecord:

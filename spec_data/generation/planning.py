@@ -17,24 +17,21 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from spec_data.corpus.chat import Renderer, RenderError
+from spec_data.corpus.documents import RenderCounts, Rendering
+from spec_data.corpus.file_rows import RawRow, RowResult, parsed_row
 from spec_data.corpus.in_order import default_processes, in_order
 from spec_data.corpus.record_reader import CorpusReader, SourceReport, log_again
 from spec_data.corpus.records import parse_row
-from spec_data.corpus.renderings import RenderCounts, Rendering
-from spec_data.corpus.row_counts import expected_rows
-from spec_data.corpus.row_results import RawRow, RowResult, parsed_row
-from spec_data.corpus.template import Template
-from spec_data.corpus.template_names import names_read, prints_the_date
+from spec_data.corpus.sources import expected_rows
+from spec_data.corpus.template import Template, names_read, prints_the_date
 from spec_data.corpus.tokens import is_plain
-from spec_data.generation.plan import Plan, planned
-from spec_data.generation.plan_builder import PlanBuilder, count_warnings
+from spec_data.generation.plan import Plan, PlanBuilder, count_warnings, planned
 from spec_data.generation.plan_cache import Rendered, open_cache
-from spec_data.generation.prepared import Prepared, Preparing
+from spec_data.generation.plan_file import BATCH_TOKENS, Prepared, Preparing, unit_tokens
 from spec_data.generation.setup import Setup, corpus_reader, settings
-from spec_data.generation.unit_size import BATCH_TOKENS, unit_tokens
-from spec_data.progress import progress
 from spec_data.shards.errors import TargetError
 from spec_data.shards.files import read_object, sha256_file, sha256_json
+from spec_data.terminal.progress import progress
 
 logger = logging.getLogger(__name__)
 

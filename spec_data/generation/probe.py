@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from spec_data.capture.backend import TargetBackend
 from spec_data.generation.batch_size import choose_batch_tokens
 from spec_data.generation.fitting import find_positions
-from spec_data.generation.loaded_target import documents_to_prove, load_target
 from spec_data.generation.plan import Plan
+from spec_data.generation.replica import documents_to_prove, load_target
 from spec_data.generation.sample_check import LONGEST, measure_documents
 from spec_data.generation.setup import Setup
-from spec_data.target.backend import TargetBackend
 
 _BATCHES = 3
 

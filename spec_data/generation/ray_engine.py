@@ -26,11 +26,11 @@ import torch
 from spec_data.generation.plan import Plan
 from spec_data.generation.ray_replica import RayReplica
 from spec_data.generation.setup import Setup
-from spec_data.generation.worker_facts import read_facts
+from spec_data.generation.status import read_facts
 from spec_data.options.generate_options import GenerateConfig
-from spec_data.progress import Bar, progress, size
 from spec_data.shards.errors import ConfigError, RunError, SpecDataError
 from spec_data.shards.reclaim import room_for
+from spec_data.terminal.progress import Bar, progress, size
 
 logger = logging.getLogger(__name__)
 

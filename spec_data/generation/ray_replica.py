@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from spec_data.config import differing_fields
 from spec_data.generation.explained_failures import explained_failures
 from spec_data.generation.plan import load_plan
 from spec_data.generation.replica import Replica
 from spec_data.generation.setup import data_settings, set_up, settings
-from spec_data.generation.worker_facts import FactsWriter
+from spec_data.generation.status import FactsWriter
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.follow import WORK
+from spec_data.terminal.config import differing_fields
 
 DRIVER = "0/1"
 """The worker whose lock the driver holds for all replicas."""

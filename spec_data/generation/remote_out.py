@@ -28,18 +28,16 @@ from filelock import FileLock, Timeout
 
 from spec_data.generation.plan import read_units
 from spec_data.generation.running import ALSO, WITNESS
-from spec_data.generation.sealing import seal_directory
-from spec_data.generation.unit_records import SHARDS, finished_unit
-from spec_data.progress import progress
-from spec_data.shards.cache_directory import cache_directory
+from spec_data.generation.sealing import SHARDS, finished_unit, seal_directory
 from spec_data.shards.codec_tables import TABLES
 from spec_data.shards.errors import DatasetError, RunError
-from spec_data.shards.files import MANIFEST, dump_json, sha256_file, unit_name
+from spec_data.shards.files import MANIFEST, cache_directory, dump_json, sha256_file, unit_name
 from spec_data.shards.follow import WORK
 from spec_data.shards.hollow import Ranges, write_hollow_copy
 from spec_data.shards.schema import Manifest, ShardRecord
 from spec_data.shards.seal import target_file_names
 from spec_data.shards.storage import Storage
+from spec_data.terminal.progress import progress
 
 logger = logging.getLogger(__name__)
 

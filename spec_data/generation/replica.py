@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from spec_data.capture.backend import BackendOptions, TargetBackend, open_backend
+from spec_data.capture.proofs import proof_documents, proof_length
 from spec_data.generation.batch_size import choose_batch_tokens, longest_row
 from spec_data.generation.calibrate import calibrate
 from spec_data.generation.capture import (
@@ -24,21 +27,63 @@ from spec_data.generation.capture import (
 )
 from spec_data.generation.early import capture_early
 from spec_data.generation.fitting import find_positions
-from spec_data.generation.loaded_target import documents_to_prove, load_target
 from spec_data.generation.plan import Plan
+from spec_data.generation.plan_file import BATCH_TOKENS
 from spec_data.generation.running import Witness, check_running, proven_with, running_facts
 from spec_data.generation.sample_check import check_agreement
+from spec_data.generation.sealing import finish_unit
 from spec_data.generation.setup import Setup
-from spec_data.generation.target_files import manifest_draft, save_target_files
+from spec_data.generation.target_files import manifest_draft, rope_factors, save_target_files
 from spec_data.generation.transfers import transfers_for
-from spec_data.generation.unit_records import finish_unit
 from spec_data.shards.codec_tables import TABLES, load_tables
 from spec_data.shards.errors import RunError
 from spec_data.shards.files import dump_json, write_once
 from spec_data.shards.follow import WORK
 from spec_data.shards.schema import declared_columns
 from spec_data.shards.seal import file_records, target_file_names
-from spec_data.target.backend import TargetBackend
+
+# -- loaded target ---------------------------------------------------------------------------------
+# The target of a plan: load it as the plan asks, and choose the documents that prove its masks.
+
+
+def load_target(setup: Setup, plan: Plan) -> TargetBackend:
+    """Load the target with the backend and the options of the run.
+
+    Raises:
+        TargetError: the target cannot be loaded.
+    """
+    return open_backend(setup.config.backend, backend_options(setup, plan))
+
+
+def backend_options(setup: Setup, plan: Plan) -> BackendOptions:
+    """Return which target a backend loads, and how."""
+    config = setup.config
+    return BackendOptions(
+        path=setup.model_dir,
+        layers=setup.layers,
+        dtype=config.dtype,
+        device=config.device,
+        attn=config.attn,
+        trust_remote_code=config.trust_remote_code,
+        rope_factors=rope_factors(setup, plan),
+        spread=config.spread,
+        longest=int(plan.lengths.max()),
+        batch_tokens=config.forward_tokens or BATCH_TOKENS,
+        tensor_parallel=config.vllm_tensor_parallel,
+        engine_memory=config.vllm_memory,
+    )
+
+
+def documents_to_prove(setup: Setup, plan: Plan) -> tuple[list[int], list[Tensor]]:
+    """Return the documents of the proofs: their numbers in the plan, and their ids int64 [T_d]."""
+    offsets, ids = plan.documents.offsets, plan.documents.tokens["input_ids"]
+    limit = proof_length(setup.model_config, plan.pack_length)
+    chosen = proof_documents(plan.lengths.tolist(), plan.pack_length, limit=limit)
+    return chosen, [torch.from_numpy(ids[offsets[d] : offsets[d + 1]]).long() for d in chosen]
+
+
+# -- replica ---------------------------------------------------------------------------------------
+
 
 logger = logging.getLogger(__name__)
 

@@ -21,36 +21,31 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+from spec_data.capture.backend import TargetBackend
+from spec_data.capture.tensor_parallel import leading
 from spec_data.generation.capture import CapturedUnit
-from spec_data.generation.disk_bytes import other_files
 from spec_data.generation.explained_failures import explained_failures
-from spec_data.generation.find_plan import find_plan
+from spec_data.generation.find_plan import check_still_planned, find_plan
 from spec_data.generation.fitting import announce_drafts
-from spec_data.generation.metrics_file import metrics_written
 from spec_data.generation.plan import Plan, read_settings
 from spec_data.generation.ray_engine import capture_on_ray, connected
 from spec_data.generation.remote_out import STAGED_UNITS, RemoteOut, staged
-from spec_data.generation.replan import check_still_planned
 from spec_data.generation.replica import Replica
-from spec_data.generation.sealing import seal_directory, seal_if_last
+from spec_data.generation.sealing import SHARDS, finished_unit, seal_directory, seal_if_last
 from spec_data.generation.setup import Setup, changed_settings, refuse_changes, set_up
-from spec_data.generation.unit_records import SHARDS, finished_unit
-from spec_data.generation.worker_facts import FactsWriter
+from spec_data.generation.status import FactsWriter, metrics_written
+from spec_data.generation.target_files import other_files
 from spec_data.generation.worker_locks import worker_lock
 from spec_data.generation.worker_place import placed
 from spec_data.options.generate_options import GenerateConfig
-from spec_data.progress import progress, size
-from spec_data.shards.cache_directory import CACHE_VARIABLE
 from spec_data.shards.errors import ConfigError, RunError, SpecDataError
-from spec_data.shards.files import remove_left_of, unit_name
+from spec_data.shards.files import CACHE_VARIABLE, remove_left_of, unit_name
 from spec_data.shards.follow import WORK
-from spec_data.shards.reader import MANIFEST
+from spec_data.shards.reader import MANIFEST, check_whole
 from spec_data.shards.reclaim import units_to_keep, wait_for_room
 from spec_data.shards.schema import Manifest
 from spec_data.shards.urls import scheme_of
-from spec_data.shards.whole import check_whole
-from spec_data.target.backend import TargetBackend
-from spec_data.target.tensor_parallel import leading
+from spec_data.terminal.progress import progress, size
 
 logger = logging.getLogger(__name__)
 

@@ -19,12 +19,12 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from spec_data.capture.backend import TargetBackend
 from spec_data.generation.capture import forward_batches
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.files import dump_json, write_once
 from spec_data.shards.follow import WORK
 from spec_data.shards.schema import FINAL, layer_column
-from spec_data.target.backend import TargetBackend
 
 logger = logging.getLogger(__name__)
 

@@ -9,22 +9,31 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from spec_data.generation.capture import add_figures, forward_batches, forward_columns
+from spec_data.capture.backend import TargetBackend
+from spec_data.generation.capture import (
+    add_figures,
+    forward_batches,
+    forward_columns,
+    supervised_next,
+)
 from spec_data.generation.early import EarlyForwards
-from spec_data.generation.measure import supervised_next
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup
 from spec_data.shards.errors import ConfigError, CorpusError
-from spec_data.shards.likelihood import Agreement, DocumentFigures, judged, summarise
+from spec_data.shards.likelihood import (
+    Agreement,
+    DocumentFigures,
+    judged,
+    places_by_name,
+    summarise,
+)
 from spec_data.shards.likelihood_text import (
     above_random_text,
     contradiction_text,
     figures_text,
     warnings,
 )
-from spec_data.shards.naming import places_by_name
 from spec_data.shards.schema import predicts_supervised
-from spec_data.target.backend import TargetBackend
 
 logger = logging.getLogger(__name__)
 

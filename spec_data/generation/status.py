@@ -4,31 +4,183 @@ Finished units are counted by their records, which decide; rates and names come 
 the workers (`worker_facts`), which decide nothing.
 """
 
+import contextlib
 import json
+import logging
 import os
+import re
 import socket
+import threading
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from spec_data.generation.plan import read_units
-from spec_data.generation.worker_facts import (
-    CAPTURING,
-    DONE,
-    FAILED,
-    STOPPED,
-    WorkerFacts,
-    read_facts,
-)
+from spec_data.generation.plan import Plan, read_units
 from spec_data.generation.worker_locks import running_workers
-from spec_data.progress import size
-from spec_data.shards.errors import MissingError
-from spec_data.shards.files import unit_name
+from spec_data.shards.errors import MissingError, SpecDataError
+from spec_data.shards.files import temporary_name, unit_name
 from spec_data.shards.follow import WORK
 from spec_data.shards.reader import MANIFEST
 from spec_data.shards.schema import Manifest
+from spec_data.terminal.progress import size
+
+# -- worker facts ----------------------------------------------------------------------------------
+# What each worker process is doing, for people: OUT/.generate/workers/*.json.
+#
+# Times, machines and rates may not stand in the records of units, because the sealed directory has
+# the same bytes on every machine. They stand here, in one file per process, which sealing removes.
+# Nothing is decided by these files: a run goes on if they cannot be written.
+
+
+logger = logging.getLogger(__name__)
+
+WORKERS = "workers"
+LOADING, CAPTURING, DONE, FAILED = "loading", "capturing", "done", "failed"
+STOPPED = "stopped"  # by Ctrl-C or SIGTERM
+_EVERY = 5.0  # seconds between two writes about one unit
+
+
+@dataclass(kw_only=True)
+class WorkerFacts:
+    """What one process has done so far.
+
+    Attributes:
+        worker: its name, such as "0/4" or "ray-1"; lock: the "i/n" whose lock is held for it.
+        host, pid: the process; started, updated: Unix times.
+        phase: "loading", "capturing", "done", "failed" or "stopped".
+        plan_units, plan_tokens: of the whole plan.
+        unit: the unit in work; unit_tokens, unit_done: its tokens, and those captured.
+        units: tokens of each unit that this process finished.
+        tokens, seconds: tokens captured here, and how long that took; bytes: of finished shards.
+        error: why it failed.
+    """
+
+    worker: str
+    lock: str
+    host: str = ""
+    pid: int = 0
+    started: float = 0.0
+    updated: float = 0.0
+    phase: str = LOADING
+    plan_units: int = 0
+    plan_tokens: int = 0
+    unit: int | None = None
+    unit_tokens: int = 0
+    unit_done: int = 0
+    units: dict[int, int] = field(default_factory=dict)
+    tokens: int = 0
+    seconds: float = 0.0
+    bytes: int = 0
+    error: str = ""
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second since the target was loaded; 0 before the first."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+class FactsWriter:
+    """Keeps the file of this process up to date; its methods may be called from several threads."""
+
+    def __init__(self, out: Path, plan: Plan, worker: str, lock: str) -> None:
+        """Make the file of a process that begins to load its target; see `WorkerFacts`."""
+        host = socket.gethostname()
+        self.facts = WorkerFacts(
+            worker=worker,
+            lock=lock,
+            host=host,
+            pid=os.getpid(),
+            started=time.time(),
+            plan_units=len(plan.units),
+            plan_tokens=plan.tokens,
+        )
+        self._plan, self._guard = plan, threading.Lock()
+        self._capturing_since, self._written = 0.0, -_EVERY
+        name = re.sub(r"[^\w.-]", "-", f"{worker}-{host}-{os.getpid()}")
+        self._file = out / WORK / WORKERS / f"{name}.json"
+        with contextlib.suppress(OSError):
+            self._file.parent.mkdir(exist_ok=True)
+        self._write()
+
+    def begin(self, unit: int) -> None:
+        """A unit is captured from now on."""
+        with self._guard:
+            self._capturing_since = self._capturing_since or time.monotonic()
+            self.facts.phase, self.facts.unit, self.facts.unit_done = CAPTURING, unit, 0
+            self.facts.unit_tokens = self._plan.unit_set_tokens([unit])
+            self._write()
+
+    def add(self, tokens: int) -> None:
+        """So many tokens more of the unit were captured."""
+        with self._guard:
+            self.facts.tokens += tokens
+            self.facts.unit_done += tokens
+            self.facts.seconds = time.monotonic() - self._capturing_since
+            if time.monotonic() - self._written >= _EVERY:
+                self._write()
+
+    def finish(self, unit: int, written: int) -> None:
+        """A unit is finished: its shard of `written` bytes and its record are on disk."""
+        with self._guard:
+            self.facts.units[unit] = self._plan.unit_set_tokens([unit])
+            self.facts.bytes += written
+            if self.facts.unit == unit:
+                self.facts.unit, self.facts.unit_tokens, self.facts.unit_done = None, 0, 0
+            self._write()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """The process captures nothing more: it is done, was stopped, or failed with `error`."""
+        stopped = isinstance(error, KeyboardInterrupt)
+        with self._guard:
+            self.facts.phase = STOPPED if stopped else FAILED if error else DONE
+            if error is not None and not stopped:
+                self.facts.error = " ".join(str(error).split()) or type(error).__name__
+            self._write()
+
+    @contextlib.contextmanager
+    def until_the_end(self) -> Iterator[None]:
+        """Note how the body ends."""
+        try:
+            yield
+        except BaseException as error:
+            self.end(error)
+            raise
+        self.end()
+
+    def _write(self) -> None:
+        self._written, self.facts.updated = time.monotonic(), time.time()
+        temporary = temporary_name(self._file)
+        try:
+            temporary.write_text(json.dumps(asdict(self.facts)), encoding="utf-8")
+            temporary.replace(self._file)
+        except OSError as error:  # a full disk, or a directory that was just sealed
+            logger.debug("%s: %s", self._file, error)
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+
+def read_facts(out: Path) -> list[WorkerFacts]:
+    """Return the facts of every process that worked on `out`, in the order in which they began.
+
+    Files that cannot be read are left out.
+    """
+    known, found = {f.name for f in fields(WorkerFacts)}, []
+    for file in (out / WORK / WORKERS).glob("*.json"):
+        try:
+            raw = json.loads(file.read_text(encoding="utf-8"))
+            facts = WorkerFacts(**{name: value for name, value in raw.items() if name in known})
+            facts.units = {int(unit): int(tokens) for unit, tokens in facts.units.items()}
+            found.append(facts)
+        except (OSError, ValueError, TypeError, AttributeError):
+            continue
+    return sorted(found, key=lambda facts: facts.started)
+
+
+# -- status ----------------------------------------------------------------------------------------
+
 
 _ENDED = (DONE, FAILED, STOPPED)
 SILENCE = 60.0
@@ -280,3 +432,102 @@ def _worker_text(worker: WorkerStatus) -> str:
         f"{worker.tokens_per_second:,.0f} tokens/s"
         + (f", silent for {worker.silent_seconds:,.0f} s" if silent else "")
     )
+
+
+# -- metrics file ----------------------------------------------------------------------------------
+# --metrics FILE: the status of a generation for a monitoring system, while `generate` runs.
+#
+# A .prom file is replaced as a whole, in the text format of Prometheus, for the textfile collector
+# of its node exporter. A .jsonl file grows by one line. Both describe the whole directory, so it
+# does
+# not matter which of several workers has written last.
+
+
+METRICS_SECONDS = 10.0
+"""Seconds between two writes."""
+
+
+@contextlib.contextmanager
+def metrics_written(file: str | None, out: Path) -> Iterator[None]:
+    """Write `file` every ten seconds while the body runs, and once at its end; None: write none."""
+    if file is None:
+        yield
+        return
+    reader, stop = StatusReader(out), threading.Event()
+    path = Path(file)
+
+    def work() -> None:
+        while not stop.wait(METRICS_SECONDS):
+            write_metrics(path, reader)
+
+    write_metrics(path, reader)
+    thread = threading.Thread(target=work, name="metrics", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        write_metrics(path, reader)
+
+
+def write_metrics(path: Path, reader: StatusReader) -> None:
+    """Write the status now; a failure to do so is logged and stops nothing."""
+    try:
+        status = reader.read()
+    except (SpecDataError, OSError) as error:  # no plan yet, or sealed at this moment
+        logger.debug("--metrics %s: %s", path, error)
+        return
+    try:
+        if path.suffix == ".prom":
+            temporary = temporary_name(path)
+            temporary.write_text(prometheus_text(status), encoding="utf-8")
+            temporary.replace(path)
+        else:
+            line = json.dumps({"time": round(time.time(), 3), **status.facts()}) + "\n"
+            with path.open("ab", buffering=0) as target:
+                target.write(line.encode())  # one write: lines of several workers do not mix
+    except OSError as error:
+        logger.warning("--metrics %s: %s", path, error.strerror or error)
+
+
+def prometheus_text(status: Status) -> str:
+    """Return the status in the text format of Prometheus."""
+    where = f'dataset="{_escaped(str(status.path))}"'
+    lines: list[str] = []
+
+    def add(name: str, help: str, values: list[tuple[str, float]]) -> None:
+        lines.append(f"# HELP spec_data_{name} {help}")
+        lines.append(f"# TYPE spec_data_{name} gauge")
+        for labels, value in values:
+            lines.append(f"spec_data_{name}{{{where}{labels}}} {value:g}" if value % 1 else
+                         f"spec_data_{name}{{{where}{labels}}} {int(value)}")  # fmt: skip
+
+    add("sealed", "1 if the dataset is complete", [("", int(status.sealed))])
+    add("units", "units of the plan", [("", status.units)])
+    add("units_done", "finished units", [("", status.units_done)])
+    if status.tokens is not None:
+        add("tokens", "tokens of the plan", [("", status.tokens)])
+    add("tokens_done", "captured tokens", [("", status.tokens_done)])
+    add("shard_bytes", "bytes of finished shards", [("", status.bytes)])
+    add("tokens_per_second", "tokens per second of all workers", [("", status.tokens_per_second)])
+    if status.eta_seconds is not None:
+        add("eta_seconds", "seconds that are left at this speed", [("", status.eta_seconds)])
+    add("failures", "processes that failed or were killed", [("", len(status.failures))])
+    names = [
+        (f',worker="{_escaped(w.worker)}",host="{_escaped(w.host)}"', w) for w in status.workers
+    ]
+    add("worker_up", "1 while the worker runs", [
+        (labels, int(w.state in ("loading", "capturing"))) for labels, w in names
+    ])  # fmt: skip
+    add("worker_units_done", "units that the worker finished", [
+        (labels, w.units_done) for labels, w in names
+    ])  # fmt: skip
+    add("worker_tokens_per_second", "tokens per second of the worker", [
+        (labels, w.tokens_per_second) for labels, w in names
+    ])  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

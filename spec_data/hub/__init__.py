@@ -3,7 +3,4 @@
 The Hub has the files of a dataset as they are, a card that people can use (`hub_card`), and the
 documents without states, for its viewer (`viewer_rows`). manifest.json goes up and comes
 down last, so what has a manifest is complete.
-
-May import: spec_data.models, spec_data.options, spec_data.paths, spec_data.progress,
-spec_data.shards, spec_data.views.
 """

@@ -4,14 +4,14 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from spec_data.progress import size
 from spec_data.shards.card_text import code, front_matter, licence_fields, plain, table
 from spec_data.shards.codec_tables import error_text
+from spec_data.shards.identity import quantisation_text
 from spec_data.shards.layer_ids import recorded_layers
 from spec_data.shards.likelihood_text import agreement_rows, suspicions
-from spec_data.shards.quantisation_text import quantisation_text
 from spec_data.shards.schema import Manifest
 from spec_data.shards.sides import sides_of
+from spec_data.terminal.progress import size
 
 _SIZES = ("1K", "10K", "100K", "1M", "10M", "100M", "1B")
 DOCUMENTS, STATES = "documents", "states"

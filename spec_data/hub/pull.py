@@ -14,13 +14,13 @@ from typing import Any
 from spec_data.hub.hub_calls import SEALED_CARD, hub, hub_errors
 from spec_data.hub.hub_card import DOCUMENTS
 from spec_data.options.hub_options import PullConfig
-from spec_data.paths import check_directory_to_write, make_directory
-from spec_data.progress import progress, size
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
 from spec_data.shards.seal import CARD, check_shard
 from spec_data.shards.sides import stored_records
+from spec_data.terminal.paths import check_directory_to_write, make_directory
+from spec_data.terminal.progress import progress, size
 from spec_data.views.drop_columns import plan_drop_columns
 from spec_data.views.write_view import view_sizes, write_view
 

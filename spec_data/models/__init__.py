@@ -1,7 +1,5 @@
-"""Room: model directories: found, read, identified and loaded, by one rule for both programs.
+"""Model directories: found, read, identified and loaded, by one rule for both programs.
 
 `spec-data generate` and `verify` and `spec-train eval` and `export` find a target through this
 room, so all of them hash and load the same files. `spec-train fit` never uses it.
-
-May import: spec_data.devices, spec_data.options, spec_data.shards.
 """

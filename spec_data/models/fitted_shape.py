@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from spec_data.models.families import DraftSpec
+from spec_data.models.families import DraftSpec, TargetShape
 from spec_data.models.rope_settings import RopeSettings, config_table, stored_json
-from spec_data.models.shapes import TargetShape
 from spec_data.shards.errors import DraftError
 from spec_data.shards.position_data import ROPE, Positions, RopeTable
 

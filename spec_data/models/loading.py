@@ -5,12 +5,14 @@ the head is tied to the embedding. Both change the states without an error, so b
 """
 
 import logging
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
@@ -19,16 +21,113 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_TEXT,
 )
 
-from spec_data.devices import DTYPES, check_devices, usable_device
+from spec_data.models.devices import DTYPES, check_devices, usable_device
 from spec_data.models.placement import shares_weight
 from spec_data.models.quantisation import check_quantisation
-from spec_data.models.reading import load_config
+from spec_data.models.reading import load_config, text_config
 from spec_data.models.resolve import resolve_model
-from spec_data.models.slow_dtypes import slow_model
-from spec_data.models.tied_places import asks_to_tie, check_tied_places
 from spec_data.models.weight_files import weight_files
 from spec_data.options.placement_options import Spread
-from spec_data.shards.errors import TargetError
+from spec_data.shards.errors import ConfigError, TargetError
+
+# -- slow dtypes -----------------------------------------------------------------------------------
+# Which dtypes this CPU computes slowly: half precision, where it has no instructions for it.
+
+
+SLOW = 4.0
+"""A dtype is called slow where a matrix product takes this many times as long as in float32."""
+
+_SIZE = 256  # rows and columns of the product that is timed: 33 MFLOP, 30 ms where it is slow
+_REPEATS = 3
+_SMALL = 1_000_000  # parameters: smaller models are fast in any dtype
+
+
+def slow_model(model: nn.Module) -> str | None:
+    """Return the warning of `slow_dtype` for a model that is large enough to be worth it."""
+    weight = next(model.parameters())
+    if sum(p.numel() for p in model.parameters()) < _SMALL:
+        return None
+    return slow_dtype(weight.dtype, weight.device)
+
+
+def slow_dtype(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return a warning if `device` is a CPU that computes in `dtype` slowly, else None.
+
+    A CPU without AVX-512 BF16 or AMX multiplies bfloat16 matrices with scalar code. The matrix
+    product is timed here, because what is fast depends on PyTorch's build too.
+    """
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    ratio = _seconds(dtype) / max(_seconds(torch.float32), 1e-9)
+    if ratio < SLOW:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    return (
+        f"this CPU multiplies {name} matrices about {ratio:.0f} times more slowly than float32 "
+        "ones; --dtype float32 is faster here, but the states then differ from those of a target "
+        f"that is served in {name} by its rounding"
+    )
+
+
+def _seconds(dtype: torch.dtype) -> float:
+    """Return the seconds of one matrix product, the shortest of a few."""
+    values = torch.ones(_SIZE, _SIZE, dtype=dtype)
+    times = []
+    for _ in range(_REPEATS + 1):  # the first one also prepares kernels
+        start = time.perf_counter()
+        torch.mm(values, values)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+# -- tied places -----------------------------------------------------------------------------------
+# A head that is tied to the embedding is one tensor, so a device map must keep both together.
+
+
+_OFFLOADED = ("cpu", "disk")
+
+
+def asks_to_tie(config: Any) -> bool:
+    """Whether a transformers configuration ties the head to the embedding."""
+    return any(getattr(c, "tie_word_embeddings", False) for c in (config, text_config(config)))
+
+
+def check_tied_places(config: Any, device_map: object, empty: Callable[[], Any]) -> None:
+    """Refuse a map that offloads the embedding or the head, but not both, if they are tied.
+
+    accelerate would look for a weight of the head, which the files do not hold.
+
+    Args:
+        config: the transformers configuration.
+        device_map: a device by module name; a policy keeps tied modules together by itself.
+        empty: returns the model without weights; called only if it is needed.
+
+    Raises:
+        ConfigError: they would lie on different devices.
+    """
+    if not isinstance(device_map, Mapping) or not asks_to_tie(config):
+        return
+    model = empty()
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    names = [name for end in ends for name, module in model.named_modules() if module is end]
+    places = [_place(name, device_map) for name in names]
+    if len(places) < 2 or None in places or places[0] == places[1]:
+        return
+    if any(str(place) in _OFFLOADED for place in places):
+        raise ConfigError(
+            f"--device-map puts {names[0]} on {places[0]} and {names[1]} on {places[1]}, but in "
+            "this target they are one tensor (tie_word_embeddings): name the same device for both"
+        )
+
+
+def _place(name: str, device_map: Mapping[str, Any]) -> Any:
+    """Return the device of a module: that of the longest name in the map which contains it."""
+    found = [key for key in device_map if key in ("", name) or name.startswith(f"{key}.")]
+    return device_map[max(found, key=len)] if found else None
+
+
+# -- loading ---------------------------------------------------------------------------------------
+
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from spec_data.models.reading import text_config
 from spec_data.shards.errors import TargetError
-from spec_data.shards.quantisation_text import quantisation_text
+from spec_data.shards.identity import quantisation_text
 
 _BITS = {"fp8": 8, "fbgemm_fp8": 8, "mxfp4": 4, "nvfp4": 4, "bitnet": 2}
 

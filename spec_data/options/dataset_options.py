@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from spec_data.config import option
 from spec_data.options.option_values import CHECKS, REQUIRED, RUNNING, at_least
 from spec_data.options.placement_options import (
     Spread,
@@ -17,6 +16,7 @@ from spec_data.options.placement_options import (
 )
 from spec_data.options.row_options import read_data_option
 from spec_data.shards.path_kinds import Kind
+from spec_data.terminal.config import option
 
 
 @dataclass(frozen=True, kw_only=True)

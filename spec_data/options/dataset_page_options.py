@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spec_data.config import option
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.options.option_values import REQUIRED, at_least
 from spec_data.options.row_options import read_data_option
+from spec_data.terminal.config import option
 
 SHOWN = "what is shown"
 

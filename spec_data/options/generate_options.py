@@ -4,7 +4,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from spec_data.config import DOCUMENT_LENGTH, option
 from spec_data.corpus.bad_rows import BadRowLimit, parse_limit
 from spec_data.options.codec_options import tables_of_option
 from spec_data.options.option_values import (
@@ -48,6 +47,7 @@ from spec_data.options.worker_options import (
 )
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.path_kinds import Kind
+from spec_data.terminal.config import DOCUMENT_LENGTH, option
 
 
 @dataclass(frozen=True, kw_only=True)

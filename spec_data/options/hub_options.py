@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from spec_data.config import option
 from spec_data.options.option_values import REQUIRED, RUNNING
 from spec_data.options.view_options import DropColumnsConfig
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.path_kinds import Kind
+from spec_data.terminal.config import option
 
 _COLUMNS = "Columns"
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from spec_data.config import option
 from spec_data.options.option_values import (
     CAPTURE,
     REQUIRED,
@@ -21,6 +20,7 @@ from spec_data.options.placement_options import (
 from spec_data.options.view_options import dry_run_option
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.path_kinds import Kind
+from spec_data.terminal.config import option
 
 
 @dataclass(frozen=True, kw_only=True)

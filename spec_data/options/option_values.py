@@ -4,9 +4,9 @@ import json
 import re
 from typing import Any
 
-from spec_data.console import nearest
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.layer_ids import RECIPES
+from spec_data.terminal.console import nearest
 
 HIDDEN_CODECS = ("bf16", "int8c", "lm6c", "lm4c", "fp8")
 DEFAULT_CODEC = "lm4c"

@@ -4,9 +4,9 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from spec_data.config import option
 from spec_data.options.option_values import RUNNING, parse_object
 from spec_data.shards.errors import ConfigError
+from spec_data.terminal.config import option
 
 _POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from spec_data.config import option
 from spec_data.corpus.bad_rows import BadRowLimit, parse_limit
 from spec_data.options.option_values import (
     DOCUMENTS,
@@ -17,6 +16,7 @@ from spec_data.options.option_values import (
 from spec_data.options.row_options import max_bad_rows_option, on_bad_row_option
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.path_kinds import Kind
+from spec_data.terminal.config import option
 
 SAMPLING = "how answers are sampled"
 SERVERS = "servers"

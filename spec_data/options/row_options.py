@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from spec_data.config import option
 from spec_data.options.option_values import DOCUMENTS, REQUIRED
 from spec_data.shards.path_kinds import Kind
+from spec_data.terminal.config import option
 
 
 def on_bad_row_option(what: str = "corpus row that cannot be read") -> Any:

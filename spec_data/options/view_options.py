@@ -3,10 +3,10 @@
 import math
 from dataclasses import dataclass
 
-from spec_data.config import option
 from spec_data.options.option_values import REQUIRED, at_least
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.path_kinds import Kind
+from spec_data.terminal.config import option
 
 DOCUMENTS = "which documents"
 TOKENS = "which tokens and columns"

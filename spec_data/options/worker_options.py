@@ -3,10 +3,10 @@
 import re
 from typing import Any
 
-from spec_data.config import option
 from spec_data.options.option_values import SHARDS, at_least
-from spec_data.paths import check_file_to_write
 from spec_data.shards.errors import ConfigError
+from spec_data.terminal.config import option
+from spec_data.terminal.paths import check_file_to_write
 
 
 def workers_option() -> Any:

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from spec_data.corpus.documents import RenderError
-from spec_data.corpus.prompt_rows import parse_prompt
 from spec_data.corpus.record_reader import CorpusReader
-from spec_data.corpus.records import Record, parse_row, recognise
+from spec_data.corpus.records import Record, parse_prompt, parse_row, recognise
 from spec_data.corpus.template import render_error
 from spec_data.options.option_values import parse_size
 from spec_data.options.regenerate_options import RegenerateConfig

@@ -15,10 +15,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from spec_data.config import differing_fields
 from spec_data.regeneration.conversations import Answer
 from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.files import sync_directory, writing
+from spec_data.terminal.config import differing_fields
 
 _FORMAT = "spec-data answers 1"
 

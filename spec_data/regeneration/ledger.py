@@ -4,8 +4,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from spec_data.progress import Bar
 from spec_data.regeneration.conversations import Answer, Conversation
+from spec_data.terminal.progress import Bar
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import logging
 from typing import Any
 
-from spec_data.devices import usable_device
+from spec_data.models.devices import usable_device
 from spec_data.models.loading import load_model
 from spec_data.options.regenerate_options import RegenerateConfig
 from spec_data.regeneration.continuous_batches import ContinuousBatches, ContinuousBatchingError

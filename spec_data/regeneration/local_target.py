@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from spec_data.corpus.documents import RenderError
-from spec_data.corpus.end_tokens import EndTokens
-from spec_data.corpus.template import Chat, Template
+from spec_data.corpus.template import Chat, EndTokens, Template
 from spec_data.generation.planning import end_token_ids
 from spec_data.generation.setup import context_length
 from spec_data.models.identify import identify, target_table, tokenizer_table

@@ -17,18 +17,18 @@ from typing import Any, Protocol
 
 from filelock import FileLock, Timeout
 
-from spec_data.corpus.row_counts import expected_rows
 from spec_data.corpus.sampling_record import read_record, record_path
+from spec_data.corpus.sources import expected_rows
 from spec_data.options.option_values import parse_size
 from spec_data.options.regenerate_options import RegenerateConfig
-from spec_data.paths import check_file_to_write
-from spec_data.progress import progress
 from spec_data.regeneration.assembly import assemble
 from spec_data.regeneration.conversations import Reading
 from spec_data.regeneration.journal import Journal, journal_path, refuse_other_settings
 from spec_data.regeneration.ledger import Ledger
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.files import remove_left_of
+from spec_data.terminal.paths import check_file_to_write
+from spec_data.terminal.progress import progress
 
 logger = logging.getLogger(__name__)
 

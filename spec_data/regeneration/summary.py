@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from spec_data.config import DOCUMENT_LENGTH
 from spec_data.options.regenerate_options import RegenerateConfig
 from spec_data.regeneration.conversations import TRUNCATED
+from spec_data.terminal.config import DOCUMENT_LENGTH
 
 _SHOWN = 5  # failed conversations
 

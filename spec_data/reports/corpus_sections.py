@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from spec_data.generation.plan_builder import count_warnings
-from spec_data.pages.binning import histogram
-from spec_data.pages.page_parts import Axis, Bars, Note, Part, Section, Table
+from spec_data.generation.plan import count_warnings
+from spec_data.pages.page_parts import Axis, Bars, Note, Part, Section, Table, histogram
 from spec_data.report import counts_rows
 from spec_data.shards.checksums import numbers
 

@@ -1,25 +1,200 @@
 """The page of a dataset: what is in it, what it costs, how it was proven, and its documents."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 import spec_data
 from spec_data.models.reading import load_tokenizer
 from spec_data.options.dataset_page_options import ReportConfig, named_place
 from spec_data.pages.page_parts import Axis, Bars, Figures, Note, Page, Part, Section, Table
-from spec_data.progress import progress
 from spec_data.report import column_payload, dataset_lines
 from spec_data.reports.corpus_sections import counts_section, documents_section
 from spec_data.reports.even_sample import affordable, even_numbers, sample_text, shown_documents
-from spec_data.reports.state_norms import OUTLIER, ColumnNorms, column_norms
-from spec_data.reports.teacher_scores import TeacherScores, known_tokens
 from spec_data.reports.token_viewer import TeacherView, ViewedDocument, token_viewer
 from spec_data.shards.index import read_index
 from spec_data.shards.likelihood import read_agreement
 from spec_data.shards.likelihood_text import suspicions
-from spec_data.shards.reader import INDEX, HiddenStatesDataset, mapped_file
-from spec_data.shards.schema import ALL, FINAL, Manifest
+from spec_data.shards.reader import INDEX, HiddenStatesDataset, load_head_tensors, mapped_file
+from spec_data.shards.schema import ALL, FINAL, Manifest, apply_head, predicts_supervised
+from spec_data.terminal.progress import progress
+
+# -- state norms -----------------------------------------------------------------------------------
+# How large the captured states are: norms of tokens, and channels that stand out.
+#
+# Shapes: T tokens of a document, H channels.
+
+
+OUTLIER = 10.0
+"""A channel stands out if its root mean square is so many times the median channel's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnNorms:
+    """The states of one column in sampled documents.
+
+    Attributes:
+        name: of the column. tokens: how many were measured.
+        median, high, largest: L2 norms of tokens: median, 99th percentile, maximum.
+        channels: the channels of the largest root mean square, as (channel, times the median
+            channel's), largest first.
+        outliers: how many channels have at least `OUTLIER` times the median.
+    """
+
+    name: str
+    tokens: int
+    median: float
+    high: float
+    largest: float
+    channels: tuple[tuple[int, float], ...]
+    outliers: int
+
+
+def column_norms(
+    dataset: HiddenStatesDataset, documents: Sequence[int], most: int = 3
+) -> list[ColumnNorms]:
+    """Measure the columns of states in some documents.
+
+    Args:
+        dataset: with all columns. documents: numbers of documents, at least one.
+        most: channels that are named per column.
+
+    Returns:
+        One entry per column of states, in the order of the dataset.
+
+    Raises:
+        DatasetError: damage.
+    """
+    columns = [c for c in dataset.manifest.columns if c.name.startswith("hidden.")]
+    reader = HiddenStatesDataset(dataset.path, ["loss_mask", *(c.name for c in columns)])
+    norms: dict[str, list[np.ndarray]] = {c.name: [] for c in columns}
+    squares = {c.name: np.zeros(c.width or 1) for c in columns}
+    for number in progress(list(documents), desc="norms", unit="docs", leave=False):
+        row = reader[int(number)]
+        mask = row["loss_mask"].numpy()
+        stored = predicts_supervised(mask, np.array([0, len(mask)]))
+        for column in columns:
+            states = row[column.name].double().numpy()  # [T, H]
+            states = states[stored] if column.sparse else states
+            norms[column.name].append(np.sqrt((states**2).sum(1)))
+            squares[column.name] += (states**2).sum(0)
+    return [_summary(name, np.concatenate(norms[name]), squares[name], most) for name in norms]
+
+
+def _summary(name: str, norms: np.ndarray, squares: np.ndarray, most: int) -> ColumnNorms:
+    """Summarise the norms [N] of one column, and the sums of squares [H] of its channels."""
+    if not len(norms):
+        return ColumnNorms(
+            name=name, tokens=0, median=0, high=0, largest=0, channels=(), outliers=0
+        )
+    size = np.sqrt(squares / len(norms))  # [H]
+    middle = float(np.median(size))
+    ratio = size / middle if middle else np.where(size > 0, np.inf, 0.0)
+    first = np.argsort(-ratio, kind="stable")[:most]
+    return ColumnNorms(
+        name=name,
+        tokens=len(norms),
+        median=float(np.median(norms)),
+        high=float(np.quantile(norms, 0.99)),
+        largest=float(norms.max()),
+        channels=tuple((int(c), float(ratio[c])) for c in first),
+        outliers=int((ratio >= OUTLIER).sum()),
+    )
+
+
+# -- teacher scores --------------------------------------------------------------------------------
+# What the target predicts for every token of a document, from the stored columns.
+#
+# The first choice is stored. Entropy and NLL need all logits: they are computed from
+# `hidden.final`
+# and the stored head (with the error of the codec), or read from `logits`.
+#
+# Shapes: T tokens of a document, K of them with a stored prediction, H, V.
+
+
+_AT_ONCE = 64  # tokens whose logits are in memory
+
+
+def known_tokens(mask: np.ndarray, teacher: str) -> np.ndarray:
+    """Return the tokens for which the dataset holds a prediction of the target.
+
+    Args:
+        mask: the loss mask [T]. teacher: "all" or "supervised", as in the manifest.
+
+    Returns:
+        bool [T]; the first token has none.
+    """
+    known = np.ones(len(mask), bool) if teacher == ALL else np.asarray(mask) != 0
+    known[:1] = False
+    return known
+
+
+@dataclass
+class TeacherScores:
+    """Entropies and NLLs of documents of one dataset; None where not all logits can be known."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    dataset: HiddenStatesDataset
+
+    @classmethod
+    def of(cls, dataset: HiddenStatesDataset) -> "TeacherScores | None":
+        """Read the head of a dataset; None: it stores only some of the logits (topk).
+
+        Raises:
+            MissingError, DatasetError: the head is missing or damaged.
+        """
+        supervision = dataset.manifest.supervision
+        if supervision.startswith("topk"):
+            return None
+        if supervision != "final-hidden":
+            return cls(None, None, dataset)
+        head = load_head_tensors(dataset.path, dataset.manifest)
+        bias = head.get("lm_head_bias")
+        return cls(head["lm_head"].float(), None if bias is None else bias.float(), dataset)
+
+    def view(self, row: dict[str, Any]) -> TeacherView:
+        """Return the predictions for a document, with entropies and NLLs.
+
+        Args:
+            row: of the dataset, with ids, mask, `target_argmax`, and `hidden.final` or `logits`.
+
+        Returns:
+            First choice, entropy and NLL of the K known tokens.
+        """
+        ids, mask = row["input_ids"], row["loss_mask"].numpy()
+        known = known_tokens(mask, self.dataset.teacher)
+        before = torch.from_numpy(np.flatnonzero(known) - 1)  # [K]
+        entropies, nlls = (
+            [torch.zeros(0, dtype=torch.float64)],
+            [torch.zeros(0, dtype=torch.float64)],
+        )
+        for places in before.split(_AT_ONCE):
+            log_p = self._logits(row, places).double().log_softmax(-1)  # [k, V]
+            entropies.append(-(log_p.exp() * log_p).nan_to_num(0.0).sum(-1))
+            nlls.append(-log_p.gather(-1, ids[places + 1].long()[:, None])[:, 0])
+        return TeacherView(
+            known=known,
+            choice=row["target_argmax"][before].numpy().astype(np.int64),
+            entropy=torch.cat(entropies).numpy(),
+            nll=torch.cat(nlls).numpy(),
+        )
+
+    def _logits(self, row: dict[str, Any], places: Tensor) -> Tensor:
+        """Return the logits [k, V] that the target has after the tokens at `places` [k]."""
+        if self.weight is None:
+            logits: Tensor = row["logits"][places]
+            return logits
+        spec = self.dataset.manifest.head
+        return apply_head(row[FINAL][places].float(), self.weight, self.bias, spec)
+
+
+# -- dataset page ----------------------------------------------------------------------------------
+
 
 SAMPLED = 32
 """Documents in which norms are measured, and for which logits are computed unless --scored."""

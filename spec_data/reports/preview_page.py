@@ -15,15 +15,14 @@ from transformers import PreTrainedTokenizerBase
 
 import spec_data
 from spec_data.corpus.record_reader import SourceReport
-from spec_data.generation.plan import Plan, planned
-from spec_data.generation.plan_builder import PlanBuilder
+from spec_data.generation.plan import Plan, PlanBuilder, planned
+from spec_data.generation.plan_file import Preparing
 from spec_data.generation.planning import (
     RowSettings,
     corpus_entry,
     end_token_ids,
     render_into,
 )
-from spec_data.generation.prepared import Preparing
 from spec_data.generation.setup import corpus_reader, within_context
 from spec_data.models.reading import load_config, load_tokenizer, text_config
 from spec_data.models.resolve import resolve_model

@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 from filelock import FileLock, Timeout
 
-from spec_data.shards.cache_directory import CACHE_VARIABLE, cache_directory
 from spec_data.shards.errors import ConfigError, RunError
-from spec_data.shards.files import temporary_name
+from spec_data.shards.files import CACHE_VARIABLE, cache_directory, temporary_name
 from spec_data.shards.storage import Storage
 
 BLOCK = 4 << 20

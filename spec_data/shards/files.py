@@ -19,6 +19,28 @@ from xxhash import xxh3_64
 
 from spec_data.shards.errors import DatasetError, FileError, SpecDataError
 
+# -- cache directory -------------------------------------------------------------------------------
+# Where cached files are. All of them can be deleted at any time.
+
+
+CACHE_VARIABLE = "SPEC_DATA_CACHE"
+"""Environment variable that moves the cache directory."""
+
+
+def cache_directory(kind: str) -> Path:
+    """Return the directory of one kind of cached files; it may not exist.
+
+    It lies in $SPEC_DATA_CACHE, else in spec-data below $HF_HOME, $XDG_CACHE_HOME or ~/.cache.
+    """
+    if own := os.environ.get(CACHE_VARIABLE):
+        return Path(own).expanduser() / kind
+    shared = os.environ.get("HF_HOME") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(shared).expanduser() / "spec-data" / kind
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
 MANIFEST = "manifest.json"
 """Name of the file that makes a directory a dataset."""
 _READ_AT_ONCE = 1 << 20  # bytes

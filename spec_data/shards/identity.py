@@ -24,6 +24,20 @@ from typing import Any
 
 from spec_data.shards.schema import Manifest
 
+# -- quantisation text -----------------------------------------------------------------------------
+# The quantisation that a manifest records, in words.
+
+
+def quantisation_text(found: dict[str, Any]) -> str:
+    """Return a quantisation in words, such as "fp8, 8 bits, dequantised when it was loaded"."""
+    bits = f", {found['bits']} bits" if "bits" in found else ""
+    run = ", dequantised when it was loaded" if found.get("dequantised") else ""
+    return f"{found['method']}{bits}{run}"
+
+
+# -- identity --------------------------------------------------------------------------------------
+
+
 REFUSE, WARN = "refuse", "warn"
 OTHERS = "others"  # in template_kwargs_used: documents whose kwargs are not listed
 _KEPT = 16  # different kwargs that are listed; rows may have any number

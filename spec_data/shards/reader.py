@@ -5,12 +5,15 @@ at first use. All returned tensors are copies: mapped memory is read-only withou
 and one in-place operation on it would kill the process.
 """
 
+import logging
+import operator
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex, overload
 
 import numpy as np
 import pyarrow as pa
@@ -21,21 +24,153 @@ from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
 from spec_data.shards.checking import FIRST, known_policy
+from spec_data.shards.checksums import arrow_schema
 from spec_data.shards.codec_tables import TABLES, load_tables
 from spec_data.shards.codecs import tensor_of
-from spec_data.shards.coded import CodedRows, decode_rows, runs
-from spec_data.shards.document_access import DocumentAccess
 from spec_data.shards.errors import DatasetError, MissingError
 from spec_data.shards.files import MANIFEST, read_object
-from spec_data.shards.index import index_numbers, read_index
+from spec_data.shards.index import index_numbers, read_index, side_checksum
 from spec_data.shards.lossy import Tables
 from spec_data.shards.mirror import Mirror, open_mirror, wrong_size
-from spec_data.shards.opened import open_shard
 from spec_data.shards.path_kinds import Kind, wrong_kind
-from spec_data.shards.ranged_shard import RangedShard
+from spec_data.shards.ranged_shard import RangedShard, open_ranged
 from spec_data.shards.schema import Column, Manifest, ShardRecord
-from spec_data.shards.shard import IndexRows, Place, Shard
-from spec_data.shards.sides import stored_records
+from spec_data.shards.shard import CodedRows, IndexRows, Place, Shard, decode_rows, runs
+from spec_data.shards.sides import sides_of, stored_records
+
+# -- document access -------------------------------------------------------------------------------
+# How documents of a dataset are reached from Python: as rows of a dataset of `datasets` are.
+#
+# `ds[3]` is one document, a dict; `ds[0:3]` and `ds[[0, 5]]` are one dict with a list per column;
+# `len(ds)`, iteration, negative numbers and `column_names` work as they do there.
+
+
+TEXTS = ("doc_id", "source", "turns")
+
+
+class DocumentAccess:
+    """Base class of datasets: a subclass has a length and reads one document by its number."""
+
+    path: Path
+    _columns: dict[str, Column]
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def _document(self, index: int) -> dict[str, Any]:
+        """Read document `index`; a negative one counts from the end."""
+        raise NotImplementedError
+
+    @property
+    def num_rows(self) -> int:
+        """Number of documents."""
+        return len(self)
+
+    @property
+    def column_names(self) -> list[str]:
+        """The keys of a document: `doc_id`, `source`, `turns` and the token columns."""
+        return [*TEXTS, *self._columns]
+
+    @property
+    def features(self) -> dict[str, str]:
+        """What a document holds by column: type, and shape in T tokens, as "bfloat16 [T, 4096]"."""
+        found = {"doc_id": "string", "source": "string", "turns": "list of {role, start, end}"}
+        for name, column in self._columns.items():
+            kind = torch.bfloat16 if column.lossy else column.coder.logical
+            shape = "[T]" if column.width is None else f"[T, {column.width}]"
+            found[name] = f"{str(kind).removeprefix('torch.')} {shape}"
+        return found
+
+    def __repr__(self) -> str:
+        names = ", ".join(self.column_names)
+        return f"{type(self).__name__}({str(self.path)!r}, {len(self):,} documents: {names})"
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self._document(index) for index in range(len(self)))
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice | Sequence[int]) -> dict[str, list[Any]]: ...
+    def __getitem__(self, index: Any) -> dict[str, Any]:
+        """Return a document, or the documents of a slice or of a list of numbers.
+
+        One document is a dict of fresh tensors (safe to modify), with `doc_id`, `source` and
+        `turns`. Several are one dict with a list of these values per column.
+
+        Raises:
+            IndexError: no such document. TypeError: not a number, a slice or a list of numbers.
+            DatasetError: damaged data.
+        """
+        if isinstance(index, str):
+            raise TypeError(
+                f"ds[{index!r}] would hold the column of all documents in memory; open the dataset "
+                f"with columns=[{index!r}] and iterate, or take ds[0:100][{index!r}]"
+            )
+        if hasattr(index, "__index__") and not getattr(index, "ndim", 0):
+            return self._document(operator.index(index))
+        if isinstance(index, slice):
+            chosen = list(range(len(self))[index])
+        else:
+            try:
+                chosen = [operator.index(number) for number in index]
+            except TypeError:
+                raise TypeError(
+                    f"ds[{index!r}]: a number, a slice or a list of numbers is expected"
+                ) from None
+        rows = [self._document(number) for number in chosen]
+        return {name: [row[name] for row in rows] for name in self.column_names}
+
+
+# -- opened ----------------------------------------------------------------------------------------
+# Open the files of one shard: the shard itself, and its file in each side of the dataset.
+
+
+def open_shard(
+    place: Path | Mirror,
+    manifest: Manifest,
+    number: int,
+    index: IndexRows,
+    table: pa.Table,
+    check: str,
+) -> Shard:
+    """Map shard `number` of a dataset, and its files in the sides, which it reads from.
+
+    Args:
+        place: the directory of the dataset, or the mirror of a remote one.
+        manifest: of the dataset.
+        number: of the shard.
+        index: what the index says about its documents.
+        table: the index, which has the checksums of the rows of each side.
+        check: one of checking.CHECKS.
+
+    Raises:
+        DatasetError: a file is damaged, of another dataset, or another file under its name.
+    """
+
+    def opened(
+        record: ShardRecord,
+        rows: IndexRows,
+        sides: Sequence[Shard] = (),
+        expected: pa.Schema | None = None,
+    ) -> Shard:
+        if isinstance(place, Mirror):
+            return open_ranged(place, manifest, record, rows, check, sides, expected)
+        return Shard(place, manifest, record, rows, check, sides, expected)
+
+    sides = [
+        opened(
+            side.shards[number],
+            replace(index, checksums=index_numbers(table, side_checksum(count))),
+            expected=arrow_schema(side.columns),
+        )
+        for count, side in enumerate(sides_of(manifest), 1)
+    ]
+    return opened(manifest.shards[number], index, sides)
+
+
+# -- reader ----------------------------------------------------------------------------------------
+
 
 INDEX = "index.arrow"
 _KEPT_BY = ("supervised", "first_supervised")  # columns that tell the rows of sparse columns
@@ -421,3 +556,42 @@ def load_head_tensors(dataset: str | Path, manifest: Manifest | None = None) -> 
                 f"({head.vocab_size}, {head.hidden_size})"
             )
     return tensors
+
+
+# -- whole -----------------------------------------------------------------------------------------
+# Is a dataset that a command finds finished still whole?
+#
+# A command that writes a dataset returns at once if the dataset is sealed already. The seal says
+# that
+# the files were whole once. Since then a shard may have been deleted, or a copy may have stopped
+# half
+# way, and "complete already" would be wrong.
+
+
+logger = logging.getLogger(__name__)
+
+VIEW_WORK, NEXT = ".view", "next"
+"""Where a command works on a dataset of datasets, and what an `append` moves into place last."""
+
+
+def check_whole(place: str | Path) -> None:
+    """Compare the shards of a sealed dataset (a directory or a URL) with its manifest, by size.
+
+    The index of a local dataset is compared by its checksum, too. `verify` reads every byte. A
+    dataset to which an `append` was interrupted is left to that command, with a warning.
+
+    Raises:
+        MissingError, DatasetError: a file is missing, truncated or changed.
+    """
+    if (Path(place) / VIEW_WORK / NEXT).is_dir():
+        logger.warning("warning: %s: `append` was interrupted; run it again to finish it", place)
+        return
+    try:
+        dataset = HiddenStatesDataset(place, columns=())
+        if dataset.mirror is None:
+            _ = dataset.lengths  # the first use of the index checks it
+    except (DatasetError, MissingError) as error:
+        raise type(error)(
+            f"{error}\n{place} was finished before, and is damaged now. Restore these files from "
+            "a copy; or delete it, or choose another --out, and run the same command again"
+        ) from None

@@ -18,13 +18,68 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from spec_data.shards.codecs import Codec, codec_named, lossy_codec
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError
 from spec_data.shards.files import sha256_json
-from spec_data.shards.head_spec import HeadSpec
 from spec_data.shards.lossy import LossyCodec
 from spec_data.shards.manifest_rules import MANIFEST, contradictions, problems, refuse, safe_path
+
+# -- head spec -------------------------------------------------------------------------------------
+# The target's LM head as data: logits = softcap(scale * (W f + b)).
+#
+# Both programs compute logits from `hidden.final` with `apply_head`. Generation proves it against
+# the
+# model, and training and verification then use the same function.
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSpec:
+    """The head without its tensors: `scale` multiplies logits z, `softcap` c is c * tanh(z / c)."""
+
+    vocab_size: int
+    hidden_size: int
+    tied: bool
+    has_bias: bool = False
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+def apply_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: HeadSpec) -> Tensor:
+    """Compute logits [..., V'] of final hidden states [..., H].
+
+    The dtype is that of the inputs, and the order of operations is that of the models.
+
+    Args:
+        hidden: final hidden states [..., H].
+        weight: rows of the head [V', H]: all of them, or those of a draft vocabulary.
+        bias: [V'] or None.
+        spec: scale and softcap.
+    """
+    logits = F.linear(hidden, weight, bias)
+    if spec.scale != 1.0:
+        logits = logits * spec.scale
+    if spec.softcap is not None:
+        logits = spec.softcap * torch.tanh(logits / spec.softcap)
+    return logits
+
+
+def logit_error(logits: Tensor, argmax: Tensor, logsumexp: Tensor) -> Tensor:
+    """Return the error of argmax (int64 [T]) and logsumexp (float32 [T]) against logits [T, V].
+
+    It is float32 [T], relative to the largest |logit| of the token. `generate` measures it of what
+    a codec leaves of the final states, and `verify` compares it with that.
+    """
+    scale = logits.abs().amax(-1).clamp_min(1e-6)
+    gap = logits.amax(-1) - logits.gather(-1, argmax[:, None])[:, 0]
+    return torch.maximum(gap, (logits.logsumexp(-1) - logsumexp).abs()) / scale
+
+
+# -- schema ----------------------------------------------------------------------------------------
+
 
 FORMAT = "spec-data"
 UNCHECKED = "1.0"  # the version whose shards have no checksums
@@ -402,3 +457,26 @@ def fingerprint(raw: dict[str, Any]) -> str:
 def head_to_json(head: HeadSpec) -> dict[str, Any]:
     """Return a head in the form of the manifest."""
     return asdict(head)
+
+
+# -- draft needs -----------------------------------------------------------------------------------
+# Which drafts a dataset can train: one rule for `generate`, which warns, and `fit`.
+
+
+def data_problem(draft: str, supervision: str, final: str) -> str | None:
+    """Return why a draft cannot be fitted on a dataset, and what to do; None if it can.
+
+    `supervision` and `final` are those of the manifest.
+    """
+    if draft == "eagle" and supervision != "final-hidden":
+        return (
+            f"--supervision {supervision} keeps no {FINAL}, and an eagle draft reads and predicts "
+            "the final hidden states. Generate with --supervision final-hidden, or fit eagle3"
+        )
+    if draft == "eagle" and final != ALL:
+        return (
+            f"--final {final} keeps {FINAL} only where the next token is supervised; an eagle "
+            "draft reads it at every token of the prompt too. Generate with --final all, or fit "
+            "eagle3"
+        )
+    return None

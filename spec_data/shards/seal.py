@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from spec_data.shards.arrow_schema import arrow_schema, schema_of
 from spec_data.shards.card_text import code, front_matter, licence_fields, plain, table
-from spec_data.shards.checksums import row_checksums
+from spec_data.shards.checksums import arrow_schema, row_checksums, schema_of
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import (
     dump_json,

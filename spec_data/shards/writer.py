@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from spec_data.shards.arrow_schema import arrow_schema
-from spec_data.shards.checksums import CHECKSUMS, chunk_checksums, read_batches
+from spec_data.shards.checksums import CHECKSUMS, arrow_schema, chunk_checksums, read_batches
 from spec_data.shards.files import replace_durably, temporary_name, writing
 from spec_data.shards.schema import Column, ShardRecord, predicts_supervised
 

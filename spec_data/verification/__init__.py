@@ -2,7 +2,4 @@
 
 Checks every file against its checksum, every stored state for broken values, and, if the target is
 available, sampled documents against a fresh capture.
-
-May import: spec_data.devices, spec_data.generation, spec_data.models, spec_data.options,
-spec_data.progress, spec_data.shards, spec_data.target.
 """

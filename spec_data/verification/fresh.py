@@ -10,16 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spec_data.capture.backend import TargetBackend
+from spec_data.capture.mask_forms import SINGLE
 from spec_data.generation.capture import forward_batches
 from spec_data.models.identify import identify_files
-from spec_data.progress import progress
-from spec_data.shards.identity import compare, identity_of
+from spec_data.shards.identity import compare, identity_of, quantisation_text
 from spec_data.shards.position_data import load_positions
-from spec_data.shards.quantisation_text import quantisation_text
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import FINAL, TEACHERS, Manifest, layer_column
-from spec_data.target.backend import TargetBackend
-from spec_data.target.mask_forms import SINGLE
+from spec_data.terminal.progress import progress
 from spec_data.verification.findings import Findings, declared_error, stored_tokens
 
 # Largest plausible rounding difference between two kernels, relative, by the dtype of capture.

@@ -14,6 +14,7 @@ Lossy columns may differ by the error that the manifest declares, and their code
 ones that the manifest names. A "row" is the position of a document in its shard.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -23,26 +24,83 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_data.devices import check_devices, usable_device
+from spec_data.capture.backend import BackendOptions, open_backend
+from spec_data.capture.tensor_parallel import leading
+from spec_data.models.devices import check_devices, usable_device
 from spec_data.models.resolve import local_directory, resolve_model
 from spec_data.options.dataset_options import VerifyConfig
-from spec_data.progress import progress
 from spec_data.shards.codec_tables import error_text
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.head_spec import apply_head, logit_error
+from spec_data.shards.likelihood import Agreement, read_agreement
+from spec_data.shards.likelihood_text import figures_text, suspicions
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
-from spec_data.shards.schema import FINAL
-from spec_data.target.backend import BackendOptions, open_backend
-from spec_data.target.tensor_parallel import leading
+from spec_data.shards.schema import FINAL, apply_head, logit_error
+from spec_data.terminal.progress import progress
 from spec_data.verification.directory import check_files
 from spec_data.verification.findings import Findings, declared_error, stored_tokens
-from spec_data.verification.first_choices import check_first_choices
 from spec_data.verification.fresh import (
     LOGIT_TOLERANCE,
     check_fresh,
     check_identity,
     check_positions,
 )
+
+# -- first choices ---------------------------------------------------------------------------------
+# Count again, from the stored columns, how often supervised tokens are the target's first choice.
+#
+# Arg max, token ids and masks are stored exactly, so the counts must equal those of the manifest.
+# The
+# NLL is the one that generation measured.
+
+
+_COLUMNS = ("input_ids", "loss_mask", "target_argmax")
+
+
+def check_first_choices(dataset: HiddenStatesDataset, findings: Findings) -> None:
+    """Compare first choices and supervised tokens of each source with the manifest.
+
+    What generation found suspicious becomes a warning.
+    """
+    counted: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # first choices, tokens
+    reader = HiddenStatesDataset(dataset.path, _COLUMNS)
+    for index in progress(range(len(reader)), desc="first choices", unit="docs", leave=False):
+        row = reader[index]
+        asked = row["loss_mask"][1:] != 0
+        hits = (row["target_argmax"][:-1] == row["input_ids"][1:]) & asked
+        counted[row["source"]][0] += int(hits.sum())
+        counted[row["source"]][1] += int(asked.sum())
+    measured = read_agreement(dataset.manifest.raw)
+    if measured is None:
+        first, tokens = (sum(c[i] for c in counted.values()) for i in (0, 1))
+        findings.passed(
+            f"{first / max(tokens, 1):.1%} of {tokens:,} supervised tokens are the target's first "
+            "choice; their NLL is not recorded (a view of a part of a source, or an older release)"
+        )
+        return
+    for name, (first, tokens) in counted.items():
+        _compare(name, first, tokens, measured.get(name), findings)
+    for name in sorted(measured.keys() - counted.keys()):
+        findings.fail(f"manifest.json, agreement: {name} is no source of this dataset")
+    for message in suspicions(dataset.manifest.raw):
+        findings.warn(message)
+
+
+def _compare(
+    name: str, first: int, tokens: int, measured: Agreement | None, findings: Findings
+) -> None:
+    """Compare the counts of one source with the manifest."""
+    if measured is None or (first, tokens) != (measured.first_choice, measured.tokens):
+        recorded = f"{measured.first_choice} of {measured.tokens}" if measured else "nothing"
+        findings.fail(
+            f"manifest.json, agreement of {name}: {recorded}, but the stored columns have {first} "
+            f"first choices of {tokens} supervised tokens; generate the dataset again"
+        )
+        return
+    findings.passed(f"{name}: {figures_text(measured)} (first choices counted again)")
+
+
+# -- run -------------------------------------------------------------------------------------------
+
 
 _TAIL = 3
 """The largest error of all tokens may be so many times that of the measured ones, and so may the

@@ -17,16 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.options.view_options import AppendConfig
-from spec_data.paths import check_directory_to_write
 from spec_data.shards.codec_tables import TABLES
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.files import replace_durably, sync_directory, write_atomically
-from spec_data.shards.reader import INDEX, MANIFEST, HiddenStatesDataset
+from spec_data.shards.reader import INDEX, MANIFEST, NEXT, VIEW_WORK, HiddenStatesDataset
 from spec_data.shards.schema import WITH_SIDES, Column, Manifest, ShardRecord
 from spec_data.shards.seal import CARD, check_shard, seal
 from spec_data.shards.sides import shard_columns, side_file, sides_of
-from spec_data.shards.whole import NEXT, VIEW_WORK
 from spec_data.shards.writer import write_shard
+from spec_data.terminal.paths import check_directory_to_write
 from spec_data.views.joining import joined_draft, joined_parts, lineage
 from spec_data.views.stored_documents import StoredDocuments, unit_of
 from spec_data.views.view_units import Part, unit_bytes, view_units

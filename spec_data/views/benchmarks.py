@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.corpus.prompt_overlap import LEAST_TOKENS, Grams, add_prompt
-from spec_data.corpus.prompt_rows import parse_prompt
 from spec_data.corpus.record_reader import CorpusReader
+from spec_data.corpus.records import parse_prompt
 from spec_data.corpus.template import Template
 from spec_data.models.reading import load_tokenizer
 from spec_data.shards.errors import CorpusError, MissingError

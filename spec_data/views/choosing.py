@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from spec_data.progress import progress
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError
+from spec_data.terminal.progress import progress
 from spec_data.views.stored_documents import StoredDocuments
 
 Wanted = Callable[[np.ndarray], np.ndarray]

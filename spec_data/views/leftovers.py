@@ -19,10 +19,9 @@ from filelock import FileLock, Timeout
 from spec_data.shards.errors import MissingError, RunError
 from spec_data.shards.files import sync_directory, temporary_files
 from spec_data.shards.follow import WORK
-from spec_data.shards.reader import MANIFEST
+from spec_data.shards.reader import MANIFEST, VIEW_WORK
 from spec_data.shards.schema import Manifest
 from spec_data.shards.sides import stored_records
-from spec_data.shards.whole import VIEW_WORK
 
 _LOCKS = (f"{WORK}/*.lock", f"{VIEW_WORK}/lock")
 _SHARD = re.compile(r"unit-\d{5,}(-side\d+)?\.arrow")

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from spec_data.corpus.prompt_overlap import Grams
-from spec_data.progress import progress
 from spec_data.shards.schema import Column
+from spec_data.terminal.progress import progress
 from spec_data.views.stored_documents import StoredDocuments
 
 _IDS = Column(name="input_ids", codec="int32")

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import torch
 
-from spec_data.config import differing_fields
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.identity import compare, identity_of
 from spec_data.shards.lossy import Tables
@@ -23,6 +22,7 @@ from spec_data.shards.schema import (
     Manifest,
     layer_column,
 )
+from spec_data.terminal.config import differing_fields
 from spec_data.views.stored_documents import StoredDocuments
 
 logger = logging.getLogger(__name__)

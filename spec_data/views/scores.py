@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_data.progress import progress
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import FINAL, predicts_supervised
+from spec_data.terminal.progress import progress
 
 
 @dataclass(frozen=True, kw_only=True)

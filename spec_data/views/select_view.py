@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from spec_data.options.view_options import SelectConfig
-from spec_data.progress import progress
 from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.identity import identity_of, usual_kwargs
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import SUPERVISED
 from spec_data.shards.turn_masks import check_policy
+from spec_data.terminal.progress import progress
 from spec_data.views.benchmarks import Benchmark, read_benchmark
 from spec_data.views.choosing import (
     Condition,

@@ -13,13 +13,12 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from spec_data.shards.coded import StoredRows
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.index import read_index
 from spec_data.shards.lossy import Tables, bf16_tensor
 from spec_data.shards.reader import INDEX, HiddenStatesDataset, mapped_file
 from spec_data.shards.schema import Column, predicts_supervised
-from spec_data.shards.shard import Place, Shard
+from spec_data.shards.shard import Place, Shard, StoredRows
 from spec_data.shards.turn_masks import Turn, supervised_spans
 from spec_data.shards.writer import Escapes, UnitData
 

@@ -22,12 +22,11 @@ from spec_data.generation.calibrate import (
     sample_budget,
     sample_documents,
 )
-from spec_data.progress import progress
 from spec_data.shards.codec_tables import TABLES, error_text, make_tables, save_tables
-from spec_data.shards.head_spec import HeadSpec
 from spec_data.shards.lossy import Tables
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
-from spec_data.shards.schema import Column, predicts_supervised
+from spec_data.shards.schema import Column, HeadSpec, predicts_supervised
+from spec_data.terminal.progress import progress
 
 logger = logging.getLogger(__name__)
 _LOGITS = 8 << 20  # bytes of the float32 logits that are computed together

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spec_data.shards.arrow_schema import arrow_schema, schema_of
+from spec_data.shards.checksums import arrow_schema, schema_of
 from spec_data.shards.schema import ShardRecord
 from spec_data.shards.writer import shard_bytes
 from spec_data.views.stored_documents import Change, StoredDocuments, unit_of

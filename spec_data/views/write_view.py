@@ -20,8 +20,6 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from spec_data.paths import check_directory_to_write
-from spec_data.progress import progress, size
 from spec_data.shards.codec_tables import TABLES
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.files import (
@@ -35,11 +33,12 @@ from spec_data.shards.files import (
     writing,
 )
 from spec_data.shards.follow import WORK
-from spec_data.shards.reader import MANIFEST, checked_file
+from spec_data.shards.reader import MANIFEST, VIEW_WORK, check_whole, checked_file
 from spec_data.shards.schema import Manifest, ShardRecord
 from spec_data.shards.seal import check_shard, file_records, seal
-from spec_data.shards.whole import VIEW_WORK, check_whole
 from spec_data.shards.writer import write_shard
+from spec_data.terminal.paths import check_directory_to_write
+from spec_data.terminal.progress import progress, size
 from spec_data.views.stored_documents import StoredDocuments, unit_of
 from spec_data.views.view_units import Part, ViewUnit, reused, unit_bytes
 

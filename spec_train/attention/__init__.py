@@ -1,6 +1,4 @@
-"""Room: attention kernels and masks that the drafts share.
+"""Attention kernels and masks that the drafts share.
 
 All of them are functions of tensors: no draft, no batch and no file is known here.
-
-May import: spec_data.shards.
 """

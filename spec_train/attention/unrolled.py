@@ -23,17 +23,131 @@ B packs, T slots, A active slots (queries), h / g query / key-value heads, d hea
 steps.
 """
 
+import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
-from spec_train.attention.flex import flex
-from spec_train.attention.lse_kernels import attend_lse, attend_lse_backward, empty_bias
+from spec_train.attention.flex import Case, flex, flex_problem, tried
 from spec_train.attention.plain import repeat_heads
+
+# -- lse kernels -----------------------------------------------------------------------------------
+# torch's attention kernels that return the log-sum-exp of their scores, forward and backward.
+#
+# The merge of the unroll (see `unrolled`) needs the log-sum-exp forward, and a backward pass that
+# recomputes probabilities from a log-sum-exp that it is handed.
+#
+# - CPU: the flash kernel.
+# - CUDA: the memory-efficient kernel, the only one there with a bias and a log-sum-exp. Its rules:
+#   the head size and the rows of the bias are multiples of 8 (both are padded here), the log-sum-
+#   exp
+#   has its queries padded to a multiple of 32, and the backward pass assumes the memory layout
+#   [B, Q, h, d] of the output that it is handed, without a check.
+#
+# B packs, Q queries, T keys, h heads (repeated: one key-value head per query head), d head size.
+
+
+ALIGNED = 8
+"""Elements that the CUDA kernel reads at a time, of any dtype that it knows, at most."""
+LSE_ROWS = 32
+"""The CUDA kernel pads the queries of a log-sum-exp to a multiple of this."""
+
+Parts = tuple[Tensor, Tensor, Tensor]
+
+
+def attend_lse(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend, without a graph.
+
+    Args:
+        q: queries [B, h, Q, d].
+        k, v: keys and values [B, h, T, d], of the dtype of `q`.
+        bias: added to the scaled scores [1, 1, Q, T], of the dtype of `q`; from `empty_bias`.
+        scale: multiplies the scores.
+
+    Returns:
+        Heads [B, h, Q, d], and the log-sum-exp [B, h, Q] in at least float32.
+    """
+    if q.device.type == "cpu":
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(q, k, v, attn_mask=bias, scale=scale)
+    wide = bias.expand(q.shape[0], q.shape[1], -1, -1)
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    out, lse = efficient(*map(_padded, (q, k, v)), wide, True, scale=scale)[:2]
+    return out[..., : q.shape[3]], lse[..., : q.shape[2]]
+
+
+def attend_lse_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor,
+    scale: float,
+) -> Parts:  # fmt: skip
+    """Return the gradients of q, k and v for the gradient `grad` [B, h, Q, d] of the heads.
+
+    The probabilities are exp(score - lse). With the output and the log-sum-exp of more keys than
+    `k` holds, the gradients are those of the joint softmax.
+    """
+    if q.device.type == "cpu":
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return flash(grad, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=scale)
+    wide = bias.expand(q.shape[0], q.shape[1], -1, -1)
+    unused = torch.zeros((), dtype=torch.long, device=q.device)  # seed and offset of dropout
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+    dq, dk, dv, _ = efficient(
+        _by_slot(_padded(grad)),
+        *map(_padded, (q, k, v)),
+        wide,
+        _by_slot(_padded(out)),
+        _padded_lse(lse),
+        unused,
+        unused,
+        0.0,
+        [True, True, True, False],
+        scale=scale,
+    )
+    size = q.shape[3]
+    return dq[..., :size], dk[..., :size], dv[..., :size]
+
+
+def empty_bias(queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a bias of zeros [1, 1, Q, T] whose rows are as far apart as the kernels want."""
+    width = keys if device.type == "cpu" else -(-keys // ALIGNED) * ALIGNED
+    return torch.zeros(1, 1, queries, width, dtype=dtype, device=device)[..., :keys]
+
+
+def kernel_dtypes(device_type: str) -> tuple[torch.dtype, ...]:
+    """Return the dtypes that the kernels of a device know; none where there is no kernel."""
+    low = (torch.float32, torch.bfloat16, torch.float16)
+    return {"cpu": (*low, torch.float64), "cuda": low}.get(device_type, ())
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Pad the head size of [B, h, n, d] with zeros to a multiple of ALIGNED."""
+    more = -x.shape[-1] % ALIGNED
+    return F.pad(x, (0, more)) if more else x
+
+
+def _by_slot(x: Tensor) -> Tensor:
+    """Return [B, h, Q, d] with the memory layout [B, Q, h, d]."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _padded_lse(lse: Tensor) -> Tensor:
+    """Pad the queries of [B, h, Q] as the kernel does; infinity makes probabilities of zero."""
+    if torch.version.hip is not None:  # ROCm's kernel pads nothing
+        return lse.contiguous()
+    return F.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=math.inf).contiguous()
+
+
+# -- unrolled --------------------------------------------------------------------------------------
+
 
 BACKENDS = ("dense", "merged", "flex")
 CHUNK = 128  # queries of one kernel call
@@ -349,3 +463,80 @@ class _MergedAttention(torch.autograd.Function):
                 d_flat.append((score * _grouped(q, k)).sum(2))
                 d_flat.append((_grouped(share[..., None], v) * _grouped(grad, v)).sum(2))
         return dq, dk0, dv0, None, None, *d_flat
+
+
+# -- unrolled backends -----------------------------------------------------------------------------
+# Which back end of `unrolled` serves a device, dtype and head size.
+#
+# On a CPU it is "merged". On a GPU it is the first of "flex" and "merged" that a trial shows to be
+# right. "dense", which holds A x T scores per step, remains for float64 on a GPU, and where both
+# kernels fail there; the log then says so.
+
+
+log = logging.getLogger(__name__)
+
+
+@cache
+def default_backend(device_type: str, dtype: torch.dtype, head_dim: int) -> str:
+    """Return the back end for a device, dtype and head size; decided once and logged."""
+    case = device_type, dtype, head_dim
+    backend = next((b for b in _candidates(*case) if _serves(b, *case)), "dense")
+    log.info("draft attention on %s, %s, head_dim %d: %s", device_type, dtype, head_dim, backend)
+    if backend == "dense" and device_type != "cpu":
+        log.warning(
+            "no attention kernel for %s and head size %d here: every step of the unroll holds a "
+            "score for each pair of slots; shorten --seq-len if memory does not suffice",
+            dtype,
+            head_dim,
+        )
+    return backend
+
+
+def _candidates(device_type: str, dtype: torch.dtype, head_dim: int) -> list[str]:
+    """Return the back ends that the rules of their kernels allow, the preferred one first."""
+    flex = device_type == "cuda" and flex_problem(dtype, head_dim) is None
+    merged = dtype in kernel_dtypes(device_type)
+    return ["flex"] * flex + ["merged"] * merged
+
+
+def _serves(backend: str, device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether a back end is right here; that of CPUs is part of torch and proven by tests."""
+    if device_type == "cpu":
+        return True
+    case = partial(unrolled_case, backend, device_type, dtype, head_dim)
+    return tried(f"attention of the unroll ({backend}, {dtype}, head size {head_dim})", case)
+
+
+def unrolled_case(backend: str, device: str, dtype: torch.dtype, head_dim: int) -> Case:
+    """Return a small case of two later steps: a back end's heads, and those of "dense" in float32.
+
+    Two packs; grouped heads; documents that end inside a pack; slots that are no query.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(heads: int, slots: int) -> Tensor:
+        shape = 2, heads, slots, head_dim
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype).requires_grad_()
+
+    width = 200
+    slots = torch.arange(width, device=device)
+    ends = torch.tensor([[90], [150]], device=device)  # of the first document of each pack
+    used = (slots % 3 > 0).expand(2, -1)
+    active = active_slots(used)  # [2, A]
+    first = torch.where(active < ends, 0, ends)
+    inputs = [draw(2, active.shape[1]), *(draw(1, width) for _ in range(2))]
+    inputs += [draw(1, active.shape[1]) for _ in range(4)]
+    scale = head_dim**-0.5
+
+    def heads_of(kind: str, tensors: list[Tensor]) -> Tensor:
+        queries = Queries.prepare(first, active, width, kind)
+        q, k0, v0, *flat = tensors
+        diagonal = list(zip(flat[::2], flat[1::2], strict=True))
+        return unrolled_attention(q, k0, v0, diagonal, queries, scale)
+
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    return Case(
+        inputs,
+        [heads_of(backend, inputs)],
+        [heads_of("dense", [x.to(exact) for x in inputs])],
+    )

@@ -1,8 +1,5 @@
-"""Room: from datasets to batches.
+"""From datasets to batches.
 
 It decides which documents make global batch k, separates training from validation documents, mixes
 datasets, follows a dataset that is still being generated, and streams batches into reused buffers.
-
-May import: spec_data.config, spec_data.progress, spec_data.shards, spec_train.options,
-spec_train.origin.
 """

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from spec_data.shards.coded import CodedRows
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.packing import PADDING
 from spec_data.shards.schema import layer_column
+from spec_data.shards.shard import CodedRows
 
 PLAIN = (
     *("input_ids", "loss_mask", "position_ids", "document_ids"),

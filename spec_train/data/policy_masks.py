@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_data.progress import progress
 from spec_data.shards.checking import FIRST
-from spec_data.shards.coded import CodedRows
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import SUPERVISED, Manifest
+from spec_data.shards.shard import CodedRows
 from spec_data.shards.turn_masks import (
     LAST_TURN,
     Turn,
@@ -29,6 +28,7 @@ from spec_data.shards.turn_masks import (
     roles_of,
     supervised_spans,
 )
+from spec_data.terminal.progress import progress
 
 log = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_data.shards.coded import CodedRows
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.packing import PADDING
+from spec_data.shards.shard import CodedRows
 from spec_train.data.batch import DraftBatch
 from spec_train.data.fetch_ahead import FetchAhead, is_remote
 from spec_train.data.mixture import Documents

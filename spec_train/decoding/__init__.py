@@ -1,6 +1,4 @@
-"""Room: speculative decoding with a target and a draft, one sequence at a time or several.
+"""Speculative decoding with a target and a draft, one sequence at a time or several.
 
 Chains, blocks and dynamic trees. Verification guarantees that the output is the target's own.
-
-May import: spec_data.shards, spec_train.drafts, spec_train.head, spec_train.sampling.
 """

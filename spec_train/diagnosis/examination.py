@@ -4,21 +4,28 @@ In: the options. Out: a `Diagnosis`. The order is files, target, dataset, conven
 """
 
 import dataclasses
+import json
 import logging
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from spec_data.devices import compute_dtype, usable_device
+from spec_data.models.devices import compute_dtype, usable_device
+from spec_data.models.families import block_count, text_table
 from spec_data.models.resolve import cached_model, local_directory
-from spec_data.models.shapes import block_count, text_table
+from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.errors import DraftError, SpecDataError
+from spec_data.shards.files import write_atomically
+from spec_data.shards.identity import compare, identity_of
+from spec_data.shards.likelihood import total_agreement
+from spec_data.shards.likelihood_text import figures_text, suspicions
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
+from spec_data.terminal.paths import check_file_to_write
+from spec_data.verification.run import examine
 from spec_train.data.token_counts import count_dataset
 from spec_train.diagnosis.conventions import Setting
-from spec_train.diagnosis.data_checks import data_checks, open_dataset
-from spec_train.diagnosis.diagnosis_text import diagnosis_text
 from spec_train.diagnosis.file_checks import (
     ReadDraft,
     engine_check,
@@ -27,21 +34,265 @@ from spec_train.diagnosis.file_checks import (
     read_checked,
     subject_of,
 )
-from spec_train.diagnosis.mask_tokens import mask_tokens_to_try, reads_mask_token
-from spec_train.diagnosis.outcome import Check, Diagnosis, finding, undecided
+from spec_train.diagnosis.outcome import (
+    FINDING,
+    OK,
+    UNDECIDED,
+    Check,
+    Diagnosis,
+    finding,
+    ok,
+    undecided,
+)
 from spec_train.diagnosis.sample import Reading, TooFewDocuments, read_sample
-from spec_train.diagnosis.target_checks import target_checks
-from spec_train.diagnosis.trial_checks import too_few, trial_checks
-from spec_train.diagnosis.trials import LONGEST, Trials, run_trials
+from spec_train.diagnosis.trials import (
+    LONGEST,
+    Trials,
+    mask_tokens_to_try,
+    reads_mask_token,
+    run_trials,
+    too_few,
+    trial_checks,
+)
 from spec_train.drafts import Draft
 from spec_train.drafts.targets import special_ids
+from spec_train.evaluation.exporting import find_target
 from spec_train.evaluation.on_dataset import check_sizes
 from spec_train.evaluation.run_record import read_run
-from spec_train.exporting import find_target
 from spec_train.formats.target_facts import TargetFacts
-from spec_train.head import TargetHead, choose_draft_vocabulary
+from spec_train.losses.head import TargetHead, choose_draft_vocabulary
 from spec_train.options.doctor_options import DoctorConfig
 from spec_train.training.stored import resolve_draft_dir
+
+# -- data checks -----------------------------------------------------------------------------------
+# Is the dataset sound, and are its answers the target's own? The rules of verify and generate.
+
+
+_WHOLE = 4 * 10**9
+"""Bytes of a dataset up to which it is checked whole without being asked."""
+
+
+def data_checks(
+    dataset: HiddenStatesDataset, place: str, *, whole: bool, device: str
+) -> Iterator[Check]:
+    """Verify the dataset at `place`, and judge how its answers agree with the target."""
+    yield _verified(dataset, place, whole, device)
+    yield _agreement(dataset)
+
+
+def _verified(dataset: HiddenStatesDataset, place: str, whole: bool, device: str) -> Check:
+    size = dataset.manifest.raw["totals"]["bytes"]
+    if size > _WHOLE and not whole:
+        return undecided(
+            "data", f"give --whole-data, or run `spec-data verify {place}`: {size / 1e9:.0f} GB"
+        )
+    try:
+        found = examine(VerifyConfig(data=place, device=device))
+    except SpecDataError as error:
+        return finding("data", str(error), fix="copy or generate the dataset again")
+    if found.failures:
+        return finding(
+            "data",
+            found.failures[0],
+            *found.failures[1:20],
+            fix=f"copy or generate it again; `spec-data verify {place}` lists every failure",
+        )
+    return ok("data", f"{len(dataset):,} documents verified", *_only_files(found.warnings))
+
+
+def _only_files(warnings: list[str]) -> Iterator[str]:
+    """Yield the warnings about files; those about answers have a check of their own."""
+    yield from (line for line in warnings if "first choice" not in line)
+
+
+def _agreement(dataset: HiddenStatesDataset) -> Check:
+    raw = dataset.manifest.raw
+    total = total_agreement(raw)
+    if total is None:
+        return undecided(
+            "on-policy", "give a dataset that `spec-data generate` of this release has written: "
+            "this one records no agreement with its target",
+        )  # fmt: skip
+    if not total.enough:
+        return undecided("on-policy", f"give more documents: {total.tokens} supervised tokens")
+    if lines := suspicions(raw):
+        return finding(
+            "on-policy",
+            *lines,
+            fix="let the target answer the prompts itself (`spec-data regenerate`), and generate "
+            "and train from that",
+        )
+    return ok("on-policy", figures_text(total))
+
+
+def open_dataset(place: str) -> HiddenStatesDataset | Check:
+    """Open a dataset; a finding if it cannot be opened.
+
+    Raises:
+        MissingError: there is none.
+    """
+    from spec_data.shards.errors import DatasetError
+
+    try:
+        return HiddenStatesDataset(place)
+    except DatasetError as error:
+        return finding("data", str(error), fix="copy or generate the dataset again")
+
+
+# -- diagnosis text --------------------------------------------------------------------------------
+# A diagnosis as lines for people: findings first, then what is sound, then what is undecided.
+
+
+_MARKS = {FINDING: "FINDING", OK: "ok", UNDECIDED: "not decidable"}
+_SHOWN = 6  # conventions of a round
+_WIDTH = max(map(len, _MARKS.values()))
+
+
+def diagnosis_text(found: Diagnosis) -> str:
+    """Return the lines of a diagnosis."""
+    lines = [f"{found.draft}: {found.kind or 'not readable as a draft'}"]
+    if found.documents:
+        where = f"{found.documents} documents"
+        if found.which_documents:
+            where += f" ({found.which_documents})"
+        length = found.acceptance_length
+        lines[0] += (
+            f", tried on {where}"
+            if length is None
+            else f", acceptance length {length:.2f} over all slots of {where}"
+        )
+    for state in (FINDING, OK, UNDECIDED):
+        lines += _lines(check for check in found.checks if check.state == state)
+    lines += _table(found)
+    count = len(found.findings)
+    lines.append(f"{found.draft}: {count or 'no'} finding{'' if count == 1 else 's'}")
+    return "\n".join(lines)
+
+
+def _lines(checks: Iterable[Check]) -> Iterator[str]:
+    for check in checks:
+        mark = _MARKS[check.state].ljust(_WIDTH)
+        yield f"{mark}  {check.name}: {check.text}"
+        indent = " " * (_WIDTH + 2)
+        if check.state == FINDING:
+            yield from (f"{indent}evidence: {line}" for line in check.evidence)
+            yield f"{indent}fix: {check.fix}"
+        else:
+            yield from (f"{indent}{line}" for line in check.evidence)
+
+
+def _table(found: Diagnosis) -> Iterator[str]:
+    """Yield the tried conventions, the best of each round first."""
+    if not found.tried:
+        return
+    yield "conventions tried: acceptance length, p-value; loss, p-value"
+    for number in sorted({tried.round for tried in found.tried}):
+        some = [tried for tried in found.tried if tried.round == number]
+        losses = [f"{t.loss_before:6.3f}" for t in some if t.loss_before is not None]
+        words = "as declared" if number == 1 else "with the better convention above"
+        yield f"  {some[0].before:6.3f}          {(losses or [' ' * 6])[0]}           {words}"
+        ordered = sorted(some, key=lambda t: t.rank, reverse=True)
+        for tried in ordered[:_SHOWN]:
+            mark = "better " if tried.better else ""
+            loss = " " * 15
+            if tried.loss is not None and tried.loss_p_value is not None:
+                loss = f"{tried.loss:6.3f} {tried.loss_p_value:7.2g} "
+            yield (
+                f"  {tried.length:6.3f} {tried.p_value:7.2g}  {loss}  {mark}{tried.check}: "
+                f"{tried.text}"
+            )
+        if len(ordered) > _SHOWN:
+            shorter = ordered[_SHOWN].length
+            yield f"  and {len(ordered) - _SHOWN} more, of at most {shorter:.3f} (--json has all)"
+
+
+# -- target checks ---------------------------------------------------------------------------------
+# Is it the same target, served in the same way? Facts of the draft, the dataset and the target.
+#
+# The comparison is that of `spec_data.shards.identity`; here each difference gets the name of the
+# failure that it is.
+
+
+_FIX = {
+    "quantised": "serve the target as it was captured, or capture with the quantised target and "
+    "train again",
+    "chat-template": "serve with the template and kwargs of the training data, or generate the "
+    "dataset with those that are served",
+    "tokenizer": "serve with the tokenizer of the training data, or generate again",
+    "target": "use the target that the draft was fitted to, or capture this one and train again",
+}
+_WHAT = {
+    "quantised": "the target runs in the precision of the capture",
+    "chat-template": "prompts are rendered as in the training data",
+    "tokenizer": "the tokenizer is that of the training data",
+    "target": "weights, config and rope are those of the training",
+}
+
+_ROUNDED = "no other quantisation; states are rounded when served, as those of every target are"
+"""Said of a capture in float32 of a target that is served in bf16: no failure by itself."""
+
+
+def _named(fact: str) -> str:
+    """Return the check that a fact belongs to."""
+    if fact.startswith("chat_template"):
+        return "chat-template"
+    if fact.startswith("tokenizer"):
+        return "tokenizer"
+    return "quantised" if fact in ("quantization", "dtype") else "target"
+
+
+def target_checks(
+    origin: Mapping[str, Any], dataset: HiddenStatesDataset | None, target: TargetFacts | None
+) -> Iterator[Check]:
+    """Compare the target and the prompts of the draft, of the dataset and of serving.
+
+    Args:
+        origin: what the draft records of its training; empty for drafts of other trainers.
+        dataset: the dataset, if there is one.
+        target: the target that serves, with its identity; None: not given.
+    """
+    stored = identity_of(dataset.manifest) if dataset is not None else {}
+    served = target.identity if target is not None else {}
+    pairs = [
+        (origin, stored, "the draft was fitted with", "the dataset has"),
+        (origin, served, "the draft was fitted with", "the target has"),
+        (stored, served, "the dataset was captured with", "the target has"),
+    ]
+    possible = [pair for pair in pairs if pair[0] and pair[1]]
+    lines: dict[str, list[str]] = {name: [] for name in _WHAT}
+    notes: dict[str, list[str]] = {name: [] for name in _WHAT}
+    unknown: list[str] = []
+    for recorded, found, ours, theirs in possible:
+        compared = compare(recorded, found, of_recorded=ours, of_found=theirs)
+        for difference in compared.differences:
+            into = notes if difference.name == "dtype" else lines
+            into[_named(difference.name)].append(difference.text)
+        if compared.not_compared:
+            unknown.append(f"not compared, because only one side tells it: {compared.not_compared}")
+    if target is not None:
+        unknown += [f"not compared: {problem}" for problem in target.problems]
+    for name, texts in lines.items():
+        if texts:
+            yield finding(name, *dict.fromkeys(texts), fix=_FIX[name])
+        elif not possible:
+            yield undecided(name, _needed(origin, dataset, target))
+        else:
+            text = _ROUNDED if notes[name] else _WHAT[name]
+            more = unknown if name == "target" else notes[name]
+            yield ok(name, text, *dict.fromkeys(more))
+
+
+def _needed(
+    origin: Mapping[str, Any], dataset: HiddenStatesDataset | None, target: TargetFacts | None
+) -> str:
+    if target is None:
+        text = "give --target" if origin or dataset is not None else "give --target and --data"
+        return f"{text}: the draft does not record its target" if not origin else text
+    return "give --data: the draft does not record its target"
+
+
+# -- examination -----------------------------------------------------------------------------------
+
 
 log = logging.getLogger(__name__)
 
@@ -187,3 +438,41 @@ def _counted(dataset: HiddenStatesDataset, draft: Draft, head: TargetHead) -> di
         size = draft.config.draft_vocab_size
         found["chosen"] = choose_draft_vocabulary(counts, size, special)
     return found
+
+
+# -- command ---------------------------------------------------------------------------------------
+# The command: print the diagnosis, write its figures, and name what to run next.
+
+
+def run_doctor(config: DoctorConfig) -> tuple[Diagnosis, list[str]]:
+    """Examine a draft, print the result and write --json; return it with the next command.
+
+    Raises:
+        As `examine_draft`, and ConfigError if --json cannot be written.
+    """
+    if config.json is not None:
+        check_file_to_write("--json", config.json)
+    found = examine_draft(config)
+    print(found)
+    if config.json is not None:
+        text = json.dumps(found.to_json(), indent=2, ensure_ascii=False, default=str)
+        write_atomically(Path(config.json), text + "\n")
+    return found, next_command(found, config)
+
+
+def next_command(found: Diagnosis, config: DoctorConfig) -> list[str]:
+    """Return the command that decides more, or follows from a sound or a wrong draft."""
+    target = ["--target", config.target] if config.target else []
+    names = {check.name for check in found.findings}
+    if names & {"data"} and config.data:
+        return ["spec-data", "verify", config.data]
+    if names:
+        return ["spec-train", "export", "--draft", config.draft, "--check", *target]
+    missing = any(check.state == UNDECIDED for check in found.checks)
+    if missing and (config.data is None or config.target is None):
+        data = ["--data", config.data or "DATA"]
+        more = ["--target", config.target or "MODEL"]
+        return ["spec-train", "doctor", "--draft", config.draft, *data, *more]
+    if config.data:
+        return ["spec-train", "eval", "--draft", config.draft, "--data", config.data]
+    return ["spec-train", "export", "--draft", config.draft, "--check", *target]

@@ -12,7 +12,7 @@ from pathlib import Path
 from spec_data.shards.errors import DraftError, SpecDataError
 from spec_train.diagnosis.outcome import OK, Check, finding, ok, undecided
 from spec_train.drafts import Draft, own_files, read_draft
-from spec_train.exporting import keys_changed
+from spec_train.evaluation.exporting import keys_changed
 from spec_train.formats.draft_files import DraftFiles, read_files
 from spec_train.formats.forms import with_facts_in
 from spec_train.formats.known_keys import unread_keys

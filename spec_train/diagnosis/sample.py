@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_data.conversion.target_walk import walk
-from spec_data.models.shapes import block_count
+from spec_data.conversion.evidence import walk
+from spec_data.models.families import block_count
 from spec_data.shards.errors import SpecDataError
 from spec_data.shards.packing import PADDING, pack_documents, shift_left
 from spec_data.shards.reader import HiddenStatesDataset
@@ -24,7 +24,7 @@ from spec_train.data.policy_masks import open_with_mask
 from spec_train.drafts import Draft
 from spec_train.drafts.teacher import LOGITS, TOPK
 from spec_train.evaluation.on_dataset import choose_documents, measured_mask, read_pack
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from spec_train.options.doctor_options import LEAST_DOCUMENTS
 from spec_train.simulation.walk import ServingSums, document_sums
 

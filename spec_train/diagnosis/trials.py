@@ -10,19 +10,86 @@ after the other.
 """
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from spec_data.progress import progress
+from spec_data.models.families import text_table
 from spec_data.shards.errors import SpecDataError
-from spec_train.diagnosis.conventions import Neighbour, Setting, neighbours_of
-from spec_train.diagnosis.outcome import Tried
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.terminal.progress import progress
+from spec_train.diagnosis.conventions import FIXES, Neighbour, Setting, neighbours_of
+from spec_train.diagnosis.outcome import FINDING, Check, Tried, finding, ok, undecided
 from spec_train.diagnosis.sample import document_losses, drafted_chains, slot_counts
 from spec_train.drafts import Draft
+from spec_train.drafts.mask_token import usual_mask_tokens
+from spec_train.losses.head import TargetHead
+from spec_train.options.doctor_options import LEAST_DOCUMENTS
 from spec_train.simulation.intervals import Comparison, compare
+
+# -- mask tokens -----------------------------------------------------------------------------------
+# Which mask tokens are worth trying with a draft.
+#
+# A mask token is the id of an embedding row, and nothing else marks it: the row is the target's
+# and
+# frozen, or the draft's own and trained. So the id decides what the draft computes in both cases.
+# The
+# learned states of a P-EAGLE draft, `mask_hidden`, stand beside that row and do not replace it.
+#
+# V target vocabulary, H hidden size.
+
+
+def reads_mask_token(draft: Draft) -> bool:
+    """Return whether a draft computes anything from its mask token.
+
+    Only a P-EAGLE draft of one depth and a block of one slot do not; other kinds have none.
+    """
+    if getattr(draft.config, "mask_token_id", None) is None:
+        return False
+    return (draft.depth if draft.name == "peagle" else draft.config.block_size) > 1
+
+
+def mask_tokens_to_try(
+    draft: Draft, dataset: HiddenStatesDataset, head: TargetHead, counts: Tensor
+) -> dict[int, str]:
+    """Return ids that may be the mask token of a draft's training, and why; likeliest first.
+
+    Empty for a draft that reads no mask token. Ids with the embedding of the declared one, or of an
+    id before them, are left out: the draft computes the same with them.
+
+    Args:
+        draft: the draft.
+        dataset: a dataset of its target, for the tokenizer.
+        head: the target's embedding.
+        counts: supervised tokens by id, int64 [V].
+    """
+    if not reads_mask_token(draft):
+        return {}
+    raw, config = dataset.target_config(), draft.config
+    tables: dict[str, Any] = {**text_table(raw), **raw}
+    theirs = head.embed_weight  # [V, H]
+    usual = usual_mask_tokens(dataset.path / "target", tables, theirs, counts)
+    own = draft.embed_tokens.weight.detach()  # [V, H]
+    if config.train_embeddings and own.shape == theirs.shape:
+        moved = (own.float() - theirs.to(own.device).float()).norm(dim=-1)  # [V]
+        moved[counts.to(moved.device) > 0] = 0
+        furthest = "of the tokens that no answer contains, the one that training changed most"
+        usual = {int(moved.argmax()): furthest} | usual
+    rows, found = [own[config.mask_token_id]], {}
+    for token, why in usual.items():
+        if not any(torch.equal(own[token], row) for row in rows):
+            rows.append(own[token])
+            found[token] = why
+    return found
+
+
+# -- trials ----------------------------------------------------------------------------------------
+
 
 log = logging.getLogger(__name__)
 
@@ -285,3 +352,140 @@ def _against_control(measured: _Measured, seed: int) -> Comparison:
     setting = measured.setting
     control = _Measured(replace(setting, sample=setting.sample.shuffled(seed)))
     return compare(control.own_counts, measured.own_counts, seed)
+
+
+# -- trial checks ----------------------------------------------------------------------------------
+# The checks that the trials decide: one per kind of convention, and whether the draft learned.
+
+
+_AGREES = {
+    "layer-ids": "the declared layers fit best",
+    "layer-order": "the declared order of layers fits best",
+    "state-shift": "each token has its own states",
+    "final-norm": "the final state fits on its side of the norm",
+    "carried-norm": "the declared norms fit best",
+    "rope": "the declared rope fits best",
+    "slot-layout": "the declared slots draft first",
+    "mask-token": "the declared mask token fits best",
+    "vocabulary-map": "the declared map fits best",
+    "head": "the draft's own LM head fits best",
+    "input-order": "token and state enter in the declared order",
+    "embedding": "the draft's own embedding fits best",
+}
+
+
+def trial_checks(trials: Trials) -> Iterator[Check]:
+    """Return a check for every kind of convention that was tried or could not be."""
+    found = {tried.check: tried for tried in reversed(trials.found)}
+    learned = _learned(trials)
+    if learned.state == FINDING:  # then a better neighbour is better by luck
+        yield learned
+        return
+    for name in _AGREES:
+        tried = [t for t in trials.tried if t.check == name]
+        lacks = trials.missing.get(name, [])
+        if name in found:
+            yield _found(found[name], trials)
+        elif tried and not lacks:
+            yield _agreed(name, tried)
+        elif tried:
+            yield _agreed(name, tried, _untried(lacks))
+        elif lacks:
+            yield undecided(name, _untried(lacks))
+        elif name == "mask-token" and (why := _any_mask_token(trials)):
+            yield ok(name, why)
+    yield learned
+
+
+def _found(best: Tried, trials: Trials) -> Check:
+    low, high = best.interval
+    against = (
+        "with the states of other tokens, because the declared ones are not in the dataset"
+        if trials.declared is None and best.round == 1
+        else "as declared" if best.round == 1 else "before"
+    )  # fmt: skip
+    losses = []
+    if best.loss is not None and best.loss_before is not None:
+        p = best.loss_p_value
+        losses = [
+            f"teacher-forced loss {best.loss:.3f}, {best.loss_before:.3f} {against} (p = {p:.2g})"
+        ]
+    others = [f"fits about as well: {other.text}" for other in fitting_as_well(trials, best)]
+    return finding(
+        best.check,
+        f"not as declared; what fits is: {best.text}",
+        f"acceptance length {best.length:.2f}, {best.before:.2f} {against} (difference "
+        f"{best.length - best.before:+.2f}, 95 % interval {low:+.2f} to {high:+.2f}, p = "
+        f"{best.p_value:.2g})",
+        *losses,
+        *others,
+        fix=FIXES[best.check],
+    )
+
+
+def _agreed(name: str, tried: list[Tried], *more: str) -> Check:
+    """Compare the best of the others with the convention that was found to fit."""
+    last = max(t.round for t in tried)
+    best = max((t for t in tried if t.round == last), key=lambda t: t.rank)
+    line = (
+        f"best of the others: {best.text}, acceptance length {best.length:.3f} instead of "
+        f"{best.before:.3f}"
+    )
+    if best.loss is not None and best.loss_before is not None:
+        line += f", loss {best.loss:.3f} instead of {best.loss_before:.3f}"
+    text = _AGREES[name] if best.rank <= (0, 0) else "no other one fits clearly better"
+    return ok(name, text, line, *more)
+
+
+def _any_mask_token(trials: Trials) -> str | None:
+    """Return why no other mask token was tried; None: the draft has none, or nothing was tried."""
+    draft = trials.setting.draft
+    if trials.declared is None or getattr(draft.config, "mask_token_id", None) is None:
+        return None
+    if not reads_mask_token(draft):
+        return "no mask token is read: the draft proposes one token, from the known one"
+    return "the usual mask tokens have the embedding of the declared one"
+
+
+def _untried(lacks: list[str]) -> str:
+    names = ", ".join(dict.fromkeys(lacks))
+    return f"give --target, or a dataset with {names}: neighbours that read them were not tried"
+
+
+def _learned(trials: Trials) -> Check:
+    """Judge whether the draft reads the states of its target at all."""
+    name, control, draft = "trained", trials.control, trials.setting.draft
+    if control is None:
+        lacks = sorted(set(trials.setting.reading.columns) - trials.setting.sample.columns)
+        return undecided(name, f"give --target, or a dataset with {', '.join(lacks)}")
+    low, high = control.interval
+    figures = (
+        f"acceptance length {control.lengths[1]:.2f}, {control.lengths[0]:.2f} with the states of "
+        f"other tokens (difference {control.difference:+.2f}, 95 % interval {low:+.2f} to "
+        f"{high:+.2f})"
+    )
+    if untouched(draft):
+        return finding(
+            name,
+            "untrained: every norm still has its initial weight of 1",
+            figures,
+            fix="train it, or name the trained checkpoint: RUN/best",
+        )
+    if trials.uses_states:
+        return ok(name, "the draft uses the states of the target", figures)
+    return finding(
+        name,
+        "the states of this target make little or no difference: the draft was trained on those "
+        "of another target, or under a convention that is not among the tried ones",
+        figures,
+        fix="give the dataset and target that it was trained with; then train again",
+    )
+
+
+def too_few(documents: int) -> Check:
+    """Return the check of a dataset with too few documents for any trial."""
+    return undecided(
+        "conventions",
+        f"give a dataset of at least {LEAST_DOCUMENTS} documents, or --split all: {documents} can "
+        "decide nothing",
+    )

@@ -1,13 +1,8 @@
-"""Room: the drafts, one folder per kind, and what they share.
+"""The drafts, one folder per kind, and what they share.
 
 A draft is a class that implements the Draft protocol (`protocol.py`); `DRAFTS` lists them by name.
 To add a kind, add a folder, its options in `draft_options.py`, its files in `formats/`, and one
 line here.
-
-May import: spec_data.config, spec_data.console, spec_data.models, spec_data.shards,
-spec_train.attention, spec_train.data, spec_train.formats, spec_train.head, spec_train.losses,
-spec_train.options, spec_train.origin, spec_train.sampling, spec_train.teacher_rows,
-spec_train.tiles.
 """
 
 import importlib

@@ -20,16 +20,38 @@ from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.position_data import Positions
 from spec_data.shards.schema import Manifest
 from spec_train.data.batch import DraftBatch
-from spec_train.drafts.initial import draw_weights
 from spec_train.drafts.protocol import DraftLoss
 from spec_train.formats.draft_files import DraftFiles, check_tensors, read_files, write_files
-from spec_train.head import TargetHead
-from spec_train.origin import (
+from spec_train.formats.origin import (
     embedding_warnings,
     origin_of,
     origin_warnings,
     require_same_embedding,
 )
+from spec_train.losses.head import TargetHead
+
+# -- initial ---------------------------------------------------------------------------------------
+# Initial weights of a new draft's matrices: normal with one standard deviation, or torch's own.
+
+
+@torch.no_grad()
+def draw_weights(draft: nn.Module, deviation: float) -> None:
+    """Draw the matrices of all trained linear layers, [out, in], from N(0, deviation ** 2).
+
+    Biases become zero. Norms, tables of embeddings, vectors of their own and frozen weights stay as
+    they are. 0 leaves everything as torch made it: uniform, standard deviation 1 / sqrt(3 in).
+    Random numbers come from torch's default generator.
+    """
+    if not deviation:
+        return
+    for module in draft.modules():
+        if isinstance(module, nn.Linear) and module.weight.requires_grad:
+            module.weight.normal_(0.0, deviation)
+            if module.bias is not None:
+                module.bias.zero_()
+
+
+# -- base ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

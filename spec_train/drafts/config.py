@@ -10,17 +10,89 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from spec_data.config import to_dict
+from spec_data.models.families import LayerSizes, TargetShape, text_table
 from spec_data.models.rope_settings import RopeSettings
-from spec_data.models.shapes import LayerSizes, TargetShape, text_table
 from spec_data.shards.errors import DraftError
 from spec_data.shards.schema import LAYER_CONVENTION
+from spec_data.terminal.config import to_dict
+from spec_data.terminal.console import nearest
 from spec_train.drafts.layers import LayerShape
-from spec_train.drafts.shape_checks import check_shape
 from spec_train.drafts.targets import target_dtype, token_ids
 from spec_train.formats.draft_seal import SECTION
-from spec_train.options.shape_options import FULL, LayerOptions
+from spec_train.options.shape_options import FULL, SLIDING, LayerOptions
 from spec_train.options.vocabulary_options import PATHS
+
+# -- shape checks ----------------------------------------------------------------------------------
+# Which shapes a draft can have: the checks of a draft's configuration.
+#
+# In: the fields of a configuration. Out: a DraftError that names the field, or nothing.
+
+
+def check_shape(config: Any) -> None:
+    """Refuse a configuration (`BaseConfig`) whose fields contradict each other or mean nothing.
+
+    Raises:
+        DraftError: names the field, its value and what is possible.
+    """
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv_heads:
+        raise DraftError(
+            f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}"
+        )
+    if config.head_dim % 2:
+        raise DraftError(f"head_dim = {config.head_dim}: rotary positions need an even size")
+    _check_factors(config)
+    _check_activation(config.hidden_act)
+    _check_layer_types(config)
+
+
+def _check_factors(config: Any) -> None:
+    """Refuse a head size for which longrope has no factors: it has one per rotated pair."""
+    rope = config.rope_parameters
+    pairs = int(config.head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+    for name in ("short_factor", "long_factor"):
+        count = len(rope.get(name) or ()) if rope["rope_type"] == "longrope" else 0
+        if count not in (0, pairs):
+            raise DraftError(
+                f"head_dim = {config.head_dim}: the target's longrope has {count} numbers in "
+                f"{name}, heads of this size need {pairs}; use the target's head size"
+            )
+
+
+def _check_activation(name: str) -> None:
+    if name == "silu":  # nearly all drafts: transformers takes seconds to import
+        return
+    from transformers.activations import ACT2FN
+
+    if name not in ACT2FN:
+        near = nearest(str(name), list(ACT2FN))
+        advice = f"; did you mean {near}?" if near else ""
+        raise DraftError(
+            f"hidden_act = {name!r}: transformers has no such activation{advice} Known: "
+            f"{', '.join(sorted(ACT2FN))}"
+        )
+    if any(True for _ in ACT2FN[name].parameters()):
+        raise DraftError(f"hidden_act = {name!r}: an activation with weights is not supported")
+
+
+def _check_layer_types(config: Any) -> None:
+    types, layers = config.layer_types, config.num_hidden_layers
+    if types and len(types) != layers:
+        raise DraftError(
+            f"layer_types has {len(types)} entries, but the draft has {layers} decoder layers"
+        )
+    if odd := sorted(set(types) - {FULL, SLIDING}):
+        raise DraftError(
+            f"layer_types: {', '.join(map(str, odd))} unknown; a layer is {FULL} or {SLIDING}"
+        )
+    if types and (config.sliding_window or 0) < 1:
+        raise DraftError(
+            f"sliding_window = {config.sliding_window}: layer_types has {SLIDING}, which needs a "
+            "window of at least 1"
+        )
+
+
+# -- config ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +122,7 @@ class BaseConfig(LayerSizes):
     train_embeddings: bool = False  # whether the embedding is the draft's own
     dtype: str = "bfloat16"
     token_ids: dict[str, Any] = field(default_factory=dict)  # the target's bos, eos and pad ids
-    origin: dict[str, Any] = field(default_factory=dict)  # see `spec_train.origin`
+    origin: dict[str, Any] = field(default_factory=dict)  # see `spec_train.formats.origin`
     positions: dict[str, Any] = field(default_factory=dict)  # see `rope_settings.stored_json`
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from spec_train.drafts.draft_caches import DraftCache, LayerCaches
 from spec_train.drafts.protocol import Ask
 from spec_train.drafts.together import Draws, NewRows, real_slots, stacked, take
-from spec_train.sampling import Sampler
+from spec_train.losses.sampling import Sampler
 
 
 class ChainDraft(Protocol):

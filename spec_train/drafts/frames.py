@@ -28,8 +28,8 @@ from spec_train.drafts.teacher import (
     proposed_ids,
     teacher_of,
 )
-from spec_train.head import TargetHead
-from spec_train.teacher_rows import TeacherRows
+from spec_train.losses.head import TargetHead
+from spec_train.losses.teacher_rows import TeacherRows
 
 
 def require_frame(given: str, own: str) -> None:

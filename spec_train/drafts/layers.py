@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from spec_data.models.families import LayerSizes
 from spec_data.models.rope_settings import RopeSettings, rotary_table
-from spec_data.models.shapes import LayerSizes
 
 BEST_ROWS = 256  # rows of logits in memory at a time in `argmax_by_chunks`
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from spec_data.models.shapes import text_table
+from spec_data.models.families import text_table
 from spec_data.shards.errors import DraftError
 from spec_train.drafts.base import DatasetFacts
 

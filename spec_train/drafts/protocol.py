@@ -19,8 +19,8 @@ from spec_data.shards.position_data import Positions
 from spec_data.shards.schema import Manifest
 from spec_train.data.batch import DraftBatch
 from spec_train.formats.draft_files import DraftFiles
-from spec_train.head import TargetHead
-from spec_train.sampling import Sampler
+from spec_train.losses.head import TargetHead
+from spec_train.losses.sampling import Sampler
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class DraftConfig(Protocol):
 
     @property
     def origin(self) -> dict[str, Any]:
-        """Which target and prompts it was trained for (see `spec_train.origin`)."""
+        """Which target and prompts it was trained for (see `spec_train.formats.origin`)."""
 
 
 class Draft(Protocol):

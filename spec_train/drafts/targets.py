@@ -8,9 +8,15 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spec_data.models.families import TARGETS, DraftSpec, derived_spec, find_spec
+from spec_data.models.families import (
+    TARGETS,
+    DraftSpec,
+    TargetShape,
+    derived_spec,
+    find_spec,
+    text_table,
+)
 from spec_data.models.fitted_shape import fitted_shape
-from spec_data.models.shapes import TargetShape, text_table
 from spec_data.shards.errors import DraftError
 from spec_data.shards.position_data import Positions
 from spec_train.formats.flat import TOKEN_KEYS

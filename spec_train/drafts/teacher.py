@@ -12,7 +12,8 @@ quotient of two sums over the same rounded logits cancel (0.004).
 
 The K logits and the logsumexp of all V logits are exact, so the target's probability m p of these K
 tokens is exact, and how much the others share is known, but not how: the missing mass. It is never
-renormalised away. See `topk_teacher`, and `spec_train.topk_bounds` for what a loss makes of it.
+renormalised away. See `topk_teacher`, and `spec_train.training.missing_mass` for what a loss makes
+of it.
 
 B packs, T slots, n slots asked for, V / Vd target / draft vocabulary, H hidden size.
 """
@@ -25,10 +26,10 @@ from torch import Tensor
 from spec_data.shards.schema import FINAL
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.base import BaseDraft
-from spec_train.head import TargetHead
-from spec_train.losses import rows_of_width, rows_per_chunk, wide
-from spec_train.teacher_rows import SharedRows, TeacherRows
-from spec_train.tiles import log_sums
+from spec_train.losses.head import TargetHead
+from spec_train.losses.menu import rows_of_width, rows_per_chunk, wide
+from spec_train.losses.teacher_rows import SharedRows, TeacherRows
+from spec_train.losses.tiles import log_sums
 
 Teacher = Callable[[Tensor], TeacherRows]
 """Flat slots, int64 [n] -> their distributions, float32 (float64 for float64 inputs)."""

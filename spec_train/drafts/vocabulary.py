@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.errors import DraftError
-from spec_train.formats.vocabulary_files import read_vocabulary
-from spec_train.formats.vocabulary_maps import ROWS
-from spec_train.head import choose_draft_vocabulary, smallest_vocabulary
+from spec_train.formats.vocabulary_maps import ROWS, read_vocabulary
+from spec_train.losses.head import choose_draft_vocabulary, smallest_vocabulary
 from spec_train.options.vocabulary_options import VocabularyChoice
 
 log = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from spec_data.paths import check_file_to_write
 from spec_data.shards.errors import ConfigError, MissingError
 from spec_data.shards.files import dump_json, write_atomically
+from spec_data.terminal.paths import check_file_to_write
 from spec_train.options.compare_options import CompareConfig
 from spec_train.simulation.intervals import LEVEL, Comparison, compare
 

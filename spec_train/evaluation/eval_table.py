@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_train.evaluation.trained_prompts import prompt_lines
-from spec_train.metrics import shown
+from spec_train.losses.metrics import shown
 from spec_train.simulation.intervals import LEVEL
 
 Line = tuple[str, str, str]

@@ -16,26 +16,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_data.progress import progress
 from spec_data.shards.checking import FIRST
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError
 from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.packing import pack_documents, row_layout, shift_left
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
+from spec_data.terminal.progress import progress
 from spec_train.data.batch import DraftBatch
 from spec_train.data.order import SPLIT_RULE, below_border, split_border
 from spec_train.data.policy_masks import open_with_mask
 from spec_train.data.splits import select
 from spec_train.drafts import Draft
 from spec_train.drafts.teacher import TOPK, missing_mass
-from spec_train.head import TargetHead
-from spec_train.metrics import add_sums, shown, summarise_parts
-from spec_train.origin import origin_warnings, require_same_embedding
-from spec_train.simulation.batch_walk import documents_of
+from spec_train.formats.origin import origin_warnings, require_same_embedding
+from spec_train.losses.head import TargetHead
+from spec_train.losses.metrics import add_sums, shown, summarise_parts
 from spec_train.simulation.breakdown import Breakdown
 from spec_train.simulation.sample_texts import token_texts
 from spec_train.simulation.samples import spread, tokenizer_of
-from spec_train.simulation.walk import ServingSums
+from spec_train.simulation.walk import ServingSums, documents_of
 
 log = logging.getLogger(__name__)
 

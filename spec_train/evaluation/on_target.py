@@ -13,25 +13,24 @@ from typing import Any
 
 import torch
 
-from spec_data.devices import compute_dtype
+from spec_data.models.devices import compute_dtype
 from spec_data.models.loading import load_model
 from spec_data.models.reading import load_tokenizer
 from spec_data.models.resolve import resolve_model
 from spec_data.models.rope_factors import fix_rope_factors, short_positions
-from spec_data.progress import progress
 from spec_data.shards.errors import DraftError
+from spec_data.terminal.progress import progress
 from spec_train.decoding.chains import check_target
 from spec_train.drafts import Draft
 from spec_train.evaluation import both_ways
-from spec_train.evaluation.both_ways import Bench
-from spec_train.evaluation.plain_responses import PlainResponses
+from spec_train.evaluation.both_ways import Bench, PlainResponses
 from spec_train.evaluation.prompt_batches import answer_in_batches
 from spec_train.evaluation.prompts import Prompts
 from spec_train.evaluation.speed_model import with_model
 from spec_train.evaluation.tally import figures
-from spec_train.metrics import shown
+from spec_train.formats.origin import embedding_warnings
+from spec_train.losses.metrics import shown
 from spec_train.options.command_options import EvalConfig
-from spec_train.origin import embedding_warnings
 from spec_train.simulation.sample_texts import token_texts
 from spec_train.simulation.samples import spread
 

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from spec_data.corpus.documents import RenderError
-from spec_train.decoding.batch_session import why_alone
-from spec_train.decoding.batches import Drafting, decode_batch
+from spec_train.decoding.batches import Drafting, decode_batch, why_alone
 from spec_train.decoding.chains import Generation, decoder_config
 from spec_train.evaluation import both_ways
 from spec_train.evaluation.both_ways import Bench

@@ -9,7 +9,7 @@ walk over the dataset; it is null if there was nothing to measure.
 import json
 import logging
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,21 @@ import torch
 import transformers
 
 from spec_data import __version__
-from spec_data.config import to_dict
 from spec_data.corpus.prompt_overlap import Grams, add_prompt
-from spec_data.corpus.template import Template
-from spec_data.devices import compute_dtype, usable_device
-from spec_data.paths import check_file_to_write
+from spec_data.corpus.template import Template, names_read
+from spec_data.models.devices import compute_dtype, usable_device
+from spec_data.models.families import block_count
+from spec_data.models.identify import identify
+from spec_data.models.reading import load_config
+from spec_data.models.resolve import cached_model, local_directory
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.files import dump_json, write_atomically
-from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.drafts import Draft
-from spec_train.evaluation.both_ways import stop_ids
-from spec_train.evaluation.draft_to_measure import draft_to_measure
+from spec_data.shards.identity import Comparison, compare, kwargs_text, usual_kwargs
+from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
+from spec_data.terminal.config import to_dict
+from spec_data.terminal.paths import check_file_to_write
+from spec_train.drafts import Draft, load_draft
+from spec_train.evaluation.both_ways import PlainResponses, stop_ids
 from spec_train.evaluation.eval_table import markdown, table
 from spec_train.evaluation.on_dataset import check_fit, evaluate_data
 from spec_train.evaluation.on_target import (
@@ -36,30 +40,175 @@ from spec_train.evaluation.on_target import (
     find_target,
     load_target,
 )
-from spec_train.evaluation.plain_responses import PlainResponses
 from spec_train.evaluation.prompt_batches import batch_width
 from spec_train.evaluation.prompts import parse_template_kwargs, read_prompts
 from spec_train.evaluation.run_record import read_run
-from spec_train.evaluation.same_target import (
-    compare_with_trained,
-    identity_of,
-    kwargs_for,
-    prompt_kwargs,
-    system_warnings,
-    trained_identity,
-)
 from spec_train.evaluation.speed_model import fastest, sweep_line
 from spec_train.evaluation.trained_prompts import (
     find_trained,
     prompt_facts,
     prompt_warnings,
 )
+from spec_train.formats.draft_files import read_config
+from spec_train.formats.forms import is_own_form
+from spec_train.formats.target_facts import TargetFacts, read_target
 from spec_train.options.benchmark_options import draft_depths
 from spec_train.options.command_options import EvalConfig
 from spec_train.simulation.parting import parted, uncut_length
 from spec_train.training.stored import resolve_draft_dir
 
+# -- draft to measure ------------------------------------------------------------------------------
+# The draft that `eval` measures: a published one may leave its embedding or layers to the target.
+#
+# In: the options of `eval`. Out: the draft. What its files lack comes from --data, or from
+# --target.
+
+
+def draft_to_measure(config: EvalConfig, folder: Path) -> Draft:
+    """Read the draft in `folder`, of any program.
+
+    Raises:
+        As `load_draft`, and for a dataset or target that cannot be read.
+    """
+    own = is_own_form(read_config(folder))
+    facts = None if own else _facts_of(config)
+    return load_draft(folder, facts, accept_edited=config.accept_edited)
+
+
+def _facts_of(config: EvalConfig) -> TargetFacts | None:
+    if config.data is not None:
+        dataset = HiddenStatesDataset(config.data)
+        tensors = load_head_tensors(dataset.path)
+        return TargetFacts(
+            num_layers=block_count(dataset.target_config()),
+            embedding=tensors["embed_tokens"],
+            head=tensors["lm_head"],
+        )
+    if config.target is not None:
+        found = local_directory(config.target) or cached_model(config.target)
+        return None if found is None else read_target(found, config.target)
+    return None
+
+
+# -- same target -----------------------------------------------------------------------------------
+# Compare the target and the prompts of an evaluation with those that a draft was fitted to.
+#
+# A draft runs with any target of its shape. With another version of the target, other rope
+# settings,
+# another tokenizer or prompts rendered otherwise, it is only accepted less often, so each
+# difference
+# is a warning that names the fact.
+
+
 log = logging.getLogger(__name__)
+
+UNKNOWN_KWARGS = (
+    "neither the draft nor its training data records the chat template kwargs of the rendering, so "
+    "prompts are rendered without any; if there were some, pass --chat-template-kwargs"
+)
+
+
+def trained_identity(origin: Mapping[str, Any], run: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the identity that a draft was fitted to: its origin, then what its data records.
+
+    `run` holds the facts of the draft's run (see run_record.py); drafts of older releases record
+    fewer facts than their data.
+    """
+    return {**((run or {}).get("identity") or {}), **origin}
+
+
+def prompt_kwargs(trained: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the template kwargs of most documents of the training data; None: not recorded."""
+    used = trained.get("template_kwargs_used") or {}
+    if len(used) > 1:
+        log.info("the training data has several chat template kwargs: %s", "; ".join(used))
+    return usual_kwargs(trained)
+
+
+def kwargs_for(
+    given: dict[str, Any] | None, usual: dict[str, Any] | None, tokenizer: Any
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the template kwargs for the prompts, and warnings about them.
+
+    Args:
+        given: --chat-template-kwargs, None if not given.
+        usual: those of the training data, None if not known.
+        tokenizer: that of the target.
+    """
+    if given is not None:
+        return given, []
+    if usual is None:
+        return {}, [UNKNOWN_KWARGS] if tokenizer.chat_template else []
+    names = names_read(tokenizer)
+    unread = sorted(set(usual) - names) if names is not None else []
+    kept = {name: value for name, value in usual.items() if name not in unread}
+    return kept, [
+        f"the training data was rendered with {name} = {usual[name]!r}, which this target's chat "
+        "template does not read"
+        for name in unread
+    ]
+
+
+def system_warnings(
+    trained: Mapping[str, Any], prompts: Iterable[Sequence[Mapping[str, Any]]]
+) -> list[str]:
+    """Return a warning if most prompts have a system message and most training rows none, or the
+    other way round.
+
+    Args:
+        trained: the identity that a draft was fitted to.
+        prompts: the messages of every prompt that is a chat.
+    """
+    known = trained.get("system_messages") or {}
+    rows = sum(known.values())
+    asked = [any(m["role"] in ("system", "developer") for m in messages) for messages in prompts]
+    if not rows or not asked:
+        return []
+    before, now = known.get("with", 0) / rows, sum(asked) / len(asked)
+    if (before < 0.5) == (now < 0.5):
+        return []
+    return [
+        f"{now:.0%} of the prompts and {before:.0%} of the conversations of the training data have "
+        "a system message; expect lower acceptance than with prompts like the training data"
+    ]
+
+
+def identity_of(
+    directory: Path, tokenizer: Any, dtype: torch.dtype, trust: bool = False
+) -> dict[str, Any]:
+    """Return the identity of the target in `directory` that runs in `dtype`.
+
+    `trust` runs the code that comes with the target.
+    """
+    config = load_config(directory, trust)
+    name = str(dtype).removeprefix("torch.")
+    return identify(directory, config=config, tokenizer=tokenizer, dtype=name)
+
+
+def compare_with_trained(
+    trained: Mapping[str, Any],
+    identity: Mapping[str, Any],
+    tokenizer: Any,
+    *,
+    kwargs: Sequence[Mapping[str, Any]],
+) -> Comparison:
+    """Compare a target with the identity that a draft was fitted to.
+
+    Args:
+        trained: that identity, as far as it is known.
+        identity: that of the target (see `identity_of`).
+        tokenizer: that of the target.
+        kwargs: the template kwargs of every prompt that was rendered with the chat template.
+    """
+    found = dict(identity)
+    if kwargs and tokenizer.chat_template:
+        found["template_kwargs_used"] = dict.fromkeys(map(kwargs_text, kwargs), 1)
+    return compare(
+        trained, found, of_recorded="the draft was fitted with", of_found="this target has"
+    )
+
+
+# -- report ----------------------------------------------------------------------------------------
 
 
 def run_eval(

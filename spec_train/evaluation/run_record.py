@@ -5,13 +5,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from spec_data.config import differing_fields
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.files import MANIFEST
 from spec_data.shards.identity import identity_of
 from spec_data.shards.mirror import open_mirror
 from spec_data.shards.schema import Manifest
 from spec_data.shards.urls import normal_url, scheme_of
+from spec_data.terminal.config import differing_fields
 from spec_train.data.splits import Rules
 from spec_train.options.data_option import parse_sources
 from spec_train.training.stored import read_run_json

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from spec_data.corpus.prompt_overlap import NGRAM, Grams
-from spec_data.progress import progress
 from spec_data.shards.errors import ConfigError, SpecDataError
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.terminal.progress import progress
 from spec_train.data.policy_masks import open_with_mask
 from spec_train.evaluation.on_dataset import choose_documents, recorded_fingerprint
 from spec_train.evaluation.prompts import Prompts

@@ -1,7 +1,6 @@
-"""Room: the files of drafts, in our own form and in the forms of engines and trainers.
+"""The files of drafts, in our own form and in the forms of engines and trainers.
 
 The code here handles plain dictionaries and tensors and imports no draft class. `spec_train.drafts`
-reads files through this room, `spec_train.exporting` writes them. One module per kind of draft.
-
-May import: spec_data.config, spec_data.models, spec_data.shards, spec_train.options.
+reads files through this room, `spec_train.evaluation.exporting` writes them. One module per kind
+of draft.
 """

@@ -6,8 +6,8 @@ Our checkpoint is vLLM's form. SGLang reads the same weights under another archi
 
 import torch
 
-from spec_data.config import to_dict
 from spec_data.shards.errors import DraftError
+from spec_data.terminal.config import to_dict
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.eagle_parts import (
     eagle_tensors,
@@ -25,8 +25,7 @@ from spec_train.formats.flat import (
     switches_of,
     with_target_weights,
 )
-from spec_train.formats.foreign import AUTOMODEL_EAGLE, draft_keys
-from spec_train.formats.known_keys import refuse_arithmetic
+from spec_train.formats.known_keys import AUTOMODEL_EAGLE, draft_keys, refuse_arithmetic
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.formats.windows import windows_of
 from spec_train.options.draft_options import EagleOptions

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_data.config import to_dict
 from spec_data.shards.errors import DraftError
 from spec_data.shards.layer_ids import as_block_inputs
+from spec_data.terminal.config import to_dict
 from spec_train.formats import speculators
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.eagle_parts import (
@@ -36,9 +36,8 @@ from spec_train.formats.flat import (
     switches_of,
     with_target_weights,
 )
-from spec_train.formats.foreign import AUTOMODEL_EAGLE3, draft_keys
-from spec_train.formats.foreign import DEEPSPEC_EAGLE3 as DEEPSPEC
-from spec_train.formats.known_keys import refuse_arithmetic
+from spec_train.formats.known_keys import AUTOMODEL_EAGLE3, draft_keys, refuse_arithmetic
+from spec_train.formats.known_keys import DEEPSPEC_EAGLE3 as DEEPSPEC
 from spec_train.formats.layer_order import sort_states
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.formats.vocabulary_maps import own_vocabulary

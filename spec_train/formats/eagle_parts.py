@@ -15,7 +15,7 @@ from spec_data.shards.errors import DraftError
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.flat import plain_names
-from spec_train.formats.foreign import count_layers
+from spec_train.formats.known_keys import count_layers
 from spec_train.formats.target_facts import TargetFacts
 
 _NAMES = (

@@ -6,9 +6,9 @@ The speculators library has a form of its own. In both, `mask_hidden`, the learn
 tokens, is an input of `fc`.
 """
 
-from spec_data.config import to_dict
 from spec_data.shards.errors import DraftError
 from spec_data.shards.layer_ids import as_block_inputs
+from spec_data.terminal.config import to_dict
 from spec_train.formats import speculators
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.eagle3 import named_class
@@ -25,8 +25,7 @@ from spec_train.formats.flat import (
     switches_of,
     with_target_weights,
 )
-from spec_train.formats.foreign import draft_keys
-from spec_train.formats.known_keys import refuse_arithmetic
+from spec_train.formats.known_keys import draft_keys, refuse_arithmetic
 from spec_train.formats.layer_order import sort_states
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.formats.vocabulary_maps import own_vocabulary

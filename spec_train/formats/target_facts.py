@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from spec_data.models.shapes import block_count, text_table
+from spec_data.models.families import block_count, text_table
 from spec_data.shards.errors import MissingError, TargetError
 from spec_data.shards.files import read_object
 

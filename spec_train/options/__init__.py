@@ -1,8 +1,6 @@
-"""Room: the options of every command of `spec-train`, and of every draft.
+"""The options of every command of `spec-train`, and of every draft.
 
 One frozen dataclass per command or group of options: names, defaults, help texts, and checks of the
 values; presets and draft config files set some of them. Nothing here imports torch, so `--help` is
 instant.
-
-May import: spec_data.config, spec_data.console, spec_data.paths, spec_data.shards.
 """

@@ -1,7 +1,7 @@
 """The option of `spec-train eval` that decodes several prompts at a time."""
 
-from spec_data.config import option
 from spec_data.shards.errors import ConfigError
+from spec_data.terminal.config import option
 
 
 def batch_prompts_option(group: str) -> int:

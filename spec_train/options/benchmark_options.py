@@ -1,8 +1,8 @@
 """Options of `spec-train eval` that make it a benchmark: sets of prompts, lengths, and costs."""
 
-from spec_data.config import option
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.path_kinds import Kind
+from spec_data.terminal.config import option
 
 
 def prompts_option(group: str) -> str | None:

@@ -11,11 +11,11 @@ import math
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from spec_data.config import checked_values, from_dict, option
 from spec_data.shards.checking import CHECK_HELP, CHECKS, FIRST
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.path_kinds import Kind
 from spec_data.shards.turn_masks import check_policy
+from spec_data.terminal.config import checked_values, from_dict, option
 from spec_train.options.batch_options import batch_prompts_option, check_batch_prompts
 from spec_train.options.benchmark_options import (
     check_benchmark,

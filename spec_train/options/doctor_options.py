@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from spec_data.config import option
 from spec_data.shards.path_kinds import Kind
+from spec_data.terminal.config import option
 from spec_train.options.fit_options import FILES, REQUIRED, RUNNING, at_least
 
 ENGINES = ("vllm", "sglang", "llama.cpp")

@@ -11,9 +11,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from spec_data.paths import check_value
 from spec_data.shards.errors import ConfigError, MissingError
 from spec_data.shards.layer_ids import from_block_inputs
+from spec_data.terminal.paths import check_value
 
 NESTED = ("transformer_layer_config", "dflash_config", "eagle_config")
 """Tables of a draft's config.json whose keys count as if they were at the top."""

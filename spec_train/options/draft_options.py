@@ -5,10 +5,10 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from spec_data.config import option
-from spec_data.console import nearest
 from spec_data.shards.errors import DraftError
 from spec_data.shards.layer_ids import chosen_layers
+from spec_data.terminal.config import option
+from spec_data.terminal.console import nearest
 from spec_train.options.loss_options import (
     BlockLossOptions,
     LossOptions,

@@ -5,11 +5,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from spec_data.config import DOCUMENT_LENGTH, option
 from spec_data.shards.checking import CHECK_HELP, CHECKS, FIRST
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.path_kinds import Kind
 from spec_data.shards.turn_masks import check_policy
+from spec_data.terminal.config import DOCUMENT_LENGTH, option
 from spec_train.options.data_option import parse_sources
 from spec_train.options.loss_options import LEARNING, OptimizerOptions
 from spec_train.options.presets import PRESETS

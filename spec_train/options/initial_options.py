@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from spec_data.config import option
 from spec_data.shards.errors import DraftError
+from spec_data.terminal.config import option
 
 
 @dataclass(frozen=True, kw_only=True)

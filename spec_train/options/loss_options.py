@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spec_data.config import option
 from spec_data.shards.errors import ConfigError, DraftError
+from spec_data.terminal.config import option
 
 KINDS = ("ce", "kl", "reverse-kl", "jsd", "tv", "lk-alpha", "lk-lambda")
 OLD_NAMES = {"alpha": "lk-alpha", "lambda": "lk-lambda"}

@@ -39,7 +39,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from spec_data.config import as_flags, flag_of
+from spec_data.terminal.config import as_flags, flag_of
 from spec_train.options.vocabulary_options import CHOICES
 
 EXCLUSIVE = (frozenset({"steps", "epochs"}), frozenset(CHOICES))

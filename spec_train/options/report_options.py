@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from spec_data.config import option
+from spec_data.terminal.config import option
 
 AUTO, NONE = "auto", "none"
 SAMPLES = 8

@@ -10,8 +10,8 @@ here: `--help` is instant.
 from dataclasses import dataclass
 from typing import Any, Self
 
-from spec_data.config import option
 from spec_data.shards.errors import DraftError
+from spec_data.terminal.config import option
 from spec_train.options.initial_options import InitialOptions
 
 SHAPE = "shape of the draft"

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
-from spec_data.config import option
 from spec_data.shards.errors import ConfigError, DraftError
+from spec_data.terminal.config import option
 
 CHOICES = ("draft_vocab_size", "draft_vocab", "draft_vocab_coverage")
 """Options that exclude each other: each of them alone decides the size of the vocabulary."""

@@ -1,6 +1,9 @@
 """The sections of a page about evaluations: lengths, depths, sources, positions, forecasts."""
 
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 from spec_data.pages.page_parts import (
     Axis,
@@ -13,10 +16,138 @@ from spec_data.pages.page_parts import (
     Section,
     Table,
     Value,
+    Viewer,
 )
-from spec_train.reports.acceptance_viewer import acceptance_viewer
-from spec_train.reports.speed_parts import speed_section
 from spec_train.reports.stored_figures import Measured, Run, number
+from spec_train.simulation.sample_texts import with_characters
+
+# -- acceptance viewer -----------------------------------------------------------------------------
+# The viewer of drafted tokens: which were accepted, which the target rejected or corrected.
+
+
+_HERE = Path(__file__).parent
+
+
+def acceptance_viewer(found: Sequence[Measured]) -> Viewer | None:
+    """Return the viewer of the responses that evaluations have kept; None if they kept none.
+
+    Args:
+        found: evaluations, in the order in which they are shown.
+
+    Returns:
+        Its data are `texts` (of token ids, by group) and `samples`, each with its `group` (an
+        index), the `evaluation`, whether it is `real` decoding, and name, source and parts as in
+        `simulation.samples`. A part may have `whole`: texts that differ from those of the tokens
+        alone, by list ("tokens", "drafted", "emitted", "choice") and position.
+    """
+    texts: list[dict[str, str]] = []
+    samples: list[dict[str, Any]] = []
+    for one in found:
+        kept = one.figures.get("samples") or ()
+        if not kept:
+            continue
+        for sample in kept:
+            samples.append(
+                {
+                    "group": len(texts),
+                    "evaluation": one.name,
+                    "real": one.real,
+                    "tree": bool(one.figures.get("tree_tokens")),
+                    "name": str(sample["name"]),
+                    "source": str(sample.get("source") or ""),
+                    "parts": with_characters(sample["parts"], one.texts),
+                }
+            )
+        texts.append(one.texts)
+    if not samples:
+        return None
+    data = {"texts": texts, "samples": samples}
+    script, style = _asset("acceptance_viewer.js"), _asset("acceptance_viewer.css")
+    return Viewer(name="acceptance", data=data, script=script, style=style)
+
+
+@cache
+def _asset(name: str) -> str:
+    return (_HERE / name).read_text(encoding="utf-8")
+
+
+# -- speed parts -----------------------------------------------------------------------------------
+# The section of a page about the speed of real decoding: where the time goes, how many drafts.
+
+
+_PARTS = ("draft", "verify", "prefill", "other")
+
+
+def speed_section(found: Sequence[Measured]) -> Section:
+    """Return the section; it has no part if nothing was decoded for real.
+
+    Args:
+        found: evaluations, simulated ones too.
+    """
+    return Section(
+        title="Speed",
+        text="Of this implementation, one response at a time. Prefill is left out of the speed-up "
+        "that is modelled.",
+        parts=[*_shares(found), *_sweeps(found)],
+    )
+
+
+def _shares(found: Sequence[Measured]) -> list[Part]:
+    series = {}
+    for one in found:
+        shares = (one.figures.get("speed") or {}).get("shares") if one.real else None
+        values = [number(shares or {}, name) for name in _PARTS]
+        if any(value is not None for value in values):
+            series[one.name] = values
+    if not series:
+        return []
+    return [
+        Bars(
+            title="Time of decoding with the draft",
+            x=Axis(title="part of the time", format="text"),
+            y=Axis(title="share of the time", format="share", least=0),
+            labels=["drafting", "verification", "prefill", "other"],
+            series=series,
+        )
+    ]
+
+
+def _sweeps(found: Sequence[Measured]) -> list[Part]:
+    """Return lengths and speed-ups by drafted tokens, of evaluations with several numbers."""
+    lengths: dict[str, list[tuple[float, float | None]]] = {}
+    speedups: dict[str, list[tuple[float, float | None]]] = {}
+    for one in found:
+        lines = list(one.figures.get("sweep") or ()) if one.real else []
+        if len(lines) < 2:
+            continue
+        drafted = [float(line["draft_tokens"]) for line in lines]
+        kinds = {
+            "measured": [number(line, "speedup") for line in lines],
+            "modelled": [number(line["modelled"], "speedup") for line in lines],
+        }
+        lengths[one.name] = [
+            (n, number(line, "acceptance_length")) for n, line in zip(drafted, lines, strict=True)
+        ]
+        for kind, values in kinds.items():
+            if any(value is not None for value in values):
+                speedups[f"{one.name}, {kind}"] = list(zip(drafted, values, strict=True))
+    if not lengths:
+        return []
+    x = Axis(title="drafted tokens per round", format="count")
+    y = Axis(title="tokens per verification", least=1)
+    times = Axis(title="times the speed of the target alone", least=0)
+    parts: list[Part] = [
+        Lines(title="Acceptance length by drafted tokens", x=x, y=y, series=lengths, points=True)
+    ]
+    if speedups:
+        parts.append(
+            Lines(title="Speed-up by drafted tokens", x=x, y=times, series=speedups, points=True)
+        )
+    return parts
+
+
+# -- acceptance sections ---------------------------------------------------------------------------
+
 
 FEWEST_ROUNDS = 10
 """A mean over fewer rounds is not drawn."""

@@ -1,24 +1,58 @@
 """The page about runs and evaluations, and `spec-train report`, which writes it."""
 
+import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from spec_data import __version__
 from spec_data.pages.html_page import write_page
 from spec_data.pages.page_parts import Page
-from spec_data.paths import check_file_to_write
 from spec_data.shards.errors import ConfigError, MissingError
+from spec_data.terminal.paths import check_file_to_write
+from spec_train.evaluation.report import measure
+from spec_train.options.command_options import EvalConfig, FitConfig
+from spec_train.options.report_options import AUTO, NONE
 from spec_train.reports.acceptance_sections import acceptance_sections, forecast_section
-from spec_train.reports.names import short_names
 from spec_train.reports.run_sections import run_sections
 from spec_train.reports.stored_figures import (
     ON_DATASET,
     Measured,
     Run,
+    evaluation_of,
     is_run,
     read_evaluation,
     read_run,
 )
+from spec_train.training import setup
+from spec_train.training.result import FitResult
+
+# -- names -----------------------------------------------------------------------------------------
+# Short names of runs and files that a page tells apart.
+
+
+def short_names(places: Sequence[Path]) -> list[str]:
+    """Return a name for every path: its last parts, as many as tell it apart from the others.
+
+    Args:
+        places: runs and files; one that is there twice gets a number.
+    """
+    whole = [place.absolute().parts for place in places]
+    names = []
+    for i, parts in enumerate(whole):
+        others = [other for k, other in enumerate(whole) if k != i and other != parts]
+        count = 1
+        while count < len(parts) and any(o[-count:] == parts[-count:] for o in others):
+            count += 1
+        name = "/".join(part.strip("/") for part in parts[-count:])
+        earlier = sum(other == parts for other in whole[:i])
+        names.append(f"{name} ({earlier + 1})" if earlier else name)
+    return names
+
+
+# -- run page --------------------------------------------------------------------------------------
+
 
 PAGE = "report.html"
 
@@ -90,3 +124,71 @@ def _beside(paths: Sequence[Path]) -> Path:
         )
     (path,) = paths
     return path / PAGE if path.is_dir() else path.with_suffix(".html")
+
+
+# -- page after fit --------------------------------------------------------------------------------
+# The page at the end of `fit`. If it cannot be written, that is a warning, never an error.
+#
+# Nothing here imports the evaluation or a class of a target, because `fit` never does.
+
+
+log = logging.getLogger(__name__)
+
+
+def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
+    """Fit a draft (see `training.setup.fit`), then write report.html into the run directory.
+
+    Raises:
+        As `training.setup.fit`.
+    """
+    result = setup.fit(draft_name, config, options)
+    if os.environ.get("RANK", "0") == "0":
+        try:
+            log.info("page       %s", write_report([result.directory]))
+        except Exception as error:  # the run is saved, and worth more than its page
+            warn_of_page(f"{result.directory / PAGE} was not written", error)
+    return result
+
+
+def warn_of_page(what: str, error: Exception) -> None:
+    """Log that a page could not be written."""
+    log.warning("warning: %s: %s: %s", what, type(error).__name__, error)
+    log.debug("the page failed", exc_info=error)
+
+
+# -- page after eval -------------------------------------------------------------------------------
+# The page at the end of `eval`. If it cannot be written, that is a warning, never an error.
+
+
+EVAL_PAGE = "eval.html"
+
+
+def evaluate(config: EvalConfig) -> dict[str, Any]:
+    """Evaluate (see `evaluation.report.measure`) and write the page of --report.
+
+    Raises:
+        As `evaluation.report.measure`. ConfigError: the file of --report cannot be written.
+    """
+    file = page_of(config)
+    if file is not None and config.report != AUTO:
+        check_file_to_write("--report", file)
+    figures = measure(config)
+    if file is not None:
+        try:
+            (name,) = short_names([Path(config.draft)])
+            page = report_page([], evaluation_of(figures, "this evaluation", name))
+            log.info("page       %s", write_page(file, page))
+        except Exception as error:  # the figures are worth more than their page
+            warn_of_page(f"{file} was not written", error)
+    return figures
+
+
+def page_of(config: EvalConfig) -> Path | None:
+    """Return the file that --report stands for; None: no page."""
+    if config.report == NONE:
+        return None
+    if config.report != AUTO:
+        return Path(config.report)
+    if is_run(Path(config.draft)):
+        return Path(config.draft) / EVAL_PAGE
+    return None if config.json is None else Path(config.json).with_suffix(".html")

@@ -28,9 +28,13 @@ Shapes: T tokens of a document, S draft depths, R rounds. Counting equals chains
 supervised span cuts the last round, like a stop token or the limit.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
+
+from spec_train.data.batch import DraftBatch
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """Drafted chains, tokens, choices and loss mask of a document: the arguments of `judge_chains`."""
@@ -264,3 +268,34 @@ def walk_sums(
     sums.on_policy = int((target_argmax[:-1] == input_ids[1:])[predicted].sum())
     sums.spans = len(walk.spans)
     return sums
+
+
+# -- batch walk ------------------------------------------------------------------------------------
+# The documents of a batch, walked with the chains that a draft proposes at their slots.
+
+
+def documents_of(batch: DraftBatch, chains: Tensor) -> Iterator[tuple[int, Arrays]]:
+    """Yield the number of each document of a batch, and its arrays for `walk.judge_chains`.
+
+    `chains` are target ids, int64 [B, T, S], as from `Draft.chains`.
+    """
+    ids, mask, best, documents = (
+        t.cpu().numpy()
+        for t in (batch.input_ids, batch.loss_mask, batch.target_argmax, batch.document_ids)
+    )
+    drafted = chains.cpu().numpy()
+    for b in range(len(ids)):
+        for document in range(documents[b].max() + 1):
+            own = documents[b] == document
+            yield (
+                batch.rows[b][document],
+                (drafted[b, own], ids[b, own], best[b, own], mask[b, own]),
+            )
+
+
+def serving_sums(batch: DraftBatch, chains: Tensor) -> ServingSums:
+    """Sum over the documents of a batch; arguments as for `documents_of`."""
+    total = ServingSums.zero(chains.shape[-1])
+    for _, arrays in documents_of(batch, chains):
+        total += document_sums(*arrays)
+    return total

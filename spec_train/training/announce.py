@@ -8,10 +8,9 @@ import numpy as np
 from torch import nn
 
 from spec_data.models.engine_targets import engine_warnings
+from spec_data.shards.identity import quantisation_text
 from spec_data.shards.layer_ids import AUTO_DRAFTS, recipe_layers, recorded_layers
-from spec_data.shards.quantisation_text import quantisation_text
-from spec_train.data.mixed_order import MixedPlan
-from spec_train.data.mixture import Documents, Mixture
+from spec_train.data.mixture import Documents, MixedPlan, Mixture
 from spec_train.data.policy_masks import PolicyDataset
 from spec_train.data.splits import Splits
 from spec_train.drafts.layered_draft import LayeredDraft

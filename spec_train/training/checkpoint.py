@@ -27,8 +27,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spec_data.config import differing_fields
-from spec_data.paths import check_directory_to_write, make_directory
 from spec_data.shards.errors import ConfigError, DraftError, FileError, RunError
 from spec_data.shards.files import (
     dump_json,
@@ -40,7 +38,8 @@ from spec_data.shards.files import (
     write_atomically,
     writing,
 )
-from spec_train.training.checked_json import dump_checked
+from spec_data.terminal.config import differing_fields
+from spec_data.terminal.paths import check_directory_to_write, make_directory
 from spec_train.training.stored import (
     HELD_OUT,
     OLD_FORMAT,
@@ -49,6 +48,7 @@ from spec_train.training.stored import (
     STATE_TENSORS,
     Saved,
     checkpoints_of,
+    dump_checked,
     read_checkpoint,
     read_run_json,
 )

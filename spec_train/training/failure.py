@@ -12,6 +12,7 @@ the whole step is not finite, its micro-batches run again one by one to find the
 With several ranks, rank 0 does this for all: a micro-batch is the same on every rank.
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -23,19 +24,39 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from spec_data.config import to_dict
 from spec_data.shards.errors import SpecDataError
 from spec_data.shards.files import dump_json
 from spec_data.shards.schema import Manifest
+from spec_data.terminal.config import to_dict
 from spec_train.data.batch import DraftBatch
 from spec_train.data.mixture import Documents
 from spec_train.data.order import Pack
 from spec_train.data.stream import BatchStream
 from spec_train.drafts import Draft
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from spec_train.options.command_options import FitConfig
 from spec_train.training.saving import Saver
-from spec_train.training.seeds import place_seed
+
+# -- seeds -----------------------------------------------------------------------------------------
+# Random seeds of a run. A seed depends on the micro-batch's place, not on earlier draws.
+#
+# So no generator state is saved, and a micro-batch draws the same numbers on any rank.
+
+
+def place_seed(seed: int, kind: str, epoch: int, number: int) -> int:
+    """Return the seed of a micro-batch of the split `kind` with `number` packs before it in the
+    epoch."""
+    text = repr((seed, kind, epoch, number)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def seed_place(seed: int, kind: str, epoch: int, number: int) -> None:
+    """Seed torch for a micro-batch; arguments as for `place_seed`."""
+    torch.manual_seed(place_seed(seed, kind, epoch, number))
+
+
+# -- failure ---------------------------------------------------------------------------------------
+
 
 FORMAT = 2  # since 2, target_logsumexp is there only where it was read
 FAILURE, BATCH = "failure.json", "batch.safetensors"

@@ -11,16 +11,15 @@ import dataclasses
 import logging
 from typing import Any
 
-from spec_data.config import differing_fields
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.files import write_atomically
+from spec_data.terminal.config import differing_fields
 from spec_train.data.mixture import Documents, Mixture
 from spec_train.data.order import BatchPlan
 from spec_train.data.splits import Splits
 from spec_train.options.command_options import FitConfig
-from spec_train.training.checked_json import dump_checked
 from spec_train.training.checkpoint import RunDirectory
-from spec_train.training.stored import Saved, read_run_json
+from spec_train.training.stored import Saved, dump_checked, read_run_json
 
 log = logging.getLogger(__name__)
 

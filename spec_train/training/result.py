@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.shards.errors import RunError
-from spec_train.metrics import shown
+from spec_train.losses.metrics import shown
 from spec_train.simulation.parting import parted
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from spec_data.progress import quiet_progress, size
+from spec_data.terminal.progress import quiet_progress, size
 from spec_train.data.release import KeepAll
 from spec_train.options.command_options import FitConfig
 from spec_train.training.trainer import Trainer
@@ -145,7 +145,9 @@ def probe(trainer: Trainer, config: FitConfig, total: int) -> DryRun:
 @contextlib.contextmanager
 def _silently() -> Iterator[None]:
     """Show neither bars nor the lines of a run: its few steps are no run."""
-    loggers = [logging.getLogger(name) for name in ("spec_train.training", "spec_data.progress")]
+    loggers = [
+        logging.getLogger(name) for name in ("spec_train.training", "spec_data.terminal.progress")
+    ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.WARNING)

@@ -7,11 +7,10 @@ release always used, so an older run resumes as it began.
 import dataclasses
 from typing import Any
 
-from spec_data.config import to_dict
 from spec_data.shards.errors import ConfigError
-from spec_train.data.fill import FILL
+from spec_data.terminal.config import to_dict
 from spec_train.data.mixture import Documents, Mixture
-from spec_train.data.order import SPLIT_RULE
+from spec_train.data.order import FILL, SPLIT_RULE
 from spec_train.data.splits import SPLIT_SEED, Rules
 from spec_train.options.command_options import FitConfig
 

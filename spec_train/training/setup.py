@@ -8,21 +8,24 @@ import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from spec_data.config import to_dict
-from spec_data.devices import compute_dtype, compute_dtype_name, usable_device
-from spec_data.models.shapes import block_count
-from spec_data.paths import check_directory_to_write
+from spec_data.models.devices import compute_dtype, compute_dtype_name, usable_device
+from spec_data.models.families import block_count
+from spec_data.models.rope_settings import rope_parameters
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.identity import identity_of
 from spec_data.shards.position_data import Positions, load_positions
+from spec_data.shards.schema import Manifest
+from spec_data.terminal.config import to_dict
+from spec_data.terminal.console import nearest
+from spec_data.terminal.paths import check_directory_to_write
 from spec_train.data.following import FollowingPlan
 from spec_train.data.mixture import Documents, Mixture, open_documents
 from spec_train.data.order import BatchPlan, rank_slice
@@ -31,14 +34,14 @@ from spec_train.data.splits import Rules, Splits, make_splits
 from spec_train.data.token_counts import count_tokens, counts_from
 from spec_train.drafts import Draft, draft_class
 from spec_train.drafts.targets import special_ids, target_architectures
-from spec_train.head import TargetHead, vocabulary_coverage
+from spec_train.formats.known_keys import HARMLESS, KNOWN
+from spec_train.losses.head import TargetHead, vocabulary_coverage
 from spec_train.options.command_options import FitConfig, default_lr
 from spec_train.options.data_option import parse_sources
+from spec_train.options.draft_config_file import OPTION_KEYS, read_draft_config
 from spec_train.options.draft_options import draft_options
 from spec_train.training.announce import announce, log_vocabulary
-from spec_train.training.bandwidth import log_bandwidth
 from spec_train.training.checkpoint import RunDirectory
-from spec_train.training.draft_config_checks import check_keys, check_target
 from spec_train.training.grown import accept_growth, continued
 from spec_train.training.missing_mass import log_missing_mass, measure_missing_mass
 from spec_train.training.ranks import Ranks
@@ -55,7 +58,114 @@ from spec_train.training.start_draft import start_from, with_shape_of_start
 from spec_train.training.stored import Saved, read_checkpoint
 from spec_train.training.trainer import Trainer
 
+# -- draft config checks ---------------------------------------------------------------------------
+# The checks of `--draft-config FILE`: unknown keys, and keys that describe the target.
+
+
 log = logging.getLogger(__name__)
+
+_OF_TARGET = ("vocab_size", "hidden_size", "target_hidden_size", "rms_norm_eps")
+_COMPARED = (*_OF_TARGET, "num_target_layers", "rope_theta", "rope_scaling", "rope_parameters")
+_OWN = frozenset({"spec_train", "transformer_layer_config"})
+
+
+def check_keys(config: FitConfig) -> None:
+    """Refuse unknown keys of the file; log those that have no effect.
+
+    Raises:
+        MissingError, ConfigError: the file cannot be read, or a key is unknown.
+    """
+    if config.draft_config is None:
+        return
+    raw = read_draft_config(config.draft_config)
+    known = OPTION_KEYS | KNOWN | _OWN
+    for name in raw:
+        if name not in known:
+            near = nearest(name, sorted(OPTION_KEYS))
+            advice = f"; did you mean {near}?" if near else ""
+            raise ConfigError(f"--draft-config {config.draft_config}: unknown key {name}{advice}")
+    ignored = sorted(n for n in raw if n in HARMLESS or n not in {*OPTION_KEYS, *_COMPARED})
+    if ignored:
+        log.info(
+            "--draft-config %s: keys without effect: %s", config.draft_config, ", ".join(ignored)
+        )
+
+
+def check_target(config: FitConfig, draft: Any) -> None:
+    """Refuse a file that describes another target than that of the fresh `draft`.
+
+    Raises:
+        ConfigError: names the key and both values; or the rope settings cannot be read.
+    """
+    if config.draft_config is None:
+        return
+    raw, own = read_draft_config(config.draft_config), draft.config
+    wanted = {name: getattr(own, name) for name in _OF_TARGET}
+    if hasattr(own, "num_target_layers"):
+        wanted["num_target_layers"] = own.num_target_layers
+    if any(name in raw for name in ("rope_theta", "rope_scaling", "rope_parameters")):
+        limits = {"max_position_embeddings": own.max_position_embeddings}
+        try:
+            raw["rope"] = rope_parameters(limits | raw)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"--draft-config {config.draft_config}: its rope settings cannot be read ({error})"
+            ) from None
+        wanted["rope"] = own.rope_parameters
+    for name, value in wanted.items():
+        if name in raw and raw[name] != value:
+            raise ConfigError(
+                f"--draft-config {config.draft_config}: {name} = {raw[name]} contradicts the "
+                f"target of the dataset, which has {value}; remove the key, or use the dataset of "
+                "that target"
+            )
+
+
+# -- bandwidth -------------------------------------------------------------------------------------
+# Say how fast the data must come, where a run waited for them.
+
+
+_TOLERATED = 0.02  # share of the time that a run may wait for data before anything is said
+_FIRST = 1  # lines of metrics that are left out: the first steps wait for the first data
+
+
+def bytes_per_token(manifest: Manifest, columns: Sequence[str]) -> int:
+    """Return the stored bytes of a token in these columns, without escaped tokens."""
+    return sum(c.bytes_per_token for c in manifest.columns if c.name in columns)
+
+
+def log_bandwidth(
+    lines: Sequence[Mapping[str, Any]], manifest: Manifest, columns: Sequence[str]
+) -> None:
+    """Log the bandwidth that training needs, if it waited for more than 2 % of the time.
+
+    Args:
+        lines: of metrics.jsonl about training; `data_wait` is a share of the time.
+        columns: that the draft reads.
+    """
+    known = [line for line in lines[_FIRST:] if "data_wait" in line and "tokens_per_second" in line]
+    if not known:
+        return
+    waited = sum(line["data_wait"] for line in known) / len(known)
+    if waited <= _TOLERATED or waited >= 1:
+        return
+    speed = sum(line["tokens_per_second"] for line in known) / len(known) / (1 - waited)
+    each = bytes_per_token(manifest, columns)
+    log.info(
+        "data       waited for %.1f %% of the time. Without waiting, this process would read %s: "
+        "%s bytes per token at %s tokens/s",
+        *(100 * waited, _rate(each * speed), f"{each:,}", f"{speed:,.0f}"),
+    )
+
+
+def _rate(value: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if value >= size:
+            return f"{value / size:,.1f} {unit}/s"
+    return f"{value / 1e3:,.1f} KB/s"
+
+
+# -- setup -----------------------------------------------------------------------------------------
 
 
 def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:

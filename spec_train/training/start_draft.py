@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from spec_data.config import differing_fields, to_dict
-from spec_data.models.shapes import block_count
+from spec_data.models.families import block_count
 from spec_data.shards.errors import DraftError
+from spec_data.terminal.config import differing_fields, to_dict
 from spec_train.data.mixture import Documents
 from spec_train.drafts import Draft, load_draft
 from spec_train.formats.target_facts import TargetFacts
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from spec_train.options.command_options import FitConfig
 from spec_train.options.vocabulary_options import CHOICES, PATHS
 from spec_train.training.stored import resolve_draft_dir

@@ -15,10 +15,37 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spec_data.shards.errors import DraftError, MissingError, RunError
-from spec_data.shards.files import sha256_file
+from spec_data.shards.files import dump_json, sha256_file, sha256_json
 from spec_data.shards.path_kinds import Kind, expect
 from spec_train.formats.draft_files import CONFIG, WEIGHTS, find_weights
-from spec_train.training.checked_json import is_intact
+
+# -- checked json ----------------------------------------------------------------------------------
+# JSON files of a run with a checksum of their own content: `run.json`, `training_state.json`.
+#
+# The checksum is the SHA-256 of the other fields in canonical form, so indenting a file again is
+# not
+# damage, and a changed digit is.
+
+
+CHECKSUM = "checksum"
+
+
+def dump_checked(table: dict[str, Any]) -> str:
+    """Return the text of a file with `table` and its checksum."""
+    plain = json.loads(json.dumps({k: v for k, v in table.items() if k != CHECKSUM}))
+    return dump_json(plain | {CHECKSUM: sha256_json(plain)})
+
+
+def is_intact(table: dict[str, Any]) -> bool | None:
+    """Return whether the content of a file fits its checksum; None: it has no checksum."""
+    if CHECKSUM not in table:
+        return None
+    content = {name: value for name, value in table.items() if name != CHECKSUM}
+    return bool(table[CHECKSUM] == sha256_json(content))
+
+
+# -- stored ----------------------------------------------------------------------------------------
+
 
 STATE_TENSORS = "training_state.safetensors"
 STATE = "training_state.json"

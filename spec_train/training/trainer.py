@@ -20,26 +20,27 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
-from spec_data.devices import compute_dtype
-from spec_data.progress import progress
+from spec_data.models.devices import compute_dtype
 from spec_data.shards.errors import DraftError, RunError
-from spec_train.data.batch import padding_batch
+from spec_data.terminal.console import STOP_SIGNALS, handled_signals
+from spec_data.terminal.progress import progress
+from spec_train.data.batch import DraftBatch, padding_batch
 from spec_train.data.mixture import Documents
 from spec_train.data.order import BatchPlan
 from spec_train.data.release import KeepAll
 from spec_train.data.splits import Splits
 from spec_train.data.stream import BatchStream, BufferOptions, Step
 from spec_train.drafts import Draft
-from spec_train.head import TargetHead
-from spec_train.metrics import Sums, add_sums, shown
+from spec_train.losses.head import TargetHead
+from spec_train.losses.metrics import Sums, add_sums, shown
 from spec_train.options.command_options import FitConfig
 from spec_train.training.checkpoint import RunDirectory
 from spec_train.training.failure import (
@@ -48,19 +49,89 @@ from spec_train.training.failure import (
     arithmetic,
     cast_draft,
     describe_failure,
+    seed_place,
 )
 from spec_train.training.optimizer import Masters, learning_rate
-from spec_train.training.rank_loss import LossOnRanks
 from spec_train.training.ranks import Ranks
 from spec_train.training.result import BEST_FIGURES, FitResult, better, log_result, log_validation
-from spec_train.training.saving import Saver
-from spec_train.training.seeds import seed_place
-from spec_train.training.signals import stop_signals
+from spec_train.training.saving import Saver, Tracking
 from spec_train.training.stored import Saved
-from spec_train.training.tracking import Tracking
 from spec_train.training.validation import Validation, slot_counts
 
+# -- rank loss -------------------------------------------------------------------------------------
+# A draft's loss as an nn.Module, which distributed wrappers need.
+
+
+class LossOnRanks(nn.Module):
+    """A module whose `forward` is `draft.loss`."""
+
+    def __init__(self, draft: Draft) -> None:
+        """Register the draft as the only submodule."""
+        super().__init__()
+        self.draft = draft
+
+    def forward(
+        self,
+        batch: DraftBatch,
+        head: TargetHead,
+        counts: Tensor,
+        earlier: list[Tensor] | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of a micro-batch, a scalar, and its sums (see `DraftLoss`).
+
+        A plain tuple, because wrappers look for tensors in the result.
+
+        `earlier` holds the previous losses of this rank in the step; it is passed with the last
+        micro-batch when there are several ranks. The loss is then connected to every parameter, so
+        that each parameter joins the all-reduce even if this rank's packs did not use it. If any
+        loss is not finite, every gradient is non-finite too, and all ranks refuse the step.
+        """
+        result = self.draft.loss(batch, head, counts)
+        if earlier is None:
+            return result.loss, result.sums
+        total = torch.stack([*earlier, result.loss.detach()]).sum()
+        connected = _Connected.apply(result.loss, total * 0, *self.draft.trainable_parameters())
+        return connected, result.sums
+
+
+class _Connected(torch.autograd.Function):
+    """Return the loss; give every parameter the gradient `zero` (nan if a loss is not finite)."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, zero: Tensor, *params: Tensor) -> Tensor:
+        ctx.save_for_backward(zero)
+        ctx.params = [(p.shape, p.dtype) for p in params]
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (zero,) = ctx.saved_tensors
+        return grads[0], None, *(zero.to(dtype).expand(shape) for shape, dtype in ctx.params)
+
+
+# -- signals ---------------------------------------------------------------------------------------
+# Ctrl-C, SIGTERM and SIGHUP ask the run to finish the current step and save.
+
+
 log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Yield a list that receives these signals; a second Ctrl-C interrupts at once."""
+    caught: list[int] = []
+
+    def handle(number: int, frame: Any) -> None:
+        if caught and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        caught.append(number)
+        log.warning("%s: finishing this step, then saving", signal.Signals(number).name)
+
+    with handled_signals((*STOP_SIGNALS, signal.SIGINT), handle):
+        yield caught
+
+
+# -- trainer ---------------------------------------------------------------------------------------
 
 
 class Trainer:

@@ -16,16 +16,15 @@ from spec_train.data.mixture import Documents
 from spec_train.data.order import BatchPlan
 from spec_train.data.stream import BatchStream, Step
 from spec_train.drafts import Draft
-from spec_train.head import TargetHead
-from spec_train.metrics import Sums, add_sums, summarise_parts
-from spec_train.simulation.batch_walk import documents_of
+from spec_train.losses.head import TargetHead
+from spec_train.losses.metrics import Sums, add_sums, summarise_parts
 from spec_train.simulation.breakdown import Breakdown
 from spec_train.simulation.parting import uncut_length
 from spec_train.simulation.sample_texts import token_texts
 from spec_train.simulation.samples import spread, tokenizer_of
-from spec_train.training.failure import arithmetic
+from spec_train.simulation.walk import documents_of
+from spec_train.training.failure import arithmetic, seed_place
 from spec_train.training.ranks import Ranks
-from spec_train.training.seeds import seed_place
 
 SAMPLES = 6
 """Held-out documents whose drafted tokens are kept."""

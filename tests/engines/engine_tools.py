@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from spec_train.decoding.chains import Request, decode_plain, decode_speculative
 from spec_train.drafts import load_draft
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
+from spec_train.losses.sampling import Greedy
 from spec_train.options.command_options import FitConfig
 from spec_train.options.draft_options import DRAFT_OPTIONS
-from spec_train.sampling import Greedy
 from spec_train.training.setup import fit
 from tests.factory import tiny_dataset
 

@@ -20,24 +20,24 @@ from transformers import (
 )
 
 from spec_data import open_dataset
+from spec_data.capture import vllm_engine, vllm_worker
+from spec_data.capture.backend import BackendOptions, open_backend
+from spec_data.capture.mask_forms import REQUESTS, SINGLE
 from spec_data.generation.run import generate
 from spec_data.options.dataset_options import VerifyConfig
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, RunError, SpecDataError
-from spec_data.target import vllm_engine, vllm_worker
-from spec_data.target.backend import BackendOptions, open_backend
-from spec_data.target.mask_forms import REQUESTS, SINGLE
 from spec_data.verification.run import examine
 from tests.engines.engine_tools import _SHAPE, CONFIGS
-from tests.spec_data.corpus.templates import tokenizer
-from tests.spec_data.runs import options, write_corpus
-from tests.spec_data.target.backend_contract import (
+from tests.spec_data.capture.backend_contract import (
     BAD_TOKEN,
     LENGTHS,
     BackendContract,
     captured,
     documents_of,
 )
+from tests.spec_data.corpus.templates import tokenizer
+from tests.spec_data.runs import options, write_corpus
 from tests.tolerance import close_in_norm, network, roundings
 
 pytestmark = [
@@ -250,7 +250,7 @@ def test_planted_mistakes_are_refused(
     supervision: str,
     words: str,
 ) -> None:
-    monkeypatch.setattr(f"spec_data.target.vllm_worker.{name}", planted)
+    monkeypatch.setattr(f"spec_data.capture.vllm_worker.{name}", planted)
     with pytest.raises(SpecDataError, match=words):
         run(place, tmp_path / "data", backend="vllm", supervision=supervision)
     assert not list((tmp_path / "data").glob("shards/*.arrow"))

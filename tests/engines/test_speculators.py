@@ -10,7 +10,7 @@ import torch
 
 from spec_train.attention.plain import attend_all
 from spec_train.drafts import load_draft
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from tests.engines.engine_tools import (
     LAYERS,
     fitted,

@@ -14,8 +14,8 @@ import transformers
 from spec_train.decoding.chains import Request, decode_plain, decode_speculative
 from spec_train.drafts import load_draft
 from spec_train.formats.target_facts import read_target
-from spec_train.head import TargetHead
-from spec_train.sampling import Greedy, Sampler
+from spec_train.losses.head import TargetHead
+from spec_train.losses.sampling import Greedy, Sampler
 from tests.engines.engine_tools import (
     TOKENS,
     fitted,

@@ -25,7 +25,7 @@ from spec_train.evaluation.report import read_run
 from spec_train.formats.draft_files import read_files
 from spec_train.formats.draft_seal import same_value
 from spec_train.formats.target_facts import TargetFacts
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from spec_train.options.command_options import FitConfig
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.training.stored import read_checkpoint, read_run_json

@@ -12,8 +12,8 @@ import pytest
 
 from spec_data.generation.plan import PLAN_COLUMNS
 from spec_data.shards.errors import DatasetError
+from spec_data.shards.follow import PlanTokens
 from spec_data.shards.index import index_schema
-from spec_data.shards.planned import PlanTokens
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.writer import UnitData, write_shard
 from tests.faults.datasets import (

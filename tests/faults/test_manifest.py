@@ -20,7 +20,7 @@ from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from spec_train.data.mixture import common_manifest
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from spec_train.options.command_options import FitConfig
 from spec_train.options.data_option import parse_sources
 from spec_train.training.setup import open_data, resolve_config

@@ -23,11 +23,9 @@ from spec_data.corpus import json_list
 from spec_data.corpus.bad_rows import BadRow, UnforeseenRow, parse_limit
 from spec_data.corpus.chat import Renderer
 from spec_data.corpus.documents import RenderError
-from spec_data.corpus.prompt_rows import parse_prompt
 from spec_data.corpus.record_reader import CorpusReader
-from spec_data.corpus.records import parse_row
-from spec_data.generation.plan import planned, save_plan
-from spec_data.generation.plan_builder import PlanBuilder
+from spec_data.corpus.records import parse_prompt, parse_row
+from spec_data.generation.plan import PlanBuilder, planned, save_plan
 from spec_data.shards.errors import CorpusError
 from tests.faults.odd_rows import as_json, broken_bytes, changed, good_row, odd_row
 from tests.faults.tools import report, survived, trials

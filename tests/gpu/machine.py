@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from spec_data.devices import usable_device
+from spec_data.capture import model
+from spec_data.capture.hf_backend import HFBackend
 from spec_data.models import loading
+from spec_data.models.devices import usable_device
 from spec_data.models.loading import load_model
-from spec_data.target import model
-from spec_data.target.hf_backend import HFBackend
-from spec_train.attention import unrolled_backends
-from spec_train.attention.unrolled_backends import default_backend
+from spec_train.attention import unrolled as unrolled_backends
+from spec_train.attention.unrolled import default_backend
 from spec_train.options.command_options import FitConfig
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.training import setup, trainer, validation

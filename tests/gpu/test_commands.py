@@ -16,15 +16,15 @@ import pytest
 import torch
 
 from spec_data.generation import replica
-from spec_data.shards.coded import CodedRows, StoredRows
 from spec_data.shards.lossy import LOSSY, Tables
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Column
+from spec_data.shards.shard import CodedRows, StoredRows
 from spec_train.drafts import DRAFTS
 from spec_train.drafts.frames import slots_of
 from spec_train.drafts.peagle import draft as peagle_draft
-from spec_train.head import TargetHead
-from spec_train.sampling import Greedy
+from spec_train.losses.head import TargetHead
+from spec_train.losses.sampling import Greedy
 from tests.gpu.fake_cuda import (
     CudaTensor,
     FakeCuda,

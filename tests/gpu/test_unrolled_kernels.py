@@ -4,11 +4,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from spec_train.attention import lse_kernels, unrolled, unrolled_backends
-from spec_train.attention.flex import flex_problem, flex_works
-from spec_train.attention.trial import Case, tried
-from spec_train.attention.unrolled import Queries, _MergedAttention, unrolled_attention
-from spec_train.attention.unrolled_backends import default_backend, unrolled_case
+from spec_train.attention import unrolled
+from spec_train.attention import unrolled as lse_kernels
+from spec_train.attention import unrolled as unrolled_backends
+from spec_train.attention.flex import Case, flex_problem, flex_works, tried
+from spec_train.attention.unrolled import (
+    Queries,
+    _MergedAttention,
+    default_backend,
+    unrolled_attention,
+    unrolled_case,
+)
 from tests.gpu.fake_cuda import FakeCuda, cuda_autocast, download, upload
 from tests.tolerance import LAYER, close, close_in_norm
 

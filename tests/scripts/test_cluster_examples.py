@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from spec_data.cli import build_parser
-from spec_data.config import resolve
 from spec_data.generation.worker_place import find_place
 from spec_data.options.generate_options import GenerateConfig
+from spec_data.terminal.config import resolve
 
 DOCS = Path(__file__).parents[2] / "docs"
 SCRIPTS = sorted((DOCS / "examples").glob("*.sh"))
@@ -25,7 +25,7 @@ def parsed(words: list[str]):
 @pytest.fixture(autouse=True)
 def paths_of_a_cluster(monkeypatch):
     """The examples name files that are not on this machine."""
-    monkeypatch.setattr("spec_data.config.check_paths", lambda *_: None)
+    monkeypatch.setattr("spec_data.terminal.config.check_paths", lambda *_: None)
 
 
 @pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: file.name)

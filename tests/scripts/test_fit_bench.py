@@ -31,7 +31,7 @@ def test_baseline_and_recomputed_steps_have_the_gradients_of_ours(
     for constant, value in (("HIDDEN", 64), ("HEADS", 2), ("KV_HEADS", 1), ("VOCAB", VOCAB)):
         monkeypatch.setattr(f"fit_problem.{constant}", value)
     monkeypatch.setattr("fit_problem.FREQUENT", FEW)
-    monkeypatch.setattr("spec_train.tiles.TILE_ELEMENTS", 8 * vocab)
+    monkeypatch.setattr("spec_train.losses.tiles.TILE_ELEMENTS", 8 * vocab)
     ways = ["ours", "baseline"] + ["recomputed"] * fit.has_option(name, "gradient_checkpointing")
     args = argparse.Namespace(device="cpu", rounds=1)
     found = fit.measure(name, ways, 60, vocab, args)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from transformers import GptOssConfig, LlamaConfig, Qwen3Config
 
-from spec_data.config import from_dict, read_config_file
 from spec_data.models.families import find_spec
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.layer_ids import choose_layers
+from spec_data.terminal.config import from_dict, read_config_file
 from spec_train.options.command_options import resolve_fit
 
 FOLDER = Path(__file__).parents[2] / "docs" / "examples" / "models"

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from spec_data import cli
-from spec_data.config import as_flags, resolve
-from spec_data.console import run_cli
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.report import kept_text
+from spec_data.terminal.config import as_flags, resolve
+from spec_data.terminal.console import run_cli
 from spec_train import cli as train_cli
 from tests.spec_data.runs import options, run, save_target, start_cli, write_corpus
 from tests.terminal_tools import environment

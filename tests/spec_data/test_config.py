@@ -7,7 +7,11 @@ import pytest
 
 import spec_data
 from spec_data import cli
-from spec_data.config import (
+from spec_data.options.dataset_options import InspectConfig, VerifyConfig
+from spec_data.options.generate_options import GenerateConfig
+from spec_data.options.option_values import parse_size
+from spec_data.shards.errors import ConfigError, MissingError
+from spec_data.terminal.config import (
     add_options,
     differing_fields,
     from_dict,
@@ -16,10 +20,6 @@ from spec_data.config import (
     resolve,
     to_dict,
 )
-from spec_data.options.dataset_options import InspectConfig, VerifyConfig
-from spec_data.options.generate_options import GenerateConfig
-from spec_data.options.option_values import parse_size
-from spec_data.shards.errors import ConfigError, MissingError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from spec_data import cli, console, progress
-from spec_data.console import nearest, use_colour
+from spec_data import cli
+from spec_data.capture.proofs import IsolationProof
 from spec_data.corpus.record_reader import CorpusReader
-from spec_data.corpus.row_counts import expected_rows
+from spec_data.corpus.sources import expected_rows
 from spec_data.generation.plan import DocumentCounts
 from spec_data.regeneration.ledger import Ledger
 from spec_data.report import counts_text
-from spec_data.target.proofs import IsolationProof
+from spec_data.terminal import console, progress
+from spec_data.terminal.console import nearest, use_colour
 from spec_train import cli as train_cli
 from tests.terminal_tools import COLUMNS, drawings, environment, flag_table, on_terminal, screen
 
@@ -92,7 +93,7 @@ def test_a_log_has_readable_lines_and_no_carriage_return(tmp_path):
 def test_a_day_in_a_log_is_a_few_hundred_lines(monkeypatch, caplog):
     clock = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
-    caplog.set_level("INFO", logger="spec_data.progress")
+    caplog.set_level("INFO", logger="spec_data.terminal.progress")
     with progress.progress(total=86_400, desc="fit") as bar:
         for seconds in range(1, 86_400):
             clock[0] = seconds
@@ -111,7 +112,7 @@ def test_a_bar_that_is_switched_off_counts_as_others_do():
 
 FORKS = """
 import os, signal, threading
-from spec_data.progress import Bar, progress
+from spec_data.terminal.progress import Bar, progress
 
 def bar():
     progress(total=1, desc="x").close()
@@ -205,7 +206,7 @@ def test_the_corpus_has_a_total_before_it_is_read(tmp_path, monkeypatch):
     assert expected("a.jsonl", "e.json", limit=1000) == 1000
     (tmp_path / "f.jsonl.gz").write_bytes(b"\x1f\x8b\x08" + bytes(7) + b"\xff" * 64)
     assert expected("f.jsonl.gz") is None  # damaged: reading the rows says so
-    monkeypatch.setattr("spec_data.corpus.row_counts._SAMPLE", 400_000)
+    monkeypatch.setattr("spec_data.corpus.sources._SAMPLE", 400_000)
     for name in ("a.jsonl", "b.jsonl.gz"):
         assert abs((expected(name) or 0) - 2000) < 200
 
@@ -329,7 +330,7 @@ INTERRUPTED = """
 import os, signal, sys
 
 def interrupt(event, arguments):
-    if event == "import" and arguments[0] == "spec_data.console":
+    if event == "import" and arguments[0] == "spec_data.terminal.console":
         os.kill(os.getpid(), signal.SIGINT)
 
 sys.addaudithook(interrupt)

@@ -266,7 +266,7 @@ def test_a_yaml_file_configures_a_run(data, tmp_path):
 def test_the_command_after_an_export_serves_the_draft():
     from types import SimpleNamespace
 
-    from spec_train.exporting import command_after
+    from spec_train.evaluation.exporting import command_after
     from spec_train.formats.serve_commands import Serving
     from spec_train.options.command_options import ExportConfig
 

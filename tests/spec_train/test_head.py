@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from spec_data.shards.errors import DraftError, MissingError
-from spec_data.shards.head_spec import HeadSpec
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.head import TargetHead, choose_draft_vocabulary
+from spec_data.shards.schema import HeadSpec
+from spec_train.losses.head import TargetHead, choose_draft_vocabulary
 from tests.factory import tiny_dataset, tiny_llama
 from tests.tolerance import LAYER, close, same_choice
 

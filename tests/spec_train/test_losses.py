@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from spec_data.shards.errors import DraftError
-from spec_data.shards.head_spec import HeadSpec, apply_head
-from spec_train.losses import (
+from spec_data.shards.schema import HeadSpec, apply_head
+from spec_train.losses.menu import (
     LossKind,
     TeacherRows,
     add_product,

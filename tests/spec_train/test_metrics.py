@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from spec_train.metrics import add_sums, chain_sums, reliability, summarise
+from spec_train.losses.metrics import add_sums, chain_sums, reliability, summarise
 
 
 def _sums(hits: list[list[int]], drafted: list[list[int]]) -> dict[str, torch.Tensor]:

@@ -14,9 +14,9 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from spec_train.drafts import load_draft
 from spec_train.evaluation.report import run_eval
+from spec_train.formats.origin import differing_rows, origin_warnings, require_same_embedding
 from spec_train.options.command_options import EvalConfig, FitConfig
 from spec_train.options.draft_options import Eagle3Options
-from spec_train.origin import differing_rows, origin_warnings, require_same_embedding
 from spec_train.training.setup import fit
 from tests.draft_tools import read_json, unseal, write_json
 from tests.spec_data.runs import run, save_target, write_corpus

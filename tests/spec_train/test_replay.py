@@ -14,7 +14,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.cli import main
 from spec_train.drafts import DRAFTS
 from spec_train.options.command_options import FitConfig, ReplayConfig
-from spec_train.replay import one_document, read_batch, read_failure, replay
+from spec_train.training.replay import one_document, read_batch, read_failure, replay
 from spec_train.training.setup import make_splits
 from tests import factory
 from tests.spec_train.training.tools import OPTIONS, change, run

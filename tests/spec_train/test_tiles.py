@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from spec_train.teacher_rows import SharedRows, TeacherRows
-from spec_train.tiles import dot, largest, log_sums, product, softmax_sums, tiles
+from spec_train.losses.teacher_rows import SharedRows, TeacherRows
+from spec_train.losses.tiles import dot, largest, log_sums, product, softmax_sums, tiles
 from tests.tolerance import close
 
 SUMS = 2500  # terms of the longest sum
@@ -48,7 +48,7 @@ def test_numbers_that_are_not_finite_stay_visible() -> None:
 
 
 def test_tiles_cover_all_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spec_train.tiles.TILE_ELEMENTS", 30)
+    monkeypatch.setattr("spec_train.losses.tiles.TILE_ELEMENTS", 30)
     cpu = torch.device("cpu")
     assert tiles(7, 10, cpu) == [slice(0, 3), slice(3, 6), slice(6, 7)]
     assert tiles(2, 100, cpu) == [slice(0, 1), slice(1, 2)] and tiles(0, 10, cpu) == []

@@ -13,17 +13,20 @@ from spec_data.shards.packing import shift_left
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.base import DatasetFacts
 from spec_train.drafts.counted import CountedDrafts
-from spec_train.drafts.dspark.block_frame import batch_block_frame
-from spec_train.drafts.dspark.block_metrics import summarise_blocks
 from spec_train.drafts.dspark.blocks import Blocks, expected_weights, sample_blocks
-from spec_train.drafts.dspark.config import DSparkConfig
-from spec_train.drafts.dspark.loss import blocks_loss, dspark_loss
-from spec_train.drafts.dspark.model import DSparkModel
+from spec_train.drafts.dspark.loss import (
+    batch_block_frame,
+    blocks_loss,
+    draft_weights,
+    dspark_loss,
+    learnable,
+    summarise_blocks,
+)
+from spec_train.drafts.dspark.model import DSparkConfig, DSparkModel
 from spec_train.drafts.dspark.serving import BlockDrafter, block_chains
-from spec_train.drafts.dspark.trained_rows import draft_weights, learnable
 from spec_train.drafts.mask_token import settle_mask_token
 from spec_train.drafts.protocol import DraftLoss
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DFlashOptions, DSparkOptions
 
 log = logging.getLogger(__name__)

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from spec_train.losses import LossKind, add_product, distribution_loss, rows_per_chunk
-from spec_train.teacher_rows import SomeRows, TeacherRows
-from spec_train.tiles import dot, product, softmax_sums, tiles
+from spec_train.losses.menu import LossKind, add_product, distribution_loss, rows_per_chunk
+from spec_train.losses.teacher_rows import SomeRows, TeacherRows
+from spec_train.losses.tiles import dot, product, softmax_sums, tiles
 
 
 @dataclass(frozen=True)

@@ -28,22 +28,389 @@ B packs, T tokens, N blocks of a pack, D drafts of a block, R drafts that count,
 V / Vd target / draft vocabulary.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from spec_train.drafts.dspark.block_frame import BlockFrame, BlockInputs, tensor_block_frame
-from spec_train.drafts.dspark.block_metrics import Forecasts, block_sums, kind_sums
-from spec_train.drafts.dspark.blocks import batch_context, block_states
+from spec_data.shards.errors import DraftError
+from spec_data.shards.packing import PADDING, shift_left
+from spec_train.data.batch import DraftBatch
+from spec_train.drafts.dspark.blocks import Blocks, batch_context, block_states, drafted_mask
 from spec_train.drafts.dspark.head_loss import RowFigures, block_rows_loss
 from spec_train.drafts.dspark.model import DSparkModel
-from spec_train.drafts.dspark.trained_rows import TrainedRows, draft_weights
+from spec_train.drafts.frames import TokenInputs
+from spec_train.drafts.layers import argmax_by_chunks
 from spec_train.drafts.protocol import DraftLoss
-from spec_train.drafts.teacher import SharedTeacher, Teacher
-from spec_train.head import TargetHead
-from spec_train.losses import LossKind
+from spec_train.drafts.teacher import (
+    SharedTeacher,
+    Teacher,
+    head_teacher,
+    logits_teacher,
+    proposed_ids,
+    teacher_of,
+)
+from spec_train.losses.head import TargetHead
+from spec_train.losses.menu import LossKind
+from spec_train.losses.metrics import Sums, chain_sums
+from spec_train.losses.metrics import summarise as summarise_chains
+
+# -- block frame -----------------------------------------------------------------------------------
+# What the loss of block drafts reads: a batch in the token frame, its blocks, and one teacher.
+#
+# In: the plain tensors that `dspark_loss` accepts, or a `DraftBatch`. Out: a `BlockFrame`, which
+# has
+# every default filled in.
+#
+# B packs, T tokens of a pack, n captured layers, N blocks of a pack, H hidden size, V / Vd target
+# /
+# draft vocabulary.
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockInputs(TokenInputs):
+    """Plain tensors of the block loss, in the token frame; the teacher is one of the last two."""
+
+    aux_hidden_states: Tensor  # a_t, layers ascending, [B, T, n*H]
+    anchors: Tensor  # slots that blocks start at, int64 [B, N]
+    kept: Tensor | None = None  # bool [B, N], False: not a real block; None: all are real
+    final_hidden: Tensor | None = None  # f_t [B, T, H]
+    logits: Tensor | None = None  # z_t [B, T, V]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockFrame:
+    """A batch in the token frame with its blocks, defaults filled in."""
+
+    aux: Tensor  # a_t [B, T, n*H]
+    input_ids: Tensor  # x_t, int64 [B, T]
+    loss_mask: Tensor  # m_t [B, T]
+    target_argmax: Tensor  # argmax of z_t, int64 [B, T]
+    document_ids: Tensor  # int64 [B, T], -1 in padding
+    position_ids: Tensor  # int64 [B, T]
+    blocks: Blocks
+    teacher: Teacher  # of flat slots b * T + t
+
+
+def tensor_block_frame(draft: DSparkModel, inputs: BlockInputs, head: TargetHead) -> BlockFrame:
+    """Return the frame of plain tensors; `head` is the target's.
+
+    Raises:
+        DraftError: not exactly one teacher, or anchors outside the pack.
+    """
+    final_hidden, logits, anchors = inputs.final_hidden, inputs.logits, inputs.anchors
+    length = inputs.input_ids.shape[1]
+    if (final_hidden is None) == (logits is None):
+        raise DraftError("give exactly one of final_hidden and logits")
+    if anchors.numel() and not 0 <= int(anchors.min()) <= int(anchors.max()) < length:
+        raise DraftError(
+            f"anchors: expected slots in 0..{length - 1}, found {int(anchors.min())} to "
+            f"{int(anchors.max())}"
+        )
+    document_ids, position_ids = inputs.documents()
+    kept = torch.ones_like(anchors, dtype=torch.bool) if inputs.kept is None else inputs.kept.bool()
+    kept = kept & (document_ids.gather(1, anchors) != PADDING)  # [B, N]
+    choice, ids = inputs.target_argmax, proposed_ids(draft)
+    if logits is not None:
+        choice = logits.argmax(-1) if choice is None else choice
+        teacher = logits_teacher(logits.flatten(0, 1), ids)
+    else:
+        assert final_hidden is not None  # there is exactly one teacher
+        choice = argmax_by_chunks(head.logits, final_hidden) if choice is None else choice
+        logsumexp = inputs.target_logsumexp
+        sums = None if logsumexp is None else logsumexp.flatten()  # [B*T]
+        teacher = head_teacher(head, final_hidden.flatten(0, 1), ids, sums)
+    return BlockFrame(
+        aux=inputs.aux_hidden_states,
+        input_ids=inputs.input_ids,
+        loss_mask=inputs.loss_mask,
+        target_argmax=choice,
+        document_ids=document_ids,
+        position_ids=position_ids,
+        blocks=Blocks(anchors, kept),
+        teacher=teacher,
+    )
+
+
+def batch_block_frame(
+    draft: DSparkModel, batch: DraftBatch, head: TargetHead, blocks: Blocks
+) -> BlockFrame:
+    """Return the frame of a batch with given blocks."""
+    return BlockFrame(
+        aux=batch.aux(draft.config.layers),
+        input_ids=batch.input_ids,
+        loss_mask=batch.loss_mask,
+        target_argmax=batch.target_argmax,
+        document_ids=batch.document_ids,
+        position_ids=batch.position_ids,
+        blocks=blocks,
+        teacher=teacher_of(draft, batch, head, shift=0),
+    )
+
+
+# -- trained rows ----------------------------------------------------------------------------------
+# Which drafts of a batch's blocks count, with what weight they are trained, on which teacher.
+#
+# In: a `BlockFrame`. Out: `TrainedRows`, index tables into the blocks and the teachers. Draft d of
+# the block at anchor a reads its teacher, and its previous token, at slot a + d. A draft that
+# counts
+# is trained if the target's choice is in the draft vocabulary.
+#
+# B packs, T tokens of a pack, N blocks of a pack, D drafts of a block, R drafts that count.
+
+
+def draft_weights(draft: DSparkModel) -> Tensor:
+    """Return the weights of the drafts of a block, float64 [D].
+
+    They are exp(-d / gamma), 1 for gamma 0, or the options' `position_weights`.
+    """
+    gamma, depth = draft.options.loss_decay_gamma, draft.config.depth
+    steps = torch.arange(depth, dtype=torch.float64, device=draft.fc.weight.device)
+    given = draft.options.weights_of(depth)
+    if given is not None:
+        return torch.tensor(given, dtype=torch.float64, device=steps.device)
+    return torch.exp(-steps / gamma) if gamma else torch.ones_like(steps)
+
+
+def learnable(
+    draft: DSparkModel, target_argmax: Tensor, following: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return where the first term and where the others can be learned, bool [B, T] each.
+
+    Args:
+        draft: decides the draft vocabulary, and what the first term of the loss compares with.
+        target_argmax: the target's choice after every token, int64 [B, T].
+        following: the document's token after every token, int64 [B, T].
+    """
+    inside = draft.draft_index[target_argmax] >= 0
+    if draft.options.compared_with != "tokens":
+        return inside, inside
+    return inside & (draft.draft_index[following] >= 0), inside
+
+
+@dataclass(frozen=True)
+class TrainedRows:
+    """The R drafts of a batch that count, sorted by their teacher's slot."""
+
+    drafted: Tensor  # bool [B, N, D]: the draft counts
+    trained: Tensor  # bool [R]: the target's choice is in the draft vocabulary
+    rows: Tensor  # flat index in [B, N, D], int64 [R]
+    slot: Tensor  # flat slot of the teacher, ascending, int64 [R]; overlapping blocks share slots
+    weight: Tensor  # exp(-d / gamma), float64 [R]; 0 for drafts that are not trained
+    choice: Tensor  # the target's choice as a draft index, -1 outside, int64 [R]
+    has_token: Tensor  # bool [R]: the first term of the loss counts
+    token: Tensor  # the document's token as a draft index, int64 [R]; 0 where it is outside
+    previous: Tensor  # the token before every draft, int64 [B, N, D]
+
+    @classmethod
+    def select(cls, draft: DSparkModel, frame: BlockFrame) -> "TrainedRows":
+        """Select the drafts of a frame that count."""
+        blocks, documents = frame.blocks, frame.document_ids
+        depth, length = draft.config.depth, frame.input_ids.shape[1]
+        drafted = _at(drafted_mask(frame.loss_mask, documents, depth), blocks)  # [B, N, D]
+        drafted = drafted & blocks.kept[..., None]
+        # A slot beyond the pack belongs to a draft that does not count: any slot will do for it.
+        places = blocks.places(depth).clamp_max(length - 1)  # [B, N, D], slots a + d
+        following = shift_left(frame.input_ids, documents)  # [B, T]
+        with_token, inside = learnable(draft, frame.target_argmax, following)
+        first = length * torch.arange(
+            len(places), device=places.device
+        )  # [B]: flat start of a pack
+        rows = drafted.flatten().nonzero().squeeze(1)  # [R], in block order
+        slot, order = (places + first[:, None, None]).flatten()[rows].sort(stable=True)  # [R] each
+        rows = rows[order]
+        trained = inside.flatten()[slot]  # [R]
+        return cls(
+            drafted=drafted,
+            trained=trained,
+            rows=rows,
+            slot=slot,
+            weight=draft_weights(draft).to(rows.device)[rows % depth] * trained,
+            choice=draft.draft_index[frame.target_argmax.flatten()[slot]],
+            has_token=with_token.flatten()[slot],
+            token=draft.draft_index[following.flatten()[slot]].clamp_min(0),
+            previous=_gather(frame.input_ids, places),
+        )
+
+    def token_before(self, slots: Tensor) -> Tensor:
+        """Return the token before the drafts of flat slots, int64 [M]; each is a slot of a row."""
+        first = torch.searchsorted(self.slot, slots)  # a row of every slot
+        return self.previous.flatten()[self.rows[first]]
+
+    def totals(self) -> Tensor:
+        """Return the summed weights of the first term and of the other terms, float64 [2]."""
+        return torch.stack([(self.weight * self.has_token).sum(), self.weight.sum()])
+
+
+def _at(x: Tensor, blocks: Blocks) -> Tensor:
+    """Return the entries [B, N, D] of `x` [B, T, D] at the anchors."""
+    return x.gather(1, blocks.anchors[..., None].expand(-1, -1, x.shape[-1]))
+
+
+def _gather(x: Tensor, places: Tensor) -> Tensor:
+    """Return the entries [B, N, D] of `x` [B, T] at the slots `places`, int64 [B, N, D]."""
+    return x.gather(1, places.flatten(1)).view_as(places)
+
+
+# -- block metrics ---------------------------------------------------------------------------------
+# Metrics of block drafts as sums: those of `metrics`, and some that only blocks have.
+#
+# In: figures of the drafts that count. Out: float64 sums that add up over batches, and from their
+# totals the metrics. The additional sums are
+#
+#     terms        [3] weighted sums of cross-entropy, L1 and the confidence's BCE
+#     term_weights [3] sums of their weights
+#     term_shares  [3] those, times the terms' weights in the loss
+#     tau, blocks  [] expected tokens per round, 1 + sum_d prod_{j<=d} c*_j, summed over the blocks
+#     kind, kind_weight []  with another loss than ce+l1: its weighted sum, and the sum of its
+#     weights
+#     confidence_* [10] of trained drafts by their confidence, in tenths, weighted like their loss:
+#                  sum of weights (number), of confidence and of acceptance; confidence_gap [] sum
+#                  of
+#                  their absolute difference
+#
+# c*_j is the acceptance of draft j: the probability that a draw from the draft is kept, given the
+# target's full distribution (see `head_loss`). It counts at every draft, also where the target's
+# choice is outside the draft vocabulary.
+#
+# A chain of `metrics` is a block here: draft d is a hit if it is the target's choice after the
+# document's own tokens up to it. So `acceptance_length` is comparable with that of other drafts.
+#
+# B packs, N blocks of a pack, D drafts of a block, R drafts that count.
+
+
+BINS = 10
+TERMS = ("cross_entropy", "l1", "confidence_bce")
+
+
+@dataclass(frozen=True)
+class Forecasts:
+    """What the confidence head forecasts for the R drafts that count, no gradients."""
+
+    confidence: Tensor  # probability of acceptance [R]
+    bce: Tensor  # its binary cross-entropy with the acceptance [R]
+
+
+@torch.no_grad()
+def block_sums(
+    figures: RowFigures,
+    forecasts: Forecasts | None,
+    chosen: TrainedRows,
+    weights: Tensor,
+    alphas: tuple[float, float, float],
+) -> Sums:
+    """Return the sums of a batch.
+
+    Args:
+        figures: of the R drafts that count.
+        forecasts: of the same; None without a confidence head.
+        chosen: which drafts these are, and which of them are trained.
+        weights: of draft d, float64 [D].
+        alphas: weights of the three terms in the loss.
+    """
+    depth, rows, drafted = len(weights), chosen.rows, chosen.drafted
+    d = rows % depth  # [R], depth of each draft
+    w = weights[d] * chosen.trained  # [R]
+    hit = figures.best == chosen.choice  # [R]
+    acceptance, overlap = figures.acceptance.double(), figures.overlap.double()
+    cross_entropy = figures.cross_entropy.double()
+    bce = torch.zeros_like(acceptance) if forecasts is None else forecasts.bce.double()
+    ce_weights = w * chosen.has_token
+    forecast_weight = w.sum() if forecasts is not None else w.new_zeros(())
+    terms = [(ce_weights * cross_entropy).sum(), (w * 2 * (1 - overlap)).sum(), (w * bce).sum()]
+    term_weights = torch.stack([ce_weights.sum(), w.sum(), forecast_weight])  # [3]
+    hits, shares = (torch.zeros_like(drafted, dtype=kind) for kind in (torch.bool, torch.float64))
+    hits.view(-1)[rows] = hit  # [B, N, D]
+    shares.view(-1)[rows] = acceptance  # [B, N, D]; 0 where no draft counts
+    expected = 1 + torch.cumprod(shares, dim=-1).sum(-1)  # [B, N]
+    live = drafted.any(-1)  # [B, N]
+
+    def by_depth(values: Tensor) -> Tensor:
+        """Sum values [R] by the depth of their draft: [D]."""
+        return torch.zeros_like(weights).index_add_(0, d, values.double())
+
+    supervised = by_depth(chosen.trained)
+    sums = {
+        "loss": by_depth(cross_entropy * chosen.has_token),
+        "supervised": supervised,
+        "weighted": supervised * weights,
+        "drafted": drafted.sum((0, 1)).double(),
+        "hits": by_depth(hit),
+        "acceptance": by_depth(acceptance),
+        "terms": torch.stack(terms),
+        "term_weights": term_weights,
+        "term_shares": torch.stack([x * a for x, a in zip(term_weights, alphas, strict=True)]),
+        "tau": (expected * live).sum(),
+        "blocks": live.sum().double(),
+        **chain_sums(hits.movedim(-1, 0), drafted.movedim(-1, 0)),
+    }
+    if forecasts is not None:
+        sums |= _calibration_sums(forecasts.confidence.double(), acceptance, w)
+    return sums
+
+
+@torch.no_grad()
+def kind_sums(figures: RowFigures, chosen: TrainedRows) -> Sums:
+    """Return the sums "kind" and "kind_weight" of the R drafts that count."""
+    weight = chosen.weight * chosen.has_token  # [R]
+    return {"kind": (weight * figures.loss.double()).sum(), "kind_weight": weight.sum()}
+
+
+def _calibration_sums(confidence: Tensor, acceptance: Tensor, weights: Tensor) -> Sums:
+    """Return the sums "confidence_*" of drafts with these figures, float64 [R] each."""
+    place = (confidence * BINS).long().clamp(max=BINS - 1)  # [R]
+    zero = torch.zeros(BINS, dtype=torch.float64, device=confidence.device)
+    return {
+        "confidence_number": zero.index_add(0, place, weights),
+        "confidence_sum": zero.index_add(0, place, weights * confidence),
+        "confidence_accepted": zero.index_add(0, place, weights * acceptance),
+        "confidence_gap": (weights * (confidence - acceptance).abs()).sum(),
+    }
+
+
+def summarise_blocks(sums: Sums) -> dict[str, float | None]:
+    """Turn added sums into metrics: those of `metrics.summarise`, and the following.
+
+    "loss" is the whole loss; "cross_entropy", "l1" and "confidence_bce" are its terms, unweighted.
+    With another loss than ce+l1, "distribution_loss" replaces the first two in it, and they are
+    only measured.
+    "tau" is the expected number of tokens per round if drafts are sampled.
+    "confidence_calibration" is the expected calibration error over ten bins: |mean confidence -
+    mean acceptance|, weighted by the bin's sum of weights. "confidence_error" is the mean
+    |confidence - acceptance|, "confidence_bias" the mean difference. The means of these three have
+    the weights of the loss, exp(-d / gamma), so that the figure is what the loss minimises.
+    """
+    out = summarise_chains(sums)
+    values = {name: value.double().cpu() for name, value in sums.items()}
+    weight = values["term_weights"]
+    means = torch.where(weight > 0, values["terms"] / weight.clamp_min(1e-30), 0.0)
+    alphas = torch.where(weight > 0, values["term_shares"] / weight.clamp_min(1e-30), 0.0)
+    out["loss"] = float((alphas * means).sum())
+    if "kind" in values:
+        weighed = float(values["kind_weight"])
+        mean = float(values["kind"]) / weighed if weighed else 0.0
+        out["distribution_loss"] = mean if weighed else None
+        out["loss"] = float((alphas * means).sum()) + mean
+    for name, mean, some in zip(TERMS, means.tolist(), weight.tolist(), strict=True):
+        out[name] = mean if some else None
+    blocks = float(values["blocks"])
+    out["tau"] = float(values["tau"]) / blocks if blocks else None
+    if "confidence_gap" in values:
+        number = values["confidence_number"]
+        total_weight = float(number.sum())
+        gap = values["confidence_sum"] - values["confidence_accepted"]
+        for name, total in (
+            ("confidence_calibration", gap.abs().sum()),
+            ("confidence_error", values["confidence_gap"]),
+            ("confidence_bias", gap.sum()),
+        ):
+            out[name] = float(total) / total_weight if total_weight else None
+    return out
+
+
+# -- loss ------------------------------------------------------------------------------------------
 
 
 def dspark_loss(

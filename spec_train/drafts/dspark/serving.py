@@ -25,9 +25,9 @@ from spec_train.drafts.dspark.blocks import Blocks, batch_context, block_states
 from spec_train.drafts.dspark.model import DSparkModel
 from spec_train.drafts.protocol import Ask
 from spec_train.drafts.together import Draws, NewRows, real_slots, stacked
-from spec_train.head import TargetHead
-from spec_train.losses import wide
-from spec_train.sampling import Sampler
+from spec_train.losses.head import TargetHead
+from spec_train.losses.menu import wide
+from spec_train.losses.sampling import Sampler
 
 _CHUNK_ELEMENTS = 1 << 24  # mask entries, or logits, in memory at a time
 

@@ -14,25 +14,22 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from spec_data.shards.draft_needs import data_problem
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.schema import FINAL, Manifest
+from spec_data.shards.schema import FINAL, Manifest, data_problem
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.base import DatasetFacts
 from spec_train.drafts.counted import CountedDrafts
 from spec_train.drafts.draft_caches import LayerCaches
 from spec_train.drafts.drafting import ChainDrafter
-from spec_train.drafts.eagle.config import EagleConfig
-from spec_train.drafts.eagle.loss import eagle_loss, input_noise, supervised_slots
-from spec_train.drafts.eagle.model import EagleModel, HeadedEagle
-from spec_train.drafts.eagle.unroll import serving_chains
+from spec_train.drafts.eagle.loss import eagle_loss, input_noise, serving_chains, supervised_slots
+from spec_train.drafts.eagle.model import EagleConfig, EagleModel, HeadedEagle
 from spec_train.drafts.protocol import DraftLoss
 from spec_train.drafts.slots import check_teachers
-from spec_train.head import TargetHead
-from spec_train.losses import LossKind
-from spec_train.metrics import summarise
+from spec_train.formats.origin import origin_of
+from spec_train.losses.head import TargetHead
+from spec_train.losses.menu import LossKind
+from spec_train.losses.metrics import summarise
 from spec_train.options.draft_options import EagleOptions
-from spec_train.origin import origin_of
 
 __all__ = ["EagleConfig", "EagleDraft", "EagleOptions", "eagle_loss", "serving_chains"]
 

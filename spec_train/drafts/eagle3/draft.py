@@ -9,15 +9,20 @@ from torch import Tensor
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.counted import CountedDrafts
 from spec_train.drafts.drafting import ChainDrafter
-from spec_train.drafts.eagle3.config import Eagle3Config
-from spec_train.drafts.eagle3.loss import Teachers, eagle3_loss, step_shares, unrolled_loss
-from spec_train.drafts.eagle3.model import Eagle3Model
-from spec_train.drafts.eagle3.unroll import Unroll, serving_chains
+from spec_train.drafts.eagle3.loss import (
+    Teachers,
+    Unroll,
+    eagle3_loss,
+    serving_chains,
+    step_shares,
+    unrolled_loss,
+)
+from spec_train.drafts.eagle3.model import Eagle3Config, Eagle3Model
 from spec_train.drafts.frames import batch_frame, slots_of
 from spec_train.drafts.protocol import DraftLoss
-from spec_train.head import TargetHead
-from spec_train.losses import LossKind
-from spec_train.metrics import summarise
+from spec_train.losses.head import TargetHead
+from spec_train.losses.menu import LossKind
+from spec_train.losses.metrics import summarise
 from spec_train.options.draft_options import Eagle3Options
 
 __all__ = [

@@ -15,16 +15,21 @@ from spec_train.drafts.base import DatasetFacts
 from spec_train.drafts.counted import CountedDrafts
 from spec_train.drafts.frames import batch_frame, slot_mask_of, slots_of
 from spec_train.drafts.mask_token import settle_mask_token
-from spec_train.drafts.peagle.config import PeagleConfig
-from spec_train.drafts.peagle.depth_sampling import Draws, cod_sample
-from spec_train.drafts.peagle.loss import Weighed, element_masks, parallel_loss, peagle_loss
-from spec_train.drafts.peagle.model import PeagleModel
+from spec_train.drafts.peagle.loss import (
+    Draws,
+    Weighed,
+    cod_sample,
+    element_masks,
+    parallel_loss,
+    peagle_loss,
+)
+from spec_train.drafts.peagle.model import PeagleConfig, PeagleModel
 from spec_train.drafts.peagle.serving import ParallelDrafter, serving_chains
 from spec_train.drafts.protocol import DraftLoss
 from spec_train.drafts.slots import document_offsets
-from spec_train.head import TargetHead
-from spec_train.losses import LossKind
-from spec_train.metrics import summarise
+from spec_train.losses.head import TargetHead
+from spec_train.losses.menu import LossKind
+from spec_train.losses.metrics import summarise
 from spec_train.options.draft_options import PeagleOptions
 
 __all__ = ["PeagleConfig", "PeagleDraft", "PeagleOptions", "cod_sample", "peagle_loss"]

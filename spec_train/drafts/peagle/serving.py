@@ -27,7 +27,7 @@ from spec_train.drafts.peagle.model import PeagleModel
 from spec_train.drafts.protocol import Ask
 from spec_train.drafts.slots import gather_slots, rope_lengths
 from spec_train.drafts.together import Draws, NewRows, stacked, take
-from spec_train.sampling import Sampler
+from spec_train.losses.sampling import Sampler
 
 CHUNK_ROWS = 2048  # elements of a pack that `serving_chains` computes at a time
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spec_data.target.hooks import decoder_layers
+from spec_data.capture.hooks import decoder_layers
 from tests.spec_data.runs import save_target
 
 PAD = 0  # the id that rows are filled with

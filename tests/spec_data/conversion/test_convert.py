@@ -13,7 +13,7 @@ import spec_data
 from spec_data import cli
 from spec_data.conversion import run as conversion
 from spec_data.conversion.run import convert, plan_conversion
-from spec_data.conversion.to_specforge import SpecForgeWriter
+from spec_data.conversion.table_layout import SpecForgeWriter
 from spec_data.conversion.write_out import export_dataset
 from spec_data.options.conversion_options import ConvertConfig, ExportDataConfig
 from spec_data.options.dataset_options import VerifyConfig

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from spec_data.conversion.layouts import open_layout
 from spec_data.conversion.stored_samples import AFTER, BEFORE, Conventions, TargetSizes
-from spec_data.conversion.torch_files import load_table
+from spec_data.conversion.table_layout import load_table
 from spec_data.corpus.bad_rows import BadRow
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, TargetError
 from tests.spec_data.conversion import layouts as write

@@ -10,15 +10,15 @@ from transformers import AutoModelForCausalLM
 from spec_data.conversion.evidence import (
     SHIFTS,
     HeadFigures,
+    OwnStates,
     fits_of,
     head_figures,
     head_warning,
 )
-from spec_data.conversion.mask_frame import check_frame, in_token_frame, runs_by_offset
+from spec_data.conversion.layouts import opened, to_generate
 from spec_data.conversion.proof import prove_samples
+from spec_data.conversion.sample_plan import check_frame, in_token_frame, runs_by_offset
 from spec_data.conversion.stored_samples import AFTER, BEFORE, Conventions, SampleStates
-from spec_data.conversion.target_walk import OwnStates
-from spec_data.conversion.tool_setup import opened, to_generate
 from spec_data.generation.setup import set_up
 from spec_data.options.conversion_options import ConvertConfig
 from spec_data.shards.errors import ConfigError, CorpusError, RunError

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from spec_data.config import from_dict
 from spec_data.corpus.bad_rows import AUTO, BadRows, parse_limit, printable
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, CorpusError
+from spec_data.terminal.config import from_dict
 from tests.spec_data.corpus.reading import read, rows, write_jsonl
 
 

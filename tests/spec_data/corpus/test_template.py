@@ -15,9 +15,9 @@ from spec_data.corpus.chat import Renderer, RenderError
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.records import Record
 from spec_data.corpus.template import Template
-from spec_data.generation.plan_builder import PlanBuilder
+from spec_data.generation.plan import PlanBuilder
+from spec_data.generation.plan_file import Preparing
 from spec_data.generation.planning import RowSettings, render_into
-from spec_data.generation.prepared import Preparing
 from spec_data.shards.errors import ConfigError, CorpusError
 from tests.spec_data.corpus.chat_cases import (
     CALL,

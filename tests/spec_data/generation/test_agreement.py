@@ -19,8 +19,7 @@ from spec_data.shards.likelihood_text import warnings
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest, fingerprint
 from spec_data.verification.findings import Findings
-from spec_data.verification.first_choices import check_first_choices
-from spec_data.verification.run import examine
+from spec_data.verification.run import check_first_choices, examine
 from tests.spec_data.corpus.templates import CHATML, tokenizer
 from tests.spec_data.generation.trained import BOS, TrainedTarget
 from tests.spec_data.runs import digests, options, run, save_target, write_corpus

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from spec_data.generation.encoding import encode_columns, store
-from spec_data.generation.transfers import PlainTransfers
+from spec_data.capture.backend import ForwardBatch
+from spec_data.generation.transfers import PlainTransfers, encode_columns, store
 from spec_data.shards.schema import Column
 from spec_data.shards.writer import UnitData
-from spec_data.target.forward_batch import ForwardBatch
 
 MASKS = ([0, 0, 0, 1], [0, 1, 1], [1, 1, 0, 0, 1])
 COLUMNS = (

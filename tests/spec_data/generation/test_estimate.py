@@ -9,8 +9,8 @@ from huggingface_hub import constants
 import spec_data
 from spec_data.cli import main
 from spec_data.estimation import estimate_size
-from spec_data.generation.disk_bytes import head_bytes
 from spec_data.generation.setup import set_up
+from spec_data.generation.target_files import head_bytes
 from spec_data.models import resolve
 from spec_data.options.generate_options import EstimateConfig, GenerateConfig
 from spec_data.shards.errors import SpecDataError

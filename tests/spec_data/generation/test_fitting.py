@@ -12,9 +12,9 @@ from spec_data.cli import main
 from spec_data.estimation import estimate_size, estimate_text
 from spec_data.models import families
 from spec_data.options.generate_options import EstimateConfig
-from spec_data.shards.draft_needs import data_problem
 from spec_data.shards.errors import TargetError
 from spec_data.shards.layer_ids import RECIPES
+from spec_data.shards.schema import data_problem
 from spec_train.drafts import DRAFTS
 from tests.spec_data.runs import options, run, save_target, write_corpus
 from tests.spec_train.fitted import edit

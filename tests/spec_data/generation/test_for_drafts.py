@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import spec_data
 import spec_train
+from spec_data.capture.model import Target
 from spec_data.cli import main
 from spec_data.generation.sealing import seal_directory
 from spec_data.options.dataset_options import VerifyConfig
@@ -19,7 +20,6 @@ from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError, TargetError
 from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.schema import Manifest, fingerprint
-from spec_data.target.model import Target
 from spec_train.data.mixture import common_manifest
 from tests.families import _COMMON
 from tests.spec_data.corpus.templates import tokenizer

@@ -9,8 +9,7 @@ import threading
 import pytest
 from filelock import FileLock
 
-from spec_data.generation.find_plan import find_plan
-from spec_data.generation.replan import check_still_planned, discard_unused_plan
+from spec_data.generation.find_plan import check_still_planned, discard_unused_plan, find_plan
 from spec_data.generation.sealing import seal_directory
 from spec_data.generation.setup import set_up
 from spec_data.generation.worker_locks import running_workers, worker_lock

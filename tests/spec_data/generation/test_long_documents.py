@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from spec_data.capture import long_rows
+from spec_data.capture import model as model_module
+from spec_data.capture.mask_forms import ROWS, SINGLE
+from spec_data.capture.model import Target
 from spec_data.generation import plan as plan_module
 from spec_data.generation.plan import unit_batches
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.target import long_rows
-from spec_data.target import model as model_module
-from spec_data.target.mask_forms import ROWS, SINGLE
-from spec_data.target.model import Target
 from tests.families import WINDOW
 from tests.spec_data.runs import run, save_target
 from tests.tolerance import close, network

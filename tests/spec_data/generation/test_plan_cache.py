@@ -16,8 +16,8 @@ from spec_data.generation.plan_cache import cache_limit, open_cache
 from spec_data.generation.planning import make_plan
 from spec_data.generation.setup import set_up
 from spec_data.options.generate_options import EstimateConfig, GenerateConfig
-from spec_data.shards.cache_directory import cache_directory
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.files import cache_directory
 from tests.spec_data.runs import digests, options, run, save_target, write_corpus
 
 

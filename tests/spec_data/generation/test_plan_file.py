@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 
 from spec_data.generation import plan_file
-from spec_data.generation.plan import load_plan
-from spec_data.generation.plan_file import PLAN_COLUMNS, PlannedDocuments, PlanWriter, Scratch
-from spec_data.generation.prepared import Prepared
-from spec_data.generation.seen import Seen
+from spec_data.generation.plan import Seen, load_plan
+from spec_data.generation.plan_file import (
+    PLAN_COLUMNS,
+    PlannedDocuments,
+    PlanWriter,
+    Prepared,
+    Scratch,
+)
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import sha256_file
 from spec_data.shards.schema import predicts_supervised

@@ -21,9 +21,9 @@ from scripts.bench.plan_reference import one_by_one, slow_renderer
 from spec_data.corpus import in_order as pool
 from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.record_reader import CorpusReader
-from spec_data.generation.plan_builder import PlanBuilder
+from spec_data.generation.plan import PlanBuilder
+from spec_data.generation.plan_file import Preparing
 from spec_data.generation.planning import RowSettings, RowWork, corpus_entry, render_into
-from spec_data.generation.prepared import Preparing
 from spec_data.shards.errors import CorpusError, RunError
 from tests.faults.odd_rows import as_json, broken_bytes, changed, good_row, ids_row
 from tests.spec_data.corpus.templates import tokenizer
@@ -169,9 +169,9 @@ def test_a_killed_process_ends_the_run_in_words(tmp_path, monkeypatch):
 ENDLESS = """
 import sys, time
 from argparse import Namespace
-from spec_data.console import run_cli
+from spec_data.terminal.console import run_cli
 from spec_data.corpus import in_order as pool
-from spec_data.corpus.row_results import RawRow, RowResult
+from spec_data.corpus.file_rows import RawRow, RowResult
 pool._FEW = 1
 def make():
     def work(row):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from spec_data.generation import metrics_file, ray_engine
+from spec_data.generation import ray_engine
+from spec_data.generation import status as metrics_file
 from spec_data.generation.ray_replica import RayReplica
 from spec_data.generation.worker_locks import worker_lock
 from spec_data.options.generate_options import GenerateConfig
@@ -27,7 +28,7 @@ class Killed(RayReplica):
     def capture(self, unit):
         marker = Path(self.config.out).parent / "killed"
         if unit == 3 and not marker.exists():
-            from spec_data.generation import unit_records
+            from spec_data.generation import sealing as unit_records
 
             def half(path, *_):
                 path.with_name(f".{path.name}.012345678901.tmp").write_bytes(b"half of a shard")
@@ -53,7 +54,7 @@ class Full(RayReplica):
     """The disk is full when unit 1 is written."""
 
     def capture(self, unit):
-        from spec_data.generation import unit_records
+        from spec_data.generation import sealing as unit_records
 
         def full(path, *_):
             with (Path(self.config.out).parent / "tries").open("a") as file:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from spec_data.generation import sealing, unit_records
+from spec_data.generation import sealing
+from spec_data.generation import sealing as unit_records
 from spec_data.generation.planning import make_plan
 from spec_data.generation.run import check_free_space
 from spec_data.generation.sealing import seal_directory

@@ -1,9 +1,8 @@
 """The sample of the corpus that is measured before the first shard, and the sums per source."""
 
 from spec_data.generation.sample_check import sample_of_sources
-from spec_data.shards.likelihood import Agreement, DocumentFigures, summarise
+from spec_data.shards.likelihood import Agreement, DocumentFigures, places_by_name, summarise
 from spec_data.shards.likelihood_text import agreement_rows, suspicions
-from spec_data.shards.naming import places_by_name
 
 
 def test_a_directory_of_text_files_is_sampled_and_summed():

@@ -9,10 +9,14 @@ import pytest
 
 import spec_data.generation.replica as replica_module
 from spec_data.estimation import Estimate, estimate_text
-from spec_data.generation.find_plan import find_plan
+from spec_data.generation.find_plan import (
+    check_still_planned,
+    discard_unused_plan,
+    find_plan,
+    half_discarded,
+)
 from spec_data.generation.fitting import fitting
 from spec_data.generation.planning import make_plan
-from spec_data.generation.replan import check_still_planned, discard_unused_plan, half_discarded
 from spec_data.generation.setup import set_up
 from spec_data.generation.worker_locks import worker_lock
 from spec_data.options.generate_options import GenerateConfig
@@ -244,7 +248,7 @@ def test_removing_a_plan_is_finished_after_a_crash(target, corpus, tmp_path, mon
     out = tmp_path / "data"
     planned(target, corpus, out)
     (out / "target").mkdir()
-    monkeypatch.setattr("spec_data.generation.replan._remove", failing)
+    monkeypatch.setattr("spec_data.generation.find_plan._remove", failing)
     with pytest.raises(RunError):
         run(target, corpus, out, layers="1,3")
     monkeypatch.undo()

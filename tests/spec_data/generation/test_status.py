@@ -11,9 +11,10 @@ import pytest
 
 import spec_data
 from spec_data.cli import main
-from spec_data.generation import metrics_file, status
+from spec_data.generation import status
+from spec_data.generation import status as metrics_file
 from spec_data.generation.plan import load_plan
-from spec_data.generation.worker_facts import FactsWriter, WorkerFacts, read_facts
+from spec_data.generation.status import FactsWriter, WorkerFacts, read_facts
 from spec_data.shards.errors import ConfigError, MissingError, RunError
 from tests.spec_data.runs import digests, fork_cli, options, run, save_target, write_corpus
 
@@ -68,14 +69,14 @@ def test_a_worker_is_seen_and_what_it_leaves_is_counted(source, whole, tmp_path,
     assert re.fullmatch(rf"worker 1/3 \(.*, process {process.pid}\) was killed or lost in unit 7",
                         found.failures[0])  # fmt: skip
     monkey = pytest.MonkeyPatch()
-    monkey.setattr("spec_data.generation.unit_records.write_shard", _full)
+    monkey.setattr("spec_data.generation.sealing.write_shard", _full)
     with pytest.raises(RunError, match="the disk is full"):
         run(*source, out, workers="2/3", **SMALL)
     monkey.undo()
     failed = spec_data.status(out)
     assert failed.workers[2].state == "failed" and len(failed.failures) == 2
     assert "failed in unit" in failed.failures[1] and "No space left" in failed.failures[1]
-    monkey.setattr("spec_data.generation.unit_records.write_shard", _interrupted)
+    monkey.setattr("spec_data.generation.sealing.write_shard", _interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(*source, out, workers="2/3", **SMALL)
     monkey.undo()

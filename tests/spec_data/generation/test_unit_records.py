@@ -5,7 +5,7 @@ import json
 import pytest
 
 from spec_data.generation.run import generate
-from spec_data.generation.unit_records import finished_unit
+from spec_data.generation.sealing import finished_unit
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.likelihood import DocumentFigures
 from tests.spec_data.runs import options, save_target, write_corpus

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from spec_data.generation.plan import load_plan
-from spec_data.generation.unit_size import unit_tokens
+from spec_data.generation.plan_file import unit_tokens
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError
 from tests.spec_data.runs import digests, options, run, save_target, write_corpus

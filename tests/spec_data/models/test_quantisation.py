@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 import spec_train
+from spec_data.capture.backend import BackendOptions, open_backend
+from spec_data.capture.model import Target
 from spec_data.generation import find_plan
 from spec_data.generation.run import generate
 from spec_data.models.loading import load_model
@@ -23,10 +25,8 @@ from spec_data.models.quantisation import check_head, quantisation_of
 from spec_data.options.dataset_options import VerifyConfig
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import TargetError
-from spec_data.shards.quantisation_text import quantisation_text
+from spec_data.shards.identity import quantisation_text
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.target.backend import BackendOptions, open_backend
-from spec_data.target.model import Target
 from spec_data.verification.run import examine
 from tests.families import VOCAB
 from tests.spec_data.runs import options, save_target, write_corpus

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from spec_data.models import slow_dtypes
-from spec_data.models.slow_dtypes import slow_dtype, slow_model
+from spec_data.models import loading as slow_dtypes
+from spec_data.models.loading import slow_dtype, slow_model
 
 CPU = torch.device("cpu")
 

@@ -12,9 +12,16 @@ import pytest
 import torch
 
 import spec_data.pages
-from spec_data.pages.binning import histogram, range_labels, whole_edges
 from spec_data.pages.html_page import CHART_FILE, page_bytes, read_page_data, safe_json, write_page
-from spec_data.pages.page_parts import Page, Section, Table, plain
+from spec_data.pages.page_parts import (
+    Page,
+    Section,
+    Table,
+    histogram,
+    plain,
+    range_labels,
+    whole_edges,
+)
 from spec_data.shards.errors import ConfigError
 from tests.spec_data.pages.samples import ATTACK, sample_page
 

@@ -12,11 +12,11 @@ import torch
 from filelock import FileLock
 
 from spec_data.cli import main
-from spec_data.config import as_flags
 from spec_data.regeneration import padded_batches
 from spec_data.regeneration.conversations import Answer
 from spec_data.regeneration.journal import Journal, journal_path
 from spec_data.shards.errors import ConfigError, CorpusError, DatasetError, RunError
+from spec_data.terminal.config import as_flags
 from tests.spec_data.regeneration.tools import answered, config, rows
 from tests.spec_data.runs import save_target, write_corpus
 

@@ -12,13 +12,13 @@ import time
 import pytest
 
 from spec_data.cli import main
-from spec_data.config import as_flags
 from spec_data.corpus.json_values import parse_json
 from spec_data.corpus.records import parse_row
 from spec_data.regeneration.journal import journal_path
 from spec_data.regeneration.server_messages import MalformedBody, RefusedAnswer, read_answer
 from spec_data.regeneration.server_pool import ServerPool, asked_wait, base_url
 from spec_data.shards.errors import ConfigError, RunError
+from spec_data.terminal.config import as_flags
 from tests.spec_data.regeneration.chat_server import (
     ChatServer,
     answer_to,

@@ -7,13 +7,13 @@ import shutil
 import pytest
 
 from spec_data.cli import build_parser, main
-from spec_data.config import resolve
 from spec_data.dataset_page_api import write_preview
 from spec_data.options.generate_options import EstimateConfig
 from spec_data.pages.html_page import read_page_data
 from spec_data.reports import preview_page
 from spec_data.shards.errors import CorpusError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.terminal.config import resolve
 from tests.spec_data.reports.reading_pages import part, read_document
 from tests.spec_data.runs import run, save_target, write_corpus
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from spec_data.shards import checking, coded
+from spec_data.shards import checking
+from spec_data.shards import shard as coded
 from spec_data.shards import shard as shard_module
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.reader import HiddenStatesDataset

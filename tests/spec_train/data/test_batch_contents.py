@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from spec_data.shards.packing import utilisation
-from spec_train.data.fill import FILL, OPEN, fill_in_order
 from spec_train.data.following import FollowingPlan
-from spec_train.data.mixed_order import MixedPlan, Share
-from spec_train.data.order import BatchPlan
+from spec_train.data.mixture import MixedPlan, Share
+from spec_train.data.order import FILL, OPEN, BatchPlan, fill_in_order
 
 SEQ_LEN, PACKS = 1024, 4
 SEEDS = range(4)

@@ -15,7 +15,7 @@ from spec_data.shards.follow import WORK, FollowedDataset
 from spec_data.shards.reclaim import allow_deletion, delete_unit, units_used
 from spec_train.drafts import DRAFTS
 from spec_train.options.command_options import ReplayConfig
-from spec_train.replay import replay
+from spec_train.training.replay import replay
 from spec_train.training.setup import make_splits
 from spec_train.training.trainer import Trainer
 from tests import forked

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spec_data.shards.errors import ConfigError
-from spec_train.data.mixed_order import MixedPlan, PartsPlan, Share, copies
+from spec_train.data.mixture import MixedPlan, PartsPlan, Share, copies
 from spec_train.data.order import BatchPlan
 
 SIZES = (300, 40, 90)

@@ -9,12 +9,14 @@ import pyarrow as pa
 import pytest
 
 from spec_data.shards.errors import ConfigError
-from spec_train.data.fill import FILL, ORDER, fill_in_order
 from spec_train.data.order import (
+    FILL,
+    ORDER,
     SPLIT_RULE,
     STRETCHES_PER_WINDOW,
     BatchPlan,
     below_border,
+    fill_in_order,
     rank_slice,
     split_border,
     split_documents,

@@ -11,7 +11,7 @@ import torch
 
 import spec_train
 from spec_data.corpus.chat import Renderer
-from spec_data.generation.plan_builder import PlanBuilder
+from spec_data.generation.plan import PlanBuilder
 from spec_data.shards.errors import ConfigError, CorpusError, DatasetError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.reader import HiddenStatesDataset
@@ -22,8 +22,7 @@ from spec_data.shards.writer import UnitData, write_shard
 from spec_train.cli import main
 from spec_train.data.mixture import open_documents
 from spec_train.data.policy_masks import PolicyDataset, open_with_mask
-from spec_train.data.selection import has_slot
-from spec_train.data.splits import Rules, make_splits, select
+from spec_train.data.splits import Rules, has_slot, make_splits, select
 from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.evaluation.run_record import read_run
 from spec_train.options.command_options import EvalConfig, FitConfig

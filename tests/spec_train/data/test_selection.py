@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from spec_data.shards.packing import shift_left
-from spec_train.data.selection import NO_SLOT, has_slot, select_documents
+from spec_train.data.splits import NO_SLOT, has_slot, select_documents
 from spec_train.drafts.slots import slot_masks
 
 SEQ_LEN = 512

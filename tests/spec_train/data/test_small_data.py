@@ -11,7 +11,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts.eagle3.draft import Eagle3Draft
 from spec_train.evaluation.on_dataset import check_fit, read_pack
 from spec_train.evaluation.report import run_eval
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from spec_train.options.command_options import EvalConfig, FitConfig
 from spec_train.options.draft_options import Eagle3Options
 from spec_train.training.setup import fit

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import spec_data.shards.schema as schema_module
 import spec_train
-from spec_data.shards.arrow_schema import schema_of
+from spec_data.shards.checksums import schema_of
 from spec_data.shards.errors import DatasetError, DraftError
 from spec_data.shards.files import dump_json
 from spec_data.shards.reader import HiddenStatesDataset

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from spec_data.shards.coded import CodedRows
 from spec_data.shards.lossy import LOSSY
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.shard import CodedRows
 from spec_train.data.order import BatchPlan
 from spec_train.data.stream import BatchStream, BufferOptions
 from spec_train.options.command_options import FitConfig
@@ -92,7 +92,7 @@ def test_blocks_of_a_device_do_not_show(lossy, monkeypatch):
         {name: states.clone() for name, states in b.hidden.items()}
         for _, b in batches(lossy, "cpu", torch.float32)
     ]
-    monkeypatch.setattr("spec_data.shards.coded.DECODED_AT_ONCE", 7 * 32)
+    monkeypatch.setattr("spec_data.shards.shard.DECODED_AT_ONCE", 7 * 32)
     for a, (_, b) in zip(whole, batches(lossy, "cpu", torch.float32), strict=True):
         assert all(torch.equal(a[name], b.hidden[name]) for name in a)
 

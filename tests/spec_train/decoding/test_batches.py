@@ -7,16 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from spec_train.decoding import batch_session
-from spec_train.decoding.batch_session import BatchSession, why_alone
-from spec_train.decoding.batches import Drafting, decode_batch
+from spec_train.decoding import batches as batch_session
+from spec_train.decoding.batches import BatchSession, Drafting, decode_batch, why_alone
 from spec_train.decoding.chains import (
     Generation,
     Request,
     decode_plain,
     decode_speculative,
 )
-from spec_train.sampling import Greedy, Sampler
+from spec_train.losses.sampling import Greedy, Sampler
 from tests.families import VOCAB as FAMILY_VOCAB
 from tests.families import WINDOW, tiny_model
 from tests.tolerance import close, network

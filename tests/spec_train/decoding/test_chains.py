@@ -21,7 +21,7 @@ from spec_train.decoding.chains import (
 )
 from spec_train.drafts.draft_caches import DraftCache
 from spec_train.drafts.drafting import ChainDrafter
-from spec_train.sampling import (
+from spec_train.losses.sampling import (
     Greedy,
     Sampled,
     accept_probability,

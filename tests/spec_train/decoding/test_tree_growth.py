@@ -8,12 +8,20 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.errors import ConfigError, TargetError
-from spec_train.decoding.tree_growth import EMPTY, ROOT, DraftTree, TreeDrafter, TreeShape, walk
-from spec_train.decoding.tree_masks import TreeMasks, tree_mask
-from spec_train.decoding.trees import TreeSession
+from spec_train.decoding.trees import (
+    EMPTY,
+    ROOT,
+    DraftTree,
+    TreeDrafter,
+    TreeMasks,
+    TreeSession,
+    TreeShape,
+    tree_mask,
+    walk,
+)
 from spec_train.drafts.drafting import ChainDrafter
-from spec_train.head import TargetHead
-from spec_train.sampling import Greedy, Sampled
+from spec_train.losses.head import TargetHead
+from spec_train.losses.sampling import Greedy, Sampled
 from tests.families import FAMILIES, VOCAB, tiny_model
 from tests.spec_train.drafts.eagle.tools import make_eagle
 from tests.spec_train.evaluation import tools as evaluate_tools

@@ -9,13 +9,18 @@ import torch
 
 from spec_data.shards.errors import ConfigError
 from spec_train.decoding.chains import Generation, Request, decode_plain, decode_speculative
-from spec_train.decoding.tree_growth import ROOT, DraftTree, TreeDrafter, TreeShape
-from spec_train.decoding.tree_masks import TreeMasks
-from spec_train.decoding.trees import decode_tree
+from spec_train.decoding.trees import (
+    ROOT,
+    DraftTree,
+    TreeDrafter,
+    TreeMasks,
+    TreeShape,
+    decode_tree,
+)
 from spec_train.evaluation.report import run_eval
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
+from spec_train.losses.sampling import Greedy, make_sampler
 from spec_train.options.command_options import EvalConfig
-from spec_train.sampling import Greedy, make_sampler
 from tests.families import FAMILIES, VOCAB, WINDOW, tiny_model
 from tests.spec_train.decoding.test_chains import COLUMNS, FORWARD, prompt_of, states
 from tests.spec_train.drafts.eagle import tools as eagle_tools

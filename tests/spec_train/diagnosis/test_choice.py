@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from spec_train.diagnosis.outcome import Tried
-from spec_train.diagnosis.trial_checks import _agreed
-from spec_train.diagnosis.trials import Trials, _best, fitting_as_well
+from spec_train.diagnosis.trials import Trials, _agreed, _best, fitting_as_well
 from spec_train.simulation.intervals import Comparison
 
 

@@ -16,7 +16,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts import DRAFTS, Draft
 from spec_train.evaluation.on_dataset import read_pack
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from tests import factory
 

@@ -1,6 +1,6 @@
 """The menu of losses of one slot, in plain loops: an oracle that the references of all drafts use.
 
-It shares no code with `spec_train.losses`: every loss is a sum over the draft vocabulary, in
+It shares no code with `spec_train.losses.menu`: every loss is a sum over the draft vocabulary, in
 float64, and gradients come from autograd.
 """
 

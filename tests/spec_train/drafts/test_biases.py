@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from spec_train.drafts import DRAFTS
-from spec_train.exporting import check_draft
+from spec_train.evaluation.exporting import check_draft
 from spec_train.formats.preflight_notes import REFUSE
 from spec_train.formats.rules import DEEPSPEC, LLAMA_CPP, SGLANG, SPECULATORS, VLLM
 from spec_train.formats.rules_bias import BIASES, LOADED

@@ -7,7 +7,7 @@ from torch import nn
 from spec_data.shards.errors import DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from tests.factory import tiny_dataset, tiny_llama
 

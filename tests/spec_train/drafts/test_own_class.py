@@ -9,7 +9,7 @@ from spec_data.models.families import DraftSpec
 from spec_data.shards.errors import DraftError
 from spec_train.drafts import DRAFTS, draft_class, load_draft
 from spec_train.drafts.eagle3.draft import Eagle3Draft
-from spec_train.exporting import run_export
+from spec_train.evaluation.exporting import run_export
 from spec_train.options.command_options import ExportConfig, fit_config, split_config
 from spec_train.training.setup import fit
 from tests.spec_data.runs import run, save_target, write_corpus

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from spec_train.drafts import DRAFTS
 from spec_train.drafts.dspark.blocks import Blocks
-from spec_train.drafts.dspark.config import DSparkConfig
-from spec_train.drafts.eagle3.config import Eagle3Config
-from spec_train.drafts.peagle.config import PeagleConfig
+from spec_train.drafts.dspark.model import DSparkConfig
+from spec_train.drafts.eagle3.model import Eagle3Config
+from spec_train.drafts.peagle.model import PeagleConfig
 from spec_train.drafts.teacher import teacher_of
+from spec_train.losses.sampling import Sampled
 from spec_train.options.draft_options import (
     DFlashOptions,
     DSparkOptions,
     Eagle3Options,
     PeagleOptions,
 )
-from spec_train.sampling import Sampled
 from tests.spec_train.evaluation import tools
 from tests.spec_train.evaluation.tools import LAYERS, VOCAB, batch_of, head_of, respond
 

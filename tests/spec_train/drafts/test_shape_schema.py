@@ -7,9 +7,9 @@ import pytest
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS
-from spec_train.drafts.eagle3.config import Eagle3Config
+from spec_train.drafts.eagle3.model import Eagle3Config
 from spec_train.formats.draft_seal import SECTION
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DRAFT_OPTIONS, Eagle3Options
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft

@@ -18,7 +18,7 @@ from spec_data.shards.files import dump_json
 from spec_data.shards.position_data import POSITIONS, load_positions
 from spec_data.shards.schema import Manifest, fingerprint
 from spec_train.drafts import DRAFTS, load_draft
-from spec_train.exporting import run_export
+from spec_train.evaluation.exporting import run_export
 from spec_train.options.command_options import ExportConfig, fit_config, split_config
 from spec_train.training.setup import fit
 from tests.spec_data.runs import run, save_target, verify, write_corpus

@@ -8,7 +8,7 @@ import torch
 
 from spec_train.decoding.batches import propose_all
 from spec_train.drafts.protocol import Ask, Drafter
-from spec_train.sampling import make_sampler
+from spec_train.losses.sampling import make_sampler
 from tests.spec_train.drafts.dspark import cases as dspark
 from tests.spec_train.drafts.eagle import cases as eagle
 from tests.spec_train.drafts.eagle3 import cases as eagle3

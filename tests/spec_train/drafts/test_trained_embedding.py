@@ -6,7 +6,7 @@ import torch
 from spec_data.shards.errors import DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft
 from tests.spec_train.drafts.eagle3.tools import batch_of

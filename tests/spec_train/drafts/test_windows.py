@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from spec_train.decoding.tree_growth import TreeDrafter, TreeShape
+from spec_train.decoding.trees import TreeDrafter, TreeShape
 from spec_train.drafts import DRAFTS
-from spec_train.drafts.dspark.config import DSparkConfig
-from spec_train.drafts.eagle.config import EagleConfig
-from spec_train.drafts.eagle3.config import Eagle3Config
-from spec_train.drafts.peagle.config import PeagleConfig
+from spec_train.drafts.dspark.model import DSparkConfig
+from spec_train.drafts.eagle.model import EagleConfig
+from spec_train.drafts.eagle3.model import Eagle3Config
+from spec_train.drafts.peagle.model import PeagleConfig
+from spec_train.losses.sampling import Greedy
 from spec_train.options.draft_options import (
     DFlashOptions,
     DSparkOptions,
@@ -21,7 +22,6 @@ from spec_train.options.draft_options import (
     EagleOptions,
     PeagleOptions,
 )
-from spec_train.sampling import Greedy
 from tests.spec_train.evaluation import tools
 from tests.spec_train.evaluation.tools import LAYERS, VOCAB, batch_of, head_of
 

@@ -10,15 +10,16 @@ import pytest
 
 from spec_data.corpus.template import Template
 from spec_data.shards.errors import ConfigError, CorpusError, MissingError
-from spec_train.decoding import chains, stopwatch
+from spec_train.decoding import chains
+from spec_train.decoding import chains as stopwatch
 from spec_train.decoding.chains import Generation, Request, Round, decode_speculative
 from spec_train.evaluation.eval_table import _sweep_lines, table
 from spec_train.evaluation.prompts import read_prompts
 from spec_train.evaluation.report import _parted, run_eval
 from spec_train.evaluation.speed_model import Times, fastest, modelled_speedup
 from spec_train.evaluation.tally import Tally, figures
+from spec_train.losses.sampling import Greedy
 from spec_train.options.benchmark_options import draft_depths
-from spec_train.sampling import Greedy
 from tests.spec_train.evaluation import test_prompts, tools
 from tests.spec_train.evaluation.tools import COLUMNS, config_of
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from spec_data.shards.cache_directory import cache_directory
 from spec_data.shards.errors import RunError
+from spec_data.shards.files import cache_directory
 from spec_train.evaluation import both_ways
-from spec_train.evaluation.plain_responses import PlainResponses
+from spec_train.evaluation.both_ways import PlainResponses
 from spec_train.evaluation.report import run_eval
 from tests.spec_train.evaluation import tools
 from tests.spec_train.evaluation.tools import VOCAB, config_of

@@ -16,10 +16,9 @@ from spec_train.drafts.eagle3.draft import serving_chains
 from spec_train.evaluation import on_dataset as evaluate_data
 from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.evaluation.report import run_eval
+from spec_train.losses.sampling import Greedy, make_sampler
 from spec_train.options.command_options import EvalConfig
-from spec_train.sampling import Greedy, make_sampler
-from spec_train.simulation.batch_walk import serving_sums
-from spec_train.simulation.walk import judge_chains, supervised_spans, walk_rounds
+from spec_train.simulation.walk import judge_chains, serving_sums, supervised_spans, walk_rounds
 from tests.factory import tiny_dataset, tiny_llama
 from tests.spec_train.evaluation import tools as evaluate_tools
 from tests.spec_train.evaluation.tools import (

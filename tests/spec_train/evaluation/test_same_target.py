@@ -8,8 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from spec_data.shards.errors import MissingError, TargetError
-from spec_train.evaluation.report import run_eval
-from spec_train.evaluation.same_target import system_warnings
+from spec_train.evaluation.report import run_eval, system_warnings
 from spec_train.options.command_options import EvalConfig
 from tests.draft_tools import read_json, unseal, write_json
 from tests.spec_train import fitted

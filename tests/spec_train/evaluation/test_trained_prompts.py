@@ -15,9 +15,8 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.order import SPLIT_RULE
 from spec_train.data.splits import Rules
 from spec_train.evaluation.on_dataset import choose_documents
-from spec_train.evaluation.report import run_eval
+from spec_train.evaluation.report import kwargs_for, run_eval
 from spec_train.evaluation.run_record import read_run
-from spec_train.evaluation.same_target import kwargs_for
 from spec_train.evaluation.trained_prompts import find_trained
 from tests.factory import tiny_dataset
 from tests.spec_data.corpus import templates

@@ -13,17 +13,16 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from spec_data.shards.head_spec import HeadSpec
 from spec_data.shards.packing import row_layout
-from spec_data.shards.schema import layer_column
+from spec_data.shards.schema import HeadSpec, layer_column
 from spec_train.data.batch import DraftBatch
 from spec_train.decoding.chains import Request, decode_plain
-from spec_train.drafts.eagle3.config import Eagle3Config
 from spec_train.drafts.eagle3.draft import Eagle3Draft
-from spec_train.head import TargetHead
+from spec_train.drafts.eagle3.model import Eagle3Config
+from spec_train.losses.head import TargetHead
+from spec_train.losses.sampling import Greedy
 from spec_train.options.command_options import EvalConfig
 from spec_train.options.draft_options import Eagle3Options
-from spec_train.sampling import Greedy
 from tests.factory import states_of, tiny_llama
 from tests.tolerance import decided, network
 

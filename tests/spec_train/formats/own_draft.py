@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from tests.factory import tiny_llama
 from tests.spec_train.drafts.eagle3.tools import build
 

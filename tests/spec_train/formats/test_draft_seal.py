@@ -19,7 +19,7 @@ from spec_train.cli import main
 from spec_train.drafts import load_draft
 from spec_train.formats.draft_files import DraftFiles, read_files, write_files
 from spec_train.formats.draft_seal import MARK, SEAL
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from tests.draft_tools import Change, edited, read_json, reseal, set_ids, unseal
 from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
 from tests.spec_train.drafts.eagle3.tools import build

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from spec_data.shards.errors import DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS, load_draft
-from spec_train.exporting import run_export
+from spec_train.evaluation.exporting import run_export
 from spec_train.formats.target_facts import TargetFacts
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from spec_train.options.command_options import ExportConfig, FitConfig
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.training.setup import fit

@@ -12,7 +12,7 @@ from spec_data.shards.errors import DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import load_draft
 from spec_train.formats.target_facts import TargetFacts
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from tests.draft_tools import unseal
 from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
 from tests.spec_train.drafts.eagle3.tools import build

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from spec_data.shards.errors import MissingError, TargetError
-from spec_train.exporting import check_draft, run_export
+from spec_train.evaluation.exporting import check_draft, run_export
 from spec_train.options.command_options import ExportConfig
 from tests.draft_tools import read_json, unseal, write_json
 from tests.spec_train import fitted

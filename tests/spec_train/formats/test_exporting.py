@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from spec_data.shards.errors import ConfigError, DraftError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train import exporting as export_module
 from spec_train.cli import main
 from spec_train.drafts import load_draft
-from spec_train.exporting import run_export
+from spec_train.evaluation import exporting as export_module
+from spec_train.evaluation.exporting import run_export
 from spec_train.formats.target_facts import read_target
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from spec_train.options.command_options import ExportConfig, FitConfig
 from spec_train.options.draft_options import Eagle3Options
 from spec_train.training.setup import fit

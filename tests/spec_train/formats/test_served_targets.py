@@ -8,7 +8,7 @@ import torch
 from spec_data.models.engine_targets import served
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS
-from spec_train.exporting import check_draft
+from spec_train.evaluation.exporting import check_draft
 from spec_train.formats.draft_card import draft_card
 from spec_train.formats.draft_files import DraftFiles, write_files
 from spec_train.formats.forms import with_facts_in, write_form
@@ -16,7 +16,7 @@ from spec_train.formats.preflight import CHECKS, preflight
 from spec_train.formats.preflight_notes import OF_TARGET, OK, REFUSE, WARN, Subject
 from spec_train.formats.serve_commands import servings
 from spec_train.formats.target_facts import TargetFacts
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from spec_train.options.command_options import ExportConfig
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft

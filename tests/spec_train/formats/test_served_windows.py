@@ -18,7 +18,7 @@ from spec_train.formats.forms import own_form, write_form
 from spec_train.formats.preflight import preflight
 from spec_train.formats.preflight_notes import Subject
 from spec_train.formats.target_facts import TargetFacts
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from tests.draft_tools import read_json, unseal, write_json
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft

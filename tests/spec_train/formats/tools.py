@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from spec_train.drafts import load_draft
-from spec_train.exporting import run_export
+from spec_train.evaluation.exporting import run_export
 from spec_train.options.command_options import ExportConfig
 
 

@@ -10,10 +10,9 @@ import pytest
 from spec_data.shards.errors import ConfigError, DraftError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS, load_draft
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from spec_train.options.command_options import resolve_fit, split_config
-from spec_train.training.draft_config_checks import check_keys, check_target
-from spec_train.training.setup import fit
+from spec_train.training.setup import check_keys, check_target, fit
 from tests.factory import tiny_dataset
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft

@@ -9,9 +9,9 @@ import torch
 
 from spec_data.shards.errors import DraftError
 from spec_train.cli import main
-from spec_train.losses import LossKind
+from spec_train.losses.menu import LossKind
 from spec_train.options.draft_options import DRAFT_OPTIONS, draft_options
-from spec_train.training.checked_json import dump_checked
+from spec_train.training.stored import dump_checked
 from tests.factory import tiny_dataset
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.tools import OPTIONS, change, run

@@ -12,8 +12,7 @@ from spec_data.pages.html_page import read_page_data
 from spec_data.shards.errors import ConfigError, MissingError, RunError
 from spec_train.cli import main
 from spec_train.reports import run_sections
-from spec_train.reports.names import short_names
-from spec_train.reports.run_page import write_report
+from spec_train.reports.run_page import short_names, write_report
 from spec_train.reports.stored_figures import evaluation_of, read_run
 from spec_train.training.result import better
 from tests.spec_train.reports import written

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from spec_train.decoding.chains import Generation, Round
-from spec_train.evaluation.response_sample import response_sample
-from spec_train.evaluation.tally import Tally, figures
+from spec_train.evaluation.tally import Tally, figures, response_sample
 from spec_train.simulation import breakdown, samples
 from spec_train.simulation.breakdown import Breakdown, position_range
 from spec_train.simulation.intervals import _weights

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 
-from spec_data.console import run_cli
+from spec_data.terminal.console import run_cli
 from tests.spec_train.training.tools import OPTIONS, run
 
 LIMIT_SECONDS = 240

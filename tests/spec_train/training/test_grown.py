@@ -13,7 +13,7 @@ from spec_data.views.appending import append, plan_append
 from spec_data.views.joining import plan_merge
 from spec_data.views.write_view import write_view
 from spec_train.options.command_options import FitConfig
-from spec_train.training.checked_json import dump_checked
+from spec_train.training.stored import dump_checked
 from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.spec_train.training.test_trainer_resume import assert_same_run, stop_after
 from tests.spec_train.training.tools import change, metrics, run

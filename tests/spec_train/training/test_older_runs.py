@@ -7,11 +7,11 @@ import pytest
 
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.data.fill import ORDER
+from spec_train.data.order import ORDER
 from spec_train.data.splits import Rules
 from spec_train.training import setup
-from spec_train.training.checked_json import dump_checked
 from spec_train.training.setup import make_splits
+from spec_train.training.stored import dump_checked
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.test_trainer_resume import assert_same_run, stop_after
 from tests.spec_train.training.tools import change, run

@@ -20,10 +20,9 @@ from spec_train.drafts.eagle3.draft import Unroll
 from spec_train.drafts.protocol import DraftLoss
 from spec_train.training import ranks
 from spec_train.training.optimizer import gather_whole, shard_like
-from spec_train.training.rank_loss import LossOnRanks
 from spec_train.training.ranks import Ranks
 from spec_train.training.setup import make_splits
-from spec_train.training.trainer import Trainer
+from spec_train.training.trainer import LossOnRanks, Trainer
 from tests.factory import tiny_dataset
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.ranks_tools import (

@@ -14,9 +14,9 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS
 from spec_train.drafts.protocol import DraftLoss
 from spec_train.options.command_options import ReplayConfig
-from spec_train.replay import replay
 from spec_train.training import checkpoint, ranks
 from spec_train.training.ranks import Ranks
+from spec_train.training.replay import replay
 from spec_train.training.setup import make_splits
 from spec_train.training.trainer import Trainer
 from tests.spec_train.training import tools as trainer_tools

@@ -16,7 +16,7 @@ from spec_train.evaluation.report import measure
 from spec_train.evaluation.run_record import read_run
 from spec_train.options.command_options import EvalConfig
 from spec_train.options.data_option import parse_source, parse_sources
-from spec_train.training.bandwidth import log_bandwidth
+from spec_train.training.setup import log_bandwidth
 from tests.remote_tools import forget_memory, put_in_memory
 from tests.spec_train.training.tools import change, config, data, metrics, run
 

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from spec_data.shards.errors import ConfigError, RunError
-from spec_train.training import checkpoint, stored, tracking
+from spec_train.training import checkpoint, stored
+from spec_train.training import saving as tracking
 from spec_train.training.checkpoint import RunDirectory
 from spec_train.training.saving import Saver, host_copy
 from spec_train.training.stored import resolve_draft_dir

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from spec_data.config import from_dict
 from spec_data.shards.errors import ConfigError, DraftError
+from spec_data.terminal.config import from_dict
 from spec_train.cli import main
 from spec_train.drafts import load_draft
 from spec_train.drafts.eagle3.draft import Unroll

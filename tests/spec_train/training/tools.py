@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from spec_data.config import as_flags
+from spec_data.terminal.config import as_flags
 from spec_train.drafts import DRAFTS
 from spec_train.options.command_options import FitConfig
 from spec_train.options.draft_options import Eagle3Options

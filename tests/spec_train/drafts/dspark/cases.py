@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from spec_data.shards.head_spec import HeadSpec
-from spec_train.drafts.dspark.config import DSparkConfig
+from spec_data.shards.schema import HeadSpec
 from spec_train.drafts.dspark.draft import DFlashDraft, DSparkDraft
-from spec_train.head import TargetHead
+from spec_train.drafts.dspark.model import DSparkConfig
+from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DFlashOptions, DSparkOptions
 from tests.spec_train.drafts.dspark.reference import Document, ReferenceConfig, block_logits
 from tests.spec_train.drafts.shared import reference_state, small_target, windows_of

@@ -15,7 +15,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import load_draft
 from spec_train.drafts.dspark.draft import DFlashDraft, DSparkConfig, DSparkDraft
 from spec_train.drafts.mask_token import choose_mask_token, usual_mask_tokens
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DFlashOptions, DSparkOptions, PeagleOptions
 from tests.draft_tools import unseal
 from tests.factory import tiny_dataset, tiny_llama

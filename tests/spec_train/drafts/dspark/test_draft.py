@@ -22,7 +22,7 @@ from spec_train.drafts.dspark.blocks import (
 )
 from spec_train.drafts.dspark.draft import DFlashDraft, DSparkDraft, dspark_loss
 from spec_train.drafts.dspark.serving import BlockWalk
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from tests.spec_train.drafts.dspark import tools as dspark_tools
 from tests.spec_train.drafts.dspark.cases import LAYERS, VOCAB, WIDTH, Case, make_draft, make_head
 from tests.spec_train.drafts.dspark.tools import build

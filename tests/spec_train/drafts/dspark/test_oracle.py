@@ -11,7 +11,7 @@ import torch
 
 from spec_train.decoding.chains import TargetSession
 from spec_train.drafts.dspark.serving import BlockDrafter
-from spec_train.sampling import Greedy
+from spec_train.losses.sampling import Greedy
 from tests.spec_train.drafts.dspark.test_serving import make
 from tests.spec_train.evaluation import tools as evaluate_tools
 from tests.spec_train.evaluation.tools import COLUMNS, head_of

@@ -10,7 +10,7 @@ import torch
 
 from spec_train.drafts.dspark.draft import dspark_loss
 from spec_train.drafts.dspark.head_loss import block_rows_loss
-from spec_train.losses import TeacherRows
+from spec_train.losses.menu import TeacherRows
 from tests import tolerance
 from tests.spec_train.drafts.dspark.cases import (
     DRAFT_IDS,
@@ -198,7 +198,7 @@ def test_chunks_change_nothing_and_gradients_are_autograds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows may share a latent vector, across tiles (of two rows) and chunks."""
-    monkeypatch.setattr("spec_train.tiles.TILE_ELEMENTS", 2 * 11)
+    monkeypatch.setattr("spec_train.losses.tiles.TILE_ELEMENTS", 2 * 11)
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:

@@ -15,10 +15,9 @@ from spec_train.drafts import DRAFTS
 from spec_train.drafts.counted import NOT_DRAFTED
 from spec_train.drafts.dspark.draft import DSparkConfig, DSparkDraft
 from spec_train.drafts.dspark.serving import BlockDrafter
+from spec_train.losses.sampling import Greedy, Sampled, make_sampler
 from spec_train.options.draft_options import DFlashOptions, DSparkOptions
-from spec_train.sampling import Greedy, Sampled, make_sampler
-from spec_train.simulation.batch_walk import serving_sums
-from spec_train.simulation.walk import ServingSums
+from spec_train.simulation.walk import ServingSums, serving_sums
 from tests.spec_train.drafts.dspark.cases import (
     Case,
     make_documents,

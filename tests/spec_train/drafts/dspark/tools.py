@@ -11,7 +11,7 @@ import torch
 
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from tests.factory import tiny_dataset
 
 SMALL: dict[str, Any] = {"num_draft_layers": 2, "block_size": 4}

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from spec_data.shards.head_spec import HeadSpec
+from spec_data.shards.schema import HeadSpec
 from spec_train.drafts.eagle.draft import EagleConfig, EagleDraft
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import EagleOptions
 from tests.spec_train.drafts.eagle.reference import Document, ReferenceConfig, predict
 from tests.spec_train.drafts.shared import reference_state, small_target, windows_of

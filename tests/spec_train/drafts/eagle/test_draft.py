@@ -20,11 +20,11 @@ from spec_train.cli import main
 from spec_train.decoding.chains import Request, decode_plain, decode_speculative
 from spec_train.drafts import load_draft
 from spec_train.drafts.eagle.draft import EagleDraft, eagle_loss
-from spec_train.head import TargetHead
-from spec_train.losses import head_loss
+from spec_train.losses.head import TargetHead
+from spec_train.losses.menu import head_loss
+from spec_train.losses.sampling import Greedy, make_sampler
 from spec_train.options.command_options import FitConfig
 from spec_train.options.draft_options import EagleOptions
-from spec_train.sampling import Greedy, make_sampler
 from spec_train.training.setup import fit
 from spec_train.training.trainer import Trainer
 from tests.draft_tools import read_json, unseal, write_json

@@ -15,7 +15,7 @@ from spec_train.drafts.draft_caches import LayerCaches
 from spec_train.drafts.eagle.draft import EagleDraft, eagle_loss, serving_chains
 from spec_train.drafts.eagle.loss import input_noise, supervised_slots
 from spec_train.drafts.protocol import DraftLoss
-from spec_train.losses import LossKind
+from spec_train.losses.menu import LossKind
 from tests import tolerance
 from tests.spec_train.drafts.eagle.cases import (
     VOCAB,

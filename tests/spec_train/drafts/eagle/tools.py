@@ -11,7 +11,7 @@ import torch
 
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts.eagle.draft import EagleConfig, EagleDraft
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import EagleOptions
 from tests.spec_train.evaluation.tools import VOCAB, batch_of, head_of, respond
 

@@ -19,7 +19,7 @@ from spec_train.drafts import DRAFTS, load_draft
 from spec_train.drafts.eagle3.draft import Eagle3Config, Eagle3Draft, Eagle3Options, Unroll
 from spec_train.drafts.layers import Rotary
 from spec_train.drafts.slots import document_lengths, document_offsets
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from tests.draft_tools import unseal
 from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
 from tests.spec_train.drafts.eagle3.tools import build, packed

@@ -13,8 +13,8 @@ from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import pack_documents, shift_left
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts.eagle3.draft import Eagle3Draft, Unroll, eagle3_loss
-from spec_train.head import TargetHead
-from spec_train.metrics import add_sums
+from spec_train.losses.head import TargetHead
+from spec_train.losses.metrics import add_sums
 from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
 from tests.spec_train.drafts.eagle3.tools import batch_of, build, packed
 from tests.tolerance import close, close_gradients, close_in_norm, network, roundings, same_choice

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from spec_data.shards.head_spec import HeadSpec
+from spec_data.shards.schema import HeadSpec
 from spec_train.attention import unrolled as attention
 from spec_train.drafts.eagle3.draft import Eagle3Draft, eagle3_loss
 from spec_train.drafts.protocol import DraftLoss
-from spec_train.head import TargetHead
-from spec_train.losses import LossKind
+from spec_train.losses.head import TargetHead
+from spec_train.losses.menu import LossKind
 from tests import tolerance
 from tests.spec_train.drafts.eagle3.cases import (
     STEPS,

@@ -17,7 +17,7 @@ from spec_train.cli import main
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.drafts.peagle.draft import PeagleDraft
 from spec_train.evaluation.report import run_eval
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from spec_train.options.command_options import EvalConfig
 from spec_train.options.draft_options import PeagleOptions
 from spec_train.training.setup import fit

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.errors import DraftError
-from spec_data.shards.head_spec import HeadSpec
-from spec_train import losses
+from spec_data.shards.schema import HeadSpec
 from spec_train.attention.masked import BACKENDS
 from spec_train.drafts.peagle.draft import PeagleDraft, peagle_loss
 from spec_train.drafts.protocol import DraftLoss
-from spec_train.head import TargetHead
-from spec_train.losses import LossKind
+from spec_train.losses import menu as losses
+from spec_train.losses.head import TargetHead
+from spec_train.losses.menu import LossKind
 from tests import tolerance
 from tests.spec_train.drafts.eagle3.cases import VOCAB, WIDTH
 from tests.spec_train.drafts.eagle3.reference import Document

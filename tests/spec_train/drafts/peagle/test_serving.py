@@ -11,12 +11,10 @@ from spec_train.decoding.chains import Request, decode_speculative
 from spec_train.drafts.frames import Frame
 from spec_train.drafts.peagle import serving as peagle_serving
 from spec_train.drafts.peagle.draft import PeagleDraft
-from spec_train.drafts.peagle.elements import segments_of
-from spec_train.drafts.peagle.loss import element_states
+from spec_train.drafts.peagle.loss import element_states, segments_of
 from spec_train.drafts.peagle.serving import ParallelDrafter
-from spec_train.sampling import Greedy, make_sampler
-from spec_train.simulation.batch_walk import serving_sums
-from spec_train.simulation.walk import ServingSums
+from spec_train.losses.sampling import Greedy, make_sampler
+from spec_train.simulation.walk import ServingSums, serving_sums
 from tests.spec_train.drafts.peagle.cases import (
     Case,
     make_documents,

@@ -10,7 +10,7 @@ import torch
 
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts.peagle.draft import PeagleConfig, PeagleDraft
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import PeagleOptions
 from tests.spec_train.evaluation.tools import LAYERS, VOCAB, head_of
 

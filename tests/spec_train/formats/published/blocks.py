@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_data.shards.head_spec import HeadSpec
+from spec_data.shards.schema import HeadSpec
 from spec_train.drafts import load_draft
 from spec_train.formats.target_facts import TargetFacts
-from spec_train.head import TargetHead
+from spec_train.losses.head import TargetHead
 from tests.spec_train.formats.published import tiny
 from tests.spec_train.formats.published.tiny import GROUPS, HEADS, D, H, L, V, gain, noise
 

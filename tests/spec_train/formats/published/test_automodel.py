@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from spec_train.drafts.eagle.unroll import EagleUnroll
-from spec_train.exporting import run_export
+from spec_train.drafts.eagle.loss import EagleUnroll
+from spec_train.evaluation.exporting import run_export
 from spec_train.options.command_options import ExportConfig
 from tests.spec_train.formats.published import tiny
 from tests.spec_train.formats.published.tiny import VD, H, L, V

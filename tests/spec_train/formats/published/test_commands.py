@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from spec_train.drafts import load_draft
-from spec_train.evaluation.draft_to_measure import draft_to_measure
-from spec_train.evaluation.report import run_eval
-from spec_train.exporting import run_export
+from spec_train.evaluation.exporting import run_export
+from spec_train.evaluation.report import draft_to_measure, run_eval
 from spec_train.options.command_options import EvalConfig, ExportConfig
 from tests.factory import tiny_dataset, tiny_llama
 from tests.spec_train.formats.published import tiny

@@ -11,8 +11,8 @@ import torch
 
 from spec_data.shards.errors import DraftError
 from spec_train.drafts import load_draft
+from spec_train.evaluation.exporting import find_target, run_export
 from spec_train.evaluation.report import run_eval
-from spec_train.exporting import find_target, run_export
 from spec_train.options.command_options import EvalConfig, ExportConfig, FitConfig
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.training.setup import fit

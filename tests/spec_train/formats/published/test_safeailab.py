@@ -13,7 +13,7 @@ import torch
 
 from spec_data.shards.errors import DraftError
 from spec_train.drafts import load_draft
-from spec_train.exporting import run_export
+from spec_train.evaluation.exporting import run_export
 from spec_train.options.command_options import ExportConfig
 from tests.spec_train.formats.published import tiny
 from tests.spec_train.formats.published.tiny import VD

@@ -1,0 +1,228 @@
+"""What runs a target: the interface that capture, proofs and verification talk to.
+
+A backend loads one target and returns the states of its forwards. The class of each is named in
+`BACKENDS` and imported when it is opened, so its libraries are needed by those who use it alone.
+What every backend must satisfy is a test class, `tests/spec_data/capture/backend_contract.py`.
+
+Shapes: N real tokens of a batch, H hidden size, V vocabulary size.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_data.capture.proofs import IsolationProof
+from spec_data.options.placement_options import Spread
+from spec_data.shards.errors import ConfigError
+from spec_data.shards.position_data import Positions
+from spec_data.shards.schema import HeadSpec
+
+# -- forward batch ---------------------------------------------------------------------------------
+# The inputs of one forward of the target, and the documents they hold.
+
+
+@dataclass
+class ForwardBatch:
+    """The inputs of one forward, int64 [B, T] on the CPU, and the documents they hold.
+
+    Attributes:
+        input_ids: 0 in padding; document_ids: -1 in padding; position_ids: restart per document.
+        documents: indices of the documents in the order of their tokens (row by row).
+        lengths: tokens of each of them.
+    """
+
+    input_ids: Tensor
+    document_ids: Tensor
+    position_ids: Tensor
+    documents: list[int]
+    lengths: list[int]
+
+    @property
+    def tokens(self) -> int:
+        """The number of real tokens N."""
+        return sum(self.lengths)
+
+    def token_index(self, offsets: np.ndarray) -> np.ndarray:
+        """Return, for each real token in the order of the batch, its index in the documents that
+        the batch was made from, int64 [N]; `offsets` is int64 [D + 1].
+        """
+        return np.concatenate([np.arange(offsets[d], offsets[d + 1]) for d in self.documents])
+
+
+# -- backend ---------------------------------------------------------------------------------------
+
+
+BACKENDS = {
+    "hf": "spec_data.capture.hf_backend.HFBackend",
+    "vllm": "spec_data.capture.vllm_backend.VLLMBackend",
+}
+"""The class of each value of --backend; its class method `open` takes `BackendOptions`."""
+
+SHARDED = {"hf": "spec_data.capture.tensor_parallel.ShardedBackend"}
+"""The class of the same backend with --tp-plan, if it has one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class States:
+    """The states of the N real tokens of a batch, in its order, on the device of the backend.
+
+    Attributes:
+        layers: the raw output of decoder block k, [N, H] by layer id; -1 is the embedding output.
+        final: the input of the LM head (after the final norm), [N, H].
+        logits: the model's own logits [N, V]; None unless they were asked for.
+    """
+
+    layers: dict[int, Tensor]
+    final: Tensor
+    logits: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendOptions:
+    """Which target is loaded, and how.
+
+    Attributes:
+        path: a model directory or Hub id.
+        layers: the layers to capture, as ids or as the text of --layers.
+        dtype, device, attn, trust_remote_code: see `spec_data.models.loading.load_model`.
+        rope_factors: "short" or "long" of a longrope target; None: it has no longrope.
+        spread: several devices instead of `device`.
+        longest: tokens of the longest document; None: the context of the target. An engine
+            reserves memory for it.
+        batch_tokens: tokens of a forward; None: what the backend likes.
+        tensor_parallel: devices that share each layer, in a backend that can do that.
+        engine_memory: share of each GPU's memory that an engine takes.
+    """
+
+    path: str | Path
+    layers: Sequence[int] | str = "auto"
+    dtype: str = "auto"
+    device: str = "auto"
+    attn: str = "auto"
+    trust_remote_code: bool = False
+    rope_factors: str | None = None
+    spread: Spread | None = None
+    longest: int | None = None
+    batch_tokens: int | None = None
+    tensor_parallel: int = 1
+    engine_memory: float = 0.8
+
+
+class TargetBackend(Protocol):
+    """A loaded target whose states can be captured."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The captured layer ids, ascending."""
+
+    @property
+    def num_layers(self) -> int:
+        """The number of decoder blocks."""
+
+    @property
+    def head(self) -> HeadSpec:
+        """The LM head as data."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the states."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the states and logits that are returned."""
+
+    @property
+    def architecture(self) -> str:
+        """The name of the model's class, as `architectures` of a config.json has it."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the manifest records of how the target runs, as plain values.
+
+        `dtype`, `attn`, `backend`, `backend_version` and `devices` (their kinds, in words) always;
+        `rope_factors` where they were chosen, `quantised_as` of a quantised checkpoint.
+        """
+
+    def prove(
+        self, documents: Sequence[Tensor], pack_length: int, packing: str = "auto"
+    ) -> IsolationProof:
+        """Prove that packing changes no captured state, see `proofs.prove_isolation`.
+
+        Raises:
+            TargetError, RunError: nothing is proven.
+        """
+
+    def prove_head(self, documents: Sequence[Tensor], tokens: int = 512) -> float:
+        """Compare the head as data with the model's own logits, see `proofs.prove_head`.
+
+        Raises:
+            TargetError: they differ by more than rounding.
+        """
+
+    def capture(self, batch: ForwardBatch, form: str, *, full_logits: bool = False) -> States:
+        """Run one forward and return the states of its real tokens.
+
+        Non-finite states are returned as they are.
+
+        Args:
+            batch: the documents.
+            form: a proven mask form, or "rows" or "single": each row holds one document.
+            full_logits: return the model's own logits too.
+
+        Raises:
+            TargetError, RunError: the target does not produce the states.
+        """
+
+    def logits_of(self, final: Tensor, ids: Tensor | None = None) -> Tensor:
+        """Compute logits [..., V] of final hidden states [..., H] with the head as data, in its
+        dtype; with `ids`, int64 [Vd], only those of these token ids, [..., Vd].
+        """
+
+    def logit_chunks(self, tokens: int) -> list[slice]:
+        """Return slices of an axis of `tokens` tokens whose float32 logits fit in memory."""
+
+    def head_tensors(self) -> dict[str, Tensor]:
+        """Return embedding, head and final norm on the CPU, in the dtype of the target.
+
+        embed_tokens [V, H]; lm_head [V, H] unless it is tied to the embedding; lm_head_bias [V]
+        and norm [H] if the target has them.
+        """
+
+    def positions(self, length: int) -> Positions:
+        """Read rotary frequencies and final norm, and prove them up to `length` tokens.
+
+        A failed proof is part of the result.
+        """
+
+    def peak_memory(self, run: Callable[[], None]) -> float | None:
+        """Run something; return the share of the fullest device's memory that was in use at its
+        peak, 0 to 1. Return None, and run nothing, where memory is not measured.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit.
+        """
+
+    def close(self) -> None:
+        """Free the memory of the target. Nothing else may be called afterwards."""
+
+
+def open_backend(name: str, options: BackendOptions) -> TargetBackend:
+    """Load a target with the backend of this name.
+
+    Raises:
+        ConfigError: there is no such backend, or the device is not usable here.
+        MissingError: there is no such model, or a package of the backend is missing.
+        TargetError: the target cannot be loaded, or does not have these layers.
+    """
+    if name not in BACKENDS:
+        raise ConfigError(f"--backend {name}: expected {' or '.join(BACKENDS)}")
+    spread = options.spread or Spread()
+    if spread.tensor_parallel and name not in SHARDED:
+        raise ConfigError(f"--tp-plan is for --backend {' or '.join(SHARDED)}, not {name}")
+    module, _, kind = (SHARDED if spread.tensor_parallel else BACKENDS)[name].rpartition(".")
+    return getattr(import_module(module), kind).open(options)

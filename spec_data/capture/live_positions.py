@@ -1,0 +1,303 @@
+"""Read a target's rotary embeddings and final norm from its live modules, and prove what was read.
+
+One short forward shows which modules with inverse frequencies run, and with which arguments. Each
+is then called with sampled positions, up to the longest document. The cosines and sines that it
+returns must equal those computed from the frequencies that are stored.
+"""
+
+import copy
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spec_data.capture.head_form import read_norm
+from spec_data.capture.hooks import decoder_layers
+from spec_data.models.placement import device_of
+from spec_data.models.reading import text_config
+from spec_data.shards.position_data import (
+    FULL,
+    LEARNED,
+    LONG,
+    ROPE,
+    SHORT,
+    UNKNOWN,
+    Positions,
+    RopeTable,
+)
+
+log = logging.getLogger(__name__)
+
+_TOKENS = 4  # of the short forward
+_FREQUENCIES = "inv_freq"
+_EVENLY = 64  # sampled positions, besides the first ones and the powers of two
+_LONGROPE = ("longrope", "longrope, fixed")  # as transformers and `models.rope_factors` name it
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A module that ran in the short forward, and its arguments."""
+
+    module: Any  # with buffers named `inv_freq`
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+    @property
+    def layer_type(self) -> str | None:
+        """The kind of layer that it was called for."""
+        values = (*self.arguments, *self.keywords.values())
+        return next((v for v in values if isinstance(v, str)), None)
+
+    def at(self, positions: Tensor) -> Any:
+        """Call the module at `positions`, int64 [P], with other inputs in float32."""
+
+        def changed(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if value.is_floating_point():
+                return value.float()
+            shape = value.shape[:-1]
+            return positions.to(value.device, value.dtype).expand(*shape, len(positions))
+
+        keywords = {name: changed(value) for name, value in self.keywords.items()}
+        return self.module(*map(changed, self.arguments), **keywords)
+
+
+class _NotProvenError(Exception):
+    """What was read from the modules is not what they compute."""
+
+
+@torch.no_grad()
+def read_positions(model: Any, length: int) -> Positions:
+    """Read positions and final norm of a target; a failed proof is part of the result.
+
+    Args:
+        model: a causal LM in evaluation mode, with the longrope factors of the capture.
+        length: tokens of the longest document.
+    """
+    norm = read_norm(model)
+    limit = getattr(text_config(model.config), "max_position_embeddings", None) or 0
+    count = max(length, int(limit))
+    try:
+        calls, others, learned = _calls(model)
+    except Exception as error:  # a family whose forward needs more than token ids
+        reason = f"a forward of {_TOKENS} tokens failed ({type(error).__name__}: {error})"
+        return Positions(reason=reason, norm=norm)
+    if not calls and learned and not others:
+        return Positions(kind=LEARNED, proven=True, norm=norm)
+    if not calls:
+        reason = "no module with inverse frequencies ran"
+        if others:
+            reason = f"{others[0]} has inverse frequencies, but is called without positions"
+        return Positions(kind=ROPE if others else UNKNOWN, reason=reason, norm=norm)
+    found = Positions(kind=ROPE, rotation=_rotation(model), norm=norm)
+    worst, tables = 0.0, dict[str, RopeTable]()
+    try:
+        for call in calls:
+            name = call.layer_type or FULL
+            table, difference = _proven_table(call, count)
+            if name in tables and not tables[name].equals(table):
+                raise _NotProvenError(f"two modules for {name} have different frequencies")
+            tables[name], worst = table, max(worst, difference)
+    except Exception as error:
+        words = str(error) if isinstance(error, _NotProvenError) else _described(error)
+        return replace(found, reason=words)
+    return replace(found, proven=True, proven_to=count, difference=worst, tables=tables)
+
+
+def _described(error: Exception) -> str:
+    return f"a rotary module cannot be called with sampled positions ({error})"
+
+
+def _calls(model: Any) -> tuple[list[_Call], list[str], bool]:
+    """Run a few tokens, and watch modules with inverse frequencies and embeddings.
+
+    Returns:
+        The calls of rotary modules with positions, the names of rotary modules that were called
+        without, and whether an embedding of positions ran.
+    """
+    calls: list[_Call] = []
+    others: list[str] = []
+    learned = []
+    handles = []
+    device = device_of(model.get_input_embeddings())
+    plain = torch.arange(_TOKENS, device=device)
+
+    def keep(module: nn.Module, arguments: tuple, keywords: dict) -> None:
+        kinds = [c for c in calls if c.module is module]
+        call = _Call(module, arguments, keywords)
+        if not _positions_in(call):
+            others.append(type(module).__name__)
+        elif call.layer_type not in [c.layer_type for c in kinds]:
+            calls.append(call)
+
+    def keep_learned(_module: nn.Module, arguments: tuple) -> None:
+        ids = arguments[0] if arguments else None
+        if isinstance(ids, Tensor) and ids.shape[-1:] == plain.shape:
+            learned.append(bool((ids.diff() == 1).all()))
+
+    words = model.get_input_embeddings()
+    for module in model.modules():
+        if any(name.endswith(_FREQUENCIES) for name, _ in module.named_buffers(recurse=False)):
+            handles.append(module.register_forward_pre_hook(keep, with_kwargs=True))
+        elif isinstance(module, nn.Embedding) and module is not words:
+            handles.append(module.register_forward_pre_hook(keep_learned))
+    try:
+        # ids that do not ascend: no embedding of them is one of positions
+        ids = plain.flip(0)[None] % text_config(model.config).vocab_size
+        model(input_ids=ids, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    # copies: a rotary module may change its frequencies when it is called with long positions
+    copies = [_Call(copy.deepcopy(c.module), c.arguments, c.keywords) for c in calls]
+    return copies, others, any(learned)
+
+
+def _positions_in(call: _Call) -> bool:
+    """Whether a module was called with positions."""
+    values = (*call.arguments, *call.keywords.values())
+    return any(isinstance(v, Tensor) and not v.is_floating_point() for v in values)
+
+
+def sampled_positions(count: int) -> Tensor:
+    """Return positions below `count`: the first ones, powers of two and even steps, int64 [P]."""
+    powers = [2**k + step for k in range(count.bit_length()) for step in (-1, 0)]
+    steps = [i * (count - 1) // _EVENLY for i in range(_EVENLY + 1)]
+    return torch.tensor(sorted({p for p in (*range(16), *powers, *steps) if p < count}))
+
+
+def _proven_table(call: _Call, count: int) -> tuple[RopeTable, float]:
+    """Return the table of a rotary module, and the largest difference of a cosine or sine.
+
+    Raises:
+        _NotProvenError: the module computes something else.
+    """
+    module, prefix = call.module, f"{call.layer_type}_" if call.layer_type else ""
+    name = prefix + _FREQUENCIES if hasattr(module, prefix + _FREQUENCIES) else _FREQUENCIES
+    live = getattr(module, name).detach().float().cpu().clone()  # calls may change it
+    factor = float(getattr(module, prefix + "attention_scaling", 1.0))
+    sample = sampled_positions(count)
+    if getattr(module, "rope_type", None) not in _LONGROPE:
+        table = RopeTable(inv_freq=live, factor=factor)
+        return table, _difference(call, sample, live, factor)
+    return _longrope_table(call, sample, live, factor)
+
+
+def _longrope_table(
+    call: _Call, sample: Tensor, live: Tensor, factor: float
+) -> tuple[RopeTable, float]:
+    """Return the table of a module with longrope, and the largest difference.
+
+    The module takes the short or the long frequencies by the largest position of a call, unless the
+    capture has fixed the choice; then `live` [r/2] are the chosen ones at the positions `sample`.
+
+    Raises:
+        _NotProvenError: the module computes something else.
+    """
+    module, factors = call.module, None
+    limit = int(module.config.rope_parameters["original_max_position_embeddings"])
+    fixed = module.rope_type != _LONGROPE[0]
+    worst = _difference(call, sample, live, factor) if fixed else 0.0
+    module.rope_type = _LONGROPE[0]
+    short = sample[sample < limit]
+    found = []
+    for positions in (short, torch.cat([short, torch.tensor([limit])])):
+        call.at(positions)
+        found.append(module.inv_freq.detach().float().cpu().clone())
+        worst = max(worst, _difference(call, positions, found[-1], factor))
+    if fixed:
+        names = [n for n, f in zip((SHORT, LONG), found, strict=True) if torch.equal(f, live)]
+        if not names:
+            raise _NotProvenError("the frequencies of the capture are neither short nor long ones")
+        factors = names[0]
+    table = RopeTable(
+        inv_freq=found[0], factor=factor, long_inv_freq=found[1], limit=limit, factors=factors
+    )
+    return table, worst
+
+
+def _difference(call: _Call, positions: Tensor, inv_freq: Tensor, factor: float) -> float:
+    """Return the largest difference between a module and its frequencies [r/2] at `positions` [P].
+
+    Raises:
+        _NotProvenError: it exceeds the rounding of the angles, or the result has no known form.
+    """
+    angles = positions.float()[:, None] * inv_freq  # [P, r/2]
+    found, form = _halves(call.at(positions), len(inv_freq))
+    # float32 rounds an angle once, and some families compute it in another order
+    allowed = 4 * torch.finfo(torch.float32).eps * (1 + angles.abs()) * max(1.0, abs(factor))
+    worst = 0.0
+    for what, own in zip(found, (angles.cos() * factor, angles.sin() * factor), strict=True):
+        gap = (what.float().cpu() - own).abs()
+        if bool((gap > allowed).any()) or not bool(torch.isfinite(gap).all()):
+            row, column = divmod(int((gap / allowed).nan_to_num(torch.inf).argmax()), gap.shape[1])
+            raise _NotProvenError(
+                f"at position {int(positions[row])}, dimension {column}, the {form} of the rotary "
+                f"module differ by {float(gap[row, column]):.1e} from those of its inverse "
+                "frequencies"
+            )
+        worst = max(worst, float(gap.max()))
+    return worst
+
+
+def _halves(result: Any, size: int) -> tuple[tuple[Tensor, Tensor], str]:
+    """Return cos and sin, one column per frequency, [P, r/2] each, of what a module returned.
+
+    Families return every angle once, twice side by side, or twice in turn; or complex numbers.
+
+    Raises:
+        _NotProvenError: the result has none of these forms.
+    """
+    if isinstance(result, Tensor) and result.is_complex():
+        parts: tuple[Tensor, ...] = (result.real, result.imag)
+    elif isinstance(result, (tuple, list)) and len(result) == 2:
+        parts = tuple(result)
+    else:
+        raise _NotProvenError(
+            f"its rotary module returns a {type(result).__name__}, no cos and sin"
+        )
+    found = []
+    for part in parts:
+        flat = part.reshape(-1, *part.shape[-2:])  # rows of a batch, or of mrope
+        if not bool((flat == flat[:1]).all()):
+            raise _NotProvenError("its rotary module returns other values for equal positions")
+        value = flat[0]  # [P, r/2] or [P, r]
+        if value.shape[-1] == 2 * size:
+            first, second = value[:, :size], value[:, size:]
+            if not torch.equal(first, second):
+                first, second = value[:, ::2], value[:, 1::2]
+            if not torch.equal(first, second):
+                raise _NotProvenError("its rotary module returns each angle once, in 2 halves")
+            value = first
+        if value.shape[-1] != size:
+            raise _NotProvenError(f"its rotary module returns {value.shape[-1]} columns")
+        found.append(value)
+    return (found[0], found[1]), "cos or sin"
+
+
+def _rotation(model: Any) -> str | None:
+    """Return which dimensions the target rotates together; None if that is not found out.
+
+    The rotation of the family is a function of its module. It rotates one-hot queries: with
+    interleaved pairs, dimensions 0 and 1 end in the same place.
+    """
+    home = sys.modules.get(type(decoder_layers(model)[0]).__module__)
+    name = "apply_rotary_pos_emb"
+    if getattr(text_config(model.config), "rope_interleave", False):
+        name += "_interleave"
+    rotate: Callable[..., Any] | None = getattr(home, name, None)
+    if rotate is None:
+        return None
+    angles = torch.full((1, 1, 8), 0.5)
+    queries = torch.eye(8)[None, :, None]  # [1, 8 heads, 1 token, 8]
+    try:
+        rotated = rotate(queries, queries, angles.cos(), angles.sin())[0]
+    except Exception:  # another signature
+        return None
+    support = rotated[0, :, 0].abs() > 1e-6  # [8, 8]
+    return "interleaved" if torch.equal(support[0], support[1]) else "half-split"

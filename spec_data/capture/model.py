@@ -1,0 +1,405 @@
+"""Load the target and capture its states.
+
+The only module that runs a target. A forward returns the raw states of the chosen layers and the
+input of the head. Logits are computed from that input with the head described as data, which
+`prove_head` compares with the model's own logits. So no [B, T, V] tensor exists unless full logits
+are requested. Shapes: B rows, T slots of a row, H hidden size, V vocabulary size.
+"""
+
+import inspect
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spec_data.capture.head_form import describe_head
+from spec_data.capture.hooks import Captured, capturing, check_captured, decoder_layers, output_head
+from spec_data.capture.long_rows import (
+    LONG_ROW,
+    attention_in_chunks,
+    attention_per_document,
+    needs_chunks,
+)
+from spec_data.capture.mask_forms import (
+    PER_DOCUMENT,
+    ROWS,
+    SINGLE,
+    mask_forms,
+    packed_mask,
+    view_of,
+)
+from spec_data.capture.proofs import prove_isolation, why_no_chunks
+from spec_data.capture.target_batch import TargetBatch, document_starts, layout_of
+from spec_data.models.devices import sent
+from spec_data.models.loading import load_model
+from spec_data.models.placement import device_of, in_place, whole
+from spec_data.models.quantisation import loaded_quantisation
+from spec_data.models.reading import load_config, text_config
+from spec_data.models.resolve import resolve_model
+from spec_data.models.rope_factors import fix_rope_factors
+from spec_data.options.placement_options import Spread
+from spec_data.shards import packing
+from spec_data.shards.errors import TargetError
+from spec_data.shards.layer_ids import choose_layers
+from spec_data.shards.packing import shift_left
+from spec_data.shards.schema import apply_head
+
+logger = logging.getLogger(__name__)
+
+Attention = AbstractContextManager[None]  # replaces the attention of the model, or does not
+
+# Largest block of float32 logits in memory: small enough for the cache of a CPU, large enough to
+# keep a GPU busy.
+_LOGIT_BYTES = {"cpu": 8 << 20}
+_LOGIT_BYTES_OF_DEVICES = 256 << 20
+# Fewer tokens at a time would read the head, the widest matrix of the target, too often.
+_LEAST_LOGIT_ROWS = 128
+
+
+class Target:
+    """A frozen causal LM under hooks.
+
+    Inputs go to `device`, states come from `states_device`: they differ where a target is spread
+    over devices. `supervision` is what `generate_batch` puts in its batches: "final-hidden",
+    "logits", or "target-probs" over the token ids `draft_vocabulary` (int64 [Vd], ascending).
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layers: Sequence[int] | str = "auto",
+        *,
+        for_drafts: Sequence[str] = (),
+        supervision: str = "final-hidden",
+        draft_vocabulary: Tensor | None = None,
+        mask_form: str | None = None,
+        rope_factors: str | None = None,
+        quantisation: dict[str, Any] | None = None,
+    ) -> None:
+        """Wrap a loaded model and put it in evaluation mode, in which it stays.
+
+        Args:
+            model: a decoder-only causal language model of transformers.
+            layers: layer ids, or a text as `--layers` takes it: "auto" (the EAGLE-3 recipe),
+                "spread:5", "1,3,5".
+            for_drafts: drafts to capture for, such as ("eagle3", "dspark"), instead of `layers`:
+                the layers that any of their recipes reads. `draft_layers` has those of each.
+            supervision: see the class.
+            draft_vocabulary: see the class.
+            rope_factors: see `from_pretrained`.
+            quantisation: of the checkpoint, see `quantisation_of`.
+            mask_form: the mask of packed rows; None: one that is proven on the first packed batch.
+
+        Raises:
+            TargetError: layer ids that do not exist, a target that has too few blocks for "auto",
+                or an unknown supervision.
+        """
+        self.model = model.eval()  # dropout in a forward would change the states
+        fix_rope_factors(model, rope_factors)
+        self.rope_factors = rope_factors
+        self.quantisation = quantisation
+        self.config = model.config
+        self.text_config = text_config(model.config)
+        self.num_layers = len(decoder_layers(model))
+        self.layers, self.draft_layers = choose_layers(layers, for_drafts, self.num_layers)
+        if supervision not in ("final-hidden", "logits", "target-probs"):
+            raise TargetError(f"supervision {supervision!r}: final-hidden, logits or target-probs")
+        if "eagle" in self.draft_layers and supervision != "final-hidden":
+            raise TargetError(f"draft eagle needs final-hidden, not supervision {supervision!r}")
+        if (supervision == "target-probs") != (draft_vocabulary is not None):
+            raise TargetError("target-probs goes with draft_vocabulary, and only with it")
+        self.supervision = supervision
+        self.draft_vocabulary = draft_vocabulary
+        self.attn = getattr(self.config, "_attn_implementation", None) or "eager"
+        self.head = describe_head(model)
+        self.device: torch.device = device_of(model.get_input_embeddings())
+        self.states_device: torch.device = device_of(output_head(model))
+        self._head_tensors: dict[str, Tensor | None] = {}  # of a head that is not in place
+        self.dtype: torch.dtype = output_head(model).weight.dtype
+        self.mask_form = mask_form
+        # Whether long documents attend in chunks, once proven; by whether they exceed a window.
+        self._chunks: dict[bool, bool] = {}
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        layers: Sequence[int] | str = "auto",
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        attn: str = "auto",
+        trust_remote_code: bool = False,
+        rope_factors: str | None = None,
+        spread: Spread | None = None,
+        **options: Any,
+    ) -> "Target":
+        """Load a model directory (or Hub id) and wrap it.
+
+        Args:
+            path, dtype, device, attn, trust_remote_code, spread: see `load_model`.
+            rope_factors: "short" or "long" of a longrope target, for every document; None leaves
+                the choice to transformers, which makes it for each batch.
+            layers, options: see the constructor.
+
+        Raises:
+            TargetError: the model cannot be loaded, or does not have these layers.
+        """
+        model = load_model(
+            str(path),
+            dtype=dtype,
+            device=device,
+            attn=attn,
+            trust=trust_remote_code,
+            spread=spread,
+        )
+        directory, _ = resolve_model(str(path))
+        found = loaded_quantisation(load_config(directory, trust_remote_code), model)
+        return cls(model, layers, rope_factors=rope_factors, quantisation=found, **options)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the input embedding module of the target."""
+        return self.model.get_input_embeddings()
+
+    @torch.no_grad()
+    def capture(
+        self,
+        input_ids: Tensor,
+        document_ids: Tensor,
+        position_ids: Tensor,
+        form: str | None,
+        *,
+        full_logits: bool = False,
+    ) -> tuple[Captured, Tensor | None]:
+        """Run one forward under hooks; return the captured states and the model's own logits.
+
+        Args:
+            input_ids: int64 [B, T], on any device, like the next two.
+            document_ids: int64 [B, T], -1 in padding.
+            position_ids: int64 [B, T], restarting at 0 in each document.
+            form: a packed mask form, or None for one document per row (right-padded, 2-D mask).
+            full_logits: run the head on every slot and return its logits.
+
+        Returns:
+            The states [B, T, H] per layer and the input of the head [B, T, H], and the logits
+            [B, T, V] or None; all on `states_device`.
+
+        Raises:
+            TargetError: the target does not produce the states of a layer.
+        """
+        # One document fills each row: asked where the ids are, which is the host in generate.
+        alone = bool((document_ids == 0).all())
+        ids, documents = sent(input_ids, self.device), sent(document_ids, self.device)
+        kwargs: dict[str, Any] = {"use_cache": False}
+        if alone:  # the model makes its own causal mask, which sdpa does not need at all
+            kwargs["attention_mask"] = None
+        elif form is None:
+            kwargs["attention_mask"] = (documents >= 0).long()
+        else:
+            kwargs |= packed_mask(form, self.config, self.attn, documents, self.dtype)
+        if self._takes_positions and not alone:
+            kwargs["position_ids"] = sent(position_ids, self.device)
+        long = alone and ids.shape[0] == 1 and ids.shape[1] > LONG_ROW
+        attention: Attention = nullcontext()
+        if long and self._attends_in_chunks(ids):
+            attention = attention_in_chunks(self.model, self.attn)
+        elif form == PER_DOCUMENT and not alone:
+            attention = attention_per_document(self.model, self.attn, document_ids)
+        return self._forward(ids, kwargs, full_logits, attention)
+
+    def _forward(
+        self, ids: Tensor, kwargs: dict[str, Any], full_logits: bool, attention: Attention
+    ) -> tuple[Captured, Tensor | None]:
+        """Run the model on int64 [B, T], with an attention of `long_rows` or its own."""
+        hooks = capturing(
+            self.model, self.layers, skip_head=not full_logits, device=self.states_device
+        )
+        with hooks as captured, attention:
+            output = self.model(input_ids=ids, **kwargs)
+        shape = (ids.shape[0], ids.shape[1])
+        check_captured(captured, self.layers, shape, self.head.hidden_size)
+        return captured, output.logits.to(self.states_device) if full_logits else None
+
+    def _attends_in_chunks(self, ids: Tensor) -> bool:
+        """Whether long documents attend in chunks: proven on the first one, int64 [1, T].
+
+        Only sdpa and eager attention have chunks, and sdpa rarely needs them. The first document
+        that is longer than a sliding window is compared as well, because the one before it could
+        not show whether the window is kept.
+        """
+        if not needs_chunks(self.config, self.attn):
+            return False
+        beyond = ids.shape[1] > (view_of(self.config) or 0)
+        if beyond not in self._chunks:
+            plain = {"use_cache": False, "attention_mask": None}
+
+            def run(part: Tensor, chunks: bool) -> Captured:
+                attention = attention_in_chunks(self.model, self.attn) if chunks else nullcontext()
+                return self._forward(part, plain, False, attention)[0]
+
+            reason = why_no_chunks(run, ids, self.config, self.dtype)
+            self._chunks[beyond] = reason is None
+            if reason is not None:
+                logger.warning(
+                    "documents of over %d tokens are captured without chunks (%s): memory grows "
+                    "with the square of their length",
+                    LONG_ROW,
+                    reason,
+                )
+        return self._chunks[beyond]
+
+    def logits_of(self, final: Tensor, ids: Tensor | None = None) -> Tensor:
+        """Compute logits [..., V] of final hidden states [..., H], in the dtype of the head.
+
+        With `ids`, int64 [Vd], compute the logits [..., Vd] of these token ids only.
+        """
+        weight, bias = self.head_tensor("weight"), self.head_tensor("bias")
+        if weight is None:
+            raise TargetError("the LM head has no weight")
+        if ids is not None:
+            ids = ids.to(weight.device)
+            weight = weight[ids]
+            bias = bias[ids] if bias is not None else None
+        return apply_head(final.to(weight.device, weight.dtype), weight, bias, self.head)
+
+    def head_tensor(self, name: str) -> Tensor | None:
+        """Return `weight` or `bias` of the head; one that is not in place is fetched once and kept.
+
+        Of a target in shards, all processes must call it together the first time.
+        """
+        head = output_head(self.model)
+        if in_place(head, name):
+            return getattr(head, name, None)
+        if name not in self._head_tensors:
+            self._head_tensors[name] = whole(head, name)
+        return self._head_tensors[name]
+
+    def logit_chunks(self, tokens: int) -> list[slice]:
+        """Return slices of an axis of `tokens` tokens, so that float32 logits [n, V] of a slice
+        take at most 8 MB on a CPU and 256 MB elsewhere, or have 128 tokens.
+        """
+        limit = _LOGIT_BYTES.get(self.states_device.type, _LOGIT_BYTES_OF_DEVICES)
+        step = max(_LEAST_LOGIT_ROWS, limit // (4 * self.head.vocab_size))
+        return [slice(a, min(a + step, tokens)) for a in range(0, tokens, step)]
+
+    @torch.no_grad()  # not inference_mode: autograd of a trainer must be able to save these tensors
+    def generate_batch(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        loss_mask: Tensor,
+        position_ids: Tensor | None = None,
+        seq_lens: Sequence[Sequence[int]] | Tensor | None = None,
+        doc_remaining: Tensor | None = None,
+    ) -> TargetBatch:
+        """Run the target and return the tensors that a trainer needs.
+
+        Args:
+            input_ids: int64 [B, T], unshifted, right-padded.
+            attention_mask: bool or int [B, T], nonzero at real tokens.
+            loss_mask: bool or int [B, T], unshifted.
+            position_ids: int64 [B, T], restarting at 0 in each document. Default: derived.
+            seq_lens: document lengths per row, for packed rows with a block-causal mask; a [B, D]
+                tensor may be zero-padded. None: one document per row with the plain 2-D mask.
+            doc_remaining: int64 [B, T], real tokens after each slot in its document. Default:
+                derived.
+
+        Raises:
+            TargetError: shapes that do not match, documents that do not fill the attention mask,
+                rows that are not right-padded, or a target that leaks between packed documents.
+        """
+        lengths, document_ids, positions = layout_of(input_ids, attention_mask, seq_lens)
+        positions = positions if position_ids is None else position_ids
+        form = self._packed_form(input_ids, lengths) if seq_lens is not None else None
+        captured, logits = self.capture(
+            input_ids, document_ids, positions, form, full_logits=self.supervision == "logits"
+        )
+        place = self.states_device
+        document_ids = document_ids.to(place)
+        remaining = packing.doc_remaining(document_ids) if doc_remaining is None else doc_remaining
+        token_frame = {
+            "input_ids": input_ids.to(place),
+            "loss_mask": loss_mask.to(place).bool(),
+            **self._supervise(captured, logits),
+        }
+        shifted = {name: shift_left(x, document_ids) for name, x in token_frame.items()}
+        if self.draft_vocabulary is not None:
+            inside = torch.isin(shifted["target_argmax"], self.draft_vocabulary.to(place))
+            shifted["position_mask"] = inside & shift_left(document_ids >= 0, document_ids)
+        first = document_starts(document_ids)
+        return TargetBatch(
+            aux_hidden_states=_joined([captured.layers[k] for k in self.layers], captured.final),
+            attention_mask=document_ids >= 0,
+            position_ids=positions.to(place),
+            document_ids=document_ids,
+            doc_remaining=remaining.to(place),
+            seq_lens=lengths if seq_lens is not None else None,
+            starts={name: x[first] for name, x in token_frame.items()},
+            **shifted,
+        )
+
+    def _packed_form(self, input_ids: Tensor, lengths: list[list[int]]) -> str:
+        """Return the mask form of packed rows, proven on the first batch that can show a leak.
+
+        `input_ids` is int64 [B, T]; `lengths` has the document lengths of each row.
+        """
+        if self.mask_form is None:
+            rows = [
+                ids.cpu().split([*row, ids.shape[0] - sum(row)])
+                for ids, row in zip(input_ids, lengths, strict=True)
+            ]
+            documents = [part for row in rows for part in row[:-1]]
+            form = prove_isolation(self, documents, input_ids.shape[1]).form
+            if form not in (ROWS, SINGLE):
+                self.mask_form = form
+            elif any(len(row) > 1 for row in lengths):
+                raise TargetError(
+                    f"{type(self.model).__name__} carries state from one packed document into the "
+                    "next under every mask; pass one document per row (seq_lens=None)"
+                )
+            else:
+                return mask_forms(self.config, self.attn, self.device.type)[
+                    0
+                ]  # one document per row cannot leak
+        return self.mask_form
+
+    def _supervise(self, captured: Captured, logits: Tensor | None) -> dict[str, Tensor]:
+        """Return the teacher [B, T, ...] and `target_argmax` int64 [B, T], in the token frame.
+
+        `logits` is [B, T, V] or None. The argmax covers the full vocabulary, and so do the sums
+        from which a loss over a reduced draft vocabulary takes the target's probabilities.
+        """
+        final = captured.final
+        if final is None:
+            raise TargetError("no final hidden was captured")
+        shape = final.shape[:2]
+        # [B * T, H], or [B * T, V] where the logits exist already
+        flat = final.flatten(0, 1) if logits is None else logits.flatten(0, 1)
+        argmax = flat.new_zeros(flat.shape[0], dtype=torch.long)
+        probs, sums = [], []
+        for part in self.logit_chunks(len(flat)):
+            block = flat[part] if logits is not None else self.logits_of(flat[part])  # [n, V]
+            argmax[part] = block.argmax(-1)
+            if self.draft_vocabulary is not None:
+                chosen = block[:, self.draft_vocabulary.to(block.device)].float()  # [n, Vd]
+                probs.append(chosen.softmax(-1))
+                sums.append((chosen.logsumexp(-1) - block.float().logsumexp(-1)).exp())
+            elif logits is None:
+                sums.append(block.float().logsumexp(-1))  # [n]
+        found = {"target_argmax": argmax.view(shape)}
+        if logits is not None:
+            return found | {"logits": logits}
+        total = torch.cat(sums).view(shape)
+        if self.draft_vocabulary is None:
+            return found | {"final_hidden": final, "target_logsumexp": total}
+        return found | {"target_probs": torch.cat(probs).view(*shape, -1), "target_mass": total}
+
+
+def _joined(layers: list[Tensor], final: Tensor | None) -> Tensor:
+    """Return n states [B, T, H] as [B, T, n * H]; without any, an empty tensor like `final`."""
+    return torch.cat(layers, -1) if final is None or layers else final[..., :0]

@@ -1,0 +1,223 @@
+"""One target split over the processes of torchrun (--tp-plan): the first one leads, others follow.
+
+The first process runs the command as if it were alone. Before each forward it announces the inputs,
+and the others run the same forward with their shards. They do nothing else: they read no corpus and
+write no file. States are equal on all processes, because the blocks of transformers' plans return
+whole sums.
+
+    with leading(config.spread):
+        ...  # the command; the other processes never come here, and end when it is over
+"""
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+
+from spec_data.capture.backend import BackendOptions
+from spec_data.capture.hf_backend import HFBackend
+from spec_data.capture.hooks import Captured
+from spec_data.capture.model import Target
+from spec_data.options.placement_options import Spread, processes
+from spec_data.shards.errors import ConfigError, RunError
+from spec_data.shards.position_data import Positions
+
+logger = logging.getLogger(__name__)
+
+_OPEN, _CAPTURE, _POSITIONS, _END = "open", "capture", "positions", "end"
+_WAITING = timedelta(days=30)  # the others wait while the first process renders the corpus
+_FORWARD = timedelta(hours=2)  # a collective of a forward, or of sharded loading
+
+
+class _Commands:
+    """The channel from the first process to the others: JSON, then tensors."""
+
+    def __init__(self) -> None:
+        cuda = torch.cuda.is_available()
+        if cuda:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        dist.init_process_group(backend, timeout=_FORWARD)
+        self.group = dist.new_group(backend="gloo", timeout=_WAITING)
+        self.leads = dist.get_rank() == 0
+
+    def announce(self, name: str, values: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
+        """Send a command to the others; `tensors` are int64."""
+        shapes = [list(t.shape) for t in tensors]
+        text = json.dumps({"name": name, "values": values, "shapes": shapes}).encode()
+        body = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        dist.broadcast(torch.tensor([len(body)]), 0, group=self.group)
+        for tensor in (body, *tensors):
+            dist.broadcast(tensor.cpu().contiguous(), 0, group=self.group)
+
+    def receive(self) -> tuple[str, dict[str, Any], list[Tensor]]:
+        """Wait for the next command."""
+        length = torch.zeros(1, dtype=torch.int64)
+        try:
+            dist.broadcast(length, 0, group=self.group)
+        except RuntimeError:
+            raise SystemExit(1) from None  # the first process has ended, and said why
+        body = torch.zeros(int(length), dtype=torch.uint8)
+        dist.broadcast(body, 0, group=self.group)
+        message = json.loads(bytes(body.tolist()))
+        tensors = [torch.zeros(shape, dtype=torch.int64) for shape in message["shapes"]]
+        for tensor in tensors:
+            dist.broadcast(tensor, 0, group=self.group)
+        return message["name"], message["values"], tensors
+
+
+_commands: _Commands | None = None
+
+
+@contextmanager
+def leading(spread: Spread) -> Iterator[None]:
+    """Run the block in the first process; the others serve it, and exit when it is over.
+
+    Without tensor parallelism, every process runs its own block.
+
+    Raises:
+        ConfigError: torchrun started no other processes.
+    """
+    global _commands
+    if not spread.tensor_parallel:
+        yield
+        return
+    if processes() < 2:
+        raise ConfigError(
+            "--tp-plan splits the target over several processes: start the same command with "
+            "`torchrun --nproc-per-node N -m spec_data ...`, N being the number of GPUs"
+        )
+    _commands = _Commands()
+    if not _commands.leads:
+        _follow(_commands)
+        dist.destroy_process_group()
+        raise SystemExit(0)
+    # An error of the command ends this process, and torchrun then ends the others: they may be
+    # inside a forward, where they would never receive another command.
+    yield
+    _commands.announce(_END, {})
+    dist.destroy_process_group()
+    _commands = None
+
+
+def _follow(commands: _Commands) -> None:
+    """Run what the first process announces, until it is done."""
+    transformers.utils.logging.disable_progress_bar()
+    backend: ShardedBackend | None = None
+    while True:
+        name, values, tensors = commands.receive()
+        if name == _END:
+            return
+        if name == _OPEN:
+            spread = Spread(**values.pop("spread"))
+            backend = ShardedBackend.load(BackendOptions(**values, spread=spread))
+        elif backend is not None and name == _CAPTURE:
+            ids, documents, positions = tensors
+            form, logits = values["form"], values["logits"]
+            backend.target.capture(ids, documents, positions, form, full_logits=logits)
+        elif backend is not None and name == _POSITIONS:
+            backend.positions(values["length"])
+
+
+def _announced(name: str, values: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
+    if _commands is not None and _commands.leads:
+        _commands.announce(name, values, tensors)
+
+
+class _ShardedTarget(Target):
+    """A target of which every process holds a part."""
+
+    def capture(
+        self,
+        input_ids: Tensor,
+        document_ids: Tensor,
+        position_ids: Tensor,
+        form: str | None,
+        *,
+        full_logits: bool = False,
+    ) -> tuple[Captured, Tensor | None]:
+        """Run one forward on all processes; see `Target.capture`."""
+        tensors = (input_ids, document_ids, position_ids)
+        _announced(_CAPTURE, {"form": form, "logits": full_logits}, tensors)
+        try:
+            return self._captured(tensors, form, full_logits)
+        except torch.OutOfMemoryError:
+            # The other processes wait inside this forward: it cannot be tried again.
+            raise RunError(
+                "out of memory on a GPU of --tp-plan; run the same command again with fewer "
+                "--batch-tokens: finished shards are kept"
+            ) from None
+
+    def _captured(
+        self, tensors: Sequence[Tensor], form: str | None, full_logits: bool
+    ) -> tuple[Captured, Tensor | None]:
+        input_ids, document_ids, position_ids = tensors
+        return super().capture(input_ids, document_ids, position_ids, form, full_logits=full_logits)
+
+
+class ShardedBackend(HFBackend):
+    """The backend of a target of which every process holds a part."""
+
+    def __init__(self, target: Target) -> None:
+        """Gather embedding, head and norm, which all processes do together.
+
+        The head is kept on the device as well: the first process computes logits alone.
+        """
+        super().__init__(target)
+        self._tensors = super().head_tensors()
+        for name in ("weight", "bias"):
+            target.head_tensor(name)
+
+    @classmethod
+    def open(cls, options: BackendOptions) -> "ShardedBackend":
+        """Load the shards of this process, and let the others load theirs.
+
+        Raises:
+            ConfigError: the command does not run inside `leading`.
+            TargetError: the target cannot be loaded, or its family has no plan.
+        """
+        if _commands is None:
+            raise ConfigError("--tp-plan is an option of `spec-data generate`, estimate and verify")
+        path = Path(options.path)
+        local = str(path.resolve()) if path.exists() else str(options.path)
+        _announced(_OPEN, asdict(options) | {"path": local})
+        return cls.load(options)
+
+    @classmethod
+    def load(cls, options: BackendOptions) -> "ShardedBackend":
+        """Load the shards of this process."""
+        return cls(
+            _ShardedTarget.from_pretrained(
+                options.path,
+                options.layers,
+                dtype=options.dtype,
+                attn=options.attn,
+                trust_remote_code=options.trust_remote_code,
+                rope_factors=options.rope_factors,
+                spread=options.spread,
+            )
+        )
+
+    @property
+    def devices(self) -> str:
+        """The kind of device, and the number of processes."""
+        return f"{self.device.type}, split over {processes()} processes"
+
+    def head_tensors(self) -> dict[str, Tensor]:
+        """Return embedding, head and final norm on the CPU."""
+        return dict(self._tensors)
+
+    def positions(self, length: int) -> Positions:
+        """Read and prove rotary frequencies and final norm, with a forward of all processes."""
+        _announced(_POSITIONS, {"length": length})
+        return super().positions(length)

@@ -1,8 +1,0 @@
-"""Room: everything that touches the target model.
-
-Finds its decoder blocks and its head, captures states with forward hooks, and
-builds the attention masks that keep packed documents apart. Before anything is stored it proves
-that the masks isolate documents and that the head is described correctly.
-
-May import: spec_data.devices, spec_data.models, spec_data.options, spec_data.shards.
-"""

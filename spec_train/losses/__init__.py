@@ -1,0 +1,1 @@
+"""What drafts are trained on: the head, losses, metrics, sampling, by tiles."""

@@ -1,0 +1,300 @@
+"""Losses between a teacher and a draft distribution over the draft vocabulary.
+
+`head_loss` combines head and loss: it takes rows of normed draft states, returns a scalar, and
+computes the gradients in the forward pass, chunk by chunk. So at most one chunk of logits exists at
+any time, for any number of slots, and a teacher row is computed once for all unroll steps that need
+it. In return, second derivatives are not available.
+
+With q the draft, p the teacher renormalised over the draft vocabulary, m the target's probability
+of the whole draft vocabulary (1 if it is the target's), serving accepts with m p:
+    a           sum_v min(m p, q), the probability that rejection sampling keeps a draw from q
+    ce          -sum_v p log q
+    kl          sum_v p log(p / q)
+    reverse-kl  sum_v q log(q / p); with m p instead of p it only differs by the constant log m
+    jsd         (sum_v p log(p / w) + sum_v q log(q / w)) / 2,   w = (p + q) / 2
+    tv          1 - a, the total variation distance from the target's full distribution
+    lk-alpha    -log a                       (LK losses, arXiv 2602.23881)
+    lk-lambda   r ce + (1 - r) (1 - a),      r = scale exp(-decay a), no gradient through r
+A hard target replaces m p and p by 1 at one token. Logarithms are taken of numbers that are at
+least the smallest normal one, so nothing is infinite where p or q are 0.
+All are per slot: r depends only on its own slot, so sums over micro-batches add up exactly.
+
+A teacher of K logits (see `teacher.topk_teacher`) knows p only at some tokens; the others share the
+probability `rest`. It counts in a as rejected. Everywhere else it is one more token, which the
+draft proposes with the sum of its own probabilities there: p is completed by rest q_v / sum of
+these q, without a gradient, which leads to that very value and gradient.
+
+N teacher rows, S unroll steps, H hidden size, Vd draft vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from spec_data.shards.errors import DraftError
+from spec_data.shards.schema import HeadSpec, apply_head
+from spec_train.losses.teacher_rows import SomeRows, TeacherRows
+from spec_train.losses.tiles import dot, product, softmax_sums, tiles
+from spec_train.options.loss_options import KINDS, OLD_NAMES
+
+# Logits of one chunk: few fit in a CPU's cache, and a GPU needs many rows to be busy. Every chunk
+# reads all rows of the head and updates their gradient; if a chunk has few rows and the vocabulary
+# is large, this is most of the work.
+CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
+LEAST_ROWS = 256
+
+
+def rows_per_chunk(weight: Tensor) -> int:
+    """Return how many rows of logits, through the head `weight` [Vd, H], exist at a time."""
+    return rows_of_width(weight.shape[0], weight.device)
+
+
+def rows_of_width(width: int, device: torch.device) -> int:
+    """Return how many rows of `width` float32 logits exist at a time on `device`."""
+    elements = CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cuda"])
+    return max(LEAST_ROWS, elements // width)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left.T @ right, of [n, a] and [n, b], to `total` [a, b] in place.
+
+    With equal dtypes and no autocast, no product of the size of `total` is allocated.
+    """
+    if left.dtype == right.dtype == total.dtype and not torch.is_autocast_enabled(left.device.type):
+        total.addmm_(left.T, right)
+    else:
+        total += left.T @ right
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossKind:
+    """The name of a loss (of KINDS), its target, and the two parameters of "lk-lambda"."""
+
+    name: str = "ce"
+    hard: bool = False  # compare with one token, `TeacherRows.label`
+    scale: float = 1.0
+    decay: float = 3.0
+
+    def __post_init__(self) -> None:
+        """Accept the names of older releases.
+
+        Raises:
+            DraftError: no such loss.
+        """
+        name = OLD_NAMES.get(self.name, self.name)
+        if name not in KINDS:
+            raise DraftError(f"loss {name!r}: choose from {', '.join(KINDS)}")
+        object.__setattr__(self, "name", name)
+
+    @classmethod
+    def of(cls, options: Any) -> Self:
+        """Return the loss that the options of a draft name (see `loss_options`)."""
+        hard = getattr(options, "compared_with", options.loss_target) != "soft"
+        scale, decay = options.lambda_scale, options.lambda_decay
+        return cls(name=options.loss, hard=hard, scale=scale, decay=decay)
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return `x` (any shape) in float32, or unchanged if it is float64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def distribution_loss(
+    logits: Tensor, teacher: TeacherRows, kind: LossKind
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute loss, expected acceptance, gradient for the draft logits, and the draft's choice.
+
+    Every pass over the logits costs a noticeable share of the head's product. So there are few
+    passes, they overwrite what is no longer needed, and a CPU's cache should hold the logits.
+
+    Args:
+        logits: draft logits [N, S, Vd], float32 or float64; overwritten.
+        teacher: of the N rows, same dtype.
+        kind: which loss.
+
+    Returns:
+        loss [N, S], acceptance sum_v min(m p, q) [N, S] with the target's own distribution, also
+        if the loss has a hard target, d loss / d logits [N, S, Vd], and the largest logit's index,
+        int64 [N, S].
+    """
+    wanted = teacher.hardened() if kind.hard else teacher
+    agreement = dot(wanted.p[:, None], logits)
+    q, total, best = softmax_sums(logits, None if logits.device.type == "cpu" else logits)
+    acceptance = torch.minimum(teacher.full()[:, None], q).sum(-1)
+    p, tail = wanted.completed(q)  # [N, 1 or S, Vd], [N, S]
+    if kind.name in ("reverse-kl", "jsd"):
+        loss, slope = _divergence(q, p, kind.name)
+        return loss, acceptance, slope, best
+    if wanted.rest is None or tail is None:
+        entropy = total - agreement  # = -sum p log q, for sum p = 1
+    else:
+        rest = wanted.rest[:, None]
+        entropy = (1 - rest) * total - agreement - rest * tail.log()
+    if kind.name in ("ce", "kl"):
+        loss = entropy
+        if kind.name == "kl":
+            own = wanted.with_entropy().entropy
+            assert own is not None
+            loss = entropy - own[:, None]
+        return loss, acceptance, torch.sub(q, p, out=logits), best
+    full = wanted.full()[:, None]
+    accepted = torch.minimum(full, q).sum(-1) if kind.hard else acceptance
+    loss, slope = _acceptance_loss(q, full, accepted, kind, entropy, p)
+    return loss, acceptance, slope, best
+
+
+def _divergence(q: Tensor, p: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Return "reverse-kl" or "jsd" of q [N, S, Vd] and p [N, 1 or S, Vd], and d loss / d logits."""
+    tiny = torch.finfo(q.dtype).tiny
+    if name == "reverse-kl":
+        gap = q.clamp_min(tiny).log_().sub_(p.clamp_min(tiny).log())
+        loss = (q * gap).sum(-1)
+        return loss, gap.sub_(loss[..., None]).mul_(q)
+    middle = ((p + q) / 2).clamp_min_(tiny)  # [N, S, Vd]
+    gap = q.clamp_min(tiny).div_(middle).log_()
+    own = (q * gap).sum(-1)
+    loss = (torch.xlogy(p, p / middle).sum(-1) + own) / 2
+    return loss, gap.sub_(own[..., None]).mul_(q / 2)
+
+
+def _acceptance_loss(
+    q: Tensor, full: Tensor, accepted: Tensor, kind: LossKind, entropy: Tensor, p: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return "tv", "lk-alpha" or "lk-lambda", [N, S], and d loss / d logits [N, S, Vd].
+
+    Args:
+        q: the draft [N, S, Vd].
+        full: m p of the target of the loss [N, 1, Vd].
+        accepted: sum_v min(full, q) [N, S].
+        kind: which loss.
+        entropy: cross-entropy [N, S].
+        p: of the cross-entropy [N, 1 or S, Vd].
+    """
+    inside = q * (q < full)
+    slope = inside - q * inside.sum(-1, keepdim=True)  # d accepted / d logits
+    if kind.name == "tv":
+        return 1 - accepted, slope.neg_()
+    if kind.name == "lk-alpha":
+        safe = accepted.clamp_min(torch.finfo(accepted.dtype).tiny)
+        return -safe.log(), slope.mul_(-1 / safe[..., None])
+    r = kind.scale * torch.exp(-kind.decay * accepted)
+    loss = r * entropy + (1 - r) * (1 - accepted)
+    return loss, slope.mul_((r - 1)[..., None]).add_(r[..., None] * (q - p))
+
+
+@dataclass(frozen=True)
+class RowStats:
+    """Figures per teacher row and step, without gradients."""
+
+    loss: Tensor  # [N, S], float32 or float64
+    acceptance: Tensor  # [N, S], sum_v min(m p, q)
+    best: Tensor  # int64 [N, S], index of the largest draft logit
+
+
+def head_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher: Callable[[slice], SomeRows],
+    weights: Tensor,
+    kind: LossKind,
+    chunk_rows: int | None = None,
+    bias: Tensor | None = None,
+    spec: HeadSpec | None = None,
+) -> tuple[Tensor, RowStats]:
+    """Sum `weights` times the loss of every row, through the head `weight`.
+
+    No gradient is computed for a tensor that does not require one, so a frozen head costs nothing.
+
+    Args:
+        hidden: states that enter the head [N, S, H].
+        weight: head [Vd, H].
+        teacher: returns the teacher of a slice of the N rows; called once per chunk.
+        weights: of the rows [N, S], float32; 0 leaves a row out.
+        kind: which loss.
+        chunk_rows: rows of logits (of N * S) that exist at a time; None: `rows_per_chunk`.
+        bias: of the head [Vd], frozen.
+        spec: scale and softcap of a target's head; None: a plain product.
+
+    Returns:
+        The sum, a float32 (or float64) scalar that can be differentiated, and figures per row.
+    """
+    rows = max(1, (chunk_rows or rows_per_chunk(weight)) // hidden.shape[1])
+    wanted = tuple(torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
+    total, *stats = _HeadLoss.apply(
+        hidden, weight, teacher, weights, kind, rows, wanted, bias, spec
+    )
+    return total, RowStats(*stats)
+
+
+def _head_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: HeadSpec | None, buffer: Tensor
+) -> Tensor:
+    """Return wide logits [n, S, Vd] of states [n, S, H]; `buffer` is that of `product`."""
+    if spec is None:
+        return product(hidden, weight, bias, buffer)
+    return wide(apply_head(hidden, weight, bias, spec))
+
+
+def _head_slope(logits: Tensor, spec: HeadSpec | None) -> Tensor | float:
+    """Return d logits / d (plain product): one number, or in the shape of the logits."""
+    if spec is None or spec.softcap is None:
+        return 1.0 if spec is None else spec.scale
+    return (1 - (logits / spec.softcap).square()).mul_(spec.scale)
+
+
+class _HeadLoss(torch.autograd.Function):
+    """`head_loss`: forward also computes the gradients, so backward only scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        teacher: Callable[[slice], SomeRows],
+        weights: Tensor,
+        kind: LossKind,
+        rows: int,
+        wanted: tuple[bool, bool],
+        bias: Tensor | None,
+        spec: HeadSpec | None,
+    ) -> tuple[Tensor, ...]:
+        n, steps, size = hidden.shape
+        double = hidden.dtype == torch.float64
+        total = hidden.new_zeros((), dtype=torch.float64 if double else torch.float32)
+        loss, acceptance = total.new_zeros(n, steps), total.new_zeros(n, steps)
+        best = torch.zeros(n, steps, dtype=torch.long, device=hidden.device)
+        d_hidden = torch.empty_like(hidden) if wanted[0] else None
+        d_weight = torch.zeros_like(weight, dtype=total.dtype) if wanted[1] else None
+        buffer = total.new_empty(min(n, rows) * steps * len(weight))
+        for start in range(0, n, rows):
+            part = slice(start, min(start + rows, n))
+            logits = _head_logits(hidden[part], weight, bias, spec, buffer)
+            targets = teacher(part).to(logits.dtype)
+            for tile in tiles(len(logits), steps * len(weight), logits.device):
+                own, some = slice(start + tile.start, start + tile.stop), logits[tile]
+                inner = _head_slope(some, spec)
+                loss[own], acceptance[own], slope, best[own] = distribution_loss(
+                    some, targets[tile], kind
+                )
+                if any(wanted):
+                    torch.mul(slope, weights[own][..., None] * inner, out=some)
+            total += (loss[part] * weights[part]).sum()
+            if not any(wanted):
+                continue
+            slopes = logits.to(weight.dtype)
+            if d_hidden is not None:
+                d_hidden[part] = (slopes @ weight).to(hidden.dtype)
+            if d_weight is not None:
+                states = hidden[part].reshape(-1, size).to(slopes.dtype)
+                add_product(d_weight, slopes.flatten(0, 1), states)
+        ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight.dtype))
+        ctx.mark_non_differentiable(loss, acceptance, best)
+        return total, loss, acceptance, best
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        own = [None if d is None else d * grads[0].to(d.dtype) for d in ctx.saved_tensors]
+        return *own, *[None] * 7

@@ -1,0 +1,113 @@
+"""The target's distribution at slots, over the draft vocabulary.
+
+n rows, S drafts of a row, Vd draft vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from spec_train.losses.tiles import dot, softmax_sums, tiles
+
+
+@dataclass(frozen=True)
+class TeacherRows:
+    """The target's distribution at n slots, over the draft vocabulary."""
+
+    p: Tensor  # probabilities over the draft vocabulary [n, Vd]: rows add up to 1 - rest
+    mass: Tensor | None = None  # the target's probability of the draft vocabulary [n]; None: 1
+    rest: Tensor | None = None  # probability of all tokens where p is 0 [n]; None: 0
+    label: Tensor | None = None  # the one token of a hard target, int64 [n]
+    entropy: Tensor | None = None  # -sum_v p log p - rest log rest [n], if it is known already
+
+    @classmethod
+    def of_logits(cls, logits: Tensor, logsumexp: Tensor | None) -> "TeacherRows":
+        """Make rows from the target's logits of the draft vocabulary [n, Vd].
+
+        `logsumexp` [n] is over the full vocabulary; None: the draft vocabulary is the full one.
+        """
+        p, total = torch.empty_like(logits), logits.new_empty(len(logits))
+        entropy = torch.empty_like(total)
+        for tile in tiles(len(logits), logits.shape[1], logits.device):
+            _, total[tile], _ = softmax_sums(logits[tile], p[tile])
+            entropy[tile] = total[tile] - dot(p[tile], logits[tile])
+        if logsumexp is None:
+            return cls(p, entropy=entropy)
+        # Stored states are rounded and the stored sum is not, so the quotient may exceed 1.
+        mass = (total - logsumexp.to(logits.dtype)).exp().clamp(max=1.0)
+        return cls(p, mass, entropy=entropy)
+
+    def full(self) -> Tensor:
+        """Return the known probabilities [n, Vd] of the target's full distribution."""
+        return self.p if self.mass is None else self.p * self.mass[:, None]
+
+    def to(self, dtype: torch.dtype) -> "TeacherRows":
+        """Return the rows in another dtype."""
+        return self._each(lambda x: x.to(dtype) if x.is_floating_point() else x)
+
+    def __getitem__(self, rows: Tensor | slice) -> "TeacherRows":
+        """Return the rows of an index, int64 [k], or of a slice, without a copy."""
+        return self._each(lambda x: x[rows])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "TeacherRows":
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: change(v) for k, v in values.items() if v is not None})
+
+    def labelled(self, label: Tensor) -> "TeacherRows":
+        """Return the rows with the tokens of hard targets, int64 [n]; -1 becomes 0 (no loss)."""
+        return replace(self, label=label.clamp_min(0))
+
+    def hardened(self) -> "TeacherRows":
+        """Return rows in which every distribution is 1 at `label`."""
+        assert self.label is not None  # the loss that asks for hard targets has set it
+        return TeacherRows(torch.zeros_like(self.p).scatter_(1, self.label[:, None], 1.0))
+
+    def with_entropy(self) -> "TeacherRows":
+        """Return the rows with `entropy`, so that it is computed once for several drafts."""
+        if self.entropy is not None:
+            return self
+        entropy = -torch.xlogy(self.p, self.p).sum(-1)
+        if self.rest is not None:
+            entropy = entropy - torch.xlogy(self.rest, self.rest)
+        return replace(self, entropy=entropy)
+
+    def completed(self, q: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return p with the rest distributed like the draft `q` [n, S, Vd]: [n, 1 or S, Vd].
+
+        The second value is the draft's probability of the tokens that share the rest, [n, S];
+        None where there is no rest.
+        """
+        p = self.p[:, None]
+        if self.rest is None:
+            return p, None
+        outside = q * (p == 0)
+        tail = outside.sum(-1).clamp_min(torch.finfo(q.dtype).tiny)  # [n, S]
+        return outside.mul_((self.rest[:, None] / tail)[..., None]).add_(p), tail
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """The distributions of n slots of which several have the same one, each stored once."""
+
+    rows: TeacherRows
+    index: Tensor  # int64 [n]: the row of every slot
+    label: Tensor | None = None  # of the n slots, as in `TeacherRows`
+
+    def to(self, dtype: torch.dtype) -> "SharedRows":
+        """Return the rows in another dtype."""
+        return replace(self, rows=self.rows.to(dtype))
+
+    def labelled(self, label: Tensor) -> "SharedRows":
+        """Return the slots with the tokens of hard targets, int64 [n]; -1 becomes 0 (no loss)."""
+        return replace(self, label=label.clamp_min(0))
+
+    def __getitem__(self, slots: slice) -> TeacherRows:
+        """Return the distributions of a slice of the slots, as copies."""
+        found = self.rows[self.index[slots]]
+        return found if self.label is None else found.labelled(self.label[slots])
+
+
+SomeRows = TeacherRows | SharedRows
+"""Indexed by a slice of the n slots, either returns the `TeacherRows` of these."""

@@ -1,0 +1,118 @@
+"""The proof of an engine's states accepts those of transformers and refuses every mix-up."""
+
+import pytest
+import torch
+
+from spec_data.capture.model import Target
+from spec_data.capture.skeleton import needed_layers, prove_states
+from spec_data.shards.errors import RunError
+from tests.families import LAYERS, tiny_model
+from tests.tolerance import network, tolerance
+
+WANTED = (-1, 1, 2, 4)
+
+
+def documents():
+    """Token ids of documents, int64 [T] each."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 96, (n,), generator=generator) for n in (5, 30, 17)]
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def target(request, tmp_path_factory):
+    """A model directory, and the target of transformers in a dtype."""
+    path = tmp_path_factory.mktemp("target")
+    model = tiny_model("gemma3")  # scaled embeddings, norms of both kinds, windows
+    torch.manual_seed(0)
+    for name, module in model.named_modules():
+        if "norm" in name:
+            torch.nn.init.normal_(module.weight, 0.0, 0.3)
+    model.save_pretrained(path)
+    return path, Target.from_pretrained(path, range(-1, LAYERS), device="cpu", dtype=request.param)
+
+
+def states_of(target):
+    """The states of each document alone: every layer, and the input of the head."""
+    found = []
+    for ids in documents():
+        layout = torch.zeros_like(ids)[None], torch.arange(len(ids))[None]
+        captured, _ = target.capture(ids[None], *layout, None)
+        found.append(({k: v[0] for k, v in captured.layers.items()}, captured.final[0]))
+    return found
+
+
+def proven(target, states, layers=WANTED):
+    path, model = target
+    return prove_states(path, documents(), states, layers, blocks=LAYERS, dtype=model.dtype)
+
+
+def test_the_states_of_transformers_are_proven(target):
+    found = proven(target, states_of(target[1]))
+    names = {"embedding", "final", "layer 1", "layer 2", "layer 4", f"layer {LAYERS - 1}"}
+    assert found.keys() == names
+    assert max(found.values()) <= tolerance(torch.float32, network(1))
+
+
+@pytest.mark.parametrize("shift", [1, -1])
+def test_layer_ids_that_are_off_by_one_are_refused(target, shift):
+    states = [
+        ({k: own[min(max(k + shift, -1), LAYERS - 1)] if 0 <= k < LAYERS - 1 else v
+          for k, v in own.items()}, final)
+        for own, final in states_of(target[1])
+    ]  # fmt: skip
+    with pytest.raises(RunError, match=r"layer \d is not the output of that block"):
+        proven(target, states, (1, 2, 4))
+
+
+def test_every_captured_layer_is_looked_at(target):
+    """One wrong layer is enough, and its name is in the error."""
+    states = states_of(target[1])
+    for own, _ in states:
+        own[2] = own[3]
+    with pytest.raises(RunError, match="layer 2 is not the output"):
+        proven(target, states)
+
+
+def test_a_state_before_the_norm_is_refused_as_the_final_one(target):
+    states = [(own, own[LAYERS - 1]) for own, _ in states_of(target[1])]
+    with pytest.raises(RunError, match="not the final norm of its last block"):
+        proven(target, states)
+
+
+def test_a_normed_state_is_refused_as_the_last_block(target):
+    states = [(own | {LAYERS - 1: final}, final) for own, final in states_of(target[1])]
+    with pytest.raises(RunError, match="relative error"):
+        proven(target, states)
+
+
+def test_another_embedding_output_is_refused(target):
+    states = [(own | {-1: own[-1] / 2}, final) for own, final in states_of(target[1])]
+    with pytest.raises(RunError, match="not that of the embedding"):
+        proven(target, states)
+
+
+def test_a_document_that_sees_another_one_is_refused(target):
+    """The states of a document behind another: its block attends to tokens that are not there."""
+    path, model = target
+    first, second, _ = documents()
+    ids = torch.cat([first, second])[None]
+    captured, _ = model.capture(ids, torch.zeros_like(ids), torch.arange(ids.shape[1])[None], None)
+    part = slice(len(first), None)
+    leaked = {k: v[0, part] for k, v in captured.layers.items()}, captured.final[0, part]
+    with pytest.raises(RunError, match="is not the output of that block"):
+        prove_states(path, [second], [leaked], WANTED, blocks=LAYERS, dtype=model.dtype)
+
+
+def test_documents_with_states_that_are_not_finite_prove_nothing(target):
+    states = states_of(target[1])
+    states[1][0][2][4] = torch.nan
+    assert proven(target, states)
+    for own, _ in states:
+        own[2][0] = torch.inf  # the first token of every document
+    with pytest.raises(RunError, match="not finite"):
+        proven(target, states)
+
+
+def test_the_inputs_of_all_layers_are_captured_for_the_proof():
+    assert needed_layers((1, 4), 6) == (0, 1, 3, 4, 5)
+    assert needed_layers((-1, 0), 6) == (-1, 0, 4, 5)

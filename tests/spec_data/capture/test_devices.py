@@ -1,0 +1,248 @@
+"""Targets on several devices: the CPU and the disk here, two processes of torchrun.
+
+No test of this file has a second GPU; the code that moves states from block to block is the same.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import spec_data.generation.find_plan as find_plan_module
+import spec_data.generation.run as run_module
+from spec_data.capture.model import Target
+from spec_data.capture.tensor_parallel import leading
+from spec_data.estimation import estimate_size
+from spec_data.models import loading
+from spec_data.models.devices import usable_device
+from spec_data.models.loading import check_tied_places
+from spec_data.models.placement import device_of, shares_weight, whole
+from spec_data.models.reading import load_config
+from spec_data.options.dataset_options import VerifyConfig
+from spec_data.options.generate_options import EstimateConfig, GenerateConfig
+from spec_data.options.placement_options import Spread
+from spec_data.shards.errors import ConfigError, SpecDataError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.verification.run import examine
+from tests.families import LAYERS, VOCAB, tiny_model
+from tests.spec_data.capture.backend_contract import BackendContract
+from tests.spec_data.runs import options, run, save_target, write_corpus
+from tests.tolerance import close, network
+
+
+def offloaded(head: str = "disk", embedding: str = "cpu") -> dict[str, str]:
+    """Every other block on disk."""
+    blocks = {f"model.layers.{k}": "cpu" if k % 2 else "disk" for k in range(LAYERS)}
+    ends = {"model.embed_tokens": embedding, "model.norm": "disk", "lm_head": head}
+    return ends | {"model.rotary_emb": "cpu"} | blocks
+
+
+class TestOffloadedToDisk(BackendContract):
+    """A target of which only a few parts are in memory at a time."""
+
+    def open(self, path: Path, **changes: Any):
+        """Open the backend with every other block on disk."""
+        spread = Spread(device_map=offloaded())
+        return super().open(path, **{"device": "auto", "spread": spread} | changes)
+
+    def test_parts_of_it_are_on_disk(self, backend):
+        weights = dict(backend.target.model.named_parameters())
+        assert {str(w.device) for w in weights.values()} == {"cpu", "meta"}
+        assert backend.device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "qwen3_moe"])
+def test_offloading_changes_no_bit(family, place, tmp_path):
+    """qwen3 and gemma3 have a tied head, gemma3 windows, and the experts of qwen3_moe are stored
+    in another form than they run in.
+    """
+    tiny_model(family).save_pretrained(tmp_path)
+    plain = Target.from_pretrained(tmp_path, (-1, 0, 3, 5), device="cpu")
+    spread = Spread(device_map=offloaded(place, place), offload_dir=str(tmp_path / "offload"))
+    target = Target.from_pretrained(tmp_path, (-1, 0, 3, 5), spread=spread)
+    assert target.head == plain.head
+    ids = torch.randint(3, VOCAB, (1, 30), generator=torch.Generator().manual_seed(0))
+    layout = torch.zeros_like(ids), torch.arange(30)[None]
+    ours, logits = target.capture(ids, *layout, None, full_logits=True)
+    theirs, expected = plain.capture(ids, *layout, None, full_logits=True)
+    assert all(torch.equal(ours.layers[k], theirs.layers[k]) for k in plain.layers)
+    assert torch.equal(ours.final, theirs.final) and torch.equal(logits, expected)
+    assert torch.equal(target.logits_of(ours.final), plain.logits_of(ours.final))
+
+
+def test_a_generated_dataset_has_the_same_shards(tmp_path):
+    target, corpus = save_target(tmp_path / "target"), write_corpus(tmp_path / "corpus.jsonl", 12)
+    run(target, corpus, tmp_path / "plain")
+    memory = json.dumps({"cpu": "100KB"})
+    changes = {"device": "auto", "device_map": "auto", "max_memory": memory}
+    run(target, corpus, tmp_path / "spread", **changes)
+    for shard in sorted((tmp_path / "plain" / "shards").iterdir()):
+        assert shard.read_bytes() == (tmp_path / "spread" / "shards" / shard.name).read_bytes()
+    head = (tmp_path / "plain" / "target" / "head.safetensors").read_bytes()
+    assert head == (tmp_path / "spread" / "target" / "head.safetensors").read_bytes()
+
+
+def test_weights_are_read_to_their_device(tmp_path, monkeypatch):
+    """No copy of the whole model is made in memory: from_pretrained is told the device."""
+    tiny_model("llama").save_pretrained(tmp_path)
+    given = {}
+
+    class Reached(Exception):
+        pass
+
+    def from_pretrained(_directory, **options):
+        given.update(options)
+        raise Reached
+
+    auto = loading._auto_class(tiny_model("llama").config)
+    monkeypatch.setattr(auto, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(loading, "usable_device", torch.device)
+    monkeypatch.setattr(loading, "check_devices", lambda *_: None)
+    for device, expected in (("cuda:1", {"": torch.device("cuda:1")}), ("cpu", None)):
+        given.clear()
+        with pytest.raises(Reached):
+            loading.load_model(str(tmp_path), device=device)
+        assert given.get("device_map") == expected
+
+
+def test_parts_of_a_model_are_found_wherever_they_are(tmp_path):
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    spread = loading.load_model(str(tmp_path), spread=Spread(device_map=offloaded()))
+    assert spread.lm_head.weight.device.type == "meta"
+    assert torch.equal(whole(spread.lm_head, "weight"), model.lm_head.weight)
+    assert whole(spread.lm_head, "bias") is None
+    assert device_of(spread.lm_head) == torch.device("cpu")
+    assert not shares_weight(spread.lm_head, spread.get_input_embeddings())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device_map": "everywhere"}, "--device-map everywhere: expected auto"),
+        ({"device_map": "{broken"}, "--device-map"),
+        ({"max_memory": '{"0": "1GB"}'}, "go with --device-map"),
+        ({"device_map": "auto", "device": "cpu"}, "leave --device cpu out"),
+        ({"tp_plan": "auto", "device_map": "auto"}, "exclude each other"),
+        ({"tp_plan": "auto", "workers": "auto"}, "are one worker"),
+    ],
+)
+def test_contradicting_options_are_refused(changes, message):
+    needed = {"target": "t", "corpus": ("c",), "out": "o"}
+    with pytest.raises(ConfigError, match=message):
+        GenerateConfig(**needed | changes)
+    if "workers" not in changes:
+        with pytest.raises(ConfigError, match=message):
+            VerifyConfig(data="d", **changes)
+
+
+def test_tensor_parallelism_asks_for_torchrun(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with (
+        pytest.raises(ConfigError, match="torchrun --nproc-per-node"),
+        leading(Spread(tensor_parallel=True)),
+    ):
+        raise AssertionError("the command must not run")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here cuda is usable")
+def test_a_device_that_is_not_there_is_refused_before_the_corpus_is_read(tmp_path, monkeypatch):
+    target, corpus = save_target(tmp_path / "target"), write_corpus(tmp_path / "corpus.jsonl", 4)
+    given = options(target, corpus, tmp_path / "out")
+
+    def reads(*_arguments: object) -> None:
+        raise AssertionError("the corpus is read")
+
+    missing = r"--device cuda: not usable on this machine"
+    with pytest.raises(ConfigError, match=missing):
+        usable_device("cuda")
+    with monkeypatch.context() as patch:
+        for name in ("make_plan", "changed_settings"):
+            patch.setattr(find_plan_module, name, reads)
+        patch.setattr("spec_data.estimation.make_plan", reads)
+        with pytest.raises(ConfigError, match=missing):
+            run_module.generate(GenerateConfig(**given | {"device": "cuda"}))
+        with pytest.raises(ConfigError, match=missing):
+            estimate_size(EstimateConfig(**given | {"device": "cuda"}, probe=True))
+    assert estimate_size(EstimateConfig(**given | {"device": "cuda"})).plan.tokens  # no GPU needed
+    stop = RuntimeError("stopped before the first unit")
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "run_units", lambda *_, **__: (_ for _ in ()).throw(stop))
+        with pytest.raises(RuntimeError, match="stopped"):
+            run_module.generate(GenerateConfig(**given))
+    with monkeypatch.context() as patch:  # a saved plan changes nothing
+        patch.setattr(find_plan_module, "changed_settings", reads)
+        with pytest.raises(ConfigError, match=missing):
+            run_module.generate(GenerateConfig(**given | {"device": "cuda"}))
+
+
+@pytest.mark.long
+def test_two_processes_capture_one_target(tmp_path):
+    """--tp-plan: every layer in two shards, states of rank 0 equal to dtype noise."""
+    target, corpus = save_target(tmp_path / "target", "qwen3"), tmp_path / "corpus.jsonl"
+    write_corpus(corpus, 12)
+    run(target, corpus, tmp_path / "alone")
+    flags = {"layers": "0,2,4", "codec": "bf16", "tp-plan": "auto", "dtype": "float32"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "spec_data", "generate", "--quiet"]
+    command += ["--target", str(target), "--corpus", str(corpus), "--out", str(tmp_path / "both")]
+    command += [word for name, value in flags.items() for word in (f"--{name}", value)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    ours, theirs = (HiddenStatesDataset(tmp_path / name) for name in ("both", "alone"))
+    assert list(ours.doc_ids) == list(theirs.doc_ids)
+    for row, other in zip(ours, theirs, strict=True):
+        for name in ("hidden.L0", "hidden.L2", "hidden.L4", "hidden.final"):
+            # stored in bf16: a difference of float32 may round to the next number of bf16
+            terms = network(LAYERS)
+            close(row[name].float(), other[name].float(), terms=terms, stored=torch.bfloat16)
+    assert ours.manifest.raw["head"] == theirs.manifest.raw["head"]
+    found = examine(VerifyConfig(data=str(tmp_path / "both"), target=str(target), samples=4))
+    assert not found.failures
+
+
+@pytest.mark.parametrize(
+    "device_map",
+    [
+        {"model": "cpu", "lm_head": "disk"},
+        {"model": "disk", "model.embed_tokens": "cpu", "lm_head": "disk"},
+        {"": "disk", "lm_head": "cpu"},
+        {"model": 0, "lm_head": "cpu"},
+    ],
+)
+def test_a_map_that_parts_a_tied_head_from_its_embedding_is_refused(device_map, tmp_path):
+    """transformers accepts most of them, and a KeyError follows in the first forward."""
+    tiny_model("qwen3").save_pretrained(tmp_path)
+    said = r"puts model.embed_tokens on \w+ and lm_head on \w+, but in this target they are one"
+    with pytest.raises(ConfigError, match=said):
+        check_tied_places(load_config(tmp_path), device_map, lambda: tiny_model("qwen3"))
+    untied = tiny_model("llama")
+    check_tied_places(untied.config, device_map, lambda: untied)
+
+
+def test_a_tied_head_on_the_device_of_its_embedding_is_loaded(tmp_path):
+    tiny_model("qwen3").save_pretrained(tmp_path)
+    spread = Spread(device_map={"model": "cpu", "lm_head": "cpu"})
+    assert loading.load_model(str(tmp_path), spread=spread).lm_head is not None
+    with pytest.raises(ConfigError, match="name the same device for both"):
+        loading.load_model(
+            str(tmp_path), spread=Spread(device_map={"model": "cpu", "lm_head": "disk"})
+        )
+
+
+@pytest.mark.parametrize(
+    ("device_map", "message"),
+    [
+        ({"": "gpu7"}, "--device-map: gpu7: not usable on this machine"),
+        ({"": 99}, "--device-map: cuda:99: not usable on this machine"),
+    ],
+)
+def test_a_device_map_that_does_not_fit_is_an_error_for_users(device_map, message, tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(SpecDataError, match=message):
+        loading.load_model(str(tmp_path), spread=Spread(device_map=device_map))

@@ -1,0 +1,68 @@
+"""The backend of transformers satisfies the contract of all backends, and the planted failures."""
+
+import dataclasses
+import gc
+import weakref
+
+import pytest
+import torch
+
+from spec_data.capture.backend import BACKENDS, BackendOptions, open_backend
+from spec_data.capture.hf_backend import HFBackend
+from spec_data.capture.mask_forms import SINGLE
+from spec_data.options.dataset_options import VerifyConfig
+from spec_data.options.generate_options import GenerateConfig
+from tests.spec_data.capture.backend_contract import (
+    BackendContract,
+    captured,
+    test_a_backend_that_does_not_exist_is_refused,  # noqa: F401 (collected here)
+)
+
+
+class TestTransformers(BackendContract):
+    """`--backend hf`."""
+
+    def test_states_are_bit_equal_to_those_of_transformers(self, model, backend, documents):
+        (states,) = captured(backend, documents[1:2], SINGLE)
+        layers, final, _ = self.plain(model, documents[1])
+        assert all(torch.equal(states.layers[k], layers[k]) for k in backend.layers)
+        assert torch.equal(states.final, final)
+
+    def test_closing_frees_the_model(self, model_dir):
+        backend = self.open(model_dir)
+        assert isinstance(backend, HFBackend)
+        alive = weakref.ref(backend.target.model)
+        backend.close()
+        gc.collect()
+        assert alive() is None
+
+
+class TestOfAShiftedBackend:
+    """The contract fails for a backend with layer ids that are off by one."""
+
+    def test_the_contract_finds_it(self, tmp_path):
+        contract = TestTransformers()
+        model = contract.make_model().eval()
+        type(contract).blocks = model.config.num_hidden_layers
+        model.save_pretrained(tmp_path)
+        options = BackendOptions(path=tmp_path, layers=(0, 2), device="cpu")
+        backend = open_backend("hf", options)
+        capture = backend.capture
+
+        def shifted(batch, form, *, full_logits=False):
+            found = capture(batch, form, full_logits=full_logits)
+            return dataclasses.replace(found, layers={0: found.layers[2], 2: found.layers[0]})
+
+        backend.capture = shifted
+        contract.layers = (0, 2)
+        documents = [torch.arange(3, 20)]
+        with pytest.raises(AssertionError, match="layer 0"):
+            contract.test_states_of_a_document_are_those_of_plain_transformers(
+                model, backend, documents
+            )
+
+
+@pytest.mark.parametrize("config", [GenerateConfig, VerifyConfig])
+def test_the_option_names_every_backend(config):
+    (choices,) = [f.metadata["choices"] for f in dataclasses.fields(config) if f.name == "backend"]
+    assert tuple(choices) == tuple(BACKENDS)

@@ -1,0 +1,257 @@
+"""Capture: hooks return what the model computes; batches hold it in the frame of the trainer."""
+
+import pytest
+import torch
+from torch import nn
+
+from spec_data.capture.hooks import capturing, decoder_layers
+from spec_data.capture.model import Target
+from spec_data.capture.proofs import prove_head
+from spec_data.shards.errors import TargetError
+from spec_data.shards.layer_ids import parse_layers
+from tests.factory import tiny_llama
+from tests.families import FAMILIES, LAYERS, VOCAB, tiny_model
+from tests.tolerance import LAYER, close, network, same_choice, tolerance
+
+CHOSEN = (0, 2, 4)
+FORWARD = {"terms": network(6), "dtype": torch.float32}  # the six layers of the tiny targets
+
+
+def ids_of(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCAB, (n,), generator=generator) for n in lengths]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_states_are_those_of_output_hidden_states(family):
+    model = tiny_model(family)
+    ids = torch.stack(ids_of(21, 21))
+    plain = model(ids, output_hidden_states=True, use_cache=False)
+    target = Target(model, CHOSEN)
+    layout = torch.zeros_like(ids), torch.arange(21).expand(2, 21)
+    captured, logits = target.capture(ids, *layout, None, full_logits=True)
+    for k in CHOSEN:
+        assert torch.equal(captured.layers[k], plain.hidden_states[k + 1]), f"layer {k}"
+    assert torch.equal(captured.final, plain.hidden_states[-1])
+    assert torch.equal(logits, plain.logits)
+    # The head as data returns the model's own logits, and skipping the head changes no state.
+    close(target.logits_of(captured.final), plain.logits, terms=LAYER)
+    assert prove_head(target, ids_of(9, 5)) < tolerance(torch.float32, LAYER)
+    light, none = target.capture(ids, *layout, None)
+    assert none is None
+    assert all(torch.equal(light.layers[k], captured.layers[k]) for k in CHOSEN)
+    assert torch.equal(light.final, captured.final)
+
+
+@pytest.mark.parametrize("planted", ["before the norm", "normed twice"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_final_states_on_the_wrong_side_of_the_norm_are_refused(family, planted, monkeypatch):
+    model = tiny_model(family)
+    target = Target(model, (LAYERS - 1,))
+    capture = target.capture
+    norm = getattr(model, model.base_model_prefix)
+    norm = norm.ln_f if family == "gpt2" else norm.norm
+
+    def wrong(*arguments, **options):
+        captured, logits = capture(*arguments, **options)
+        raw = captured.layers[LAYERS - 1]
+        captured.final = raw if planted == "before the norm" else norm(captured.final)
+        return captured, logits
+
+    for module in norm.modules():  # trained norms have weights that are not all one
+        if getattr(module, "weight", None) is not None:
+            nn.init.normal_(module.weight, 1.0, 0.5)
+    assert prove_head(target, ids_of(9, 5)) < tolerance(torch.float32, LAYER)
+    monkeypatch.setattr(target, "capture", wrong)
+    with pytest.raises(TargetError, match=r"head\(final hidden\) is not the model's logits"):
+        prove_head(target, ids_of(9, 5))
+
+
+def test_embedding_output_and_last_block_can_be_captured():
+    model = tiny_model("llama")
+    ids = torch.stack(ids_of(9))
+    plain = model(ids, output_hidden_states=True, use_cache=False)
+    with capturing(model, (-1, LAYERS - 1)) as captured:
+        model(ids, use_cache=False)
+    assert torch.equal(captured.layers[-1], plain.hidden_states[0])
+    # The last block's output is raw; hidden_states[-1] is after the final norm.
+    assert torch.equal(model.model.norm(captured.layers[LAYERS - 1]), plain.hidden_states[-1])
+    assert not torch.equal(captured.layers[LAYERS - 1], plain.hidden_states[-1])
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_hooks_are_removed_after_errors_too():
+    model = tiny_model("llama")
+    before = hooks_of(model)
+    with pytest.raises(RuntimeError, match="stop"), capturing(model, CHOSEN):
+        assert hooks_of(model) == before + len(CHOSEN) + 1
+        raise RuntimeError("stop")
+    assert hooks_of(model) == before
+    with pytest.raises(TargetError, match="do not exist"), capturing(model, (0, LAYERS)):
+        pass
+    assert hooks_of(model) == before
+
+
+def test_a_block_that_never_runs_is_an_error():
+    model = tiny_model("llama")
+    target = Target(model, CHOSEN)
+    model.model.layers[2].forward = lambda hidden_states, **_: hidden_states
+    ids = torch.stack(ids_of(5))
+    layout = torch.zeros_like(ids), torch.arange(5)[None]
+    target.capture(ids, *layout, None)  # still a call of a module, so it is captured
+    blocks = model.model.layers
+    model.model.layers = nn.ModuleList([*blocks[:2], *blocks[3:], blocks[3]])
+    target.layers = (0, 9)
+    with pytest.raises(TargetError, match="do not exist"):
+        target.capture(ids, *layout, None)
+
+
+class Blocks(nn.Module):
+    """A model that consists of the path to its decoder blocks only."""
+
+    def __init__(self, path: str, container: nn.Module) -> None:
+        super().__init__()
+        *parents, last = path.split(".")
+        place: nn.Module = self
+        for name in parents:
+            place.add_module(name, nn.Module())
+            place = getattr(place, name)
+        place.add_module(last, container)
+
+
+@pytest.mark.parametrize(
+    "path", ["model.layers", "language_model.layers", "transformer.h", "gpt_neox.layers"]
+)
+def test_layouts(path):
+    blocks = [nn.Identity() for _ in range(12)]
+    as_list = decoder_layers(Blocks(path, nn.ModuleList(blocks)))
+    as_dict = decoder_layers(Blocks(path, nn.ModuleDict({str(i): b for i, b in enumerate(blocks)})))
+    assert as_list == blocks
+    assert as_dict == blocks, "ModuleDict is in numeric, not lexical, order"
+
+
+def test_models_without_decoder_blocks_are_refused():
+    with pytest.raises(TargetError, match="only decoder-only causal language models"):
+        decoder_layers(Blocks("encoder.stack", nn.ModuleList([nn.Identity()])))
+
+
+def test_auto_layers_are_the_eagle3_recipe():
+    assert parse_layers("auto", 36) == (1, 17, 32)
+    assert parse_layers("auto", 8) == (1, 3, 4)
+    assert parse_layers("5,1,3", 8) == (1, 3, 5)
+    with pytest.raises(TargetError, match="--layers 0,2,4"):
+        parse_layers("auto", 6)
+    for wrong in ("1,1", "1,8", "-2", "one", ""):
+        with pytest.raises(TargetError):
+            parse_layers(wrong, 8)
+
+
+def test_a_target_is_in_evaluation_mode_whatever_the_model_was_in():
+    model = tiny_model("gpt2")
+    model.config.resid_pdrop = 0.5
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+    ids = torch.stack(ids_of(9))
+    layout = torch.zeros_like(ids), torch.arange(9)[None]
+    expected, _ = Target(model.eval(), CHOSEN).capture(ids, *layout, None)
+    with capturing(model.train(), CHOSEN) as dropped:
+        model(ids, use_cache=False)
+    assert not torch.equal(dropped.layers[4], expected.layers[4]), "dropout must matter here"
+    found, _ = Target(model.train(), CHOSEN).capture(ids, *layout, None)
+    assert all(torch.equal(found.layers[k], expected.layers[k]) for k in CHOSEN)
+    assert torch.equal(found.final, expected.final) and not model.training
+
+
+def test_layers_of_a_target_default_to_the_recipe():
+    with pytest.raises(TargetError, match="--layers 0,2,4"):  # six blocks: too few for it
+        Target(tiny_model("llama"))
+    assert Target(tiny_model("llama"), "spread:3").layers == (1, 2, 4)
+    assert Target(tiny_model("llama"), "4,0").layers == (0, 4)
+    assert Target(tiny_llama(layers=8)).layers == parse_layers("auto", 8)
+
+
+# --- generate_batch ---
+
+
+def padded(documents: list[torch.Tensor], width: int):
+    ids, mask = (
+        torch.zeros(len(documents), width, dtype=torch.long),
+        torch.zeros(len(documents), width, dtype=torch.long),
+    )
+    for b, document in enumerate(documents):
+        ids[b, : len(document)] = document
+        mask[b, : len(document)] = 1
+    return ids, mask
+
+
+def test_plain_batch_is_shifted_as_documented():
+    model = tiny_model("qwen3")
+    documents = ids_of(7, 4)
+    ids, attention = padded(documents, 8)
+    loss = attention.clone()
+    loss[:, :3] = 0
+    batch = Target(model, CHOSEN, supervision="logits").generate_batch(ids, attention, loss)
+    for b, document in enumerate(documents):
+        n = len(document)
+        plain = model(document[None], output_hidden_states=True, use_cache=False)
+        aux = torch.cat([plain.hidden_states[k + 1] for k in CHOSEN], -1)[0]
+        close(batch.aux_hidden_states[b, :n], aux, **FORWARD)
+        assert batch.input_ids[b].tolist() == [*document[1:].tolist(), *[0] * (8 - n + 1)]
+        expected = [int(3 <= t < n) for t in range(1, 9)]
+        assert batch.loss_mask[b].int().tolist() == expected
+        logits = plain.logits[0, 1:]
+        close(batch.logits[b, : n - 1], logits, **FORWARD)
+        assert not batch.logits[b, n - 1 :].any()
+        same_choice(logits, batch.target_argmax[b, : n - 1], **FORWARD)
+        assert batch.doc_remaining[b, :n].tolist() == list(range(n - 1, -1, -1))
+    assert batch.seq_lens is None
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral-sliding"])
+@pytest.mark.parametrize("supervision", ["final-hidden", "logits", "target-probs"])
+def test_packed_batch_equals_each_document_alone(family, supervision):
+    vocabulary = torch.arange(0, VOCAB, 2) if supervision == "target-probs" else None
+    target = Target(
+        tiny_model(family), CHOSEN, supervision=supervision, draft_vocabulary=vocabulary
+    )
+    documents = ids_of(5, 20, 11)
+    row, attention = padded([torch.cat(documents)], 40)
+    batch = target.generate_batch(row, attention, attention, seq_lens=[[5, 20, 11]])
+    start = 0
+    for document in documents:
+        n = len(document)
+        ids, ones = padded([document], n)
+        alone = target.generate_batch(ids, ones, ones)
+        for name, value in alone.to_trainer_inputs().items():
+            if name in ("document_ids", "frame"):
+                continue
+            packed = batch.to_trainer_inputs()[name][0, start : start + n]
+            if name == "target_argmax" and supervision == "logits":
+                same_choice(alone.logits[0], packed, **FORWARD)
+            else:
+                close(packed, value[0], **FORWARD, name=name)
+        start += n
+
+
+def test_batches_that_contradict_themselves_are_refused():
+    model = tiny_model("llama")
+    target = Target(model, CHOSEN)
+    ids, attention = padded(ids_of(6), 8)
+    with pytest.raises(TargetError, match="add up to"):
+        target.generate_batch(ids, attention, attention, seq_lens=[[3, 2]])
+    left = attention.flip(1)
+    with pytest.raises(TargetError, match="right-padded"):
+        target.generate_batch(ids, left, attention)
+    batch = target.generate_batch(ids, attention, attention)
+    fields = {k: v for k, v in vars(batch).items()}
+    with pytest.raises(TargetError, match="exactly one"):
+        type(batch)(**fields | {"logits": torch.zeros(1, 8, VOCAB)})
+    with pytest.raises(TargetError, match="exactly one"):
+        type(batch)(**fields | {"final_hidden": None})
+    with pytest.raises(TargetError, match="rows and slots"):
+        type(batch)(**fields | {"loss_mask": torch.zeros(1, 7)})
+    assert target.get_input_embeddings() is model.model.embed_tokens

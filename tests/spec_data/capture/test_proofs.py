@@ -1,0 +1,76 @@
+"""Packing is proven: every family agrees with unpacked capture, and leaks are found."""
+
+import pytest
+import torch
+
+from spec_data.capture.model import Target
+from spec_data.capture.proofs import proof_documents, prove_isolation
+from spec_data.shards.errors import TargetError
+from tests.families import FAMILIES, LEAKY, WINDOW, tiny_model
+from tests.spec_data.capture.test_model import ids_of
+
+LENGTHS = (5, 30, 11, 3, 17, 26, 9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_form_is_found_and_agrees(family, dtype):
+    target = Target(tiny_model(family).to(dtype), (0, 2, 4))
+    proof = prove_isolation(target, ids_of(*LENGTHS), 48)
+    assert proof.form not in ("rows", "single")
+    assert proof.differences[proof.form] <= proof.tolerance
+    assert proof.longest > WINDOW, "the proof must see documents longer than the window"
+
+
+@pytest.mark.parametrize("family", LEAKY)
+def test_families_that_carry_state_fall_back_to_rows(family):
+    target = Target(tiny_model(family), (0, 2, 4))
+    proof = prove_isolation(target, ids_of(*LENGTHS), 48)
+    assert proof.form == "rows"
+    measured = [v for k, v in proof.differences.items() if k != "rows" and isinstance(v, float)]
+    assert measured, "the leak was measured, not assumed"
+    assert min(measured) > 0.05 > proof.tolerance
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "gemma2", "mistral-sliding"])
+def test_one_causal_mask_without_the_window_is_refused(family):
+    target = Target(tiny_model(family), (0, 2, 4))
+    with pytest.raises(TargetError, match="does not isolate"):
+        prove_isolation(target, ids_of(*LENGTHS), 48, packing="block-causal")
+
+
+def test_rows_can_be_forced():
+    proof = prove_isolation(Target(tiny_model("llama"), (0,)), ids_of(*LENGTHS), 48, packing="rows")
+    assert proof.form == "rows"
+
+
+def test_proof_documents_include_the_longest():
+    lengths = [10] * 500 + [300] + [10] * 20
+    chosen = proof_documents(lengths, 512, budget=1000)
+    assert 500 in chosen
+    assert sum(lengths[d] for d in chosen) <= 1000
+    assert chosen == sorted(set(chosen))
+
+
+def test_the_proof_packs_at_least_two_documents_together():
+    """Two long documents that fill a pack each must not hide the short ones that share a pack."""
+    lengths = [60, 64, *[6] * 40]
+    chosen = proof_documents(lengths, 64, budget=64)
+    assert sum(lengths[d] == 6 for d in chosen) >= 2
+    target = Target(tiny_model("qwen3_next"), (0, 2, 4))
+    documents = ids_of(*[lengths[d] for d in chosen])
+    assert prove_isolation(target, documents, 64).form == "rows"
+
+
+def test_without_two_documents_in_a_pack_no_packed_form_is_chosen():
+    proof = prove_isolation(Target(tiny_model("llama"), (0,)), ids_of(30, 40), 48)
+    assert proof.form == "rows"
+
+
+def test_packed_batches_of_a_leaky_target_are_refused():
+    target = Target(tiny_model("qwen3_next"), (0, 2, 4))
+    row = torch.cat(ids_of(30, 20))[None]
+    ones = torch.ones_like(row)
+    with pytest.raises(TargetError, match="carries state from one packed document"):
+        target.generate_batch(row, ones, ones, seq_lens=[[30, 20]])
+    target.generate_batch(row, ones, ones)
