@@ -200,7 +200,7 @@ def _code_hash() -> str:
     """Return a hash of the modules that decide the documents: a checkout changes without a
     release."""
     here = Path(__file__).parent
-    own = [here / f"{name}.py" for name in ("planning", "plan_builder", "plan_file", "prepared")]
+    own = [here / f"{name}.py" for name in ("planning", "plan", "plan_file")]
     files = sorted([*own, *(here.parent / "corpus").glob("*.py")])
     return sha256_json([sha256_file(file) for file in files])
 
