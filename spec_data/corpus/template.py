@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
+from textwrap import shorten
 from typing import Any
 
 import jinja2.meta
@@ -215,7 +216,7 @@ class Template:
 
     @cached_property
     def added_system(self) -> str:
-        """What the template writes where a chat has no system message; "" if nothing.
+        """The beginning of what the template writes where a chat has no system message, or "".
 
         It is what a chat with a system message does not have in that place.
         """
@@ -227,7 +228,7 @@ class Template:
             return ""
         start = common(alone, given)
         end = common(alone[start:][::-1], given[start:][::-1])
-        return printable(" ".join(alone[start : len(alone) - end].split()))[:80]
+        return shorten(printable(alone[start : len(alone) - end]), 40, placeholder=" ...")
 
     def warn_of_the_date(self) -> None:
         """Log a warning if the template prints today's date."""
