@@ -190,15 +190,12 @@ register_attention(_PREFIX, _chunked, _make_sdpa_mask, _make_mask)
 # Attention of each document of a pack on its own: no mask and no scores across documents.
 #
 # With a mask, a pack of T tokens costs T x T scores, of which most are blocked. Here the family's
-# own
-# attention function is called once per document, with the queries, keys and values of its tokens.
-# A
-# document needs a mask only where a layer has a window that is shorter than the document, or where
-# eager attention reads the causal rule from a mask. The rule is transformers' own (see
-# `long_rows`).
-# As every form of `mask_forms`, this one is compared with documents alone before it is used. A
-# family
-# whose attention cannot run here raises NotImplementedError, and that proof fails.
+# own attention function is called once per document, with the queries, keys and values of its
+# tokens. A document needs a mask only where a layer has a window that is shorter than the document,
+# or where eager attention reads the causal rule from a mask. The rule is transformers' own (see
+# `long_rows`). As every form of `mask_forms`, this one is compared with documents alone before it
+# is used. A family whose attention cannot run here raises NotImplementedError, and that proof
+# fails.
 #
 # It is a form for CPUs. On a GPU many small kernels would cost more than they save.
 #

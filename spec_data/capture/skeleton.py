@@ -178,10 +178,9 @@ def _run(model: Any, ids: Tensor, handles: list[Any]) -> None:
 # The engine's input of a block, run through that block of transformers with the weights from disk,
 # must be the engine's output of the block: that proves the layer id, the weights, the mask and the
 # rotary positions. The error is relative to what the block adds to its input, because layers next
-# to
-# each other differ by little more than that. The embedding output must be the embedding's, and the
-# engine's last state, run through the final norm, must be the engine's input of the LM head: so a
-# state before the norm is never taken for one after it. One block is in memory at a time.
+# to each other differ by little more than that. The embedding output must be the embedding's, and
+# the engine's last state, run through the final norm, must be the engine's input of the LM head: so
+# a state before the norm is never taken for one after it. One block is in memory at a time.
 #
 # Shapes: T tokens of a document, H hidden size.
 

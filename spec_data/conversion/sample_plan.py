@@ -33,8 +33,7 @@ from spec_data.shards.files import sha256_json, write_atomically
 # A trainer may store the mask of labels: entry t then stands for token t + 1. The chat template of
 # the target shows it: an answer begins right after the generation prompt, so the last token of the
 # prompt comes just before a run of ones. Where the prompt ends *inside* the run, the mask is one
-# too
-# early; where it ends one token before that place, the mask is one too late.
+# too early; where it ends one token before that place, the mask is one too late.
 
 
 TOKEN, NEXT = "token", "next"

@@ -37,8 +37,7 @@ from spec_data.shards.schema import FINAL, layer_column
 #
 # A file has `token_ids` [T] and `hidden_states` [T, n + 1, H]: the n layers, then the last state.
 # Layer ids are those of vLLM: inputs of blocks. The last one, L, is the state before the final
-# norm.
-# They are not stored; without the option they are 2, L/2 and L-3. With `hidden_states_scales`
+# norm. They are not stored; without the option they are 2, L/2 and L-3. With `hidden_states_scales`
 # [T, 1, 1] the states are 8-bit floats to be multiplied. Rows without a file are no samples. The
 # `data_I.pt` files of older releases are refused: what their last state is changed between them.
 
@@ -171,8 +170,7 @@ def _refuse_old(root: Path) -> None:
 # A state before the final norm, from the state after it: what the speculators library stores.
 #
 # An RMSNorm forgets the length of its input, so the raw output of the last block cannot be found
-# again. Any vector of the same direction has the same state after the norm, and so the same
-# logits:
+# again. Any vector of the same direction has the same state after the norm, and so the same logits:
 # this one has length sqrt(H). It is measured that the norm returns the stored state.
 #
 # Shapes: T tokens, H hidden size.

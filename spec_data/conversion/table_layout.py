@@ -228,10 +228,8 @@ class SpecForgeWriter:
 #
 # A table has `input_ids` [T], `aux_hidden_states` [T, n * H] and `hidden_states` [T, H], the state
 # after the final norm; `loss_mask` [T] only if the dump was made with --answer-only-loss. The ids
-# of
-# its --aux-layers are outputs of blocks. They are not stored; without the option they are the
-# inputs
-# of the blocks 2, L/2 and L-3.
+# of its --aux-layers are outputs of blocks. They are not stored; without the option they are the
+# inputs of the blocks 2, L/2 and L-3.
 
 
 _NAMES = TableNames(aux="aux_hidden_states", last="hidden_states")
@@ -253,8 +251,7 @@ def open_modelopt(path: Path, given: Sequence[int] | None, sizes: TargetSizes) -
 # A table has `input_ids` [1, T], `hidden_states` [1, T, n * H], `last_hidden_states` [1, T, H] and
 # `packed_loss_mask`: lengths such as "2,3,2", of tokens that are alternately not supervised and
 # supervised. dataset.json says whether the last state is before the final norm. Layer ids are
-# outputs
-# of blocks. They are not stored; without the option they are 1, L/2-1 and L-4.
+# outputs of blocks. They are not stored; without the option they are 1, L/2-1 and L-4.
 
 
 logger = logging.getLogger(__name__)

@@ -451,16 +451,13 @@ def _kind(value: Any) -> str:
 # -- prompt rows -----------------------------------------------------------------------------------
 # Turn one row of prompts into a `Record` that ends where the target is to answer.
 #
-# `spec-train eval` reads its prompts here, with the code that reads a corpus: a prompt that is
-# read
+# `spec-train eval` reads its prompts here, with the code that reads a corpus: a prompt that is read
 # in another way is rendered in another way, and acceptance falls without an error. Rows may hold a
 # question alone: `prompt` or `question` (a string or messages), or `turns`, the user messages of
-# MT-bench, which are sent one after the other, each after the answer to the one before. Messages
-# of
+# MT-bench, which are sent one after the other, each after the answer to the one before. Messages of
 # the user alone are such turns too: that is how SPEED-Bench is written by its own script.
 #
-# SPEED-Bench on the Hub has a notice in place of questions that it may not redistribute. Such a
-# row
+# SPEED-Bench on the Hub has a notice in place of questions that it may not redistribute. Such a row
 # is bad: the target would answer the notice.
 
 

@@ -114,8 +114,7 @@ def _expectation(probabilities: Tensor, logits: Tensor) -> Tensor:
 # What a draft learns from, out of final states or logits: argmax, logsumexp, top-k, and figures.
 #
 # The head is the widest matrix of a target, so it runs only on the tokens that are asked for, some
-# at
-# a time: no logits [N, V] exist unless the target returned them.
+# at a time: no logits [N, V] exist unless the target returned them.
 #
 # Shapes: n tokens, m of them with a supervised next token, H hidden size, V vocabulary size.
 

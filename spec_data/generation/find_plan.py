@@ -29,12 +29,10 @@ from spec_data.terminal.paths import make_directory
 # Replace a plan with which nothing was captured yet.
 #
 # A run that fails before its first shard (a wrong target, too many top logits) leaves a plan
-# behind.
-# That plan must not block the directory for other settings. It is replaced only if no unit is
-# finished and no worker is running. Two commands may start at the same moment, so the order
-# matters:
-# this module first renames the plan and then looks for workers; a worker first takes its lock and
-# then looks for its plan. The second of the two always sees the first.
+# behind. That plan must not block the directory for other settings. It is replaced only if no unit
+# is finished and no worker is running. Two commands may start at the same moment, so the order
+# matters: this module first renames the plan and then looks for workers; a worker first takes its
+# lock and then looks for its plan. The second of the two always sees the first.
 
 
 _PLAN, _RETIRED = "plan.json", "plan.json.retired"

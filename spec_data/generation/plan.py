@@ -49,8 +49,7 @@ from spec_data.shards.writer import UnitData, shard_bytes
 # Which documents were added already, by digests of 16 bytes, in 16 bytes each.
 #
 # A Python set needs 90 to 150 bytes per digest. Here digests stand in sorted runs of numpy, and
-# runs
-# of similar length are merged, so there are few of them. A merge takes twice its bytes for a
+# runs of similar length are merged, so there are few of them. A merge takes twice its bytes for a
 # moment.
 
 

@@ -32,8 +32,7 @@ from spec_data.terminal.paths import check_directory_to_write
 # -- unit records ----------------------------------------------------------------------------------
 # Write finished units, and read the records that say which units are finished.
 #
-# A unit is finished when its record, .generate/unit-00000.json, exists. The record is written
-# after
+# A unit is finished when its record, .generate/unit-00000.json, exists. The record is written after
 # the shard, both atomically.
 
 

@@ -439,8 +439,7 @@ def _worker_text(worker: WorkerStatus) -> str:
 #
 # A .prom file is replaced as a whole, in the text format of Prometheus, for the textfile collector
 # of its node exporter. A .jsonl file grows by one line. Both describe the whole directory, so it
-# does
-# not matter which of several workers has written last.
+# does not matter which of several workers has written last.
 
 
 METRICS_SECONDS = 10.0

@@ -150,10 +150,8 @@ def _system_messages(rendering: Mapping[str, int]) -> dict[str, dict[str, int]]:
 # What a dataset needs on disk beside its shards, from config and tokenizer files alone.
 #
 # The head is counted from a model without memory (torch's meta device), so its tensors are those
-# that
-# `generate` writes. Index, tables and tokenizer files are sized as they will be; the manifest and
-# the
-# card are approximated. All together are right to within 1 % plus 64 KB.
+# that `generate` writes. Index, tables and tokenizer files are sized as they will be; the manifest
+# and the card are approximated. All together are right to within 1 % plus 64 KB.
 
 
 _INDEX_ROW = 4 + 4 + 5 * 4 + 8  # two text offsets, five int32, a checksum

@@ -43,8 +43,7 @@ from spec_data.views.write_view import view_sizes, write_view
 # The documents of a dataset without states: what the Hub's viewer and people read.
 #
 # They are Arrow streams like the shards, because `load_dataset` reads all configurations of a card
-# in
-# one format.
+# in one format.
 
 
 _PER_FILE, _PER_GROUP = 100_000, 1_000

@@ -17,8 +17,7 @@ from spec_data.shards.errors import DraftError
 # What a draft takes from its target's config.json: sizes and rope settings.
 #
 # In: a target's config.json as a dictionary. Out: a `TargetShape`. Configs with the keys of Llama
-# or
-# GPT-2 need `decoder_shape` alone; other families have a function here. No model class is
+# or GPT-2 need `decoder_shape` alone; other families have a function here. No model class is
 # imported.
 
 

@@ -109,8 +109,7 @@ def _summary(name: str, norms: np.ndarray, squares: np.ndarray, most: int) -> Co
 # -- teacher scores --------------------------------------------------------------------------------
 # What the target predicts for every token of a document, from the stored columns.
 #
-# The first choice is stored. Entropy and NLL need all logits: they are computed from
-# `hidden.final`
+# The first choice is stored. Entropy and NLL need all logits: they are computed from `hidden.final`
 # and the stored head (with the error of the codec), or read from `logits`.
 #
 # Shapes: T tokens of a document, K of them with a stored prediction, H, V.

@@ -562,10 +562,8 @@ def load_head_tensors(dataset: str | Path, manifest: Manifest | None = None) -> 
 # Is a dataset that a command finds finished still whole?
 #
 # A command that writes a dataset returns at once if the dataset is sealed already. The seal says
-# that
-# the files were whole once. Since then a shard may have been deleted, or a copy may have stopped
-# half
-# way, and "complete already" would be wrong.
+# that the files were whole once. Since then a shard may have been deleted, or a copy may have
+# stopped half way, and "complete already" would be wrong.
 
 
 logger = logging.getLogger(__name__)

@@ -32,8 +32,7 @@ from spec_data.shards.manifest_rules import MANIFEST, contradictions, problems, 
 # The target's LM head as data: logits = softcap(scale * (W f + b)).
 #
 # Both programs compute logits from `hidden.final` with `apply_head`. Generation proves it against
-# the
-# model, and training and verification then use the same function.
+# the model, and training and verification then use the same function.
 
 
 @dataclass(frozen=True, kw_only=True)

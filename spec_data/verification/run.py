@@ -49,8 +49,7 @@ from spec_data.verification.fresh import (
 # Count again, from the stored columns, how often supervised tokens are the target's first choice.
 #
 # Arg max, token ids and masks are stored exactly, so the counts must equal those of the manifest.
-# The
-# NLL is the one that generation measured.
+# The NLL is the one that generation measured.
 
 
 _COLUMNS = ("input_ids", "loss_mask", "target_argmax")

@@ -21,9 +21,8 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 #
 # A kernel that does not build, or computes something else, is found before a run starts with it. A
 # trial runs when the first batch needs the answer, which may be inside a validation without
-# gradients
-# or under autocast. So it sets its own modes, and draws from generators of its own: the random
-# numbers of a run do not depend on whether a trial took place.
+# gradients or under autocast. So it sets its own modes, and draws from generators of its own: the
+# random numbers of a run do not depend on whether a trial took place.
 
 
 log = logging.getLogger(__name__)

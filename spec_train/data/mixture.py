@@ -40,18 +40,15 @@ from spec_train.options.data_option import Source
 # The order over several datasets: how often each document appears, and when.
 #
 # With weight w, every training document of a dataset appears w times per epoch. If w is not whole,
-# a
-# document appears floor(w) or ceil(w) times, chosen so that epochs even out: documents get evenly
-# spaced phases u in (0, 1), in an order drawn from the seed, and document d has appeared
-# floor(u_d + k * w) times after k epochs. So k epochs together show a document k * w times, to
-# within
-# one, and every epoch shows the same share of a dataset, to within one document.
+# a document appears floor(w) or ceil(w) times, chosen so that epochs even out: documents get evenly
+# spaced phases u in (0, 1), in an order drawn from the seed, and document d has appeared floor(u_d
+# + k * w) times after k epochs. So k epochs together show a document k * w times, to within one,
+# and every epoch shows the same share of a dataset, to within one document.
 #
 # A window has all datasets in proportion to their tokens: each dataset is cut into windows of its
-# own
-# share, and the k-th windows of all datasets are shuffled together. So a small dataset is spread
-# over
-# the whole epoch. The copies of a document are as far apart as the shuffle of stretches puts them.
+# own share, and the k-th windows of all datasets are shuffled together. So a small dataset is
+# spread over the whole epoch. The copies of a document are as far apart as the shuffle of stretches
+# puts them.
 #
 # The order is a function of (seed, epoch, lengths, weights). One dataset of weight 1 needs only a
 # BatchPlan.

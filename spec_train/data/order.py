@@ -33,18 +33,13 @@ from spec_data.shards.packing import pack_documents
 # How the shuffled documents of a group become packs, by the version of the order.
 #
 # Version 2 puts each document, in shuffled order, into the fullest open pack that has room for it.
-# At
-# most OPEN packs are open, so neighbouring packs hold documents that are neighbours in the
-# shuffled
-# order, and a batch is a random sample. With more open packs, the last ones of a group would hold
-# the
-# documents for which nothing was left to fill up with.
+# At most OPEN packs are open, so neighbouring packs hold documents that are neighbours in the
+# shuffled order, and a batch is a random sample. With more open packs, the last ones of a group
+# would hold the documents for which nothing was left to fill up with.
 #
 # Version 1 sorted the documents by length first (best-fit decreasing). Its packs are slightly
-# fuller,
-# but each holds documents of nearly one length, so a batch holds few lengths, and few sources
-# where
-# the length depends on the source. Only runs that began with it still use it.
+# fuller, but each holds documents of nearly one length, so a batch holds few lengths, and few
+# sources where the length depends on the source. Only runs that began with it still use it.
 
 
 ORDER = 2

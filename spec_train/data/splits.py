@@ -27,10 +27,8 @@ from spec_train.options.command_options import FitConfig
 # -- selection -------------------------------------------------------------------------------------
 # Which documents a run can train on, and why it leaves others out.
 #
-# A slot of a draft is a known token i >= 1 and the token after it. Under `--slots serving`, and
-# for
-# drafts of blocks, both must be supervised; under `--slots shifted`, only the known one. A
-# document
+# A slot of a draft is a known token i >= 1 and the token after it. Under `--slots serving`, and for
+# drafts of blocks, both must be supervised; under `--slots shifted`, only the known one. A document
 # without a slot has no loss: it would make batches smaller than they look. The index of a dataset
 # tells for nearly every document whether it has a slot; the loss masks of the few others are read.
 

@@ -30,21 +30,17 @@ from spec_train.drafts.together import left_padded, new_positions, real_slots
 # -- batch session ---------------------------------------------------------------------------------
 # Several sequences in the target at once: one KV cache, padded on the left.
 #
-# Every sequence has its own number of cached tokens, and they end at the last slot of the cache.
-# So
+# Every sequence has its own number of cached tokens, and they end at the last slot of the cache. So
 # slots and positions of a sequence differ by a constant, and the windows that transformers counts
-# in
-# slots are right. New tokens follow, padded on the right. After a verification each sequence keeps
-# a
-# number of its new tokens of its own, and the cache is aligned again.
+# in slots are right. New tokens follow, padded on the right. After a verification each sequence
+# keeps a number of its new tokens of its own, and the cache is aligned again.
 #
 # A sequence joins after its prompt was computed alone (`TargetSession`), and leaves when it has
 # ended. `why_alone` compares a small batch with its sequences alone, because models do not declare
 # whether they support padding in their cache.
 #
 # Shapes: B sequences, Q new tokens of the longest one, T slots, V vocabulary, A captured layers
-# times
-# the target's hidden size.
+# times the target's hidden size.
 
 
 _SWITCHING = ("dynamic", "longrope")  # rope types whose frequencies depend on the longest row

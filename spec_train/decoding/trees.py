@@ -33,24 +33,19 @@ from spec_train.losses.sampling import Sampler
 # Dynamic draft trees (EAGLE-2, arXiv 2406.16858): how a tree grows, and which nodes are accepted.
 #
 # Growing. Each level expands its `topk` likeliest nodes into `topk` children each. The likelihood
-# of
-# a node is the product of the draft's probabilities along its path. Of all nodes the `nodes`
+# of a node is the product of the draft's probabilities along its path. Of all nodes the `nodes`
 # likeliest are kept. A node is never likelier than its parent, so the kept nodes form a tree.
 #
-# Accepting. Starting at the root, the target's next token is chosen as without a draft (its
-# argmax,
+# Accepting. Starting at the root, the target's next token is chosen as without a draft (its argmax,
 # or a sample of its distribution). The walk continues at the child with exactly this token; if
-# there
-# is none, the token ends the round. So the output is the target's own for every tree: greedy
-# equals
-# plain greedy decoding, and sampling consumes one random number per token like plain sampling. A
-# child x is accepted with probability p(x). The multi-round rejection sampling of EAGLE-2 results
-# in
-# the same: its candidates are selected, not sampled, so each one is tried as a draft distribution
-# with probability 1 for it: accept with p(x); otherwise remove x from p, normalise, try the next.
-# (Sampling children from the draft and keeping the likeliest would be different: which children
-# are
-# kept then depends on the sample, and the acceptance rule for sampled candidates does not hold.)
+# there is none, the token ends the round. So the output is the target's own for every tree: greedy
+# equals plain greedy decoding, and sampling consumes one random number per token like plain
+# sampling. A child x is accepted with probability p(x). The multi-round rejection sampling of
+# EAGLE-2 results in the same: its candidates are selected, not sampled, so each one is tried as a
+# draft distribution with probability 1 for it: accept with p(x); otherwise remove x from p,
+# normalise, try the next. (Sampling children from the draft and keeping the likeliest would be
+# different: which children are kept then depends on the sample, and the acceptance rule for sampled
+# candidates does not hold.)
 #
 # Shapes: n nodes, m expanded nodes, k children of each, V / Vd target / draft vocabulary, H hidden
 # size of the draft, T entries of the draft's cache.
@@ -242,10 +237,8 @@ class TreeDrafter:
 # Each entry of a verification forward sees the cached tokens and its own path, within the layer's
 # window; its position follows from its depth. Models take such a mask as one 4-D tensor, or as one
 # tensor per layer type if only some layers have a sliding window. Models do not declare which form
-# they support, so each form is tested before use, on a small tree whose paths are also computed
-# one
-# by one. A model that fails every form is refused. A form without the windows of the model's
-# layers
+# they support, so each form is tested before use, on a small tree whose paths are also computed one
+# by one. A model that fails every form is refused. A form without the windows of the model's layers
 # is never tested: the small tree is shorter than a window and would pass wrongly.
 #
 # Shapes: n nodes of a tree, T tokens cached before them, V vocabulary.

@@ -35,11 +35,9 @@ from spec_train.simulation.intervals import Comparison, compare
 # -- mask tokens -----------------------------------------------------------------------------------
 # Which mask tokens are worth trying with a draft.
 #
-# A mask token is the id of an embedding row, and nothing else marks it: the row is the target's
-# and
+# A mask token is the id of an embedding row, and nothing else marks it: the row is the target's and
 # frozen, or the draft's own and trained. So the id decides what the draft computes in both cases.
-# The
-# learned states of a P-EAGLE draft, `mask_hidden`, stand beside that row and do not replace it.
+# The learned states of a P-EAGLE draft, `mask_hidden`, stand beside that row and do not replace it.
 #
 # V target vocabulary, H hidden size.
 

@@ -109,8 +109,7 @@ class LayeredDraft(BaseDraft):
 # What EAGLE-3 and P-EAGLE share: feature projection, final norm, and an LM head of their own.
 #
 # The two add the layers in between. Parameter names are those of the checkpoint. The LM head is
-# over
-# the draft vocabulary and is trained.
+# over the draft vocabulary and is trained.
 #
 # B packs, T slots, n captured layers, H hidden size, V / Vd target / draft vocabulary.
 

@@ -39,10 +39,8 @@ from spec_train.options.command_options import EvalConfig
 #
 # They are the same for every draft, so they are decoded once and kept in a file per target and
 # settings, in the cache directory (see `shards.cache_directory`). Everything that can change a
-# token
-# is part of the file's name: the target's weights, config, dtype, attention and device, the
-# longest
-# response, and the versions of the libraries. A file that is damaged in any way is ignored.
+# token is part of the file's name: the target's weights, config, dtype, attention and device, the
+# longest response, and the versions of the libraries. A file that is damaged in any way is ignored.
 
 
 log = logging.getLogger(__name__)

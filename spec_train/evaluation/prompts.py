@@ -26,20 +26,16 @@ from spec_data.shards.identity import kwargs_text
 #
 # `--prompts` takes files, directories and datasets, several with commas between them, and these
 # names. A named set is read from the Hugging Face Hub (or from a local file or directory of that
-# name), and its question column becomes the prompt. Nothing is added to a question: no
-# instruction,
+# name), and its question column becomes the prompt. Nothing is added to a question: no instruction,
 # no examples.
 #
 # The set of a prompt is the name given for it, followed by its part if there are parts: the parts
-# of
-# the named set, or the `category` of the row (MT-bench, Spec-Bench and SPEED-Bench files have
-# one).
-# Every part has figures of its own.
+# of the named set, or the `category` of the row (MT-bench, Spec-Bench and SPEED-Bench files have
+# one). Every part has figures of its own.
 #
 # Rows, as the publishers describe them or read them: `RedHatAI/speculator_benchmarks` has one file
 # per part with a string `prompt` (speculators' scripts/evaluate/evaluate.py), taken from Spec-
-# Bench
-# and HumanEval (its dataset card). Spec-Bench's sixth part is MT-bench with both turns (its
+# Bench and HumanEval (its dataset card). Spec-Bench's sixth part is MT-bench with both turns (its
 # evaluation/speed.py), so it is read from MT-bench itself. `nvidia/SPEED-Bench` has a list of user
 # messages in `turns`, and a `category` (its dataset card).
 

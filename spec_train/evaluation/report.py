@@ -94,10 +94,8 @@ def _facts_of(config: EvalConfig) -> TargetFacts | None:
 # Compare the target and the prompts of an evaluation with those that a draft was fitted to.
 #
 # A draft runs with any target of its shape. With another version of the target, other rope
-# settings,
-# another tokenizer or prompts rendered otherwise, it is only accepted less often, so each
-# difference
-# is a warning that names the fact.
+# settings, another tokenizer or prompts rendered otherwise, it is only accepted less often, so each
+# difference is a warning that names the fact.
 
 
 log = logging.getLogger(__name__)

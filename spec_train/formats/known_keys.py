@@ -21,14 +21,11 @@ from spec_train.formats.draft_seal import SECTION
 # Drafts of trainers that copy their target's config: which keys of it describe the draft.
 #
 # AutoModel and DeepSpec start from the target's config.json and change a few fields. What they
-# leave
-# describes the target: its number of blocks, its windows, its experts. Here the keys that their
-# draft
-# classes read are kept, and the others are dropped.
+# leave describes the target: its number of blocks, its windows, its experts. Here the keys that
+# their draft classes read are kept, and the others are dropped.
 #
 # Sources: AutoModel 0.7, `components/speculative/eagle` (`draft_llama.py`, `draft_llama_v12.py`)
-# and
-# its recipes; DeepSpec, `modeling/eagle3/qwen3`.
+# and its recipes; DeepSpec, `modeling/eagle3/qwen3`.
 
 
 log = logging.getLogger(__name__)

@@ -50,9 +50,9 @@ from spec_train.options.draft_options import DFlashOptions, DSparkOptions
 # Block drafts of all trainers under one set of names: those of DeepSpec, which engines read too.
 #
 # In: files in the flat form of any trainer. Out: the same files with DeepSpec's names of tensors,
-# and
-# with the keys of the table `dflash_config` at the top level of the config. Nothing is interpreted
-# here except keys that mean the same under two names. `auto_map` and files of code are never used.
+# and with the keys of the table `dflash_config` at the top level of the config. Nothing is
+# interpreted here except keys that mean the same under two names. `auto_map` and files of code are
+# never used.
 #
 # Sources: z-lab's `dflash`, transformers 5.23 (`MuseGlimmerAssistantModel`), NVIDIA's ModelOpt
 # 0.47

@@ -24,8 +24,7 @@ from spec_train.options.loss_options import MIXED
 # How far a loss with a teacher of K logits may be from the loss with all logits.
 #
 # With t the missing mass of a slot, and w its share of the draft vocabulary, t / (s + t), where s
-# is
-# the known probability in that vocabulary (w = t if the draft has the full vocabulary):
+# is the known probability in that vocabulary (w = t if the draft has the full vocabulary):
 #
 #     loss         value                                     gradient for the logits (sum of |.|)
 #     ce, kl       full vocabulary: a lower bound            at most 2 w
@@ -39,15 +38,11 @@ from spec_train.options.loss_options import MIXED
 #
 # Why: the unknown tokens count as one token, so the divergences are those of a coarser partition,
 # which are never larger. The completed teacher (see `losses`) is at most 2 w from the true one in
-# the
-# sum of absolute differences; the gradient of ce and kl is q - p, and that of jsd changes by at
-# most
-# that distance. An acceptance counts no unknown token, which misses at most t of it, and t of the
-# probabilities q below p, each twice in the gradient. The cross-entropy has no upper bound: a
-# draft
-# may have no probability at all where the target has some. A hard target is exact: it is one of
-# the
-# K tokens.
+# the sum of absolute differences; the gradient of ce and kl is q - p, and that of jsd changes by at
+# most that distance. An acceptance counts no unknown token, which misses at most t of it, and t of
+# the probabilities q below p, each twice in the gradient. The cross-entropy has no upper bound: a
+# draft may have no probability at all where the target has some. A hard target is exact: it is one
+# of the K tokens.
 #
 # Bounds of a mean over slots follow from the means of t and w: all are linear or concave in them.
 

@@ -23,8 +23,7 @@ from spec_train.formats.draft_files import CONFIG, WEIGHTS, find_weights
 # JSON files of a run with a checksum of their own content: `run.json`, `training_state.json`.
 #
 # The checksum is the SHA-256 of the other fields in canonical form, so indenting a file again is
-# not
-# damage, and a changed digit is.
+# not damage, and a changed digit is.
 
 
 CHECKSUM = "checksum"

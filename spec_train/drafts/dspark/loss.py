@@ -61,11 +61,9 @@ from spec_train.losses.metrics import summarise as summarise_chains
 # What the loss of block drafts reads: a batch in the token frame, its blocks, and one teacher.
 #
 # In: the plain tensors that `dspark_loss` accepts, or a `DraftBatch`. Out: a `BlockFrame`, which
-# has
-# every default filled in.
+# has every default filled in.
 #
-# B packs, T tokens of a pack, n captured layers, N blocks of a pack, H hidden size, V / Vd target
-# /
+# B packs, T tokens of a pack, n captured layers, N blocks of a pack, H hidden size, V / Vd target /
 # draft vocabulary.
 
 
@@ -155,8 +153,7 @@ def batch_block_frame(
 #
 # In: a `BlockFrame`. Out: `TrainedRows`, index tables into the blocks and the teachers. Draft d of
 # the block at anchor a reads its teacher, and its previous token, at slot a + d. A draft that
-# counts
-# is trained if the target's choice is in the draft vocabulary.
+# counts is trained if the target's choice is in the draft vocabulary.
 #
 # B packs, T tokens of a pack, N blocks of a pack, D drafts of a block, R drafts that count.
 

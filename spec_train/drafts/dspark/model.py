@@ -48,12 +48,11 @@ from spec_train.options.shape_options import FULL, SLIDING
 # Configuration of a DSpark or DFlash draft: derived from the target's config.json.
 #
 # In: the target's config.json, or the draft's own. Out: `DSparkConfig`, and the draft's
-# config.json.
-# The file has the flat form that DeepSpec writes and engines read (`Qwen3DSparkModel`). A DFlash
-# draft in the layout of its paper is a `DFlashDraftModel`. `sample_from_anchor` is always written,
-# because the engines have different defaults. `target_layer_ids` are block outputs in every
-# engine.
-# Keys that only this project needs are in `spec_train`.
+# config.json. The file has the flat form that DeepSpec writes and engines read
+# (`Qwen3DSparkModel`). A DFlash draft in the layout of its paper is a `DFlashDraftModel`.
+# `sample_from_anchor` is always written, because the engines have different defaults.
+# `target_layer_ids` are block outputs in every engine. Keys that only this project needs are in
+# `spec_train`.
 
 
 OPTIONS: dict[str, type[BlockOptions]] = {"dspark": DSparkOptions, "dflash": DFlashOptions}
@@ -221,10 +220,8 @@ class DSparkConfig(LayeredConfig):
 # -- heads -----------------------------------------------------------------------------------------
 # The two small heads of DSpark: a bias from the previous token, and a forecast of acceptance.
 #
-# In: states of drafts and embeddings of previous tokens. Out: the latent vector of the bias;
-# logits
-# of the acceptance. Both heads read y, the state that enters the LM head (after the final norm),
-# as
+# In: states of drafts and embeddings of previous tokens. Out: the latent vector of the bias; logits
+# of the acceptance. Both heads read y, the state that enters the LM head (after the final norm), as
 # DeepSpec's code and the engines do.
 #
 # r Markov rank, H hidden size, V / Vd target / draft vocabulary, D drafts of a block.

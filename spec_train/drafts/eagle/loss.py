@@ -49,13 +49,10 @@ from spec_train.losses.metrics import chain_sums
 # The EAGLE-1/2 draft over packs (arXiv 2401.15077): one step for training, more for chains.
 #
 # In: final hidden states and known tokens. Out: the predicted states of every step. Step 0 of slot
-# t
-# is the row (x_{t+1}, f_t), causal in its document; training needs no other. Step s continues from
-# every slot at once, as serving would: the row (a known token of position t+1+s, the state that
-# step
-# s-1 predicted) at RoPE position t + s. It sees the step-0 rows of slots <= t of its document, and
-# of
-# the later steps the rows of slot t only; a layer's window limits both.
+# t is the row (x_{t+1}, f_t), causal in its document; training needs no other. Step s continues
+# from every slot at once, as serving would: the row (a known token of position t+1+s, the state
+# that step s-1 predicted) at RoPE position t + s. It sees the step-0 rows of slots <= t of its
+# document, and of the later steps the rows of slot t only; a layer's window limits both.
 #
 # B packs, T slots, H hidden size, h / g query / key-value heads, d head size.
 

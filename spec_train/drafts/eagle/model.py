@@ -37,12 +37,10 @@ from spec_train.options.draft_options import EagleOptions
 # config.json.
 #
 # The engines (vLLM's and SGLang's `llama_eagle.py`, SafeAILab's `cnets1.py`) read `fc.weight` [H,
-# 2H]
-# over [embedding ; state], the embedding first; `layers.N.*` of plain Llama layers, of which the
-# first has **no** `input_layernorm`; no final norm; and the target's own embedding and head.
+# 2H] over [embedding ; state], the embedding first; `layers.N.*` of plain Llama layers, of which
+# the first has **no** `input_layernorm`; no final norm; and the target's own embedding and head.
 # `architectures` is vLLM's name. vLLM 0.32 loads drafts of one and of two layers unchanged, and
-# every
-# round accepts the tokens that `spec_train.decoding.chains` accepts (measured).
+# every round accepts the tokens that `spec_train.decoding.chains` accepts (measured).
 #
 # The engines differ in the bias of `fc`. SafeAILab's loader makes one unless config.json has
 # `"bias": false`. vLLM has none and refuses a file with one. SGLang always has one and leaves it
@@ -52,10 +50,8 @@ from spec_train.options.draft_options import EagleOptions
 # `LlamaForCausalLMEagle`; it refuses the file as written here.
 #
 # Drafts of other trainers may have the bias, a norm before the first layer's attention, and a norm
-# of
-# the prediction (AutoModel has both norms, under ModelOpt's names of the keys). Such a draft is
-# read
-# and can be fitted further; no option makes a new one.
+# of the prediction (AutoModel has both norms, under ModelOpt's names of the keys). Such a draft is
+# read and can be fitted further; no option makes a new one.
 
 
 @dataclass(frozen=True, kw_only=True)

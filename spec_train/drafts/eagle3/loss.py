@@ -40,16 +40,13 @@ from spec_train.losses.metrics import chain_sums
 #
 # In: aux states and known tokens. Out: the states of every step. Step 0 carries the projected
 # features and makes a key at every slot. Step s carries the state of step s - 1 and adds one key
-# per
-# slot, which only that slot sees; a layer's window limits both. So queries, MLP and later keys are
-# computed at the `active` slots only: those of which some step is used. A draft of several layers
-# has
-# such keys in each of them. The step-0 keys of a layer need the output of the layer before it at
-# every slot, so only the last layer is limited to the active slots in step 0.
+# per slot, which only that slot sees; a layer's window limits both. So queries, MLP and later keys
+# are computed at the `active` slots only: those of which some step is used. A draft of several
+# layers has such keys in each of them. The step-0 keys of a layer need the output of the layer
+# before it at every slot, so only the last layer is limited to the active slots in step 0.
 #
 # B packs, T slots, A active slots, S unroll steps, n captured layers, H hidden size, W width of a
-# layer's attention input (2H in the first layer, H in the others), h / g query / key-value heads,
-# d
+# layer's attention input (2H in the first layer, H in the others), h / g query / key-value heads, d
 # head size.
 
 

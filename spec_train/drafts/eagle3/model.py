@@ -39,10 +39,9 @@ from spec_train.options.draft_options import Eagle3Options
 # Configuration of an EAGLE-3 draft (arXiv 2503.01840): derived from the target's config.json.
 #
 # In: the target's config.json, or the draft's own. Out: `Eagle3Config`, and the draft's
-# config.json.
-# Every engine can read that file: `architectures`, both keys for the layer ids (engines disagree
-# on
-# the meaning of an id), no null fields. Keys that only this project needs are in `spec_train`.
+# config.json. Every engine can read that file: `architectures`, both keys for the layer ids
+# (engines disagree on the meaning of an id), no null fields. Keys that only this project needs are
+# in `spec_train`.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,12 +42,11 @@ from spec_train.losses.teacher_rows import SharedRows
 # Conditional drop sampling (COD, arXiv 2602.01469): which elements a P-EAGLE step trains on.
 #
 # In: supervised slots, document ids and random numbers. Out: a sample of elements. An element is
-# (anchor slot, depth) and is at slot anchor + depth. Depth 0 keeps every slot. Depth d keeps
-# int((n - d) * max(r ** d, floor)) of a document's n supervised slots. Its candidates are the
-# supervised slots that directly follow, in the same document, a slot that depth d - 1 kept. So the
-# depths of an anchor are 0, 1, .. without gaps, and the first slot of a document holds no element
-# of
-# depth 1 or more. Each document is sampled for itself: the result does not depend on its pack.
+# (anchor slot, depth) and is at slot anchor + depth. Depth 0 keeps every slot. Depth d keeps int((n
+# - d) * max(r ** d, floor)) of a document's n supervised slots. Its candidates are the supervised
+# slots that directly follow, in the same document, a slot that depth d - 1 kept. So the depths of
+# an anchor are 0, 1, .. without gaps, and the first slot of a document holds no element of depth 1
+# or more. Each document is sampled for itself: the result does not depend on its pack.
 #
 # B packs, T slots, K depths.
 
@@ -131,15 +130,11 @@ class Draws:
 # In: a sample of elements. Out: index tables of one forward pass per segment.
 #
 # Sequence partitioning (arXiv 2602.01469, Algorithm 1): an element of depth 0 belongs to the
-# segment
-# of its slot, a deeper element to the segment of the slot after its anchor. Every segment also
-# reads
-# the depth-0 elements before it that belong to documents it holds a part of. The invariant: the
-# loss
-# of an element is counted in its own segment only, and depends on nothing outside the segment's
-# forward pass. So the losses and gradients of the segments add up to those of one forward pass
-# over
-# all elements.
+# segment of its slot, a deeper element to the segment of the slot after its anchor. Every segment
+# also reads the depth-0 elements before it that belong to documents it holds a part of. The
+# invariant: the loss of an element is counted in its own segment only, and depends on nothing
+# outside the segment's forward pass. So the losses and gradients of the segments add up to those of
+# one forward pass over all elements.
 #
 # B packs, T slots, K depths, E elements of a pack in the forward pass, D of them deeper than 0,
 # P elements of a segment deeper than 0 over all packs, n elements that count.

@@ -31,18 +31,15 @@ from spec_train.options.draft_options import PeagleOptions
 # Configuration of a P-EAGLE draft: an EAGLE-3 configuration with more layers and a mask token.
 #
 # In: the target's config.json, or the draft's own. Out: `PeagleConfig`, and the draft's
-# config.json.
-# The file has vLLM's flat form (`method: eagle3` with `parallel_drafting: true`), because no other
-# engine drafts in parallel.
+# config.json. The file has vLLM's flat form (`method: eagle3` with `parallel_drafting: true`),
+# because no other engine drafts in parallel.
 #
 # The architecture name is `Eagle3LlamaForCausalLM`. vLLM puts "Eagle3" before every architecture
-# name
-# that neither starts nor ends with it, also before PeagleLlamaForCausalLM, and then does not know
-# the
-# result. That leaves two names for a Llama draft. This is the one that neither the EAGLE-3 drafts
-# of
-# this project nor SGLang use; SGLang would feed the draft its own states. Both keys for the mask
-# token are written: vLLM reads the first that it finds, older releases know only the second.
+# name that neither starts nor ends with it, also before PeagleLlamaForCausalLM, and then does not
+# know the result. That leaves two names for a Llama draft. This is the one that neither the EAGLE-3
+# drafts of this project nor SGLang use; SGLang would feed the draft its own states. Both keys for
+# the mask token are written: vLLM reads the first that it finds, older releases know only the
+# second.
 
 
 @dataclass(frozen=True, kw_only=True)
