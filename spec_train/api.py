@@ -31,8 +31,7 @@ from spec_train.options.command_options import (
     split_config,
 )
 from spec_train.options.compare_options import CompareConfig
-from spec_train.reports import run_page as page_after_eval
-from spec_train.reports import run_page as page_after_fit
+from spec_train.reports import page_after_eval, run_page
 from spec_train.results import (
     AcceptanceResult,
     DecodingResult,
@@ -99,7 +98,7 @@ def fit(
     given = {"data": data, "out": out, **options} | ({"preset": preset} if preset else {})
     values = plain_values(fit_config(draft), given, "fit")
     config = resolve_fit(draft, values, where="fit()")
-    result = page_after_fit.fit(draft, *split_config(draft, config))
+    result = run_page.fit(draft, *split_config(draft, config))
     if result.stopped_by is not None:  # what follows this call is not for a draft of some steps
         signal.raise_signal(result.stopped_by)
     return result

@@ -337,7 +337,7 @@ def _say_after_fit(draft: str, config: FitConfig, stopped: bool) -> None:
 def _eval(arguments: argparse.Namespace) -> int:
     config = resolve(EvalConfig, arguments)
     from spec_train.evaluation.report import run_eval
-    from spec_train.reports.run_page import evaluate
+    from spec_train.reports.page_after_eval import evaluate
 
     run_eval(config, evaluate)
     target = ["--target", config.target] if config.target else []

@@ -11,16 +11,13 @@ from spec_data.pages.html_page import write_page
 from spec_data.pages.page_parts import Page
 from spec_data.shards.errors import ConfigError, MissingError
 from spec_data.terminal.paths import check_file_to_write
-from spec_train.evaluation.report import measure
-from spec_train.options.command_options import EvalConfig, FitConfig
-from spec_train.options.report_options import AUTO, NONE
+from spec_train.options.command_options import FitConfig
 from spec_train.reports.acceptance_sections import acceptance_sections, forecast_section
 from spec_train.reports.run_sections import run_sections
 from spec_train.reports.stored_figures import (
     ON_DATASET,
     Measured,
     Run,
-    evaluation_of,
     is_run,
     read_evaluation,
     read_run,
@@ -154,41 +151,3 @@ def warn_of_page(what: str, error: Exception) -> None:
     """Log that a page could not be written."""
     log.warning("warning: %s: %s: %s", what, type(error).__name__, error)
     log.debug("the page failed", exc_info=error)
-
-
-# -- page after eval -------------------------------------------------------------------------------
-# The page at the end of `eval`. If it cannot be written, that is a warning, never an error.
-
-
-EVAL_PAGE = "eval.html"
-
-
-def evaluate(config: EvalConfig) -> dict[str, Any]:
-    """Evaluate (see `evaluation.report.measure`) and write the page of --report.
-
-    Raises:
-        As `evaluation.report.measure`. ConfigError: the file of --report cannot be written.
-    """
-    file = page_of(config)
-    if file is not None and config.report != AUTO:
-        check_file_to_write("--report", file)
-    figures = measure(config)
-    if file is not None:
-        try:
-            (name,) = short_names([Path(config.draft)])
-            page = report_page([], evaluation_of(figures, "this evaluation", name))
-            log.info("page       %s", write_page(file, page))
-        except Exception as error:  # the figures are worth more than their page
-            warn_of_page(f"{file} was not written", error)
-    return figures
-
-
-def page_of(config: EvalConfig) -> Path | None:
-    """Return the file that --report stands for; None: no page."""
-    if config.report == NONE:
-        return None
-    if config.report != AUTO:
-        return Path(config.report)
-    if is_run(Path(config.draft)):
-        return Path(config.draft) / EVAL_PAGE
-    return None if config.json is None else Path(config.json).with_suffix(".html")

@@ -27,7 +27,7 @@ from tests.terminal_tools import COLUMNS, drawings, environment, flag_table, on_
 BARS = """
 import logging, sys, time
 from argparse import Namespace
-from spec_data import console, progress
+from spec_data.terminal import console, progress
 progress.LINE_SECONDS = 0.3
 
 def work():

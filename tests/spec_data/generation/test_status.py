@@ -2,8 +2,8 @@
 
 import itertools
 import json
-import os
 import re
+import shutil
 import signal
 import time
 
@@ -183,7 +183,7 @@ def test_metrics_that_cannot_be_written_are_refused_or_warned_about(
     (tmp_path / "m").mkdir()
 
     def gone(*_):
-        os.rmdir(tmp_path / "m")  # noqa: PTH106
+        shutil.rmtree(tmp_path / "m", ignore_errors=True)
         return tmp_path / "m" / "x"
 
     monkeypatch.setattr(metrics_file, "temporary_name", gone)

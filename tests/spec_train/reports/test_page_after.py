@@ -9,9 +9,9 @@ import spec_train
 from spec_data.pages.html_page import read_page_data
 from spec_data.shards.errors import ConfigError
 from spec_train.cli import main
-from spec_train.reports import run_page as page_after_eval
+from spec_train.reports import page_after_eval
 from spec_train.reports import run_page as page_after_fit
-from spec_train.reports.run_page import page_of
+from spec_train.reports.page_after_eval import page_of
 from tests.spec_train import fitted
 
 place = fitted.place
