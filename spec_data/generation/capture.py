@@ -183,10 +183,6 @@ def _nothing(names: Mapping[str, Column], final: Tensor) -> dict[str, Tensor]:
 
 
 _FIGURES = "figures"  # moved to the host with the columns
-Forwarded = tuple[dict[str, Tensor], Tensor]
-"""What `forward_columns` returns."""
-ForwardKey = tuple[int, ...]
-"""What `forward_key` returns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +195,6 @@ class CaptureSettings:
         batch_tokens: tokens per target forward.
         tables: the codec tables of each lossy column, by column name.
         temperature: at which the target's own samples are imagined, see `shards.likelihood`.
-        kept: forwards that were made before (see `early`). Each is removed when it is used.
         transfers: how the result of a forward comes to the host.
     """
 
@@ -208,7 +203,6 @@ class CaptureSettings:
     batch_tokens: int
     tables: Mapping[str, Tables] = field(default_factory=dict)
     temperature: float = 1.0
-    kept: dict[ForwardKey, Forwarded] = field(default_factory=dict)
     transfers: Transfers = field(default_factory=PlainTransfers)
 
 
@@ -263,7 +257,8 @@ def capture_unit(
 
     try:
         for batch, asked in unit_forwards(plan, unit, settings.form, settings.batch_tokens):
-            values, found = _forward(target, unit, batch, asked, settings)
+            given = (settings.form, columns, asked, settings.temperature)
+            values, found = forward_columns(target, batch, *given)
             moved = encode_columns(values, columns, tables) | {_FIGURES: found}
             waiting.append((batch, asked, values, settings.transfers.start(moved)))
             on_tokens(batch.tokens)
@@ -277,28 +272,6 @@ def capture_unit(
     if not np.array_equal(data.tokens["input_ids"], source["input_ids"]):
         raise RunError(f"unit {unit}: stored token ids are not those of the plan; this is a bug")
     return _without(data, figures, broken, unit, columns)
-
-
-def _forward(
-    target: TargetBackend,
-    unit: int,
-    batch: ForwardBatch,
-    asked: np.ndarray,
-    settings: CaptureSettings,
-) -> Forwarded:
-    """Return the columns of a forward: those that were kept, or new ones."""
-    key = forward_key(unit, batch)
-    if key not in settings.kept:
-        given = (settings.form, settings.columns, asked, settings.temperature)
-        return forward_columns(target, batch, *given)
-    values, found = settings.kept.pop(key)
-    # Codes may depend on the device that encodes.
-    return {name: sent(value, target.device) for name, value in values.items()}, found
-
-
-def forward_key(unit: int, batch: ForwardBatch) -> ForwardKey:
-    """Return what tells a forward from every other one of a plan: its unit and its documents."""
-    return unit, *batch.documents
 
 
 def unit_forwards(

@@ -21,11 +21,8 @@ from spec_data.generation.calibrate import calibrate
 from spec_data.generation.capture import (
     CapturedUnit,
     CaptureSettings,
-    Forwarded,
-    ForwardKey,
     capture_unit,
 )
-from spec_data.generation.early import capture_early
 from spec_data.generation.fitting import find_positions
 from spec_data.generation.plan import Plan
 from spec_data.generation.plan_file import BATCH_TOKENS
@@ -110,11 +107,9 @@ class Replica:
         """
         self.setup, self.plan, self.out = setup, plan, out
         self.target = (load or load_target)(setup, plan)
-        kept: dict[ForwardKey, Forwarded] = {}
         try:
-            self.draft = draft = prove_target(setup, plan, self.target, out, kept)
+            self.draft = draft = prove_target(setup, plan, self.target, out)
             if share is not None and not share():
-                kept.clear()  # forwards in the form that was proven here
                 self.draft = draft = prove_target(setup, plan, self.target, out)
         except BaseException:
             self.close()
@@ -128,7 +123,6 @@ class Replica:
             batch_tokens=self._batch_tokens(),
             tables=tables,
             temperature=setup.config.own_temperature,
-            kept=kept,
             transfers=transfers_for(self.target.device, [c.name for c in setup.columns]),
         )
         self._check_running()
@@ -213,14 +207,12 @@ def prove_target(
     plan: Plan,
     target: TargetBackend,
     out: Path,
-    kept: dict[ForwardKey, Forwarded] | None = None,
 ) -> dict[str, Any]:
     """Prove head and packing, check a sample of the corpus, choose codecs, make their tables, and
     save the files of the target, once.
 
     The result, a manifest without shards, is stored in target.json, so that every worker and every
-    resumed run captures in the same way. `kept` receives the forwards of a small plan, for
-    `CaptureSettings`.
+    resumed run captures in the same way.
 
     Raises:
         TargetError, RunError: a proof fails, or the error of given tables is above its bound.
@@ -239,13 +231,10 @@ def prove_target(
     logger.log(level, "packing: %s", proof)
     asked = setup.config.forward_tokens
     batch_tokens = choose_batch_tokens(target, plan, proof.form, setup.columns, asked)
-    early = capture_early(setup, plan, target, proof.form, batch_tokens)
-    check_agreement(setup, plan, target, proof.form, batch_tokens, chosen, early)
+    check_agreement(setup, plan, target, proof.form, batch_tokens, chosen)
     save_target_files(setup, target, positions, out / "target")
-    columns, codec, measured = calibrate(setup, plan, target, proof.form, batch_tokens, out, early)
+    columns, codec, measured = calibrate(setup, plan, target, proof.form, batch_tokens, out)
     setup = replace(setup, columns=columns)
-    if kept is not None and early is not None:
-        kept |= early.kept
     Witness(out, documents, proof.form, plan.pack_length).save(target, batch_tokens)
     draft = manifest_draft(setup, plan, target, proof, head_error, positions, codec, measured)
     draft["captured_with"] = running_facts(target, batch_tokens)

@@ -16,7 +16,6 @@ from spec_data.generation.capture import (
     forward_columns,
     supervised_next,
 )
-from spec_data.generation.early import EarlyForwards
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup
 from spec_data.shards.errors import ConfigError, CorpusError
@@ -48,7 +47,6 @@ def check_agreement(
     form: str,
     batch_tokens: int,
     proven: Iterable[int],
-    early: EarlyForwards | None = None,
 ) -> None:
     """Measure a sample of every source and refuse what cannot be right; log what is suspicious.
 
@@ -57,7 +55,6 @@ def check_agreement(
         form: the proven mask form.
         batch_tokens: tokens per forward.
         proven: indices of the documents of the proofs, which join the sample.
-        early: the forwards of the whole plan, which is then the sample.
 
     Raises:
         CorpusError: the NLL of a source is clearly above ln V, and --allow-high-nll is not set.
@@ -65,14 +62,8 @@ def check_agreement(
     """
     config = setup.config
     temperature = config.sampling_temperature
-    if early is not None:
-        # Documents whose states are not finite are left out later, and say nothing here.
-        chosen = np.flatnonzero(np.isfinite(early.figures.sums).all(1)).tolist()
-        figures = early.figures.select(chosen)
-    else:
-        chosen = sample_of_sources(plan.documents.sources, proven)
-        given = (batch_tokens, config.own_temperature)
-        figures = measure_documents(plan, target, form, chosen, *given)
+    chosen = sample_of_sources(plan.documents.sources, proven)
+    figures = measure_documents(plan, target, form, chosen, batch_tokens, config.own_temperature)
     sources = [plan.documents.sources[d] for d in chosen]
     found = judged({"agreement": summarise(figures, sources)})
     _refuse_other_ids(found, setup)

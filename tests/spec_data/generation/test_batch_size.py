@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-import spec_data.generation.early as early_module
 import spec_data.generation.replica as replica_module
 from spec_data.capture import proofs
 from spec_data.capture.backend import States
@@ -64,7 +63,6 @@ def files(tmp_path_factory) -> tuple[Path, Path]:
 @pytest.fixture
 def gpu(monkeypatch):
     """Let every loaded target be a pretended GPU."""
-    monkeypatch.setattr(early_module, "_TOKENS", 0)  # forwards are made during capture
 
     def load(setup, plan):
         return PretendedGPU(load_target(setup, plan).target)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import spec_data.generation.capture as capture_module
-import spec_data.generation.early as early_module
 import spec_data.generation.replica as replica_module
 from spec_data.generation.transfers import PlainTransfers, StreamTransfers, transfers_for
 from tests.spec_data.runs import digests, run
@@ -116,7 +115,6 @@ def test_a_forward_that_fails_leaves_no_memory_in_use(target, corpus, tmp_path, 
     """Out of memory, the unit is captured again in smaller forwards, with the same buffers."""
     streams, failures = LateStreams(), [2]
     monkeypatch.setattr(replica_module, "transfers_for", lambda *_: StreamTransfers(streams))
-    monkeypatch.setattr(early_module, "_TOKENS", 0)  # every forward is made during capture
     real = capture_module.forward_columns
 
     def failing(*args):
