@@ -15,7 +15,6 @@ from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("SPEC_DATA_CACHE_SIZE", "0")  # tests of the cache switch it on
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 # inherited by the processes that tests start
 os.environ["OMP_NUM_THREADS"] = os.environ.get("SPEC_TEST_THREADS", "1")

@@ -259,10 +259,6 @@ class CorpusReader:
         report.format = max(report.formats, key=lambda name: report.formats[name])
         _add_names(report.unused_columns, result.unused)
 
-    def given_sources(self) -> list[tuple[int, Source]]:
-        """Return the files and datasets, each with the number of the source that named it."""
-        return [(given[0], s) for given, s in zip(self._given, self.sources, strict=True)]
-
     def refuse(self, error: RenderError) -> None:
         """Count the record that was yielded last as one without a document.
 
@@ -320,14 +316,6 @@ def _name_what_is_not_used(report: SourceReport) -> None:
             f"{count:,} {kind}" for kind, count in sorted(report.template_left_out.items())
         )
         logger.warning("%s: the chat template leaves out %s", report.path, parts)
-
-
-def log_again(report: SourceReport) -> None:
-    """Log what reading the source had logged."""
-    logger.info("%s", report)
-    for example in report.bad_examples:
-        logger.warning("bad row skipped: %s", example)
-    _name_what_is_not_used(report)
 
 
 def _portable(report: SourceReport, message: str) -> str:

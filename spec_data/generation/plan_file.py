@@ -8,7 +8,6 @@ Shapes: D documents, N tokens of all documents.
 """
 
 import hashlib
-import math
 import os
 import shutil
 import tempfile
@@ -159,15 +158,10 @@ class Scratch:
         self._end()
 
 
-def remove_scratch(folder: Path, older_than: float = math.inf) -> None:
-    """Remove what killed processes left in `folder`, if it was written to before `older_than`.
-
-    `older_than` is in seconds since the epoch; without it, no process may be at work there.
-    """
+def remove_scratch(folder: Path) -> None:
+    """Remove what killed processes left in `folder`; no process may be at work there."""
     for left in folder.glob(f"{_SCRATCH}*"):
-        times = [p.stat().st_mtime for p in (left, *left.glob("*")) if p.exists()]
-        if max(times, default=0.0) < older_than:
-            shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _remove(path: Path, process: int) -> None:

@@ -4,13 +4,10 @@ The processes do not decide anything: rows are counted, and documents compared a
 process in the order of the rows. So the plan is the same for any number of processes.
 """
 
-import json
 import logging
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,24 +17,24 @@ from spec_data.corpus.chat import Renderer, RenderError
 from spec_data.corpus.documents import RenderCounts, Rendering
 from spec_data.corpus.file_rows import RawRow, RowResult, parsed_row
 from spec_data.corpus.in_order import default_processes, in_order
-from spec_data.corpus.record_reader import CorpusReader, SourceReport, log_again
+from spec_data.corpus.record_reader import CorpusReader, SourceReport
 from spec_data.corpus.records import parse_row
 from spec_data.corpus.sources import expected_rows
-from spec_data.corpus.template import Template, names_read, prints_the_date
-from spec_data.corpus.tokens import is_plain
-from spec_data.generation.plan import Plan, PlanBuilder, count_warnings, planned
-from spec_data.generation.plan_cache import Rendered, open_cache
-from spec_data.generation.plan_file import BATCH_TOKENS, Prepared, Preparing, unit_tokens
+from spec_data.corpus.template import Template
+from spec_data.generation.plan import DocumentCounts, Plan, PlanBuilder, count_warnings, planned
+from spec_data.generation.plan_file import (
+    BATCH_TOKENS,
+    PlannedDocuments,
+    Prepared,
+    Preparing,
+    unit_tokens,
+)
 from spec_data.generation.setup import Setup, corpus_reader, settings
 from spec_data.shards.errors import TargetError
-from spec_data.shards.files import read_object, sha256_file, sha256_json
+from spec_data.shards.files import read_object
 from spec_data.terminal.progress import progress
 
 logger = logging.getLogger(__name__)
-
-_DECIDING = (
-    *("mask", "max_length", "keep_tails", "limit", "max_row_bytes", "on_bad_row", "max_bad_rows"),
-)
 
 
 class Made(NamedTuple):
@@ -103,106 +100,42 @@ def make_plan(setup: Setup, scratch: Path | None = None) -> Plan:
     """Read, render and cut the corpus, and return the plan.
 
     Its documents are in a temporary file, which is removed with the plan, in the directory
-    `scratch`; `save_plan` keeps them. Without `scratch` they are in the cache of plans, if there is
-    one, or where the system puts temporary files.
+    `scratch`, or where the system puts temporary files; `save_plan` keeps them.
 
     Raises:
         CorpusError: the corpus cannot be read, or no document is left.
         RunError: a process that rendered documents ended.
     """
     config = setup.config
-    found = _rendered(setup, scratch)
-    tokens = int(found.documents.offsets[-1])
-    for warning in count_warnings(asdict(found.counts), tokens):
+    documents, counts, reports = _render(setup, scratch)
+    tokens = int(documents.offsets[-1])
+    for warning in count_warnings(asdict(counts), tokens):
         logger.warning("warning: %s", warning)
     batch_tokens = config.forward_tokens or BATCH_TOKENS
     size = config.max_shard_size, setup.bytes_per_token, tokens, batch_tokens
     return planned(
-        found.documents,
-        found.counts,
-        [corpus_entry(r) for r in found.reports],
-        settings(setup, found.reports),
+        documents,
+        counts,
+        [corpus_entry(r) for r in reports],
+        settings(setup, reports),
         config.pack_length,
         unit_tokens(*size),
     )
 
 
-def _rendered(setup: Setup, scratch: Path | None) -> Rendered:
-    """Return the documents of the corpus, from the cache if they are there."""
-    cache = open_cache()
-    reader = corpus_reader(setup.config)
-    key = rendering_key(setup, reader) if cache else None
-    if cache is None or key is None:
-        return _render(setup, reader, scratch)
-    folder = scratch or cache.folder
-    found, known = cache.rendered(key, lambda: _render(setup, reader, folder), scratch)
-    if not known:
-        return found
-    reports = [
-        replace(report, path=source.path)  # the corpus may be in another place by now
-        for report, source in zip(found.reports, reader.sources, strict=False)
-    ]
-    for report in reports:
-        log_again(report)
-    return found._replace(reports=reports)
-
-
-def _render(setup: Setup, reader: CorpusReader, scratch: Path | None) -> Rendered:
-    config = setup.config
+def _render(
+    setup: Setup, scratch: Path | None
+) -> tuple[PlannedDocuments, DocumentCounts, list[SourceReport]]:
+    """Return the documents of the corpus, their counts, and a report of every source."""
+    config, reader = setup.config, corpus_reader(setup.config)
     Template(setup.tokenizer, config.template_kwargs).warn_of_the_date()
     builder = PlanBuilder(config.max_length, config.keep_tails, scratch)
     try:
         render_into(builder, reader, row_settings(setup), config.num_proc)
-        return Rendered(builder.finish(), builder.counts, reader.reports)
+        return builder.finish(), builder.counts, reader.reports
     except BaseException:
         builder.discard()
         raise
-
-
-def rendering_key(setup: Setup, reader: CorpusReader) -> dict[str, Any] | None:
-    """Return everything that decides the documents of a corpus and their counts, as plain values.
-
-    Return None if that is not known: the tokenizer has Python code of its own, or a source cannot
-    be hashed. The files of the corpus are hashed.
-    """
-    config, tokenizer = setup.config, setup.tokenizer
-    if not is_plain(tokenizer):
-        return None
-    sources = reader.sources
-    hashes = [s.digest() for s in progress(sources, desc="hash the corpus", leave=False)]
-    if None in hashes:
-        return None
-    names = names_read(tokenizer)
-    dated = prints_the_date(tokenizer, names, config.template_kwargs)
-    key = {
-        "corpus_hashes": hashes,
-        "corpus": [[given, s.name, s.kind, s.licence] for given, s in reader.given_sources()],
-        "tokenizer": setup.tokenizer_id,
-        "special_tokens": tokenizer.special_tokens_map,
-        "tokenizer_options": [
-            type(tokenizer).__name__,
-            getattr(tokenizer, "clean_up_tokenization_spaces", None),
-            getattr(tokenizer, "split_special_tokens", None),
-        ],
-        "end_tokens": end_token_ids(setup.model_dir),
-        "vocab_size": setup.vocab_size,
-        "options": {name: getattr(config, name) for name in _DECIDING},
-        "template_kwargs": config.template_kwargs,
-        "day": str(date.today()) if dated else None,
-        "versions": {name: version(name) for name in ("transformers", "tokenizers", "jinja2")},
-        "code": _code_hash(),
-    }
-    plain: dict[str, Any] = json.loads(json.dumps(key, default=str))
-    return plain
-
-
-def _code_hash() -> str:
-    """Return a hash of the modules that decide the documents: a checkout changes without a
-    release."""
-    here = Path(__file__).parent
-    own = [here / f"{name}.py" for name in ("planning", "plan", "plan_file")]
-    files = sorted([*own, *(here.parent / "corpus").glob("*.py")])
-    return sha256_json([sha256_file(file) for file in files])
 
 
 def row_settings(setup: Setup) -> RowSettings:

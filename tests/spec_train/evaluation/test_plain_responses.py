@@ -87,3 +87,15 @@ def test_a_device_that_does_not_repeat_itself_loses_what_was_kept():
     assert known.find([1, 2], 8) == [3] and known.find([1, 2], 7) is None
     known.keep([1, 2], 8, [4])
     assert known.find([1, 4], 8) is None and known.find([1, 2], 8) == [4]
+
+
+def test_where_the_cache_is(monkeypatch, tmp_path):
+    for name in ("SPEC_DATA_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_directory("remote") == tmp_path / ".cache/spec-data/remote"
+    for name in ("XDG_CACHE_HOME", "HF_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+        assert cache_directory("remote") == tmp_path / name / "spec-data/remote"
+    monkeypatch.setenv("SPEC_DATA_CACHE", str(tmp_path / "own"))
+    assert cache_directory("remote") == tmp_path / "own" / "remote"
