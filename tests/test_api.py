@@ -193,7 +193,7 @@ def test_unknown_options_are_refused_with_the_nearest_name(here):
     for call, near in (
         (lambda: spec_data.generate("target", "chats.jsonl", "out", layer="1"), "layers"),
         (lambda: spec_data.estimate("target", "chats.jsonl", "out", max_lenght=5), "max_length"),
-        (lambda: spec_data.regenerate("chats.jsonl", "a.jsonl", max_tokens=3), "max_new_tokens"),
+        (lambda: spec_data.regenerate("chats.jsonl", "a.jsonl", max_new_token=3), "max_new_tokens"),
         (lambda: spec_data.verify("data", sample=3), "samples"),
         (lambda: spec_train.fit("eagle3", "data", "out", step=3), "steps"),
         (lambda: spec_train.fit("peagle", "data", "out", depth=3), "depths"),

@@ -31,68 +31,6 @@ _FILES = ("FILE", "SRC", "MODEL", "RUN/failed-step-N")
 _DIRECTORIES = ("DIR", "RUN", "DIR[:WEIGHT]")
 
 
-SYNONYMS: dict[str, tuple[str, ...]] = {
-    "learning-rate": ("lr",),
-    "peak-lr": ("lr",),
-    "num-epochs": ("epochs",),
-    "num-train-epochs": ("epochs",),
-    "max-epochs": ("epochs",),
-    "max-steps": ("steps",),
-    "num-steps": ("steps",),
-    "max-train-steps": ("steps",),
-    "per-device-train-batch-size": ("batch-size",),
-    "micro-batch-size": ("batch-size",),
-    "batch-size": ("batch-tokens",),
-    "gradient-accumulation-steps": ("accumulation",),
-    "grad-accum": ("accumulation",),
-    "max-length": ("seq-len",),
-    "max-seq-len": ("seq-len", "max-length"),
-    "max-seq-length": ("seq-len", "max-length"),
-    "seq-len": ("max-length",),
-    "seq-length": ("seq-len", "max-length"),
-    "max-grad-norm": ("clip",),
-    "grad-clip": ("clip",),
-    "warmup-steps": ("warmup-ratio",),
-    "logging-steps": ("log-every",),
-    "eval-steps": ("eval-every",),
-    "save-steps": ("save-every",),
-    "save-total-limit": ("keep",),
-    "report-to": ("track",),
-    "pretrained": ("init-from",),
-    "ttt-length": ("ttt-steps",),
-    "output": ("out",),
-    "output-dir": ("out",),
-    "save-dir": ("out",),
-    "model": ("target", "draft"),
-    "model-name": ("target",),
-    "model-name-or-path": ("target",),
-    "model-path": ("target",),
-    "target-model": ("target",),
-    "draft-model": ("draft",),
-    "data": ("corpus",),
-    "dataset": ("corpus", "data"),
-    "data-path": ("corpus", "data"),
-    "train-data-path": ("corpus", "data"),
-    "input": ("corpus",),
-    "layer-ids": ("layers",),
-    "aux-layers": ("layers",),
-    "num-samples": ("limit", "samples"),
-    "max-samples": ("limit", "samples"),
-    "attn-implementation": ("attn",),
-    "torch-dtype": ("dtype",),
-    "precision": ("dtype",),
-    "shard-size": ("max-shard-size",),
-    "compression": ("codec",),
-    "quantization": ("codec",),
-    "num-speculative-tokens": ("draft-tokens",),
-    "gamma": ("draft-tokens",),
-    "max-tokens": ("max-new-tokens", "max-length"),
-    "verbose": ("debug",),
-    "silent": ("quiet",),
-}
-"""Words that other programs use for an option, and what they may stand for here."""
-
-
 STOP_SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
@@ -162,9 +100,6 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
     """Return the known name that `name` most likely stands for, or None; `--` may lead both."""
     plain = {word.lstrip("-").replace("_", "-"): word for word in known}
     wanted = name.lstrip("-").replace("_", "-").lower()
-    for word in SYNONYMS.get(wanted, ()):
-        if word in plain:
-            return plain[word]
     # one digit for another is the likeliest mistake: eagle4 means eagle3, not eagle
     digitless = {re.sub(r"\d", "0", word): word for word in reversed(plain)}
     found = difflib.get_close_matches(re.sub(r"\d", "0", wanted), digitless, n=1, cutoff=0.65)

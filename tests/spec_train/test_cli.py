@@ -107,10 +107,10 @@ def test_bad_input_is_one_line_and_exit_code_2(data, tmp_path, capsys, more, mes
 
 def test_unknown_keys_of_a_config_file_are_refused(data, tmp_path, capsys):
     file = tmp_path / "run.toml"
-    file.write_text("learning-rate = 1e-3\n")
+    file.write_text("epoch = 2\n")
     assert main(flags(data, tmp_path / "run", "--config", str(file))) == 2
     error = capsys.readouterr().err
-    assert "unknown option learning_rate" in error and "did you mean lr?" in error
+    assert "unknown option epoch" in error and "did you mean epochs?" in error
 
 
 def test_debug_raises(data, tmp_path):
