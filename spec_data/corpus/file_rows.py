@@ -1,13 +1,15 @@
-"""Stream the rows of JSONL, JSON, CSV and text files, plain or gzip, in bounded memory.
+"""Stream the rows of JSONL, CSV and text files, plain or gzip, in bounded memory; read JSON lists.
 
-A row of more bytes than `limit` (--max-row-bytes) is never held: its end is searched for in chunks,
-and the row is a `BadRow`. The limit counts decompressed bytes. Every function yields (where, row).
+A file that is one JSON list is read as a whole, so it may have 1 GB. Of the other kinds, a row of
+more bytes than `limit` (--max-row-bytes) is never held: its end is searched for in chunks, and the
+row is a `BadRow`. The limit counts decompressed bytes. Every function yields (where, row).
 """
 
 import csv
 import gzip
 import hashlib
 import io
+import json
 import traceback
 import zlib
 from collections.abc import Callable, Collection, Generator, Iterator
@@ -17,12 +19,12 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from spec_data.corpus.bad_rows import BadRow, UnforeseenRow, too_long
-from spec_data.corpus.json_list import list_elements
-from spec_data.corpus.json_values import parse_json
+from spec_data.corpus.json_values import json_problem, parse_json
 from spec_data.corpus.records import Record
 from spec_data.shards.errors import CorpusError
 
 _CHUNK = 1 << 20  # bytes
+_LARGEST_LIST = 1 << 30  # bytes of a file that is one JSON list
 _BOM = b"\xef\xbb\xbf"
 
 Row = tuple[str, Any]  # (where, the row: parsed, a JsonText, or a BadRow in its place)
@@ -149,15 +151,43 @@ def _lines(file: IO[bytes], limit: int) -> Iterator[tuple[int, bytes | BadRow]]:
 
 
 def json_list(name: str, path: Path, digest: Digest, limit: int) -> Generator[Row]:
-    """Yield one row per element of a file that holds a single list."""
+    """Yield one row per element of a file that holds a single list; elements count from 0.
+
+    The size of an element is that of its JSON without blanks.
+    """
     with _opened(name, path, digest) as file:
-        stream = io.TextIOWrapper(file, encoding="utf-8-sig")
-        try:
-            for line, element in list_elements(stream, name, limit):
-                yield f"{name}:{line}", element
-            stream.detach()
-        except UnicodeDecodeError as error:
-            raise CorpusError(f"{name}: not UTF-8: {error}") from None
+        content = file.read(_LARGEST_LIST + 1)
+        if len(content) > _LARGEST_LIST:
+            raise CorpusError(
+                f"{name}: more than {_LARGEST_LIST:,} bytes in one JSON list, which is read as a "
+                "whole; convert it to JSON Lines, one row per line: "
+                "jq -c '.[]' FILE.json > FILE.jsonl"
+            )
+    try:
+        elements = json.loads(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise CorpusError(f"{name}: not UTF-8: {error}") from None
+    except json.JSONDecodeError as error:
+        raise CorpusError(
+            f"{name}:{error.lineno}: not valid JSON: {error.msg}; write one list, or one row per "
+            "line"
+        ) from None
+    except (RecursionError, ValueError) as error:
+        raise CorpusError(f"{name}: {json_problem(error)}; write one row per line") from None
+    small = len(content) <= limit
+    del content
+    for number, element in enumerate(elements):
+        size = 0 if small else _json_bytes(element)
+        yield f"{name} row {number}", too_long(size, limit) if size > limit else element
+
+
+def _json_bytes(element: Any) -> int:
+    """Return the bytes of a JSON value without blanks; 0 if it is nested too deeply to tell."""
+    try:
+        text = json.dumps(element, ensure_ascii=False, separators=(",", ":"))
+    except RecursionError:
+        return 0  # refused by its depth
+    return len(text.encode("utf-8", "surrogatepass"))
 
 
 def csv_rows(name: str, path: Path, digest: Digest, limit: int) -> Generator[Row]:

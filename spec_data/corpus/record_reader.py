@@ -2,10 +2,10 @@
 
 `CorpusReader` yields one `Record` per good row in a fixed order: sources as given, the files of a
 directory sorted by path, rows as stored. It keeps one `SourceReport` per file or dataset, and
-rows == records + bad rows always holds. Files are streamed: memory holds one row (JSONL), one
-element (a JSON list) or one row group (Parquet), never a file, and no row of more than
-`max_row_bytes`. A paragraph of a `.txt` file is one row. Formats are recognised row by row
-(`records.py`); the report names the most frequent format and counts the others.
+rows == records + bad rows always holds. Files are streamed: memory holds one row (JSONL) or one row
+group (Parquet), never a file but a JSON list, and no row of more than `max_row_bytes`. A paragraph
+of a `.txt` file is one row. Formats are recognised row by row (`records.py`); the report names the
+most frequent format and counts the others.
 
 `results` is the same for work that is done elsewhere (`in_order.py`): it reads rows, passes them to
 the work, and counts what comes back, in the order of the rows. Rows that the work was ahead with

@@ -1,38 +1,41 @@
-"""Files that hold one JSON list: streamed, equal to `json.loads`, and nothing lost silently."""
+"""Files that hold one JSON list: equal to `json.loads`, and nothing lost silently."""
 
-import io
+import gzip
 import json
 
 import pytest
 
-from spec_data.corpus import json_list
+from spec_data.corpus import file_rows
+from spec_data.corpus.bad_rows import parse_limit
 from spec_data.shards.errors import CorpusError
 from tests.spec_data.corpus.reading import pair, read, rows, sha
 
+ALL = parse_limit("100%")
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, 1 << 20])
-def test_a_json_list_is_streamed(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(json_list, "_CHUNK", chunk)
+
+def test_a_json_list_is_read(tmp_path):
     path = tmp_path / "a.json"
     path.write_text("\ufeff [\n" + ",\n\n".join(json.dumps(r, indent=1) for r in rows(5)) + "\n]\n")
     records, (report,) = read(path)
     assert [r.messages for r in records] == [pair(i) for i in range(5)]
-    lines = path.read_text().split("\n")
-    starts = [i + 1 for i, line in enumerate(lines) if line == "{"]
-    assert [r.where for r in records] == [f"{path}:{line}" for line in starts]
+    assert [r.where for r in records] == [f"{path} row {number}" for number in range(5)]
     assert (report.kind, report.sha256) == ("json", sha(path))
 
 
-def test_a_broken_json_list_names_the_line(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('[{"text": "a"},\n {"text": }]', r"a\.json:2: not valid JSON"),
+        ('[{"text": "a"},\n {"text": "b"}', r"a\.json:2: not valid JSON"),
+        ('[{"text": "a"},\n' + "[" * 100_000, r"a\.json: nested more than 100 levels deep"),
+        ("[" + "7" * 5000 + "]", r"a\.json: an integer has more than 4,300 digits"),
+        (json.dumps(rows(2)) + "\n\n " + json.dumps(rows(3, 2)), r"a\.json:3: .*Extra data"),
+    ],
+)
+def test_what_is_no_json_list_is_refused_by_its_line(tmp_path, text, problem):
     path = tmp_path / "a.json"
-    path.write_text('[{"text": "a"},\n {"text": }]')
-    with pytest.raises(CorpusError, match=r"a\.json:2: not valid JSON"):
-        read(path)
-    path.write_text('[{"text": "a"},\n {"text": "b"}')
-    with pytest.raises(CorpusError, match=r"a\.json:2: .*: the list is not closed"):
-        read(path)
-    path.write_text('[{"text": "a"},\n' + "[" * 100_000)
-    with pytest.raises(CorpusError, match=r"a\.json:2: "):
+    path.write_text(text)
+    with pytest.raises(CorpusError, match=problem):
         read(path)
 
 
@@ -44,28 +47,37 @@ VALUES = r"""[
 ]"""
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 1 << 20])
-def test_elements_of_a_json_list_are_what_json_returns(tmp_path, monkeypatch, chunk):
+@pytest.mark.parametrize("limit", [1 << 20, 200])
+def test_elements_of_a_json_list_are_what_json_returns(tmp_path, limit):
     """Integers of any size, floats, NaN, and halves of surrogate pairs (which the reader refuses
     as rows) must survive: a parser that replaces them would change the corpus silently."""
-    monkeypatch.setattr(json_list, "_CHUNK", chunk)
-    found = [
-        element for _, element in json_list.list_elements(io.StringIO(VALUES), "a.json", 1 << 20)
-    ]
-    assert repr(found) == repr(json.loads(VALUES))  # repr: NaN != NaN, and 7 is not 7.0
     path = tmp_path / "a.json"
+    path.write_text(VALUES)
+    found = [e for _, e in file_rows.json_list("a.json", path, file_rows.Digest(), limit)]
+    assert repr(found) == repr(json.loads(VALUES))  # repr: NaN != NaN, and 7 is not 7.0
     path.write_text(json.dumps(rows(300))[:-1] + "," + VALUES[1:])
     _, (report,) = read(path)
     assert (report.rows, report.bad) == (304, 2)
     assert all("half of a surrogate pair" in example for example in report.bad_examples)
 
 
-@pytest.mark.parametrize("chunk", [1, 1 << 20])
-@pytest.mark.parametrize("between", ["", "\n\n "])
-def test_what_follows_a_json_list_is_not_lost(tmp_path, monkeypatch, chunk, between):
-    monkeypatch.setattr(json_list, "_CHUNK", chunk)
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps(rows(2)) + between + json.dumps(rows(3, 2)))
-    line = 1 + between.count("\n")
-    with pytest.raises(CorpusError, match=rf"a\.json:{line}: '\[.*follows the end of the list"):
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
+def test_an_element_over_the_limit_is_a_bad_row(tmp_path, name):
+    elements = [{"text": "a"}, {"text": "é" * 100}, 7, {"text": "b"}, "x" * 200]
+    content = json.dumps(elements, indent=1).encode()
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    records, (report,) = read(path, max_row_bytes=150, max_bad_rows=ALL)
+    assert [(r.text, r.where) for r in records] == [("a", f"{path} row 0"), ("b", f"{path} row 3")]
+    assert (report.rows, report.bad, report.sha256) == (5, 3, sha(path))
+    assert f"{name} row 1: 211 bytes, more than the 150 of" in report.bad_examples[0]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
+def test_a_list_that_is_too_large_to_be_read_as_a_whole_is_refused(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(file_rows, "_LARGEST_LIST", 1000)
+    path = tmp_path / name
+    content = json.dumps(rows(100)).encode()
+    path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    with pytest.raises(CorpusError, match=r"more than 1,000 bytes.*convert it to JSON Lines"):
         read(path)

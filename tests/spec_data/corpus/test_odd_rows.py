@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spec_data.corpus import file_rows, json_list
+from spec_data.corpus import file_rows
 from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.chat import Renderer
 from spec_data.corpus.documents import RenderError
@@ -57,22 +57,26 @@ ODD = [  # (row as it is in the file, the reason)
 def test_each_is_one_bad_row_among_good_ones(tmp_path, name):
     """With its place and reason, as a line and as an element of a list; the good rows stay."""
     path, lines = tmp_path / name, []
-    for i, (row, _) in enumerate(ODD):
+    odd = ODD if name == "a.jsonl" else ODD[2:]  # Python parses no list with the first two
+    for i, (row, _) in enumerate(odd):
         lines += [json.dumps(rows(1, i)[0]), row]
-    good = [r["messages"] for r in rows(len(ODD))]
+    good = [r["messages"] for r in rows(len(odd))]
     text = "\n".join(lines) + "\n" if name == "a.jsonl" else "[" + ",\n".join(lines) + "]"
     path.write_text(text)
     records, (report,) = read(path, max_bad_rows=ALL)
     assert [r.messages for r in records] == good
-    assert (report.bad, report.sha256) == (len(ODD), sha(path))
+    assert (report.bad, report.sha256) == (len(odd), sha(path))
     json.dumps(report.bad_examples, ensure_ascii=False).encode()  # as the manifest stores them
-    for row, reason in ODD:
+    for row, reason in odd:
         path.write_text(row if name == "a.jsonl" else f"[{row}]")
         reader = CorpusReader([str(path)], max_bad_rows=ALL)
         with pytest.raises(CorpusError, match="no usable row"):
             list(reader)
         (found,) = reader.reports[0].bad_examples
-        assert found.startswith(f"{name}:1: ") and len(found) < 450
+        assert (
+            found.startswith(f"{name}:1: " if odd is ODD else f"{name} row 0: ")
+            and len(found) < 450
+        )
         assert re.search(reason, found), (reason, found)
         assert not reader.unforeseen
 
@@ -174,36 +178,6 @@ def test_a_line_over_the_limit_is_skipped_to_its_end(tmp_path, monkeypatch, size
         assert f"a.jsonl:2: {size:,} bytes, more than the 100 of" in report.bad_examples[0]
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
-@pytest.mark.parametrize(
-    "element",
-    [
-        '{"text": "' + r"\"}],é\\" * 40 + '"}',
-        json.dumps({"text": "a", "b": [["]"] * 30, {"c": "}"}]}),
-        '"' + "x" * 200 + '"',
-        "7" * 5000,
-        "[" * 3000 + "]" * 3000,
-    ],
-)
-def test_an_element_over_the_limit_is_skipped_to_its_end(tmp_path, monkeypatch, chunk, element):
-    monkeypatch.setattr(json_list, "_CHUNK", chunk)
-    path = tmp_path / "a.json"
-    path.write_text('[{"text": "a"},\n' + element + ',\n{"text": "b"}\n, ' + element + "]")
-    records, (report,) = read(path, max_row_bytes=150, max_bad_rows=ALL)
-    assert [(r.text, r.where) for r in records] == [("a", f"{path}:1"), ("b", f"{path}:3")]
-    assert (report.bad, report.sha256) == (2, sha(path))
-    path.write_text('[{"text": "a"},\n' + element[:-1])
-    with pytest.raises(CorpusError, match=r"a\.json:2: "):
-        read(path, max_row_bytes=150, max_bad_rows=ALL)
-
-
-def test_a_syntax_error_is_found_before_a_long_rest(tmp_path):
-    path = tmp_path / "a.json"
-    path.write_text('[{"text": "a"},\n{"text": },' + '{"text": "b"},' * 500 + "1]")
-    with pytest.raises(CorpusError, match=r"a\.json:2: not valid JSON: Expecting value"):
-        read(path, max_row_bytes=100)
-
-
 def bomb(path, opening, closing, size):
     """Write a gz file whose only row has `size` bytes; it is a thousandth of that on disk."""
     with gzip.open(path, "wb", compresslevel=1) as file:
@@ -218,7 +192,6 @@ def bomb(path, opening, closing, size):
     ("name", "opening", "closing"),
     [
         ("a.jsonl.gz", b'{"text": "', b'"}\n{"text": "good"}\n'),
-        ("a.json.gz", b'[{"text": "', b'"}, {"text": "good"}]'),
         ("a.txt.gz", b"", b""),
     ],
 )
@@ -240,7 +213,7 @@ def test_a_row_of_a_small_archive_is_never_held(tmp_path, name, opening, closing
     assert peak < 12 * limit, f"{peak:,} bytes"
     assert [r.text for r in records] == ([] if name == "a.txt.gz" else ["good"])
     assert (
-        f"{size + len(opening) + (2 if opening else 0) - opening.count(b'['):,} bytes"
+        f"{size + len(opening) + (2 if opening else 0):,} bytes"
         in (reader.reports[0].bad_examples[0])
     )
 
