@@ -222,7 +222,7 @@ class Cases:
             "mask last-turn": lambda out: spec_data.select(base, out, mask="last-turn"),
             "mask first-1": lambda out: spec_data.select(base, out, mask="first-1"),
             "sample": lambda out: spec_data.select(base, out, sample="50%"),
-            "merge": lambda out: spec_data.merge([base, base_two(self)], out),
+            "merge": lambda out: spec_data.merge(two_parts(self), out),
             "recode": lambda out: spec_data.recode(bf16, out, "int8c"),
             "layers": lambda out: spec_data.drop_columns(short, out, layers="1"),
         }
@@ -317,17 +317,14 @@ class Cases:
         return {"figures": digest(numbers(result.figures))}
 
 
-def base_two(cases: Cases) -> str:
-    """Return a second dataset that can be merged with the base: other rows, the same settings."""
+def two_parts(cases: Cases) -> list[str]:
+    """Return the short and the long documents of the base: one capture, so one set of tables."""
     import spec_data
 
-    rows = cases.work / "rows.jsonl"
-    lines = cases.corpus.read_text().splitlines()
-    rows.write_text("\n".join(lines[100:140]) + "\n")
-    out, options = cases.work / "base-2", {"max_length": 256, "max_shard_size": "1MB"}
-    base = spec_data.open_dataset(cases.base)
-    spec_data.generate(str(cases.target), str(rows), str(out), tables_of=str(base.path), **options)
-    return str(out)
+    base, short, long = (str(cases.work / name) for name in ("base", "base-short", "base-long"))
+    spec_data.select(base, short, max_length=200)
+    spec_data.select(base, long, min_length=201)
+    return [short, long]
 
 
 # -- running ----------------------------------------------------------------------------------

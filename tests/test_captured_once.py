@@ -73,10 +73,16 @@ def test_a_capture_travels_and_trains_the_same_draft(store, corpora, tmp_path):
     store.get("bucket/a/", str(a), recursive=True)
 
     run(target, corpora[1], b, **given)
+    run(target, corpora[2], c, **given)
     config = MergeConfig(data=(str(a), str(b)), out=str(both))
     planned = view_sizes(plan_merge(config)).bytes
     spec_data.merge([a, b], both)
     assert bytes_of(both) == planned
+
+    sizes = append_sizes(plan_append(AppendConfig(data=(str(both), str(c)))))
+    assert sizes is not None
+    result = spec_data.append(both, c)
+    assert result.documents == 36 and result.bytes == planned + sizes.bytes
 
     config = RecodeConfig(data=str(both), out=str(small), codec="lm4c", dry_run=True)
     planned = view_sizes(plan_recode(config)).bytes
@@ -86,15 +92,6 @@ def test_a_capture_travels_and_trains_the_same_draft(store, corpora, tmp_path):
     wide = AddLayersConfig(data=str(small), target=str(target), layers="2", device="cpu")
     planned = result.bytes + layer_sizes(wide).bytes
     assert spec_data.add_layers(small, target, layers="2", device="cpu").bytes == planned
-
-    store.put(str(small), "bucket/small", recursive=True)  # whose tables the next capture takes
-    given = {"layers": "0,2,4", "codec": "lm4c", "tables_of": f"{url}/small"}
-    run(target, corpora[2], c, **given)
-    sizes = append_sizes(plan_append(AppendConfig(data=(str(small), str(c)))))
-    assert sizes is not None
-    result = spec_data.append(small, c)
-    assert escaped(small) == 0 and result.bytes == planned + sizes.bytes
-    assert result.documents == 36
     assert not spec_data.verify(small, target=str(target), samples=4, device="cpu").failures
 
     store.put(str(small), "bucket/grown", recursive=True)

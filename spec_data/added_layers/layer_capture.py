@@ -193,7 +193,7 @@ def compared_with_stored(
 def _tables(
     wider: Wider, states: Mapping[str, Tensor], numbers: np.ndarray, target: TargetBackend
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]], bytes | None]:
-    """Make the tables of the new columns from a sample, or take those given; measure their error.
+    """Make the tables of the new columns from a sample, and measure their error.
 
     Return the manifest's `codec`, the `error` of each column, and the bytes of codec.safetensors
     with the tables of all columns; {}, {} and None if nothing new is lossy.
@@ -204,21 +204,15 @@ def _tables(
     lossy = [column for column in wider.columns if column.lossy]
     if not lossy:
         return {}, {}, None
-    few = int(numbers.max()) < 3 or wider.given is not None
+    few = int(numbers.max()) < 3
     held_out = np.ones(len(numbers), bool) if few else numbers % 4 == 3
     used = torch.from_numpy(held_out if few else ~held_out)
-    made: dict[str, Tables] = (
-        dict(wider.given.tables)
-        if wider.given
-        else {c.name: make_tables(states[c.name][used], c.codec) for c in lossy}
-    )
+    made = {c.name: make_tables(states[c.name][used], c.codec) for c in lossy}
     errors = {}
     for column in lossy:
         errors[column.name] = measure(column, states[column.name], held_out, made, target)
         logger.info("codec: %s %s", column.name, error_text(column.codec, errors[column.name]))
     check_bounds(lossy, errors)
-    if wider.given:
-        wider.given.warn_of_errors(errors)
     data = save_tables(wider.stored.dataset.tables | made)
     about = wider.manifest.codec | {"file": TABLES, "sha256": hashlib.sha256(data).hexdigest()}
     return about, errors, data

@@ -235,11 +235,11 @@ def _write_side(
         _check_running(out, proven, running_facts(target, proven["batch_tokens"]))
         lossy = [c for c in wider.columns if c.lossy]
         sha256 = proven["codec"].get("sha256")
-        tables_of = load_tables(out / VIEW_WORK / TABLES, lossy, sha256) if lossy else {}
+        made_tables = load_tables(out / VIEW_WORK / TABLES, lossy, sha256) if lossy else {}
         with progress(total=plan.tokens, desc="capture", unit="tok") as bar:
             for unit, (name, record) in enumerate(zip(names, found, strict=True)):
                 if record is None:
-                    data = capture_side(wider, plan, unit, target, proven, tables_of)
+                    data = capture_side(wider, plan, unit, target, proven, made_tables)
                     record = write_shard(out / name, data, wider.columns)
                     save_finished(out, Path(name).stem, record)
                 records.append(record)

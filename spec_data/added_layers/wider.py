@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spec_data.generation.given_tables import GivenTables, read_given_tables
 from spec_data.models.reading import load_config, text_config
 from spec_data.models.resolve import local_directory, resolve_model
 from spec_data.options.layer_options import AddLayersConfig
 from spec_data.shards.errors import ConfigError, DatasetError
-from spec_data.shards.identity import identity_of
 from spec_data.shards.layer_ids import choose_layers
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import (
@@ -45,7 +43,6 @@ class Wider:
         layers: those that are added, ascending; columns: their columns.
         draft_layers: those that each draft of --for reads.
         view: the manifest's `view`.
-        given: the tables of --tables-of; None: the new columns get tables of their own.
     """
 
     stored: StoredDocuments
@@ -55,7 +52,6 @@ class Wider:
     columns: tuple[Column, ...]
     draft_layers: dict[str, tuple[int, ...]]
     view: dict[str, Any]
-    given: GivenTables | None = None
 
     @property
     def manifest(self) -> Manifest:
@@ -79,7 +75,7 @@ def plan_wider(config: AddLayersConfig) -> Wider:
 
     Raises:
         ConfigError: the dataset has the layers already.
-        DatasetError: damage, format 1.0, or another target; also of --tables-of.
+        DatasetError: damage, format 1.0, or another target.
         MissingError, TargetError: there is no such model, or it has no such layers.
     """
     stored = StoredDocuments(HiddenStatesDataset(config.data))
@@ -98,15 +94,7 @@ def plan_wider(config: AddLayersConfig) -> Wider:
     everything = sorted({*manifest.layers, *layers})
     names = {layer_column(k) for k in layers}
     columns = tuple(c for c in all_columns(manifest, everything) if c.name in names)
-    given = None
-    if config.tables_of is not None:
-        given = read_given_tables(config.tables_of, columns, identity_of(manifest))
-        given.check_loaded(manifest.target)
-    options = {
-        "layers": layers,
-        "for": sorted(drafts),
-        "tables_of": given.sha256 if given else None,
-    }
+    options = {"layers": layers, "for": sorted(drafts)}
     wider = Wider(
         stored=stored,
         model_dir=model_dir,
@@ -115,7 +103,6 @@ def plan_wider(config: AddLayersConfig) -> Wider:
         columns=columns,
         draft_layers=drafts,
         view=view_record("add-layers", options, [manifest]),
-        given=given,
     )
     if not wider.compared:
         raise DatasetError(
@@ -212,7 +199,6 @@ def wider_draft(
         "columns": [column.name for column in wider.columns],
         "shards": [vars(record) for record in records],
         **{name: proven[name] for name in ("packing", "captured_with", "evidence")},
-        **({"tables_of": wider.given.about} if wider.given else {}),
     }
     return raw | {
         "format_version": WITH_SIDES,

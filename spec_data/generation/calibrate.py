@@ -3,9 +3,7 @@
 This happens once, before the first shard. Documents spread evenly over the plan are captured in the
 proven form; of a small plan all are. Three of four make the tables; every fourth is held out and
 measures the error. A column whose error is above the declared bound of its codec gets the next
-finer codec, bf16 at the end. With the tables of another
-dataset (`--tables-of`), all documents of the sample measure their error, and one above its bound
-stops the run, before any unit is captured.
+finer codec, bf16 at the end.
 
 Shapes: N tokens of the sample, H width of a column, V vocabulary size.
 """
@@ -94,40 +92,27 @@ def calibrate(
         `instead_of` the error of each codec that was asked for and lost too much.
 
     Raises:
-        RunError: there are no usable states, or the error of given tables is above its bound.
+        RunError: there are no usable states.
     """
     lossy = [c for c in setup.columns if c.lossy]
     if not lossy:
         return setup.columns, {}, {}
-    given = setup.given
-    if given is not None:
-        given.check_loaded(setup.target | target.describe())
     documents = sample_documents(plan.lengths, _budget(plan, setup, target))
     states, numbers = capture_sample(plan, target, form, documents, lossy, batch_tokens)
     kept = {name: _usable(name, value) for name, value in states.items()}  # bool [N] each
-    split = len(documents) > 3 and given is None
+    split = len(documents) > 3
     held_out = numbers % 4 == 3 if split else np.ones(len(numbers), bool)  # [N]
     used = ~held_out if split else held_out
 
     def coded(column: Column) -> tuple[Tables, dict[str, Any]]:
         """Return the tables of a column, and their error."""
         name, value = column.name, states[column.name]
-        if given is not None:
-            table = given.tables[name]
-        else:
-            table = make_tables(_take(states, kept, column, used), column.codec)
+        table = make_tables(_take(states, kept, column, used), column.codec)
         error = measure(column, value, held_out & kept[name], {name: table}, target)
         logger.info("codec: %s %s", name, error_text(column.codec, error))
         return table, error
 
-    if given is not None:
-        made = {c.name: coded(c) for c in lossy}
-        check_bounds(lossy, {name: error for name, (_, error) in made.items()})
-        given.warn_of_errors({name: error for name, (_, error) in made.items()})
-        columns, measured = setup.columns, {n: {"error": error} for n, (_, error) in made.items()}
-        tables = {name: table for name, (table, _) in made.items()}
-    else:
-        columns, tables, measured = _settled(setup.columns, coded)
+    columns, tables, measured = _settled(setup.columns, coded)
     if not tables:
         return columns, {}, measured
     file = folder / TABLES
@@ -140,7 +125,7 @@ def calibrate(
         "tokens": len(numbers),
         "held_out_tokens": int(held_out.sum()),
     }
-    return columns, about | ({"tables_of": given.about} if given is not None else {}), measured
+    return columns, about, measured
 
 
 def _settled(
@@ -388,7 +373,7 @@ def over_bounds(columns: Sequence[Column], errors: dict[str, dict[str, Any]]) ->
 
 
 def check_bounds(columns: Sequence[Column], errors: dict[str, dict[str, Any]]) -> None:
-    """Refuse codecs, or tables, that were asked for and whose measured error is above its bound.
+    """Refuse codecs that were asked for and whose measured error is above its bound.
 
     Raises:
         RunError: with the columns, their errors and bounds, and the next codecs to try.

@@ -215,7 +215,7 @@ def prove_target(
     resumed run captures in the same way.
 
     Raises:
-        TargetError, RunError: a proof fails, or the error of given tables is above its bound.
+        TargetError, RunError: a proof fails.
         CorpusError, ConfigError: the target could not have written the corpus.
     """
     file = out / WORK / "target.json"

@@ -22,7 +22,6 @@ from spec_data.capture.vllm_engine import vllm_version
 from spec_data.corpus.record_reader import CorpusReader, SourceReport
 from spec_data.corpus.sampling_record import read_record
 from spec_data.corpus.sources import corpus_directory
-from spec_data.generation.given_tables import GivenTables, read_given_tables
 from spec_data.generation.plan_file import AUTO
 from spec_data.models.devices import device_type
 from spec_data.models.identify import identify, target_table, tokenizer_table
@@ -159,7 +158,6 @@ class Setup:
         identity: the manifest's `identity`, without what is known after rendering and loading.
         layers: layer ids, ascending.
         draft_layers: those that each draft of --for reads.
-        given: the tables of --tables-of; None: the run makes its own.
     """
 
     config: GenerateConfig
@@ -173,7 +171,6 @@ class Setup:
     draft_layers: dict[str, tuple[int, ...]]
     columns: tuple[Column, ...]
     vocab_size: int
-    given: GivenTables | None = None
 
     @property
     def bytes_per_token(self) -> int:
@@ -195,7 +192,6 @@ def set_up(config: GenerateConfig, weights: bool = True) -> Setup:
         ConfigError: --out cannot be written or lies in the corpus, or --supervision asks for more
             logits than the vocabulary has.
         MissingError, TargetError: the model does not exist, or does not have these layers.
-        DatasetError: the dataset of --tables-of is of another target, or lacks a table.
     """
     _check_out(config)
     config = _as_begun(config)
@@ -233,7 +229,6 @@ def set_up(config: GenerateConfig, weights: bool = True) -> Setup:
         draft_layers=draft_layers,
         columns=columns,
         vocab_size=vocab_size,
-        given=read_given_tables(config.tables_of, columns, identity) if config.tables_of else None,
     )
 
 
@@ -376,7 +371,6 @@ def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
             tensor_parallel=config.vllm_tensor_parallel if config.backend == "vllm" else None,
             device_map=config.device_map,
             tp_plan=config.tp_plan,
-            tables_of=setup.given.sha256 if setup.given else None,
         ),
         "versions": {
             "spec_data": spec_data.__version__,

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from spec_data.corpus.bad_rows import BadRowLimit, parse_limit
-from spec_data.options.codec_options import tables_of_option
 from spec_data.options.option_values import (
     CAPTURE,
     DEFAULT_CODEC,
@@ -138,7 +137,6 @@ class GenerateConfig:
         group=CAPTURE,
         metavar="NAME",
     )
-    tables_of: str | None = tables_of_option()
     final: str = option(
         "all",
         help="tokens at which hidden.final is stored. supervised stores it only where the next "

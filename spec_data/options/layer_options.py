@@ -55,15 +55,6 @@ class AddLayersConfig:
         group=CAPTURE,
         metavar="DRAFTS",
     )
-    tables_of: str | None = option(
-        None,
-        help="take the codec tables of the new layers from this dataset of the same target, which "
-        "has these layers, so that both can be merged. Not given: make them from a sample",
-        group=CAPTURE,
-        metavar="DIR",
-        dataset="read",
-        holds=Kind.DATASET,
-    )
     out: str | None = option(
         None,
         help="write a new dataset here, whose other files are hard links. Not given: the dataset "

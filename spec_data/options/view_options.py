@@ -173,14 +173,6 @@ class RecodeConfig:
         group=REQUIRED,
         metavar="NAME",
     )
-    tables_of: str | None = option(
-        None,
-        help="take the tables of the codec from this dataset of the same target, so that both can "
-        "be merged; not given: make them from a sample, as `generate` does",
-        group=TOKENS,
-        metavar="DIR",
-        holds=Kind.DATASET,
-    )
     dry_run: bool = dry_run_option(
         ". Every token that escapes the codec adds 2 H + 4 bytes per column"
     )

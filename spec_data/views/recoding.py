@@ -7,10 +7,8 @@ import numpy as np
 from spec_data.options.option_values import parse_codecs
 from spec_data.options.view_options import RecodeConfig
 from spec_data.shards.errors import ConfigError, DatasetError
-from spec_data.shards.lossy import Tables
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import FINAL, Column, Manifest, layer_column, token_columns
-from spec_data.views.same_states import check_same_target
 from spec_data.views.stored_documents import Change, StoredDocuments
 from spec_data.views.table_sample import MadeTables, make_and_measure
 from spec_data.views.view_manifest import derived_draft, view_record
@@ -23,7 +21,7 @@ def plan_recode(config: RecodeConfig) -> View:
 
     Raises:
         ConfigError: an unknown codec, or nothing would change.
-        DatasetError: a column is lossy already, or --tables-of is of another target.
+        DatasetError: a column is lossy already.
         RunError: the error is above the bound of the codec.
     """
     stored = StoredDocuments(HiddenStatesDataset(config.data))
@@ -33,8 +31,7 @@ def plan_recode(config: RecodeConfig) -> View:
     encoded = [c for c in columns if c not in manifest.columns]
     if not encoded:
         raise ConfigError(f"{config.data}: nothing would change; it has --codec {config.codec}")
-    given = _given_tables(stored, encoded, config.tables_of)
-    made = None if config.dry_run else make_and_measure(stored.dataset, encoded, given)
+    made = None if config.dry_run else make_and_measure(stored.dataset, encoded)
     options = {"codec": config.codec, "tables": made and made.about["sha256"]}
     record = view_record("recode", options, [manifest])
     draft = derived_draft(manifest, columns, record, {})
@@ -81,28 +78,6 @@ def recoded(manifest: Manifest, codec: str) -> tuple[Column, ...]:
         final_tokens=manifest.final,
         teacher_tokens=manifest.teacher,
     )
-
-
-def _given_tables(
-    stored: StoredDocuments, encoded: list[Column], path: str | None
-) -> dict[str, Tables]:
-    """Return the tables of the dataset of --tables-of for the encoded columns; none without it.
-
-    Raises:
-        DatasetError: it is of another target, or lacks a table of one of the columns.
-    """
-    if path is None:
-        return {}
-    other = StoredDocuments(HiddenStatesDataset(path))
-    check_same_target(stored, other)
-    own = {c.name: c.codec for c in other.manifest.columns}
-    lacking = [c.name for c in encoded if own.get(c.name) != c.codec]
-    if lacking:
-        raise DatasetError(
-            f"--tables-of {path}: its column {lacking[0]} has the codec "
-            f"{own.get(lacking[0], '(no such column)')}; name that in --codec"
-        )
-    return {c.name: other.dataset.tables[c.name] for c in encoded}
 
 
 def _declare(entries: list[dict], encoded: list[Column], made: MadeTables) -> None:

@@ -96,9 +96,8 @@ def common_columns(manifests: Sequence[Manifest]) -> tuple[Column, ...]:
             if own[column.name].codec != column.codec:
                 raise DatasetError(
                     f"{manifest.where}: column {column.name} has the codec "
-                    f"{own[column.name].codec}, and {column.codec} in {first.where}. Store both "
-                    "alike: `spec-data recode` with --codec and --tables-of makes the smaller of "
-                    "a bf16 dataset"
+                    f"{own[column.name].codec}, and {column.codec} in {first.where}. Capture "
+                    "both with --codec bf16, merge them, and `spec-data recode` the result"
                 )
     sparse = {FINAL} if any(m.final == SUPERVISED for m in manifests) else set()
     if any(m.teacher == SUPERVISED for m in manifests):
@@ -122,9 +121,9 @@ def check_same_tables(inputs: Sequence[StoredDocuments], columns: Sequence[Colum
                     f"{other.path}: column {column.name} ({column.codec}) is decoded by other "
                     f"tables than in {first.path}, because each `generate` makes its own; a "
                     "dataset has one table per column, and encoding again would add a second "
-                    "error. Generate the second with --tables-of the first; or generate both with "
-                    "--codec bf16, merge them and `spec-data recode` the result; or train on both "
-                    "as they are: `spec-train fit --data A B`"
+                    "error. Generate both with --codec bf16, merge them and `spec-data recode` the "
+                    "result; or generate from both corpora in one run: --corpus A B; or train on "
+                    "both as they are: `spec-train fit --data A B`"
                 )
 
 

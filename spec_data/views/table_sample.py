@@ -1,13 +1,14 @@
 """The tables of a codec for states that are stored, and the measured error: as `generate` does it.
 
 Documents spread evenly over the dataset are the sample. Three of four make the tables; every fourth
-is held out and measures the error, which must keep the bound of the codec. With given tables, all
-documents of the sample measure it. Shapes: N tokens of the sample, H channels.
+is held out and measures the error, which must keep the bound of the codec.
+
+Shapes: N tokens of the sample, H channels.
 """
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -76,10 +77,8 @@ class StoredHead:
         return [slice(a, min(a + step, tokens)) for a in range(0, tokens, step)]
 
 
-def make_and_measure(
-    dataset: HiddenStatesDataset, columns: Sequence[Column], given: Mapping[str, Tables]
-) -> MadeTables:
-    """Make the tables of `columns` from a sample of their states, or take those `given`; measure.
+def make_and_measure(dataset: HiddenStatesDataset, columns: Sequence[Column]) -> MadeTables:
+    """Make the tables of `columns` from a sample of their states, and measure their error.
 
     Raises:
         RunError: the error of a column is above the bound of its codec.
@@ -89,16 +88,16 @@ def make_and_measure(
     budget = sample_budget(int(dataset.lengths.sum()), per_token)
     documents = sample_documents(dataset.lengths, budget)
     numbers = np.repeat(np.arange(len(documents)), dataset.lengths[documents])
-    few = len(documents) <= 3 or bool(given)
+    few = len(documents) <= 3
     held_out = np.ones(len(numbers), bool) if few else numbers % 4 == 3
     states = _sampled(dataset, columns, documents)
-    tables, errors = dict(given), {}
+    tables: dict[str, Tables] = {}
+    errors = {}
     for column in columns:
         value = states[column.name]
         usable = torch.isfinite(value[:, 0]).numpy()  # nan: a sparse column does not store it
-        if column.name not in tables:
-            used = usable if few else usable & ~held_out
-            tables[column.name] = make_tables(value[torch.from_numpy(used)], column.codec)
+        used = usable if few else usable & ~held_out
+        tables[column.name] = make_tables(value[torch.from_numpy(used)], column.codec)
         error = measure(column, value, held_out & usable, tables, StoredHead(dataset))
         logger.info("codec: %s %s", column.name, error_text(column.codec, error))
         errors[column.name] = error

@@ -24,7 +24,7 @@ from spec_data.shards.sides import stored_records
 from spec_data.verification.run import examine
 from spec_data.views import appending
 from tests.factory import states_of
-from tests.spec_data.runs import digests, run, save_target, write_corpus
+from tests.spec_data.runs import digests, save_target
 from tests.spec_data.views.view_tools import killed_after
 from tests.tolerance import close, network
 
@@ -136,28 +136,6 @@ def test_layers_are_added_again_and_for_a_draft(wide, target, tmp_path):
     assert_verified(own, target)
     with pytest.raises(ConfigError, match="nothing is to be added"):
         add_layers(options(own, target, layers=None, for_drafts="dspark"))
-
-
-def test_layers_with_shared_tables_are_merged(coded, target, tmp_path):
-    from_file = write_corpus(tmp_path / "more.jsonl", 30).read_text().splitlines(keepends=True)
-    (tmp_path / "more.jsonl").write_text("".join(from_file[20:]))
-    first, second = copied(coded, tmp_path / "first"), tmp_path / "second"
-    given = {"codec": "aux=lm4c,final=int8c", "final": "supervised", "layers": "0,4"}
-    run(target, tmp_path / "more.jsonl", second, tables_of=str(first), **given)
-    own = copied(second, tmp_path / "own")
-    add_layers(options(first, target))
-    add_layers(options(own, target))
-    with pytest.raises(DatasetError, match="decoded by other tables"):
-        spec_data.merge([first, own], tmp_path / "both")
-    with pytest.raises(DatasetError, match=r"no column hidden\.L1"):
-        add_layers(options(second, target, tables_of=str(coded)))
-    manifest = add_layers(options(second, target, tables_of=str(first)))
-    assert (
-        manifest.raw["sides"][0]["tables_of"]["sha256"]
-        == manifest.raw["view"]["options"]["tables_of"]
-    )
-    assert spec_data.merge([first, second], tmp_path / "both").documents == 30
-    assert_verified(tmp_path / "both", target)
 
 
 def test_the_python_function(plain, wide, target, tmp_path):

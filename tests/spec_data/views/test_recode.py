@@ -102,23 +102,26 @@ def test_what_would_lose_twice_or_look_exact_is_refused(data, small, tmp_path, m
     assert not (tmp_path / "v").exists()
 
 
-def test_shared_tables_can_be_merged_and_other_tables_cannot(data, tmp_path):
-    for name, options in (("a", {"max_length": 20}), ("b", {"min_length": 21})):
-        config = SelectConfig(data=str(data), out=str(tmp_path / name), **options)
-        write_view(tmp_path / name, plan_select(config))
-    a, b = tmp_path / "a8", tmp_path / "b8"
-    recode(tmp_path / "a", a, codec="int8c")
+def test_parts_of_one_recoded_dataset_can_be_merged_and_other_tables_cannot(data, tmp_path):
+    whole, a, b = tmp_path / "whole", tmp_path / "a8", tmp_path / "b8"
+    recode(data, whole, codec="int8c")
+    for source, out, options in (
+        (whole, a, {"max_length": 20}),
+        (whole, b, {"min_length": 21}),
+        (data, tmp_path / "b", {"min_length": 21}),
+    ):
+        config = SelectConfig(data=str(source), out=str(out), **options)
+        write_view(out, plan_select(config))
     recode(tmp_path / "b", tmp_path / "own", codec="int8c")
 
     def merge(*paths):
         config = MergeConfig(data=tuple(map(str, paths)), out=str(tmp_path / "v"))
         return write_view(tmp_path / "v", plan_merge(config))
 
-    with pytest.raises(DatasetError, match="decoded by other tables"):
+    with pytest.raises(DatasetError, match=r"decoded by other tables.*with --codec bf16, merge"):
         merge(a, tmp_path / "own")
     with pytest.raises(DatasetError, match="has the codec bf16"):
         merge(a, tmp_path / "b")
-    recode(tmp_path / "b", b, codec="int8c", tables_of=str(a))
     merge(a, b)
     assert_same_documents(tmp_path / "v", documents_of(a) + documents_of(b))
     assert_verified(tmp_path / "v")
