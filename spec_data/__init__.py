@@ -25,7 +25,6 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from spec_data.hub.pull import Pulled
     from spec_data.hub.push import Pushed
     from spec_data.hub_api import pull, push
-    from spec_data.layer_api import add_layers
     from spec_data.results import (
         EstimateResult,
         GenerateResult,
@@ -69,7 +68,6 @@ _PUBLIC = {
     "append": "spec_data.view_api",
     "gc": "spec_data.view_api",
     "recode": "spec_data.view_api",
-    "add_layers": "spec_data.layer_api",
     "ViewResult": "spec_data.view_api",
 }
 
@@ -104,7 +102,6 @@ __all__ = [
     "append",
     "gc",
     "recode",
-    "add_layers",
     "ViewResult",
     "__version__",
 ]

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spec_data.layer_commands import LAYER_COMMANDS, LAYER_FUNCTIONS
 from spec_data.options.view_options import (
     AppendConfig,
     DropColumnsConfig,
@@ -154,7 +153,6 @@ VIEW_COMMANDS: tuple[Entry, ...] = (
         *("recode", RecodeConfig, "DIR --out DIR --codec NAME", "store bf16 states smaller"),
         *(_RECODE, ""),
     ),
-    *LAYER_COMMANDS,
     ("gc", GcConfig, "DIR [--yes]", "delete what killed processes left", _GC, ""),
 )
 """Name, options, usage, one line, description and examples of each command."""
@@ -165,7 +163,6 @@ VIEW_FUNCTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
     "merge": _merge,
     "append": _append,
     "recode": _recode,
-    **LAYER_FUNCTIONS,
     "gc": _gc,
 }
 """What each command calls."""

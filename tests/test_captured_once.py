@@ -1,4 +1,4 @@
-"""One capture, everywhere: an object store, views, added layers, and the same training from both.
+"""One capture, everywhere: an object store, views, and the same training from both.
 
 Each step tells its bytes before it writes them. What takes a URL is given one; the others work on a
 local copy, and the result is copied to the store, as docs/remote.md says.
@@ -11,11 +11,9 @@ from fsspec.core import url_to_fs
 
 import spec_data
 import spec_train
-from spec_data.added_layers.run import layer_sizes
 from spec_data.generation.planning import make_plan
 from spec_data.generation.setup import set_up
 from spec_data.options.generate_options import GenerateConfig
-from spec_data.options.layer_options import AddLayersConfig
 from spec_data.options.view_options import AppendConfig, MergeConfig, RecodeConfig
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.views.appending import append_sizes, plan_append
@@ -63,7 +61,7 @@ def test_a_capture_travels_and_trains_the_same_draft(store, corpora, tmp_path):
     a, b, c = (tmp_path / name for name in "abc")
     both, small, url = tmp_path / "both", tmp_path / "small", "s3://bucket"
 
-    given = {"layers": "0,4", "max_shard_size": "40KB"}
+    given = {"layers": "0,2,4", "max_shard_size": "40KB"}
     setup = set_up(GenerateConfig(**options(target, corpora[0], tmp_path / "none", **given)))
     plan = make_plan(setup)
     planned = sum(plan.unit_bytes(unit, setup.columns) for unit in range(len(plan.units)))
@@ -89,9 +87,6 @@ def test_a_capture_travels_and_trains_the_same_draft(store, corpora, tmp_path):
     result = spec_data.recode(both, small, "lm4c")
     assert escaped(small) == 0 and result.bytes == planned
 
-    wide = AddLayersConfig(data=str(small), target=str(target), layers="2", device="cpu")
-    planned = result.bytes + layer_sizes(wide).bytes
-    assert spec_data.add_layers(small, target, layers="2", device="cpu").bytes == planned
     assert not spec_data.verify(small, target=str(target), samples=4, device="cpu").failures
 
     store.put(str(small), "bucket/grown", recursive=True)

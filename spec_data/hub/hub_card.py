@@ -10,12 +10,11 @@ from spec_data.shards.identity import quantisation_text
 from spec_data.shards.layer_ids import recorded_layers
 from spec_data.shards.likelihood_text import agreement_rows, suspicions
 from spec_data.shards.schema import Manifest
-from spec_data.shards.sides import sides_of
 from spec_data.terminal.progress import size
 
 _SIZES = ("1K", "10K", "100K", "1M", "10M", "100M", "1B")
 DOCUMENTS, STATES = "documents", "states"
-"""Configurations of `load_dataset`; the states of added layers are "states-side1" and so on."""
+"""Configurations of `load_dataset`."""
 
 
 def size_category(documents: int) -> str:
@@ -38,7 +37,7 @@ def hub_card(manifest: Manifest, repo: str) -> str:
             **licence_fields(s.get("licence") for s in raw["corpus"]),
             "tags": ["speculative-decoding", "hidden-states", "spec-data"],
             "size_categories": [size_category(raw["totals"]["documents"])],
-            "configs": [documents, *_state_configs(manifest)],
+            "configs": [documents, _state_config(manifest)],
         }
     )
     columns = table(("column", "codec", "bytes per token", "error"), _columns(manifest))
@@ -82,20 +81,13 @@ bytes.
 """
 
 
-def _state_configs(manifest: Manifest) -> list[dict[str, Any]]:
-    """Return the configurations of the shards, and of the files of each side: other columns.
+def _state_config(manifest: Manifest) -> dict[str, Any]:
+    """Return the configuration of the shards.
 
     Names are given as patterns, with "?" for every digit: there may be thousands of shards.
     """
-    files = {STATES: manifest.shards}
-    files |= {f"{STATES}-side{i}": s.shards for i, s in enumerate(sides_of(manifest), 1)}
-    return [
-        {
-            "config_name": name,
-            "data_files": sorted({re.sub("[0-9]", "?", record.file) for record in records}),
-        }
-        for name, records in files.items()
-    ]
+    names = sorted({re.sub("[0-9]", "?", record.file) for record in manifest.shards})
+    return {"config_name": STATES, "data_files": names}
 
 
 def _drafts(raw: dict[str, Any]) -> str:

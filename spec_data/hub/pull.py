@@ -18,7 +18,6 @@ from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
 from spec_data.shards.seal import CARD, check_shard
-from spec_data.shards.sides import stored_records
 from spec_data.terminal.paths import check_directory_to_write, make_directory
 from spec_data.terminal.progress import progress, size
 from spec_data.views.drop_columns import plan_drop_columns
@@ -81,9 +80,7 @@ def pull(config: PullConfig) -> Pulled:
     if SEALED_CARD in files and (out / SEALED_CARD).is_file():
         (out / SEALED_CARD).replace(out / CARD)
     dataset = HiddenStatesDataset(out)
-    for record in progress(
-        stored_records(dataset.manifest), desc="check", unit="shards", leave=False
-    ):
+    for record in progress(dataset.manifest.shards, desc="check", unit="shards", leave=False):
         try:
             check_shard(out, record)
         except DatasetError:

@@ -33,7 +33,6 @@ from spec_data.shards.files import (
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from spec_data.shards.seal import CARD, check_shard, datasets_files
-from spec_data.shards.sides import stored_records
 from spec_data.terminal.paths import make_directory
 from spec_data.terminal.progress import progress, size
 from spec_data.views.drop_columns import plan_drop_columns
@@ -143,9 +142,7 @@ def push(config: PushConfig) -> Pushed:
     )
     if config.dry_run:
         return done
-    for record in progress(
-        stored_records(dataset.manifest), desc="check", unit="shards", leave=False
-    ):
+    for record in progress(dataset.manifest.shards, desc="check", unit="shards", leave=False):
         check_shard(dataset.path, record)
     folder = staged_folder(dataset)
     _stage(dataset, names, done.card, folder)
@@ -198,7 +195,7 @@ def _short(dataset: HiddenStatesDataset) -> str:
 def dataset_files(dataset: HiddenStatesDataset) -> list[str]:
     """Return the names of all files of a dataset but its card."""
     raw = dataset.manifest.raw
-    names = [*(r.file for r in stored_records(dataset.manifest)), *raw["files"]]
+    names = [*(r.file for r in dataset.manifest.shards), *raw["files"]]
     tables = [dataset.manifest.codec.get("file", TABLES)] if dataset.manifest.codec else []
     return sorted({*names, *tables, *datasets_files(dataset.manifest), MANIFEST})
 

@@ -19,8 +19,7 @@ import numpy as np
 import pyarrow as pa
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from spec_data.shards.schema import UNCHECKED, WITH_SIDES, Column, Manifest, format_version
-from spec_data.shards.sides import shard_columns
+from spec_data.shards.schema import UNCHECKED, Column, Manifest, format_version
 
 CHECKSUMS = "checksums"
 """Name of a shard's last column: the checksums of the row's other fields, in column order."""
@@ -167,5 +166,4 @@ def arrow_schema(columns: Sequence[Column], version: str | None = None) -> pa.Sc
 
 def schema_of(manifest: Manifest) -> pa.Schema:
     """Return the schema of every shard of a dataset, in the version that they were written in."""
-    version = manifest.raw["format_version"]
-    return arrow_schema(shard_columns(manifest), None if version == WITH_SIDES else version)
+    return arrow_schema(manifest.columns, manifest.raw["format_version"])

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from spec_data.shards.checking import FIRST, known_policy
 from spec_data.shards.checksums import read_batches
-from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
+from spec_data.shards.errors import DatasetError, MissingError, RunError
 from spec_data.shards.files import sha256_file, sha256_json, unit_name
 from spec_data.shards.reader import INDEX, MANIFEST, HiddenStatesDataset, checked_file
 from spec_data.shards.schema import Manifest, ShardRecord
@@ -208,8 +208,6 @@ class FollowedDataset(HiddenStatesDataset):
         self._wait(self._described, "the proof of the target", threading.Event())
         sealed = self._sealed()
         if sealed is not None:
-            if "sides" in sealed.raw:
-                raise ConfigError(f"{path} is complete, with added layers: leave --follow out")
             raw = sealed.raw
             self.planned = self._from_index(sealed)
         else:

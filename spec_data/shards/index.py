@@ -17,22 +17,14 @@ _NUMBERS = ("shard", "row", "tokens", "supervised", "first_supervised")
 _CHECKSUM = "checksum"
 
 
-def side_checksum(side: int) -> str:
-    """Return the name of the column with the checksums of the rows of side `side` (from 1)."""
-    return f"{_CHECKSUM}_{side}"
-
-
-def index_schema(sides: int = 0) -> pa.Schema:
-    """Return the columns of an index; a side adds one."""
-    sums = [_CHECKSUM, *(side_checksum(side) for side in range(1, sides + 1))]
-    return pa.schema(
-        [
-            pa.field("doc_id", pa.string(), nullable=False),
-            pa.field("source", pa.string(), nullable=False),
-            *(pa.field(name, pa.int32(), nullable=False) for name in _NUMBERS),
-            *(pa.field(name, pa.uint64(), nullable=False) for name in sums),
-        ]
-    )
+INDEX_SCHEMA = pa.schema(
+    [
+        pa.field("doc_id", pa.string(), nullable=False),
+        pa.field("source", pa.string(), nullable=False),
+        *(pa.field(name, pa.int32(), nullable=False) for name in _NUMBERS),
+        pa.field(_CHECKSUM, pa.uint64(), nullable=False),
+    ]
+)
 
 
 def read_index(data: pa.Buffer, manifest: Manifest, file: Path) -> pa.Table:
@@ -41,7 +33,7 @@ def read_index(data: pa.Buffer, manifest: Manifest, file: Path) -> pa.Table:
     Raises:
         DatasetError: it is no valid Arrow, or contradicts itself or the manifest; named by `file`.
     """
-    schema = index_schema(len(manifest.raw.get("sides", [])))
+    schema = INDEX_SCHEMA
     if not manifest.has_checksums:
         schema = schema.remove(schema.get_field_index(_CHECKSUM))
     try:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.side_rules import side_problems
 
 _LARGEST_SIZE, _LARGEST_COUNT = 2**31 - 1, 2**63 - 1
 _LONGEST_NAME = 255  # bytes of a file's name on usual file systems
@@ -193,7 +192,6 @@ MANIFEST = Table(
         "agreement?": Table({"total": _AGREEMENT, "sources": Named(_AGREEMENT)}, closed=True),
         "left_out?": Table({"places": Listed(COUNT), "units": Listed(COUNT)}),
         "shards": Listed(SHARD),
-        "sides?": Listed(Table({"columns": Listed(TEXT), "shards": Listed(SHARD)})),
         "totals": Table(
             {"documents": COUNT, "tokens": COUNT, "supervised?": COUNT, "bytes?": COUNT}
         ),
@@ -270,8 +268,6 @@ def contradictions(raw: dict[str, Any]) -> Iterator[str]:
         *((n, n) for n in ("tokens", "supervised", "bytes")),
     ):
         found = sum(shard[part] for shard in shards)
-        if part == "bytes":
-            found += sum(shard[part] for side in raw.get("sides", []) for shard in side["shards"])
         if totals.get(total) != found:
             yield f"totals.{total} is {totals.get(total)}, but the shards have {found}"
     for number, shard in enumerate(shards):
@@ -282,7 +278,6 @@ def contradictions(raw: dict[str, Any]) -> Iterator[str]:
             yield f"shards[{number}] has impossible counts of rows and tokens"
     if len({shard["file"] for shard in shards}) < len(shards):
         yield "shards has a file twice"
-    yield from side_problems(raw)
     if raw["layers"] != sorted(set(raw["layers"])):
         yield f"layers is {raw['layers']}, expected ascending layer ids"
     for draft, own in raw.get("draft_layers", {}).items():

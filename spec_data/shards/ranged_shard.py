@@ -5,7 +5,7 @@ switched off): a network and a disk that others write to are trusted less than o
 does not agree is fetched once more from the storage before it is called damaged.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,6 @@ def open_ranged(
     record: ShardRecord,
     index: IndexRows,
     check: str,
-    sides: Sequence[Shard] = (),
-    expected: pa.Schema | None = None,
 ) -> "RangedShard":
     """Open a remote shard; a hollow copy that is not the manifest's is fetched once more.
 
@@ -44,7 +42,7 @@ def open_ranged(
             f"{mirror.url}: this format (1.0) has no checksums of parts, so it cannot be read by "
             "ranges; copy the dataset to a local directory"
         )
-    given = (mirror, manifest, record, index, check, sides, expected)
+    given = (mirror, manifest, record, index, check)
     try:
         return RangedShard(*given)
     except DatasetError:
@@ -65,8 +63,6 @@ class RangedShard(Shard):
         record: ShardRecord,
         index: IndexRows,
         check: str,
-        sides: Sequence[Shard] = (),
-        expected: pa.Schema | None = None,
     ) -> None:
         """Fetch the hollow copy of the shard that `record` describes, unless it is there; map it.
 
@@ -75,7 +71,7 @@ class RangedShard(Shard):
         """
         self._mirror, self._unchecked = mirror, check == NEVER
         self._hollow = self._fetch_hollow(record)  # here, where its errors are no damage
-        super().__init__(mirror.directory, manifest, record, index, check, sides, expected)
+        super().__init__(mirror.directory, manifest, record, index, check)
 
     def _fetch_hollow(self, record: ShardRecord) -> Path:
         where = self._mirror.storage.where(record.file)
@@ -100,10 +96,6 @@ class RangedShard(Shard):
         """Begin to fetch the values of a document; return how many bytes that are."""
         place, total = self.place(row), 0
         for column in columns:
-            side = self._elsewhere.get(column.name)
-            if isinstance(side, RangedShard):
-                total += side.fetch_ahead(row, [column])
-                continue
             parts = (column, column.scale_part, *column.escape_parts) if column.lossy else (column,)
             for part in parts:
                 start, stop = self._range(super()._part(part, place))

@@ -9,7 +9,6 @@ import logging
 import operator
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -24,19 +23,17 @@ from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
 from spec_data.shards.checking import FIRST, known_policy
-from spec_data.shards.checksums import arrow_schema
 from spec_data.shards.codec_tables import TABLES, load_tables
 from spec_data.shards.codecs import tensor_of
 from spec_data.shards.errors import DatasetError, MissingError
 from spec_data.shards.files import MANIFEST, read_object
-from spec_data.shards.index import index_numbers, read_index, side_checksum
+from spec_data.shards.index import index_numbers, read_index
 from spec_data.shards.lossy import Tables
 from spec_data.shards.mirror import Mirror, open_mirror, wrong_size
 from spec_data.shards.path_kinds import Kind, wrong_kind
 from spec_data.shards.ranged_shard import RangedShard, open_ranged
 from spec_data.shards.schema import Column, Manifest, ShardRecord
 from spec_data.shards.shard import CodedRows, IndexRows, Place, Shard, decode_rows, runs
-from spec_data.shards.sides import sides_of, stored_records
 
 # -- document access -------------------------------------------------------------------------------
 # How documents of a dataset are reached from Python: as rows of a dataset of `datasets` are.
@@ -120,53 +117,6 @@ class DocumentAccess:
                 ) from None
         rows = [self._document(number) for number in chosen]
         return {name: [row[name] for row in rows] for name in self.column_names}
-
-
-# -- opened ----------------------------------------------------------------------------------------
-# Open the files of one shard: the shard itself, and its file in each side of the dataset.
-
-
-def open_shard(
-    place: Path | Mirror,
-    manifest: Manifest,
-    number: int,
-    index: IndexRows,
-    table: pa.Table,
-    check: str,
-) -> Shard:
-    """Map shard `number` of a dataset, and its files in the sides, which it reads from.
-
-    Args:
-        place: the directory of the dataset, or the mirror of a remote one.
-        manifest: of the dataset.
-        number: of the shard.
-        index: what the index says about its documents.
-        table: the index, which has the checksums of the rows of each side.
-        check: one of checking.CHECKS.
-
-    Raises:
-        DatasetError: a file is damaged, of another dataset, or another file under its name.
-    """
-
-    def opened(
-        record: ShardRecord,
-        rows: IndexRows,
-        sides: Sequence[Shard] = (),
-        expected: pa.Schema | None = None,
-    ) -> Shard:
-        if isinstance(place, Mirror):
-            return open_ranged(place, manifest, record, rows, check, sides, expected)
-        return Shard(place, manifest, record, rows, check, sides, expected)
-
-    sides = [
-        opened(
-            side.shards[number],
-            replace(index, checksums=index_numbers(table, side_checksum(count))),
-            expected=arrow_schema(side.columns),
-        )
-        for count, side in enumerate(sides_of(manifest), 1)
-    ]
-    return opened(manifest.shards[number], index, sides)
 
 
 # -- reader ----------------------------------------------------------------------------------------
@@ -297,7 +247,7 @@ class HiddenStatesDataset(DocumentAccess):
 
     def _check_sizes(self) -> None:
         """Refuse truncated or missing shards at once, and not in the middle of a run."""
-        shards = stored_records(self.manifest)
+        shards = self.manifest.shards
         missing, wrong = self.mirror.sizes(shards) if self.mirror else self._sizes(shards)
         found = missing + wrong
         if found:
@@ -497,8 +447,10 @@ class HiddenStatesDataset(DocumentAccess):
             index = IndexRows(
                 rows.start, self.id_array[rows], self.lengths[rows], kept, self._checksums
             )
-            given = (self.mirror or self.path, self.manifest, number, index)
-            self._shards[number] = open_shard(*given, self._index, self._check)
+            given = (self.manifest, record, index, self._check)
+            self._shards[number] = (
+                open_ranged(self.mirror, *given) if self.mirror else Shard(self.path, *given)
+            )
         return self._shards[number]
 
 

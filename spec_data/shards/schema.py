@@ -5,8 +5,8 @@ A token column holds one value (width None) or one vector (width W) per token of
 several such fields, its parts: the codes under the column's own name, the scale of every token, and
 the tokens stored in bf16. A sparse column stores only tokens whose next token is supervised.
 
-A dataset has the oldest format version that describes it: 1.3 if it has sides (see `sides`), 1.2
-if a column of the teacher is sparse, else 1.1. So a release reads every dataset that it knows.
+A dataset has the oldest format version that describes it: 1.2 if a column of the teacher is sparse,
+else 1.1. So a release reads every dataset that it knows.
 """
 
 import json
@@ -84,8 +84,7 @@ FORMAT = "spec-data"
 UNCHECKED = "1.0"  # the version whose shards have no checksums
 DENSE_TEACHER = "1.1"
 SPARSE_TEACHER = "1.2"
-WITH_SIDES = "1.3"
-READ_VERSIONS = (UNCHECKED, DENSE_TEACHER, SPARSE_TEACHER, WITH_SIDES)
+READ_VERSIONS = (UNCHECKED, DENSE_TEACHER, SPARSE_TEACHER)
 LAYER_CONVENTION = "layer id k is the output of decoder block k, counted from 0"
 FINAL = "hidden.final"
 
@@ -361,8 +360,8 @@ class Manifest:
             yield str(error)
             return
         version = self.raw["format_version"]
-        made = WITH_SIDES if self.raw.get("sides") else format_version(expected)
-        if version not in (UNCHECKED, made) or (version == UNCHECKED and made == WITH_SIDES):
+        made = format_version(expected)
+        if version not in (UNCHECKED, made):
             yield f"format_version is {version}, but its columns make {made}"
         if [c.name for c in expected] != [c.name for c in self.columns]:
             names = ", ".join(c.name for c in self.columns)

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from spec_data.shards.card_text import code, front_matter, licence_fields, plain, table
-from spec_data.shards.checksums import arrow_schema, row_checksums, schema_of
+from spec_data.shards.checksums import row_checksums, schema_of
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import (
     dump_json,
@@ -21,11 +21,10 @@ from spec_data.shards.files import (
     write_atomically,
     xxh3_file,
 )
-from spec_data.shards.index import index_schema, side_checksum
+from spec_data.shards.index import INDEX_SCHEMA
 from spec_data.shards.likelihood_text import agreement_rows, suspicions
 from spec_data.shards.reader import INDEX, MANIFEST
-from spec_data.shards.schema import Column, Manifest, ShardRecord, fingerprint
-from spec_data.shards.sides import sides_of
+from spec_data.shards.schema import Manifest, ShardRecord, fingerprint
 
 CARD = "README.md"
 
@@ -33,8 +32,7 @@ CARD = "README.md"
 def seal(directory: Path, draft: dict[str, Any], records: Sequence[ShardRecord]) -> Manifest:
     """Write everything except the shards, and return the manifest.
 
-    `draft` is the manifest without `shards`, `totals`, `fingerprint` and the index in `files`; of a
-    dataset with sides, it has `sides` with their records.
+    `draft` is the manifest without `shards`, `totals`, `fingerprint` and the index in `files`.
 
     Raises:
         DatasetError: a shard or target file is not the one its record describes.
@@ -48,8 +46,7 @@ def seal(directory: Path, draft: dict[str, Any], records: Sequence[ShardRecord])
                 "documents": sum(r.rows for r in records),
                 "tokens": sum(r.tokens for r in records),
                 "supervised": sum(r.supervised for r in records),
-                "bytes": sum(r.bytes for r in records)
-                + sum(r["bytes"] for side in draft.get("sides", []) for r in side["shards"]),
+                "bytes": sum(r.bytes for r in records),
             },
         }
     )
@@ -124,23 +121,18 @@ def check_shard(directory: Path, record: ShardRecord) -> None:
 
 def _write_index(directory: Path, manifest: Manifest) -> None:
     """Write index.arrow: one small row per document, in shard order, in one record batch."""
-    sides = sides_of(manifest)
-    schema = index_schema(len(sides))
-    columns: dict[str, list[pa.Array]] = {name: [] for name in schema.names}
+    columns: dict[str, list[pa.Array]] = {name: [] for name in INDEX_SCHEMA.names}
     for number, record in enumerate(manifest.shards):
         rows = _index_rows(directory / record.file, number, manifest)
-        for count, side in enumerate(sides, 1):
-            added = directory / side.shards[number].file
-            rows[side_checksum(count)] = _side_rows(added, side.columns, rows["doc_id"])
         for name, array in rows.items():
             columns[name].append(array)
     arrays = [
         pa.concat_arrays(columns[f.name]) if columns[f.name] else pa.array([], f.type)
-        for f in schema
+        for f in INDEX_SCHEMA
     ]
     sink = io.BytesIO()
-    with pa.ipc.new_stream(sink, schema) as stream:
-        stream.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
+    with pa.ipc.new_stream(sink, INDEX_SCHEMA) as stream:
+        stream.write_batch(pa.RecordBatch.from_arrays(arrays, schema=INDEX_SCHEMA))
     write_atomically(directory / INDEX, sink.getvalue())
 
 
@@ -174,18 +166,6 @@ def _index_rows(file: Path, number: int, manifest: Manifest) -> dict[str, pa.Arr
         "first_supervised": pa.array(np.concatenate(first).astype(np.int32)),
         "checksum": pa.array(np.concatenate(sums)),
     }
-
-
-def _side_rows(file: Path, columns: tuple[Column, ...], doc_ids: pa.Array) -> pa.Array:
-    """Return a checksum of each row of a side's file, which must have these documents, in order."""
-    stream = pa.ipc.open_stream(pa.memory_map(str(file)))
-    if not stream.schema.equals(arrow_schema(columns), check_metadata=True):
-        raise DatasetError(f"{file}: its columns are not those of this side")
-    batches = list(stream)
-    found = pa.concat_arrays([batch.column("doc_id") for batch in batches])
-    if not found.equals(doc_ids):
-        raise DatasetError(f"{file}: its documents are not those of its shard")
-    return pa.array(np.concatenate([row_checksums(batch) for batch in batches]))
 
 
 def dataset_card(manifest: Manifest) -> str:

@@ -8,7 +8,7 @@ when it is mapped.
 
 import bisect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +33,6 @@ from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import sha256_file
 from spec_data.shards.lossy import LossyCodec, Tables, bf16_tensor
 from spec_data.shards.schema import Column, Manifest, ShardRecord, predicts_supervised
-from spec_data.shards.sides import sides_of
 
 # -- coded -----------------------------------------------------------------------------------------
 # Decode stored tokens of a lossy column to states, and put escaped tokens in their places.
@@ -200,14 +199,10 @@ class Shard:
         record: ShardRecord,
         index: IndexRows,
         check: str,
-        sides: Sequence["Shard"] = (),
-        expected: pa.Schema | None = None,
     ) -> None:
         """Map the shard that `record` describes, in the dataset directory `path`.
 
-        `check` is one of checking.CHECKS. `sides` hold the columns that were added beside this
-        shard, which are read through it. `expected` is its schema; None: that of the dataset's
-        shards.
+        `check` is one of checking.CHECKS.
 
         Raises:
             DatasetError: the shard is damaged, of another dataset, or another shard under its name.
@@ -218,7 +213,7 @@ class Shard:
             schema, self.batches, outline = self._mapped()
         except (pa.ArrowException, OSError, ValueError) as error:
             raise DatasetError(f"{self.file}: damaged ({error}); copy it again") from None
-        expected = expected or schema_of(manifest)
+        expected = schema_of(manifest)
         if not schema.equals(expected, check_metadata=True):
             raise DatasetError(
                 f"{self.file}: its columns are not those of the manifest; it belongs to another "
@@ -239,10 +234,6 @@ class Shard:
             )
         self.index, self._manifest = index, manifest
         self._fields = {name: number for number, name in enumerate(expected.names)}
-        self.sides = tuple(sides)
-        self._elsewhere = {
-            name: side for side in sides for name in side._fields.keys() - self._fields.keys()
-        }
         self._checks = ChunkChecks(check, self.record.rows, len(expected))
         if self._checks.whole and not manifest.has_checksums:
             self._check_file()
@@ -304,8 +295,7 @@ class Shard:
         if elsewhere is None:
             what = "its checksums are damaged, or it is of another dataset; copy this shard again"
         else:
-            of = next((s for s in sides_of(self._manifest) if self.record in s.shards), None)
-            records = of.shards if of else self._manifest.shards
+            records = self._manifest.shards
             ends = itertools.accumulate(record.rows for record in records)
             number = next(i for i, end in enumerate(ends) if elsewhere < end)
             what = (
@@ -363,9 +353,6 @@ class Shard:
         Raises:
             DatasetError: damage, named by row and column.
         """
-        side = self._elsewhere.get(column.name)
-        if side is not None:
-            return side.values(column, side.place(place.row))
         found = self._part(column, place)
         self._check(column.name, place, found)
         return found
@@ -376,9 +363,6 @@ class Shard:
         Raises:
             DatasetError: damage, named by row and column.
         """
-        side = self._elsewhere.get(column.name)
-        if side is not None:
-            return side.stored(column, side.place(place.row))
         values = self.values(column, place)
         if column.lossy is None:
             return StoredRows(values, values, _NO_ROWS, values)
@@ -418,8 +402,6 @@ class Shard:
 
     def damage(self) -> Iterator[tuple[int, str]]:
         """Yield row and field of every chunk whose bytes do not match its checksum.
-
-        The sides are not looked at: each is a `Shard` itself.
 
         Raises:
             DatasetError: checksums differ from the index, or texts cannot be read.

@@ -16,7 +16,6 @@ from spec_data.shards.files import sha256_file
 from spec_data.shards.mirror import Mirror
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
 from spec_data.shards.seal import CARD, dataset_card, datasets_files
-from spec_data.shards.sides import stored_records
 from spec_data.shards.storage import Storage
 from spec_data.terminal.progress import progress
 from spec_data.verification.findings import Findings
@@ -77,7 +76,7 @@ class RemoteFiles:
     def __init__(self, mirror: Mirror, dataset: HiddenStatesDataset) -> None:
         self._mirror = mirror
         self._storage: Storage = mirror.storage
-        self._shards = {record.file: record for record in stored_records(dataset.manifest)}
+        self._shards = {record.file: record for record in dataset.manifest.shards}
 
     def sha256(self, name: str) -> str | None:
         """Return the SHA-256 of an object, which is fetched again; None: there is none."""
@@ -108,8 +107,7 @@ _OWN_FOLDERS = ("shards", "target")  # every file in them must be one of the man
 def check_files(dataset: HiddenStatesDataset, findings: Findings) -> None:
     """Compare every file with the manifest, and name those that it does not know."""
     manifest = dataset.manifest
-    stored = stored_records(manifest)
-    expected = {r.file: r.sha256 for r in stored}
+    expected = {r.file: r.sha256 for r in manifest.shards}
     expected |= {name: record["sha256"] for name, record in manifest.raw["files"].items()}
     if "sha256" in manifest.codec:
         expected[manifest.codec.get("file", TABLES)] = manifest.codec["sha256"]
@@ -130,13 +128,9 @@ def check_files(dataset: HiddenStatesDataset, findings: Findings) -> None:
             )
     _check_card(dataset, files, findings)
     _name_others(files, {MANIFEST, CARD, *made, *expected}, findings)
-    others = len(expected) + len(made) - len(stored)
-    sides = (
-        f" (with {len(stored) - len(manifest.shards)} files of sides)"
-        if "sides" in manifest.raw
-        else ""
-    )
-    findings.passed(f"checksums of {len(stored)} shards{sides} and {others} other files")
+    shards = len(manifest.shards)
+    others = len(expected) + len(made) - shards
+    findings.passed(f"checksums of {shards} shards and {others} other files")
 
 
 def _check_card(dataset: HiddenStatesDataset, files: StoredFiles, findings: Findings) -> None:

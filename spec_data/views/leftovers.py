@@ -21,10 +21,9 @@ from spec_data.shards.files import sync_directory, temporary_files
 from spec_data.shards.follow import WORK
 from spec_data.shards.reader import MANIFEST, VIEW_WORK
 from spec_data.shards.schema import Manifest
-from spec_data.shards.sides import stored_records
 
 _LOCKS = (f"{WORK}/*.lock", f"{VIEW_WORK}/lock")
-_SHARD = re.compile(r"unit-\d{5,}(-side\d+)?\.arrow")
+_SHARD = re.compile(r"unit-\d{5,}\.arrow")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +96,12 @@ def _found(directory: Path) -> list[Leftover]:
 
 def _sealed(directory: Path) -> Iterator[Leftover]:
     """Yield the leftovers of a sealed dataset."""
-    named = {record.file for record in stored_records(Manifest.read(directory / MANIFEST))}
+    named = {record.file for record in Manifest.read(directory / MANIFEST).shards}
     work = directory / VIEW_WORK
     if (work / "next").is_dir():
         raise RunError(
-            f"{directory}: an append or add-layers was killed while its files were moved into "
-            "place; run the same command again, which finishes it"
+            f"{directory}: an append was killed while its files were moved into place; "
+            "run the same command again, which finishes it"
         )
     if work.is_dir():
         yield _leftover(work, "work of a view or an append that was killed")

@@ -25,7 +25,6 @@ _OWN = (
     "left_out",
     "ancestors",
     "view",
-    "sides",
 )
 """What describes one dataset alone."""
 

@@ -248,7 +248,7 @@ def claim(out: Path, own: dict[str, Any]) -> None:
     elif json.loads(file.read_text(encoding="utf-8")) != own:
         remedy = f"`spec-data gc {out} --yes`" if (out / MANIFEST).is_file() else "the directory"
         raise ConfigError(
-            f"{out}: add-layers, a view or an append with other options or inputs was begun here; "
+            f"{out}: a view or an append with other options or inputs was begun here; "
             f"run that command again to finish it, or delete what it wrote: {remedy}"
         )
     for leftover in temporary_files(out):
