@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from spec_data.shards.schema import (
     FORMAT,
+    FORMAT_VERSION,
     LAYER_CONVENTION,
     HeadSpec,
-    format_version,
     head_to_json,
     layer_column,
     token_columns,
@@ -135,7 +135,7 @@ def tiny_dataset(
     head = _save_target(path / "target", model)
     draft = {
         "format": FORMAT,
-        "format_version": format_version(columns),
+        "format_version": FORMAT_VERSION,
         "settings": {"seed": seed},
         "target": {
             "name": "tiny-llama",

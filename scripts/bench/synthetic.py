@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 
 from spec_data.shards.schema import (
     FORMAT,
+    FORMAT_VERSION,
     LAYER_CONVENTION,
     Column,
     HeadSpec,
     ShardRecord,
-    format_version,
     head_to_json,
     token_columns,
 )
@@ -136,7 +136,7 @@ def _manifest(
 ) -> dict:
     return {
         "format": FORMAT,
-        "format_version": format_version(columns),
+        "format_version": FORMAT_VERSION,
         "settings": {},
         "target": {"name": "random states", "dtype": "bfloat16", "num_layers": max(layers) + 2},
         "tokenizer": {},

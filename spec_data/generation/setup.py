@@ -36,7 +36,7 @@ from spec_data.shards.files import sha256_file
 from spec_data.shards.follow import WORK
 from spec_data.shards.layer_ids import choose_layers
 from spec_data.shards.reader import MANIFEST
-from spec_data.shards.schema import ALL, Column, format_version, token_columns
+from spec_data.shards.schema import ALL, FORMAT_VERSION, Column, token_columns
 from spec_data.terminal.config import differing_fields
 from spec_data.terminal.paths import check_directory_to_write
 from spec_data.terminal.progress import progress
@@ -339,7 +339,7 @@ def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
     """Return everything that decides the bytes of a dataset, flat enough to name differences."""
     config = setup.config
     return {
-        "format_version": format_version(setup.columns),
+        "format_version": FORMAT_VERSION,
         "target": {k: v for k, v in setup.target.items() if k != "name"},
         "target_name": setup.target["name"],
         "tokenizer": setup.tokenizer_id,

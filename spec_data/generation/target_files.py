@@ -25,8 +25,8 @@ from spec_data.shards.position_data import POSITIONS, Positions
 from spec_data.shards.schema import (
     ALL,
     FORMAT,
+    FORMAT_VERSION,
     LAYER_CONVENTION,
-    format_version,
     head_to_json,
 )
 
@@ -96,7 +96,7 @@ def manifest_draft(
     kwargs_used = counts.pop("kwargs_used")
     return {
         "format": FORMAT,
-        "format_version": format_version(setup.columns),
+        "format_version": FORMAT_VERSION,
         "settings": plan.settings,
         "target": setup.target
         | target.describe()

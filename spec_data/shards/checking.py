@@ -38,8 +38,6 @@ class ChunkChecks:
     def __init__(self, policy: str, rows: int, fields: int) -> None:
         """Start with nothing checked."""
         self._first, self._again = policy == FIRST, _AGAIN[policy]
-        self.whole = policy in (FIRST, ALWAYS)
-        """Whether nothing may be used unchecked."""
         self._fields = fields
         self._done = bytearray(rows * fields if self._first else 0)
 

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from spec_data.shards.schema import UNCHECKED, Column, Manifest, format_version
+from spec_data.shards.schema import FORMAT_VERSION, Column, Manifest
 
 CHECKSUMS = "checksums"
 """Name of a shard's last column: the checksums of the row's other fields, in column order."""
@@ -149,21 +149,19 @@ def _is_compressed(metadata: bytes) -> bool:
 _TURNS = pa.list_(pa.struct([("role", pa.string()), ("start", pa.int32()), ("end", pa.int32())]))
 
 
-def arrow_schema(columns: Sequence[Column], version: str | None = None) -> pa.Schema:
-    """Return the Arrow schema of every shard of a dataset; `version` None: that of the columns."""
-    version = version or format_version(columns)
+def arrow_schema(columns: Sequence[Column]) -> pa.Schema:
+    """Return the Arrow schema of every shard of a dataset with these columns."""
     fields = [
         pa.field("doc_id", pa.string(), nullable=False),
         pa.field("source", pa.string(), nullable=False),
         *(field for column in columns for field in column.fields()),
         pa.field("turns", _TURNS, nullable=False),
     ]
-    if version != UNCHECKED:
-        kind = pa.list_(pa.field("item", pa.uint64(), nullable=False), len(fields))
-        fields.append(pa.field(CHECKSUMS, kind, nullable=False))
-    return pa.schema(fields, metadata={"spec-data": version})
+    kind = pa.list_(pa.field("item", pa.uint64(), nullable=False), len(fields))
+    fields.append(pa.field(CHECKSUMS, kind, nullable=False))
+    return pa.schema(fields, metadata={"spec-data": FORMAT_VERSION})
 
 
 def schema_of(manifest: Manifest) -> pa.Schema:
-    """Return the schema of every shard of a dataset, in the version that they were written in."""
-    return arrow_schema(manifest.columns, manifest.raw["format_version"])
+    """Return the schema of every shard of a dataset."""
+    return arrow_schema(manifest.columns)

@@ -14,7 +14,6 @@ from spec_data.shards.errors import DatasetError
 from spec_data.shards.schema import Manifest
 
 _NUMBERS = ("shard", "row", "tokens", "supervised", "first_supervised")
-_CHECKSUM = "checksum"
 
 
 INDEX_SCHEMA = pa.schema(
@@ -22,7 +21,7 @@ INDEX_SCHEMA = pa.schema(
         pa.field("doc_id", pa.string(), nullable=False),
         pa.field("source", pa.string(), nullable=False),
         *(pa.field(name, pa.int32(), nullable=False) for name in _NUMBERS),
-        pa.field(_CHECKSUM, pa.uint64(), nullable=False),
+        pa.field("checksum", pa.uint64(), nullable=False),
     ]
 )
 
@@ -33,16 +32,13 @@ def read_index(data: pa.Buffer, manifest: Manifest, file: Path) -> pa.Table:
     Raises:
         DatasetError: it is no valid Arrow, or contradicts itself or the manifest; named by `file`.
     """
-    schema = INDEX_SCHEMA
-    if not manifest.has_checksums:
-        schema = schema.remove(schema.get_field_index(_CHECKSUM))
     try:
         found, batches, _ = batches_of(pa.BufferReader(data))
-        if not found.equals(schema, check_metadata=True):
+        if not found.equals(INDEX_SCHEMA, check_metadata=True):
             raise DatasetError(f"{file}: its columns are not those of an index; copy it again")
         for batch in batches:
             batch.validate(full=True)
-        table = pa.Table.from_batches(batches, schema).combine_chunks()
+        table = pa.Table.from_batches(batches, INDEX_SCHEMA).combine_chunks()
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
         if isinstance(error, DatasetError):
             raise

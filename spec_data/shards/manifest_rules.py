@@ -107,7 +107,7 @@ SHARD = Table(
     {
         "file": PATH,
         **dict.fromkeys(("rows", "tokens", "supervised", "bytes"), COUNT),
-        **{"sha256": SHA256, "outline?": or_null(XXH3)},
+        **{"sha256": SHA256, "outline": XXH3},
     },
     closed=True,
 )
@@ -195,7 +195,7 @@ MANIFEST = Table(
         "totals": Table(
             {"documents": COUNT, "tokens": COUNT, "supervised?": COUNT, "bytes?": COUNT}
         ),
-        "files": Named(Table({"bytes": COUNT, "sha256": SHA256, "xxh3?": XXH3}), PATH),
+        "files": Named(Table({"bytes": COUNT, "sha256": SHA256, "xxh3": XXH3}), PATH),
         "card?": Table({"sha256": SHA256}),
         "ancestors?": Listed(Table({"fingerprint": SHA256, "documents": COUNT})),
         "view?": Table(

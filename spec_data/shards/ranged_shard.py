@@ -37,11 +37,6 @@ def open_ranged(
     Raises:
         DatasetError: the shard is damaged, or the dataset was replaced. MissingError: it is gone.
     """
-    if not manifest.has_checksums:
-        raise DatasetError(
-            f"{mirror.url}: this format (1.0) has no checksums of parts, so it cannot be read by "
-            "ranges; copy the dataset to a local directory"
-        )
     given = (mirror, manifest, record, index, check)
     try:
         return RangedShard(*given)

@@ -10,7 +10,6 @@ import operator
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, SupportsIndex, overload
 
@@ -305,8 +304,8 @@ class HiddenStatesDataset(DocumentAccess):
         return index_numbers(self._index, "shard"), index_numbers(self._index, "row")
 
     @cached_property
-    def _checksums(self) -> np.ndarray | None:
-        return index_numbers(self._index, "checksum") if self.manifest.has_checksums else None
+    def _checksums(self) -> np.ndarray:
+        return index_numbers(self._index, "checksum")
 
     @cached_property
     def id_array(self) -> pa.StringArray:
@@ -468,9 +467,7 @@ def mapped_file(directory: Path, name: str, manifest: Manifest) -> pa.Buffer:
         raise MissingError(f"{file}: missing; copy the dataset again")
     if file.stat().st_size and file.stat().st_size == record.get("bytes"):
         data = pa.memory_map(str(file)).read_buffer()
-        if manifest.has_checksums and xxh3_64_hexdigest(data) == record.get("xxh3"):
-            return data
-        if not manifest.has_checksums and sha256(data).hexdigest() == record.get("sha256"):
+        if xxh3_64_hexdigest(data) == record["xxh3"]:
             return data
     raise DatasetError(
         f"{file}: changed or damaged: its checksum is not the manifest's; copy it again"

@@ -4,13 +4,10 @@ A token column holds one value (width None) or one vector (width W) per token of
 `large_list<storage>` or `large_list<fixed_size_list<storage>[W]>`. A column with a lossy codec has
 several such fields, its parts: the codes under the column's own name, the scale of every token, and
 the tokens stored in bf16. A sparse column stores only tokens whose next token is supervised.
-
-A dataset has the oldest format version that describes it: 1.2 if a column of the teacher is sparse,
-else 1.1. So a release reads every dataset that it knows.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -81,10 +78,7 @@ def logit_error(logits: Tensor, argmax: Tensor, logsumexp: Tensor) -> Tensor:
 
 
 FORMAT = "spec-data"
-UNCHECKED = "1.0"  # the version whose shards have no checksums
-DENSE_TEACHER = "1.1"
-SPARSE_TEACHER = "1.2"
-READ_VERSIONS = (UNCHECKED, DENSE_TEACHER, SPARSE_TEACHER)
+FORMAT_VERSION = "1.0"
 LAYER_CONVENTION = "layer id k is the output of decoder block k, counted from 0"
 FINAL = "hidden.final"
 
@@ -240,12 +234,6 @@ def declared_columns(raw: dict[str, Any]) -> tuple[Column, ...]:
     )
 
 
-def format_version(columns: Iterable[Column]) -> str:
-    """Return the oldest format version that describes these token columns."""
-    sparse = any(c.sparse and c.name in TEACHERS for c in columns)
-    return SPARSE_TEACHER if sparse else DENSE_TEACHER
-
-
 def predicts_supervised(loss_mask: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     """Return which tokens sparse columns store: those whose next token is supervised, bool [N].
 
@@ -269,7 +257,7 @@ class ShardRecord:
     supervised: int
     bytes: int
     sha256: str
-    outline: str | None = None  # None in format 1.0
+    outline: str
 
     def __post_init__(self) -> None:
         if not safe_path(self.file):
@@ -294,16 +282,16 @@ class Manifest:
         self.where = where
         if raw.get("format") != FORMAT:
             raise DatasetError(f"{where}: not a spec-data manifest (format {raw.get('format')!r})")
-        if raw.get("format_version") not in READ_VERSIONS:
+        if raw.get("format_version") != FORMAT_VERSION:
             raise DatasetError(
                 f"{where}: format version {raw.get('format_version', '(none)')}, this release "
-                f"reads {', '.join(READ_VERSIONS)}; install the spec-data release that wrote it"
+                f"reads {FORMAT_VERSION}; install the spec-data release that wrote it"
             )
         missing = [k for k in _REQUIRED if k not in raw]
         if missing:
             raise DatasetError(
-                f"{where}: the manifest lacks {', '.join(missing)}: it was edited, or written by a "
-                "release older than the format; generate the dataset again"
+                f"{where}: the manifest lacks {', '.join(missing)}: it was edited; "
+                "restore it, or generate the dataset again"
             )
         try:
             own = fingerprint(raw)
@@ -359,10 +347,6 @@ class Manifest:
         except ConfigError as error:
             yield str(error)
             return
-        version = self.raw["format_version"]
-        made = format_version(expected)
-        if version not in (UNCHECKED, made):
-            yield f"format_version is {version}, but its columns make {made}"
         if [c.name for c in expected] != [c.name for c in self.columns]:
             names = ", ".join(c.name for c in self.columns)
             yield f"columns has {names}; layers and supervision make others"
@@ -376,11 +360,6 @@ class Manifest:
         counts = ", ".join(f"{count:,} {name}" for name, count in totals.items())
         name, layers = self.target.get("name"), ", ".join(map(str, self.layers))
         return f"Manifest({self.where!r}, target {name!r}, layers {layers}: {counts})"
-
-    @property
-    def has_checksums(self) -> bool:
-        """Whether shards hold a checksum of every field of a row."""
-        return bool(self.raw["format_version"] != UNCHECKED)
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:
@@ -444,7 +423,11 @@ class Manifest:
 
 
 _REQUIRED = [name for name in MANIFEST.keys if not name.endswith("?")]
-_SEALED = ("layer_convention", "policy")  # required of a sealed dataset, not of a view of it
+_SEALED = (
+    "layer_convention",
+    "policy",
+    "card",
+)  # required of a sealed dataset, not of a view of it
 
 
 def fingerprint(raw: dict[str, Any]) -> str:

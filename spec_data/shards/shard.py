@@ -2,8 +2,6 @@
 
 Metadata, checksums, offsets and schema are checked when they are first used. The bytes of a chunk
 are checked when they are read, before the caller has them; `checking.py` decides which reads.
-Shards of format 1.0 have no checksums of chunks: the SHA-256 of the whole file is checked instead,
-when it is mapped.
 """
 
 import bisect
@@ -30,7 +28,6 @@ from spec_data.shards.checksums import (
     turns_bytes,
 )
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.files import sha256_file
 from spec_data.shards.lossy import LossyCodec, Tables, bf16_tensor
 from spec_data.shards.schema import Column, Manifest, ShardRecord, predicts_supervised
 
@@ -170,8 +167,8 @@ _NOT_FINITE = np.uint16(0x7F80)  # the exponent bits of a bf16 that is infinite 
 class IndexRows:
     """What the index says about the documents of one shard.
 
-    Without `checksums`, documents are compared by their ids: format 1.0 has no checksums in its
-    index, and a dataset that is still being generated has no index.
+    Without `checksums`, documents are compared by their ids: a dataset that is still being
+    generated has no index.
     """
 
     first: int  # number of the shard's first document in the dataset
@@ -219,7 +216,7 @@ class Shard:
                 f"{self.file}: its columns are not those of the manifest; it belongs to another "
                 "dataset or release"
             )
-        if manifest.has_checksums and self.record.outline != outline:
+        if self.record.outline != outline:
             raise DatasetError(
                 f"{self.file}: its metadata is not what the manifest says: it is damaged, of "
                 "another dataset, or another shard under this name; copy it again"
@@ -235,11 +232,7 @@ class Shard:
         self.index, self._manifest = index, manifest
         self._fields = {name: number for number, name in enumerate(expected.names)}
         self._checks = ChunkChecks(check, self.record.rows, len(expected))
-        if self._checks.whole and not manifest.has_checksums:
-            self._check_file()
-        self._checksums = []
-        if manifest.has_checksums:
-            self._checksums = [stored_checksums(batch) for batch in self.batches]
+        self._checksums = [stored_checksums(batch) for batch in self.batches]
         if index.checksums is None:
             self._check_documents()
         self._placed = bytearray(self.record.rows)  # 1: the row is the one that the index has
@@ -249,14 +242,6 @@ class Shard:
     def _mapped(self) -> tuple[pa.Schema, list[pa.RecordBatch], str]:
         """Map the file; return schema, record batches and outline."""
         return read_batches(self.file)
-
-    def _check_file(self) -> None:
-        """Compare the whole file with the manifest: what format 1.0 has instead of checksums."""
-        if sha256_file(self.file) != self.record.sha256:
-            raise DatasetError(
-                f"{self.file}: damaged or replaced: its SHA-256 is not the manifest's; copy this "
-                "shard again"
-            )
 
     def _check_documents(self) -> None:
         """Check that every row is the document that the index has here, by ids."""
@@ -375,9 +360,9 @@ class Shard:
         return stored
 
     def _check(self, field: str, place: Place, chunk: np.ndarray | bytes) -> None:
-        """Compare a chunk with its checksum if this read is due; format 1.0 has no checksums."""
+        """Compare a chunk with its checksum if this read is due."""
         number = self._fields[field]
-        if not self._checksums or not self._checks.due(place.row, number):
+        if not self._checks.due(place.row, number):
             return
         if self._checksums[place.batch][place.local, number] != checksum(chunk):
             raise DatasetError(

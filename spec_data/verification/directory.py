@@ -15,7 +15,7 @@ from spec_data.shards.codec_tables import TABLES
 from spec_data.shards.files import sha256_file
 from spec_data.shards.mirror import Mirror
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
-from spec_data.shards.seal import CARD, dataset_card, datasets_files
+from spec_data.shards.seal import CARD, datasets_files
 from spec_data.shards.storage import Storage
 from spec_data.terminal.progress import progress
 from spec_data.verification.findings import Findings
@@ -134,20 +134,16 @@ def check_files(dataset: HiddenStatesDataset, findings: Findings) -> None:
 
 
 def _check_card(dataset: HiddenStatesDataset, files: StoredFiles, findings: Findings) -> None:
-    """Warn when README.md is not the one that was sealed: anyone may edit it, nothing reads it.
-
-    Manifests of older releases have no hash of it; it is made again then.
-    """
-    record = dataset.manifest.raw.get("card")
+    """Warn when README.md is not the one that was sealed: anyone may edit it, nothing reads it."""
     text = files.read(CARD)
     if text is None:
         findings.warn(f"{CARD}: missing; the dataset card can be restored from another copy")
         return
     found = hashlib.sha256(text).hexdigest()
-    made = hashlib.sha256(dataset_card(dataset.manifest).encode()).hexdigest()
-    if found != (record["sha256"] if record else made):
-        words = "edited or damaged" if record else "edited, damaged, or of an older release"
-        findings.warn(f"{CARD}: {words}; it is not the card that was sealed (nothing reads it)")
+    if found != dataset.manifest.raw["card"]["sha256"]:
+        findings.warn(
+            f"{CARD}: edited or damaged; it is not the card that was sealed (nothing reads it)"
+        )
 
 
 def _name_others(files: StoredFiles, known: set[str], findings: Findings) -> None:

@@ -74,8 +74,7 @@ def plan_append(config: AppendConfig) -> Append:
     if not parts[0].unchanged:
         raise ConfigError(
             f"{path}: its shards would have to change, because it has columns, or tokens of a "
-            "column, that another dataset lacks, or format 1.0; `spec-data merge` writes a new "
-            "dataset of them"
+            "column, that another dataset lacks; `spec-data merge` writes a new dataset of them"
         )
     present = sum(int((~part.keep).sum()) for part in parts)
     units = [unit for unit in view_units(parts) if unit.part]
@@ -109,8 +108,7 @@ def append(planned: Append) -> Manifest:
         begin_view(path, view, first)
         records = [*own.shards, *write_shards(path, view, first)]
         target = {n: r for n, r in own.raw["files"].items() if n.startswith("target/")}
-        if own.has_checksums:
-            view.draft["files"] = target
+        view.draft["files"] = target
         _stage(path, view.draft, records)
     return finish_append(path) or Manifest.read(path / MANIFEST)
 

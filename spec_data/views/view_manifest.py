@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spec_data.shards.likelihood import Agreement
-from spec_data.shards.schema import ALL, FINAL, TEACHERS, Column, Manifest, format_version
+from spec_data.shards.schema import ALL, FINAL, TEACHERS, Column, Manifest
 
 _OWN = (
     "shards",
@@ -56,7 +56,6 @@ def derived_draft(
     `dropped` has the documents that the view leaves out, by reason.
     """
     raw = {k: copy.deepcopy(v) for k, v in manifest.raw.items() if k not in _OWN}
-    raw["format_version"] = format_version(columns)
     raw["columns"] = column_entries(manifest, columns)
     _set_kept(raw, columns)
     lossy = any(column.lossy for column in columns)

@@ -13,7 +13,7 @@ import pytest
 from spec_data.generation.plan import PLAN_COLUMNS
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.follow import PlanTokens
-from spec_data.shards.index import index_schema
+from spec_data.shards.index import INDEX_SCHEMA
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.writer import UnitData, write_shard
 from tests.faults.datasets import (
@@ -133,7 +133,7 @@ def nullable(table: pa.Table) -> pa.Table:
     arrays = [column.chunk(0) for column in table.columns]
     bits = pa.py_buffer(b"\xfe\xff")
     arrays[3] = pa.Array.from_buffers(pa.int32(), 12, [bits, arrays[3].buffers()[1]], 1)
-    return pa.Table.from_arrays(arrays, schema=index_schema())
+    return pa.Table.from_arrays(arrays, schema=INDEX_SCHEMA)
 
 
 @pytest.mark.parametrize(
@@ -165,8 +165,8 @@ def compressed(content: bytes, codec: str, extra: pa.RecordBatch | None = None) 
 @pytest.mark.parametrize("codec", ["zstd", "lz4"])
 def test_compressed_bodies_are_refused_before_they_are_unpacked(data, codec):
     """64 kB can hold gigabytes: here 100 MB, of which nothing may be unpacked."""
-    row = dict.fromkeys(index_schema().names, 0) | {"doc_id": "x", "source": "x" * 10**8}
-    bomb = pa.RecordBatch.from_pylist([row], index_schema())
+    row = dict.fromkeys(INDEX_SCHEMA.names, 0) | {"doc_id": "x", "source": "x" * 10**8}
+    bomb = pa.RecordBatch.from_pylist([row], INDEX_SCHEMA)
     index, shard = (data / INDEX).read_bytes(), (data / "shards/unit-00000.arrow").read_bytes()
     trace_file(data, INDEX, compressed(index, codec, bomb))
     assert (data / INDEX).stat().st_size < 2**20

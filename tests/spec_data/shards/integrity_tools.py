@@ -3,7 +3,6 @@
 Test modules take the fixtures by assignment: an import would look unused, and shadowed.
 """
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -83,29 +82,3 @@ def write_manifest(data: Path, raw: dict) -> None:
     state = json.loads((data / "state.json").read_text())
     state["_fingerprint"] = raw["fingerprint"][:16]
     (data / "state.json").write_text(dump_json(state))
-
-
-def to_first_format(data: Path) -> None:
-    """Make a dataset what format 1.0 was: no checksums anywhere."""
-    raw = json.loads((data / "manifest.json").read_text()) | {"format_version": "1.0"}
-    for record in raw["shards"]:
-        file = data / record["file"]
-        buffer = pa.py_buffer(file.read_bytes())
-        schema = pa.ipc.open_stream(buffer).schema
-        schema = schema.remove(len(schema) - 1).with_metadata({"spec-data": "1.0"})
-        with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as stream:
-            for batch in pa.ipc.open_stream(buffer):
-                stream.write_batch(pa.RecordBatch.from_arrays(batch.columns[:-1], schema=schema))
-        del record["outline"]
-        record["bytes"] = file.stat().st_size
-        record["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
-    index = pa.ipc.open_stream(pa.py_buffer((data / "index.arrow").read_bytes())).read_all()
-    index = index.drop_columns(["checksum"])
-    with pa.OSFile(str(data / "index.arrow"), "wb") as sink:
-        pa.ipc.new_stream(sink, index.schema).write_table(index)
-    for name, record in raw["files"].items():
-        del record["xxh3"]
-        record["bytes"] = (data / name).stat().st_size
-        record["sha256"] = hashlib.sha256((data / name).read_bytes()).hexdigest()
-    raw["totals"]["bytes"] = sum(record["bytes"] for record in raw["shards"])
-    write_manifest(data, raw)

@@ -24,7 +24,6 @@ from tests.spec_data.shards.integrity_tools import (
     place_of,
     read_all,
     shard_file,
-    to_first_format,
     write_manifest,
 )
 
@@ -260,8 +259,6 @@ def test_a_wrong_dtype_in_the_schema_is_refused(data, column, kind):
 
 @pytest.mark.parametrize("shift", [1, -1, 10**6, -(10**12)])
 def test_wrong_bounds_are_an_error_even_without_checksums(data, shift):
-    """What a reader of the first format has to go by: bounds against the index."""
-    to_first_format(data)
     (batch,) = pa.ipc.open_stream(pa.py_buffer(raw := shard_file(data, 0).read_bytes()))
     place = batch.column("hidden.L0").buffers()[1].address - pa.py_buffer(raw).address
     changed = bytearray(raw)
@@ -284,7 +281,6 @@ def test_what_would_decode_to_garbage_is_an_error_without_checksums(
     mixed, tmp_path, field, value, said
 ):
     data = Path(shutil.copytree(mixed, tmp_path / "data"))
-    to_first_format(data)
     rows = range(HiddenStatesDataset(data).manifest.shards[0].rows)
     row, (start, _) = next(
         (i, place) for i in rows if (place := place_of(data, 0, field, i))[1] > place[0]

@@ -44,16 +44,6 @@ def test_an_edited_card_is_a_warning(data, whole):
     assert "README.md: missing" in found(data).warnings[0]
 
 
-def test_a_card_without_a_hash_is_made_again(data):
-    """Manifests of older releases have none."""
-    raw = json.loads((data / "manifest.json").read_text())
-    del raw["card"]
-    write_manifest(data, raw)
-    assert not found(data).warnings
-    (data / "README.md").write_text("other")
-    assert "of an older release" in found(data).warnings[0]
-
-
 def test_unlisted_files_are_named(data):
     (data / "notes.txt").write_text("x")
     (data / ".cache" / "huggingface").mkdir(parents=True)

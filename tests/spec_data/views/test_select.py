@@ -28,7 +28,6 @@ from spec_data.views.stored_documents import document_id
 from spec_data.views.write_view import view_sizes, write_view
 from tests.spec_data.corpus.templates import tokenizer
 from tests.spec_data.runs import digests, run, save_target, write_corpus
-from tests.spec_data.shards.integrity_tools import to_first_format
 from tests.spec_data.views.view_tools import (
     Killed,
     assert_same_documents,
@@ -244,7 +243,7 @@ def test_dropped_columns_and_rows(data, sparse, tmp_path):
     assert_same_documents(
         tmp_path / "v", [{k: v for k, v in d.items() if k != "hidden.L1"} for d in expected]
     )
-    assert manifest.layers == (0, 2) and manifest.raw["format_version"] == "1.2"
+    assert manifest.layers == (0, 2)
     with pytest.raises(ConfigError, match="nothing would change"):
         drop(data, tmp_path / "same", layers="0,1,2")
     with pytest.raises(DraftError, match="no layer"):
@@ -395,18 +394,6 @@ def test_prompts_are_compared_without_what_all_of_them_share(tmp_path):
     alone = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello"
     assert matches(alone) == {1}, "a short prompt is compared as all that serving sends"
     assert matches("<|im_start|>user\nhello" + alone) == set()
-
-
-def test_a_view_of_the_first_format_has_checksums(data, tmp_path):
-    old = tmp_path / "old"
-    shutil.copytree(data, old)
-    to_first_format(old)
-    manifest = select(old, tmp_path / "v", min_length=10)
-    assert manifest.has_checksums
-    assert_verified(tmp_path / "v")
-    assert_same_documents(
-        tmp_path / "v", [d for d in documents_of(data) if len(d["input_ids"]) >= 10]
-    )
 
 
 def test_temporary_files_of_other_programs_stay(data, tmp_path):

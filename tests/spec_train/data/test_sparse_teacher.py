@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import spec_data.shards.schema as schema_module
 import spec_train
 from spec_data.shards.checksums import schema_of
 from spec_data.shards.errors import DatasetError, DraftError
@@ -70,7 +69,6 @@ def sparse_copy(source: Path, out: Path) -> Path:
     left = ("shards", "totals", "fingerprint", "files", "card")
     draft = {k: v for k, v in manifest.raw.items() if k not in left}
     draft |= {
-        "format_version": "1.2",
         "teacher": "supervised",
         "columns": [asdict(c) for c in columns],
     }
@@ -101,8 +99,7 @@ def sparse(pairs, tmp_path):
 
 def test_sparse_columns_are_those_of_the_whole_dataset_and_zero_elsewhere(pair):
     whole, sparse = map(HiddenStatesDataset, pair)
-    assert (whole.manifest.raw["format_version"], whole.teacher) == ("1.1", "all")
-    assert (sparse.manifest.raw["format_version"], sparse.teacher) == ("1.2", "supervised")
+    assert (whole.teacher, sparse.teacher) == ("all", "supervised")
     gone = 0
     for row in range(len(whole)):
         a, b = whole[row], sparse[row]
@@ -126,25 +123,17 @@ def test_sparse_columns_are_those_of_the_whole_dataset_and_zero_elsewhere(pair):
 
 def test_a_shard_says_its_version(sparse):
     schema = schema_of(HiddenStatesDataset(sparse).manifest)
-    assert schema.metadata[b"spec-data"] == b"1.2"
+    assert schema.metadata[b"spec-data"] == b"1.0"
     found = pa.ipc.open_stream(sparse / "shards" / "unit-00000.arrow").schema
     assert found.equals(schema, check_metadata=True)
     assert found.field("target_argmax").metadata[b"tokens"] == b"supervised"
 
 
-def test_a_release_that_knows_no_sparse_teacher_refuses_by_version(sparse, monkeypatch):
-    monkeypatch.setattr(schema_module, "READ_VERSIONS", ("1.0", "1.1"))
-    with pytest.raises(DatasetError, match=r"format version 1\.2, this release reads 1\.0, 1\.1;"):
-        HiddenStatesDataset(sparse)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format_version": "1.1"}, r"format_version is 1\.1, but its columns make 1\.2"),
-        ({"teacher": "all"}, r"format_version is 1\.2, but its columns make 1\.1"),
         ({"teacher": "some"}, 'teacher is \'some\', expected "all" or "supervised"'),
-        ({"teacher": "all", "format_version": "1.1"}, "target_argmax with codec int32"),
+        ({"teacher": "all"}, "target_argmax with codec int32"),
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(sparse, change, message):
