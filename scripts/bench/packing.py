@@ -5,8 +5,8 @@
 Three datasets are mixed: short chats and long code, both made here (the code is this Python's
 standard library), and medium maths: --maths FILE with {"messages": [...]} rows, or sums made here.
 An EAGLE-3 draft is trained with each packing and each seed for the same number of steps. All runs
-have the same held-out documents. "old" is the order that releases before version 2 used (best-fit
-decreasing). Finished runs in --out are not repeated. About ten minutes on one idle core.
+have the same held-out documents. "old" fills packs by decreasing length (best-fit decreasing),
+which was rejected. Finished runs in --out are not repeated. About ten minutes on one idle core.
 """
 
 import argparse
@@ -23,12 +23,14 @@ import torch
 
 from spec_data.cli import main as spec_data
 from spec_data.report import table
+from spec_data.shards.packing import pack_documents
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.cli import main as spec_train
-from spec_train.data.order import FILL, ORDER, BatchPlan
+from spec_train.data.order import BatchPlan, fill_in_order
 
 KINDS = ("chat", "code", "maths")
-PACKINGS = {"old": FILL[1], "new": FILL[ORDER]}
+PACKINGS = {"old": pack_documents, "new": fill_in_order}
+FILL = "spec_train.data.order.fill_in_order"
 SEQ_LEN, PACKS = 512, 4
 NAMES = ("Anna", "Ben", "Chen", "Dina", "Emre", "Farah", "Goran", "Hana", "Ivan", "Jun", "Kofi")
 THINGS = ("apple", "boat", "cup", "door", "egg", "fork", "hat", "jar", "kite", "lamp", "map")
@@ -114,7 +116,7 @@ def trained(name: str, packing: str, seed: int, data: list[Path], args) -> dict[
     words += ["--seq-len", SEQ_LEN, "--batch-size", PACKS, "--ttt-steps", args.ttt_steps]
     words += ["--validation", 0.1, "--draft-vocab-size", 0, "--eval-every", args.steps]
     if not (out / "last").exists():
-        with patch.dict(FILL, {ORDER: PACKINGS[packing]}):  # the order is recorded as the new one
+        with patch(FILL, PACKINGS[packing]):
             call(spec_train, "fit", "eagle3", *words, "--save-every", args.steps)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return next(line for line in reversed(lines) if line["split"] == "validation")
@@ -123,7 +125,7 @@ def trained(name: str, packing: str, seed: int, data: list[Path], args) -> dict[
 def contents(dataset: HiddenStatesDataset, packing: str) -> str:
     """Return distinct lengths per pack, and the spread of a batch's mean length over batches."""
     lengths = dataset.lengths
-    with patch.dict(FILL, {ORDER: PACKINGS[packing]}):
+    with patch(FILL, PACKINGS[packing]):
         plan = BatchPlan(lengths, lengths > 0, seq_len=SEQ_LEN, packs_per_batch=PACKS)
         batches = plan.batches(0)[:-1]
     packs = [lengths[pack] for batch in batches for pack in batch]

@@ -184,7 +184,7 @@ class PartsPlan(BatchPlan):
         self.rows = np.concatenate([plan.rows for plan in plans])
         self.lengths, self.seq_len = plans[0].lengths, plans[0].seq_len
         self.packs_per_batch, self.seed = plans[0].packs_per_batch, plans[0].seed
-        self.window_tokens, self.order = plans[0].window_tokens, plans[0].order
+        self.window_tokens = plans[0].window_tokens
         self._planned = None
 
     def _facts(self) -> dict[str, Any]:

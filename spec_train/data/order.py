@@ -19,7 +19,7 @@ N documents. A batch plan here is the order of batches; the generation plan is a
 
 import bisect
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -27,23 +27,18 @@ import numpy as np
 import pyarrow as pa
 
 from spec_data.shards.errors import ConfigError
-from spec_data.shards.packing import pack_documents
 
 # -- fill ------------------------------------------------------------------------------------------
-# How the shuffled documents of a group become packs, by the version of the order.
+# How the shuffled documents of a group become packs.
 #
-# Version 2 puts each document, in shuffled order, into the fullest open pack that has room for it.
-# At most OPEN packs are open, so neighbouring packs hold documents that are neighbours in the
-# shuffled order, and a batch is a random sample. With more open packs, the last ones of a group
-# would hold the documents for which nothing was left to fill up with.
+# Each document, in shuffled order, goes into the fullest open pack that has room for it. At most
+# OPEN packs are open, so neighbouring packs hold documents that are neighbours in the shuffled
+# order, and a batch is a random sample. With more open packs, the last ones of a group would hold
+# the documents for which nothing was left to fill up with.
 #
-# Version 1 sorted the documents by length first (best-fit decreasing). Its packs are slightly
-# fuller, but each holds documents of nearly one length, so a batch holds few lengths, and few
-# sources where the length depends on the source. Only runs that began with it still use it.
+# Best-fit by decreasing length has slightly fuller packs, but each holds documents of nearly one
+# length, so a batch holds few lengths, and few sources where the length depends on the source.
 
-
-ORDER = 2
-"""The version that new runs use and record; an order without a version is version 1."""
 
 OPEN = 16
 """Most open packs: with more of them, packs are hardly fuller."""
@@ -81,13 +76,6 @@ def fill_in_order(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return packs
 
 
-FILL: dict[int, Callable[[Sequence[int], int], list[list[int]]]] = {
-    1: pack_documents,
-    ORDER: fill_in_order,
-}
-"""Returns the packs of documents of these lengths, by the version of the order."""
-
-
 # -- order -----------------------------------------------------------------------------------------
 
 
@@ -104,7 +92,7 @@ PACKING_GROUP = 4096
 SPLIT_RULE = "words-1"
 """Name of the hash behind `split_documents`; it decides which documents a run holds out."""
 
-STRETCH, _DOCUMENT, _PACK, _SPLIT, PHASE = 1, 2, 3, 4, 5  # purposes of random numbers
+STRETCH, _DOCUMENT, _SPLIT, PHASE = 1, 2, 4, 5  # purposes of random numbers
 _HASHED_AT_ONCE = 1 << 13  # indices: their arrays stay in the cache
 
 
@@ -282,13 +270,11 @@ class BatchPlan:
         seed: int = 0,
         window_tokens: int = 1 << 22,
         fingerprint: str = "",
-        order: int = ORDER,
     ) -> None:
         """Plan over documents of `lengths` int64 [N] where `usable`, bool [N], is True.
 
         Documents longer than `seq_len` count as cut to it. `packs_per_batch` is the number of packs
-        in a global batch. `fingerprint` identifies the dataset. `order` is the version of the order
-        (see `fill`); a run keeps the one that it began with.
+        in a global batch. `fingerprint` identifies the dataset.
 
         Raises:
             ConfigError: `seq_len` or `packs_per_batch` is below 1.
@@ -302,7 +288,6 @@ class BatchPlan:
         self.packs_per_batch = packs_per_batch
         self.seed = seed
         self.window_tokens = max(1, window_tokens)
-        self.order = order
         self._fingerprint = fingerprint
         self._planned: tuple[int, list[list[Pack]]] | None = None
 
@@ -321,7 +306,6 @@ class BatchPlan:
             "seq_len": self.seq_len,
             "rows_per_batch": self.packs_per_batch,  # the name in checkpoints
             "window_tokens": self.window_tokens,
-            "order": self.order,
         }
 
     @property
@@ -386,13 +370,9 @@ class BatchPlan:
         return places[_order(hash_keys(places, self.seed, epoch, _DOCUMENT))]
 
     def _packs(self, group: np.ndarray, epoch: int) -> list[Pack]:
-        """Pack a shuffled group. Version 1 of the order sorts it by size, then shuffles packs."""
+        """Pack a shuffled group."""
         rows = group.tolist()
-        packs = FILL[self.order](self.lengths[group].tolist(), self.seq_len)
-        if self.order == 1:
-            first = np.array([rows[pack[0]] for pack in packs])
-            turn = np.argsort(hash_keys(first, self.seed, epoch, _PACK), kind="stable")
-            packs = [packs[p] for p in turn.tolist()]
+        packs = fill_in_order(self.lengths[group].tolist(), self.seq_len)
         return [[rows[i] for i in pack] for pack in packs]
 
     def state(self, epoch: int, batches_done: int) -> dict[str, Any]:
@@ -405,11 +385,10 @@ class BatchPlan:
         Raises:
             ConfigError: the state belongs to another order; the message names both values.
         """
-        known = {"order": 1} | state  # older releases had one order, and did not record it
         differing = [
-            f"{name} was {known.get(name)!r}, is {value!r}"
+            f"{name} was {state.get(name)!r}, is {value!r}"
             for name, value in self._identity.items()
-            if known.get(name) != value
+            if state.get(name) != value
         ]
         if differing:
             raise ConfigError(

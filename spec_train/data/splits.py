@@ -21,7 +21,7 @@ from spec_data.shards.errors import DatasetError
 from spec_data.shards.follow import FollowedDataset
 from spec_train.data.following import FollowingPlan
 from spec_train.data.mixture import Documents, MixedPlan, Mixture, PartsPlan
-from spec_train.data.order import ORDER, BatchPlan, below_border, split_border
+from spec_train.data.order import BatchPlan, below_border, split_border
 from spec_train.options.command_options import FitConfig
 
 # -- selection -------------------------------------------------------------------------------------
@@ -134,14 +134,10 @@ LEAST_HELD_OUT = 8
 class Rules:
     """Which rules decide the batches of a run. A resumed run keeps those that it began with."""
 
-    order: int = ORDER
-    """Version of the order (see `fill`)."""
     slots: str = "serving"
     """--slots of the draft, which decides the documents without a slot (see `selection`)."""
     border: int | None = None
     """Documents whose hashed id is below it are held out; None: --validation decides."""
-    least: int = LEAST_HELD_OUT
-    """The least number of documents that are held out (see `split_border`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +168,7 @@ def make_splits(
     ids, seed = dataset.id_array, SPLIT_SEED if config.split_seed is None else config.split_seed
     border = rules.border
     if border is None:
-        border = split_border(ids, config.validation, seed, among=usable, least=rules.least)
+        border = split_border(ids, config.validation, seed, among=usable, least=LEAST_HELD_OUT)
     side = below_border(ids, border, seed, among=usable)
     if side.all():
         reasons = [f"{count} with {reason}" for reason, count in selection.left_out.items()]
@@ -181,13 +177,13 @@ def make_splits(
             f"{dataset.path}: nothing to train on: of {len(dataset)} documents, "
             + "; ".join(reasons)
         )
-    train = _train_plan(dataset, config, usable[~side], world_size, rules.order)
+    train = _train_plan(dataset, config, usable[~side], world_size)
     held_out = usable[side]
     measurable = early_rows(train, held_out) if isinstance(train, FollowingPlan) else held_out
     return Splits(
         selection=selection,
         train=train,
-        validation=_validation_plan(dataset, config, measurable, world_size, rules.order),
+        validation=_validation_plan(dataset, config, measurable, world_size),
         held_out=int(side.sum()),
         border=border,
     )
@@ -200,7 +196,7 @@ def select(dataset: Documents, seq_len: int, rules: Rules) -> Selection:
         dataset.supervised,
         dataset.first_supervised,
         seq_len,
-        slots="" if rules.order == 1 else rules.slots,
+        slots=rules.slots,
         read_mask=_mask_reader(dataset, seq_len),
     )
 
@@ -215,9 +211,8 @@ def _mask_reader(dataset: Documents, seq_len: int) -> ReadMask:
     return read
 
 
-def _plan_options(config: FitConfig, packs: int, order: int) -> dict[str, Any]:
+def _plan_options(config: FitConfig, packs: int) -> dict[str, Any]:
     return {
-        "order": order,
         "seq_len": config.seq_len,
         "packs_per_batch": packs,
         "seed": config.seed,
@@ -233,10 +228,10 @@ def _mask(dataset: Documents, rows: np.ndarray) -> np.ndarray:
 
 
 def _train_plan(
-    dataset: Documents, config: FitConfig, rows: np.ndarray, world_size: int, order: int
+    dataset: Documents, config: FitConfig, rows: np.ndarray, world_size: int
 ) -> BatchPlan:
     """Plan the training on documents `rows`, int64 [n]."""
-    options = _plan_options(config, config.packs_per_step(world_size), order)
+    options = _plan_options(config, config.packs_per_step(world_size))
     mask = _mask(dataset, rows)
     if isinstance(dataset, Mixture):
         return MixedPlan(dataset.lengths, mask, dataset.shares, **options)
@@ -258,13 +253,13 @@ def early_rows(plan: FollowingPlan, held_out: np.ndarray) -> np.ndarray:
 
 
 def _validation_plan(
-    dataset: Documents, config: FitConfig, held_out: np.ndarray, world_size: int, order: int
+    dataset: Documents, config: FitConfig, held_out: np.ndarray, world_size: int
 ) -> BatchPlan:
     """Plan what is measured; with several datasets, each is a part of its own."""
 
     def plan(rows: np.ndarray, fingerprint: str) -> BatchPlan:
         mask = _mask(dataset, rows)
-        options = _plan_options(config, config.micro_batch * world_size, order)
+        options = _plan_options(config, config.micro_batch * world_size)
         return BatchPlan(dataset.lengths, mask, fingerprint=fingerprint, **options)
 
     shares = dataset.shares if isinstance(dataset, Mixture) else ()

@@ -23,7 +23,7 @@ from spec_data.shards.packing import pack_documents, row_layout, shift_left
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.terminal.progress import progress
 from spec_train.data.batch import DraftBatch
-from spec_train.data.order import SPLIT_RULE, below_border, split_border
+from spec_train.data.order import SPLIT_RULE, below_border
 from spec_train.data.policy_masks import open_with_mask
 from spec_train.data.splits import select
 from spec_train.drafts import Draft
@@ -76,10 +76,8 @@ def choose_documents(
         usable = select(own, run["seq_len"], run["rules"]).usable
         documents = np.flatnonzero(usable)
         held_out = np.zeros(len(dataset), dtype=bool)
-        ids, seed, border = dataset.id_array, run["split_seed"], run["split_border"]
-        if border is None:  # an older run did not record it; it had one dataset
-            border = split_border(ids, run["validation"], seed, among=documents)
-        held_out[documents] = below_border(ids, border, seed, among=documents)
+        border, seed = run["split_border"], run["split_seed"]
+        held_out[documents] = below_border(dataset.id_array, border, seed, among=documents)
         chosen &= held_out if split == "validation" else usable & ~held_out
     found = np.flatnonzero(chosen).tolist()
     if not found:

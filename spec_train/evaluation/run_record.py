@@ -27,8 +27,8 @@ def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
     Keys: the run's `seed`, `validation` and `seq_len`; the path of its `data` (the first of
     several), and of all its `sources`; the fingerprints of its `datasets`; whether it used
     `follow`; its `mask` policy (None: as stored); the `rules` of its order; the `split_rule`,
-    `split_seed` and `split_border` of its held-out documents (border None: not recorded); and the
-    `identity` of its data (None if the data is no longer readable).
+    `split_seed` and `split_border` of its held-out documents; and the `identity` of its data (None
+    if the data is no longer readable).
 
     Raises:
         ConfigError: fit.json or run.json is damaged.
@@ -54,12 +54,10 @@ def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
         found["datasets"] = [fingerprints] if isinstance(fingerprints, str) else fingerprints
         found["follow"] = identity.get("follow", False)
         found["mask"] = identity.get("mask")
-        found["rules"] = Rules(
-            order=identity.get("order", 1), slots=options.get("slots", "serving")
-        )
-        found["split_rule"] = identity.get("split_rule")
-        found["split_seed"] = identity.get("split_seed", found["seed"])  # once --seed decided
-        found["split_border"] = notes.get("split_border")
+        found["rules"] = Rules(slots=options.get("slots", "serving"))
+        found["split_rule"] = identity["split_rule"]
+        found["split_seed"] = identity["split_seed"]
+        found["split_border"] = notes["split_border"]
     except (ValueError, KeyError, TypeError, AttributeError, RunError) as error:
         raise ConfigError(
             f"{place}: fit.json or run.json is damaged ({type(error).__name__}: {error}); restore "

@@ -75,7 +75,7 @@ def _training_documents(dataset: HiddenStatesDataset, run: dict[str, Any] | None
         return everything
     try:
         return choose_documents(dataset, "train", run)[0]
-    except ConfigError:  # an older run, whose held-out documents are not known
+    except ConfigError:  # its held-out documents are not known
         return everything
 
 

@@ -38,7 +38,7 @@ from spec_data.shards.errors import DraftError
 from spec_data.shards.schema import HeadSpec, apply_head
 from spec_train.losses.teacher_rows import SomeRows, TeacherRows
 from spec_train.losses.tiles import dot, product, softmax_sums, tiles
-from spec_train.options.loss_options import KINDS, OLD_NAMES
+from spec_train.options.loss_options import KINDS
 
 # Logits of one chunk: few fit in a CPU's cache, and a GPU needs many rows to be busy. Every chunk
 # reads all rows of the head and updates their gradient; if a chunk has few rows and the vocabulary
@@ -79,15 +79,13 @@ class LossKind:
     decay: float = 3.0
 
     def __post_init__(self) -> None:
-        """Accept the names of older releases.
+        """Check the name.
 
         Raises:
             DraftError: no such loss.
         """
-        name = OLD_NAMES.get(self.name, self.name)
-        if name not in KINDS:
-            raise DraftError(f"loss {name!r}: choose from {', '.join(KINDS)}")
-        object.__setattr__(self, "name", name)
+        if self.name not in KINDS:
+            raise DraftError(f"loss {self.name!r}: choose from {', '.join(KINDS)}")
 
     @classmethod
     def of(cls, options: Any) -> Self:

@@ -148,8 +148,7 @@ class FitConfig(OptimizerOptions):
     split_seed: int | None = option(
         None,
         help="decides which documents are held out. --seed does not, so runs of different seeds "
-        "are measured on the same documents. Not given: 0; a run of an older release resumes with "
-        "its own split",
+        "are measured on the same documents. Not given: 0",
         group=DATA,
         metavar="N",
     )

@@ -13,8 +13,6 @@ from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.terminal.config import option
 
 KINDS = ("ce", "kl", "reverse-kl", "jsd", "tv", "lk-alpha", "lk-lambda")
-OLD_NAMES = {"alpha": "lk-alpha", "lambda": "lk-lambda"}
-"""Names that older releases wrote into fit.json and config.json; they are still accepted."""
 TARGETS = ("soft", "hard")
 MIXED = "ce+l1"
 """The loss of block drafts as published: cross-entropy and L1, each with its weight."""
@@ -24,14 +22,13 @@ LEARNING = "learning"
 _LOSSES = (
     "ce: cross-entropy; kl, reverse-kl: KL divergence from and to the target's distribution; jsd: "
     "Jensen-Shannon divergence; tv: total variation, the probability that a sampled draft is "
-    "rejected; lk-alpha, lk-lambda: the acceptance losses of arXiv 2602.23881 (older names: alpha, "
-    "lambda)"
+    "rejected; lk-alpha, lk-lambda: the acceptance losses of arXiv 2602.23881"
 )
 
 
 def loss_option(default: str = "ce", of: str = "loss of a slot", more: Sequence[str] = ()) -> Any:
     """Return the option that chooses the loss. `more` are names of losses beside KINDS."""
-    return option(default, help=f"{of}. {_LOSSES}", choices=(*more, *KINDS, *OLD_NAMES))
+    return option(default, help=f"{of}. {_LOSSES}", choices=(*more, *KINDS))
 
 
 @dataclass(frozen=True, kw_only=True)

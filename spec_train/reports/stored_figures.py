@@ -1,6 +1,6 @@
 """Read what a run directory and a file of `eval --json` hold, for a page about them.
 
-A run may still be training, and an older release may have written it: what is absent stays None.
+A run may still be training: what is absent stays None.
 """
 
 import json

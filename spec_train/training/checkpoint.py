@@ -18,7 +18,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,6 @@ from spec_data.terminal.config import differing_fields
 from spec_data.terminal.paths import check_directory_to_write, make_directory
 from spec_train.training.stored import (
     HELD_OUT,
-    OLD_FORMAT,
     STATE,
     STATE_FORMAT,
     STATE_TENSORS,
@@ -105,12 +104,8 @@ class RunDirectory:
             return None
         return read_run_json(self.path)["identity"] if (self.path / "run.json").is_file() else None
 
-    def record(
-        self, options: dict[str, Any], identity: dict[str, Any], free: Collection[str] = ()
-    ) -> dict[str, Any]:
+    def record(self, options: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
         """Write fit.json and run.json, or compare with an existing run.json; return its notes.
-
-        `free`: fields that are not compared, although an older run.json may hold them.
 
         A run without a checkpoint has nothing to lose, so it restarts with the new settings.
 
@@ -122,8 +117,7 @@ class RunDirectory:
         notes: dict[str, Any] = {}
         if file.is_file():
             old = read_run_json(self.path)
-            before = {k: v for k, v in old["identity"].items() if k not in free}
-            differing = differing_fields(before, identity)
+            differing = differing_fields(old["identity"], identity)
             if differing and (checkpoints_of(self.path) or list(self.path.glob("damaged-*"))):
                 raise ConfigError(
                     f"--out {self.path} holds a run with other settings:\n  "
@@ -223,12 +217,6 @@ class RunDirectory:
         for checkpoint in reversed(checkpoints_of(self.path)):
             try:
                 saved = read_checkpoint(checkpoint)
-                if saved.state["format"] == OLD_FORMAT:
-                    log.warning(
-                        "%s: has no checksum (an older release wrote it), so damage in it may be "
-                        "overlooked",
-                        checkpoint / STATE,
-                    )
                 self._settle(checkpoint)
                 return saved
             except DraftError as error:

@@ -72,7 +72,7 @@ def accept_growth(
             f"{dataset.path}, which has grown since. To go on with all of them, pass --steps above "
             f"{total}; or start in another --out (add --init-from {config.out})"
         )
-    if border not in (None, splits.border):
+    if border != splits.border:
         raise ConfigError(
             f"--out {config.out}: in the dataset that has grown, other documents would be held out "
             "than in this run; start in another --out, with --init-from"

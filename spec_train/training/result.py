@@ -94,14 +94,10 @@ def _parted(best: dict[str, Any]) -> str | None:
 
 
 def better(figures: dict[str, Any], best: dict[str, Any]) -> bool:
-    """Return whether `figures` has the longer product-limit length; equal ones compare by loss.
-
-    A `best` of an older release has only the acceptance length of whole chains; that is compared.
-    """
-    name = "product_limit_length" if "product_limit_length" in best else "acceptance_length"
+    """Return whether `figures` has the longer product-limit length; equal ones compare by loss."""
 
     def rank(of: dict[str, Any]) -> tuple[float, float]:
-        length, loss = of[name], of.get("loss")
+        length, loss = of["product_limit_length"], of.get("loss")
         return (1.0 if length is None else length), (-math.inf if loss is None else -loss)
 
     return rank(figures) > rank(best)

@@ -30,7 +30,7 @@ from spec_train.data.following import FollowingPlan
 from spec_train.data.mixture import Documents, Mixture, open_documents
 from spec_train.data.order import BatchPlan, rank_slice
 from spec_train.data.release import KeepAll, UnitRelease
-from spec_train.data.splits import Rules, Splits, make_splits
+from spec_train.data.splits import Splits, make_splits
 from spec_train.data.token_counts import count_tokens, counts_from
 from spec_train.drafts import Draft, draft_class
 from spec_train.drafts.targets import special_ids, target_architectures
@@ -48,7 +48,6 @@ from spec_train.training.ranks import Ranks
 from spec_train.training.result import FitResult
 from spec_train.training.run_cost import STEPS, DryRun, probe
 from spec_train.training.run_identity import (
-    FORMERLY_HELD,
     rules_of,
     run_identity,
     with_intervals,
@@ -221,7 +220,7 @@ def dry_run(draft_name: str, config: FitConfig, options: Any) -> DryRun:
         dataset = open_data(config)
         _class(draft_name, dataset).check_data(options, dataset.manifest)
         config = resolve_config(config, dataset)
-        config, options, _, splits = _settled(draft_name, config, options, dataset, 1, None)
+        config, options, splits = _settled(draft_name, config, options, dataset, 1, None)
         total = _total_steps(config, splits)
         config = with_intervals(config, total)
         torch.manual_seed(config.seed)
@@ -242,14 +241,14 @@ def _settled(
     dataset: Documents,
     world_size: int,
     started: dict[str, Any] | None,
-) -> tuple[FitConfig, Any, Rules, Splits]:
+) -> tuple[FitConfig, Any, Splits]:
     """Return the settings that depend on the dataset and on a started run, and the splits."""
     options = with_shape_of_start(draft_name, config, options, dataset, started)
     raw = dataset.target_config()
     options = options.sized(dataset.manifest.hidden_size, block_count(raw) or 0)
     config, rules = rules_of(config, options, started)
     config = sized(config, dataset, world_size, started)
-    return config, options, rules, make_splits(dataset, config, world_size, rules)
+    return config, options, make_splits(dataset, config, world_size, rules)
 
 
 def _fit(
@@ -263,12 +262,10 @@ def _fit(
     """Run one rank; `run` is None on every rank except rank 0."""
     started = ranks.gather(None if run is None else run.started())[0]
     world = ranks.world_size
-    config, options, rules, splits = _settled(draft_name, config, options, dataset, world, started)
+    config, options, splits = _settled(draft_name, config, options, dataset, world, started)
     total, saved = 0, None
     if run is not None:
-        identity = run_identity(
-            draft_name, dataset, config, options, rules, splits.border, world, started
-        )
+        identity = run_identity(draft_name, dataset, config, options, splits.border, world)
         accept_growth(run, started, identity, config, dataset, splits)
         total = _record(run, identity, config, options, splits)
         saved = run.load_newest()
@@ -313,7 +310,7 @@ def _record(
 ) -> int:
     """Write the run's identity, or check that it has not changed; return the total of steps."""
     table = _repeatable(config, options)
-    total = run.record(table, identity, FORMERLY_HELD).get("total_steps")
+    total = run.record(table, identity).get("total_steps")
     if total is None:
         total = _total_steps(config, splits)
         run.note(total_steps=total, split_border=splits.border)

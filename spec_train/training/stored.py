@@ -35,12 +35,10 @@ def dump_checked(table: dict[str, Any]) -> str:
     return dump_json(plain | {CHECKSUM: sha256_json(plain)})
 
 
-def is_intact(table: dict[str, Any]) -> bool | None:
-    """Return whether the content of a file fits its checksum; None: it has no checksum."""
-    if CHECKSUM not in table:
-        return None
+def is_intact(table: dict[str, Any]) -> bool:
+    """Return whether the content of a file fits its checksum."""
     content = {name: value for name, value in table.items() if name != CHECKSUM}
-    return bool(table[CHECKSUM] == sha256_json(content))
+    return bool(table.get(CHECKSUM) == sha256_json(content))
 
 
 # -- stored ----------------------------------------------------------------------------------------
@@ -50,10 +48,7 @@ STATE_TENSORS = "training_state.safetensors"
 STATE = "training_state.json"
 HELD_OUT = "held-out.json"
 """The walk of the best draft over the held-out documents, as `eval --data` reports it."""
-STATE_FORMAT = 2
-OLD_FORMAT = 1
-"""Format of older releases: training_state.json has no checksum of its own."""
-_OLD_KEYS = ("tokens", "pending_tokens", "best", "stream")
+STATE_FORMAT = 1
 _CHECKPOINT = re.compile(r"checkpoint-(\d{8,})$")
 
 
@@ -127,8 +122,8 @@ def read_run_json(run: Path) -> dict[str, Any]:
     file = run / "run.json"
     try:
         table = json.loads(file.read_text(encoding="utf-8"))
-        if is_intact(table) is False:
-            raise ValueError("its checksum differs")
+        if not is_intact(table):
+            raise ValueError("its checksum differs or is missing")
         found = {name: dict(table.get(name) or {}) for name in ("identity", "notes")}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise RunError(
@@ -168,17 +163,16 @@ def _check_state(path: Path, state: dict[str, Any]) -> None:
         DraftError: it is damaged, or of another checkpoint. RunError: another release wrote it.
         KeyError, TypeError, AttributeError: it is damaged.
     """
-    file, kind, intact = path / STATE, state["format"], is_intact(state)
-    if intact is False or (intact is None and kind == STATE_FORMAT):
+    file, kind = path / STATE, state["format"]
+    if not is_intact(state):
         raise DraftError(f"{file}: damaged (its checksum differs or is missing)")
-    if kind not in (STATE_FORMAT, OLD_FORMAT):
+    if kind != STATE_FORMAT:
         raise RunError(
             f"{path}: written by another release (format {kind}, this release reads "
             f"{STATE_FORMAT}); resume with that release, or start in another --out"
         )
-    lacking = [name for name in _OLD_KEYS if kind == OLD_FORMAT and name not in state]
-    if lacking or not {CONFIG, WEIGHTS, STATE_TENSORS} <= state["files"].keys():
-        raise DraftError(f"{file}: damaged ({', '.join(lacking) or 'files'} missing in it)")
+    if not {CONFIG, WEIGHTS, STATE_TENSORS} <= state["files"].keys():
+        raise DraftError(f"{file}: damaged (files missing in it)")
     if state["step"] != _step_of(path):
         raise DraftError(
             f"{file}: holds step {state['step']}, but its directory is called {path.name}"

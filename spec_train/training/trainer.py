@@ -426,10 +426,7 @@ class Trainer:
         self._saved_step = self.step
 
     def restore(self, saved: Saved) -> None:
-        """Load a checkpoint: weights, optimizer, stream position, metrics.
-
-        Checkpoints of older releases also hold random generator states; these are ignored.
-        """
+        """Load a checkpoint: weights, optimizer, stream position, metrics."""
         tensors, state = saved.tensors, saved.state
         self.stream.load_state_dict(state["stream"])
         if lacking := self.masters.load(tensors):

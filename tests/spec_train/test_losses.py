@@ -197,9 +197,7 @@ def test_a_draft_that_equals_its_target_is_the_minimum(name: str, hard: bool) ->
         close(loss, torch.zeros_like(loss), terms=LAYER, magnitude=1.0)
 
 
-def test_names_of_older_releases_are_the_same_losses_and_others_are_refused() -> None:
-    assert LossKind(name="alpha") == LossKind(name="lk-alpha")
-    assert LossKind(name="lambda") == LossKind(name="lk-lambda")
+def test_a_loss_of_another_name_is_refused() -> None:
     with pytest.raises(DraftError, match=r"loss 'mse': choose from ce, kl, "):
         LossKind(name="mse")
 

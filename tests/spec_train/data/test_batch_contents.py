@@ -7,17 +7,21 @@ not fit. Best-fit in shuffled order may balance batches better than that, never 
 import random
 from fractions import Fraction
 from statistics import mean, pstdev
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
-from spec_data.shards.packing import utilisation
+from spec_data.shards.packing import pack_documents, utilisation
 from spec_train.data.following import FollowingPlan
 from spec_train.data.mixture import MixedPlan, Share
-from spec_train.data.order import FILL, OPEN, BatchPlan, fill_in_order
+from spec_train.data.order import OPEN, BatchPlan, fill_in_order
 
 SEQ_LEN, PACKS = 1024, 4
 SEEDS = range(4)
+
+BY_LENGTH = patch("spec_train.data.order.fill_in_order", pack_documents)
+"""Packs as they must not be: filled by decreasing length."""
 
 Batches = list[list[list[int]]]
 
@@ -69,16 +73,16 @@ def spread_of_source(batches: Batches, lengths: list[int], source: int) -> float
     return pstdev(shares)
 
 
-def options_of(seed: int, order: int = 2) -> dict[str, int]:
-    return {"seq_len": SEQ_LEN, "packs_per_batch": PACKS, "seed": seed, "order": order}
+def options_of(seed: int) -> dict[str, int]:
+    return {"seq_len": SEQ_LEN, "packs_per_batch": PACKS, "seed": seed}
 
 
-def single(lengths: list[int], seed: int, order: int = 2, epoch: int = 0) -> Batches:
-    plan = BatchPlan(np.array(lengths), np.ones(len(lengths), bool), **options_of(seed, order))
+def single(lengths: list[int], seed: int, epoch: int = 0) -> Batches:
+    plan = BatchPlan(np.array(lengths), np.ones(len(lengths), bool), **options_of(seed))
     return plan.batches(epoch)[:-1]
 
 
-def several(seed: int, order: int = 2) -> Batches:
+def several(seed: int) -> Batches:
     """Three datasets, mixed."""
     ends = np.cumsum([0, len(CHAT), len(CODE), 600]).tolist()
     shares = [
@@ -86,20 +90,21 @@ def several(seed: int, order: int = 2) -> Batches:
         for i in range(3)
     ]
     usable = np.ones(len(MIXED), bool)
-    plan = MixedPlan(np.array(MIXED), usable, shares, **options_of(seed, order))
+    plan = MixedPlan(np.array(MIXED), usable, shares, **options_of(seed))
     return plan.batches(0)[:-1]
 
 
-def one_of_all(seed: int, order: int = 2) -> Batches:
+def one_of_all(seed: int) -> Batches:
     """The same documents as one dataset."""
-    return single(MIXED, seed, order)
+    return single(MIXED, seed)
 
 
 @pytest.mark.parametrize("epoch", [0, 3])
 def test_lengths_of_a_pack_and_of_a_batch_are_those_of_a_random_draw(epoch):
     drawn = [random_draw(MATHS, seed)[:-1] for seed in SEEDS]
     new = [single(MATHS, seed, epoch=epoch) for seed in SEEDS]
-    old = [single(MATHS, seed, order=1, epoch=epoch) for seed in SEEDS]
+    with BY_LENGTH:
+        old = [single(MATHS, seed, epoch=epoch) for seed in SEEDS]
     expected = mean(lengths_per_pack(batches, MATHS) for batches in drawn)
     assert mean(lengths_per_pack(batches, MATHS) for batches in new) > 0.97 * expected
     assert mean(lengths_per_pack(batches, MATHS) for batches in old) < 0.6 * expected
@@ -112,7 +117,9 @@ def test_lengths_of_a_pack_and_of_a_batch_are_those_of_a_random_draw(epoch):
 def test_sources_are_spread_over_batches_as_in_a_random_draw(plan):
     """Chats are short, code is long: packs of one length would be packs of one source."""
     drawn = [random_draw(MIXED, seed)[:-1] for seed in SEEDS]
-    new, old = [plan(seed) for seed in SEEDS], [plan(seed, order=1) for seed in SEEDS]
+    new = [plan(seed) for seed in SEEDS]
+    with BY_LENGTH:
+        old = [plan(seed) for seed in SEEDS]
     for source in range(3):
         expected = mean(spread_of_source(batches, MIXED, source) for batches in drawn)
         assert mean(spread_of_source(batches, MIXED, source) for batches in new) < 1.1 * expected
@@ -154,7 +161,7 @@ def test_packs_in_shuffled_order_are_nearly_full(median, spread):
     lengths = log_normal(4096, median, spread, 7)
     full = utilisation(lengths, fill_in_order(lengths, SEQ_LEN), SEQ_LEN)
     assert full > 0.97
-    assert full > utilisation(lengths, FILL[1](lengths, SEQ_LEN), SEQ_LEN) - 0.02
+    assert full > utilisation(lengths, pack_documents(lengths, SEQ_LEN), SEQ_LEN) - 0.02
 
 
 def test_a_document_goes_into_the_fullest_pack_that_has_room():

@@ -17,6 +17,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import fingerprint
 from spec_train.cli import main
 from spec_train.data.mixture import Mixture, open_documents, unique_names
+from spec_train.data.order import split_border
 from spec_train.data.splits import Rules, even_shares
 from spec_train.drafts import load_draft
 from spec_train.evaluation.on_dataset import choose_documents
@@ -201,7 +202,8 @@ def test_the_border_of_a_mixture_holds_for_its_parts(tmp_path, monkeypatch):
     with pytest.raises(DatasetError, match="no document to measure in split 'validation'"):
         choose_documents(small, "auto", described)
     assert choose_documents(small, "train", described)[0] == [0, 1, 2]
-    assert len(choose_documents(small, "auto", described | {"split_border": None})[0]) == 1
+    alone = split_border(small.id_array, 0.05, 0)
+    assert len(choose_documents(small, "auto", described | {"split_border": alone})[0]) == 1
 
 
 def test_no_dataset_is_starved_of_measured_documents():

@@ -9,9 +9,8 @@ import pyarrow as pa
 import pytest
 
 from spec_data.shards.errors import ConfigError
+from spec_train.data import order as order_module
 from spec_train.data.order import (
-    FILL,
-    ORDER,
     SPLIT_RULE,
     STRETCHES_PER_WINDOW,
     BatchPlan,
@@ -65,14 +64,13 @@ def test_order_is_a_function_of_seed_and_epoch():
     assert all(a != b for a, b in itertools.combinations(orders, 2))
 
 
-@pytest.mark.parametrize(("order", "known"), [(1, "1cbcc456d326264a"), (2, "bda38b0781eab991")])
-def test_order_never_changes_between_releases(order, known):
-    """A run resumes with the order that it began with, also in a later release."""
+def test_order_never_changes():
+    """A run resumes with the order that it began with."""
     lengths = 1 + (np.arange(900) * 7919) % 401
-    options = dict(seq_len=256, packs_per_batch=4, seed=11, window_tokens=20_000, order=order)
+    options = dict(seq_len=256, packs_per_batch=4, seed=11, window_tokens=20_000)
     plan = BatchPlan(lengths, lengths % 5 != 0, **options)
     digest = hashlib.sha256(repr(plan.batches(1)).encode()).hexdigest()
-    assert digest[:16] == known
+    assert digest[:16] == "bda38b0781eab991"
 
 
 def test_batches_come_one_by_one_and_nothing_is_packed_ahead(monkeypatch):
@@ -83,7 +81,7 @@ def test_batches_come_one_by_one_and_nothing_is_packed_ahead(monkeypatch):
         packed.append(len(lengths))
         return fill_in_order(lengths, capacity)
 
-    monkeypatch.setitem(FILL, ORDER, spy)
+    monkeypatch.setattr(order_module, "fill_in_order", spy)
     batches = plan.iter_batches(1)
     first = next(batches)
     assert len(packed) == 1 and sum(packed) < len(plan.rows) / 4
@@ -155,21 +153,12 @@ def test_state_goes_back_only_into_the_same_order():
         "seq_len": (512, make_plan(seq_len=600, fingerprint="aaa"), 600),
         "rows_per_batch": (8, make_plan(packs_per_batch=16, fingerprint="aaa"), 16),
         "window_tokens": (8192, make_plan(window_tokens=99, fingerprint="aaa"), 99),
-        "order": (ORDER, make_plan(order=1, fingerprint="aaa"), 1),
     }
     for name, (old, other, new) in others.items():
         with pytest.raises(ConfigError, match=f"{name} was {old!r}, is {new!r}"):
             other.position(state)
     with pytest.raises(ConfigError, match="documents was"):
         make_plan(fingerprint="aaa", usable=np.ones(700, bool)).position(state)
-
-
-def test_a_state_without_a_version_is_of_the_first_order():
-    state = make_plan(order=1).state(1, 3)
-    del state["order"]  # as older releases saved it
-    assert make_plan(order=1).position(state) == (1, 3)
-    with pytest.raises(ConfigError, match=f"order was 1, is {ORDER}"):
-        make_plan().position(state)
 
 
 IDS = [hashlib.sha256(str(i).encode()).hexdigest() for i in range(4000)]

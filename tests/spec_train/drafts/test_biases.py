@@ -14,12 +14,10 @@ from spec_train.formats.rules import DEEPSPEC, LLAMA_CPP, SGLANG, SPECULATORS, V
 from spec_train.formats.rules_bias import BIASES, LOADED
 from spec_train.options.command_options import ExportConfig, fit_config, split_config
 from spec_train.options.shape_options import LayerOptions
-from spec_train.training import setup
 from spec_train.training.setup import fit
 from tests.current_families import current_config
 from tests.families import FAMILIES, MORE_FAMILIES
 from tests.spec_data.runs import run, save_target, write_corpus
-from tests.spec_train.training.test_trainer_resume import stop_after
 
 SMALL: dict[str, dict[str, Any]] = {
     "eagle3": {"ttt_steps": 2, "draft_vocab_size": 64},
@@ -80,27 +78,9 @@ def test_a_switch_overrides_the_target(data: Path, tmp_path: Path) -> None:
 
 
 def test_a_draft_without_biases_is_continued_without_them(data: Path, tmp_path: Path) -> None:
-    """A draft of an earlier release has none; "auto" does not ask it for any."""
+    """A draft may have none; "auto" does not ask it for any."""
     train("eagle3", data, tmp_path / "old", attention_bias="false")
     config, biases = train("eagle3", data, tmp_path / "new", init_from=str(tmp_path / "old"))
-    assert config["attention_bias"] is False and not biases
-
-
-def test_a_run_of_an_earlier_release_is_resumed_without_biases(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = setup.run_identity
-
-    def without_the_options(*arguments: Any) -> dict[str, Any]:
-        known = original(*arguments)
-        assert set(BIASES) <= set(known)
-        return {name: value for name, value in known.items() if name not in BIASES}
-
-    with monkeypatch.context() as patch:
-        patch.setattr(setup, "run_identity", without_the_options)
-        stop_after(1, patch)
-        train("eagle3", data, tmp_path / "run", steps=2, attention_bias="false")
-    config, biases = train("eagle3", data, tmp_path / "run", steps=2)
     assert config["attention_bias"] is False and not biases
 
 

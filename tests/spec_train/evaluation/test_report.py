@@ -8,7 +8,7 @@ import torch
 
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.data.order import SPLIT_RULE
+from spec_train.data.order import SPLIT_RULE, split_border
 from spec_train.data.splits import Rules
 from spec_train.decoding.chains import Request, decode_speculative
 from spec_train.drafts.drafting import ChainDrafter
@@ -19,6 +19,7 @@ from spec_train.evaluation.report import run_eval
 from spec_train.losses.sampling import Greedy, make_sampler
 from spec_train.options.command_options import EvalConfig
 from spec_train.simulation.walk import judge_chains, serving_sums, supervised_spans, walk_rounds
+from spec_train.training.stored import dump_checked
 from tests.factory import tiny_dataset, tiny_llama
 from tests.spec_train.evaluation import tools as evaluate_tools
 from tests.spec_train.evaluation.tools import (
@@ -133,8 +134,8 @@ def test_both_modes_at_once(workplace, data):
 def test_a_run_says_which_documents_were_held_out(workplace, data, tmp_path):
     dataset = HiddenStatesDataset(data)
     known = dict(datasets=[dataset.manifest.fingerprint], seed=0, validation=0.3, seq_len=2048)
-    known |= {"split_rule": SPLIT_RULE, "split_border": None, "split_seed": 0}
-    known |= {"rules": Rules(order=1)}  # as in a run.json of an older release
+    known |= {"split_rule": SPLIT_RULE, "split_seed": 0, "rules": Rules()}
+    known |= {"split_border": split_border(dataset.id_array, 0.3, 0)}
     held_out, name = choose_documents(dataset, "auto", known)
     train, _ = choose_documents(dataset, "train", known)
     everything, _ = choose_documents(dataset, "all", known)
@@ -151,14 +152,17 @@ def test_a_run_says_which_documents_were_held_out(workplace, data, tmp_path):
     (run / "best").symlink_to(workplace / "draft", target_is_directory=True)
     options = {"data": str(data), "seed": 0, "validation": 0.3, "seq_len": 2048}
     (run / "fit.json").write_text(json.dumps(options))
-    identity = {"dataset": known["datasets"][0], "split_rule": SPLIT_RULE}
-    (run / "run.json").write_text(json.dumps({"identity": identity}))
+    identity = {"dataset": known["datasets"][0], "split_rule": SPLIT_RULE, "split_seed": 0}
+    table = {"identity": identity, "notes": {"split_border": known["split_border"]}}
+    (run / "run.json").write_text(dump_checked(table))
     for draft in (run, run / "best"):
         report = run_eval(EvalConfig(draft=str(draft), data=str(data), device="cpu"))
         assert report["data"]["split"] == "validation"
         assert report["data"]["documents"] == len(held_out)
-    (run / "run.json").write_text(json.dumps({"identity": {"dataset": known["datasets"][0]}}))
-    with pytest.raises(ConfigError, match=f"by rule None, this release uses '{SPLIT_RULE}'"):
+    (run / "run.json").write_text(
+        dump_checked(table | {"identity": identity | {"split_rule": "x"}})
+    )
+    with pytest.raises(ConfigError, match=f"by rule 'x', this release uses '{SPLIT_RULE}'"):
         run_eval(EvalConfig(draft=str(run), data=str(data), device="cpu"))
     (run / "run.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"run\.json is damaged"):

@@ -12,12 +12,13 @@ from spec_data.corpus.prompt_overlap import Grams, add_prompt
 from spec_data.corpus.template import Template
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.data.order import SPLIT_RULE
+from spec_train.data.order import SPLIT_RULE, split_border
 from spec_train.data.splits import Rules
 from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.evaluation.report import kwargs_for, run_eval
 from spec_train.evaluation.run_record import read_run
 from spec_train.evaluation.trained_prompts import find_trained
+from spec_train.training.stored import dump_checked
 from tests.factory import tiny_dataset
 from tests.spec_data.corpus import templates
 from tests.spec_data.corpus.chat_cases import answer, user
@@ -48,8 +49,9 @@ def run(tmp_path_factory, workplace, target, prompts) -> Path:
     options = {"data": str(data), "seed": 0, "validation": 0.3, "seq_len": 2048}
     fingerprint = HiddenStatesDataset(data).manifest.fingerprint
     (run / "fit.json").write_text(json.dumps(options))
-    identity = {"dataset": fingerprint, "split_rule": SPLIT_RULE}
-    (run / "run.json").write_text(json.dumps({"identity": identity}))
+    identity = {"dataset": fingerprint, "split_rule": SPLIT_RULE, "split_seed": 0}
+    notes = {"split_border": split_border(HiddenStatesDataset(data).id_array, 0.3, 0)}
+    (run / "run.json").write_text(dump_checked({"identity": identity, "notes": notes}))
     return run
 
 

@@ -25,7 +25,7 @@ CASES: list[dict[str, Any]] = [
     {},
     {"draft_vocab_size": 0},
     {"fc_norm": True, "norm_output": True},
-    {"layers": "0,2", "ttt_steps": 3, "loss": "alpha"},
+    {"layers": "0,2", "ttt_steps": 3, "loss": "lk-alpha"},
 ]
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "default", "rope_theta": 5e5},

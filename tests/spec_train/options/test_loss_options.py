@@ -1,4 +1,4 @@
-"""The menu of losses as options: what is refused, what every draft trains with, older names."""
+"""The menu of losses as options: what is refused, what every draft trains with."""
 
 import json
 from pathlib import Path
@@ -11,10 +11,8 @@ from spec_data.shards.errors import DraftError
 from spec_train.cli import main
 from spec_train.losses.menu import LossKind
 from spec_train.options.draft_options import DRAFT_OPTIONS, draft_options
-from spec_train.training.stored import dump_checked
 from tests.factory import tiny_dataset
 from tests.spec_train.training import tools as trainer_tools
-from tests.spec_train.training.tools import OPTIONS, change, run
 from tests.tolerance import close, network
 
 config = trainer_tools.config
@@ -105,16 +103,3 @@ def test_micro_batches_of_any_size_have_the_gradient_of_the_step(
     parts = gradient(data, tmp_path / "parts", draft, "--batch-size", "1", "--accumulation", "4")
     close(parts, whole, terms=network(4, backward=True, slots=500), dtype=torch.float32)
     assert whole[1] > 0
-
-
-def test_a_run_of_an_older_release_with_an_acceptance_loss_resumes(config) -> None:
-    options = change(OPTIONS, loss="alpha")  # as that release wrote it
-    run(change(config, steps=2), options)
-    file = Path(config.out) / "run.json"
-    table = json.loads(file.read_text())
-    for name in ("loss_target", "position_weights"):
-        del table["identity"][name]
-    file.write_text(dump_checked(table))
-    raw = json.loads((Path(config.out) / "last" / "config.json").read_text())
-    assert raw["spec_train"]["options"]["loss"] == "alpha"
-    assert run(change(config, steps=2), options).finished

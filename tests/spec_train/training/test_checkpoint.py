@@ -179,8 +179,7 @@ DAMAGE = {
     "a digit of the step": edit_state('"step": 2', '"step": 6'),
     "a key": edit_state('"tokens"', '"tokenr"'),
     "the checksum's key": edit_state('"checksum"', '"checksun"'),
-    "the format": edit_state('"format": 2', '"format": 3'),
-    "the format of older releases": edit_state('"format": 2', '"format": 1'),
+    "the format": edit_state('"format": 1', '"format": 3'),
     "an empty list of files": edit_state('"files": {', '"files": {}, "older": {'),
     "not an object": lambda c: (c / "training_state.json").write_text("[1]"),
     "not UTF-8": lambda c: (c / "training_state.json").write_bytes(b"{\xff}"),
@@ -218,28 +217,6 @@ def test_a_checkpoint_under_the_name_of_another_is_damaged(run, caplog):
     assert "holds step 1, but its directory is called checkpoint-00000002" in caplog.text
 
 
-def older(checkpoint: Path, **changes) -> None:
-    """Turn a checkpoint into one of an older release, which had no checksum of the state."""
-    file = checkpoint / "training_state.json"
-    state = json.loads(file.read_text()) | {"format": 1, "stream": {}, "pending_tokens": 0}
-    del state["checksum"]
-    kept = {k: v for k, v in (state | changes).items() if v is not ...}
-    file.write_text(json.dumps(kept))
-
-
-@pytest.mark.parametrize(
-    ("changes", "step"),
-    [({}, 2), ({"stream": ...}, 1), ({"files": {}}, 1), ({"step": 7}, 1), ({"step": "2"}, 1)],
-)
-def test_checkpoints_of_older_releases_are_read_as_far_as_they_can_be_trusted(
-    run, caplog, changes, step
-):
-    save(run, 1)
-    older(save(run, 2), **changes)
-    assert run.load_newest().step == step
-    assert caplog.text.count("has no checksum (an older release wrote it)") == (step == 2)
-
-
 def test_a_newer_format_is_not_damage(run, monkeypatch):
     save(run, 1)
     with monkeypatch.context() as patch:
@@ -267,15 +244,6 @@ def test_a_damaged_run_json_is_said_in_words(run, damage):
     damage(run.path / "run.json")
     with pytest.raises(RunError, match=r"run\.json: damaged or missing .*restore it"):
         reopen(run).record({"lr": 0.1}, {"lr": 0.1})
-
-
-def test_a_run_json_of_an_older_release_is_read_and_gets_a_checksum(run):
-    file = run.path / "run.json"
-    table = json.loads(file.read_text())
-    del table["checksum"]
-    file.write_text(json.dumps(table))
-    run.record({"lr": 0.1}, {"lr": 0.1})
-    assert json.loads(file.read_text())["checksum"]
 
 
 def test_no_whole_checkpoint_is_an_error_not_a_fresh_start(run):

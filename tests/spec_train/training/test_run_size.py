@@ -95,7 +95,7 @@ def test_a_preset_is_for_a_dataset_that_has_enough_tokens():
 
 
 def test_a_run_that_resumes_keeps_its_size():
-    started = {"packs_per_step": 4, "epochs": 3}  # as runs of older releases
+    started = {"packs_per_step": 4, "epochs": 3}
     assert size(108, started=started) == (4, 1, 3)
     assert size(108, world=2, started=started) == (2, 1, 3)
     assert size(108, started=started, epochs=5) == (4, 1, 5)  # to be refused by the identity

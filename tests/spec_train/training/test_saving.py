@@ -6,7 +6,6 @@ import random
 import signal
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,14 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from spec_data.shards.errors import ConfigError, RunError
-from spec_train.training import checkpoint, stored
+from spec_train.training import checkpoint
 from spec_train.training import saving as tracking
 from spec_train.training.checkpoint import RunDirectory
 from spec_train.training.saving import Saver, host_copy
 from spec_train.training.stored import resolve_draft_dir
 from spec_train.training.trainer import Trainer
 from tests.spec_train.training import tools as trainer_tools
-from tests.spec_train.training.tools import change, masters, metrics, run
+from tests.spec_train.training.tools import change, metrics, run
 
 data, config = trainer_tools.data, trainer_tools.config
 
@@ -190,26 +189,6 @@ def test_a_rank_without_a_directory_goes_through_all_and_writes_nothing():
     saver.best(1, {}, {})
     saver.metrics({})
     saver.close()
-
-
-def test_old_checkpoints_with_states_of_generators_are_read(config, caplog):
-    """Older releases saved the states of random generators, and no checksum of the state."""
-    config = change(config, steps=6, save_every=3, keep=9)
-    run(config)
-    wanted = masters(config.out)
-    folder = Path(config.out)
-    (folder / "checkpoint-00000006" / "training_state.json").unlink()
-    file = folder / "checkpoint-00000003" / "training_state.safetensors"
-    save_file({**load_file(file), "rng.cpu": torch.get_rng_state()}, file)
-    state = json.loads((file.parent / "training_state.json").read_text())
-    state["files"][file.name] = stored.sha256_file(file)
-    state["format"] = 1
-    del state["checksum"]
-    (file.parent / "training_state.json").write_text(json.dumps(state))
-    assert run(config).finished
-    assert caplog.text.count("has no checksum (an older release wrote it)") == 1
-    again = masters(config.out)
-    assert all(torch.equal(again[name], wanted[name]) for name in wanted)
 
 
 # -- trackers -------------------------------------------------------------------------------------

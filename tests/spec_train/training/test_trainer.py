@@ -18,7 +18,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.options.command_options import FitConfig
 from spec_train.training import trainer as trainer_module
-from spec_train.training.result import BEST_FIGURES, better
+from spec_train.training.result import BEST_FIGURES
 from spec_train.training.setup import count_supervised_tokens, make_splits
 from spec_train.training.trainer import Trainer, learning_rate
 from spec_train.training.validation import Validation
@@ -264,13 +264,6 @@ def test_of_drafts_accepted_equally_far_the_one_with_the_lower_loss_is_best(
     monkeypatch.setattr(Validation, "measure", lambda self: (next(figures), {}))
     result = run(change(config, steps=2, eval_every=1))
     assert result.best["step"] == (2 if lengths[1] == 2.0 else 1)
-
-
-def test_a_best_draft_of_an_older_release_is_compared_by_the_length_it_has():
-    new = {"acceptance_length": 2.0, "product_limit_length": 2.5, "loss": 1.0}
-    assert not better(new, {"step": 1, "acceptance_length": 2.1})
-    assert better(new, {"step": 1, "acceptance_length": 1.9})
-    assert not better(new, {"step": 1} | new)
 
 
 def test_nothing_to_train_on_says_why(tmp_path, config):

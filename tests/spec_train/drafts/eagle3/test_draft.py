@@ -33,7 +33,9 @@ def _gradients(draft: Eagle3Draft, loss: Tensor) -> dict[str, Tensor]:
 # --- batches -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{}, {"slots": "shifted", "loss": "lambda"}, {"layers": "0,2"}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"slots": "shifted", "loss": "lk-lambda"}, {"layers": "0,2"}]
+)
 def test_the_loss_of_a_batch_is_that_of_its_shifted_tensors(
     dataset: HiddenStatesDataset, head: TargetHead, changes: dict[str, Any]
 ) -> None:
@@ -92,7 +94,7 @@ def test_packing_and_order_change_neither_loss_nor_gradient(
 def test_micro_batches_with_the_counts_of_the_whole_add_up(
     dataset: HiddenStatesDataset, head: TargetHead
 ) -> None:
-    draft = build(dataset, head, loss="lambda")
+    draft = build(dataset, head, loss="lk-lambda")
     whole = batch_of(dataset, [[i] for i in range(8)], 40)
     parts = [batch_of(dataset, [[i], [i + 1]], 40) for i in range(0, 8, 2)]
     counts = torch.stack([draft.slot_counts(part) for part in parts]).sum(0)
