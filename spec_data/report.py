@@ -227,7 +227,7 @@ def agreement_text(manifest: Manifest) -> str:
     """How often supervised tokens are the target's first choice, per source, and what is odd."""
     raw = manifest.raw
     if not raw.get("agreement"):
-        return "agreement with the target: not recorded (part of a source, or an older release)"
+        return "agreement with the target: not recorded (a view of a part of a source)"
     temperature = raw["settings"].get("sampling_temperature", 1.0)
     notes = [
         "first choice: supervised tokens that are the target's arg max; NLL: mean, in nats; own: "

@@ -351,7 +351,7 @@ def _agreement(manifest: Manifest) -> Section:
     )
     found = read_agreement(manifest.raw)
     if not found:
-        note = Note(text="Not recorded: a view of a part of a source, or an older release.")
+        note = Note(text="Not recorded: a view of a part of a source.")
         return Section(title="Agreement with the target", parts=[note], text=text)
     largest = sorted(found, key=lambda name: -found[name].tokens)[:_MOST_SOURCES]
     shares = Bars(
