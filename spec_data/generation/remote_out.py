@@ -7,7 +7,8 @@ finished; a stage is empty when a command begins, so that any machine can resume
     .generate/begun.json       which blobs are the plan; the first worker to create it decides
     .generate/proven.json      which are the proof of the target, its files and the codec tables
     .generate/sealed.json      which are the files beside the shards of the finished dataset
-    .generate/unit-00000.json  a finished unit, written after its shard
+    .generate/unit-00000.index what the index of the dataset says about the documents of a unit
+    .generate/unit-00000.json  a finished unit, written after its shard and its part of the index
     .generate/also-*.json      as in a local directory
     shards/unit-00000.arrow    created once
 
@@ -31,11 +32,17 @@ from spec_data.generation.running import ALSO, WITNESS
 from spec_data.generation.sealing import SHARDS, finished_unit, seal_directory
 from spec_data.shards.codec_tables import TABLES
 from spec_data.shards.errors import DatasetError, RunError
-from spec_data.shards.files import MANIFEST, cache_directory, dump_json, sha256_file, unit_name
+from spec_data.shards.files import (
+    MANIFEST,
+    cache_directory,
+    dump_json,
+    sha256_file,
+    temporary_name,
+    unit_name,
+)
 from spec_data.shards.follow import WORK
-from spec_data.shards.hollow import Ranges, write_hollow_copy
 from spec_data.shards.schema import Manifest, ShardRecord
-from spec_data.shards.seal import target_file_names
+from spec_data.shards.seal import index_part, part_name, target_file_names
 from spec_data.shards.storage import Storage
 from spec_data.terminal.progress import progress
 
@@ -44,8 +51,6 @@ logger = logging.getLogger(__name__)
 BEGUN, PROVEN, SEALED = "begun", "proven", "sealed"
 STAGED_UNITS = 3
 """Units on the local disk at once: one is captured, one waits, one is written and uploaded."""
-_INDEXED = ("loss_mask",)  # token columns of which the index of a dataset is made
-_PIECE = 16 << 20  # bytes that are hashed at once
 
 
 @contextmanager
@@ -149,10 +154,7 @@ class RemoteOut:
         expected = f"{SHARDS}/{unit_name(unit)}.arrow"
         if record.file != expected or self.storage.size(expected) != record.bytes:
             return False
-        shard = self.directory / expected
-        shard.parent.mkdir(exist_ok=True)
-        with shard.open("wb") as file:
-            file.truncate(record.bytes)
+        self._empty(record)
         (self.directory / name).write_bytes(text)
         return finished_unit(self.directory, unit) is not None
 
@@ -238,21 +240,49 @@ class RemoteOut:
                 "kind of machine, has written other bytes for this unit. If no other worker is "
                 "running, delete this object and run the same command again"
             )
+        if record.rows:
+            part, data = self._part(record), index_part(shard)
+            self.storage.write(part, hashlib.sha256(data).digest() + data)
+            (self.directory / part).write_bytes(data)
         self.storage.write(name, (self.directory / name).read_bytes())
-        self._hollow(record, lambda ranges: _local(shard, ranges))
+        shard.unlink()
+        self._empty(record)
 
     def _same(self, record: ShardRecord) -> bool:
         """Return whether the shard on the storage has the bytes of `record`."""
         if self.storage.size(record.file) != record.bytes:
             return False
-        digest = hashlib.sha256()
-        for start in range(0, record.bytes, _PIECE):
-            stop = min(start + _PIECE, record.bytes)
-            digest.update(self.storage.read_range(record.file, start, stop))
-        return digest.hexdigest() == record.sha256
+        other = temporary_name(self.directory / record.file)
+        try:
+            self.storage.download(record.file, other)
+            return sha256_file(other) == record.sha256
+        finally:
+            other.unlink(missing_ok=True)
 
-    def _hollow(self, record: ShardRecord, read) -> None:
-        write_hollow_copy(self.directory / record.file, record.bytes, read, _INDEXED)
+    def _empty(self, record: ShardRecord) -> None:
+        """Stand for a shard on the storage by a file of its size that takes no space."""
+        shard = self.directory / record.file
+        shard.parent.mkdir(exist_ok=True)
+        with shard.open("wb") as file:
+            file.truncate(record.bytes)
+
+    def _part(self, record: ShardRecord) -> str:
+        return f"{WORK}/{part_name(record)}"
+
+    def _pull_part(self, record: ShardRecord) -> None:
+        """Fetch what another worker's unit says to the index, after its checksum."""
+        name = self._part(record)
+        try:
+            data = self.storage.read(name)
+        except FileNotFoundError:
+            data = b""
+        if hashlib.sha256(data[32:]).digest() != data[:32]:
+            raise DatasetError(
+                f"{self.storage.where(name)}: missing or damaged; delete "
+                f"{self.storage.where(record.file)} and the .json of this unit, and run the same "
+                "command again"
+            )
+        (self.directory / name).write_bytes(data[32:])
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -291,28 +321,18 @@ class RemoteOut:
         return manifest
 
     def _seal_stage(self) -> None:
-        """Fetch what the index needs of each shard, seal the stage, and publish the result."""
+        """Fetch what the index says about each shard, seal the stage, and publish the result."""
         units = range(len(read_units(self.directory / WORK)))
         for unit in progress(units, desc="index", unit="shards", leave=False):
             finished = finished_unit(self.directory, unit)
             assert finished is not None
             record = finished.record
-            self._hollow(record, lambda ranges, name=record.file: self._ranges(name, ranges))
+            if record.rows and not (self.directory / self._part(record)).is_file():
+                self._pull_part(record)
         seal_directory(self.directory, checked=set(units))
         self.publish(SEALED, self._beside_shards())
-
-    def _ranges(self, name: str, ranges: Ranges) -> Iterator[bytes]:
-        for start, stop in ranges:
-            yield self.storage.read_range(name, start, stop)
 
     def _beside_shards(self) -> list[str]:
         """List the files of the sealed stage that are no shards."""
         files = (p.relative_to(self.directory) for p in self.directory.rglob("*") if p.is_file())
         return sorted(str(p) for p in files if p.parts[0] not in (SHARDS, WORK))
-
-
-def _local(file: Path, ranges: Ranges) -> Iterator[bytes]:
-    with file.open("rb") as source:
-        for start, stop in ranges:
-            source.seek(start)
-            yield source.read(stop - start)

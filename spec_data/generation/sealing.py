@@ -201,7 +201,7 @@ def _seal(out: Path, work: Path, checked: set[int] | None) -> Manifest:
     draft["documents"]["stored"] = sum(r.rows for r in records)
     record_agreement(plan, {u: f for u, f in units.items() if f}, draft)
     save_left_out(out, plan, {u: f.left_out for u, f in units.items() if f}, draft)
-    manifest = seal(out, draft, records)
+    manifest = seal(out, draft, records, work)
     check_counts(manifest)
     for leftover in temporary_files(out):  # of runs that were killed while writing
         leftover.unlink()

@@ -21,7 +21,7 @@ from spec_data.shards.seal import CARD, check_shard
 from spec_data.terminal.paths import check_directory_to_write, make_directory
 from spec_data.terminal.progress import progress, size
 from spec_data.views.drop_columns import plan_drop_columns
-from spec_data.views.write_view import view_sizes, write_view
+from spec_data.views.write_view import write_view
 
 _RECORD = ".pull.json"
 
@@ -95,13 +95,13 @@ def pull(config: PullConfig) -> Pulled:
 
 
 def _pull_columns(config: PullConfig) -> Pulled:
-    """Write the dataset with fewer columns; only their bytes are fetched."""
+    """Write the dataset with fewer columns; its shards are downloaded whole into the cache."""
     with hub_errors(config.repo):
         commit = hub().dataset_info(config.repo, revision=config.revision).sha
     url = f"hf://datasets/{config.repo}@{commit}"
     view = plan_drop_columns(config.smaller(url, config.out))
     done: dict[str, Any] = {"path": Path(config.out), "repo": config.repo, "commit": str(commit)}
-    size_of = view_sizes(view).bytes
+    size_of = sum(r.bytes for r in view.parts[0].stored.manifest.shards)
     if config.dry_run:
         return Pulled(**done, bytes=size_of, documents=None)
     write_view(Path(config.out), view)

@@ -191,8 +191,8 @@ class DropColumnsConfig:
     """Options of `drop-columns`."""
 
     data: str = option(
-        help="the dataset, a directory or a URL, of which only the kept columns are fetched; may "
-        "be given without --data",
+        help="the dataset, a directory or a URL, whose shards are downloaded; may be given without "
+        "--data",
         group=REQUIRED,
         metavar="DIR",
         dataset="read",

@@ -1,10 +1,9 @@
-"""A remote dataset as a local directory: small files whole, shards as hollow copies and blocks.
+"""A remote dataset as a local directory: small files here, shards in the cache that all share.
 
     $SPEC_DATA_CACHE/remote/s3/bucket/data@1f0e.../    one directory per URL and fingerprint
         remote.json           URL and fingerprint: the directory opens as the remote dataset does
         manifest.json, ...    small files, fetched when they are first needed
-        hollow/unit-00000.arrow    a shard without its values, see `hollow.py`
-        blocks/unit-00000.arrow/000000    parts of the shard, see `block_cache.py`
+    $SPEC_DATA_CACHE/remote/shards/                    whole shards, see `shard_cache.py`
 
 The manifest is read at every open, and its fingerprint names the directory. So a dataset that was
 replaced has a directory of its own, and everything in a directory is compared with one manifest.
@@ -16,20 +15,17 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote
 
-from spec_data.shards.block_cache import BLOCK, THREADS, BlockCache, remote_directory
 from spec_data.shards.errors import DatasetError, MissingError
 from spec_data.shards.files import MANIFEST, dump_json, temporary_name, writing
-from spec_data.shards.hollow import ReadRanges, write_hollow_copy
 from spec_data.shards.schema import ShardRecord
+from spec_data.shards.shard_cache import ShardCache, remote_directory
 from spec_data.shards.storage import Storage
 from spec_data.shards.urls import scheme_of
 
 MARKER = "remote.json"
-_AHEAD = 2 * THREADS  # blocks that are fetched before they are hashed
 
 
 def open_mirror(path: str | Path) -> "Mirror | None":
@@ -70,7 +66,7 @@ class Mirror:
         self._keep(MANIFEST, self._manifest)
         pinned = {"url": self.url, "fingerprint": self.fingerprint}
         self._keep(MARKER, dump_json(pinned).encode())
-        self.blocks = BlockCache(self.directory / "blocks", self.storage)
+        self.shards = ShardCache(self.storage)
 
     def sizes(self, shards: Sequence[ShardRecord]) -> tuple[list[str], list[str]]:
         """Return what to say about remote shards that are missing, and of another size.
@@ -125,41 +121,26 @@ class Mirror:
                 self.ensure(name)
         return self.directory / "target"
 
-    def hollow_copy(self, record: ShardRecord, whole: Sequence[str] = ()) -> Path:
-        """Return the hollow copy of a shard, which is made if it is not there.
+    def shard(self, record: ShardRecord) -> Path:
+        """Return the local copy of a shard, which is downloaded if it is not there.
 
         Raises:
-            FileNotFoundError: there is no such shard. pa.ArrowInvalid: it is no Arrow stream.
+            MissingError: there is no such shard. DatasetError: it is not the manifest's.
         """
-        file = self.directory / "hollow" / Path(record.file).name
-        if not file.is_file():
-            write_hollow_copy(file, record.bytes, self._reader(record.file), whole)
-        return file
-
-    def forget(self, record: ShardRecord) -> None:
-        """Delete what is kept of a shard's frame, so that it is fetched again."""
-        (self.directory / "hollow" / Path(record.file).name).unlink(missing_ok=True)
-
-    def _reader(self, name: str) -> ReadRanges:
-        def read(ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-            if len(ranges) == 1:
-                return [self.storage.read_range(name, *ranges[0])]
-            with ThreadPoolExecutor(THREADS) as pool:
-                return list(pool.map(lambda r: self.storage.read_range(name, *r), ranges))
-
-        return read
+        try:
+            return self.shards.path(record)
+        except FileNotFoundError:
+            where = self.storage.where(record.file)
+            raise self.explained(MissingError(f"{where}: shard is missing")) from None
+        except DatasetError as error:
+            raise self.explained(error) from None
 
     def sha256(self, record: ShardRecord) -> str | None:
-        """Return the SHA-256 of a remote shard, whose blocks are fetched again; None: missing."""
-        digest = hashlib.sha256()
+        """Return the SHA-256 of a remote shard, which is fetched again; None: it is missing."""
         try:
-            for start in range(0, record.bytes, _AHEAD * BLOCK):
-                stop = min(start + _AHEAD * BLOCK, record.bytes)
-                data = self.blocks.read(record.file, record.bytes, start, stop, fresh=True)
-                digest.update(data.data)
+            return self.shards.fetch_again(record)
         except FileNotFoundError:
             return None
-        return digest.hexdigest() if self.storage.size(record.file) == record.bytes else "longer"
 
     def changed(self) -> bool:
         """Return whether the manifest at the URL is another one now."""

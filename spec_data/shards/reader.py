@@ -30,7 +30,6 @@ from spec_data.shards.index import index_numbers, read_index
 from spec_data.shards.lossy import Tables
 from spec_data.shards.mirror import Mirror, open_mirror, wrong_size
 from spec_data.shards.path_kinds import Kind, wrong_kind
-from spec_data.shards.ranged_shard import RangedShard, open_ranged
 from spec_data.shards.schema import Column, Manifest, ShardRecord
 from spec_data.shards.shard import CodedRows, IndexRows, Place, Shard, decode_rows, runs
 
@@ -116,6 +115,36 @@ class DocumentAccess:
                 ) from None
         rows = [self._document(number) for number in chosen]
         return {name: [row[name] for row in rows] for name in self.column_names}
+
+
+# -- opened ----------------------------------------------------------------------------------------
+
+
+def open_shard(
+    place: Path | Mirror, manifest: Manifest, number: int, index: IndexRows, check: str
+) -> Shard:
+    """Map shard `number` of a dataset.
+
+    Args:
+        place: the directory of the dataset, or the mirror of a remote one.
+        manifest: of the dataset.
+        number: of the shard.
+        index: what the index says about its documents.
+        check: one of checking.CHECKS.
+
+    Raises:
+        DatasetError: the file is damaged, of another dataset, or another file under its name.
+    """
+    record = manifest.shards[number]
+    given = (manifest, record, index, check)
+    if not isinstance(place, Mirror):
+        return Shard(place, *given)
+    url, copy = place.storage.where(record.file), place.shard(record)
+    try:
+        return Shard(place.directory, *given, (url, copy))
+    except DatasetError:  # damaged on this disk, or just deleted by another process
+        copy.unlink(missing_ok=True)
+    return Shard(place.directory, *given, (url, place.shard(record)))
 
 
 # -- reader ----------------------------------------------------------------------------------------
@@ -390,11 +419,15 @@ class HiddenStatesDataset(DocumentAccess):
         """Wait until documents can be read; always True at once, as this dataset is complete."""
         return True
 
-    def fetch_ahead(self, index: int, columns: Iterable[str]) -> None:
-        """Begin to fetch columns of a document of a remote dataset, and return at once."""
-        shard, row = self._locate(index)
-        if isinstance(shard, RangedShard):
-            shard.fetch_ahead(row, [self._columns[name] for name in columns])
+    def fetch_ahead(self, rows: Iterable[int]) -> int:
+        """Begin to download the shards of documents of a remote dataset; return their bytes.
+
+        Those on the disk, and those on their way, count nothing.
+        """
+        if self.mirror is None:
+            return 0
+        numbers = dict.fromkeys(self._places[0][list(rows)].tolist())
+        return sum(self.mirror.shards.fetch_ahead(self.manifest.shards[n]) for n in numbers)
 
     def _decode(self, shard: Shard, place: Place, column: Column, out: Tensor) -> None:
         """Decode the first n tokens of a lossy or sparse column into `out`, [n] or [n, W].
@@ -436,7 +469,8 @@ class HiddenStatesDataset(DocumentAccess):
         Raises:
             DatasetError: the shard is damaged, of another dataset, or another shard under its name.
         """
-        if number not in self._shards:
+        found = self._shards.get(number)
+        if found is None:
             record = self.manifest.shards[number]
             before = sum(other.rows for other in self.manifest.shards[:number])
             rows = slice(before, before + record.rows)
@@ -446,11 +480,17 @@ class HiddenStatesDataset(DocumentAccess):
             index = IndexRows(
                 rows.start, self.id_array[rows], self.lengths[rows], kept, self._checksums
             )
-            given = (self.manifest, record, index, self._check)
-            self._shards[number] = (
-                open_ranged(self.mirror, *given) if self.mirror else Shard(self.path, *given)
-            )
-        return self._shards[number]
+            given = (self.mirror or self.path, self.manifest, number, index)
+            found = self._shards[number] = open_shard(*given, self._check)
+            if self.mirror:
+                self._unmap_deleted()
+        return found
+
+    def _unmap_deleted(self) -> None:
+        """Let go of copies of remote shards that were deleted: mapped, they still take the disk."""
+        for number, shard in list(self._shards.items()):
+            if not shard.file.exists():
+                self._shards.pop(number, None)
 
 
 def mapped_file(directory: Path, name: str, manifest: Manifest) -> pa.Buffer:

@@ -29,10 +29,16 @@ from spec_data.shards.schema import Manifest, ShardRecord, fingerprint
 CARD = "README.md"
 
 
-def seal(directory: Path, draft: dict[str, Any], records: Sequence[ShardRecord]) -> Manifest:
+def seal(
+    directory: Path,
+    draft: dict[str, Any],
+    records: Sequence[ShardRecord],
+    parts: Path | None = None,
+) -> Manifest:
     """Write everything except the shards, and return the manifest.
 
-    `draft` is the manifest without `shards`, `totals`, `fingerprint` and the index in `files`.
+    `draft` is the manifest without `shards`, `totals`, `fingerprint` and the index in `files`. A
+    shard whose part of the index is in `parts` (see `index_part`) is not read.
 
     Raises:
         DatasetError: a shard or target file is not the one its record describes.
@@ -50,7 +56,7 @@ def seal(directory: Path, draft: dict[str, Any], records: Sequence[ShardRecord])
             },
         }
     )
-    _write_index(directory, Manifest(raw, str(directory / MANIFEST)))
+    _write_index(directory, Manifest(raw, str(directory / MANIFEST)), parts)
     kept = [name for name in draft.get("files", {}) if not name.startswith("target/")]
     raw["files"] = file_records(directory, [INDEX, *kept, *target_file_names(directory)])
     for name, record in draft.get("files", {}).items():
@@ -119,28 +125,54 @@ def check_shard(directory: Path, record: ShardRecord) -> None:
         )
 
 
-def _write_index(directory: Path, manifest: Manifest) -> None:
+def index_part(shard: Path) -> bytes:
+    """Return what the index says about the documents of a shard, as an Arrow stream."""
+    batch = pa.RecordBatch.from_pydict(_index_rows(pa.ipc.open_stream(pa.memory_map(str(shard)))))
+    return _stream(batch)
+
+
+def part_name(record: ShardRecord) -> str:
+    """Return the name of the file with the part of the index that is about a shard."""
+    return f"{Path(record.file).stem}.index"
+
+
+def _stream(batch: pa.RecordBatch) -> bytes:
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, batch.schema) as stream:
+        stream.write_batch(batch)
+    return sink.getvalue()
+
+
+def _write_index(directory: Path, manifest: Manifest, parts: Path | None) -> None:
     """Write index.arrow: one small row per document, in shard order, in one record batch."""
     columns: dict[str, list[pa.Array]] = {name: [] for name in INDEX_SCHEMA.names}
     for number, record in enumerate(manifest.shards):
-        rows = _index_rows(directory / record.file, number, manifest)
+        part = parts / part_name(record) if parts else None
+        if part is not None and part.is_file():
+            (batch,) = pa.ipc.open_stream(part.read_bytes())
+            rows = dict(zip(batch.schema.names, batch.columns, strict=True))
+        else:
+            file = directory / record.file
+            stream = pa.ipc.open_stream(pa.memory_map(str(file)))
+            if not stream.schema.equals(schema_of(manifest), check_metadata=True):
+                raise DatasetError(f"{file}: its columns are not those of this dataset")
+            rows = _index_rows(stream)
+        rows["shard"] = pa.array(np.full(len(rows["doc_id"]), number, np.int32))
         for name, array in rows.items():
             columns[name].append(array)
     arrays = [
         pa.concat_arrays(columns[f.name]) if columns[f.name] else pa.array([], f.type)
         for f in INDEX_SCHEMA
     ]
-    sink = io.BytesIO()
-    with pa.ipc.new_stream(sink, INDEX_SCHEMA) as stream:
-        stream.write_batch(pa.RecordBatch.from_arrays(arrays, schema=INDEX_SCHEMA))
-    write_atomically(directory / INDEX, sink.getvalue())
+    batch = pa.RecordBatch.from_arrays(arrays, schema=INDEX_SCHEMA)
+    write_atomically(directory / INDEX, _stream(batch))
 
 
-def _index_rows(file: Path, number: int, manifest: Manifest) -> dict[str, pa.Array]:
-    """Make the index rows of one shard from its own columns; states are not read."""
-    stream = pa.ipc.open_stream(pa.memory_map(str(file)))
-    if not stream.schema.equals(schema_of(manifest), check_metadata=True):
-        raise DatasetError(f"{file}: its columns are not those of this dataset")
+def _index_rows(stream: pa.RecordBatchStreamReader) -> dict[str, pa.Array]:
+    """Make the index rows of one shard from its own columns, without its number.
+
+    States are not read.
+    """
     ids, sources, tokens, supervised, first, sums = [], [], [], [], [], []
     for batch in stream:
         ids.append(batch.column("doc_id"))
@@ -159,7 +191,6 @@ def _index_rows(file: Path, number: int, manifest: Manifest) -> dict[str, pa.Arr
     return {
         "doc_id": pa.concat_arrays(ids),
         "source": pa.concat_arrays(sources),
-        "shard": pa.array(np.full(rows, number, np.int32)),
         "row": pa.array(np.arange(rows, dtype=np.int32)),
         "tokens": pa.array(np.concatenate(tokens).astype(np.int32)),
         "supervised": pa.array(np.concatenate(supervised).astype(np.int32)),

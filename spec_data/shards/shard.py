@@ -196,37 +196,41 @@ class Shard:
         record: ShardRecord,
         index: IndexRows,
         check: str,
+        remote: tuple[str, Path] | None = None,
     ) -> None:
         """Map the shard that `record` describes, in the dataset directory `path`.
 
-        `check` is one of checking.CHECKS.
+        `check` is one of checking.CHECKS. `remote` is the URL of a remote shard and its local copy,
+        which is deleted if it is damaged.
 
         Raises:
             DatasetError: the shard is damaged, of another dataset, or another shard under its name.
         """
         self.record = record
-        self.file = path / self.record.file
+        self.file = remote[1] if remote else path / self.record.file
+        self.name = f"{remote[0]} (local copy {remote[1]})" if remote else str(self.file)
+        self._is_copy = remote is not None
         try:
-            schema, self.batches, outline = self._mapped()
+            schema, self.batches, outline = read_batches(self.file)
         except (pa.ArrowException, OSError, ValueError) as error:
-            raise DatasetError(f"{self.file}: damaged ({error}); copy it again") from None
+            raise DatasetError(f"{self.name}: damaged ({error}); copy it again") from None
         expected = schema_of(manifest)
         if not schema.equals(expected, check_metadata=True):
             raise DatasetError(
-                f"{self.file}: its columns are not those of the manifest; it belongs to another "
+                f"{self.name}: its columns are not those of the manifest; it belongs to another "
                 "dataset or release"
             )
         if self.record.outline != outline:
             raise DatasetError(
-                f"{self.file}: its metadata is not what the manifest says: it is damaged, of "
+                f"{self.name}: its metadata is not what the manifest says: it is damaged, of "
                 "another dataset, or another shard under this name; copy it again"
             )
         if any(column.null_count for batch in self.batches for column in batch.columns):
-            raise DatasetError(f"{self.file}: some of its values are null; copy this shard again")
+            raise DatasetError(f"{self.name}: some of its values are null; copy this shard again")
         self.starts = [0, *itertools.accumulate(b.num_rows for b in self.batches)]
         if not self.starts[-1] == len(index.lengths) == self.record.rows:
             raise DatasetError(
-                f"{self.file}: {self.starts[-1]} documents, the manifest says {self.record.rows}, "
+                f"{self.name}: {self.starts[-1]} documents, the manifest says {self.record.rows}, "
                 f"the index {len(index.lengths)}; copy the dataset again"
             )
         self.index, self._manifest = index, manifest
@@ -238,10 +242,6 @@ class Shard:
         self._placed = bytearray(self.record.rows)  # 1: the row is the one that the index has
         self._views: dict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = {}
         self._readable: set[int] = set()  # record batches whose texts are checked
-
-    def _mapped(self) -> tuple[pa.Schema, list[pa.RecordBatch], str]:
-        """Map the file; return schema, record batches and outline."""
-        return read_batches(self.file)
 
     def _check_documents(self) -> None:
         """Check that every row is the document that the index has here, by ids."""
@@ -291,7 +291,7 @@ class Shard:
 
     def where(self, row: int) -> str:
         """Name a row in an error message: file, number, document."""
-        return f"{self.file}: row {row} (document {self.index.ids[row].as_py()})"
+        return f"{self.name}: row {row} (document {self.index.ids[row].as_py()})"
 
     def texts(self, place: Place) -> dict[str, Any]:
         """Return doc_id, source and turns of a row."""
@@ -314,7 +314,7 @@ class Shard:
                     raise pa.ArrowInvalid("null values")
             except pa.ArrowInvalid as error:
                 raise DatasetError(
-                    f"{self.file}: rows {self.starts[batch]} to {self.starts[batch + 1] - 1}, "
+                    f"{self.name}: rows {self.starts[batch]} to {self.starts[batch + 1] - 1}, "
                     f"column {name}: damaged ({error}); copy this shard again"
                 ) from None
         self._readable.add(batch)
@@ -365,6 +365,8 @@ class Shard:
         if not self._checks.due(place.row, number):
             return
         if self._checksums[place.batch][place.local, number] != checksum(chunk):
+            if self._is_copy:
+                self.file.unlink(missing_ok=True)  # the next run downloads it again
             raise DatasetError(
                 f"{self.where(place.row)}, column {field}: damaged: its bytes do not match "
                 "their checksum; copy this shard again (`spec-data verify` lists all damage)"
@@ -395,13 +397,9 @@ class Shard:
             for row in range(self.starts[batch], self.starts[batch + 1]):
                 self._check_row(row, batch)
             self._check_texts(batch)
-            found = chunk_checksums(self._whole_batch(batch).columns[:-1])
+            found = chunk_checksums(self.batches[batch].columns[:-1])
             for local, field in np.argwhere(found != stored).tolist():
                 yield self.starts[batch] + local, self.batches[batch].schema.names[field]
-
-    def _whole_batch(self, batch: int) -> pa.RecordBatch:
-        """Return a record batch with all of its values."""
-        return self.batches[batch]
 
     def _part(self, column: Column, place: Place) -> np.ndarray:
         """Return one document's part of a stored field, [n] or [n, W], unchecked; a view."""
@@ -433,6 +431,6 @@ class Shard:
             )
         if offsets[0] != 0 or offsets[-1] > stored:
             raise DatasetError(
-                f"{self.file}: rows {first} to {last - 1}, column {column.name}: offsets outside "
+                f"{self.name}: rows {first} to {last - 1}, column {column.name}: offsets outside "
                 "the column; copy this shard again"
             )

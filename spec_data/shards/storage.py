@@ -1,4 +1,4 @@
-"""A folder on remote storage: read by ranges and written whole, with retries, through fsspec.
+"""A folder on remote storage: whole objects are read and written, with retries, through fsspec.
 
 An error that may pass (a reset connection, status 500, a read that ends early) is tried again with
 growing pauses. A missing object and refused credentials are not: they raise at once.
@@ -8,6 +8,7 @@ import contextlib
 import errno
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -23,6 +24,7 @@ T = TypeVar("T")
 
 PAUSES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 """Seconds between two tries, each with up to as much again at random."""
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _FINAL = (TypeError, AttributeError, NotImplementedError, MemoryError, RunError, ConfigError)
 
 
@@ -46,7 +48,13 @@ class Storage:
         from fsspec.core import url_to_fs  # here: local datasets do not need it
 
         self._system: Any
-        self._system, root = url_to_fs(self.url, use_listings_cache=False)
+        options: dict[str, Any] = {}
+        if not self.lists:
+            from aiohttp import ClientTimeout
+
+            # a shard may take more than the five minutes that are aiohttp's limit
+            options = {"client_kwargs": {"timeout": ClientTimeout(sock_connect=30, sock_read=60)}}
+        self._system, root = url_to_fs(self.url, use_listings_cache=False, **options)
         self._root = root.rstrip("/")
         # s3fs asks for the size of an object that it reads in parts; one request is enough here
         self._whole = {"max_concurrency": 1} if self.url.startswith("s3://") else {}
@@ -62,28 +70,6 @@ class Storage:
             FileNotFoundError: there is none. ConfigError: no access. RunError: all tries failed.
         """
         return self._tried(name, lambda: self._system.cat_file(self._path(name), **self._whole))
-
-    def read_range(self, name: str, start: int, stop: int) -> bytes:
-        """Read bytes `start` to `stop` of an object; never fewer.
-
-        Raises:
-            FileNotFoundError: there is none. ConfigError: no access, or the server has no ranges.
-            RunError: all tries failed.
-        """
-
-        def read() -> bytes:
-            found = self._system.cat_file(self._path(name), start=start, end=stop)
-            if len(found) > stop - start:
-                raise ConfigError(
-                    f"{self.where(name)}: the server sends {len(found):,} bytes where "
-                    f"{stop - start:,} were asked for: it has no range requests. Copy the dataset "
-                    "to a local directory"
-                )
-            if len(found) < stop - start:
-                raise EOFError(f"{len(found):,} of {stop - start:,} bytes came")
-            return found
-
-        return self._tried(name, read)
 
     def size(self, name: str) -> int | None:
         """Return the size of an object in bytes; None: there is none."""
@@ -158,14 +144,23 @@ class Storage:
         """Return whether there is an object."""
         return self.size(name) is not None
 
-    def download(self, name: str, file: Path) -> None:
-        """Copy an object to a local file.
+    def download(self, name: str, file: Path, stop: threading.Event | None = None) -> None:
+        """Copy an object to a local file; `stop` ends it while it runs, with a RunError.
 
         Raises:
             FileNotFoundError: there is none. ConfigError: no access. RunError: all tries failed.
+            OSError: the local disk is full.
         """
+        from fsspec.callbacks import Callback
+
+        class Stoppable(Callback):
+            def relative_update(self, inc: int = 1) -> None:
+                if stop is not None and stop.is_set():
+                    raise RunError(f"{name}: the download was stopped")
+
         file.parent.mkdir(parents=True, exist_ok=True)
-        self._tried(name, lambda: self._system.get_file(self._path(name), str(file)))
+        path = self._path(name)
+        self._tried(name, lambda: self._system.get_file(path, str(file), callback=Stoppable()))
 
     def delete(self, name: str) -> None:
         """Delete an object, unless it is gone already."""
@@ -185,6 +180,8 @@ class Storage:
             except _FINAL:
                 raise
             except Exception as error:
+                if isinstance(error, OSError) and error.errno in DISK_FULL:
+                    raise
                 if _refused(error):
                     raise ConfigError(
                         f"{self.where(name)}: access refused ({_words(error)}); renew or set the "

@@ -1,71 +1,70 @@
-"""Fetch the data of coming steps from remote storage while earlier steps are read.
+"""Download the shards of coming steps from remote storage while earlier steps are read.
 
-One thread walks ahead of the reader and starts range requests; `block_cache` runs them. It stays a
-fixed number of bytes ahead. A failure here is none of the run: the reader meets it again, and
-raises it. Local datasets are read without any of this.
+A failure here is none of the run: the reader meets it again, and raises it. Local datasets are read
+without any of this.
 """
 
-import contextlib
+import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from spec_data.shards.block_cache import size_limit
-from spec_data.shards.errors import SpecDataError
-from spec_data.shards.mirror import Mirror
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.shard_cache import SIZE_VARIABLE
 from spec_train.data.mixture import Documents, Mixture
+from spec_train.data.order import STRETCHES_PER_WINDOW
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-AHEAD_BYTES = 1 << 30
-"""How far requests go ahead of the reader, where a quarter of the cache is not less."""
+STEPS = 64
+"""How many steps are looked ahead, where their shards are less than a quarter of the cache."""
 
 
-def _mirrors(dataset: Documents) -> list[Mirror]:
+def remote_parts(dataset: Documents) -> list[HiddenStatesDataset]:
+    """Return the datasets among the documents that are on remote storage."""
     parts = dataset.datasets if isinstance(dataset, Mixture) else (dataset,)
-    return [p.mirror for p in parts if isinstance(p, HiddenStatesDataset) and p.mirror is not None]
+    return [p for p in parts if isinstance(p, HiddenStatesDataset) and p.mirror is not None]
 
 
-def is_remote(dataset: Documents) -> bool:
-    """Return whether some of the documents are on remote storage."""
-    return bool(_mirrors(dataset))
+def fetched_ahead(
+    dataset: Documents, steps: Iterable[T], rows: Callable[[T], Iterable[int]]
+) -> Iterator[T]:
+    """Yield `steps`; shards of the documents `rows(step)` of coming ones are downloaded."""
+    mirrors = [part.mirror for part in remote_parts(dataset) if part.mirror]
+    limit = min(mirror.shards.limit for mirror in mirrors) // 4
+    waiting: deque[tuple[T, int]] = deque()
+    ahead = 0
+    try:
+        for step in steps:
+            size = dataset.fetch_ahead(rows(step))
+            waiting.append((step, size))
+            ahead += size
+            while waiting and (ahead > limit or len(waiting) > STEPS):
+                first, size = waiting.popleft()
+                yield first
+                ahead -= size
+        for step, _ in waiting:
+            yield step
+    finally:
+        for mirror in mirrors:
+            mirror.shards.stop()  # a run that is stopped must not wait for them
 
 
-class FetchAhead:
-    """Starts the requests for documents of one dataset, in the order in which they are asked."""
-
-    def __init__(self, dataset: Documents, columns: Sequence[str]) -> None:
-        """Fetch `columns` of `dataset`, some of which is remote."""
-        self._dataset, self._columns = dataset, tuple(columns)
-        self._each = sum(c.bytes_per_token for c in dataset.manifest.columns if c.name in columns)
-        self._limit = min(AHEAD_BYTES, size_limit() // 4)
-
-    def steps(self, steps: Iterable[T], rows: Callable[[T], Iterable[int]]) -> Iterator[T]:
-        """Yield `steps`; the documents `rows(step)` of coming ones are fetched meanwhile."""
-        waiting: deque[tuple[T, int]] = deque()
-        ahead = 0
-        with ThreadPoolExecutor(1, thread_name_prefix="fetch-ahead") as thread:
-            try:
-                for step in steps:
-                    own = list(rows(step))
-                    thread.submit(self._begin, own)
-                    size = self._each * int(self._dataset.lengths[own].sum())
-                    waiting.append((step, size))
-                    ahead += size
-                    while ahead > self._limit and waiting:
-                        first, size = waiting.popleft()
-                        yield first
-                        ahead -= size
-                for step, _ in waiting:
-                    yield step
-            finally:
-                thread.shutdown(wait=False, cancel_futures=True)
-                for mirror in _mirrors(self._dataset):
-                    mirror.blocks.cancel()  # a run that is stopped must not wait for them
-
-    def _begin(self, rows: Sequence[int]) -> None:
-        for row in rows:
-            with contextlib.suppress(SpecDataError, OSError):
-                self._dataset.fetch_ahead(row, self._columns)
+def warn_of_small_cache(dataset: Documents, window_tokens: int) -> None:
+    """Warn where the shards of a window of the order exceed the cache: each is fetched often."""
+    needed, limit = 0, 0
+    for part in remote_parts(dataset):
+        assert part.mirror is not None
+        totals, limit = part.manifest.raw["totals"], part.mirror.shards.limit
+        largest = max((record.bytes for record in part.manifest.shards), default=0)
+        window = window_tokens * totals["bytes"] // max(1, totals["tokens"])
+        needed += min(totals["bytes"], window + STRETCHES_PER_WINDOW * largest)
+    if needed > limit:
+        logger.warning(
+            "warning: a window of --window-tokens %s may touch %.1f GB of shards, but the local "
+            "cache holds %.1f GB: shards will be downloaded again and again. Set %s to more, or "
+            "lower --window-tokens",
+            *(f"{window_tokens:,}", needed / 1e9, limit / 1e9, SIZE_VARIABLE),
+        )

@@ -242,7 +242,7 @@ class Documents(Protocol):
     def shard_of(self, index: int) -> str: ...
     def source_of(self, index: int) -> str: ...
     def wait_for(self, rows: Iterable[int], stop: threading.Event) -> bool: ...
-    def fetch_ahead(self, index: int, columns: Iterable[str]) -> None: ...
+    def fetch_ahead(self, rows: Iterable[int]) -> int: ...
     def read_into(
         self,
         index: int,
@@ -332,10 +332,13 @@ class Mixture:
         """Return True at once: all datasets are sealed, so every document can be read."""
         return True
 
-    def fetch_ahead(self, index: int, columns: Iterable[str]) -> None:
-        """Begin to fetch columns of a document, as HiddenStatesDataset.fetch_ahead does."""
-        dataset, row = self._locate(index)
-        dataset.fetch_ahead(row, columns)
+    def fetch_ahead(self, rows: Iterable[int]) -> int:
+        """Begin to download the shards of documents, as HiddenStatesDataset.fetch_ahead does."""
+        own: dict[int, tuple[HiddenStatesDataset, list[int]]] = {}
+        for index in rows:
+            dataset, row = self._locate(index)
+            own.setdefault(id(dataset), (dataset, []))[1].append(row)
+        return sum(dataset.fetch_ahead(chosen) for dataset, chosen in own.values())
 
     def read_into(
         self,

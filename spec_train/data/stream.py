@@ -28,7 +28,7 @@ from spec_data.shards.errors import DatasetError
 from spec_data.shards.packing import PADDING
 from spec_data.shards.shard import CodedRows
 from spec_train.data.batch import DraftBatch
-from spec_train.data.fetch_ahead import FetchAhead, is_remote
+from spec_train.data.fetch_ahead import fetched_ahead, remote_parts, warn_of_small_cache
 from spec_train.data.mixture import Documents
 from spec_train.data.order import BatchPlan, Pack, rank_slice
 
@@ -320,13 +320,12 @@ class BatchStream:
     def _steps(
         self, epoch: int, done: int, count: int
     ) -> Iterator[tuple[int, int, float, list[Pack]]]:
-        """Yield what `_walk` does; of remote datasets, this rank's documents are fetched ahead."""
+        """Yield what `_walk` does; of remote datasets, this rank's shards are fetched ahead."""
         walk = self._walk(epoch, done, count)
-        if not is_remote(self.dataset):
+        if not remote_parts(self.dataset):
             return walk
-        stored = {column.name for column in self.dataset.manifest.columns}
-        wanted = [name for name in self.columns if name in stored]
-        return FetchAhead(self.dataset, wanted).steps(walk, self._own_rows)
+        warn_of_small_cache(self.dataset, self.plan.window_tokens)
+        return fetched_ahead(self.dataset, walk, self._own_rows)
 
     def _own_rows(self, step: tuple[int, int, float, list[Pack]]) -> Iterator[int]:
         """Yield the documents of this rank in a step of `_walk`."""

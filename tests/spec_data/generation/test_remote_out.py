@@ -125,6 +125,22 @@ def test_two_workers_on_two_machines(source, whole, machine, caplog):
     assert remote_digests() == whole
 
 
+def test_a_damaged_part_of_the_index_is_refused(source, whole, machine):
+    run(*source, URL, workers="0/2", **LOSSY)
+    store = Storage(URL, write=True)
+    name = min(n for n in store.sizes(".generate") if n.endswith(".index"))
+    text = store.read(name)
+    store.write(name, text[:-1] + bytes([text[-1] ^ 1]))
+    machine()
+    with pytest.raises(DatasetError, match=r"unit-\d+.index: missing or damaged; delete "):
+        run(*source, URL, workers="1/2", **LOSSY)
+    assert "manifest.json" not in remote_digests()
+    store.write(name, text)
+    machine()
+    run(*source, URL, workers="1/2", **LOSSY)
+    assert remote_digests() == whole
+
+
 def test_answers_that_are_lost_and_lists_that_are_late(source, whole, machine, monkeypatch):
     """Every first write succeeds and is reported as failed; lists never show records or shards."""
     seen: set[str] = set()

@@ -1,8 +1,10 @@
 """Remote datasets through memory://: the same values, few requests, bounded disk, and damage."""
 
+import errno
+import hashlib
 import json
+import multiprocessing
 import os
-import shutil
 import threading
 from collections import Counter
 from pathlib import Path
@@ -15,10 +17,9 @@ import torch
 import spec_data
 from spec_data.cli import main
 from spec_data.options.dataset_options import VerifyConfig
-from spec_data.shards import block_cache, hollow, storage
+from spec_data.shards import shard_cache, storage
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
-from spec_data.shards.shard import Shard
 from spec_data.shards.storage import Storage
 from spec_data.shards.urls import check_dataset_url, scheme_of
 from spec_data.verification.run import examine
@@ -34,13 +35,8 @@ def local(tmp_path_factory):
 
 @pytest.fixture
 def system(local, tmp_path, monkeypatch):
-    """The dataset at URL, a cache of its own, and small blocks, so that values span several."""
+    """The dataset at URL, and a cache of its own."""
     monkeypatch.setenv("SPEC_DATA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(block_cache, "BLOCK", 4096)
-    monkeypatch.setattr("spec_data.shards.ranged_shard.BLOCK", 4096)
-    monkeypatch.setattr("spec_data.shards.mirror.BLOCK", 4096)
-    monkeypatch.setattr(hollow, "_MESSAGE", 512)
-    monkeypatch.setattr(hollow, "_GAP", 64)
     monkeypatch.setattr(storage, "PAUSES", (0.0, 0.0, 0.0))
     found = fsspec.filesystem("memory")
     found.store.clear()
@@ -81,14 +77,27 @@ def test_every_value_is_that_of_the_local_dataset(system, local):
     assert HiddenStatesDataset(Path(URL)).place == URL  # a Path has lost a slash
 
 
-def test_only_asked_columns_are_fetched(system):
-    dataset = HiddenStatesDataset(URL, ["input_ids"])
-    whole = sum(record.bytes for record in dataset.manifest.shards)
-    for index in range(len(dataset)):
-        _ = dataset[index]
-    kept = [p.stat() for p in (dataset.path / "hollow").iterdir()]
-    assert sum(found.st_size for found in kept) == whole
-    assert 0 < dataset.mirror.blocks.fetched < whole / 2
+def copies() -> list[Path]:
+    return sorted((shard_cache.remote_directory() / "shards").glob("*.arrow"))
+
+
+def test_a_shard_is_downloaded_once_and_whole(system, local, monkeypatch):
+    asked: list[str] = []
+    whole = Storage.download
+    monkeypatch.setattr(
+        Storage,
+        "download",
+        lambda self, name, *more: (asked.append(name), whole(self, name, *more)),
+    )
+    for _ in range(2):
+        dataset = HiddenStatesDataset(URL, ["input_ids"])
+        _ = dataset[8], dataset[9], dataset[0]
+    assert asked == ["shards/unit-00001.arrow", "shards/unit-00000.arrow"]
+    records = dataset.manifest.shards[:2]
+    assert [file.name for file in copies()] == sorted(f"{r.sha256}.arrow" for r in records)
+    for record in records:
+        kept = shard_cache.remote_directory() / "shards" / f"{record.sha256}.arrow"
+        assert kept.read_bytes() == (local / record.file).read_bytes()
 
 
 def test_opening_costs_few_requests(system, monkeypatch):
@@ -101,7 +110,7 @@ def test_opening_costs_few_requests(system, monkeypatch):
 
         return call
 
-    for name in ("read", "read_range", "size", "sizes"):
+    for name in ("read", "download", "size", "sizes"):
         monkeypatch.setattr(Storage, name, counted(name, getattr(Storage, name)))
     dataset = HiddenStatesDataset(URL)
     assert calls == {"read": 1, "sizes": 1}
@@ -112,31 +121,85 @@ def test_opening_costs_few_requests(system, monkeypatch):
     assert calls == {"read": 3, "sizes": 2}  # the index is kept
 
 
-def test_blocks_on_disk_stay_below_the_limit(system, local, monkeypatch):
-    limit = 4 * 4096
+def test_shards_on_disk_stay_below_the_limit_and_deleted_ones_are_unmapped(
+    system, local, monkeypatch
+):
+    here = HiddenStatesDataset(local)
+    limit = 2 * max(record.bytes for record in here.manifest.shards)
     monkeypatch.setenv("SPEC_DATA_REMOTE_SIZE", str(limit))
-    here, there = HiddenStatesDataset(local), HiddenStatesDataset(URL)
-    most = 0
-    for index in np.random.default_rng(0).permutation(np.repeat(np.arange(len(here)), 2)).tolist():
+    there = HiddenStatesDataset(URL)
+    for index in np.random.default_rng(0).permutation(len(here)).tolist():
         assert same(here[index]["hidden.L1"], there[index]["hidden.L1"])
-        blocks = (there.path / "blocks").rglob("[0-9]*")
-        most = max(most, sum(p.stat().st_size for p in blocks if p.is_file()))
-    ahead = block_cache.THREADS * 4096
-    assert there.mirror.blocks.fetched > 4 * limit and most <= limit + ahead
+        assert sum(file.stat().st_size for file in copies()) <= limit
+        mapped = Path("/proc/self/maps").read_text().splitlines()
+        mine = [line for line in mapped if f"{shard_cache.remote_directory()}/shards" in line]
+        assert mine and not [line for line in mine if line.endswith("(deleted)")]
 
 
-def test_the_oldest_blocks_are_deleted_and_what_kills_left(tmp_path):
-    folder = tmp_path / "a" / "blocks" / "s"
-    folder.mkdir(parents=True)
-    for number in range(8):
-        (folder / f"{number:06d}").write_bytes(bytes(100))
-        os.utime(folder / f"{number:06d}", (number, number))
-    (folder / ".x.tmp").write_bytes(b"half")
-    os.utime(folder / ".x.tmp", (1, 1))
-    (tmp_path / "a" / "index.arrow").write_bytes(bytes(5000))  # no block: it stays
-    block_cache.trim(tmp_path, 320)
-    assert sorted(p.name for p in folder.iterdir()) == ["000005", "000006", "000007"]
-    assert (tmp_path / "a" / "index.arrow").is_file()
+def test_the_shard_that_was_not_used_for_the_longest_time_goes(system, monkeypatch, tmp_path):
+    records = HiddenStatesDataset(URL).manifest.shards
+    monkeypatch.setenv("SPEC_DATA_REMOTE_SIZE", str(sum(r.bytes for r in records[:3])))
+    cache = HiddenStatesDataset(URL).mirror.shards
+    left = tmp_path / "cache" / "remote" / "shards" / ".x.arrow.0123456789ab.tmp"
+    for number in (0, 1, 2, 0):
+        cache.path(records[number])
+    left.write_bytes(b"half of a shard, of a process that was killed")
+    os.utime(left, (1, 1))
+    cache.path(records[3])
+    assert [f.name for f in copies()] == sorted(f"{records[n].sha256}.arrow" for n in (0, 2, 3))
+    assert not left.exists()
+    monkeypatch.setenv("SPEC_DATA_REMOTE_SIZE", "100")
+    with pytest.raises(ConfigError, match=r"unit-00001.arrow has .*SPEC_DATA_REMOTE_SIZE"):
+        HiddenStatesDataset(URL).mirror.shards.path(records[1])
+
+
+def test_a_download_that_ends_early_leaves_nothing(system, monkeypatch):
+    dataset, whole = HiddenStatesDataset(URL), type(system).get_file
+
+    def killed(self, rpath, lpath, **more):
+        Path(lpath).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(system), "get_file", killed)
+    with pytest.raises(KeyboardInterrupt):
+        _ = dataset[0]
+
+    def full(self, rpath, lpath, **more):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(type(system), "get_file", full)
+    with pytest.raises(RunError, match=r"the disk is full; lower SPEC_DATA_REMOTE_SIZE"):
+        _ = dataset[0]
+    folder = shard_cache.remote_directory() / "shards"
+    assert not [file for file in folder.iterdir() if file.suffix != ".lock"]
+    monkeypatch.setattr(type(system), "get_file", whole)
+    assert dataset[0]["doc_id"]
+
+
+def _fetch_in_a_process(record, asked) -> None:
+    """Fetch a shard, as a process of its own does; memory:// came with the fork."""
+    whole = Storage.download
+
+    def counted(self, name, *more):
+        asked.put(name)
+        whole(self, name, *more)
+
+    Storage.download = counted
+    HiddenStatesDataset(URL).mirror.shards.path(record)
+
+
+def test_two_processes_share_a_download(system, local):
+    record = HiddenStatesDataset(URL).manifest.shards[1]
+    context = multiprocessing.get_context("fork")
+    asked = context.Queue()
+    own = [context.Process(target=_fetch_in_a_process, args=(record, asked)) for _ in range(2)]
+    for process in own:
+        process.start()
+    for process in own:
+        process.join(60)
+    assert [process.exitcode for process in own] == [0, 0]
+    assert asked.get(timeout=10) == record.file and asked.empty()
+    assert [file.read_bytes() for file in copies()] == [(local / record.file).read_bytes()]
 
 
 def test_threads_share_a_cache(system, local):
@@ -156,32 +219,45 @@ def test_threads_share_a_cache(system, local):
     assert not wrong
 
 
-def test_requests_that_are_cancelled_are_made_again_by_a_reader(system, local, monkeypatch):
-    dataset = HiddenStatesDataset(URL, ["input_ids"])
-    blocks, record = dataset.mirror.blocks, dataset.manifest.shards[0]
-    held, whole = threading.Event(), Storage.read_range
+def test_shards_are_fetched_ahead_and_given_up(system, monkeypatch):
+    dataset = HiddenStatesDataset(URL)
+    records, cache = dataset.manifest.shards, dataset.mirror.shards
+    begun, held, whole = threading.Event(), threading.Event(), type(system).get_file
 
-    def slow(self, *arguments):
-        held.wait(10)
-        return whole(self, *arguments)
+    def slow(self, rpath, lpath, callback, **more):
+        begun.set()
+        assert held.wait(10)
+        callback.relative_update(1)
+        whole(self, rpath, lpath, callback=callback, **more)
 
-    monkeypatch.setattr(block_cache, "THREADS", 1)
-    monkeypatch.setattr(Storage, "read_range", slow)
-    blocks.fetch_ahead(record.file, record.bytes, range(4))
-    blocks.cancel()
+    monkeypatch.setattr(shard_cache, "THREADS", 1)
+    monkeypatch.setattr(type(system), "get_file", slow)
+    assert dataset.fetch_ahead([0, 8, 1]) == records[0].bytes + records[1].bytes
+    assert dataset.fetch_ahead([0, 8]) == 0  # on their way
+    assert begun.wait(10)
+    cache.stop()
     held.set()
-    found = blocks.read(record.file, record.bytes, 100, 3 * 4096 + 5)
-    assert found.tobytes() == (local / record.file).read_bytes()[100 : 3 * 4096 + 5]
+    cache._pool.shutdown()
+    assert not copies()
+    assert [dataset[index]["doc_id"] for index in (0, 8)] == dataset.doc_ids[:9:8]
+    assert dataset.fetch_ahead([0, 8]) == 0 and len(copies()) == 2
 
 
-def test_damage_in_the_cache_heals(system, local):
+def test_damage_of_local_copies_heals(system, local):
     here, there = HiddenStatesDataset(local), HiddenStatesDataset(URL)
     _ = [there[index] for index in range(len(there))]
-    for file in (there.path / "blocks").rglob("[0-9]*"):
-        if file.is_file():
-            file.write_bytes(bytes(file.stat().st_size))
-    for file in (there.path / "hollow").iterdir():
-        file.write_bytes(bytes(file.stat().st_size))
+    cut, zeros, value, _ = copies()
+    cut.write_bytes(cut.read_bytes()[:-8])
+    zeros.write_bytes(bytes(zeros.stat().st_size))
+    number = next(n for n, r in enumerate(there.manifest.shards) if r.sha256 == value.stem)
+    data = bytearray(value.read_bytes())
+    row = here.doc_ids.index(here.shard(number).index.ids[1].as_py())
+    place = data.index(here[row]["hidden.L0"].view(torch.int16).numpy().tobytes())
+    data[place] ^= 1
+    value.write_bytes(data)
+    again = HiddenStatesDataset(URL)
+    with pytest.raises(DatasetError, match=r"some data/shards/unit.* \(local copy .*hidden.L0"):
+        _ = again[row]
     again = HiddenStatesDataset(URL)
     for index in range(len(here)):
         assert same(here[index]["hidden.L0"], again[index]["hidden.L0"])
@@ -189,16 +265,15 @@ def test_damage_in_the_cache_heals(system, local):
 
 def test_damage_in_the_storage_is_named(system):
     shard = bytearray(content(system, "shards/unit-00001.arrow"))
-    dataset = HiddenStatesDataset(URL)
-    opened = HiddenStatesDataset(URL).shard(1)
-    start, _ = opened._range(Shard._part(opened, dataset._columns["hidden.L1"], opened.place(2)))
-    shard[start + 5] ^= 1
+    shard[len(shard) // 2] ^= 1
     replace(system, "shards/unit-00001.arrow", bytes(shard))
-    with pytest.raises(DatasetError, match=r"some data/shards/unit-00001.arrow: row 2 .*hidden.L1"):
+    dataset = HiddenStatesDataset(URL)
+    with pytest.raises(DatasetError, match=r"some data/shards/unit-00001.arrow: damaged: its SHA"):
         _ = dataset[7 + 2]
-    assert dataset[7 + 1]["doc_id"]
+    assert dataset[0]["doc_id"] and len(copies()) == 1
     found = examine(VerifyConfig(data=URL, device="cpu", samples=2))
-    assert len(found.failures) == 2 and "unit-00001.arrow row 2" in found.failures[1]
+    assert hashlib.sha256(shard).hexdigest()[:16] in found.failures[0]
+    assert all("unit-00001.arrow" in failure for failure in found.failures)
 
 
 def test_a_dataset_that_is_replaced_is_no_mixture(system, local, tmp_path):
@@ -247,21 +322,32 @@ def test_a_list_that_is_late(system, monkeypatch):
 def test_errors_that_pass_are_tried_again(system, monkeypatch):
     left: Counter = Counter({OSError: 2, TimeoutError: 1})
     memory = type(system)
-    whole = memory.cat_file
 
-    def flaky(self, path, start=None, end=None, **more):
-        for error in [OSError, TimeoutError, PermissionError]:
-            if left[error]:
-                left[error] -= 1
-                raise error("passing")
-        found = whole(self, path, start=start, end=end, **more)
-        if start and left["short"] < 3:
-            left["short"] += 1
-            return found[:-1]
-        return found
+    def flaky(function):
+        def call(self, *arguments, **more):
+            for error in [OSError, TimeoutError, PermissionError]:
+                if left[error]:
+                    left[error] -= 1
+                    raise error("passing")
+            return function(self, *arguments, **more)
 
-    monkeypatch.setattr(memory, "cat_file", flaky)
-    assert HiddenStatesDataset(URL)[3]["hidden.L1"].isfinite().all()
+        return call
+
+    cut, whole = [2], memory.get_file
+
+    def short(self, rpath, lpath, **more):
+        whole(self, rpath, lpath, **more)
+        if cut[0]:
+            cut[0] -= 1
+            Path(lpath).write_bytes(Path(lpath).read_bytes()[:-1])
+            if cut[0]:
+                raise EOFError("the connection was closed")
+
+    monkeypatch.setattr(memory, "cat_file", flaky(memory.cat_file))
+    monkeypatch.setattr(memory, "get_file", flaky(short))
+    dataset = HiddenStatesDataset(URL)
+    left[OSError] = 2
+    assert dataset[3]["hidden.L1"].isfinite().all() and cut == [0]
     left[OSError] = 99
     with pytest.raises(RunError, match="4 tries failed, the last with: OSError: passing"):
         HiddenStatesDataset(URL)
@@ -316,5 +402,4 @@ def test_sizes_of_the_cache_that_are_refused(system, monkeypatch):
         with pytest.raises(ConfigError, match="SPEC_DATA_REMOTE_SIZE="):
             HiddenStatesDataset(URL)
     monkeypatch.setenv("SPEC_DATA_REMOTE_SIZE", "1.5GB")
-    assert block_cache.size_limit() == 1_500_000_000
-    shutil.rmtree(block_cache.remote_directory(), ignore_errors=True)
+    assert shard_cache.size_limit() == 1_500_000_000

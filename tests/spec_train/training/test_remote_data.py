@@ -2,7 +2,6 @@
 
 import json
 import logging
-import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.storage import Storage
 from spec_train.cli import main
-from spec_train.data.fetch_ahead import FetchAhead, is_remote
+from spec_train.data.fetch_ahead import fetched_ahead, remote_parts, warn_of_small_cache
 from spec_train.data.mixture import open_documents
 from spec_train.evaluation.report import measure
 from spec_train.evaluation.run_record import read_run
@@ -28,8 +27,6 @@ URL = "memory://bucket/set"
 def remote(data, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPEC_DATA_CACHE", str(tmp_path_factory.mktemp("cache")))
-        for module in ("block_cache", "ranged_shard", "mirror"):
-            patch.setattr(f"spec_data.shards.{module}.BLOCK", 4096)
         put_in_memory(data, URL)
         yield URL
     forget_memory()
@@ -59,46 +56,61 @@ def test_a_run_on_remote_data_has_the_same_bits(remote, data, config, tmp_path, 
 def test_local_and_remote_datasets_are_mixed(remote, data):
     both = open_documents(parse_sources([str(data), f"{remote}:2"][1:]))
     assert len(both) == 60 and str(parse_source(f"{remote}:2")) == f"{remote}:2"
-    assert is_remote(both) and not is_remote(open_documents(parse_sources(str(data))))
+    assert remote_parts(both) and not remote_parts(open_documents(parse_sources(str(data))))
     assert both.shard_of(0) == f"{remote}/shards/unit-00000.arrow"
 
 
-def test_requests_go_ahead_of_the_reader(remote, monkeypatch):
+def test_shards_of_coming_steps_are_asked_for(remote, monkeypatch):
     dataset = open_documents(parse_sources(remote))
-    asked, enough = [], threading.Event()
-    monkeypatch.setattr(
-        type(dataset),
-        "fetch_ahead",
-        lambda self, row, columns: (asked.append(row), row == 9 and enough.set()),
-    )
-    ahead = FetchAhead(dataset, ["input_ids"])
-    ahead._limit = int(dataset.lengths[:9].sum()) * ahead._each
-    steps = ahead.steps(range(60), lambda step: [step])
-    assert next(steps) == 0 and enough.wait(10)
-    assert sorted(asked) == list(range(10))  # one more than the limit
+    cache, asked = dataset.mirror.shards, []
+    monkeypatch.setattr(cache, "fetch_ahead", lambda record: (asked.append(record.file), 10)[1])
+    monkeypatch.setattr(cache, "limit", 4 * 39)
+    steps = fetched_ahead(dataset, range(60), lambda step: [step])
+    assert next(steps) == 0 and len(asked) == 4 and not list(remote_parts(dataset)[0]._shards)
+    assert next(steps) == 1 and len(asked) == 5
+    stopped = []
+    monkeypatch.setattr(cache, "stop", lambda: stopped.append(1))
     steps.close()
-    assert list(FetchAhead(dataset, ["input_ids"]).steps([3, 1], lambda step: [step])) == [3, 1]
+    assert stopped
+    assert list(fetched_ahead(dataset, [3, 1], lambda step: [step])) == [3, 1]
 
 
-def test_a_failure_ahead_is_met_by_the_reader_alone(remote, monkeypatch):
+def test_a_failure_ahead_is_met_by_the_reader(remote, monkeypatch, tmp_path):
+    monkeypatch.setenv("SPEC_DATA_CACHE", str(tmp_path))
     dataset = open_documents(parse_sources(remote))
+    whole, failed = Storage.download, []
 
-    def fails(self, row, columns):
-        raise OSError("a request")
+    def fails(self, name, *more):
+        if not failed:
+            failed.append(name)
+            raise OSError("a request")
+        whole(self, name, *more)
 
-    monkeypatch.setattr(type(dataset), "fetch_ahead", fails)
-    assert list(FetchAhead(dataset, ["input_ids"]).steps([1, 2], lambda step: [step])) == [1, 2]
+    monkeypatch.setattr(Storage, "download", fails)
+    for step in fetched_ahead(dataset, [1, 2], lambda step: [step]):
+        assert dataset[step]["doc_id"]
+    assert failed
 
 
-def test_a_run_that_cannot_read_ends_with_an_error(remote, config, monkeypatch):
-    whole = Storage.read_range
+def test_a_cache_that_is_smaller_than_a_window_is_said(remote, monkeypatch, caplog):
+    dataset = open_documents(parse_sources(remote))
+    warn_of_small_cache(dataset, 1 << 22)
+    assert not caplog.messages
+    monkeypatch.setattr(dataset.mirror.shards, "limit", dataset.manifest.raw["totals"]["bytes"] - 1)
+    warn_of_small_cache(dataset, 1 << 22)
+    assert "downloaded again and again. Set SPEC_DATA_REMOTE_SIZE" in caplog.text
 
-    def refused(self, name, start, stop):
+
+def test_a_run_that_cannot_read_ends_with_an_error(remote, config, monkeypatch, tmp_path):
+    monkeypatch.setenv("SPEC_DATA_CACHE", str(tmp_path / "empty"))
+    whole = Storage.download
+
+    def refused(self, name, *more):
         if "unit-00003" in name:
             raise ConfigError("access refused")
-        return whole(self, name, start, stop)
+        whole(self, name, *more)
 
-    monkeypatch.setattr(Storage, "read_range", refused)
+    monkeypatch.setattr(Storage, "download", refused)
     put_in_memory(parse_source(config.data).path, "memory://bucket/other")
     with pytest.raises(ConfigError, match="access refused"):
         run(change(config, data="memory://bucket/other", steps=40))
