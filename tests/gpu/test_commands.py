@@ -7,7 +7,6 @@ the reasons; a new line gets "?" as its reason, which this test refuses.
 import os
 import re
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     capture, found = replica.capture_unit, []
 
     def counted(target: Any, plan: Any, unit: int, settings: Any, *more: Any) -> Any:
-        settings = replace(settings, kept={})  # forwards of the proofs are made again
         with counting() as syncs:
             captured = capture(target, plan, unit, settings, *more)
         found.append(syncs)
