@@ -47,14 +47,13 @@ class FinishedUnit:
         record: size and checksum of the shard.
         dropped: number of documents that were left out, by reason.
         left_out: their indices in the unit.
-        figures: how well the other documents agree with the target; None if a release that did not
-            measure it captured the unit.
+        figures: how well the other documents agree with the target.
     """
 
     record: ShardRecord
     dropped: dict[str, int]
     left_out: list[int]
-    figures: DocumentFigures | None = None
+    figures: DocumentFigures
 
 
 def finished_unit(out: Path, unit: int) -> FinishedUnit | None:
@@ -67,14 +66,13 @@ def finished_unit(out: Path, unit: int) -> FinishedUnit | None:
         return None
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
-        checksum = raw.pop("checksum", None)  # older releases wrote none
+        checksum = raw.pop("checksum")
         record = ShardRecord(**raw["record"])
-        measured = raw.get("agreement")
-        figures = DocumentFigures.from_json(measured) if measured else None
-        dropped, left_out = raw["dropped"], raw.get("left_out", [])
-        whole = sum(dropped.values()) == len(left_out) or "left_out" not in raw
-        whole &= figures is None or len(figures.tokens) == record.rows
-        whole &= checksum in (None, sha256_json(raw))
+        figures = DocumentFigures.from_json(raw["agreement"])
+        dropped, left_out = raw["dropped"], raw["left_out"]
+        whole = sum(dropped.values()) == len(left_out)
+        whole &= len(figures.tokens) == record.rows
+        whole &= checksum == sha256_json(raw)
     except (ValueError, TypeError, KeyError, AttributeError):
         whole = False
     if not whole:
@@ -219,14 +217,9 @@ def _delete(work: Path) -> None:
 
 
 def record_agreement(plan: Plan, units: dict[int, FinishedUnit], draft: dict[str, Any]) -> None:
-    """Add to the draft how well each source agrees with the target, and the label that follows.
-
-    Nothing is added if a release that did not measure it captured one of the units.
-    """
+    """Add to the draft how well each source agrees with the target, and the label that follows."""
     parts, sources = [], []
     for unit, finished in sorted(units.items()):
-        if finished.figures is None:
-            return
         parts.append(finished.figures)
         first, last = plan.units[unit]
         left_out = {first + place for place in finished.left_out}

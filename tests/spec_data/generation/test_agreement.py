@@ -278,20 +278,6 @@ def test_verify_counts_first_choices_again(trained, tmp_path):
     assert any("272 of 273" in f and "have 273 first choices" in f for f in found.failures)
 
 
-def test_datasets_without_the_measurement_are_read(trained, tmp_path, capsys):
-    corpus = trained.corpus("own", trained.rows)
-    run(trained.path, corpus, tmp_path / "data", workers="0/2", **TRAINED)
-    record = next((tmp_path / "data" / ".generate").glob("unit-*.json"))
-    old = json.loads(record.read_text())
-    del old["agreement"], old["checksum"]  # as an older release left it
-    record.write_text(json.dumps(old))
-    run(trained.path, corpus, tmp_path / "data", workers="1/2", **TRAINED)
-    assert main(["seal", "--out", str(tmp_path / "data")]) == 0
-    assert "not recorded" in capsys.readouterr().out
-    assert main(["verify", str(tmp_path / "data")]) == 0
-    assert "100.0% of 273 supervised tokens" in capsys.readouterr().out
-
-
 def agreement(**changes) -> Agreement:
     figures = {"documents": 100, "tokens": 10_000, "first_choice": 7100, "nll": 1.2}
     figures |= {"nll_error": 0.02, "own_nll": 1.15, "excess_error": 0.02, "own_share": 0.7}

@@ -7,6 +7,7 @@ import pytest
 from spec_data.generation.run import generate
 from spec_data.generation.sealing import finished_unit
 from spec_data.options.generate_options import GenerateConfig
+from spec_data.shards.files import sha256_json
 from spec_data.shards.likelihood import DocumentFigures
 from tests.spec_data.runs import options, save_target, write_corpus
 
@@ -37,9 +38,10 @@ def test_a_record_that_contradicts_itself_is_none(tmp_path, change):
         "agreement": DocumentFigures.zeros(2).to_json(),
     }
     file = tmp_path / ".generate" / "unit-00000.json"
-    file.write_text(json.dumps(whole))
+    file.write_text(json.dumps(whole | {"checksum": sha256_json(whole)}))
     assert finished_unit(tmp_path, 0)
-    file.write_text(json.dumps(whole | change))
+    changed = whole | change
+    file.write_text(json.dumps(changed | {"checksum": sha256_json(changed)}))
     assert finished_unit(tmp_path, 0) is None
 
 
