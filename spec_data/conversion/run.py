@@ -45,8 +45,8 @@ from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.follow import WORK
 from spec_data.shards.reader import MANIFEST, check_whole
+from spec_data.shards.resumable import differing_settings
 from spec_data.shards.schema import Manifest
-from spec_data.terminal.config import differing_fields
 from spec_data.terminal.paths import make_directory
 from spec_data.terminal.progress import size
 from spec_data.verification.findings import Findings
@@ -214,7 +214,7 @@ def _changes(
         new["corpus"] = saved["corpus"]  # the same files in another place
     if new["max_shard_size"] == "auto":
         new["max_shard_size"] = saved["max_shard_size"]
-    return differing_fields(data_settings(saved), data_settings(new))
+    return differing_settings(data_settings(saved), data_settings(new))
 
 
 def _verified(config: ConvertConfig) -> Findings | None:

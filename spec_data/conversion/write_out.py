@@ -18,8 +18,8 @@ from spec_data.options.conversion_options import ExportDataConfig
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.files import dump_json, is_temporary, temporary_files, write_atomically
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.resumable import differing_settings
 from spec_data.shards.schema import ALL, FINAL
-from spec_data.terminal.config import differing_fields
 from spec_data.terminal.paths import make_directory
 from spec_data.terminal.progress import progress, size
 
@@ -155,7 +155,7 @@ def _claim(out: Path, record: dict[str, Any]) -> None:
             saved = dict(json.loads(file.read_text(encoding="utf-8")))
         except (ValueError, TypeError):
             raise DatasetError(f"{file}: damaged; choose another --out, or delete {out}") from None
-        changed = differing_fields(saved, record)
+        changed = differing_settings(saved, record)
         if changed:
             raise ConfigError(
                 f"{out} holds another export:\n  " + "\n  ".join(changed) + "\nUse another --out"

@@ -15,7 +15,7 @@ from spec_data.generation.status import FactsWriter
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.follow import WORK
-from spec_data.terminal.config import differing_fields
+from spec_data.shards.resumable import differing_settings
 
 DRIVER = "0/1"
 """The worker whose lock the driver holds for all replicas."""
@@ -50,7 +50,7 @@ class RayReplica:
             corpus = {"corpus": plan.settings["corpus"]}
             ignored = {name: plan.settings[name] for name in ("max_shard_size",)}
             own = settings(setup, []) | corpus | ignored
-            changed = differing_fields(data_settings(plan.settings), data_settings(own))
+            changed = differing_settings(data_settings(plan.settings), data_settings(own))
             if changed:
                 raise ConfigError(
                     f"the machine of replica {self.name} differs from that of the driver:\n  "

@@ -36,8 +36,8 @@ from spec_data.shards.files import sha256_file
 from spec_data.shards.follow import WORK
 from spec_data.shards.layer_ids import choose_layers
 from spec_data.shards.reader import MANIFEST
+from spec_data.shards.resumable import differing_settings
 from spec_data.shards.schema import ALL, FORMAT_VERSION, Column, token_columns
-from spec_data.terminal.config import differing_fields
 from spec_data.terminal.paths import check_directory_to_write
 from spec_data.terminal.progress import progress
 
@@ -404,7 +404,7 @@ def changed_settings(setup: Setup, saved: dict[str, Any]) -> list[str]:
         new["max_shard_size"] = saved["max_shard_size"]
     # What older runs did not record; they had the teacher at every token.
     without = {"max_row_bytes": new["max_row_bytes"], "teacher": ALL}
-    return differing_fields(data_settings(without | saved), data_settings(new))
+    return differing_settings(data_settings(without | saved), data_settings(new))
 
 
 # What changes states by rounding at most. A run with others is compared with the one that proved

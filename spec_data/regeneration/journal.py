@@ -18,7 +18,7 @@ from typing import Any
 from spec_data.regeneration.conversations import Answer
 from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.files import sync_directory, writing
-from spec_data.terminal.config import differing_fields
+from spec_data.shards.resumable import differing_settings
 
 _FORMAT = "spec-data answers 1"
 
@@ -207,7 +207,7 @@ def refuse_other_settings(old: Mapping[str, Any], new: Mapping[str, Any], where:
     Raises:
         ConfigError: the settings differ; it names every field that does.
     """
-    changed = differing_fields(dict(old), dict(new))
+    changed = differing_settings(dict(old), dict(new))
     if changed:
         raise ConfigError(
             f"{where} holds answers made with other settings, which must not be mixed:\n  "

@@ -349,10 +349,3 @@ def as_flags(config: Any) -> list[str]:
 def to_dict(config: Any) -> dict[str, Any]:
     """The config as JSON-ready plain values (tuples become lists)."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
-
-
-def differing_fields(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """One line per field in which two settings tables differ: `name: old -> new`."""
-    absent = "(absent)"
-    pairs = {n: (old.get(n, absent), new.get(n, absent)) for n in sorted(set(old) | set(new))}
-    return [f"{n}: {a!r} -> {b!r}" for n, (a, b) in pairs.items() if a != b]

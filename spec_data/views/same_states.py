@@ -14,6 +14,7 @@ import torch
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.identity import compare, identity_of
 from spec_data.shards.lossy import Tables
+from spec_data.shards.resumable import differing_settings
 from spec_data.shards.schema import (
     FINAL,
     SUPERVISED,
@@ -22,7 +23,6 @@ from spec_data.shards.schema import (
     Manifest,
     layer_column,
 )
-from spec_data.terminal.config import differing_fields
 from spec_data.views.stored_documents import StoredDocuments
 
 logger = logging.getLogger(__name__)
@@ -45,12 +45,12 @@ def check_same_target(first: StoredDocuments, other: StoredDocuments) -> None:
         states=True,
     )
     found = [d.text for d in compared.differences if d.name != _KWARGS]
-    found += differing_fields(vars(ours.head), vars(theirs.head))
+    found += differing_settings(vars(ours.head), vars(theirs.head))
     for name in _FILES:
         hashes = [m.raw["files"].get(name, {}).get("sha256") for m in (ours, theirs)]
         if None not in hashes and hashes[0] != hashes[1]:
             found.append(f"{name}: other bytes")
-    found += differing_fields(_meaning(ours), _meaning(theirs))
+    found += differing_settings(_meaning(ours), _meaning(theirs))
     if found:
         raise DatasetError(
             f"{other.dataset.path} and {first.dataset.path} cannot be one dataset:\n  "

@@ -28,9 +28,9 @@ from spec_data.shards.identity import compare, identity_of, joined, own_facts
 from spec_data.shards.layer_ids import recorded_layers
 from spec_data.shards.lossy import Tables
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
+from spec_data.shards.resumable import differing_settings
 from spec_data.shards.schema import ALL, SUPERVISED, Column, Manifest, fingerprint
 from spec_data.shards.shard import CodedRows
-from spec_data.terminal.config import differing_fields
 from spec_train.data.order import PHASE, STRETCH, BatchPlan, Pack, hash_keys, shuffled_windows
 from spec_train.data.policy_masks import open_with_mask
 from spec_train.formats.origin import differing_rows
@@ -465,7 +465,7 @@ def _require_same_target(first: HiddenStatesDataset, other: HiddenStatesDataset)
         of_found=f"{other.path} has",
         states=True,
     )
-    differing = compared.refused + differing_fields(vars(ours.head), vars(theirs.head))
+    differing = compared.refused + differing_settings(vars(ours.head), vars(theirs.head))
     if not differing:
         differing = _differing_tensors(first, other)
     if differing:

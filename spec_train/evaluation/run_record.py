@@ -9,9 +9,9 @@ from spec_data.shards.errors import ConfigError, DatasetError, MissingError, Run
 from spec_data.shards.files import MANIFEST
 from spec_data.shards.identity import identity_of
 from spec_data.shards.mirror import open_mirror
+from spec_data.shards.resumable import differing_settings
 from spec_data.shards.schema import Manifest
 from spec_data.shards.urls import normal_url, scheme_of
-from spec_data.terminal.config import differing_fields
 from spec_train.data.splits import Rules
 from spec_train.options.data_option import parse_sources
 from spec_train.training.stored import read_run_json
@@ -43,7 +43,7 @@ def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
         run = read_run_json(place)
         identity, notes = run["identity"], run["notes"]
         both = options.keys() & identity.keys()
-        if differing := differing_fields(
+        if differing := differing_settings(
             {name: identity[name] for name in both}, {name: options[name] for name in both}
         ):
             raise ValueError(f"they differ: {'; '.join(differing)}")

@@ -38,7 +38,7 @@ from spec_data.shards.files import (
     write_atomically,
     writing,
 )
-from spec_data.terminal.config import differing_fields
+from spec_data.shards.resumable import differing_settings
 from spec_data.terminal.paths import check_directory_to_write, make_directory
 from spec_train.training.stored import (
     HELD_OUT,
@@ -117,7 +117,7 @@ class RunDirectory:
         notes: dict[str, Any] = {}
         if file.is_file():
             old = read_run_json(self.path)
-            differing = differing_fields(old["identity"], identity)
+            differing = differing_settings(old["identity"], identity)
             if differing and (checkpoints_of(self.path) or list(self.path.glob("damaged-*"))):
                 raise ConfigError(
                     f"--out {self.path} holds a run with other settings:\n  "

@@ -13,7 +13,7 @@ from typing import Any
 
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.files import write_atomically
-from spec_data.terminal.config import differing_fields
+from spec_data.shards.resumable import differing_settings
 from spec_train.data.mixture import Documents, Mixture
 from spec_train.data.order import BatchPlan
 from spec_train.data.splits import Splits
@@ -61,7 +61,7 @@ def accept_growth(
         {name: value for name, value in table.items() if name not in _MAY_GROW}
         for table in (started, identity)
     )
-    if differing_fields(before, now):
+    if differing_settings(before, now):
         return
     table = read_run_json(run.path)
     total, border = table["notes"].get("total_steps", 0), table["notes"].get("split_border")

@@ -13,7 +13,8 @@ import torch
 
 from spec_data.models.families import block_count
 from spec_data.shards.errors import DraftError
-from spec_data.terminal.config import differing_fields, to_dict
+from spec_data.shards.resumable import differing_settings
+from spec_data.terminal.config import to_dict
 from spec_train.data.mixture import Documents
 from spec_train.drafts import Draft, load_draft
 from spec_train.formats.target_facts import TargetFacts
@@ -106,7 +107,7 @@ def start_from(
     # "auto" follows the target in a new draft; a draft that exists keeps the biases that it has
     ignored |= dict.fromkeys(options.biases_of_target, "")
     old, new = to_dict(loaded.config), to_dict(fresh.config)
-    differing = differing_fields(old | ignored, new | ignored)
+    differing = differing_settings(old | ignored, new | ignored)
     if differing:
         raise DraftError(
             f"--init-from {folder}: the draft has another shape or target than this run:\n  "

@@ -13,7 +13,6 @@ from spec_data.options.option_values import parse_size
 from spec_data.shards.errors import ConfigError, MissingError
 from spec_data.terminal.config import (
     add_options,
-    differing_fields,
     from_dict,
     join_values,
     option,
@@ -130,11 +129,6 @@ def test_config_files_that_cannot_be_used_say_why(tmp_path, name, text, message)
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=message):
         parsed("--config", str(tmp_path / name))
-
-
-def test_differences_are_named():
-    old, new = {"a": 1, "b": [1]}, {"a": 1, "b": [2], "c": None}
-    assert differing_fields(old, new) == ["b: [1] -> [2]", "c: '(absent)' -> None"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,201 @@
+"""Work that goes on where it was stopped, and never takes something half-written for complete.
+
+with atomic_write(file) as temporary:           a file or a folder: there in one step, durably
+with process_lock(file, "busy ..."):            one process at a time; a dying one releases it
+refuse_other_settings(old, new, where, advice)  what was begun with other settings is refused
+work = ResumableDirectory(out, ".view")         the above, and a record of every finished part
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from spec_data.shards.errors import ConfigError, DatasetError, RunError
+from spec_data.shards.files import (
+    dump_json,
+    is_temporary,
+    read_object,
+    replace_durably,
+    sha256_json,
+    temporary_files,
+    temporary_name,
+    write_atomically,
+    writing,
+)
+
+CHECKSUM = "checksum"
+"""Key of the SHA-256 of the other keys of a record."""
+PATIENCE = 0.5  # seconds; another process may hold a lock for an instant, to see whether it can
+
+# -- files and folders -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yield a temporary name for a file or a folder, which gets the name `path` if no error occurs.
+
+    What was written is fsynced before. A folder replaces only an empty one; a file replaces a file.
+
+    Raises:
+        FileError: the system refused to write; nothing is left behind.
+    """
+    temporary = temporary_name(path)
+    try:
+        with writing(path):
+            yield temporary
+            _sync(temporary)
+            replace_durably(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):
+            remove(temporary)
+
+
+def _sync(path: Path) -> None:
+    """Fsync a file, or a folder with all that it holds."""
+    if path.is_dir():
+        for inner in path.iterdir():
+            _sync(inner)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def link_or_copy(source: Path, path: Path) -> None:
+    """Give a file a second name by a hard link, or copy it where that is not possible.
+
+    Raises:
+        OSError: it cannot be copied either; nothing is left behind.
+    """
+    with atomic_write(path) as temporary:
+        try:
+            os.link(source, temporary)
+        except OSError:  # another file system, or one without hard links
+            shutil.copyfile(source, temporary)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link or a folder, if it is there.
+
+    A folder gets a temporary name first: a kill meanwhile leaves nothing incomplete under its name.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path if is_temporary(path) else path.rename(temporary_name(path)))
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def process_lock(file: Path, busy: str, patience: float = PATIENCE) -> Iterator[None]:
+    """Hold the lock `file`, which is released even if the process dies.
+
+    Raises:
+        RunError: another process holds it for more than `patience` seconds; the message is `busy`.
+    """
+    try:
+        held = FileLock(file, thread_local=False).acquire(timeout=patience)
+    except Timeout:
+        raise RunError(busy) from None
+    with held:
+        yield
+
+
+# -- settings --------------------------------------------------------------------------------------
+
+
+def differing_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return one line per field in which two tables of settings differ: `name: old -> new`."""
+    absent = "(absent)"
+    pairs = {n: (old.get(n, absent), new.get(n, absent)) for n in sorted({*old, *new})}
+    return [f"{n}: {a!r} -> {b!r}" for n, (a, b) in pairs.items() if a != b]
+
+
+def refuse_other_settings(
+    old: Mapping[str, Any], new: Mapping[str, Any], where: object, advice: str
+) -> None:
+    """Refuse to add to, or to replace, what was made with other settings.
+
+    Raises:
+        ConfigError: the settings differ; it names every field that does, and ends with `advice`.
+    """
+    if changed := differing_settings(old, new):
+        raise ConfigError(
+            f"{where} was begun with other settings, and data of both must not be mixed:\n  "
+            + "\n  ".join(changed)
+            + f"\n{advice}"
+        )
+
+
+# -- records ---------------------------------------------------------------------------------------
+
+
+def write_record(file: Path, record: Mapping[str, Any]) -> None:
+    """Write a JSON object with its checksum, in one step."""
+    plain = {name: value for name, value in record.items() if name != CHECKSUM}
+    write_atomically(file, dump_json(plain | {CHECKSUM: sha256_json(plain)}))
+
+
+def read_record(file: Path) -> dict[str, Any] | None:
+    """Return what `write_record` wrote; None: there is no such file, or it was damaged."""
+    try:
+        record = read_object(file)
+    except (OSError, DatasetError):
+        return None
+    return record if record.pop(CHECKSUM, None) == sha256_json(record) else None
+
+
+class ResumableDirectory:
+    """A directory that is written in parts, by one command with one set of settings.
+
+    Its folder `work` holds the settings and a record of each finished part, and is deleted last.
+    """
+
+    _SETTINGS = "begun"
+
+    def __init__(self, out: Path, work: str) -> None:
+        """Use the folder named `work` in `out`; nothing is read or written."""
+        self.out, self.work = out, out / work
+
+    @property
+    def settings(self) -> dict[str, Any] | None:
+        """What was begun here; None: nothing was."""
+        return self.load(self._SETTINGS)
+
+    def begin(self, settings: Mapping[str, Any], advice: str) -> None:
+        """Begin with `settings`, or go on with the same; remove half-written files.
+
+        Raises:
+            ConfigError: something else was begun here; `advice` says what to do.
+            DatasetError: the directory holds files of something else.
+        """
+        settings = json.loads(json.dumps(settings))  # tuples become lists, as in the file
+        if (old := self.settings) is not None:
+            refuse_other_settings(old, settings, self.out, advice)
+        else:
+            if self.out.exists() and not all(
+                is_temporary(path) or path == self.work for path in self.out.iterdir()
+            ):
+                raise DatasetError(f"{self.out} is not empty; choose another (nothing was changed)")
+            self.work.mkdir(parents=True, exist_ok=True)
+            self.save(self._SETTINGS, settings)
+        for file in temporary_files(self.out):
+            file.unlink()
+
+    def save(self, name: str, record: Mapping[str, Any]) -> None:
+        """Record that the part `name` is finished."""
+        write_record(self.work / f"{name}.json", record)
+
+    def load(self, name: str) -> dict[str, Any] | None:
+        """Return the record of a finished part; None: it is not finished, or the record damaged."""
+        return read_record(self.work / f"{name}.json")
+
+    def finish(self) -> None:
+        """Delete the work folder, when everything else is complete."""
+        shutil.rmtree(self.work, ignore_errors=True)
