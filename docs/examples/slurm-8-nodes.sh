@@ -18,5 +18,5 @@ OUT=${OUT:-/shared/data/qwen3-8b}
 export HF_HUB_OFFLINE=1 # the target was downloaded before, to a disk that every machine sees
 export OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK"
 
-srun --kill-on-bad-exit=0 spec-data generate --target "$TARGET" --corpus "$CORPUS" --out "$OUT" --workers auto --device cuda --metrics "$OUT.prom"
+srun --kill-on-bad-exit=0 spec-data generate --target "$TARGET" --corpus "$CORPUS" --out "$OUT" --workers auto --device cuda
 srun --nodes=1 --ntasks=1 --gpus=1 spec-data verify "$OUT" --target "$TARGET" --samples 32

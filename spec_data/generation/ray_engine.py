@@ -1,41 +1,39 @@
-"""--engine ray: units are tasks of Ray, and every replica of the target is one actor.
+"""--engine ray: every replica of the target is an actor of Ray, and units are tasks of Ray's pool.
 
-Ray places the actors and reports lost ones. The driver only hands each ready replica its next unit,
-asks for a new actor instead of a lost one, and repeats a lost unit on any ready replica. Ray's own
-restarts and retries (`max_restarts`, `max_task_retries`) are off: they would wait for one actor,
-whose machine may be gone, while others are idle. A unit exists whole or not at all, so a repeated
-one has the same bytes.
-
-The driver makes the plan, holds the lock of worker 0/1, shows the bar and seals. It needs no GPU.
+Ray places the actors, starts lost ones again and repeats their units. A unit exists whole or not
+at all, so a repeated one has the same bytes. The driver makes the plan, holds the lock of worker
+0/1, shows the bar and finalizes the dataset. It needs no GPU.
 """
 
 import logging
 import os
 import signal
 import threading
-import time
-from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from spec_data.generation.plan import Plan
-from spec_data.generation.ray_replica import RayReplica
-from spec_data.generation.setup import Setup
-from spec_data.generation.status import read_facts
+from spec_data.generation.explained_failures import explained_failures
+from spec_data.generation.plan import Plan, load_plan
+from spec_data.generation.replica import Replica
+from spec_data.generation.setup import Setup, data_settings, set_up, settings
+from spec_data.generation.status import FAILED, FactsWriter, read_facts
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, RunError, SpecDataError
-from spec_data.shards.reclaim import room_for
-from spec_data.terminal.progress import Bar, progress, size
+from spec_data.shards.follow import WORK
+from spec_data.shards.reclaim import wait_for_room
+from spec_data.terminal.config import differing_fields
+from spec_data.terminal.progress import progress, size
 
 logger = logging.getLogger(__name__)
 
-_POLL = 0.5  # seconds between two looks
-_LOG_AGAIN = 60.0  # seconds between two log lines
+RETRIES = 3
+"""How often Ray repeats a unit whose replica was lost."""
+_POLL = 0.5  # seconds between two looks at the progress of the replicas
 _AT_ONCE = 2  # units per replica: one is captured while the other is written
 
 
@@ -55,20 +53,20 @@ def import_ray() -> Any:
 
 @contextmanager
 def connected(config: GenerateConfig) -> Iterator[GenerateConfig]:
-    """Connect to a cluster or start one, and yield the config with replicas, GPUs and device set.
+    """Connect to the cluster of RAY_ADDRESS or start one; yield the config with --replicas set.
 
     A cluster that was started here ends with the block; a connection of the caller stays.
 
     Raises:
-        ConfigError: there is no such cluster, Ray is missing, or the cluster has too few GPUs.
+        ConfigError: there is no such cluster, it has too few GPUs, or Ray is missing.
     """
     ray = import_ray()
     ours = not ray.is_initialized()
     handler = signal.getsignal(signal.SIGTERM)
     try:
         if ours:
-            _connect(ray, config)
-        yield _resolved(ray, config)
+            _connect(ray, config.replicas)
+        yield _with_replicas(ray, config)
     finally:
         if ours:
             ray.shutdown()
@@ -77,56 +75,37 @@ def connected(config: GenerateConfig) -> Iterator[GenerateConfig]:
                 signal.signal(signal.SIGTERM, handler)
 
 
-def _connect(ray: Any, config: GenerateConfig) -> None:
-    address = config.ray_address or os.environ.get("RAY_ADDRESS") or "local"
+def _connect(ray: Any, replicas: int) -> None:
+    address = os.environ.get("RAY_ADDRESS") or "local"
     given: dict[str, Any] = {"address": address, "log_to_driver": False}
     given |= {"logging_level": logging.ERROR, "configure_logging": False}
     if address == "local":
-        cores = max(os.cpu_count() or 1, config.replicas)
+        cores = max(os.cpu_count() or 1, replicas)
         given |= {"num_cpus": cores, "include_dashboard": False}
     try:
         ray.init(**given)
     except (ConnectionError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"--ray-address {address}: no connection to Ray ({reason})") from None
+        raise ConfigError(f"RAY_ADDRESS={address}: no connection to Ray ({reason})") from None
     logger.info("ray: %s", "a cluster of this machine" if address == "local" else address)
 
 
-def _resolved(ray: Any, config: GenerateConfig) -> GenerateConfig:
-    found = ray.cluster_resources()
-    in_cluster = int(found.get("GPU", 0))
-    gpus = config.gpus_per_replica
-    if gpus is None:
-        gpus = int(in_cluster > 0 and config.device in ("auto", "cuda"))
+def _with_replicas(ray: Any, config: GenerateConfig) -> GenerateConfig:
+    """Set --replicas: one per free GPU; one per machine without GPUs, or with --device-map."""
     machines = sum(node["Alive"] for node in ray.nodes())
-    replicas = config.replicas or (in_cluster // gpus if gpus else machines)
-    if gpus and in_cluster < gpus:
-        raise ConfigError(
-            f"--gpus-per-replica {gpus}: the cluster has {in_cluster} GPUs; give 0 to run on CPUs"
-        )
-    if gpus * replicas > in_cluster:
-        logger.warning(
-            "the cluster has %d GPUs now, and %d replicas need %d: work begins with those that fit",
-            *(in_cluster, replicas, gpus * replicas),
-        )
-    changes: dict[str, Any] = {"replicas": max(1, replicas), "gpus_per_replica": gpus}
-    if gpus == 1 and config.device_map is None:
-        changes["device"] = "cuda"  # Ray shows each actor its own GPU only
-    elif gpus > 1 and config.device_map is None:
-        changes["device_map"] = "auto"
-    return replace(config, **changes)
+    free, every = ray.available_resources().get("GPU", 0), ray.cluster_resources().get("GPU", 0)
+    if not every or config.device not in ("auto", "cuda"):
+        return replace(config, replicas=config.replicas or machines)
+    alone = config.device_map is None  # Ray shows each actor its own GPUs only
+    replicas = config.replicas or max(1, int(free) if alone else machines)
+    if replicas > every:
+        raise ConfigError(f"--replicas {replicas}: the cluster has {every:.0f} GPUs")
+    return replace(config, replicas=replicas, device="cuda" if alone else config.device)
 
 
-@dataclass
-class _Actor:
-    """A replica as the driver knows it."""
-
-    number: int
-    handle: Any
-    ready: bool = False
-    units: int = 0  # in its hands
-    retired: bool = False  # another actor has its place
-    lost: bool = False  # it died by itself
+def _gpus_of_a_replica(ray: Any, config: GenerateConfig) -> int:
+    gpus = int(ray.cluster_resources().get("GPU", 0)) if config.device in ("auto", "cuda") else 0
+    return min(1, gpus) if config.device_map is None else gpus // config.replicas
 
 
 def capture_on_ray(setup: Setup, plan: Plan, out: Path, todo: list[int]) -> None:
@@ -134,182 +113,158 @@ def capture_on_ray(setup: Setup, plan: Plan, out: Path, todo: list[int]) -> None
 
     Raises:
         SpecDataError: what the proof of the target, or a unit, raised; at once.
-        RunError: a unit failed or was lost more often than --retries, or every replica was.
+        RunError: a unit was lost more often than `RETRIES`.
     """
-    total = plan.tokens
-    done = total - plan.unit_set_tokens(todo)
-    with progress(total=total, initial=done, desc="capture", unit="tok") as bar:
-        driver = _Driver(setup, plan, out, todo, bar)
+    ray = import_ray()
+    from ray.util import ActorPool
+
+    config = setup.config
+    actor = ray.remote(
+        num_gpus=_gpus_of_a_replica(ray, config),
+        num_cpus=1,
+        max_restarts=-1,
+        max_task_retries=RETRIES,
+        max_concurrency=_AT_ONCE,
+    )(RayReplica)
+    threads = torch.get_num_threads()
+    replicas = [actor.remote(config, number, threads) for number in range(config.replicas)]
+    pool = ActorPool(replicas * _AT_ONCE)
+    for unit in todo:
+        pool.submit(lambda replica, unit: replica.capture.remote(unit), unit)
+    left = plan.unit_set_tokens(todo)
+    finished, written, lines = set[int](), 0, dict[str, None]()
+    with progress(total=plan.tokens, initial=plan.tokens - left, desc="capture", unit="tok") as bar:
         try:
-            driver.run()
+            while pool.has_next():
+                if (result := _next(ray, pool, out)) is not None:
+                    unit, size_on_disk, logged = result
+                    finished.add(unit)
+                    written += size_on_disk
+                    for line in logged:  # the same from every replica
+                        if line not in lines:
+                            logger.info("%s", line)
+                        lines[line] = None
+                working = {f.unit: f.unit_done for f in read_facts(out) if f.unit in set(todo)}
+                done = plan.unit_set_tokens(finished)
+                done += sum(n for unit, n in working.items() if unit not in finished)
+                bar.n = plan.tokens - left + done
+                bar.set_postfix_str(f"shard {len(finished)}/{len(todo)}, {size(written)}")
         finally:
-            driver.close()
+            with suppress(Exception):
+                ray.wait([r.close.remote() for r in replicas], num_returns=len(replicas), timeout=5)
+            for replica in replicas:
+                ray.kill(replica)
 
 
-class _Driver:
-    """Hands units to replicas until all are finished or one cannot be."""
+def _next(ray: Any, pool: Any, out: Path) -> tuple[int, int, list[str]] | None:
+    """Return what `RayReplica.capture` returned for the next unit; None if that takes longer."""
+    try:
+        return pool.get_next_unordered(timeout=_POLL)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause if error.cause is not None else error from None
+    except ray.exceptions.RayError as error:
+        reasons = [f"unit {f.unit}: {f.error}" for f in read_facts(out) if f.phase == FAILED]
+        reason = reasons[-1] if reasons else str(error).strip().splitlines()[0]
+        raise RunError(
+            f"a replica was lost {RETRIES + 1} times with the same unit ({reason}); finished units "
+            "are kept. Run the same command again to resume"
+        ) from None
+    except TimeoutError:
+        return None
 
-    def __init__(self, setup: Setup, plan: Plan, out: Path, todo: list[int], bar: Bar) -> None:
-        self.ray = import_ray()
-        self.config, self.plan, self.out, self.bar = setup.config, plan, out, bar
-        self.waiting, self.total = deque(todo), len(todo)
-        self.finished: list[int] = []
-        self.attempts: Counter[int] = Counter()
-        self.tasks: dict[Any, tuple[_Actor, int | None]] = {}  # None: the replica is prepared
-        self.written, self.base = 0, plan.tokens - plan.unit_set_tokens(todo)
-        self.losses: Counter[int] = Counter()  # by replica, before it was ready
-        self.error: Exception | None = None
-        self.said: set[str] = set()
-        self.began = self.logged = self.shown = time.monotonic()
-        self.actors = [self._start(number) for number in range(self.config.replicas)]
 
-    def _start(self, number: int) -> _Actor:
-        kind = self.ray.remote(
-            num_gpus=self.config.gpus_per_replica or 0,
-            num_cpus=1,
-            max_restarts=0,
-            max_task_retries=0,
-            max_concurrency=_AT_ONCE,
-        )(RayReplica)
-        options = asdict(self.config)
-        handle = kind.remote(options, number, torch.get_num_threads())
-        actor = _Actor(number, handle)
-        # Until it is ready it gets no unit, so that none waits for an actor that Ray cannot place.
-        self.tasks[handle.prepare.remote()] = (actor, None)
-        return actor
+class RayReplica:
+    """A copy of the target that captures units. This class does not need Ray itself.
 
-    def _replace(self, actor: _Actor) -> None:
-        """Ask Ray for a new actor in the place of one that is lost or broken."""
-        if actor.retired or self.error is not None:
-            return
-        actor.ready, actor.retired = False, True
-        with suppress(Exception):  # it may be dead already
-            self.ray.kill(actor.handle)
-        self.actors[self.actors.index(actor)] = self._start(actor.number)
+    Its methods run in threads: the shard of one unit is written while the next one is captured.
+    """
 
-    def run(self) -> None:
-        """Return when every unit is finished; raise the first error that ends the run."""
-        while self.waiting or any(unit is not None for _, unit in self.tasks.values()):
-            if self.error is None:
-                self._hand_out()
-            elif all(unit is None for _, unit in self.tasks.values()):
-                break
-            self._wait()
-            self._show()
-        if self.error is not None:
-            raise self.error
+    def __init__(self, config: GenerateConfig, number: int, threads: int) -> None:
+        """Take the options of the run; the target is loaded with the first unit.
 
-    def _wait(self) -> None:
-        if not self.tasks:  # no room on the disk yet: --follow-keep
-            time.sleep(_POLL)
-            return
-        done, _ = self.ray.wait(list(self.tasks), num_returns=1, timeout=_POLL)
-        for task in done:
-            self._take(task)
+        So whatever fails there is an error of a task, which Ray counts and hands on.
+        """
+        self.config, self.out, self.threads = config, Path(config.out), threads
+        self.name = f"ray-{number}"
+        self._capturing, self._writing = threading.Lock(), threading.Lock()
+        self._loaded: tuple[Replica, FactsWriter] | None = None
+        self._lines: list[str] = []
 
-    def _hand_out(self) -> None:
-        for most in range(1, _AT_ONCE + 1):  # a second one only if every replica has one
-            for actor in self.actors:
-                if not self.waiting or not room_for(self.out, self.waiting[0]):
-                    return
-                if actor.ready and actor.units < most:
-                    unit = self.waiting.popleft()
-                    actor.units += 1
-                    self.tasks[actor.handle.capture.remote(unit)] = (actor, unit)
+    def _load(self) -> tuple[Replica, FactsWriter]:
+        """Load the target and prove it, once.
 
-    def _take(self, task: Any) -> None:
-        actor, unit = self.tasks.pop(task)
-        if unit is not None:
-            actor.units -= 1
+        Raises:
+            SpecDataError: as `Replica`; or this machine has another target or other versions.
+        """
+        if self._loaded is not None:
+            return self._loaded
+        torch.set_num_threads(self.threads)
+        with _collected(self._lines):
+            setup, plan = set_up(self.config), load_plan(self.out / WORK)
+            of_the_plan = {name: plan.settings[name] for name in ("corpus", "max_shard_size")}
+            here = settings(setup, []) | of_the_plan
+            changed = differing_fields(data_settings(plan.settings), data_settings(here))
+            if changed:
+                raise ConfigError(
+                    f"the machine of replica {self.name} differs from that of the driver:\n  "
+                    + "\n  ".join(changed)
+                )
+            facts = FactsWriter(self.out, plan, self.name, "0/1")  # the driver holds this lock
+            try:
+                self._loaded = Replica(setup, plan, self.out), facts
+            except BaseException as error:
+                facts.end(error)
+                raise
+        return self._loaded
+
+    def capture(self, unit: int) -> tuple[int, int, list[str]]:
+        """Capture a unit and write it; return it, its bytes, and what was logged while loading.
+
+        Another error than one of this project ends the process, which an error of CUDA leaves
+        unusable: Ray then starts another one and repeats the unit.
+
+        Raises:
+            SpecDataError: a failed proof, broken states, a full disk or a full device.
+        """
+        wait_for_room(self.out, unit)
         try:
-            result = self.ray.get(task)
-        except self.ray.exceptions.RayTaskError as error:
-            self._failed(actor, unit, error.cause if error.cause is not None else error)
-        except self.ray.exceptions.RayError as error:
-            self._lost(actor, unit, error)
-        else:
-            if unit is None:
-                actor.ready = True
-                self._say(result)
-            else:
-                self.finished.append(unit)
-                self.written += result
-
-    def _say(self, lines: list[str]) -> None:
-        for line in lines:  # the same from every replica
-            if line not in self.said:
-                self.said.add(line)
-                logger.info("%s", line)
-
-    def _failed(self, actor: _Actor, unit: int | None, cause: BaseException) -> None:
-        """A task raised an error: one of ours ends the run, another one is tried again."""
-        if isinstance(cause, SpecDataError):
-            self.error = self.error or cause
-            return
-        reason = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
-        if unit is None:
-            self._unprepared(actor, reason)
-            return
-        self._again(unit, f"failed ({reason})")
-        self._replace(actor)  # an error of CUDA leaves its process unusable
-
-    def _lost(self, actor: _Actor, unit: int | None, error: Exception) -> None:
-        """A replica was lost with a task: any other one repeats its unit."""
-        reason = str(error).strip().splitlines()[0]
-        actor.lost |= not actor.retired
-        if unit is None:
-            self._unprepared(actor, reason)
-            return
-        if actor.retired and not actor.lost:  # the driver has ended it, because of another unit
-            self.waiting.appendleft(unit)
-        else:
-            self._again(unit, f"was lost with replica ray-{actor.number} ({reason})")
-        self._replace(actor)
-
-    def _unprepared(self, actor: _Actor, reason: str) -> None:
-        """A replica could not be loaded; after --retries the others go on without it."""
-        self.losses[actor.number] += 1
-        if self.losses[actor.number] <= self.config.retries:
-            self._replace(actor)
-            return
-        text = f"replica ray-{actor.number} cannot load the target: {reason}"
-        logger.warning("%s; the others go on without it", text)
-        self.actors.remove(actor)
-        if not self.actors:
-            self.error = self.error or RunError(text)
-
-    def _again(self, unit: int, what: str) -> None:
-        self.attempts[unit] += 1
-        if self.attempts[unit] > self.config.retries:
-            self.error = self.error or RunError(
-                f"unit {unit} {what}, {self.attempts[unit]} times; finished units are kept. Run "
-                "the same command again to resume"
-            )
-            return
-        logger.warning("unit %d %s; it is captured again", unit, what)
-        self.waiting.appendleft(unit)  # --follow-keep: a later unit must not wait for this one
-
-    def _show(self) -> None:
-        now = time.monotonic()
-        if not any(a.ready for a in self.actors) and now - self.logged > _LOG_AGAIN:
-            self.logged = now
-            logger.info("waiting for the first of %d replicas", len(self.actors))
-        if now - self.shown < _POLL and self.waiting:
-            return
-        self.shown = now
-        inside = {unit for _, unit in self.tasks.values() if unit is not None}
-        parts = {f.unit: f.unit_done for f in read_facts(self.out) if f.unit in inside}
-        self.bar.n = self.base + self.plan.unit_set_tokens(self.finished) + sum(parts.values())
-        ready = sum(actor.ready for actor in self.actors)
-        self.bar.set_postfix_str(
-            f"shard {len(self.finished)}/{self.total}, {size(self.written)}, {ready} replicas"
-        )
+            with explained_failures(self.out):
+                with self._capturing:
+                    replica, facts = self._load()
+                    facts.begin(unit)
+                    captured = replica.capture(unit, facts.add)
+                    self._writing.acquire()
+                try:
+                    written = replica.finish(unit, captured)
+                    facts.finish(unit, written)
+                finally:
+                    self._writing.release()
+        except SpecDataError:
+            raise
+        except Exception as error:
+            if self._loaded is not None:
+                self._loaded[1].end(RunError(f"{type(error).__name__}: {error}"))
+            with self._writing:  # the unit before this one is not lost
+                os._exit(1)
+        return unit, written, self._lines
 
     def close(self) -> None:
-        """End the actors."""
-        ready = [actor.handle.close.remote() for actor in self.actors if actor.ready]
-        with suppress(Exception):
-            self.ray.wait(ready, num_returns=len(ready), timeout=5.0)
-        for actor in self.actors:
-            with suppress(Exception):
-                self.ray.kill(actor.handle)
+        """Say in the file of this process that it ends."""
+        if self._loaded is not None:
+            self._loaded[1].end()
+
+
+@contextmanager
+def _collected(lines: list[str]) -> Iterator[None]:
+    """Collect the log lines of this project in a list."""
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    ours = logging.getLogger("spec_data")
+    before = ours.level
+    ours.setLevel(logging.INFO)
+    ours.addHandler(handler)
+    try:
+        yield
+    finally:
+        ours.removeHandler(handler)
+        ours.setLevel(before)

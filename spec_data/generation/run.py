@@ -33,7 +33,7 @@ from spec_data.generation.remote_out import STAGED_UNITS, RemoteOut, staged
 from spec_data.generation.replica import Replica
 from spec_data.generation.sealing import SHARDS, finished_unit, seal_directory, seal_if_last
 from spec_data.generation.setup import Setup, changed_settings, refuse_changes, set_up
-from spec_data.generation.status import FactsWriter, metrics_written
+from spec_data.generation.status import FactsWriter
 from spec_data.generation.target_files import other_files
 from spec_data.generation.worker_locks import worker_lock
 from spec_data.generation.worker_place import placed
@@ -86,8 +86,7 @@ def _run_or_resume(config: GenerateConfig) -> Manifest | None:
         return _complete_already(setup, out, check=True)
     announce_drafts(setup)
     try:
-        with metrics_written(config.metrics, out):
-            return _generate(setup, out)
+        return _generate(setup, out)
     except (SpecDataError, FileNotFoundError):
         if (out / MANIFEST).is_file():  # another worker has just sealed the directory
             return _complete_already(setup, out)  # its shards may be late here: not checked
@@ -105,8 +104,7 @@ def _run_or_resume_remote(config: GenerateConfig, remote: RemoteOut) -> Manifest
     _refuse_other_plan(setup, remote)
     announce_drafts(setup)
     try:
-        with metrics_written(config.metrics, remote.directory):
-            return _generate(setup, remote.directory, remote)
+        return _generate(setup, remote.directory, remote)
     except (SpecDataError, FileNotFoundError):
         if found := remote.complete():  # another worker has just sealed the dataset
             return found

@@ -359,7 +359,7 @@ def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
         "max_row_bytes": parse_size(config.max_row_bytes),
         "dtype": config.dtype,
         "attn": config.attn,
-        "device": device_type("cuda" if config.gpus_per_replica else config.device),
+        "device": device_type(config.device),
         "max_shard_size": config.max_shard_size,
         "on_policy": config.on_policy,
         **_stated(

@@ -35,13 +35,9 @@ from spec_data.options.row_options import max_bad_rows_option, on_bad_row_option
 from spec_data.options.worker_options import (
     check_workers,
     engine_option,
-    gpus_per_replica_option,
-    metrics_option,
     names_no_worker,
     parse_worker,
-    ray_address_option,
     replicas_option,
-    retries_option,
     workers_option,
 )
 from spec_data.shards.errors import ConfigError
@@ -226,11 +222,7 @@ class GenerateConfig:
     )
     workers: str = workers_option()
     engine: str = engine_option()
-    ray_address: str | None = ray_address_option()
     replicas: int = replicas_option()
-    gpus_per_replica: int | None = gpus_per_replica_option()
-    retries: int = retries_option()
-    metrics: str | None = metrics_option()
     on_bad_row: str = on_bad_row_option()
     max_bad_rows: str = max_bad_rows_option()
     max_row_bytes: str = option(

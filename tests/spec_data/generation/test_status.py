@@ -1,9 +1,7 @@
-"""`spec-data status` and --metrics: every figure is counted again from the files, by hand."""
+"""`spec-data status`: every figure is counted again from the files, by hand."""
 
-import itertools
 import json
 import re
-import shutil
 import signal
 import time
 
@@ -12,10 +10,9 @@ import pytest
 import spec_data
 from spec_data.cli import main
 from spec_data.generation import status
-from spec_data.generation import status as metrics_file
 from spec_data.generation.plan import load_plan
 from spec_data.generation.status import FactsWriter, WorkerFacts, read_facts
-from spec_data.shards.errors import ConfigError, MissingError, RunError
+from spec_data.shards.errors import MissingError, RunError
 from tests.spec_data.runs import digests, fork_cli, options, run, save_target, write_corpus
 
 SMALL = {"max_shard_size": "30KB", "batch_tokens": 64}
@@ -144,48 +141,3 @@ def test_the_rate_is_tokens_over_seconds_of_capture(source, tmp_path, monkeypatc
         writer.add(100)
     (found,) = [f for f in read_facts(tmp_path / "data") if f.worker == "0/9"]
     assert found.seconds == 10.0 and found.rate == 40.0 and found.unit_done == 400
-
-
-def test_metrics_of_both_kinds(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics_file, "METRICS_SECONDS", 0.01)
-    for suffix in ("prom", "jsonl"):
-        out, file = tmp_path / f"data.{suffix}", tmp_path / f"m.{suffix}"
-        manifest = run(*source, out, metrics=str(file), **SMALL)
-        assert [p for p in tmp_path.iterdir() if p.name.startswith(".")] == []
-        if suffix == "jsonl":
-            lines = [json.loads(line) for line in file.read_text().splitlines()]
-            assert (
-                lines[-1]["sealed"] and lines[-1]["tokens_done"] == manifest.raw["totals"]["tokens"]
-            )
-            assert len(lines) > 1 and not lines[0]["sealed"]
-            assert all(a["time"] <= b["time"] for a, b in itertools.pairwise(lines))
-            continue
-        samples = dict(line.rsplit(" ", 1) for line in file.read_text().splitlines()
-                       if not line.startswith("#"))  # fmt: skip
-        assert samples[f'spec_data_sealed{{dataset="{out}"}}'] == "1"
-        assert samples[f'spec_data_tokens_done{{dataset="{out}"}}'] == str(
-            manifest.raw["totals"]["tokens"]
-        )
-        for line in file.read_text().splitlines():
-            assert re.fullmatch(
-                r"# (HELP spec_data_\w+ .+|TYPE spec_data_\w+ gauge)|spec_data_\w+\{.*\} [\d.e+]+",
-                line,
-            )
-
-
-def test_metrics_that_cannot_be_written_are_refused_or_warned_about(
-    source, tmp_path, monkeypatch, caplog
-):
-    with pytest.raises(ConfigError, match=r"must end in \.prom or \.jsonl"):
-        run(*source, tmp_path / "data", metrics="m.txt")
-    with pytest.raises(ConfigError, match="--metrics"):
-        run(*source, tmp_path / "data", metrics=str(tmp_path / "no" / "m.prom"))
-    (tmp_path / "m").mkdir()
-
-    def gone(*_):
-        shutil.rmtree(tmp_path / "m", ignore_errors=True)
-        return tmp_path / "m" / "x"
-
-    monkeypatch.setattr(metrics_file, "temporary_name", gone)
-    assert run(*source, tmp_path / "data", metrics=str(tmp_path / "m" / "m.prom"), **SMALL)
-    assert "m.prom: No such file" in caplog.text
