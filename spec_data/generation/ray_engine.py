@@ -26,7 +26,7 @@ from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, RunError, SpecDataError
 from spec_data.shards.follow import WORK
 from spec_data.shards.reclaim import wait_for_room
-from spec_data.terminal.config import differing_fields
+from spec_data.shards.resumable import differing_settings
 from spec_data.terminal.progress import progress, size
 
 logger = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ class RayReplica:
             setup, plan = set_up(self.config), load_plan(self.out / WORK)
             of_the_plan = {name: plan.settings[name] for name in ("corpus", "max_shard_size")}
             here = settings(setup, []) | of_the_plan
-            changed = differing_fields(data_settings(plan.settings), data_settings(here))
+            changed = differing_settings(data_settings(plan.settings), data_settings(here))
             if changed:
                 raise ConfigError(
                     f"the machine of replica {self.name} differs from that of the driver:\n  "
