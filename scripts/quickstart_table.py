@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from spec_data.terminal.text_table import text_table
+
 
 def read(path: Path) -> dict[str, Any]:
     """Read a JSON file."""
@@ -58,12 +60,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="the quickstart's --out")
     out = parser.parse_args().out
-    table = rows(out)
-    first, second = (max(len(row[i]) for row in table) for i in (0, 1))
-    print()
-    for name, value, remark in table:
-        print(f"{name:<{first}}  {value:>{second}}  {remark}".rstrip())
     print(
+        f"\n{text_table(rows(out), '<><')}\n"
         f"\ndataset  {out / 'dataset'}\ndraft    {out / 'run' / 'best'}\n"
         f"figures  {out / 'run.json'}, {out / 'untrained.json'}, "
         f"{out / 'run' / 'metrics.jsonl'}"

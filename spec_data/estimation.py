@@ -16,11 +16,12 @@ from spec_data.generation.target_files import other_files
 from spec_data.models.devices import check_devices
 from spec_data.options.generate_options import EstimateConfig
 from spec_data.options.placement_options import Spread
-from spec_data.report import column_rows, counts_text, draft_facts, draft_rows, facts
+from spec_data.report import column_rows, counts_text, draft_facts, draft_rows
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.schema import Column
 from spec_data.shards.urls import scheme_of
 from spec_data.terminal.progress import size
+from spec_data.terminal.text_table import text_table
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def estimate_text(found: Estimate) -> str:
             counts_text(vars(plan.counts), plan.tokens),
             column_rows(setup.columns, plan.tokens, plan.predicting),
             *([draft_rows(found.drafts)] if found.drafts else []),
-            facts(lines),
+            text_table(lines, "<"),
         ]
     )
 

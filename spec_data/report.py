@@ -1,7 +1,7 @@
 """What the commands print: sizes, counts and documents as plain aligned text."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +19,9 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import SUPERVISED, Column, Manifest, layer_column
 from spec_data.shards.urls import scheme_of
 from spec_data.terminal.progress import size
+from spec_data.terminal.text_table import text_table
 
 _SUPERVISED, _PLAIN, _RESET = "\033[1;32m", "\033[2m", "\033[0m"
-
-
-def table(rows: Iterable[Sequence[Any]]) -> str:
-    """Left-align the first column, right-align the rest."""
-    cells = [[str(c) for c in row] for row in rows]
-    widths = [max(len(r[i]) for r in cells) for i in range(len(cells[0]))]
-    return "\n".join(
-        "  ".join(
-            c.ljust(w) if i == 0 else c.rjust(w)
-            for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    )
-
-
-def facts(rows: Iterable[tuple[str, str]]) -> str:
-    """Names padded to one width, values after them."""
-    rows = list(rows)
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
 
 
 def column_rows(columns: Sequence[Column], tokens: int, sparse_tokens: int) -> str:
@@ -62,7 +43,7 @@ def column_rows(columns: Sequence[Column], tokens: int, sparse_tokens: int) -> s
             rows.append((shown, codec, f"{count:,}", number, size(average * tokens)))
     number = f"{total:,.1f}" if any(c.sparse for c in columns) else f"{total:,.0f}"
     rows.append(("all token columns", "", "", number, size(total * tokens)))
-    return table(rows)
+    return text_table(rows)
 
 
 def column_payload(columns: Sequence[Column], tokens: int, sparse_tokens: int) -> dict[str, int]:
@@ -77,7 +58,7 @@ def draft_rows(facts: Mapping[str, Mapping[str, Any]]) -> str:
         layers = ", ".join(map(str, own["layers"])) or "none (hidden.final)"
         rows.append((draft, layers, f"{own['bytes_per_token']:,.1f}", size(own["bytes"])))
     note = "what each draft reads: columns that several drafts read are stored once"
-    return f"{table(rows)}\n{note}"
+    return f"{text_table(rows)}\n{note}"
 
 
 def draft_facts(
@@ -120,7 +101,7 @@ def error_rows(manifest: Manifest) -> str:
             figures = (f"{bits:.2f}", f"{error['mse_median']:.1e}", f"{error['mse_max']:.1e}")
             rows.append((column.name, column.codec, *figures, kl, f"{error['escaped']:.2%}"))
     note = "error: mean squared error of a channel over its variance, median over channels"
-    return f"{table(rows)}\n{note}" if len(rows) > 1 else ""
+    return f"{text_table(rows)}\n{note}" if len(rows) > 1 else ""
 
 
 def counts_text(counts: dict[str, Any], tokens: int) -> str:
@@ -129,7 +110,7 @@ def counts_text(counts: dict[str, Any], tokens: int) -> str:
     examples = counts.get("unrendered_examples", {})
     shown = [f"not rendered ({reason}): {found[0]}" for reason, found in examples.items()]
     shown += [f"warning: {warning}" for warning in count_warnings(counts, tokens)]
-    return "\n".join([table(lines), *shown])
+    return "\n".join([text_table(lines), *shown])
 
 
 def counts_rows(counts: dict[str, Any]) -> list[tuple[str, int]]:
@@ -192,7 +173,7 @@ def dataset_text(manifest: Manifest) -> str:
     lines = dataset_lines(manifest)
     # A document whose very first token is supervised has one row fewer: not worth an index scan.
     columns = column_rows(manifest.columns, totals["tokens"], totals["supervised"])
-    parts = [part for part in (facts(lines), columns, error_rows(manifest)) if part]
+    parts = [part for part in (text_table(lines, "<"), columns, error_rows(manifest)) if part]
     if "rendered" in raw["documents"]:
         parts.append(counts_text(raw["documents"], totals["tokens"]))
     parts.append(agreement_text(manifest))
@@ -234,7 +215,7 @@ def agreement_text(manifest: Manifest) -> str:
         f"those of text that the target samples at temperature {temperature:g}",
         *(f"warning: {message}" for message in suspicions(raw)),
     ]
-    return "\n".join([table(agreement_rows(raw)), *notes])
+    return "\n".join([text_table(agreement_rows(raw)), *notes])
 
 
 def refused_label(manifest: Manifest) -> str:

@@ -28,12 +28,12 @@ import torch
 import spec_data
 from spec_data.generation.run import generate
 from spec_data.options.generate_options import GenerateConfig
-from spec_data.report import table
 from spec_data.shards.codec_tables import make_tables
 from spec_data.shards.codecs import CODECS
 from spec_data.shards.lossy import LOSSY
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
+from spec_data.terminal.text_table import text_table
 from spec_train.cli import main as spec_train
 
 EXACT = "bf16"
@@ -143,7 +143,7 @@ def codec_table(datasets: dict[str, tuple[Path, Manifest]]) -> str:
             rates = [f"{rate:.2f}" for rate in measured[codec]]
             rows.append((name if kind == "aux" else "", kind, *figures, *rates, *total))
             total = ("", "")
-    return table(rows)
+    return text_table(rows)
 
 
 def per_token(manifest: Manifest) -> float:
@@ -236,7 +236,7 @@ def fit_table(args: argparse.Namespace, datasets: dict[str, tuple[Path, Manifest
                 "" if codec == EXACT else paired(values, base),
             ]
         rows.append((codec, *cells))
-    return table(rows)
+    return text_table(rows)
 
 
 def main() -> None:

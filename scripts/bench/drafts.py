@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from spec_data.cli import main as spec_data
-from spec_data.report import table
+from spec_data.terminal.text_table import text_table
 from spec_train.cli import main as spec_train
 from spec_train.drafts import DRAFTS, load_draft
 
@@ -56,8 +56,11 @@ def main() -> None:
     rows: list[tuple] = [(*head, "accepted by depth, greedy")]
     for name in args.drafts:
         rows.append(line(name, data, args))
-        print(table(rows[-1:]), flush=True)
-    print(f"\n{args.steps} steps, {args.limit} prompts, torch {torch.__version__}\n\n{table(rows)}")
+        print(text_table(rows[-1:]), flush=True)
+    print(
+        f"\n{args.steps} steps, {args.limit} prompts, torch {torch.__version__}\n\n"
+        + text_table(rows)
+    )
 
 
 def call(program: Any, *words: object) -> None:

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
 from spec_data.corpus.template import Template  # noqa: E402
-from spec_data.report import table  # noqa: E402
+from spec_data.terminal.text_table import text_table  # noqa: E402
 from spec_train.evaluation.prompts import read_prompts  # noqa: E402
 from tests.engines.engine_tools import (  # noqa: E402
     load_speculators,
@@ -89,8 +89,8 @@ def main() -> None:
             check_sums(found["sums"], load_file(Path(asked["model"]) / "model.safetensors"))
             kind = found["class"]
         rows.append((name, *counted, kind, in_speculators(name, draft, args)))
-        print(table(rows[-1:]), flush=True)
-    print(f"\nvLLM with {args.depth} drafted tokens per round\n\n{table(rows)}")
+        print(text_table(rows[-1:]), flush=True)
+    print(f"\nvLLM with {args.depth} drafted tokens per round\n\n{text_table(rows)}")
 
 
 def exported(draft: Path, form: str, args: argparse.Namespace) -> Path:

@@ -18,7 +18,7 @@ from typing import Any
 
 from drafts import OPTIONS, call
 
-from spec_data.report import table
+from spec_data.terminal.text_table import text_table
 from spec_train.cli import main as spec_train
 from spec_train.drafts import DRAFTS
 
@@ -50,8 +50,8 @@ def main() -> None:
             found = [measured(draft, chosen, seed, args) for seed in range(args.seeds)]
             figures = [spread([one[kind] for one in found if kind in one]) for kind in KINDS]
             rows.append((draft, *values, *figures, args.seeds))
-            print(table([rows[0], rows[-1]]), flush=True)
-    print(f"\n{args.steps} steps, {args.fit_options}\n\n{table(rows)}")
+            print(text_table([rows[0], rows[-1]]), flush=True)
+    print(f"\n{args.steps} steps, {args.fit_options}\n\n{text_table(rows)}")
 
 
 def measured(

@@ -22,9 +22,9 @@ from unittest.mock import patch
 import torch
 
 from spec_data.cli import main as spec_data
-from spec_data.report import table
 from spec_data.shards.packing import pack_documents
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.terminal.text_table import text_table
 from spec_train.cli import main as spec_train
 from spec_train.data.order import BatchPlan, fill_in_order
 
@@ -168,10 +168,11 @@ def main() -> None:
                 for kind in KINDS
             ]
             rows.append((name, packing, *(f"{x:.3f}" for x in own), f"{mean(own):.3f}", *parts))
-            print(table(rows[-1:]), flush=True)
+            print(text_table(rows[-1:]), flush=True)
     print(
         f"\nacceptance length after {args.steps} steps of {PACKS} packs of {SEQ_LEN} tokens, "
-        f"{args.ttt_steps} drafted tokens, {time.perf_counter() - started:.0f} s\n\n{table(rows)}"
+        f"{args.ttt_steps} drafted tokens, {time.perf_counter() - started:.0f} s\n\n"
+        + text_table(rows)
     )
 
 

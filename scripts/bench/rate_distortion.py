@@ -26,10 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_data.report import table
 from spec_data.shards.codec_tables import make_tables
 from spec_data.shards.lossy import LOSSY
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.terminal.text_table import text_table
 
 BLOCK = 64  # channels that a cheap rotation mixes
 
@@ -62,7 +62,7 @@ def main() -> None:
                 rows.append((name, f"{kind} to {lower}", *figures(left, error, bits)))
         noise = [torch.randn(half.shape, generator=generator) * error**0.5 for half in halves]
         below = name, (halves[0] + noise[0], halves[1] + noise[1])
-    print(f"{args.data}: about {args.tokens:,} tokens\n\n{table(rows)}")
+    print(f"{args.data}: about {args.tokens:,} tokens\n\n{text_table(rows)}")
 
 
 Halves = tuple[Tensor, Tensor]  # float32 [N, H] each: to fit on, to measure on

@@ -35,6 +35,7 @@ from spec_data.generation.setup import Setup
 from spec_data.models.devices import usable_device
 from spec_data.options.conversion_options import ConvertConfig
 from spec_data.shards.errors import CorpusError
+from spec_data.shards.even_sample import even_sample
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +77,11 @@ def prove_samples(
         device=usable_device(config.device),
         trust=config.trust_remote_code,
     )
-    head_table = _head_evidence(layout, head, _spread(samples, _HEADED))
+    head_table = _head_evidence(layout, head, even_sample(samples, _HEADED))
     stored = layout.conventions
-    few = [(ids[:_WALKED_TOKENS], _begin_of(layout, n)) for n, ids, _ in _spread(samples, _WALKED)]
+    few = [
+        (ids[:_WALKED_TOKENS], _begin_of(layout, n)) for n, ids, _ in even_sample(samples, _WALKED)
+    ]
     own = walk(
         setup.model_dir,
         [ids for ids, _ in few],
@@ -123,8 +126,8 @@ def _readable(layout: Layout, config: ConvertConfig, vocabulary: int) -> Iterato
     Raises:
         CorpusError: there is none.
     """
-    count, problem, found = len(layout), "nothing is supervised", 0
-    numbers = sorted({(2 * i + 1) * count // (2 * _TRIED) for i in range(_TRIED)})
+    problem, found = "nothing is supervised", 0
+    numbers = even_sample(range(len(layout)), _TRIED)
     for number in numbers:
         try:
             ids, mask = tokens_of(layout, number, config.mask == "all", config.mask_frame)
@@ -143,12 +146,6 @@ def _readable(layout: Layout, config: ConvertConfig, vocabulary: int) -> Iterato
             yield number, ids, mask
     if not found:
         raise CorpusError(f"{config.data}: no usable sample of {len(numbers)} tried ({problem})")
-
-
-def _spread(samples: list[Sample], most: int) -> list[Sample]:
-    """Return at most `most` samples, spread evenly: files may be from several runs."""
-    count = min(most, len(samples))
-    return [samples[(2 * i + 1) * len(samples) // (2 * count)] for i in range(count)]
 
 
 def _begin_of(layout: Layout, number: int) -> SampleStates:

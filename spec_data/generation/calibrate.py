@@ -31,6 +31,7 @@ from spec_data.shards.codec_tables import (
     save_tables,
 )
 from spec_data.shards.errors import RunError
+from spec_data.shards.even_sample import sample_documents
 from spec_data.shards.files import sha256_file, write_once
 from spec_data.shards.lossy import LOSSY, LossyCodec, Tables
 from spec_data.shards.schema import (
@@ -169,15 +170,6 @@ def _finer(column: Column) -> str:
     while codec in LOSSY and (column.width or 1) % LOSSY[codec].multiple:
         codec = LOSSY[codec].stronger
     return codec
-
-
-def sample_documents(lengths: np.ndarray, budget: int) -> list[int]:
-    """Return indices of documents spread evenly over the plan, at least one.
-
-    `lengths` are the tokens per document, int64 [D]; the sample has about `budget` tokens.
-    """
-    count = int(min(len(lengths), max(1, budget * len(lengths) // max(1, int(lengths.sum())))))
-    return [(2 * i + 1) * len(lengths) // (2 * count) for i in range(count)]
 
 
 def _budget(plan: Plan, setup: Setup, target: TargetBackend) -> int:

@@ -16,6 +16,7 @@ from spec_data.generation.plan import Plan
 from spec_data.generation.replica import documents_to_prove, load_target
 from spec_data.generation.sample_check import LONGEST, measure_documents
 from spec_data.generation.setup import Setup
+from spec_data.shards.even_sample import sample_documents
 
 _BATCHES = 3
 
@@ -61,7 +62,7 @@ def _measure(setup: Setup, plan: Plan, target: TargetBackend) -> Probe:
     form = target.prove(documents, plan.pack_length, config.packing).form
     asked = config.forward_tokens
     batch_tokens = choose_batch_tokens(target, plan, form, setup.columns, asked)
-    sample = _sample(plan, _BATCHES * batch_tokens)
+    sample = sample_documents(plan.lengths, _BATCHES * batch_tokens)
     given = (batch_tokens, config.own_temperature)
     measure_documents(plan, target, form, sample[:1], *given)  # warm-up
     start = time.perf_counter()
@@ -77,12 +78,6 @@ def _measure(setup: Setup, plan: Plan, target: TargetBackend) -> Probe:
         form=form,
         batch_tokens=batch_tokens,
     )
-
-
-def _sample(plan: Plan, budget: int) -> list[int]:
-    """Return documents spread evenly over the plan, with about `budget` tokens, at least one."""
-    count = max(1, min(len(plan.lengths), budget * len(plan.lengths) // max(1, plan.tokens)))
-    return [(2 * i + 1) * len(plan.lengths) // (2 * count) for i in range(count)]
 
 
 def _memory(device: torch.device) -> int:

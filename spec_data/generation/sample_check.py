@@ -19,6 +19,7 @@ from spec_data.generation.capture import (
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup
 from spec_data.shards.errors import ConfigError, CorpusError
+from spec_data.shards.even_sample import even_sample
 from spec_data.shards.likelihood import (
     Agreement,
     DocumentFigures,
@@ -81,16 +82,9 @@ def sample_of_sources(sources: Sequence[str], proven: Iterable[int]) -> list[int
     places = list(places_by_name(sources).values())
     most = max(_FEWEST, min(_PER_SOURCE, _OF_ALL_SOURCES // len(places)))
     chosen = set(proven)
-    for source in _spread(len(places), _OF_ALL_SOURCES // _FEWEST):
-        own = places[source]
-        chosen |= {int(own[i]) for i in _spread(len(own), most)}
+    for documents in even_sample(places, _OF_ALL_SOURCES // _FEWEST):
+        chosen |= set(even_sample(documents.tolist(), most))
     return sorted(chosen)
-
-
-def _spread(length: int, most: int) -> list[int]:
-    """Return at most `most` indices below `length`, spread evenly."""
-    count = min(most, length)
-    return [(2 * i + 1) * length // (2 * count) for i in range(count)]
 
 
 def measure_documents(

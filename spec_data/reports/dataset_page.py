@@ -14,8 +14,15 @@ from spec_data.options.dataset_page_options import ReportConfig, named_place
 from spec_data.pages.page_parts import Axis, Bars, Figures, Note, Page, Part, Section, Table
 from spec_data.report import column_payload, dataset_lines
 from spec_data.reports.corpus_sections import counts_section, documents_section
-from spec_data.reports.even_sample import affordable, even_numbers, sample_text, shown_documents
-from spec_data.reports.token_viewer import TeacherView, ViewedDocument, token_viewer
+from spec_data.reports.token_viewer import (
+    TeacherView,
+    ViewedDocument,
+    affordable_sample,
+    sample_text,
+    shown_documents,
+    token_viewer,
+)
+from spec_data.shards.even_sample import even_sample
 from spec_data.shards.index import read_index
 from spec_data.shards.likelihood import read_agreement
 from spec_data.shards.likelihood_text import suspicions
@@ -217,7 +224,7 @@ def dataset_page(config: ReportConfig) -> Page:
     """
     dataset = HiddenStatesDataset(config.data)
     shown = shown_documents(dataset.lengths, config.documents)
-    sampled = shown[even_numbers(len(shown), SAMPLED)]
+    sampled = even_sample(shown, SAMPLED)
     sections = [
         _overview(dataset),
         _storage(dataset.manifest),
@@ -229,7 +236,7 @@ def dataset_page(config: ReportConfig) -> Page:
     if "converted" not in dataset.manifest.target:  # nothing was packed: the states were read
         sections.append(_capture(dataset.manifest))
     sections.append(_agreement(dataset.manifest))
-    sections.append(_states(column_norms(dataset, sampled.tolist()), len(sampled), len(dataset)))
+    sections.append(_states(column_norms(dataset, sampled), len(sampled), len(dataset)))
     sections.append(_documents(dataset, shown, _scored(dataset, shown, config.scored)))
     return Page(
         title=named_place(config.data).name,
@@ -239,16 +246,16 @@ def dataset_page(config: ReportConfig) -> Page:
     )
 
 
-def _scored(dataset: HiddenStatesDataset, shown: np.ndarray, wanted: int | None) -> np.ndarray:
+def _scored(dataset: HiddenStatesDataset, shown: list[int], wanted: int | None) -> list[int]:
     """Return the documents for which logits are computed: `wanted`, or what takes a minute."""
     if wanted is not None:
-        return shown[even_numbers(len(shown), wanted)]
-    found = shown[even_numbers(len(shown), SAMPLED)]
+        return even_sample(shown, wanted)
     if dataset.manifest.supervision != "final-hidden":
-        return found  # logits are read, not computed
+        return even_sample(shown, SAMPLED)  # logits are read, not computed
     head = dataset.manifest.head
     tokens = dataset.lengths if dataset.teacher == ALL else dataset.supervised
-    return affordable(found, tokens * (2.0 * head.vocab_size * head.hidden_size), OPERATIONS)
+    costs = tokens * (2.0 * head.vocab_size * head.hidden_size)
+    return affordable_sample(shown, SAMPLED, costs, OPERATIONS)
 
 
 def _sources(dataset: HiddenStatesDataset) -> Any:
@@ -433,16 +440,16 @@ def _states(norms: list[ColumnNorms], measured: int, total: int) -> Section:
     )
 
 
-def _documents(dataset: HiddenStatesDataset, shown: np.ndarray, scored: np.ndarray) -> Section:
+def _documents(dataset: HiddenStatesDataset, shown: list[int], scored: list[int]) -> Section:
     tokenizer = load_tokenizer(dataset.target_dir)
     scores = TeacherScores.of(dataset) if len(scored) else None
     columns = ["input_ids", "loss_mask", "target_argmax"]
     plain = HiddenStatesDataset(dataset.path, columns)
     state = [name for name in (FINAL, "logits") if name in dataset.columns]
     whole = HiddenStatesDataset(dataset.path, [*columns, *state])
-    wanted = set(scored.tolist()) if scores else set()
+    wanted = set(scored) if scores else set()
     documents = []
-    for number in progress(shown.tolist(), desc="documents", unit="docs", leave=False):
+    for number in progress(shown, desc="documents", unit="docs", leave=False):
         row = (whole if number in wanted else plain)[number]
         teacher = scores.view(row) if scores and number in wanted else _choices(row, dataset)
         documents.append(
@@ -456,7 +463,7 @@ def _documents(dataset: HiddenStatesDataset, shown: np.ndarray, scored: np.ndarr
                 teacher=teacher,
             )
         )
-    note = sample_text(len(shown), len(dataset), "--documents")
+    note = sample_text(len(shown), len(dataset))
     if wanted:
         note += (
             f" Entropy and probability are known in {len(wanted):,} of them, evenly spaced "

@@ -30,8 +30,12 @@ from spec_data.options.dataset_page_options import PreviewConfig
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.pages.page_parts import Figures, Note, Page, Part, Section, Table
 from spec_data.reports.corpus_sections import counts_section, documents_section
-from spec_data.reports.even_sample import sample_text, shown_documents
-from spec_data.reports.token_viewer import ViewedDocument, token_viewer
+from spec_data.reports.token_viewer import (
+    ViewedDocument,
+    sample_text,
+    shown_documents,
+    token_viewer,
+)
 
 _AT_ONCE = 16_384  # documents whose masks are in memory
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -211,7 +215,7 @@ def _documents(config: PreviewConfig, found: Preview) -> Section:
     plan = found.plan
     shown = shown_documents(plan.lengths, config.documents)
     documents = []
-    for number in shown.tolist():
+    for number in shown:
         data = plan.documents.select([number])
         documents.append(
             ViewedDocument(
@@ -223,5 +227,5 @@ def _documents(config: PreviewConfig, found: Preview) -> Section:
                 turns=data.turns[0],
             )
         )
-    note = sample_text(len(shown), len(plan.lengths), "--documents")
+    note = sample_text(len(shown), len(plan.lengths))
     return Section(title="Tokens", parts=[token_viewer(found.tokenizer, documents, note)])

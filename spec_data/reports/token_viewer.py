@@ -18,6 +18,10 @@ from transformers import PreTrainedTokenizerBase
 
 from spec_data.pages.page_parts import Viewer
 from spec_data.pages.token_texts import Joiner, TokenTexts
+from spec_data.shards.even_sample import even_sample
+
+MOST_TOKENS = 4_000_000
+"""Tokens that a page embeds at most, about 3 bytes each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +59,37 @@ class ViewedDocument:
     mask: np.ndarray
     turns: Sequence[tuple[str, int, int]]
     teacher: TeacherView | None = None
+
+
+def affordable_sample(
+    documents: Sequence[int], most: int, costs: np.ndarray, limit: float
+) -> list[int]:
+    """Return an even sample of at most `most` documents whose costs together are within a limit.
+
+    `costs` are those of all documents of the dataset, [D]. One document may cost more.
+    """
+    sample = even_sample(documents, most)
+    while len(sample) > 1 and (cost := float(costs[sample].sum())) > limit:
+        sample = even_sample(documents, max(1, int(len(sample) * min(limit / cost, 1 - 1e-9))))
+    return sample
+
+
+def shown_documents(lengths: np.ndarray, most: int) -> list[int]:
+    """Return the numbers of the documents of a page, at most `most` and MOST_TOKENS together.
+
+    `lengths` are the tokens per document, int64 [D].
+    """
+    return affordable_sample(range(len(lengths)), most, lengths, MOST_TOKENS)
+
+
+def sample_text(shown: int, total: int) -> str:
+    """Say how many documents a page shows of how many."""
+    if shown == total:
+        return f"All {total:,} documents are in this page." if total != 1 else "One document."
+    return (
+        f"This page holds {shown:,} of {total:,} documents, evenly spaced. "
+        "--documents N takes another number."
+    )
 
 
 def token_viewer(

@@ -21,9 +21,9 @@ from spec_data.generation.calibrate import (
     check_bounds,
     measure,
     sample_budget,
-    sample_documents,
 )
 from spec_data.shards.codec_tables import TABLES, error_text, make_tables, save_tables
+from spec_data.shards.even_sample import sample_documents
 from spec_data.shards.lossy import Tables
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import Column, HeadSpec, predicts_supervised

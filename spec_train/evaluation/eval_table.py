@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from spec_data.terminal.text_table import text_table
 from spec_train.evaluation.trained_prompts import prompt_lines
 from spec_train.losses.metrics import shown
 from spec_train.simulation.intervals import LEVEL
@@ -16,13 +17,7 @@ _ROWS = 8  # sets and contexts are lines of their own up to so many; --json has 
 
 def table(report: dict[str, Any]) -> str:
     """Return the metrics as aligned lines: name, value, meaning."""
-    lines = _lines(report)
-    name_width = max(len(name) for name, _, _ in lines)
-    value_width = max(len(value) for _, value, _ in lines)
-    return "\n".join(
-        f"{name:<{name_width}}  {value:>{value_width}}  {meaning}".rstrip()
-        for name, value, meaning in lines
-    )
+    return text_table(_lines(report), "<><")
 
 
 def markdown(report: dict[str, Any]) -> str:

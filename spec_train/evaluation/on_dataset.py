@@ -18,6 +18,7 @@ from torch import Tensor
 
 from spec_data.shards.checking import FIRST
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError
+from spec_data.shards.even_sample import even_sample
 from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.packing import pack_documents, row_layout, shift_left
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
@@ -33,7 +34,7 @@ from spec_train.losses.head import TargetHead
 from spec_train.losses.metrics import add_sums, shown, summarise_parts
 from spec_train.simulation.breakdown import Breakdown
 from spec_train.simulation.sample_texts import token_texts
-from spec_train.simulation.samples import spread, tokenizer_of
+from spec_train.simulation.samples import tokenizer_of
 from spec_train.simulation.walk import ServingSums, documents_of
 
 log = logging.getLogger(__name__)
@@ -239,7 +240,7 @@ def evaluate_data(
     teacher_forced: dict[str, Tensor] = {}
     serving = ServingSums.zero(depth)
     missing = torch.zeros(2, dtype=torch.float64)  # sum over supervised slots, and their number
-    breakdown = Breakdown(depth, [documents[i] for i in spread(len(documents), samples)])
+    breakdown = Breakdown(depth, even_sample(documents, samples))
     with progress(total=len(documents), unit="documents", desc="data", leave=False) as bar:
         for pack in _packs(dataset, documents):
             batch = read_pack(dataset, pack, columns, weight.dtype).to(weight.device)

@@ -19,6 +19,7 @@ from spec_data.models.reading import load_tokenizer
 from spec_data.models.resolve import resolve_model
 from spec_data.models.rope_factors import fix_rope_factors, short_positions
 from spec_data.shards.errors import DraftError
+from spec_data.shards.even_sample import even_sample
 from spec_data.terminal.progress import progress
 from spec_train.decoding.chains import check_target
 from spec_train.drafts import Draft
@@ -32,7 +33,6 @@ from spec_train.formats.origin import embedding_warnings
 from spec_train.losses.metrics import shown
 from spec_train.options.command_options import EvalConfig
 from spec_train.simulation.sample_texts import token_texts
-from spec_train.simulation.samples import spread
 
 
 def find_target(config: EvalConfig) -> tuple[Path, Any]:
@@ -110,7 +110,7 @@ def evaluate_target(
     `known` are the responses of the target alone; new ones are added and saved. The prompts after
     the timed pairs are decoded `width` at a time.
     """
-    sampled = [prompts.found[i].where for i in spread(len(prompts), config.samples)]
+    sampled = [prompt.where for prompt in even_sample(prompts.found, config.samples)]
     bench = Bench(draft, model, tokenizer, config, depth, known, sampled, prompts.groups)
     bench.warm_up([0])
     with progress(total=len(prompts), unit="prompts", desc="decode", leave=False) as bar:

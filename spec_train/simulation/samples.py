@@ -33,17 +33,6 @@ RESPONSE_TOKENS = 1024
 """A sample ends with the round in which its responses reach so many tokens."""
 
 
-def spread(count: int, wanted: int) -> list[int]:
-    """Return `wanted` numbers of 0 to count - 1, evenly spread; all if there are less.
-
-    Args:
-        count, wanted: at least 0.
-    """
-    if wanted >= count:
-        return list(range(count))
-    return [int(count * (2 * i + 1) // (2 * wanted)) for i in range(wanted)]
-
-
 def document_sample(
     name: str,
     source: str,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spec_data.shards.even_sample import even_sample
 from spec_train.data.batch import DraftBatch
 from spec_train.data.mixture import Documents
 from spec_train.data.order import BatchPlan
@@ -21,7 +22,7 @@ from spec_train.losses.metrics import Sums, add_sums, summarise_parts
 from spec_train.simulation.breakdown import Breakdown
 from spec_train.simulation.parting import uncut_length
 from spec_train.simulation.sample_texts import token_texts
-from spec_train.simulation.samples import spread, tokenizer_of
+from spec_train.simulation.samples import tokenizer_of
 from spec_train.simulation.walk import documents_of
 from spec_train.training.failure import arithmetic, seed_place
 from spec_train.training.ranks import Ranks
@@ -98,7 +99,7 @@ class Validation:
         """Return teacher-forced sums by dataset, and the walk of all, over all ranks."""
         total: dict[str, Sums] = {}
         rows = self.plan.rows.tolist()
-        sampled = [rows[i] for i in spread(len(rows), SAMPLES)]
+        sampled = even_sample(rows, SAMPLES)
         own, walk = (Breakdown(self.draft.depth, sampled) for _ in range(2))
         device = self.ranks.device
         self.stream.load_state_dict(self.plan.state(0, 0))

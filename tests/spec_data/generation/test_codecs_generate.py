@@ -5,7 +5,6 @@ import json
 import signal
 import time
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 import spec_data.generation.calibrate as calibrate_module
 from spec_data.estimation import Estimate, estimate_text
-from spec_data.generation.calibrate import sample_documents
 from spec_data.generation.fitting import fitting
 from spec_data.generation.planning import make_plan
 from spec_data.generation.setup import set_up
@@ -130,16 +128,6 @@ def test_states_with_a_large_mean_are_no_task_for_fp8(corpus, tmp_path, caplog):
     model.save_pretrained(path)
     manifest = run(path, corpus, tmp_path / "data", codec="aux=fp8")
     assert manifest.columns[2].codec != "fp8" and "fp8 would lose too much" in caplog.text
-
-
-def test_calibration_is_spread_over_the_plan():
-    lengths = np.full(1000, 50)
-    chosen = sample_documents(lengths, 5000)
-    assert len(chosen) == 100 and chosen[0] < 10 and chosen[-1] >= 990
-    assert np.unique(np.diff(chosen)).tolist() == [10]
-    assert sample_documents(lengths, 1) == [500]
-    assert sample_documents(lengths, 10**9) == list(range(1000))
-    assert sample_documents(np.array([7]), 100) == [0]
 
 
 def test_one_document_is_enough(target, tmp_path):

@@ -16,6 +16,7 @@ from spec_data.pages.html_page import page_bytes, read_page_data
 from spec_data.reports import dataset_page as dataset_page_module
 from spec_data.reports.dataset_page import dataset_page
 from spec_data.shards.errors import MissingError
+from spec_data.shards.even_sample import even_sample
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from tests.remote_tools import forget_memory, put_in_memory
 from tests.spec_data.reports.reading_pages import part, read_document, whole_text
@@ -175,7 +176,7 @@ def test_the_viewer_holds_every_token_of_every_document(page, data, rows, head):
     tokenizer = load_tokenizer(data / "target")
     assert "All 20 documents" in viewer["note"] and "in 7 of them" in viewer["note"]
     assert len(viewer["documents"]) == 20
-    scored = {i * 20 // 7 for i in range(7)}
+    scored = set(even_sample(range(20), 7))
     for place, row in enumerate(rows):
         found = read_document(viewer, place)
         ids = row["input_ids"].tolist()
@@ -208,7 +209,7 @@ def test_the_viewer_holds_every_token_of_every_document(page, data, rows, head):
 
 def test_a_sample_is_even_and_the_page_says_so(data):
     viewer = dataset_page(ReportConfig(data=str(data), documents=4, scored=0)).sections[-1].parts[0]
-    assert [d["n"] for d in viewer.data["documents"]] == [0, 5, 10, 15]
+    assert [d["n"] for d in viewer.data["documents"]] == [2, 7, 12, 17]
     assert viewer.data["note"].startswith("This page holds 4 of 20 documents, evenly spaced.")
     assert all("e" not in d and "a" in d for d in viewer.data["documents"])
 
@@ -250,7 +251,7 @@ def test_equal_datasets_have_equal_pages(data):
 )
 def test_every_kind_of_supervision_has_a_page(target, sources, tmp_path, changes):
     run(target, sources[0], tmp_path / "set", **changes)
-    out = write_report(tmp_path / "set", scored=3)
+    out = write_report(tmp_path / "set", scored=len(HiddenStatesDataset(tmp_path / "set")))
     assert out == tmp_path / "set.html"
     viewer = part(read_page_data(out), "Tokens", "viewer")["data"]
     row = HiddenStatesDataset(tmp_path / "set")[0]

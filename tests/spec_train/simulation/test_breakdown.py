@@ -11,7 +11,7 @@ from spec_train.simulation import breakdown, samples
 from spec_train.simulation.breakdown import Breakdown, position_range
 from spec_train.simulation.intervals import _weights
 from spec_train.simulation.sample_texts import sample_ids, token_texts, with_characters
-from spec_train.simulation.samples import document_sample, spread
+from spec_train.simulation.samples import document_sample
 from spec_train.simulation.walk import ServingSums, document_sums, walk_document
 from tests.spec_data.corpus.templates import tokenizer
 from tests.spec_train.simulation.test_walk import outcome, random_document
@@ -96,16 +96,6 @@ def test_sources_add_up_and_many_are_joined(monkeypatch):
         assert line["supervised_tokens"] == total.tokens
         assert line["acceptance_length"] == total.walk_figures().acceptance_length
         assert line["on_policy"] == pytest.approx(total.on_policy / total.tokens)
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 7, 100])
-@pytest.mark.parametrize("wanted", [0, 1, 3, 8])
-def test_samples_are_spread_evenly(count, wanted):
-    found = spread(count, wanted)
-    assert len(found) == len(set(found)) == min(count, wanted)
-    assert found == sorted(found) and all(0 <= i < count for i in found)
-    gaps = np.diff(found)
-    assert len(gaps) == 0 or gaps.max() - gaps.min() <= 1
 
 
 @pytest.mark.parametrize("on_policy", [1.0, 0.7])
