@@ -25,6 +25,7 @@ from spec_data.options.generate_options import EstimateConfig, GenerateConfig
 from spec_data.options.regenerate_options import RegenerateConfig
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.urls import scheme_of
+from spec_data.terminal.command import Program
 from spec_data.terminal.config import add_options, as_flags, join_values, resolve
 from spec_data.terminal.console import (
     Parser,
@@ -147,6 +148,8 @@ def build_parser() -> argparse.ArgumentParser:
         if name in _JSON:
             _add_json(command)
         add_common_options(command)
+    for name, text in PROGRAM.commands().items():
+        commands.add_parser(name, help=text.replace("%", "%%"))
     return parser
 
 
@@ -164,8 +167,14 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
     )
 
 
+PROGRAM = Program("spec-data", _DESCRIPTION, _EXAMPLES, spec_data.__version__)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `spec-data` and return its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if any(word in PROGRAM.commands() for word in words):
+        return PROGRAM.main(words)
     args = build_parser().parse_args(join_values(arguments))
     _sort_out_directory(args)
     take_bare_words(args)

@@ -12,7 +12,6 @@ from spec_data import __version__
 if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from spec_data.shards.errors import SpecDataError
     from spec_train.api import (
-        compare,
         dry_run,
         evaluate,
         export,
@@ -20,6 +19,7 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
         load_draft,
         simulate_acceptance,
     )
+    from spec_train.commands.compare import compare
     from spec_train.diagnosis.outcome import Diagnosis
     from spec_train.doctor_api import doctor
     from spec_train.report_api import write_report
@@ -32,7 +32,7 @@ _PUBLIC = {
     "fit": "spec_train.api",
     "dry_run": "spec_train.api",
     "evaluate": "spec_train.api",
-    "compare": "spec_train.api",
+    "compare": "spec_train.commands.compare",
     "write_report": "spec_train.report_api",
     "export": "spec_train.api",
     "load_draft": "spec_train.api",

@@ -17,7 +17,6 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.terminal.keywords import from_keywords, plain_values, takes_options
 from spec_train.drafts import Draft
 from spec_train.drafts import load_draft as read_draft
-from spec_train.evaluation.compare import run_compare
 from spec_train.evaluation.eval_table import table
 from spec_train.evaluation.exporting import check_draft, export_draft, report
 from spec_train.evaluation.on_dataset import check_fit, evaluate_data
@@ -30,7 +29,6 @@ from spec_train.options.command_options import (
     resolve_fit,
     split_config,
 )
-from spec_train.options.compare_options import CompareConfig
 from spec_train.reports import page_after_eval, run_page
 from spec_train.results import (
     AcceptanceResult,
@@ -39,7 +37,6 @@ from spec_train.results import (
     EvalResult,
     ExportResult,
 )
-from spec_train.simulation.intervals import Comparison
 from spec_train.training.result import FitResult
 from spec_train.training.run_cost import DryRun
 from spec_train.training.setup import dry_run as run_dry
@@ -322,30 +319,6 @@ def load_draft(
     kind: torch.dtype | None = None if dtype == "auto" else DTYPES[dtype]
     draft.to(usable_device(device), kind)
     return draft
-
-
-def compare(first: AnyPath, second: AnyPath, seed: int = 0) -> Comparison:
-    """Compare two evaluations by real decoding: is the second draft accepted longer?
-
-    Args:
-        first, second: files of `spec-train eval --json`, on the same prompts; they hold
-            `evaluate(...).figures`.
-        seed: of the resamples.
-
-    Returns:
-        Both acceptance lengths, and their difference with its interval and p-value.
-
-    Raises:
-        MissingError: a file does not exist.
-        ConfigError: not evaluations with a target, or fewer than two prompts in common.
-
-    >>> import json, pathlib
-    >>> found = spec_train.evaluate("run", target="target", prompts="prompts.jsonl", limit=4)
-    >>> _ = pathlib.Path("a.json").write_text(json.dumps(found.figures))
-    >>> spec_train.compare("a.json", "a.json").difference
-    0.0
-    """
-    return run_compare(first, second, CompareConfig(seed=seed))[0]
 
 
 @takes_options(ExportConfig)

@@ -4,12 +4,14 @@ needs them, so that --help costs nothing."""
 import argparse
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from spec_data import __version__
 from spec_data.shards.path_kinds import Kind, what_is, wrong_kind
+from spec_data.terminal.command import Program
 from spec_data.terminal.config import (
     COMMAND_LINE,
     add_options,
@@ -27,6 +29,7 @@ from spec_data.terminal.console import (
     say_next,
 )
 from spec_data.terminal.paths import check_path
+from spec_train.commands.compare import compare
 from spec_train.options.command_options import (
     EvalConfig,
     ExportConfig,
@@ -36,7 +39,6 @@ from spec_train.options.command_options import (
     resolve_fit,
     split_config,
 )
-from spec_train.options.compare_options import CompareConfig
 from spec_train.options.data_option import parse_sources
 from spec_train.options.doctor_options import DoctorConfig
 from spec_train.options.draft_options import DRAFT_OPTIONS
@@ -134,14 +136,6 @@ examples:
   spec-train doctor --draft PUBLISHED --target MODEL
       what the files alone decide"""
 
-COMPARE_HELP = """\
-Is one draft accepted longer than another? Compare two evaluations by real decoding, prompt by
-prompt, and print both acceptance lengths, the difference with its 95 % interval, and a p-value."""
-COMPARE_EXAMPLES = """\
-examples:
-  spec-train eval --draft A --target MODEL --prompts prompts.jsonl --json a.json
-  spec-train eval --draft B --target MODEL --prompts prompts.jsonl --json b.json
-  spec-train compare a.json b.json"""
 REPORT_HELP = """\
 Write an HTML page about runs and evaluations: loss, acceptance length and acceptance by depth over
 trained tokens, by position and source; learning rate, gradient norm, time spent waiting for data;
@@ -211,12 +205,6 @@ def build_parser() -> argparse.ArgumentParser:
         commands, "doctor", DoctorConfig, _doctor, "find out why a draft is not accepted",
         DOCTOR_HELP, DOCTOR_EXAMPLES, "--draft DIR [--data DIR] [--target MODEL]",
     )  # fmt: skip
-    pair = _add_command(
-        commands, "compare", CompareConfig, _compare, "compare two evaluations", COMPARE_HELP,
-        COMPARE_EXAMPLES, "A.json B.json",
-    )  # fmt: skip
-    pair.add_argument("first", metavar="A.json", help="an evaluation with --json, of one draft")
-    pair.add_argument("second", metavar="B.json", help="that of the other one, on equal prompts")
     pages = _add_command(
         commands, "report", ReportConfig, _report, "show runs and evaluations as a page",
         REPORT_HELP, REPORT_EXAMPLES, "RUN [RUN ...]",
@@ -227,6 +215,8 @@ def build_parser() -> argparse.ArgumentParser:
         REPLAY_EXAMPLES, "RUN/failed-step-N",
     )  # fmt: skip
     again.add_argument("failed", metavar="RUN/failed-step-N", help="what the failed run saved")
+    for name, text in PROGRAM.commands().items():
+        commands.add_parser(name, help=text.replace("%", "%%"))
     return parser
 
 
@@ -362,14 +352,6 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return 1 if found.findings else 0
 
 
-def _compare(arguments: argparse.Namespace) -> int:
-    config = resolve(CompareConfig, arguments)
-    from spec_train.evaluation.compare import run_compare
-
-    print(run_compare(arguments.first, arguments.second, config)[1])
-    return 0
-
-
 def _check_there(*places: str) -> None:
     for place in places:
         if what_is(place) is Kind.NOTHING:
@@ -399,8 +381,15 @@ def _replay(arguments: argparse.Namespace) -> int:
     return 0
 
 
+PROGRAM = Program("spec-train", _DESCRIPTION, _EXAMPLES, __version__)
+PROGRAM.add(compare)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `spec-train` and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if any(word in PROGRAM.commands() for word in words):
+        return PROGRAM.main(words)
     arguments = build_parser().parse_args(join_values(argv))
     run: Callable[[argparse.Namespace], int] = arguments.run
     return run_cli(lambda: run(arguments), arguments)

@@ -12,6 +12,8 @@ import termios
 import time
 from pathlib import Path
 
+from spec_data.terminal.command import Program
+
 COLUMNS = 80
 ROOT = Path(__file__).parent.parent
 
@@ -68,8 +70,10 @@ def drawings(raw: str) -> list[str]:
     return [part for line in raw.replace("\r\n", "\n").split("\n") for part in line.split("\r")]
 
 
-def flag_table(parser: argparse.ArgumentParser, name: str = "") -> str:
+def flag_table(parser: argparse.ArgumentParser, program: Program, name: str = "") -> str:
     """Every flag of every command of a program, sorted: `fit eagle3: --batch-size ...`."""
+    if name in program.commands():
+        return "\n".join([f"{name}:", *(f"  {flag}" for flag in program.flags(name))])
     flags, children = set(), []
     for action in parser._actions:
         flags |= set(action.option_strings)
@@ -77,5 +81,5 @@ def flag_table(parser: argparse.ArgumentParser, name: str = "") -> str:
             children = sorted(action.choices.items())
     lines = [f"{name or parser.prog}:", *(f"  {flag}" for flag in sorted(flags))]
     return "\n".join(
-        [*lines, *(flag_table(child, f"{name} {key}".strip()) for key, child in children)]
+        [*lines, *(flag_table(child, program, f"{name} {key}".strip()) for key, child in children)]
     )

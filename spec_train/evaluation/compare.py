@@ -6,15 +6,14 @@ their intervals, and the difference with its interval and p-value.
 
 import json
 import logging
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from spec_data.shards.errors import ConfigError, MissingError
-from spec_data.shards.files import dump_json, write_atomically
-from spec_data.terminal.paths import check_file_to_write
-from spec_train.options.compare_options import CompareConfig
+from spec_data.terminal.command import Result
 from spec_train.simulation.intervals import LEVEL, Comparison, compare
 
 log = logging.getLogger(__name__)
@@ -23,17 +22,30 @@ _SETTINGS = ("target", "temperature", "dtype", "tree_tokens", "draft_tokens")
 _OPTIONS = ("max_new_tokens",)
 
 
-def run_compare(
-    first: str | Path, second: str | Path, config: CompareConfig
-) -> tuple[Comparison, str]:
-    """Compare two files of evaluations, write --json, and return the figures and a table.
+@dataclass(frozen=True)
+class ComparedDrafts(Comparison, Result):
+    """Two drafts on the same prompts: figures of `Comparison`, and which drafts they are of."""
+
+    files: tuple[str, str]
+    drafts: tuple[str, str]
+
+    def facts(self) -> dict[str, Any]:
+        """Return every figure, for --json."""
+        figures = {field.name: getattr(self, field.name) for field in fields(Comparison)}
+        return {"a": self.files[0], "b": self.files[1], "level": LEVEL, **figures}
+
+    def __str__(self) -> str:
+        """Return the comparison as lines for people."""
+        return comparison_table(self, *self.drafts)
+
+
+def compare_files(first: str, second: str, seed: int) -> ComparedDrafts:
+    """Compare two files of evaluations.
 
     Raises:
         MissingError: a file does not exist. ConfigError: a file is no evaluation with a target, or
             the two have fewer than two prompts in common.
     """
-    if config.json is not None:
-        check_file_to_write("--json", config.json)
     a, b = _read(first), _read(second)
     for line in differing_settings(a, b):
         log.warning("warning: %s", line)
@@ -43,22 +55,21 @@ def run_compare(
     if alone:
         log.warning("warning: %d prompts are in one file only, and are left out", alone)
     try:
-        found = compare(
+        figures = compare(
             np.array([counts_a[prompt] for prompt in common], dtype=np.int64).reshape(-1, 2),
             np.array([counts_b[prompt] for prompt in common], dtype=np.int64).reshape(-1, 2),
-            config.seed,
+            seed,
         )
     except ValueError as error:
         raise ConfigError(f"{first} and {second}: {error}") from None
-    if len(common) > found.prompts:
+    if len(common) > figures.prompts:
         log.warning(
             "warning: %d prompts have no verification with one of the drafts, and are left out",
-            len(common) - found.prompts,
+            len(common) - figures.prompts,
         )
-    if config.json is not None:
-        figures = {"a": str(first), "b": str(second), "level": LEVEL, **vars(found)}
-        write_atomically(Path(config.json), dump_json(figures))
-    return found, comparison_table(found, *(str(one.get("draft")) for one in (a, b)))
+    return ComparedDrafts(
+        **vars(figures), files=(first, second), drafts=(str(a.get("draft")), str(b.get("draft")))
+    )
 
 
 def differing_settings(a: dict[str, Any], b: dict[str, Any]) -> list[str]:

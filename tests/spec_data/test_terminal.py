@@ -380,41 +380,9 @@ def test_completion_scripts_know_every_command(capsys, shell, tmp_path):
 @pytest.mark.parametrize("program", ["spec_data", "spec_train"])
 def test_flags_change_only_on_purpose(program):
     """After a wanted change: SPEC_WRITE_FLAGS=1 python -m pytest -k flags_change writes it."""
-    parser = (cli if program == "spec_data" else train_cli).build_parser()
+    module = cli if program == "spec_data" else train_cli
     file = Path(__file__).parent.parent / program / "flags.txt"
-    found = flag_table(parser) + "\n"
+    found = flag_table(module.build_parser(), module.PROGRAM) + "\n"
     if os.environ.get("SPEC_WRITE_FLAGS"):
         file.write_text(found)
     assert found == file.read_text()
-
-
-# -- help -------------------------------------------------------------------------------------
-
-
-def test_every_option_has_a_group_and_says_its_default():
-    from spec_train.options.draft_options import DRAFT_OPTIONS
-
-    for parser in (cli.build_parser(), train_cli.build_parser()):
-        for name, text in help_texts(parser):
-            assert "output and errors:" in text, name
-    text = dict(help_texts(cli.build_parser()))["generate"]
-    for heading in ("required:", "what is captured:", "documents:", "how the target runs:"):
-        assert heading in text
-    fits = dict(help_texts(train_cli.build_parser()))
-    for draft in DRAFT_OPTIONS:
-        flat = " ".join(fits[f"fit {draft}"].split())
-        assert f"the draft ({draft}):" in flat
-        options_only = flat[flat.index("options:") : flat.index("examples:")]
-        flags = re.findall(r" (--[a-z-]+)(?: [A-Z{][^ ]*)* ", options_only)
-        assert options_only.count("(default: ") >= len(set(flags)) - 12  # without -h, required ones
-
-
-def help_texts(parser, name=""):
-    """(command, help) of every leaf command of a program."""
-    import argparse
-
-    children = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-    if not children:
-        yield name, parser.format_help()
-    for key, child in (item for a in children for item in a.choices.items()):
-        yield from help_texts(child, f"{name} {key}".strip())

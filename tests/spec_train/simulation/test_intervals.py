@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import spec_train
 from spec_data.shards.errors import ConfigError, MissingError
 from spec_train.cli import main
 from spec_train.simulation.intervals import compare, length_interval
@@ -133,39 +134,33 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture, caplog) -> N
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
-    from spec_train.evaluation.compare import run_compare
-    from spec_train.options.compare_options import CompareConfig
-
     table = counts(3, 2.0, seed=9)
     one = write(tmp_path / "one.json", table, ["a", "b", "c"])
     other = write(tmp_path / "other.json", table, ["c", "d", "e"])
     with pytest.raises(ConfigError, match="at least 2"):
-        run_compare(one, other, CompareConfig())
+        spec_train.compare(one, other)
     with pytest.raises(MissingError, match="eval --json"):
-        run_compare(one, tmp_path / "absent.json", CompareConfig())
+        spec_train.compare(one, tmp_path / "absent.json")
     (tmp_path / "data.json").write_text(json.dumps({"draft": "d", "data": {}}))
     with pytest.raises(ConfigError, match="no counts by prompt"):
-        run_compare(tmp_path / "data.json", one, CompareConfig())
+        spec_train.compare(tmp_path / "data.json", one)
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(ConfigError, match="not valid JSON"):
-        run_compare(tmp_path / "bad.json", one, CompareConfig())
+        spec_train.compare(tmp_path / "bad.json", one)
     for lines in ([1], [{"prompt": "a"}], [{"prompt": "a", "rounds": "3", "emitted": 1}]):
         damaged = write(tmp_path / "damaged.json", table, ["a", "b", "c"], per_prompt=lines)
         with pytest.raises(ConfigError, match=r"damaged\.json: a line of per_prompt is damaged"):
-            run_compare(one, damaged, CompareConfig())
-    with pytest.raises(ConfigError, match="--seed"):
-        CompareConfig(seed=-1)
+            spec_train.compare(one, damaged)
+    with pytest.raises(ConfigError, match="seed -1"):
+        spec_train.compare(one, one, seed=-1)
 
 
 def test_prompts_without_a_verification_are_said(tmp_path: Path, caplog) -> None:
     """They are in both files, so that they are not among those of one file only."""
-    from spec_train.evaluation.compare import run_compare
-    from spec_train.options.compare_options import CompareConfig
-
     table, names = counts(4, 2.0, seed=9), ["a", "b", "c", "d"]
     one = write(tmp_path / "one.json", table, names, options=None)
     table[2] = 0
-    found, _ = run_compare(one, write(tmp_path / "two.json", table, names), CompareConfig())
+    found = spec_train.compare(one, write(tmp_path / "two.json", table, names))
     assert found.prompts == 3
     assert "1 prompts have no verification with one of the drafts" in caplog.text
     assert "in one file only" not in caplog.text

@@ -1,0 +1,100 @@
+"""Types of command arguments: what an option holds, and how it is written on the command line.
+
+A type is a plain Python type, so that editors and mypy follow it, with notes for `command`: where a
+path must lead (`Holds`), bounds (`msgspec.Meta`), and how cyclopts reads it (`Parameter`).
+No torch here: `--help` is instant.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import cyclopts
+from cyclopts import Group, Parameter
+from msgspec import Meta
+
+from spec_data.shards.path_kinds import Kind
+
+if TYPE_CHECKING:
+    AnyPath = str | os.PathLike[str]
+else:
+    AnyPath = str  # what a command receives: `command` has called os.fspath
+
+
+@dataclass(frozen=True)
+class Holds:
+    """What must be at the path of an argument; it is checked before any work.
+
+    Attributes:
+        kind: what must be there; None checks nothing.
+        dataset: "read" or "write" where the URL of a dataset on remote storage is accepted.
+        urls: texts such as http://host are accepted, which every other argument refuses.
+    """
+
+    kind: Kind | None = None
+    dataset: str = ""
+    urls: bool = False
+
+
+def more(title: str) -> Parameter:
+    """Return the note of an option that only --help-all lists, under the heading `title`."""
+    return Parameter(group=Group(title))
+
+
+def _one_text(_: Any, tokens: Sequence[cyclopts.Token]) -> str:
+    return tokens[0].value
+
+
+def _json_object(_: Any, tokens: Sequence[cyclopts.Token]) -> dict[str, Any]:
+    value = json.loads(tokens[0].value)
+    if not isinstance(value, dict):
+        raise ValueError("expected a JSON object")
+    return value
+
+
+_SEVERAL = Parameter(consume_multiple=True)
+_ONE_TOKEN = Parameter(converter=_one_text, n_tokens=1, allow_leading_hyphen=True)
+
+Several = Annotated[Sequence[str], _SEVERAL]
+"""One text or several: `--source a b`; in Python also a single text."""
+Target = Annotated[AnyPath, Holds(Kind.TARGET), Parameter(metavar="MODEL")]
+"""A target model: a directory or a Hub id."""
+Corpus = Annotated[
+    Sequence[AnyPath] | AnyPath, Holds(Kind.CORPUS), _SEVERAL, Parameter(metavar="SRC")
+]
+"""Conversations: files, directories or Hub datasets."""
+Dataset = Annotated[AnyPath, Holds(Kind.DATASET, dataset="read"), Parameter(metavar="DIR")]
+"""A sealed dataset: a directory or a URL."""
+Datasets = Annotated[
+    Sequence[AnyPath] | AnyPath,
+    Holds(Kind.DATASET, dataset="read"),
+    _SEVERAL,
+    Parameter(metavar="DIR"),
+]
+NewDataset = Annotated[AnyPath, Holds(dataset="write"), Parameter(metavar="DIR")]
+"""A dataset to write: a directory or a URL."""
+Draft = Annotated[AnyPath, Holds(Kind.DRAFT), Parameter(metavar="DIR")]
+"""A draft: a run (its best draft), a checkpoint or a draft directory."""
+Directory = Annotated[AnyPath, Parameter(metavar="DIR")]
+File = Annotated[AnyPath, Parameter(metavar="FILE")]
+
+Text = Annotated[str | float, _ONE_TOKEN]
+"""A text that may look like a number, such as `--max-bad-rows 5` or `1%`."""
+Layers = Annotated[str | Sequence[int], _ONE_TOKEN, Parameter(metavar="IDS")]
+"""Layer ids: `1,3,5`, or in Python also [1, 3, 5]."""
+JsonObject = Annotated[
+    dict[str, Any],
+    Parameter(converter=_json_object, n_tokens=1, accepts_keys=False, metavar="JSON"),
+]
+Count = Annotated[int, Meta(ge=0), Parameter(metavar="N")]
+Positive = Annotated[int, Meta(ge=1), Parameter(metavar="N")]
+Share = Annotated[float, Meta(ge=0, le=1), Parameter(metavar="SHARE")]
+OnOff = Annotated[bool, Parameter(negative_bool="no-")]
+"""A switch that is on by default: `--no-NAME` turns it off."""
+
+
+def comma_list(value: str | Sequence[int]) -> str:
+    """Return layer ids as one text, such as 1,3,5."""
+    return value if isinstance(value, str) else ",".join(map(str, value))

@@ -1,0 +1,1 @@
+"""The commands, one typed function each: `terminal/command.py` says how."""

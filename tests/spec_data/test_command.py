@@ -1,0 +1,273 @@
+"""Commands as typed functions: what the command line and Python make of one function."""
+
+import dataclasses
+import json
+import signal
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import pytest
+from cyclopts import Parameter
+
+from spec_data.shards.errors import ConfigError, DraftError
+from spec_data.terminal.command import Program, Result, command, specialised, words_of
+from spec_data.terminal.types import (
+    Corpus,
+    Count,
+    Directory,
+    JsonObject,
+    Layers,
+    NewDataset,
+    OnOff,
+    Positive,
+    Several,
+    Share,
+    Target,
+    Text,
+    more,
+)
+
+RUNNING = more("where it runs")
+
+
+@dataclasses.dataclass
+class Given(Result):
+    """The arguments that a command received."""
+
+    arguments: dict
+
+    def __str__(self):
+        return json.dumps(self.arguments)
+
+    @property
+    def next_command(self):
+        return ("spec-data", "next", "a b")
+
+
+@command
+def capture(
+    target: Target,
+    corpus: Corpus,
+    out: NewDataset,
+    *,
+    layers: Layers = "auto",
+    for_: str | None = None,
+    max_length: Positive = 2048,
+    limit: Count = 0,
+    share: Share = 0.5,
+    bad_rows: Text = "auto",
+    source: Several = (),
+    mask: Annotated[Literal["assistant", "all"], RUNNING] = "assistant",
+    template: JsonObject | None = None,
+    greedy: bool = False,
+    packing: OnOff = True,
+) -> Given:
+    """Capture hidden states.
+
+    A second paragraph.
+
+    Examples:
+        spec-data capture --target MODEL --corpus SRC --out DIR
+
+    Args:
+        target: the model.
+        corpus: the chats.
+        out: the dataset.
+        layers: layer ids.
+        for_: drafts.
+        max_length: tokens of a document.
+        limit: rows.
+        share: a share.
+        bad_rows: a count or a share.
+        source: names.
+        mask: supervised tokens.
+        template: arguments of the template.
+        greedy: no sampling.
+        packing: several documents in a row.
+    """
+    return Given(arguments=dict(locals()))
+
+
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chain:
+    """A chain of drafted tokens."""
+
+    steps: Positive = 7
+    "Tokens of a chain."
+
+    def __post_init__(self):
+        if self.steps == 13:
+            raise DraftError("steps = 13: not on a Friday")
+
+
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block:
+    """A block of drafted tokens."""
+
+    block_size: Positive = 16
+    "Tokens of a block."
+
+
+@command
+def fit(
+    data: Several, out: Directory, draft: Chain | Block | None = None, *, lr: float = 0.1
+) -> str:
+    """Train a draft.
+
+    Args:
+        data: datasets.
+        out: the run.
+        draft: its kind and options.
+        lr: learning rate.
+    """
+    return f"{draft} on {data} at {lr}"
+
+
+@pytest.fixture
+def program():
+    program = Program("spec-data", "What it does.", "In the end.", "1.2")
+    program.add(capture, stopped=lambda given: f"{given['out']} is kept")
+    program.add(specialised(fit, "draft", Chain()), name="fit chain")
+    program.add(specialised(fit, "draft", Block()), name="fit block")
+    program.add_group("fit", "Train a draft.")
+    return program
+
+
+REQUIRED = ["capture", "--target", "org/model", "--corpus", "a", "b", "--out", "data"]
+
+
+def test_the_command_line_and_python_give_the_same_arguments(program, capsys):
+    line = "--layers -1,3 --for eagle3 --max-length 7 --share 1 --bad-rows 5 --source x y --greedy"
+    line += " --mask all --no-packing --template"
+    assert program.main([*REQUIRED, *line.split(), '{"think": false}', "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)["arguments"]
+    assert printed == capture(
+        "org/model", ["a", "b"], Path("data"), layers=[-1, 3], for_="eagle3", max_length=7,
+        share=1, bad_rows=5, source=["x", "y"], greedy=True, mask="all", packing=False,
+        template={"think": False},
+    ).arguments | {"layers": "-1,3", "bad_rows": "5"}  # fmt: skip
+    assert capture("org/model", "a", "data", limit=np.int64(3)).arguments["limit"] == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "fact"),
+    [
+        (["captur"], "did you mean capture?"),
+        (["--limit", "3"], "COMMAND is missing"),
+        ([*REQUIRED, "--max-lenght", "3"], "did you mean --max-length?"),
+        ([*REQUIRED, "--max-length", "many"], "--max-length"),
+        ([*REQUIRED, "--max-length", "0"], "--max-length 0: expected int >= 1"),
+        ([*REQUIRED, "--share", "2"], "--share"),
+        ([*REQUIRED, "--mask", "al"], '"all"'),
+        ([*REQUIRED, "--template", "[1]"], "JSON object"),
+        ([*REQUIRED, "--for", ""], "is a shell variable not set?"),
+        ([*REQUIRED, "--for", "s3://x/y"], "s3://"),
+        (REQUIRED[:-2], "missing option --out"),
+        (["capture", "--target"], "--target"),
+        (["fit", "chan"], "did you mean chain?"),
+        (["fit", "chain", "--data", "x", "--out", "r", "--block-size", "3"], "an option of block"),
+        (["fit", "chain", "--data", "x", "--out", "r", "--steps", "13"], "not on a Friday"),
+        (["fit", "chain", "--config", "nothing.yaml"], "no such file"),
+        (["fit", "chain", "--data", "x", "--out", "r", "--json"], "no figures"),
+        ([*REQUIRED, "--json", "no/such/folder/x.json"], "--json no/such/folder"),
+    ],
+)
+def test_what_is_wrong_is_named_with_exit_code_2(program, words, fact, capsys, tmp_path):
+    assert program.main(words) == 2
+    printed = capsys.readouterr()
+    assert fact in printed.err and "error: " in printed.err and not printed.out
+
+
+@pytest.mark.parametrize(
+    ("keywords", "fact"),
+    [
+        ({"max_length": "x"}, "max_length 'x': expected int, got str"),
+        ({"max_length": True}, "max_length True"),
+        ({"mask": "al"}, "did you mean all?"),
+        ({"share": 2}, "share 2"),
+        ({"layers": [1, "x"]}, "layers"),
+        ({"for_": "gs://b/c"}, "for_ gs://b/c"),
+    ],
+)
+def test_python_is_refused_in_its_own_words(keywords, fact):
+    with pytest.raises(ConfigError) as refused:
+        capture("org/model", "a", "data", **keywords)
+    assert fact in str(refused.value)
+    with pytest.raises(TypeError):
+        capture("org/model", "a", "data", max_lenght=3)
+
+
+def test_a_config_file_stands_between_defaults_and_words(program, capsys, tmp_path):
+    file = tmp_path / "options.yaml"
+    lines = [
+        "max-length: 7",
+        "limit: 5",
+        "corpus: [c]",
+        "for: eagle3",
+        "bad_rows: 5",
+        "layers: [1, 3]",
+    ]
+    file.write_text("\n".join([*lines, "template: {a: 1}"]))
+    words = ["capture", "--target", "org/m", "--out", "d", "--limit", "6", "--config", str(file)]
+    assert program.main([*words, "--json", "-"]) == 0
+    given = json.loads(capsys.readouterr().out)["arguments"]
+    assert (given["max_length"], given["limit"], given["corpus"]) == (7, 6, ["c"])
+    assert (given["for_"], given["template"], given["bad_rows"]) == ("eagle3", {"a": 1}, "5")
+    assert given["layers"] == "1,3"
+    file.write_text("max-lengt: 7\n")
+    assert program.main(words) == 2
+    assert "max-lengt" in capsys.readouterr().err
+    run = tmp_path / "fit.json"
+    run.write_text(json.dumps({"steps": 3, "lr": 0.5, "data": ["x"], "out": "r"}))
+    assert program.main(["fit", "chain", "--config", str(run)]) == 0
+    assert capsys.readouterr().out == "Chain(steps=3) on ['x'] at 0.5\n"
+
+
+def test_results_are_printed_with_the_next_command_or_written_as_json(
+    program, capsys, tmp_path, caplog
+):
+    caplog.set_level("INFO")
+    assert program.main([*REQUIRED, "--json", str(tmp_path / "x.json")]) == 0
+    written = json.loads((tmp_path / "x.json").read_text())["arguments"]
+    assert json.loads(capsys.readouterr().out) == written
+    assert "next:  spec-data next 'a b'" in caplog.text
+
+
+def test_help_has_first_options_in_one_screen_and_all_on_request(program, capsys):
+    assert program.main(["capture", "-h"]) == 0
+    first = capsys.readouterr().out
+    assert "--max-length N" in first and "[2048]" in first and "--mask" not in first
+    assert "--target MODEL --corpus SRC [SRC ...] --out DIR" in first and "examples:" in first
+    assert program.main(["capture", "--help-all"]) == 0
+    everything = capsys.readouterr().out
+    assert "where it runs:" in everything and "--mask" in everything and "--debug" in everything
+    assert max(map(len, everything.splitlines()[1:])) <= 80
+    assert program.main(["-h"]) == 0
+    assert "capture" in capsys.readouterr().out
+    assert program.main(["fit", "-h"]) == 0
+    assert "A block of drafted tokens." in capsys.readouterr().out
+
+
+def test_an_interrupt_says_what_is_kept_and_how_to_resume(capsys, caplog):
+    @command
+    def slow(out: Directory) -> None:
+        """Wait.
+
+        Args:
+            out: the directory.
+        """
+        signal.raise_signal(signal.SIGINT)
+
+    program = Program("spec-data", "", "", "1")
+    program.add(slow, stopped=lambda given: f"{given['out']} is kept")
+    assert program.main(["slow", "a b"]) == 130
+    assert "stopped: a b is kept\nresume:  spec-data slow 'a b'" in caplog.text
+
+
+def test_arguments_become_words_again(program, capsys):
+    values = {"corpus": ["a", "b"], "layers": "-1,3", "max_length": 2048, "packing": False}
+    assert words_of(capture, values) == ["--corpus", "a", "b", "--layers=-1,3", "--no-packing"]
+    assert words_of(fit, {"draft": Chain(steps=3)}) == ["--steps", "3"]
