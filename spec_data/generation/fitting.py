@@ -17,7 +17,7 @@ from spec_data.capture.backend import TargetBackend
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup
 from spec_data.generation.target_files import config_json
-from spec_data.models.engine_targets import engine_warnings
+from spec_data.models.engines import engine_warnings
 from spec_data.models.families import derived_spec, find_spec
 from spec_data.models.fitted_shape import fitted_shape, sizes_of
 from spec_data.shards.errors import DraftError, TargetError

@@ -19,11 +19,16 @@ from spec_train.formats.known_keys import unread_keys
 from spec_train.formats.preflight import (
     EMBEDDING,
     MAX_POSITIONS,
+    NOTE,
+    OF_TARGET,
+    REFUSE,
+    WARN,
     WEIGHTS,
+    Finding,
+    Subject,
     general,
     preflight,
 )
-from spec_train.formats.preflight_notes import NOTE, OF_TARGET, REFUSE, WARN, Finding, Subject
 from spec_train.formats.target_facts import TargetFacts
 
 _MAPS, _ORDER = "spec_train.formats.vocabulary_maps", "spec_train.formats.layer_order"

@@ -21,14 +21,20 @@ from spec_data.shards.files import remove_left_of, temporary_name, write_atomica
 from spec_data.terminal.paths import check_directory_to_write, make_directory
 from spec_train.drafts import Draft, load_draft, own_files, read_draft
 from spec_train.evaluation.pruning import PruningCost, pruned
-from spec_train.formats.draft_card import CARD, draft_card
+from spec_train.formats.draft_card import CARD, Serving, draft_card, servings
 from spec_train.formats.draft_files import DraftFiles, write_files
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.forms import changed_keys, with_facts_in, write_form
 from spec_train.formats.known_keys import unread_keys
-from spec_train.formats.preflight import READERS, preflight, refusals
-from spec_train.formats.preflight_notes import NOTE, Finding, Subject
-from spec_train.formats.serve_commands import Serving, servings
+from spec_train.formats.preflight import (
+    NOTE,
+    SPEC_TRAIN,
+    Finding,
+    Subject,
+    preflight,
+    readers,
+    refusals,
+)
 from spec_train.formats.target_facts import TargetFacts, read_target
 from spec_train.options.command_options import ExportConfig
 from spec_train.options.vocabulary_options import CHOICES
@@ -246,7 +252,7 @@ def report(found: dict[str, list[Finding]], own: DraftFiles) -> str:
 def _log_export(checked: CheckedDraft, config: ExportConfig, written: DraftFiles) -> None:
     """Log what was written, the warnings of the engines that read the format, and how to serve."""
     found = checked.findings
-    engines = () if config.check else ("spec-train", *READERS[config.format or "hf"])
+    engines = () if config.check else (SPEC_TRAIN, *readers(config.format or "hf"))
     for finding in (f for engine in engines for f in found[engine] if f.level == "warn"):
         log.warning("warning: %s: %s", finding.engine, finding.text)
     for finding in (f for engine in engines for f in found[engine] if f.level == NOTE):

@@ -1,22 +1,96 @@
-"""README.md of an export: a model card that says what the draft is, for which target, how to serve.
+"""How an export is served, and its README.md: what the draft is, for which target, how to start.
 
-In: what was written. Out: Markdown with the front matter of the Hugging Face Hub.
+The commands are rows of `spec_data/models/engines.toml`. A test runs the lines for transformers.
+vLLM and llama.cpp have served exports on CPUs with these settings, but not through these very
+lines. The flags of SGLang follow its documentation and sources. The card is Markdown with the front
+matter of the Hugging Face Hub.
 """
 
+import json
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 from typing import Any
 
+from spec_data.models.engines import Start, engines
 from spec_data.shards.card_text import code, code_block, front_matter, plain, table
 from spec_train.formats.draft_seal import SECTION
-from spec_train.formats.preflight_notes import Subject
-from spec_train.formats.serve_commands import Serving
+from spec_train.formats.preflight import (
+    OF_TARGET,
+    REFUSE,
+    Finding,
+    Subject,
+    release,
+    start_notes,
+    unread_form,
+)
 
 CARD = "README.md"
+TARGET = "TARGET"
+"""Stands in a command for a target whose name is not known."""
 
 _NAMES = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "peagle": "P-EAGLE", "dspark": "DSpark"}
 _NAMES["dflash"] = "DFlash"
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How one engine's release serves an export: lines of `language`, which is sh or python."""
+
+    engine: str
+    lines: tuple[str, ...]
+    language: str = "sh"
+    note: str = ""
+
+
+def servings(
+    subject: Subject, found: dict[str, list[Finding]], folder: str, drafted: int
+) -> list[Serving]:
+    """Return how the engines that read an export and do not refuse its draft serve it.
+
+    The engine that the form is named after is the first.
+
+    Args:
+        subject: the draft, its target and the form that was written.
+        found: the findings of the preflight.
+        folder: the directory of the export, as it is typed.
+        drafted: tokens that the draft is trained to propose per verification step.
+    """
+    rows = {row.engine: row for row in engines().start if subject.served_kind in row.drafts.split()}
+    result = []
+    for engine in sorted(rows, key=lambda name: name != subject.form):  # the form's own first
+        findings = found.get(engine, [Finding(engine, REFUSE, "not checked")])
+        refused = any(finding.level == REFUSE for finding in findings)
+        if refused or subject.form not in engines().engine[engine].serves:
+            continue
+        if unread_form(engine, subject) is None:
+            doubts = [f"Not certain: {f.text}." for f in findings if f.rule == OF_TARGET]
+            note = " ".join([*start_notes(engine, subject, shlex.quote(folder)), *doubts])
+            lines = _lines(rows[engine], subject, folder, drafted)
+            result.append(Serving(release(engine), lines, rows[engine].language, note))
+    return result
+
+
+def _lines(row: Start, subject: Subject, folder: str, drafted: int) -> tuple[str, ...]:
+    """Fill in the lines of a row of the table, every value as one word of its language."""
+    kind = subject.served_kind
+    values: dict[str, Any] = {
+        "target": subject.target.name or TARGET,
+        "draft": folder,
+        "method": row.method.get(kind, kind),
+        "tokens": drafted,
+        "tokens_plus_one": drafted + 1,
+    }
+    filled = {
+        name: values[value[1:]] if str(value).startswith("$") else value
+        for name, value in row.json.items()
+    }
+    values["json"] = json.dumps(filled)
+    word = repr if row.language == "python" else shlex.quote
+    words = {name: word(str(value)) for name, value in values.items()}
+    return tuple(Template(line).substitute(words) for line in row.lines)
 
 
 def draft_card(

@@ -79,24 +79,9 @@ def to_deepspec(own: DraftFiles, target: TargetFacts) -> DraftFiles:
     """Write for DeepSpec's trainer, whose class holds copies of the target's embedding and head.
 
     Raises:
-        DraftError: the vocabulary is reduced, the layout is "mask", a layer has a sliding window,
-            or no target is given.
+        DraftError: no target is given.
     """
     raw = own.config
-    if raw["draft_vocab_size"] != raw["vocab_size"]:
-        raise DraftError(
-            f"{own.where}: DeepSpec supports only the full vocabulary, this draft has a reduced one"
-        )
-    if not raw["sample_from_anchor"]:
-        raise DraftError(
-            f"{own.where}: DeepSpec drafts from the anchor's slot (layout anchor), this draft does "
-            "not (layout mask)"
-        )
-    if raw.get("sliding_window"):
-        raise DraftError(
-            f"{own.where}: DeepSpec's mask has no sliding windows, and this draft has one of "
-            f"{raw['sliding_window']} positions"
-        )
     if target.head is None:
         raise DraftError(
             f"{own.where}: DeepSpec's checkpoints hold a copy of the target's LM head; pass "
@@ -109,8 +94,8 @@ def to_deepspec(own: DraftFiles, target: TargetFacts) -> DraftFiles:
 def to_transformers(own: DraftFiles, target: TargetFacts) -> DraftFiles:
     """Write for transformers, whose one DFlash class is the assistant of Muse Glimmer.
 
-    The class takes embedding and head from the target; `rules_block.transformers_block` says what
-    it cannot hold.
+    The class takes embedding and head from the target; the table of engines says what it
+    cannot hold.
     """
     raw = own.config
     config = {key: raw.get(key) for key in _MUSE_KEYS} | {  # null: its defaults are of Muse

@@ -106,14 +106,8 @@ def named_class(config: dict[str, Any], plain: str = OWN) -> dict[str, Any]:
 
 
 def to_deepspec(own: DraftFiles, target: TargetFacts) -> DraftFiles:
-    """Write for DeepSpec, whose class always norms queries and keys and has the full vocabulary.
-
-    Raises:
-        DraftError: the class computes something else than this draft.
-    """
+    """Write for DeepSpec, whose class always norms queries and keys and has the full vocabulary."""
     raw = own.config
-    if faults := deepspec_faults(raw):
-        raise DraftError(f"{own.where}: DeepSpec's EAGLE-3 cannot hold it: {'; '.join(faults)}")
     options = raw["spec_train"]["options"]
     left_out = ("eagle_config", INPUT_KEY, "mlp_bias", "norm_before_residual", "norm_before_fc")
     config = {name: value for name, value in raw.items() if name not in left_out}
@@ -132,28 +126,6 @@ def to_deepspec(own: DraftFiles, target: TargetFacts) -> DraftFiles:
         config["target_model_name_or_path"] = target.name
     tensors = {name.replace(_OURS, _THEIRS): value for name, value in own.tensors.items()}
     return DraftFiles(config, tensors, own.where)
-
-
-def deepspec_faults(raw: dict[str, Any]) -> list[str]:
-    """Return why DeepSpec's class cannot hold a draft with this config, in our form; [] if it can.
-
-    Its layers after the first read the token again, so a second layer is another function.
-    """
-    faults = []
-    if not raw.get("qk_norm"):
-        faults.append("its EAGLE-3 norms queries and keys (q_norm, k_norm), this draft does not")
-    if raw["draft_vocab_size"] != raw["vocab_size"]:
-        faults.append("it has the full vocabulary, this draft a reduced one")
-    if raw.get("num_hidden_layers", 1) != 1:
-        faults.append("its later layers read the token again, those of this draft do not")
-    if raw["target_hidden_size"] != raw["hidden_size"]:
-        faults.append("its fc needs target states of the draft's hidden size")
-    for name in ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "mlp_bias"):
-        if raw.get(name):
-            faults.append(f"{name} is not supported")
-    if "sliding_attention" in (raw.get("layer_types") or ()):
-        faults.append("sliding windows are not supported")
-    return faults
 
 
 def from_speculators(flat: DraftFiles, depth: int | None, target: TargetFacts) -> DraftFiles:

@@ -10,6 +10,7 @@ from spec_train.formats import dspark, eagle, eagle3, peagle, read_blocks, specu
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION, differing_leaves, some_of
 from spec_train.formats.flat import FORM
+from spec_train.formats.preflight import REFUSE, Subject, of_engine
 from spec_train.formats.target_facts import TargetFacts
 
 # -- other classes ---------------------------------------------------------------------------------
@@ -124,6 +125,8 @@ WRITERS: dict[tuple[str, str], Writer] = {
     },
     ("dflash", "transformers"): dspark.to_transformers,
 }
+_OWN_CLASS = ("deepspec", "transformers")
+"""Forms of one program each; what its class does not have, such files cannot hold."""
 FLAT_READERS: dict[str, Reader] = {
     "eagle": eagle.from_flat,
     "eagle3": eagle3.from_flat,
@@ -150,7 +153,7 @@ def write_form(own: DraftFiles, form: str, target: TargetFacts) -> DraftFiles:
     """Convert our checkpoint to the form `form`.
 
     Raises:
-        DraftError: this kind of draft has no such form.
+        DraftError: this kind of draft has no such form, or the class of the form cannot hold it.
     """
     kind = own.config[SECTION]["draft"]
     if (kind, form) not in WRITERS:
@@ -158,6 +161,10 @@ def write_form(own: DraftFiles, form: str, target: TargetFacts) -> DraftFiles:
         raise DraftError(
             f"{own.where}: there is no {form} form of {kind} drafts; use one of {', '.join(known)}"
         )
+    if form in _OWN_CLASS:
+        found = of_engine(Subject(own, target, form), form)
+        if faults := [finding.text for finding in found if finding.level == REFUSE]:
+            raise DraftError(f"{own.where}: the {form} form cannot hold it: {'; '.join(faults)}")
     files = WRITERS[kind, form](own, target)
     if files is own:
         return own

@@ -1,230 +1,214 @@
-"""The preflight: checks a draft against the rules of each engine's release before it is written.
+"""The preflight: checks a draft against the facts of each engine's release before it is written.
 
-The rules come from the source code of the releases named in `rules`. Those that a CPU can run were
-also tested (`tests/engines`). An engine that is not listed for a kind of draft cannot serve it.
+The facts are rows of `spec_data/models/engines.toml`, whose head says how to write one. Here are
+the names that their conditions may use, and the checks that hold for every engine. An engine that
+does not name a kind of draft cannot serve it.
 """
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from spec_data.models.engine_targets import served
+from spec_data.models.engines import Fact, engines, served
 from spec_data.models.families import find_spec
 from spec_data.shards.identity import compare
-from spec_train.formats import rules_block, rules_eagle
+from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION, some_of
+from spec_train.formats.dspark import DFLASH
 from spec_train.formats.known_keys import unread_text
-from spec_train.formats.preflight_notes import (
-    NOTE,
-    OF_TARGET,
-    OK,
-    REFUSE,
-    WARN,
-    Finding,
-    Notes,
-    Subject,
-)
-from spec_train.formats.read_forms import unread_form
-from spec_train.formats.rules import (
-    DEEPSPEC,
-    LLAMA_CPP,
-    SGLANG,
-    SPEC_TRAIN,
-    SPECULATORS,
-    TRANSFORMERS,
-    VLLM,
-    VLLM_CPU,
-    vllm_cpu,
-)
-from spec_train.formats.rules_bias import refused_biases
+from spec_train.formats.target_facts import TargetFacts
+from spec_train.options.shape_options import FULL, SLIDING
 
+REFUSE, WARN, NOTE, OK = "refuse", "warn", "note", "ok"
+UNREAD, START = "unread", "start"
+"""Verdicts of rows that are no findings about the draft: see `unread_form` and `start_notes`."""
+SPEC_TRAIN = "spec-train"
+"""The name under which the checks that hold for every engine report."""
 MAX_POSITIONS, WEIGHTS, EMBEDDING = "max-positions", "weights", "embedding"
 """The rules of `general` that have a name (see `Finding.rule`)."""
+OF_TARGET = "target"
+"""The rule whether an engine serves the target of a draft: a refusal, or a warning if unknown."""
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+    "in": lambda value, values: value in values,
+}
 
 
-def general(subject: Subject) -> Notes:
-    """Check what is needed in every engine."""
-    notes = Notes(SPEC_TRAIN)
-    broken = [
-        name
-        for name, value in subject.own.tensors.items()
-        if value.is_floating_point() and not bool(torch.isfinite(value).all())
-    ]
-    notes.refuse(bool(broken), f"weights that are not finite: {', '.join(broken)}", WEIGHTS)
-    layers, count = subject.layers, subject.num_layers
-    notes.refuse(layers != sorted(set(layers)), f"layers {layers} must be ascending and unique")
-    notes.refuse(
-        count is not None and bool(layers) and layers[-1] >= count,
-        f"layer {layers[-1:]} of a target with {count} decoder blocks (ids are outputs of blocks, "
-        "from 0)",
-    )
-    notes.warn(
-        count is None and bool(layers),
-        "the target's number of decoder blocks is unknown, so it was not checked whether the draft "
-        "reads the last one; pass --target DIR",
-    )
-    notes.warn(
-        "origin" in subject.config["spec_train"] and not subject.config["spec_train"]["origin"],
-        "the draft does not record its target and the chat template of its training data",
-    )
-    notes.warn(
-        bool(subject.changed),
-        f"keys that engines read are not as this release writes them: {some_of(subject.changed)}; "
-        "serve an export of this draft, not these files",
-    )
-    notes.warn(bool(subject.unread), unread_text(list(subject.unread)))
-    notes.warn(
-        subject.origin.get("rope_factors") == "short",
-        "the states were captured with the short factors of longrope; an engine whose maximum "
-        "length is above theirs uses the long ones for every prompt, and accepts less. Start it "
-        "with a smaller one, or capture with --rope-factors long",
-    )
-    own_limit, limit = subject.config["max_position_embeddings"], subject.target.max_positions
-    notes.warn(
-        limit is not None and own_limit < limit,
-        f"max_position_embeddings {own_limit} is less than the target's {limit}: at that length "
-        "engines stop drafting, or end the sequence",
-        MAX_POSITIONS,
-    )
-    _sizes(notes, subject)
-    _embedding(notes, subject)
-    _identity(notes, subject)
-    return notes
+@dataclass(frozen=True)
+class Finding:
+    """One sentence about one engine's release; REFUSE: the draft would fail or be read wrongly.
 
-
-def _unknown_to(subject: Subject, engine: str) -> list[Finding]:
-    """Refuse a draft whose arithmetic no engine knows.
-
-    These are rotary frequencies that no rope settings express, and a class of the family's own.
+    `rule` names a rule that other code asks for; most have no name.
     """
-    section, found = subject.config[SECTION], []
-    if "inv_freq" in (section.get("positions") or {}):
-        found.append(
-            "computes rotary frequencies from config.json, but the draft was fitted with those of "
-            "its dataset, which no rope settings express; correct the rope of the target's "
-            "config.json, and generate and fit again"
-        )
+
+    engine: str
+    level: str
+    text: str
+    rule: str = ""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A draft in our own form, its target, and the form of its output.
+
+    `changed` are keys for engines that the files have, as they are, otherwise than an export;
+    `unread` are keys of another trainer's files of which it is unknown what they change.
+    """
+
+    own: DraftFiles
+    target: TargetFacts
+    form: str
+    changed: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """config.json of our form."""
+        return self.own.config
+
+    @property
+    def kind(self) -> str:
+        """Name of the draft kind."""
+        return str(self.config[SECTION]["draft"])
+
+    @property
+    def layers(self) -> list[int]:
+        """Layer ids: outputs of decoder blocks, from 0; empty if it reads only the final hidden."""
+        return list(self.config[SECTION].get("layers", ()))
+
+    @property
+    def num_layers(self) -> int | None:
+        """Decoder blocks of the target; None if neither the target nor the config has them."""
+        config = self.config.get("num_target_layers")
+        return self.target.num_layers or config or self.origin.get("config.num_hidden_layers")
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Names of the target's class; empty if neither the target nor the draft says them."""
+        return self.target.architectures or tuple(self.origin.get("architectures") or ())
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """The identity of the target and prompts that it was fitted to; empty if not recorded."""
+        return self.config[SECTION].get("origin") or {}
+
+    @property
+    def reads_last_layer(self) -> bool:
+        """Whether the draft reads the target's last decoder block; False if it is not known."""
+        count = self.num_layers
+        return count is not None and bool(self.layers) and self.layers[-1] == count - 1
+
+    @property
+    def blocks(self) -> int:
+        """Decoder layers of the draft."""
+        return int(self.config.get("num_hidden_layers", 1))
+
+    @property
+    def served_kind(self) -> str:
+        """The kind as which engines serve the draft: DFlash in the layout anchor is DSpark."""
+        anchor = self.kind == "dflash" and self.config["sample_from_anchor"]
+        return "dspark" if anchor else self.kind
+
+
+def draft_facts(subject: Subject) -> dict[str, Any]:
+    """Return what conditions and texts of the table may name: config keys, and those added here."""
+    config, section, kind = subject.config, subject.config[SECTION], subject.kind
+    layers, options = subject.layers, section.get("options") or {}
+    types = set(config.get("layer_types") or ())
+    types = types if SLIDING in types else {FULL}
     spec = find_spec(subject.origin.get("architectures") or ())
-    if spec is not None and subject.kind in spec.drafts:
-        found.append(f"does not know {spec.drafts[subject.kind]}, the draft class of {spec.family}")
-    return [Finding(engine, REFUSE, text) for text in found]
+    ttt_steps = options.get("ttt_steps", 1)
+    return {
+        "qk_norm": kind in ("dspark", "dflash"),  # block drafts have it unless the key denies it
+        **config,
+        "kind": kind,
+        "form": subject.form,
+        "blocks": subject.blocks,  # decoder layers of the draft
+        "aux_states": len(layers),
+        "last_layer": subject.reads_last_layer,
+        "embedding_states": -1 in layers,
+        "reduced": config.get("draft_vocab_size", 0) < config.get("vocab_size", 0),
+        "mask_hidden": "mask_hidden" in subject.own.tensors,
+        "lm_head": "lm_head.weight" in subject.own.tensors,
+        "dflash_class": DFLASH in (config.get("architectures") or ()),
+        "markov": config.get("markov_head_type") if config.get("markov_rank") else None,
+        "sliding": SLIDING in types,
+        "mixed": len(types) > 1,  # sliding and full layers
+        "window_before": (config.get("sliding_window") or 0) - 1,
+        "ttt_steps": ttt_steps,
+        "later_steps": ttt_steps - 1,
+        "depths": options.get("depths", 1),
+        "rotary_table": "inv_freq" in (section.get("positions") or {}),
+        "family": spec and spec.family,
+        "family_class": spec and spec.drafts.get(kind),  # a draft class of the target's family
+    }
 
 
-def _identity(notes: Notes, subject: Subject) -> None:
-    """Compare the target with the one that the draft was fitted to, fact by fact.
-
-    Every difference is a warning: engines serve fine-tuned and quantised targets on purpose.
-    """
-    target, origin = subject.target, subject.origin
-    for problem in target.problems:
-        notes.note(True, f"not compared with the draft's training: {problem}")
-    if not origin or not target.identity:
-        return
-    found = compare(
-        origin,
-        target.identity,
-        of_recorded="the draft was fitted with",
-        of_found=f"{target.name} has",
-    )
-    for line in found.texts:
-        notes.warn(True, line)
-    notes.note(
-        bool(found.unknown),
-        f"not compared, because only one side tells it: {found.not_compared}",
-    )
-
-
-def _sizes(notes: Notes, subject: Subject) -> None:
-    """Compare sizes with the target's config.json, which may be known without its weights."""
-    target, config = subject.target, subject.config
-    own = config.get("target_hidden_size", config["hidden_size"])
-    notes.refuse(
-        target.hidden_size not in (None, own),
-        f"the draft reads states of size {own}, {target.name} has hidden size "
-        f"{target.hidden_size}: the draft was fitted to another target",
-    )
-    notes.warn(
-        target.embedding is None and target.vocab_size not in (None, config["vocab_size"]),
-        f"the draft is for a vocabulary of {config['vocab_size']}, the config of {target.name} has "
-        f"{target.vocab_size}: the draft may be for another target",
+def holds(condition: str, facts: dict[str, Any]) -> bool:
+    """Return whether a condition of the table holds; an empty one always does."""
+    return not condition or any(
+        all(_term(term, facts) for term in part.split(" and ")) for part in condition.split(" or ")
     )
 
 
-def _embedding(notes: Notes, subject: Subject) -> None:
-    """Check that the embedding equals the target's bit for bit: engines share or replace it."""
-    own, other = subject.own.tensors.get("embed_tokens.weight"), subject.target.embedding
-    if own is None or other is None:
-        return
-    notes.refuse(
-        own.shape != other.shape,
-        f"embed_tokens has shape {list(own.shape)}, the target's {list(other.shape)}: the draft "
-        "was fitted to another target",
-        EMBEDDING,
-    )
-    if own.shape == other.shape and not subject.config.get("train_embeddings"):
-        notes.refuse(
-            not torch.equal(own, other.to(own.dtype)),
-            "embed_tokens is not the target's: the draft was fitted to another target",
-            EMBEDDING,
+def _term(term: str, facts: dict[str, Any]) -> bool:
+    if term.startswith("not "):
+        return not _term(term.removeprefix("not "), facts)
+    name, *rest = term.split()
+    if not rest:
+        return bool(facts.get(name))
+    compare_with, value = rest
+    values = [_value(word, facts) for word in value.split(",")]
+    other = values if compare_with == "in" else values[0]
+    return bool(_OPERATORS[compare_with](facts.get(name), other))
+
+
+def _value(word: str, facts: dict[str, Any]) -> Any:
+    return int(word) if word.lstrip("-").isdigit() else facts.get(word, word)
+
+
+def _rows(subject: Subject, engine: str, *verdicts: str) -> Iterator[tuple[Fact, dict[str, Any]]]:
+    """Yield the rows of an engine that hold for a draft, with the facts for their texts."""
+    facts = draft_facts(subject) | {"engine": engine}
+    for row in engines().facts.rows:
+        concerns = row.verdict in verdicts and row.concerns(engine, subject.kind)
+        if concerns and holds(row.condition, facts):
+            yield row, facts
+
+
+def unread_form(engine: str, subject: Subject) -> str | None:
+    """Return why an engine cannot read the form of `subject`, and what to write; None if it can."""
+    return next((row.text.format(**facts) for row, facts in _rows(subject, engine, UNREAD)), None)
+
+
+def start_notes(engine: str, subject: Subject, folder: str) -> list[str]:
+    """Return what is said beside the command that starts an engine with the draft in `folder`."""
+    rows = _rows(subject, engine, START)
+    return [row.text.format(**facts | {"draft": folder}) for row, facts in rows]
+
+
+def refusing(draft: str, key: str) -> list[str]:
+    """Return the releases that refuse every draft of a kind whose config has `key`, by itself."""
+    return [
+        row.release
+        for engine, row in engines().engine.items()
+        if draft in row.drafts
+        and any(
+            fact.verdict == REFUSE and fact.condition == key and fact.concerns(engine, draft)
+            for fact in engines().facts.rows
         )
-        exact = torch.promote_types(own.dtype, other.dtype) == own.dtype
-        notes.warn(
-            own.dtype != other.dtype,
-            f"embed_tokens is the target's, {'stored' if exact else 'rounded'} as {own.dtype} "
-            f"instead of {other.dtype}; engines keep a second copy instead of sharing",
-        )
+    ]
 
 
-Check = Callable[[Subject], Notes]
-_BLOCK: tuple[tuple[str, Check], ...] = (
-    ("vllm", rules_block.vllm_block),
-    ("vllm-cpu", rules_block.vllm_cpu_block),
-    ("sglang", rules_block.sglang_block),
-    ("llama.cpp", rules_block.llama_cpp_block),
-    ("speculators", rules_block.speculators_block),
-    ("deepspec", rules_block.deepspec_block),
-)
-CHECKS: dict[str, tuple[tuple[str, Check], ...]] = {
-    "eagle": (
-        ("vllm", rules_eagle.vllm_eagle),
-        ("vllm-cpu", vllm_cpu),
-        ("sglang", rules_eagle.sglang_eagle),
-    ),
-    "eagle3": (
-        ("vllm", rules_eagle.vllm_eagle3),
-        ("vllm-cpu", vllm_cpu),
-        ("sglang", rules_eagle.sglang_eagle3),
-        ("llama.cpp", rules_eagle.llama_cpp_eagle3),
-        ("speculators", rules_eagle.speculators_eagle3),
-        ("deepspec", rules_eagle.deepspec_eagle3),
-    ),
-    "peagle": (
-        ("vllm", rules_eagle.vllm_peagle),
-        ("vllm-cpu", vllm_cpu),
-        ("speculators", rules_eagle.speculators_eagle3),
-    ),
-    "dspark": _BLOCK,
-    "dflash": (*_BLOCK, ("transformers", rules_block.transformers_block)),
-}
-"""The engines that can serve a kind of draft, with their checks."""
-READERS = {
-    "vllm": ("vllm",),
-    "sglang": ("sglang",),
-    "speculators": ("speculators", "vllm"),
-    "deepspec": ("deepspec",),
-    "transformers": ("transformers",),
-    "hf": (),
-}
-"""The engines that a format is written for: a refusal by one of them stops the export."""
-_NAMES = {
-    "vllm": VLLM,
-    "vllm-cpu": VLLM_CPU,
-    "sglang": SGLANG,
-    "llama.cpp": LLAMA_CPP,
-    "speculators": SPECULATORS,
-    "deepspec": DEEPSPEC,
-    "transformers": TRANSFORMERS,
-}
+def readers(form: str) -> list[str]:
+    """Return the engines that a form is written for: a refusal by one of them stops the export."""
+    return [engine for engine, row in engines().engine.items() if form in row.forms]
 
 
 def preflight(subject: Subject, *, formed: bool = False) -> dict[str, list[Finding]]:
@@ -233,38 +217,152 @@ def preflight(subject: Subject, *, formed: bool = False) -> dict[str, list[Findi
     `formed` says that the user chose the form: engines that cannot read it then refuse it. Without,
     each engine is checked with the form that it reads.
     """
-    found = {"spec-train": list(general(subject))}
-    checks = dict(CHECKS[subject.kind])
-    for engine, name in _NAMES.items():
-        if engine in checks:
-            biases = refused_biases(subject.kind, subject.config, name)
-            own = [*_unknown_to(subject, name), *biases, *checks[engine](subject)]
-            found[engine] = [*own, *_target(subject, engine, name)]
-            if formed and (problem := unread_form(engine, subject)):
-                found[engine] = [Finding(name, REFUSE, problem)]
-        else:
-            text = f"does not support {subject.kind} drafts"
-            found[engine] = [Finding(name, REFUSE, text)]
+    found = {SPEC_TRAIN: general(subject)}
+    for engine in engines().engine:
+        found[engine] = of_engine(subject, engine, formed=formed)
     for engine, findings in found.items():
         if all(finding.level == NOTE for finding in findings):
-            name = _NAMES.get(engine, SPEC_TRAIN)
-            found[engine] = [Finding(name, OK, "loads and computes what was trained"), *findings]
+            ok = Finding(release(engine), OK, "loads and computes what was trained")
+            found[engine] = [ok, *findings]
     return found
 
 
-def _target(subject: Subject, engine: str, name: str) -> list[Finding]:
-    """Say whether an engine's release can serve the target with this draft: see the table."""
-    kind = subject.kind
-    if kind == "dflash" and subject.config["sample_from_anchor"]:
-        kind = "dspark"  # as which engines serve it
-    found = served(engine, kind, subject.architectures)
-    if found.answer:
-        return []
-    level = WARN if found.answer is None else REFUSE
-    return [Finding(name, level, found.text([kind]), OF_TARGET)]
+def of_engine(subject: Subject, engine: str, *, formed: bool = False) -> list[Finding]:
+    """Return the findings of one engine; none if it loads and computes what was trained."""
+    name, row = release(engine), engines().engine[engine]
+    if subject.kind not in row.drafts:
+        return [Finding(name, REFUSE, f"does not support {subject.kind} drafts")]
+    if formed and (problem := unread_form(engine, subject)):
+        return [Finding(name, REFUSE, problem)]
+    found = [
+        Finding(name, fact.verdict, fact.text.format(**facts))
+        for fact, facts in _rows(subject, engine, REFUSE, WARN)
+    ]
+    answer = served(engine, subject.served_kind, subject.architectures)
+    if not answer.answer:
+        level = WARN if answer.answer is None else REFUSE
+        found.append(Finding(name, level, answer.text([subject.served_kind]), OF_TARGET))
+    return found
+
+
+def release(engine: str) -> str:
+    """Return the release of an engine, for example "vLLM 0.33.0"; spec-train's is its name."""
+    return engine if engine == SPEC_TRAIN else engines().engine[engine].release
 
 
 def refusals(found: dict[str, list[Finding]], form: str) -> list[Finding]:
     """Return the findings that forbid an export in the format `form`."""
-    engines = ("spec-train", *READERS[form])
-    return [f for engine in engines for f in found[engine] if f.level == REFUSE]
+    return [
+        f for engine in (SPEC_TRAIN, *readers(form)) for f in found[engine] if f.level == REFUSE
+    ]
+
+
+# -- what holds for every engine -------------------------------------------------------------------
+
+
+def general(subject: Subject) -> list[Finding]:
+    """Check what is needed in every engine."""
+    rows = (*_of_weights(subject), *_of_config(subject), *_of_sizes(subject))
+    return [
+        Finding(SPEC_TRAIN, level, text, rule)
+        for level, text, rule in (*rows, *_of_embedding(subject), *_of_identity(subject))
+    ]
+
+
+_Rows = Iterator[tuple[str, str, str]]
+"""(level, text, rule) of findings."""
+
+
+def _of_weights(subject: Subject) -> _Rows:
+    broken = [
+        name
+        for name, value in subject.own.tensors.items()
+        if value.is_floating_point() and not bool(torch.isfinite(value).all())
+    ]
+    if broken:
+        yield REFUSE, f"weights that are not finite: {', '.join(broken)}", WEIGHTS
+
+
+def _of_config(subject: Subject) -> _Rows:
+    layers, count, section = subject.layers, subject.num_layers, subject.config[SECTION]
+    if layers != sorted(set(layers)):
+        yield REFUSE, f"layers {layers} must be ascending and unique", ""
+    if count is not None and layers and layers[-1] >= count:
+        text = f"layer {layers[-1:]} of a target with {count} decoder blocks (ids are outputs of "
+        yield REFUSE, text + "blocks, from 0)", ""
+    if count is None and layers:
+        text = "the target's number of decoder blocks is unknown, so it was not checked whether "
+        yield WARN, text + "the draft reads the last one; pass --target DIR", ""
+    if "origin" in section and not section["origin"]:
+        text = "the draft does not record its target and the chat template of its training data"
+        yield WARN, text, ""
+    if subject.changed:
+        text = "keys that engines read are not as this release writes them: "
+        text += f"{some_of(subject.changed)}; serve an export of this draft, not these files"
+        yield WARN, text, ""
+    if subject.unread:
+        yield WARN, unread_text(list(subject.unread)), ""
+    if subject.origin.get("rope_factors") == "short":
+        text = "the states were captured with the short factors of longrope; an engine whose "
+        text += "maximum length is above theirs uses the long ones for every prompt, and accepts "
+        text += "less. Start it with a smaller one, or capture with --rope-factors long"
+        yield WARN, text, ""
+    own, limit = subject.config["max_position_embeddings"], subject.target.max_positions
+    if limit is not None and own < limit:
+        text = f"max_position_embeddings {own} is less than the target's {limit}: at that length "
+        yield WARN, text + "engines stop drafting, or end the sequence", MAX_POSITIONS
+
+
+def _of_sizes(subject: Subject) -> _Rows:
+    """Compare sizes with the target's config.json, which may be known without its weights."""
+    target, config = subject.target, subject.config
+    own = config.get("target_hidden_size", config["hidden_size"])
+    if target.hidden_size not in (None, own):
+        text = f"the draft reads states of size {own}, {target.name} has hidden size "
+        yield REFUSE, f"{text}{target.hidden_size}: the draft was fitted to another target", ""
+    if target.embedding is None and target.vocab_size not in (None, config["vocab_size"]):
+        text = f"the draft is for a vocabulary of {config['vocab_size']}, the config of "
+        text += f"{target.name} has {target.vocab_size}: the draft may be for another target"
+        yield WARN, text, ""
+
+
+def _of_embedding(subject: Subject) -> _Rows:
+    """Check that the embedding equals the target's bit for bit: engines share or replace it."""
+    own, other = subject.own.tensors.get("embed_tokens.weight"), subject.target.embedding
+    if own is None or other is None:
+        return
+    if own.shape != other.shape:
+        text = f"embed_tokens has shape {list(own.shape)}, the target's {list(other.shape)}: the "
+        yield REFUSE, text + "draft was fitted to another target", EMBEDDING
+    elif not subject.config.get("train_embeddings"):
+        if not torch.equal(own, other.to(own.dtype)):
+            text = "embed_tokens is not the target's: the draft was fitted to another target"
+            yield REFUSE, text, EMBEDDING
+        if own.dtype != other.dtype:
+            exact = torch.promote_types(own.dtype, other.dtype) == own.dtype
+            text = f"embed_tokens is the target's, {'stored' if exact else 'rounded'} as "
+            text += f"{own.dtype} instead of {other.dtype}; engines keep a second copy instead of "
+            yield WARN, text + "sharing", ""
+
+
+def _of_identity(subject: Subject) -> _Rows:
+    """Compare the target with the one that the draft was fitted to, fact by fact.
+
+    Every difference is a warning: engines serve fine-tuned and quantised targets on purpose.
+    """
+    target, origin = subject.target, subject.origin
+    for problem in target.problems:
+        yield NOTE, f"not compared with the draft's training: {problem}", ""
+    if not origin or not target.identity:
+        return
+    compared = compare(
+        origin,
+        target.identity,
+        of_recorded="the draft was fitted with",
+        of_found=f"{target.name} has",
+    )
+    for line in compared.texts:
+        yield WARN, line, ""
+    if compared.unknown:
+        text = f"not compared, because only one side tells it: {compared.not_compared}"
+        yield NOTE, text, ""

@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 from torch import nn
 
-from spec_data.models.engine_targets import engine_warnings
+from spec_data.models.engines import engine_warnings
 from spec_data.shards.identity import quantisation_text
 from spec_data.shards.layer_ids import AUTO_DRAFTS, recipe_layers, recorded_layers
 from spec_train.data.mixture import Documents, MixedPlan, Mixture
@@ -16,7 +16,7 @@ from spec_train.data.splits import Splits
 from spec_train.drafts.layered_draft import LayeredDraft
 from spec_train.drafts.protocol import DraftConfig
 from spec_train.drafts.targets import target_architectures
-from spec_train.formats.rules_bias import not_served
+from spec_train.formats.preflight import refusing
 from spec_train.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -169,7 +169,8 @@ def size_text(count: int) -> str:
 
 def warn_of_biases(kind: str, config: dict[str, Any]) -> None:
     """Name the engines that do not load the biases of a draft; `config` has its fields."""
-    for name, engines in not_served(kind, config).items():
+    for name in ("attention_bias", "mlp_bias"):
+        engines = refusing(kind, name) if config.get(name) else []
         if not engines:
             continue
         log.warning(

@@ -267,7 +267,7 @@ def test_the_command_after_an_export_serves_the_draft():
     from types import SimpleNamespace
 
     from spec_train.evaluation.exporting import command_after
-    from spec_train.formats.serve_commands import Serving
+    from spec_train.formats.draft_card import Serving
     from spec_train.options.command_options import ExportConfig
 
     config = ExportConfig(draft="R", format="vllm", out="O", target="T")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scripts import engine_targets as script
-from spec_data.models.engine_targets import engine_warnings, page_with_columns, served
+from spec_data.models.engines import engine_warnings, engines, page_with_columns, served
 from spec_data.models.families import TARGETS
 
 BLOCKS = ("dspark", "dflash")
@@ -61,7 +61,7 @@ def test_unknown_is_never_a_yes() -> None:
 
 def test_most_registered_targets_are_known() -> None:
     """A release that renames its tables would leave every target unknown."""
-    for engine in script.PACKAGES:
+    for engine in script.READERS:
         answers = [served(engine, "eagle3", [name]).answer for name in TARGETS]
         assert answers.count(True) >= 15 and answers.count(False) >= 15
 
@@ -121,7 +121,7 @@ def test_the_script_reads_methods_and_graphs(tmp_path: Path) -> None:
         "dflash": set(),
     }
     root = "vendor/llama.cpp"
-    version = script.PACKAGES["llama.cpp"][0].split()[1].split(".")
+    version = engines().engine["llama.cpp"].release.split()[1].split(".")
     _sdist(
         tmp_path / "llama-1.tar.gz",
         {

@@ -9,9 +9,7 @@ from safetensors.torch import load_file
 
 from spec_train.drafts import DRAFTS
 from spec_train.evaluation.exporting import check_draft
-from spec_train.formats.preflight_notes import REFUSE
-from spec_train.formats.rules import DEEPSPEC, LLAMA_CPP, SGLANG, SPECULATORS, VLLM
-from spec_train.formats.rules_bias import BIASES, LOADED
+from spec_train.formats.preflight import REFUSE, refusing
 from spec_train.options.command_options import ExportConfig, fit_config, split_config
 from spec_train.options.shape_options import LayerOptions
 from spec_train.training.setup import fit
@@ -25,7 +23,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "dspark": {"num_draft_layers": 1, "markov_rank": 4},
     "dflash": {"num_draft_layers": 1},
 }
-ENGINES = (VLLM, SGLANG, LLAMA_CPP, SPECULATORS, DEEPSPEC)
+BIASES = ("attention_bias", "mlp_bias")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +55,7 @@ def test_a_draft_has_the_biases_of_its_target_and_fit_names_who_drops_them(
     assert config["attention_bias"] is True and not config.get("mlp_bias")
     assert {n.split(".")[-2] for n in biases} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     said = [r.getMessage() for r in caplog.records if "has attention_bias" in r.getMessage()]
-    dropped = [e for e, loaded in LOADED[draft].items() if "attention_bias" not in loaded]
+    dropped = refusing(draft, "attention_bias")
     assert len(said) == bool(dropped)
     assert all(engine in said[0] for engine in dropped)
 

@@ -16,9 +16,9 @@ from spec_data.shards.errors import DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import load_draft
 from spec_train.evaluation.exporting import CheckedDraft, check_draft, run_export
+from spec_train.formats.draft_card import servings
 from spec_train.formats.draft_files import DraftFiles
-from spec_train.formats.preflight_notes import Subject
-from spec_train.formats.serve_commands import servings
+from spec_train.formats.preflight import Subject
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.losses.head import TargetHead
 from spec_train.options.command_options import ExportConfig

@@ -15,8 +15,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.formats.draft_files import DraftFiles, read_files
 from spec_train.formats.forms import own_form, write_form
-from spec_train.formats.preflight import preflight
-from spec_train.formats.preflight_notes import Subject
+from spec_train.formats.preflight import Subject, preflight
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.losses.head import TargetHead
 from tests.draft_tools import read_json, unseal, write_json

@@ -12,8 +12,7 @@ from spec_train.drafts import load_draft
 from spec_train.evaluation.exporting import find_target
 from spec_train.formats.draft_files import write_files
 from spec_train.formats.forms import write_form
-from spec_train.formats.preflight import preflight
-from spec_train.formats.preflight_notes import REFUSE, WARN, Subject
+from spec_train.formats.preflight import REFUSE, WARN, Subject, preflight
 from spec_train.losses.head import TargetHead
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft

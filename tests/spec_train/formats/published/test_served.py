@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from spec_train.drafts import load_draft, own_files
-from spec_train.formats.preflight import preflight
-from spec_train.formats.preflight_notes import REFUSE, Subject
+from spec_train.formats.preflight import REFUSE, Subject, preflight
 from tests.spec_train.formats.published import (
     test_automodel,
     test_deepspec,

@@ -1,0 +1,200 @@
+"""Released engines and trainers: what they do with which draft, and which targets they serve.
+
+Two tables. `engines.toml` is written by hand: each engine with its release and the day on which it
+was read, the kinds of drafts that it serves, how it is started, and one row per fact about drafts.
+`engine_targets.json` lists the engine's own classes of targets; `scripts/engine_targets.py` reads
+them from the released packages. A draft reads hidden states of its target, and an engine hands them
+over in some of its classes only. A target that the list does not name is unknown to that release,
+which is never a yes.
+"""
+
+import datetime
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from spec_data.models.families import TARGETS
+
+FOLDER = Path(__file__).parent
+TABLE, CLASSES = FOLDER / "engines.toml", FOLDER / "engine_targets.json"
+_HEADER = "| target | architectures | "
+COLUMNS = {"vllm": "vLLM", "sglang": "SGLang", "llama.cpp": "llama.cpp"}
+"""The engines of docs/targets.md."""
+_UNKNOWN = "its release has no model class of that name"
+
+
+class Engine(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """One release; the head of `engines.toml` says what the fields mean."""
+
+    release: str
+    read: datetime.date
+    drafts: dict[str, list[str]]
+    package: str = ""
+    lacks: dict[str, str] = {}
+    forms: list[str] = []
+    serves: list[str] = []
+
+
+class Start(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """How one engine is started with some kinds of drafts, as lines of `language`."""
+
+    engine: str
+    drafts: str
+    lines: list[str]
+    language: str = "sh"
+    method: dict[str, str] = {}
+    json: dict[str, Any] = {}
+
+
+class Fact(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """What engines do with drafts of some kinds for which a condition holds."""
+
+    engines: str
+    drafts: str
+    condition: str
+    verdict: str
+    text: str
+    source: str
+
+    def concerns(self, engine: str, draft: str) -> bool:
+        """Return whether the row is about an engine and a kind of draft."""
+        return all(
+            name in names.split() or names == "*"
+            for name, names in ((engine, self.engines), (draft, self.drafts))
+        )
+
+
+class _Rows(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    rows: list[Fact]
+
+
+class Table(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The whole of `engines.toml`."""
+
+    engine: dict[str, Engine]
+    start: list[Start]
+    facts: _Rows
+
+
+@cache
+def engines() -> Table:
+    """Return the table of engines; a mistake in it is an error that names the row."""
+    return msgspec.toml.decode(TABLE.read_bytes(), type=Table)
+
+
+class Classes(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The whole of `engine_targets.json`: names of classes of targets, separated by spaces.
+
+    By engine, `known` are all of them, and the other lists those that have something.
+    """
+
+    read: datetime.date
+    engines: dict[str, dict[str, str]]
+
+
+@cache
+def target_classes() -> Classes:
+    """Return the lists of the engines' classes of targets."""
+    return msgspec.json.decode(CLASSES.read_bytes(), type=Classes)
+
+
+@cache
+def _classes(engine: str) -> dict[str, frozenset[str]]:
+    lists = target_classes().engines.get(engine, {})
+    return {name: frozenset(text.split()) for name, text in lists.items()}
+
+
+@dataclass(frozen=True)
+class Served:
+    """Whether an engine can serve a target with a draft; None: unknown.
+
+    `name` is the architecture that counts, and `reason` why the answer is not yes.
+    """
+
+    answer: bool | None
+    name: str = ""
+    reason: str = ""
+
+    def text(self, drafts: Sequence[str]) -> str:
+        """Say it of some kinds of drafts; nothing if the engine serves them."""
+        if self.answer:
+            return ""
+        if not self.name:
+            return (
+                "the target's architecture is unknown, so it was not checked that this release "
+                "serves it; pass --target DIR"
+            )
+        start = "cannot serve" if self.answer is False else "it is unknown whether it serves"
+        return f"{start} {self.name} with {', '.join(drafts)} drafts: {self.reason}"
+
+
+def served(engine: str, draft: str, architectures: Sequence[str]) -> Served:
+    """Return whether an engine's class of a target has what a kind of draft needs.
+
+    An engine without a list, or a kind of draft that it does not serve, needs nothing of the
+    target's class. Of several names, the first one that the engine knows counts, as in the engines.
+    """
+    classes, row = _classes(engine), engines().engine[engine]
+    if not classes or draft not in row.drafts:
+        return Served(True)
+    name = next((name for name in architectures if name in classes["known"]), None)
+    if name is None:
+        return Served(None, ", ".join(architectures), _UNKNOWN)
+    lacks = [need for need in row.drafts[draft] if name not in classes[need]]
+    return Served(False, name, row.lacks[lacks[0]]) if lacks else Served(True, name)
+
+
+def engine_warnings(drafts: Sequence[str], architectures: Sequence[str]) -> list[str]:
+    """Return a line per release that cannot or may not serve a target with some of the drafts."""
+    lines = []
+    for engine in COLUMNS:
+        found = {draft: served(engine, draft, architectures) for draft in drafts}
+        for answer in dict.fromkeys(found.values()):
+            if text := answer.text([draft for draft in drafts if found[draft] == answer]):
+                lines.append(f"{engines().engine[engine].release}: {text}")
+    return lines
+
+
+def page_with_columns(page: str) -> str:
+    """Return docs/targets.md with the table's columns of engines, and the releases, as they are."""
+    lines, width = page.splitlines(), 0
+    for i, line in enumerate(lines):
+        if line.startswith(_HEADER):
+            cells = line.split(" | ")
+            width = len(COLUMNS) if cells[-2] == [*COLUMNS.values()][-1] else 0
+            lines[i] = _with(line, [*COLUMNS.values()], width)
+        elif i and lines[i - 1].startswith(_HEADER):
+            lines[i] = _with(line, ["---"] * len(COLUMNS), width)
+        elif (names := re.findall(r"`(\w+)`", line.split(" | ")[1] if " | " in line else "")) and (
+            set(names) <= TARGETS.keys()
+        ):
+            lines[i] = _with(line, [_cell(engine, names) for engine in COLUMNS], width)
+        elif line.startswith("Read on "):
+            releases = ", ".join(engines().engine[engine].release for engine in COLUMNS)
+            lines[i] = f"Read on {target_classes().read} from the packages of {releases}."
+    return "\n".join(lines) + "\n"
+
+
+def _with(line: str, cells: list[str], width: int) -> str:
+    """Return a row of the table with the engines' cells before the last one."""
+    old = line.strip().strip("|").split("|")
+    *rest, test = [cell.strip() for cell in old]
+    rest = rest[: len(rest) - width]
+    return "| " + " | ".join([*rest, *cells, test]) + " |"
+
+
+def _cell(engine: str, names: list[str]) -> str:
+    """Return the drafts of an engine for the architectures of a row: "all", "none", "?" or some."""
+    found = {
+        draft: {served(engine, draft, [name]).answer for name in names}
+        for draft in engines().engine[engine].drafts
+    }
+    if any(None in answers for answers in found.values()):
+        return "?"
+    yes = [draft for draft, answers in found.items() if answers == {True}]
+    return "all" if len(yes) == len(found) else ", ".join(yes) or "none"

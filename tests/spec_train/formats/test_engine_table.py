@@ -1,0 +1,100 @@
+"""The table of engines: every row can be read and filled in, and a new row needs no code."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from spec_data.models import engines as table
+from spec_data.models.engines import engines
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.drafts import DRAFTS
+from spec_train.formats.known_keys import READ
+from spec_train.formats.preflight import (
+    REFUSE,
+    START,
+    UNREAD,
+    WARN,
+    Subject,
+    draft_facts,
+    holds,
+    preflight,
+)
+from spec_train.formats.target_facts import TargetFacts
+from spec_train.losses.head import TargetHead
+from tests.spec_train.drafts import any_draft
+from tests.spec_train.drafts.any_draft import build_draft
+
+dataset, head = any_draft.dataset, any_draft.head
+EAGLE1_NORMS = {"use_input_layernorm_in_first_layer", "use_last_layernorm"}
+
+
+@pytest.fixture(scope="module")
+def subjects(dataset: HiddenStatesDataset, head: TargetHead) -> dict[str, Subject]:
+    """A draft of each kind."""
+    return {
+        kind: Subject(
+            build_draft(kind, dataset, head).files(torch.float32, "x"), TargetFacts(), "vllm"
+        )
+        for kind in DRAFTS
+    }
+
+
+def test_every_row_is_about_known_things(subjects: dict[str, Subject]) -> None:
+    known = set(READ) | EAGLE1_NORMS | {"engine"}
+    for row in engines().facts.rows:
+        assert row.verdict in (REFUSE, WARN, UNREAD, START) and row.source, row
+        assert {*row.engines.split()} <= {"*", *engines().engine}, row
+        assert {*row.drafts.split()} <= {"*", *DRAFTS}, row
+        kinds = [kind for kind in DRAFTS if row.drafts == "*" or kind in row.drafts.split()]
+        for kind in kinds:
+            facts = draft_facts(subjects[kind]) | {"engine": "vllm", "draft": "DIR"}
+            for term in re.split(r" and | or ", row.condition) if row.condition else ():
+                assert term.removeprefix("not ").split()[0] in known | facts.keys(), row
+            row.text.format_map({"sliding_window": 0} | facts)
+    for start in engines().start:
+        assert start.engine in engines().engine and {*start.drafts.split()} <= {*DRAFTS}
+
+
+@pytest.mark.parametrize(
+    ("condition", "value"),
+    [
+        ("", True),
+        ("a", True),
+        ("not a", False),
+        ("missing", False),
+        ("a and n > 2", True),
+        ("a and n < 2", False),
+        ("missing or n == 3", True),
+        ("not n in 1,2", True),
+        ("word in x,silu", True),
+        ("word != silu", False),
+        ("n != m", True),
+        ("missing and n > none", False),
+    ],
+)
+def test_conditions(condition: str, value: bool) -> None:
+    facts = {"a": True, "n": 3, "m": 4, "word": "silu", "none": None}
+    assert holds(condition, facts) is value
+
+
+def test_a_new_engine_needs_only_rows(
+    subjects: dict[str, Subject], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = table.TABLE.read_text(encoding="utf-8")
+    new = (
+        '[engine.mine]\nrelease = "Mine 1.0"\nread = 2026-01-01\ndrafts = {eagle3 = []}\n'
+        'forms = ["vllm"]\nserves = ["vllm"]\n[facts]\nrows = [\n'
+        '["mine", "eagle3", "aux_states > 1", "refuse", "{aux_states} states", "mine.py"],\n'
+    )
+    (tmp_path / "engines.toml").write_text(text.replace("[facts]\nrows = [\n", new))
+    monkeypatch.setattr(table, "TABLE", tmp_path / "engines.toml")
+    engines.cache_clear()
+    try:
+        found = {kind: preflight(subject)["mine"] for kind, subject in subjects.items()}
+    finally:
+        monkeypatch.undo()
+        engines.cache_clear()
+    assert [f.text for f in found["eagle3"]] == ["3 states"]
+    assert [f.text for f in found["dspark"]] == ["does not support dspark drafts"]
